@@ -23,11 +23,11 @@ from offload.models.dtypes import DTYPES
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
 from offload.system.memory import format_bytes, parse_size
-from perf import gpu_heads, gpu_steps
+from perf import gpu_steps
 from perf.results_file import Run, script_options
 
 BUDGET_TOKENS = 1024
-PARTS = ("decode", "heads", "peers", "prefill", "batch", "handshake", "smollm2")
+PARTS = ("decode", "peers", "prefill", "batch", "handshake", "smollm2")
 Row = dict[str, Any]
 
 
@@ -69,7 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             bench.release()
         seconds = {"seconds": round(time.monotonic() - started, 1)}
-        run.write(shared | of_part | _RECORDED.get(part, {}) | seconds, rows, part=part)
+        named = {"model": EMBEDDED_MODEL} if part == "smollm2" else {}  # whatever folder it is in
+        run.write(shared | of_part | named | seconds, rows, part=part)
     if failed:
         run.say(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
@@ -85,7 +86,6 @@ def _parts(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Iterato
         "batch_size": options.batch_size,
         "distinct_layers": options.batch_distinct_layers,
     }
-    of_heads = {"names": options.head_policies, "gathered": options.gathered_heads}
     of_smollm2 = {
         "model": options.smollm2,
         "context": options.smollm2_context,
@@ -98,16 +98,8 @@ def _parts(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Iterato
         "prefill": (gpu_steps.prefill_rows, of_prefill | cap),
         "batch": (gpu_steps.batch, of_batch | cap),
         "handshake": (gpu_steps.handshake, {"kv_len": options.handshake_kv_len}),
-        "heads": (gpu_heads.heads, kv_lens | of_heads),
         "smollm2": (partial(gpu_steps.smollm2, policies=options.smollm2_policies), of_smollm2),
     }
-
-
-# Of some parts what stands in their settings beside, or in place of, what they are called with.
-_RECORDED: dict[str, Row] = {
-    "heads": {"budgets": gpu_heads.BUDGETS},
-    "smollm2": {"model": EMBEDDED_MODEL},
-}
 
 
 def _line(row: Row) -> str:
@@ -115,9 +107,6 @@ def _line(row: Row) -> str:
     if "same_tokens" in row:
         return f"{row['policy']}: {row['same_tokens']} of {row['tokens']} are the CPU backend's"
     line = describe(row)
-    if "gathered_heads" in row:
-        coded = "codes" if row.get("coded") else row.get("heads", "")
-        line += f", gathered {row['gathered_heads']} {coded}"
     if row.get("device_peak_bytes"):
         peak, held = row["device_peak_bytes"], row["device_reserved_bytes"]
         line += f", peak {format_bytes(peak)}, held {format_bytes(held)}"
@@ -167,15 +156,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-distinct-layers", type=int, default=8)
     add("--memory-cap", default="24GiB", help="of our prefill and of the part batch")
     add("--handshake-kv-len", type=int, default=4096)
-    budgets = list(gpu_heads.BUDGETS)
-    add("--head-policies", type=_names(budgets), default=budgets)
-    add(
-        "--gathered-heads",
-        type=int,
-        nargs="+",
-        default=[-1, 0, 2, 4, 6, 8],
-        help="of a layer, of part heads; -1: retrieving heads on the CPU, too",
-    )
     add("--smollm2", default=EMBEDDED_MODEL, help="folder of the converted model")
     add("--smollm2-policies", type=_names(policies), default=list(policies))
     add("--smollm2-context", type=int, default=7168)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from offload.bench.decode.engines import graph_row
-from offload.bench.machine.measure import measure_profile
-from offload.bench.machine.policy import with_policy
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.decode.gpu.placement import Place
+from offload.measuring.machine.measure import measure_profile
+from offload.measuring.machine.policy import with_policy
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import least_placement
 from offload.planning.plan import Plan, make_plan

@@ -173,7 +173,7 @@ def measure_quality(
         reads_on=options.reads_on,
         num_threads=options.quality_threads,
         num_processes=options.processes,
-        samples=samples_of(options),
+        samples=dict.fromkeys(product(options.lengths, options.tasks), options.samples),
         seed=options.seed,
         seconds=options.seconds,
     )
@@ -193,18 +193,6 @@ def measure_quality(
         finally:
             for length in sorted(said):
                 say(said[length])
-
-
-def samples_of(options: argparse.Namespace) -> dict[tuple[int, str], int]:
-    """How many prompts of each length and task."""
-    if options.samples_of is None:
-        return dict.fromkeys(product(options.lengths, options.tasks), options.samples)
-    rows = json.loads(options.samples_of.read_text("utf-8"))["rows"]
-    return {
-        (row["length"], row["task"]): row["samples"]
-        for row in rows
-        if row["part"] == "cells" and row["counts"] and row["length"] in options.lengths
-    }
 
 
 def write_quality(
@@ -294,7 +282,6 @@ def parsed() -> argparse.Namespace:
     add = quality.add_argument
     add("--tasks", type=_names, default=list(RULER_TASKS))
     add("--samples", type=int, default=4, help="of each task and length")
-    add("--samples-of", type=Path, metavar="TABLE.json", help="as many as count there, instead")
     add("--seed", type=int, default=0)
     add("--quality-device", default="cpu", help="where answers are decoded")
     add("--processes", type=int, default=1)

@@ -30,14 +30,14 @@ from offload.bench.decode.engines import (
 from offload.bench.decode.models import RandomModel, release, synchronize
 from offload.bench.decode.peers.transformers_compiled import CannotCompileError
 from offload.bench.decode.peers.transformers_decode import prefill_seconds
-from offload.bench.machine.measure import measure_profile
-from offload.bench.made.model_cache import ModelCache
-from offload.bench.pipeline.measure import measure_pipeline
 from offload.bench.pipeline.session import BACKENDS, check_settings, open_session
 from offload.bench.pipeline.settings import PipelineSettings
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
 from offload.loading.planned_model import planned_model
+from offload.measuring.machine.measure import measure_profile
+from offload.measuring.steps.measure import measure_pipeline
+from offload.measuring.synthetic.model_cache import ModelCache
 from offload.models.batch import RaggedBatch, pack
 from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES

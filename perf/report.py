@@ -27,13 +27,11 @@ from perf.plots import (
 )
 from perf.results_file import ROOT, read_results
 from perf.tables import (
-    bounded_tables,
     gpu_tables,
     latency_tables,
     long_context_tables,
     placement_tables,
     selection_tables,
-    structured_tables,
     tables,
     tradeoff_tables,
 )
@@ -46,33 +44,17 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decode-plot": ("decode", tables.decode_plot),
     "policy-speed": ("decode-policies", selection_tables.policy_speed_table),
     "prefill": ("decode", tables.prefill_table),
-    "gpu-codes": ("gpu-codes", placement_tables.gpu_codes_table),
-    "gpu-gather": ("gpu-gather", placement_tables.gpu_gather_table),
-    "gpu-heads": ("gpu-heads", placement_tables.gpu_heads_table),
     "gpu-plan": ("gpu-plan", placement_tables.gpu_plan_table),
-    "plan-text": ("plan-text", placement_tables.text_plan_table),
-    "gpu-plan-text": ("gpu-plan-text", placement_tables.text_plan_table),
-    "gpu-retrieval": ("gpu-retrieval", placement_tables.gpu_retrieval_table),
-    "gpu-selectors-heads": ("gpu-selectors-heads", placement_tables.gpu_heads_table),
-    "gpu-selectors-decode": (
-        "gpu-selectors-decode",
-        lambda result: gpu_tables.gpu_decode_table({"decode": result}),
-    ),
-    "gpu-tp": ("gpu-tp", placement_tables.gpu_tp_table),
     "latency": ("latency", latency_tables.latency_table),
     "latency-phases": ("latency", latency_tables.latency_phases_table),
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
     "long-context": ("long-context", long_context_tables.long_context_table),
-    "niah": ("niah", selection_tables.niah_table),
-    "quality-probe": ("quality-probe", selection_tables.quality_probe_table),
     "ruler": ("ruler", long_context_tables.ruler_table),
     "ruler-ablation": ("ruler-ablation", long_context_tables.ruler_ablation_table),
-    "bounded-ruler": ("bounded-ruler", bounded_tables.bounded_table),
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
     "tradeoff-options": ("tradeoff", tradeoff_tables.options_table),
-    "structured": ("structured", structured_tables.structured_table),
 }
 GPU_PARTS = ("decode", "peers", "prefill", "batch")
 # Of several parts of `perf.bench_gpu`, which write a file each: (the one that must be there, …).
@@ -87,6 +69,11 @@ GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     ),
 }
 NOT_MEASURED = "*Not measured yet.*"
+OWN_SCRIPTS = {
+    "gpu-plan": "perf.bench_plan",
+    "tradeoff": "perf.bench_tradeoff",
+    "paper-lychee-rules": "perf.papers.lychee_rules",
+}
 DECODE_PLOT = ROOT / "docs" / "decode.svg"
 TIME_PLOT = ROOT / "docs" / "time-per-token.svg"
 TRAINING_PLOT = ROOT / "docs" / "long-context-training.svg"

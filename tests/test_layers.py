@@ -21,6 +21,7 @@ cascade
 loading decode
 planning
 runtime
+measuring
 bench
 cli
 offload

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from offload.planning.profile import MachineProfile
     from offload.policies import Policy
 
-# offload.bench.made.random_model has these, but imports torch; tests compare the two.
+# offload.measuring.synthetic.random_model has these, but imports torch; tests compare the two.
 SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
 _machine_option = partial(typer.Option, rich_help_panel="On which machine")
 
@@ -244,7 +244,7 @@ def _measured(
     import torch
     from rich.progress import Progress
 
-    from offload.bench.machine.measure import measure_profile
+    from offload.measuring.machine.measure import measure_profile
     from offload.planning.profile import measured_profile, store_profile
     from offload.runtime.config import checked_device
     from offload.system.memory import worker_threads
@@ -281,7 +281,7 @@ def _with_policy(
 ) -> MachineProfile:
     """This machine's profile with what the policy costs here: measured now and kept if it has not
     that yet."""
-    from offload.bench.machine.policy import with_policy
+    from offload.measuring.machine.policy import with_policy
     from offload.planning.profile import store_profile
     from offload.system.memory import available_cpus
 

@@ -1,6 +1,6 @@
 """What a machine was measured to do: the numbers that plans and predictions are made from.
 
-`offload.bench.machine` measures them in some seconds; here is what they are, and where they are
+`offload.measuring.machine` measures them in some seconds; here is what they are, and where they are
 kept: a JSON file per machine in the cache folder, with a profile for each number of threads that
 was measured. The file's name says which processor, instruction set, GPU, driver and version of ours
 it is for, so that a machine that has changed has no profile instead of a wrong one. For a number of

@@ -11,8 +11,8 @@ A layer on a GPU, with what goes on beside each other in one column:
 
 so a layer takes linear + max(GPU's side, reply) + merge; a layer without heads on the CPU has no
 reply. What runs beside each other also slows each other down: how much longer a layer takes with
-rows on their way, or with a top-k beside it, was measured as a whole (`bench.machine.layers`). A
-step is its layers, the last projection, choosing the token, and what a step costs beside its
+rows on their way, or with a top-k beside it, was measured as a whole (`measuring.machine.layers`).
+A step is its layers, the last projection, choosing the token, and what a step costs beside its
 kernels. Without a GPU it is the same without anything beside anything.
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from offload.bench.decode.engines import GRAPH, OURS
-from offload.bench.pipeline.step_timeline import SHARES
+from offload.measuring.steps.step_timeline import SHARES
 from offload.system.memory import format_bytes
 from perf.gpu_steps import NO_OFFLOAD
 from perf.tables.markdown import (

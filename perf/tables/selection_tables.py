@@ -1,4 +1,4 @@
-"""Markdown of perf/results/selection.json and niah.json: the tables that README and docs show."""
+"""Markdown of perf/results/selection.json and its like: tables that README and docs show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from offload.bench.quality.output import COLUMNS, LEGEND, cells
 from perf.tables.markdown import (
     Columns,
-    known,
     markdown_table,
     policy_options_note,
     table,
@@ -31,21 +30,6 @@ def selection_table(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def niah_table(result: dict[str, Any]) -> str:
-    """Scores of RULER's needle task."""
-    settings = result["settings"]
-    title = (
-        f"{settings['model']}, RULER's `{settings['task']}` at {settings['length']:,} tokens "
-        f"through lm-eval, the same {settings['samples']} prompts for every policy."
-    )
-    columns: Columns = {
-        "policy": "{label}",
-        "budget": known("budget_tokens", ","),
-        "score": "{score:.2f}",
-    }
-    return "\n\n".join([title, table(columns, result["rows"]), machine_line(result["machine"])])
-
-
 def policy_speed_table(result: dict[str, Any]) -> str:
     """Decode tokens/s of a whole model under each policy, beside exact top-k."""
     rows = [
@@ -67,22 +51,3 @@ def policy_speed_table(result: dict[str, Any]) -> str:
         "of exact_topk": lambda row: f"{speeds[row['policy']] / speeds['exact_topk']:.0%}",
     }
     return "\n\n".join([title, table(columns, rows), machine_line(result["machine"])])
-
-
-def quality_probe_table(result: dict[str, Any]) -> str:
-    """What shares of probed selections cost, and what is noise."""
-    settings = result["settings"]
-    columns: Columns = {
-        "policy": "`{policy}`",
-        "share": "{share}",
-        "ms a step": "{milliseconds:.3f}",
-        "probes a step": "{probes_per_step:.2f}",
-        "longer by": "{extra:+.2%}",
-        "25th to 75th percentile": "{extra_p25:+.2%} to {extra_p75:+.2%}",
-    }
-    return (
-        f"{settings['model'] or settings['shape']}, {settings['kv_len']:,} tokens: the mean of "
-        f"{settings['steps']} steps against that of as many without a probe, in turns, median of "
-        f"{settings['turns']}; `0 again` is what noise makes of it.\n\n"
-        f"{table(columns, result['rows'])}\n\n{machine_line(result['machine'], spreads=False)}"
-    )

@@ -17,7 +17,7 @@ from offload.bench.decode.peers.transformers_decode import (
     filled_cache,
     prefill_seconds,
 )
-from offload.bench.made.random_model import random_model
+from offload.measuring.synthetic.random_model import random_model
 from offload.models import lean_model_maker
 from offload.models.shape import MODEL_SHAPES
 

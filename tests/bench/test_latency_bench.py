@@ -20,7 +20,7 @@ from offload.bench.latency.report import (
     plot_latency,
 )
 from offload.bench.latency.workload import LatencyWorkload, TextReader, structured_workload
-from offload.bench.made.exact_attention import ExactAttention
+from offload.measuring.synthetic.exact_attention import ExactAttention
 from offload.models import ModelShape
 from offload.policies import TidalDecode
 from offload.policies.base import DENSE, NO_MEMBER, RETRIEVE, REUSE, Policy

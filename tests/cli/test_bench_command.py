@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from offload.bench.attention.measure import SHAPES, measure_attention
-from offload.bench.made.attention_cache import AttentionCache
-from offload.bench.made.exact_attention import ExactAttention
 from offload.cli import app
+from offload.measuring.synthetic.attention_cache import AttentionCache
+from offload.measuring.synthetic.exact_attention import ExactAttention
 from offload.models.shape import MODEL_SHAPES
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
@@ -24,7 +24,9 @@ SMALL += ["--sparse-tokens", "100", "--threads", "1"]
 @pytest.fixture(autouse=True)
 def _small_last_level_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark's cache outgrows that of the CPU; a test need not."""
-    monkeypatch.setattr("offload.bench.made.attention_cache.last_level_cache_bytes", lambda: 2**18)
+    monkeypatch.setattr(
+        "offload.measuring.synthetic.attention_cache.last_level_cache_bytes", lambda: 2**18
+    )
 
 
 def test_json() -> None:

@@ -16,10 +16,10 @@ from offload.bench.decode.engines import (
 )
 from offload.bench.decode.models import TextModel
 from offload.bench.decode.peers.transformers_compiled import CannotCompileError
-from offload.bench.pipeline.measure import WARM_UP_STEPS, measure_pipeline
 from offload.cli import app
 from offload.cli.bench import decode as bench_decode
 from offload.cli.bench.options import DTYPE_NAMES, MODEL_SHAPE_NAMES
+from offload.measuring.steps.measure import WARM_UP_STEPS, measure_pipeline
 from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES
 from offload.policies.registry import make_policy

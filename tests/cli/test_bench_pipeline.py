@@ -10,7 +10,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload.bench.pipeline.measure import measure_pipeline, share_lines, step_line
 from offload.bench.pipeline.session import (
     BACKENDS,
     make_cache,
@@ -19,10 +18,11 @@ from offload.bench.pipeline.session import (
     opened_session,
 )
 from offload.bench.pipeline.settings import PipelineSettings
-from offload.bench.pipeline.step_timeline import SHARES
 from offload.cli import app
 from offload.cli.bench.options import DTYPE_NAMES, MODEL_SHAPE_NAMES
 from offload.cli.bench.pipeline import BACKEND_NAMES
+from offload.measuring.steps.measure import measure_pipeline, share_lines, step_line
+from offload.measuring.steps.step_timeline import SHARES
 from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES
 from offload.policies.registry import make_policy

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from cpu_ops.mailbox import Mailbox
 from cpu_ops.native import known_isas
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.pipeline.step_timeline import CPU_WAITS, CPU_WORK, GPU_WORK, SHARES, TASKS
 from offload.cli import app
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.placement import LETTERS
 from offload.kv.store import KVStore
+from offload.measuring.steps.step_timeline import CPU_WAITS, CPU_WORK, GPU_WORK, SHARES, TASKS
 from offload.policies.registry import available_policies, policy_names
 from offload.runtime.config import BACKENDS, RuntimeConfig
 from offload.system.stdlib_text import DEMO_NEEDLE

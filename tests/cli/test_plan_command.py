@@ -207,8 +207,8 @@ def test_this_machine_is_measured_once(
     tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("offload.bench.machine.host._KV_LEN", 4096)
-    monkeypatch.setattr("offload.bench.machine.host._MAX_CACHE_BYTES", 16 * 2**20)
+    monkeypatch.setattr("offload.measuring.machine.host._KV_LEN", 4096)
+    monkeypatch.setattr("offload.measuring.machine.host._MAX_CACHE_BYTES", 16 * 2**20)
     saved = tmp_path / "here.json"
     arguments = ["plan", str(tiny_folders["llama"]), "--device", "cpu", "--threads", "1"]
     arguments += ["--max-memory", "cpu=1GiB"]  # what is left changes

@@ -176,7 +176,7 @@ def test_windows_shrink_with_the_budget() -> None:
 
 
 def test_words_are_those_of_wonderwords() -> None:
-    wonderwords = pytest.importorskip("wonderwords", reason="the extra perf is not installed")
+    wonderwords = pytest.importorskip("wonderwords", reason="the extra test is not installed")
     categories = wonderwords.RandomWord()._categories
     for name in ("nouns", "adjectives", "verbs"):
         assert set(word_list(name)) == set(categories[name])

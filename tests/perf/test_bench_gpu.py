@@ -16,7 +16,6 @@ from perf.tables.gpu_tables import (
     gpu_overlap_table,
     gpu_prefill_table,
 )
-from perf.tables.placement_tables import gpu_heads_table
 
 pytestmark = pytest.mark.slow
 
@@ -85,25 +84,6 @@ def test_handshake(tmp_path: Path) -> None:
     rows = run(tmp_path, "handshake")["handshake"]["rows"]
     assert [row["engine"] for row in rows] == ["null work on the CPU", "no handshake"]
     assert rows[0]["host_layers"] == 2
-
-
-def test_heads(tmp_path: Path) -> None:
-    arguments = [*TINY, "--only", "heads", "--kv-lens", "2400", "--gathered-heads", "-1", "0", "1"]
-    assert main([*arguments, "--output", str(tmp_path)]) == 0
-    result = json.loads((tmp_path / "gpu-heads.json").read_text())
-    assert [(row["policy"], row.get("gathered_heads")) for row in result["rows"]] == [
-        *(("lychee_decode", count) for count in (-1, 0, 1)),
-        *(("tidal_decode", count) for count in (-1, 0, 1)),
-        *(("per_head", count) for count in (-1, 0, 0)),  # the last by codes
-        *(("sketch", count) for count in (-1, 0)),
-        (None, None),
-        (None, None),
-    ]
-    table = gpu_heads_table(result)
-    assert "budgets: `lychee_decode` 2,048, `tidal_decode` 1,024, `per_head` 1,024" in table
-    assert "| offload, `sketch` | by codes on the GPU | 0 |" in table
-    assert "| offload, `tidal_decode` | CPU | 0 |" in table
-    assert "| transformers, KV on the GPU |  |  |" in table
 
 
 def test_smollm2(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:

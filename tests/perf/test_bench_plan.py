@@ -61,8 +61,8 @@ def test_other_placements_are_reported_and_do_not_fail() -> None:
 
 @pytest.mark.slow
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.bench.machine.host._KV_LEN", 4096)
-    monkeypatch.setattr("offload.bench.machine.host._MAX_CACHE_BYTES", 16 * 2**20)
+    monkeypatch.setattr("offload.measuring.machine.host._KV_LEN", 4096)
+    monkeypatch.setattr("offload.measuring.machine.host._MAX_CACHE_BYTES", 16 * 2**20)
     arguments = ["--shape", "tiny", "--backend", "inline", "--longest", "6000", "--steps", "8"]
     arguments += ["--repeats", "1", "--output", str(tmp_path), "--commit", "a" * 40]
     assert main([*arguments, "--tolerance", "1000", "--bytes-tolerance", "10"]) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from itertools import product
@@ -20,7 +19,6 @@ from perf import bench_tradeoff
 from perf.plots import is_current, plot_tradeoff
 from perf.tables.tradeoff_tables import options_table, tradeoff_table
 from perf.tradeoff import quality, speed
-from perf.tradeoff.again import with_newer
 
 LABELS = ["full", "exact_topk 96", "lfps 96 alpha=0.4"]
 
@@ -136,15 +134,6 @@ def test_every_answer_is_in_the_rows_when_the_run_is_cut(
     (tmp_path / "t.json").unlink()  # and those of an earlier run are there from the start
     run(monkeypatch, [*arguments, "--only", "quality", "--samples", "3"])
     assert sorted(found[4]) == [(1100, 2), (1200, 2)]
-    table = tmp_path / "t.json"
-    table.rename(tmp_path / "table.json")  # of which as many are asked
-    run(monkeypatch, [*arguments, "--only", "quality", "--samples-of", f"{tmp_path}/table.json"])
-    cells = [x for x in json.loads(table.read_text("utf-8"))["rows"] if x["part"] == "cells"]
-    assert [(cell["length"], cell["samples"]) for cell in cells if cell["counts"]] == [
-        (cell["length"], cell["samples"])
-        for cell in json.loads((tmp_path / "table.json").read_text("utf-8"))["rows"]
-        if cell["part"] == "cells" and cell["counts"]
-    ]
 
 
 def judged_by(**changes: Any) -> quality.Judged:
@@ -284,43 +273,3 @@ def test_plot(tmp_path: Path) -> None:
     assert is_current(path, result())
     assert all(f"<!-- {label} -->" in text for label in ("quest 320", "full", "transformers"))
     assert "4,096 tokens, with a GPU" in text
-
-
-def test_a_policy_measured_again(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rows alone are new, and only where full attention is as it was."""
-    run(monkeypatch, arguments)
-    table = json.loads((tmp_path / "t.json").read_text("utf-8"))
-    newer = copy.deepcopy(table)
-    label = LABELS[2]
-    del newer["settings"]["policies"][LABELS[1]]
-    newer["settings"]["policies"][label]["gamma"] = 0.5
-    newer["rows"] = [row for row in newer["rows"] if row.get("label") != LABELS[1]]
-    for row in newer["rows"]:
-        if row["part"] == "cells":
-            row["scores"] = dict.fromkeys(("full", label), 0.25)
-        elif row["label"] == label:
-            row |= {"score": 0.25} if row["part"] == "quality" else {"milliseconds": 7.0}
-    found = with_newer(table, newer)
-    assert found["settings"]["policies"][label]["gamma"] == 0.5
-    assert "quality on cpu: lfps" in found["settings"]["machines"]
-    for then, now in zip(table["rows"], found["rows"], strict=True):
-        if then["part"] == "cells":
-            changed = 0.25 if then["counts"] else then["scores"][label]
-            assert now["scores"] == then["scores"] | {label: changed}
-        elif then["label"] != label:
-            assert now == then
-        else:
-            assert now["score" if then["part"] == "quality" else "milliseconds"] in (0.25, 7.0)
-    slower = copy.deepcopy(newer)
-    of_full = [row for row in slower["rows"] if row.get("label") == "full"]
-    next(row for row in of_full if row["part"] == "speed")["milliseconds"] *= 1.2
-    with pytest.raises(ValueError, match=r"took 1\.200 times as long .* raise --tolerance"):
-        with_newer(table, slower)
-    next(row for row in of_full if row["part"] == "quality")["score"] = 1.5
-    with pytest.raises(ValueError, match=r"the score of full .* 1\.500 now"):
-        with_newer(table, slower, tolerance=1.0)
-    newer["settings"]["model"] = "another"
-    with pytest.raises(ValueError, match=r"model: .* in the table, another now"):
-        with_newer(table, newer)

@@ -7,7 +7,6 @@ from typing import Any
 from offload.policies.registry import available_policies
 from perf.bench_quality import BUDGETS, policies_of_quality
 from perf.tables.selection_tables import (
-    niah_table,
     policy_speed_table,
     selection_table,
 )
@@ -63,17 +62,6 @@ def test_selection_table() -> None:
     table = {tuple(line.split(" | ")[:2]): line for line in lines if line.startswith("| ")}
     assert table["| lfps", "123"].endswith(" | 50.0 |")
     assert len({line.count("|") for line in table.values()}) == 1
-
-
-def test_needle_scores() -> None:
-    settings = {"model": "m", "task": "niah_single_1", "length": 7168, "samples": 4}
-    rows = [
-        {"label": "full", "budget_tokens": None, "score": 1.0},
-        {"label": "quest", "budget_tokens": 1024, "score": 0.75},
-    ]
-    table = niah_table({"machine": MACHINE, "settings": settings, "rows": rows})
-    assert "| full |  | 1.00 |" in table
-    assert "| quest | 1,024 | 0.75 |" in table
 
 
 def test_the_machine_is_named() -> None:

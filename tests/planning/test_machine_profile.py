@@ -10,9 +10,9 @@ import pytest
 import torch
 from cases.profile_cases import LLAMA, machine_profile, workload
 
-from offload.bench.machine.device import measure_device
-from offload.bench.machine.measure import measure_profile
-from offload.bench.machine.steps import host_step_us
+from offload.measuring.machine.device import measure_device
+from offload.measuring.machine.measure import measure_profile
+from offload.measuring.machine.steps import host_step_us
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import least_placement
 from offload.planning.cost_table import CostTable
@@ -70,7 +70,7 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
     [
         (lambda text: text[: len(text) // 2], "is not JSON"),
         (lambda text: "[]", "another format"),
-        (lambda text: text.replace("profile-4", "profile-0"), "another format"),
+        (lambda text: text.replace("profile-5", "profile-0"), "another format"),
         (lambda text: text.replace('"isa"', '"esa"'), "damaged .*unknown field 'esa'"),
         (lambda text: text.replace('"isa": "avx2",', ""), "damaged .*isa"),
         (lambda text: text.replace("190000000000.0", "-1"), "damaged .*read_bandwidth must be"),
@@ -187,9 +187,9 @@ def test_shapes_with_equal_layers_have_equal_keys() -> None:
 
 
 def test_a_real_measurement_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.bench.machine.host._KV_LEN", 4096)
-    monkeypatch.setattr("offload.bench.machine.host._MAX_CACHE_BYTES", 64 * 2**20)
-    monkeypatch.setattr("offload.bench.machine.steps._WEIGHT_BYTES", 0)  # two layers
+    monkeypatch.setattr("offload.measuring.machine.host._KV_LEN", 4096)
+    monkeypatch.setattr("offload.measuring.machine.host._MAX_CACHE_BYTES", 64 * 2**20)
+    monkeypatch.setattr("offload.measuring.machine.steps._WEIGHT_BYTES", 0)  # two layers
     seen = []
     profile = measure_profile(
         CPU,
@@ -220,7 +220,7 @@ def test_a_real_measurement_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_layers_that_do_not_fit_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.bench.machine.steps.host_memory_limit_bytes", lambda: 2**20)
+    monkeypatch.setattr("offload.measuring.machine.steps.host_memory_limit_bytes", lambda: 2**20)
     found = host_step_us(MODEL_SHAPES["smollm2-135m"], torch.bfloat16, 1)
     assert found == ({}, {}, 0.0)
 

@@ -16,12 +16,12 @@ from cases.profile_cases import SMALL, machine_profile
 from cases.tiny_models import make_tiny_model, random_tokens, write_gguf
 
 from offload import HostBudgetError, OffloadedModel
-from offload.bench.made.random_model import random_model
 from offload.decode.gpu.buffers import num_slots
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES
 from offload.kv.store import KVStore
 from offload.loading.planned_model import PlannedModel, planned_model
+from offload.measuring.synthetic.random_model import random_model
 from offload.models.shape import MODEL_SHAPES, weight_elements
 from offload.planning.choose import least_placement
 from offload.planning.placement_bytes import policy_state_bytes, step_device_bytes, store_bytes

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from gpu_ops.layout import layout_bytes
-from offload.bench.made.random_model import random_model
 from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.layer_heads import LayerHeads
 from offload.decode.gpu.pages import whole_slabs
@@ -18,6 +17,7 @@ from offload.decode.gpu.placement import HeadPlacement
 from offload.decode.gpu.resident_kv import resident_pages
 from offload.decode.sampling import SamplingOptions
 from offload.kv.store import KVStore
+from offload.measuring.synthetic.random_model import random_model
 from offload.models import LeanModel, ModelShape, lean_model_maker
 from offload.planning.placement_bytes import step_device_bytes, step_layouts
 from offload.planning.workload import Workload

@@ -26,9 +26,9 @@ import torch
 from cpu_ops.attention import attend_csr_rows
 from cpu_ops.bandwidth import measure_gather_bandwidth, measure_read_bandwidth
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.made.attention_cache import AttentionCache
-from offload.bench.made.exact_attention import ExactAttention
 from offload.decode.attention import DecodeAttention
+from offload.measuring.synthetic.attention_cache import AttentionCache
+from offload.measuring.synthetic.exact_attention import ExactAttention
 from offload.models.shape import MODEL_SHAPES, ModelShape
 from offload.policies import ExactTopK, Full, Policy
 

@@ -23,7 +23,7 @@ from offload.bench.decode.peers.transformers_decode import (
     filled_cache,
 )
 from offload.bench.eval.labels import policy_label, policy_options
-from offload.bench.pipeline.measure import measure_pipeline
+from offload.measuring.steps.measure import measure_pipeline
 from offload.policies import Policy
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 from offload.system.torch_threads import torch_threads

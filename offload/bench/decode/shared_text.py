@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from offload.bench.decode.models import OnDone, Opener, TextSession, ignore, release
-from offload.bench.pipeline.measure import DecodeSession
+from offload.bench.decode.models import OnDone, Opener, ignore, release
+from offload.measuring.steps.measure import DecodeSession
+from offload.measuring.steps.text_session import TextSession
 from offload.policies import Policy
 from offload.runtime.shared_model import ReadPrompt, SharedModel
 

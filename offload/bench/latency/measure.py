@@ -26,8 +26,8 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.bench.latency.plan import LayerPlan, plan_layers
 from offload.bench.latency.workload import LatencyWorkload
 from offload.bench.latency.yardstick import Yardstick
-from offload.bench.made.exact_attention import ExactAttention, SelectionQuality
 from offload.decode.attention import DecodeAttention
+from offload.measuring.synthetic.exact_attention import ExactAttention, SelectionQuality
 from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE
 from offload.system.torch_threads import torch_threads

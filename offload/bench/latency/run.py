@@ -13,7 +13,10 @@ from offload.bench.attention.measure import SHAPES
 from offload.bench.latency.measure import LatencyMeasurement, measure_latency, steps_needed
 from offload.bench.latency.report import latency_rows
 from offload.bench.latency.workload import TextReader, structured_workload
-from offload.bench.made.attention_statistics import AttentionStatistics, statistics_outside_range
+from offload.measuring.synthetic.attention_statistics import (
+    AttentionStatistics,
+    statistics_outside_range,
+)
 from offload.models import ModelShape
 from offload.policies import Policy
 from offload.system.memory import host_memory_limit_bytes

@@ -16,15 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.bench.made.attention_statistics import (
+from offload.kv.store import HostBudgetError, KVStore
+from offload.measuring.synthetic.attention_statistics import (
     LFPS_STEPS,
     AttentionStatistics,
     attention_statistics,
     mean_statistics,
 )
-from offload.bench.made.one_slab import num_pages, one_slab_store, page_bytes
-from offload.bench.made.structured_cache import structured_layer
-from offload.kv.store import HostBudgetError, KVStore
+from offload.measuring.synthetic.one_slab import num_pages, one_slab_store, page_bytes
+from offload.measuring.synthetic.structured_cache import structured_layer
 from offload.models import ModelShape
 from offload.models.batch import pack
 from offload.prefill.forward import prefill

@@ -7,13 +7,13 @@ import torch
 
 from cpu_ops.bandwidth import measure_gather_bandwidth, measure_read_bandwidth
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.made.one_slab import (
+from offload.kv.store import KVStore
+from offload.measuring.synthetic.one_slab import (
     PAGE_TOKENS,
     one_slab_store,
     page_bytes,
     slab_memory,
 )
-from offload.kv.store import KVStore
 from offload.system.machine import last_level_cache_bytes
 
 _MIN_BYTES = 32 * 2**20

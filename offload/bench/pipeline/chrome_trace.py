@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.bench.pipeline.step_timeline import Interval, StepTimeline, Task
+from offload.measuring.steps.step_timeline import Interval, StepTimeline, Task
 
 _STEPS, _GPU, _CPU = range(1, 4)
 _LANES = {_STEPS: "steps", _GPU: "GPU", _CPU: "CPU workers"}

@@ -1,27 +1,23 @@
-"""Steps of the GPU pipeline over made caches, timed from outside and traced from inside."""
+"""Steps of the GPU pipeline over made caches."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cpu_ops.step_rows import DecodeStep
-from cpu_ops.trace import TraceEvent
-from offload.bench.made.model_cache import ModelCache
-from offload.bench.pipeline.gpu_marks import START, GpuMarks
-from offload.bench.pipeline.measure import DecodeSession
 from offload.bench.pipeline.settings import PipelineSettings
-from offload.bench.pipeline.step_timeline import Interval, StepTimeline, clock_offset_ns, shifted
-from offload.bench.pipeline.worker_tasks import worker_tasks
 from offload.decode.decoder import Decoder
 from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.handshake import NUM_LANES, Beside, SideStream, Step, make_handshake
 from offload.decode.sampling import SamplingOptions
+from offload.measuring.steps.measure import DecodeSession
+from offload.measuring.steps.step_timeline import StepTimeline
+from offload.measuring.steps.traced_steps import traced_steps
+from offload.measuring.synthetic.model_cache import ModelCache
 from offload.models import lean_model_maker
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import Chooser
@@ -51,32 +47,10 @@ class CacheSession(DecodeSession):
         self._decoder.close()
 
 
-class DecoderSession(CacheSession):
-    """A session of a decoder with a device."""
+class DeviceSession(CacheSession):
+    """A session of the decoder that a model with a GPU has."""
 
     _decoder: DeviceDecoder
-
-    def __init__(self, decoder: DeviceDecoder, cache: ModelCache) -> None:
-        super().__init__(decoder, cache)
-        decoder.after_projection = cache.rows.after_projection
-
-    def memory(self) -> dict[str, int]:
-        held = super().memory()
-        return {"kv_host": held["kv_host"], "kv_device": self._decoder.device_bytes, **held}
-
-    @torch.inference_mode()
-    def step(self) -> None:
-        cache, ones = self._cache, [1] * self.batch_size
-        cache.store.reserve(cache.seqs, ones)
-        positions = torch.tensor([cache.store.kv_len(seq) for seq in cache.seqs])
-        self._tokens = self._decoder.choose_tokens(
-            cache.seqs, self._tokens, positions, SamplingOptions()
-        )
-        cache.store.commit(cache.seqs, ones)
-
-
-class DeviceSession(DecoderSession):
-    """A session of the decoder that a model with a GPU has."""
 
     def __init__(self, settings: PipelineSettings, stock: Any, cache: ModelCache) -> None:
         lean = lean_model_maker(stock.config.model_type)(stock)
@@ -103,6 +77,7 @@ class DeviceSession(DecoderSession):
             make_handshake=_without_host if self._without_host else make_handshake,
         )
         super().__init__(decoder, cache)
+        decoder.after_projection = cache.rows.after_projection
         self._device = settings.device
         self._weight_bytes = sum(weight.nbytes for weight in stock.parameters())
         # Making the caches took more than decoding does.
@@ -113,6 +88,16 @@ class DeviceSession(DecoderSession):
         if self._as_shipped:
             longest = max(self._cache.store.kv_len(seq) for seq in self._cache.seqs)
             self._decoder.begin_generation(self.batch_size, longest + self.num_steps)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        cache, ones = self._cache, [1] * self.batch_size
+        cache.store.reserve(cache.seqs, ones)
+        positions = torch.tensor([cache.store.kv_len(seq) for seq in cache.seqs])
+        self._tokens = self._decoder.choose_tokens(
+            cache.seqs, self._tokens, positions, SamplingOptions()
+        )
+        cache.store.commit(cache.seqs, ones)
 
     @torch.inference_mode()
     def step_several(self, most: int) -> int:
@@ -137,43 +122,13 @@ class DeviceSession(DecoderSession):
     def memory(self) -> dict[str, int]:
         peak = torch.cuda.max_memory_allocated(self._device) - self._before_bytes
         held = super().memory()
-        of_policy = held.pop("policy_host")
-        return {"weights": self._weight_bytes, **held, "device": peak, "policy_host": of_policy}
-
-
-def traced_steps(
-    step: Callable[[], None], decoder: DeviceDecoder, num_steps: int
-) -> list[StepTimeline]:
-    """Steps with marks, each on its own; one more is decoded before, to capture it.
-
-    Args:
-        step: decodes one token with `decoder`.
-    """
-    marks = GpuMarks(decoder.device)
-
-    def mark(kind: str, layer_idx: int) -> None:
-        if kind == START:
-            marks.clear()
-        marks.mark(kind, layer_idx)
-
-    decoder.on_mark = mark
-    timelines = []
-    try:
-        step()
-        attention, num_workers = decoder.attention, decoder.pool.num_threads
-        attention.trace(True)
-        for _ in range(num_steps):
-            start = time.monotonic_ns()
-            step()
-            end = time.monotonic_ns()
-            torch.cuda.synchronize(decoder.device)
-            events, num_lost = attention.trace_events()
-            timeline = timeline_of(start, end, marks.read(), events)
-            timelines.append(replace(timeline, num_workers=num_workers, num_lost_events=num_lost))
-        attention.trace(False)
-    finally:
-        decoder.on_mark = None
-    return timelines
+        return {
+            "weights": self._weight_bytes,
+            "kv_host": held["kv_host"],
+            "kv_device": self._decoder.device_bytes,
+            "device": peak,
+            "policy_host": held["policy_host"],
+        }
 
 
 class WithoutHost:
@@ -217,27 +172,3 @@ class WithoutHost:
 
 def _without_host(*args: Any, **options: Any) -> WithoutHost:
     return WithoutHost()
-
-
-def timeline_of(
-    start: int, end: int, marks: Sequence[Interval], events: Sequence[TraceEvent]
-) -> StepTimeline:
-    """One step on the CPU's clock.
-
-    A request rises after the GPU's mark before it and is seen when the CPU's wait ends; a reply is
-    written after the CPU's attention ends and seen before the GPU's wait does. Where the GPU asks
-    for nothing its first mark is taken for the start.
-    """
-    led = [e for e in events if e.worker < 0]
-    seen = {e.layer_idx: e.end_ns for e in led if e.kind == "wait"}
-    attended = {e.layer_idx: e.end_ns for e in led if e.kind == "attend"}
-    raised = [
-        (m.end_ns, seen[m.layer]) for m in marks if m.kind == "linear" and m.layer in attended
-    ]
-    answered = [(attended[m.layer], m.end_ns) for m in marks if m.kind == "wait"]
-    if raised and answered:
-        offset, _ = clock_offset_ns(raised, answered)
-    else:
-        offset = start - min(m.start_ns for m in marks)
-    cpu = tuple(Interval(e.kind, e.layer_idx, e.start_ns, e.end_ns) for e in led)
-    return StepTimeline(start, end, cpu, shifted(marks, offset), worker_tasks(events))

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.bench.made.model_cache import ModelCache, structured_model_cache
-from offload.bench.made.random_model import random_model
 from offload.bench.pipeline.device_session import CacheSession, DeviceSession
-from offload.bench.pipeline.gpu_marks import START, GpuMarks
 from offload.bench.pipeline.settings import PipelineSettings
-from offload.bench.pipeline.step_timeline import Interval, StepTimeline
-from offload.bench.pipeline.worker_tasks import worker_tasks
 from offload.decode.cpu import NativeDecoder
+from offload.measuring.steps.gpu_marks import START, GpuMarks
+from offload.measuring.steps.step_timeline import Interval, StepTimeline
+from offload.measuring.steps.worker_tasks import worker_tasks
+from offload.measuring.synthetic.model_cache import ModelCache, structured_model_cache
+from offload.measuring.synthetic.random_model import random_model
 from offload.models import lean_model_maker
 from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy

@@ -151,8 +151,8 @@ def _measure(
     from rich.progress import Progress
 
     from offload.bench.pipeline.chrome_trace import write_chrome_trace
-    from offload.bench.pipeline.measure import measure_pipeline
     from offload.bench.pipeline.session import opened_session
+    from offload.measuring.steps.measure import measure_pipeline
     from offload.system.machine import describe_machine
 
     machine = describe_machine()
@@ -182,8 +182,8 @@ def _measure(
 
 
 def _print_tables(document: dict[str, Any]) -> None:
-    from offload.bench.pipeline.measure import memory_line, share_lines, step_line, work_lines
-    from offload.bench.pipeline.worker_tasks import reply_lines, task_lines
+    from offload.measuring.steps.measure import memory_line, share_lines, step_line, work_lines
+    from offload.measuring.steps.worker_tasks import reply_lines, task_lines
 
     settings, console = document["settings"], stdout()
     console.print(

@@ -1,1 +1,0 @@
-"""Made data: caches, keys and models with the statistics of real ones."""

@@ -1,0 +1,156 @@
+"""Measures what a policy's own selection costs on this machine's worker pool.
+
+`StepModel` says how many bytes a policy looks at and attends to; how fast it does, its kernels
+decide: rows that lie together are read faster than single ones, and some policies compute more than
+they read. So one short made context is attended to under the policy, and what it takes is kept in
+the profile as a multiple of what the model says of that context.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from cpu_ops.bandwidth import measure_read_bandwidth
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
+from offload.measuring.synthetic.one_slab import num_pages, one_slab_store
+from offload.measuring.synthetic.structured_cache import structured_layer
+from offload.models.shape import ModelShape, layer_elements
+from offload.planning.placement_bytes import head_state_bytes
+from offload.planning.profile import MachineProfile
+from offload.planning.step_time import StepModel
+from offload.planning.workload import Workload, policy_key, timed_tokens
+from offload.policies import Policy
+from offload.policies.base import SELECT
+from offload.system.memory import host_memory_limit_bytes
+
+_LAYERS = 2
+_REPEATS = 7
+_WARM_UP_SECONDS = 0.2
+_QUERIES = range(1, 17)  # of the last tokens
+_MAX_BYTES_BETWEEN = 2**30
+
+
+def selects_on_host(policy: Policy, shape: ModelShape, kv_len: int) -> bool:
+    """Whether a policy's own kernels select in some layer, so that it has to be measured."""
+    work = Workload(shape, policy, max(1, kv_len))
+    return work.is_sparse and bool((work.roles() == SELECT).any())
+
+
+def with_policy(
+    profile: MachineProfile, policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int
+) -> MachineProfile:
+    """`profile` with the policy's `select_scale`, and that of each of its members: measured now, 1
+    to 3 s, if it is not there.
+
+    Args:
+        kv_len: of the context that is planned; at most so many tokens are attended to.
+
+    Returns:
+        `profile` itself where there is nothing to measure, or no memory for it.
+    """
+    if selects_on_host(policy, shape, kv_len):
+        for member in policy.members:
+            profile = _with_member(profile, member, shape, dtype, kv_len)
+    return profile
+
+
+def _with_member(
+    profile: MachineProfile, policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int
+) -> MachineProfile:
+    """Of a policy that has no others as members."""
+    key = policy_key(policy, shape, kv_len)
+    if key in profile.select_scale:
+        return profile
+    tokens = timed_tokens(policy, kv_len)
+    layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * tokens
+    if 4 * _LAYERS * layer_bytes > host_memory_limit_bytes():
+        return profile
+    timed = policy.members[0].in_every_layer()
+
+    def model_of(num_layers: int) -> StepModel:
+        state_bytes = head_state_bytes(timed, shape, dtype, tokens)
+        layers = replace(shape, num_layers=num_layers)
+        work = Workload(layers, timed, tokens, dtype=dtype, head_state_bytes=state_bytes)
+        return StepModel(profile, work, on_gpu=False)
+
+    whole = model_of(shape.num_layers)
+    between = whole.touched_bytes(whole.roles[-1], whole.work.unit_members[-1])
+    if profile.device is None:
+        between += layer_elements(shape) * dtype.itemsize
+    measured, hidden = measure_policy_us(
+        policy, shape, dtype, tokens, profile.num_threads, int((shape.num_layers - 1) * between)
+    )
+    model = model_of(_LAYERS)
+    predicted = model.attend_us(model.roles[-1], model.work.unit_members[-1])
+    return replace(
+        profile,
+        select_scale={**profile.select_scale, key: measured / predicted},
+        select_hidden={**profile.select_hidden, key: hidden},
+    )
+
+
+def measure_policy_us(
+    policy: Policy,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    kv_len: int,
+    num_threads: int,
+    bytes_between: int,
+) -> tuple[float, float]:
+    """Of one layer's attention to `kv_len` tokens, after so many other bytes were read.
+
+    Returns:
+        Median microseconds, and which share of the time is before the query and after the answer.
+    """
+    pages = _LAYERS * num_pages(kv_len)
+    store = one_slab_store(shape, dtype, num_layers=_LAYERS, pages=pages)
+    with closing(store), closing(WorkerPool(num_threads)) as pool:
+        attention = DecodeAttention(
+            policy.members[0].in_every_layer(), store, num_qo_heads=shape.num_qo_heads, pool=pool
+        )
+        seq = store.new_sequence()
+        store.reserve([seq], [kv_len])
+        layer = structured_layer(
+            shape,
+            kv_len=kv_len - 1,
+            num_steps=1,
+            dtype=dtype,
+            seed=0,
+            prompt_queries=max(len(_QUERIES), attention.policy.observed_queries),
+        )
+        keys, values = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
+        for layer_idx in range(_LAYERS):  # one and the same, each in memory of its own
+            store.append(seq, layer_idx, keys, values, start=0)
+            attention.record_queries(seq, layer_idx, layer.queries, kv_len)
+        store.commit([seq], [kv_len])
+        # Others each time: the rows that a query chooses would be in a cache the second time.
+        queries = itertools.cycle(layer.queries[:, -i].reshape(1, -1).clone() for i in _QUERIES)
+        step = attention.begin_step([seq], [kv_len])
+        out = torch.empty(1, shape.num_qo_heads * shape.head_dim, dtype=dtype)
+        most = min(_MAX_BYTES_BETWEEN, host_memory_limit_bytes() // 8)
+        between = torch.ones(max(2**20, min(bytes_between, most)), dtype=torch.uint8)
+        times: list[list[float]] = [[], []]  # of everything; of what a GPU waits for
+        begin, is_first = time.perf_counter(), True
+        while len(times[1]) < _LAYERS * _REPEATS:
+            for answers, prepares in enumerate((True, False)):
+                measure_read_bandwidth(pool, between, repeats=1)
+                of_layers = [next(queries)] * _LAYERS
+                layers = attention.time_layers(step, of_layers, out, prepares=prepares)
+                if is_first or time.perf_counter() - begin < _WARM_UP_SECONDS:
+                    continue  # code is loaded, and threads come back to their CPUs
+                for seconds, profile in layers:
+                    phases = profile["seconds"]
+                    updates = phases["update"] / max(sum(phases.values()), 1e-9)
+                    times[answers].append(1e6 * seconds * (1.0 - answers * updates))
+            is_first = False
+    whole, answer = (float(np.median(x)) for x in times)
+    chooser = policy.selecting
+    is_done = chooser.prepare is chooser.observe is chooser.append is None
+    return whole, 0.0 if is_done else max(0.0, 1.0 - answer / whole)

@@ -1,0 +1,1 @@
+"""Decode steps, timed from outside and traced from inside."""

@@ -1,0 +1,215 @@
+"""How fast a model decodes with its KV in host memory, and what of a step overlaps.
+
+Times come from steps that are queued as fast as the decoder takes them, without marks; shares come
+from a few traced steps afterwards, whose marks cost some microseconds per layer.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from offload.measuring.steps.step_timeline import (
+    SHARES,
+    StepTimeline,
+    median_microseconds,
+    step_shares,
+    summed,
+)
+from offload.measuring.steps.worker_tasks import workers_row
+from offload.system.memory import format_bytes
+
+WARM_UP_STEPS = 4
+SHARE_MEANINGS = {
+    "overlapped": "both sides work",
+    "waiting": "only the GPU works, the CPU waits for queries",
+    "exposed": "only the CPU works, the GPU waits for its answer",
+    "handshake": "neither works: flags on their way, gaps between kernels",
+}
+MEMORY_NAMES = {
+    "weights": "weights",
+    "kv_host": "KV on the host",
+    "kv_device": "KV on the GPU",
+    "device": "on the GPU beside the weights",
+    "policy_host": "kept by the policy",
+}
+
+
+class DecodeSession(ABC):
+    """A model, prompts in caches and a decoder, ready for the steps after the prompts.
+
+    Attributes:
+        num_steps: that the caches have rows for.
+        batch_size: sequences that decode together.
+    """
+
+    num_steps: int
+    batch_size: int
+
+    def decode(self, num_steps: int) -> list[float]:
+        """Decode so many tokens of every sequence; seconds of each step."""
+        seconds: list[float] = []
+        while len(seconds) < num_steps:
+            start = time.perf_counter()
+            count = self.step_several(num_steps - len(seconds))
+            seconds += [(time.perf_counter() - start) / count] * count
+        return seconds
+
+    def step_several(self, most: int) -> int:
+        """Decode as many tokens of every sequence as come at once, up to `most`; how many."""
+        self.step()
+        return 1
+
+    def trace(self, num_steps: int) -> list[StepTimeline]:
+        """`decode` with marks, each step on its own; one more may be decoded, to capture it."""
+        raise NotImplementedError(f"{type(self).__name__} cannot look into its steps")
+
+    @abstractmethod
+    def step(self) -> None:
+        """Decode one token of every sequence."""
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """Back to the prompts; what the policy keeps is as it was there."""
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes, by what they are for: names of `MEMORY_NAMES`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End threads and give the memory back; the model and caches made for it stay."""
+
+
+@dataclass(frozen=True)
+class PipelineMeasurement:
+    """What one session gave.
+
+    Attributes:
+        milliseconds: of a step; median and percentiles over `steps` of them, first steps left out.
+        traced_milliseconds: the same with marks; None, as `shares`, if no step was traced.
+        shares: each of `SHARES`, of the traced steps.
+        microseconds: of each side and kind of work, all layers of a step together (median).
+        workers: `workers_row` of the traced steps.
+    """
+
+    batch_size: int
+    steps: int
+    milliseconds: float
+    milliseconds_p10: float
+    milliseconds_p90: float
+    tokens_per_second: float
+    traced_milliseconds: float | None
+    shares: dict[str, float] | None
+    microseconds: dict[str, dict[str, float]]
+    workers: dict[str, Any] | None
+    memory: dict[str, int]
+
+
+def measure_pipeline(
+    session: DecodeSession,
+    *,
+    repeats: int = 2,
+    traced_steps: int = 8,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[PipelineMeasurement, list[StepTimeline]]:
+    """Decode all of the session's steps `repeats` times, then trace some; returns these, too.
+
+    Every repeat starts at the prompts: the same queries find the same selections.
+
+    Args:
+        traced_steps: 0: none, and no shares.
+        on_progress: counts the traced repeat, too.
+
+    Raises:
+        ValueError: numbers out of range.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    if session.num_steps <= WARM_UP_STEPS:
+        raise ValueError(
+            f"steps must be more than the {WARM_UP_STEPS} to warm up, got {session.num_steps}"
+        )
+    most = session.num_steps - WARM_UP_STEPS - 1
+    if not 0 <= traced_steps <= most:
+        raise ValueError(
+            f"traced_steps must be in [0, {most}], the steps there are without {WARM_UP_STEPS} to "
+            f"warm up and one to capture, got {traced_steps}"
+        )
+    total = repeats + bool(traced_steps)
+    seconds: list[float] = []
+    for repeat in range(repeats):
+        session.rewind()
+        session.decode(WARM_UP_STEPS)
+        seconds += session.decode(session.num_steps - WARM_UP_STEPS)
+        on_progress(repeat + 1, total)
+    traced: list[StepTimeline] = []
+    if traced_steps:
+        session.rewind()
+        session.decode(WARM_UP_STEPS)
+        traced = session.trace(traced_steps)
+        on_progress(total, total)
+    p10, median, p90 = (float(t) * 1e3 for t in np.percentile(seconds, [10, 50, 90]))
+    shares = summed(map(step_shares, traced)) if traced else None
+    measurement = PipelineMeasurement(
+        batch_size=session.batch_size,
+        steps=len(seconds),
+        milliseconds=median,
+        milliseconds_p10=p10,
+        milliseconds_p90=p90,
+        tokens_per_second=1e3 * session.batch_size / median,
+        traced_milliseconds=(
+            float(np.median([step.seconds for step in traced])) * 1e3 if traced else None
+        ),
+        shares=shares and {name: shares.share(name) for name in SHARES},
+        microseconds=median_microseconds(traced),
+        workers=workers_row(traced),
+        memory=session.memory(),
+    )
+    return measurement, traced
+
+
+def step_line(row: dict[str, Any]) -> str:
+    """One line about the times of a `PipelineMeasurement` as JSON has it."""
+    spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
+    return (
+        f"{row['milliseconds']:.2f} ± {spread:.2f} ms per step, "
+        f"{row['tokens_per_second']:,.1f} tokens/s, {row['steps']} steps; "
+        f"{row['traced_milliseconds']:.2f} ms with marks"
+    )
+
+
+def share_lines(row: dict[str, Any]) -> list[list[str]]:
+    """Cells: share, of the step, milliseconds, what it means."""
+    return [
+        [
+            name,
+            f"{row['shares'][name]:.1%}",
+            f"{row['shares'][name] * row['traced_milliseconds']:.2f}",
+            SHARE_MEANINGS[name],
+        ]
+        for name in SHARES
+    ]
+
+
+def work_lines(row: dict[str, Any]) -> list[list[str]]:
+    """Cells: side, kind, microseconds per step, share of the step."""
+    step = row["traced_milliseconds"] * 1e3
+    return [
+        [side, kind, f"{microseconds:,.0f}", f"{microseconds / step:.1%}"]
+        for side, kinds in row["microseconds"].items()
+        for kind, microseconds in kinds.items()
+    ]
+
+
+def memory_line(row: dict[str, Any]) -> str:
+    """`weights 14.96 GiB, KV on the host 16.00 GiB`."""
+    return ", ".join(
+        f"{MEMORY_NAMES.get(name, name)} {format_bytes(num_bytes)}"
+        for name, num_bytes in row["memory"].items()
+    )

@@ -1,0 +1,74 @@
+"""Steps of a decoder with a device, with marks on the GPU and the CPU's trace, on one clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from cpu_ops.trace import TraceEvent
+from offload.decode.gpu.decoder import DeviceDecoder
+from offload.measuring.steps.gpu_marks import START, GpuMarks
+from offload.measuring.steps.step_timeline import Interval, StepTimeline, clock_offset_ns, shifted
+from offload.measuring.steps.worker_tasks import worker_tasks
+
+
+def traced_steps(
+    step: Callable[[], None], decoder: DeviceDecoder, num_steps: int
+) -> list[StepTimeline]:
+    """Steps with marks, each on its own; one more is decoded before, to capture it.
+
+    Args:
+        step: decodes one token with `decoder`.
+    """
+    marks = GpuMarks(decoder.device)
+
+    def mark(kind: str, layer_idx: int) -> None:
+        if kind == START:
+            marks.clear()
+        marks.mark(kind, layer_idx)
+
+    decoder.on_mark = mark
+    timelines = []
+    try:
+        step()
+        attention, num_workers = decoder.attention, decoder.pool.num_threads
+        attention.trace(True)
+        for _ in range(num_steps):
+            start = time.monotonic_ns()
+            step()
+            end = time.monotonic_ns()
+            torch.cuda.synchronize(decoder.device)
+            events, num_lost = attention.trace_events()
+            timeline = timeline_of(start, end, marks.read(), events)
+            timelines.append(replace(timeline, num_workers=num_workers, num_lost_events=num_lost))
+        attention.trace(False)
+    finally:
+        decoder.on_mark = None
+    return timelines
+
+
+def timeline_of(
+    start: int, end: int, marks: Sequence[Interval], events: Sequence[TraceEvent]
+) -> StepTimeline:
+    """One step on the CPU's clock.
+
+    A request rises after the GPU's mark before it and is seen when the CPU's wait ends; a reply is
+    written after the CPU's attention ends and seen before the GPU's wait does. Where the GPU asks
+    for nothing its first mark is taken for the start.
+    """
+    led = [e for e in events if e.worker < 0]
+    seen = {e.layer_idx: e.end_ns for e in led if e.kind == "wait"}
+    attended = {e.layer_idx: e.end_ns for e in led if e.kind == "attend"}
+    raised = [
+        (m.end_ns, seen[m.layer]) for m in marks if m.kind == "linear" and m.layer in attended
+    ]
+    answered = [(attended[m.layer], m.end_ns) for m in marks if m.kind == "wait"]
+    if raised and answered:
+        offset, _ = clock_offset_ns(raised, answered)
+    else:
+        offset = start - min(m.start_ns for m in marks)
+    cpu = tuple(Interval(e.kind, e.layer_idx, e.start_ns, e.end_ns) for e in led)
+    return StepTimeline(start, end, cpu, shifted(marks, offset), worker_tasks(events))

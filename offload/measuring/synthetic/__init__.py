@@ -1,0 +1,1 @@
+"""Caches, keys and models with the statistics of real ones."""

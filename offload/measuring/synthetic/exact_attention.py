@@ -1,0 +1,186 @@
+"""Exact attention of one query, to check outputs and to judge selections by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.kv.store import KVStore
+from offload.measuring.synthetic.attention_statistics import SINK_TOKENS
+
+# The output is rounded to the cache's dtype, and so are the softmax weights inside some kernels.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+_TOPK_MASS_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class SelectionQuality:
+    """How a step's selections compare with the best of their size.
+
+    Attributes:
+        top_overlap: share of the chosen tokens (sinks and recent ones left out) that are among as
+            many of largest weight; None if none were to choose.
+        mass_kept: of the attention beside the first SINK_TOKENS, what the attended tokens hold.
+        answered: share of units that the policy answered without attending.
+    """
+
+    top_overlap: float | None
+    mass_kept: float
+    answered: float
+
+
+class ExactAttention:
+    """One layer of one sequence, with sums in float64.
+
+    Args:
+        query: [num_qo_heads * head_dim].
+        kv_len: tokens that it sees; they need not be committed.
+
+    Attributes:
+        weights: `dtype` [num_kv_heads, group_size, kv_len].
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        seq: int,
+        layer_idx: int,
+        query: Tensor,
+        *,
+        kv_len: int,
+        sm_scale: float,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._tolerance = _TOLERANCE[store.dtype]
+        self._kv_len = kv_len
+        keys, self._values = store.gather(seq, layer_idx, 0, kv_len)
+        queries = query.to(dtype).view(store.num_kv_heads, -1, store.head_dim)
+        self.weights = torch.stack(
+            [
+                ((q @ k.to(dtype).T) * sm_scale).softmax(-1)
+                for q, k in zip(queries, keys, strict=True)
+            ]
+        )
+
+    def check_output(self, out: Tensor, selection: Sequence[Sequence[int] | None]) -> float:
+        """Relative L2 error of `out` [num_qo_heads * head_dim] over the units that were attended.
+
+        Args:
+            selection: tokens of each unit (KV head or query head); [] means all of them, None
+                that the unit is not checked.
+
+        Raises:
+            ArithmeticError: more than rounding explains.
+        """
+        weights = self._of_units(len(selection))
+        got = out.double().view(*weights.shape[:2], -1)
+        difference = norm = 0.0
+        for unit, tokens in enumerate(selection):
+            if tokens is None:
+                continue
+            values = self._values[unit * len(self._values) // len(selection)]
+            expected = self._attend(weights[unit], values, tokens)
+            difference += float((got[unit] - expected).square().sum())
+            norm += float(expected.square().sum())
+        error = float(np.sqrt(difference / max(norm, 1e-30)))
+        if not error <= self._tolerance:
+            is_double = self.weights.dtype == torch.float64
+            raise ArithmeticError(
+                f"the output differs from the {'float64 ' if is_double else ''}reference by "
+                f"{error:.2g} (relative L2), more than {self._tolerance:.2g}"
+            )
+        return error
+
+    def check_topk(
+        self,
+        selection: Sequence[Sequence[int]],
+        *,
+        budget_tokens: int,
+        sink_tokens: int,
+        recent_tokens: int,
+    ) -> None:
+        """Compare the attention mass of the KV heads' selections with the most that they can hold.
+
+        Raises:
+            ArithmeticError: a selection of another size, or with less mass.
+        """
+        last = self._kv_len - recent_tokens
+        best = budget_tokens - sink_tokens - recent_tokens
+        for kv_head, tokens in enumerate(selection):
+            if len(set(tokens)) != budget_tokens:
+                raise ArithmeticError(
+                    f"KV head {kv_head}: {len(set(tokens))} tokens selected, not {budget_tokens}"
+                )
+            importance = self.weights[kv_head].sum(0)
+            most = float(
+                importance[:sink_tokens].sum()
+                + importance[last:].sum()
+                + importance[sink_tokens:last].topk(best).values.sum()
+            )
+            mass = float(importance[list(tokens)].sum())
+            if mass < most * (1 - _TOPK_MASS_TOLERANCE):
+                raise ArithmeticError(
+                    f"KV head {kv_head}: the selection holds {mass:.5f} of the attention, "
+                    f"the best one {most:.5f}"
+                )
+
+    def quality(
+        self,
+        selection: Sequence[Sequence[int]],
+        attends_to_all: Sequence[bool],
+        *,
+        sink_tokens: int,
+        recent_tokens: int,
+    ) -> SelectionQuality:
+        """Judge the selections of all units.
+
+        Args:
+            attends_to_all: of each unit; others with an empty selection were answered.
+            sink_tokens, recent_tokens: what is attended anyway, and not chosen.
+        """
+        importances = self._of_units(len(selection)).sum(1)
+        last = self._kv_len - recent_tokens
+        masses: list[float] = []
+        overlaps: list[float] = []
+        answered = 0
+        for unit, (tokens, everything) in enumerate(zip(selection, attends_to_all, strict=True)):
+            if everything:
+                masses.append(1.0)
+                overlaps.append(1.0)
+                continue
+            if not len(tokens):
+                answered += 1
+                continue
+            importance = importances[unit]
+            chosen = torch.as_tensor(tokens, dtype=torch.int64)
+            beside_sinks = chosen[chosen >= SINK_TOKENS]
+            rest = float(importance[SINK_TOKENS:].double().sum())
+            masses.append(float(importance[beside_sinks].double().sum()) / max(rest, 1e-30))
+            middle = chosen[(chosen >= sink_tokens) & (chosen < last)]
+            if middle.numel():
+                best = importance[sink_tokens:last].topk(middle.numel()).indices + sink_tokens
+                common = torch.isin(middle, best, assume_unique=True).sum()
+                overlaps.append(float(common) / middle.numel())
+        return SelectionQuality(
+            top_overlap=float(np.mean(overlaps)) if overlaps else None,
+            mass_kept=float(np.mean(masses)) if masses else 1.0,
+            answered=answered / len(selection),
+        )
+
+    def _of_units(self, num_units: int) -> Tensor:
+        """The weights, [num_units, members, kv_len]: a unit is a KV head or a query head."""
+        return self.weights.view(num_units, -1, self._kv_len)
+
+    def _attend(self, weights: Tensor, values: Tensor, tokens: Sequence[int]) -> Tensor:
+        """float64 [members, head_dim] of one unit."""
+        if not len(tokens):
+            # In pieces: a float64 copy of all values of a head at 128K is 134 MB.
+            pieces = zip(torch.split(weights, 16384, 1), torch.split(values, 16384), strict=True)
+            return torch.stack([w.double() @ v.double() for w, v in pieces]).sum(0)
+        chosen = torch.as_tensor(tokens, dtype=torch.int64)
+        part = weights[:, chosen].double()
+        return part @ values[chosen].double() / part.sum(1, keepdim=True)

@@ -16,7 +16,7 @@ from offload.system.text_file import read_text_file
 if TYPE_CHECKING:
     import torch
 
-    from offload.policies.lychee_decode.roles import HeadRoles
+    from offload.policies.head_roles import HeadRoles
     from offload.runtime.model import OffloadedModel
 
 _SELECT_LAYERS = 4  # suggested for tidal_decode
@@ -313,9 +313,9 @@ def _of_lychee_decode(
 ) -> tuple[HeadRoles, dict[str, Any]]:
     from rich.progress import Progress
 
+    from offload.policies.head_roles import evenly_spaced_heads
     from offload.policies.lychee_decode.calibration import observe_heads, roles_from
     from offload.policies.lychee_decode.choice import choose_select_layers
-    from offload.policies.lychee_decode.roles import evenly_spaced_heads
 
     lean = loaded._offload.lean
     with Progress(console=stderr(), transient=True) as progress:

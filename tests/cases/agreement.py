@@ -27,7 +27,7 @@ from offload.decode.gpu.placement import (
 from offload.decode.sampling import SamplingOptions
 from offload.policies import Policy
 from offload.policies.base import DENSE, SELECT
-from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 
 TOLERANCE = 2e-4  # of logits, relative to their largest

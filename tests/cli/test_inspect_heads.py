@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from offload.cli import app
 from offload.loading.names import checkpoint_name
+from offload.policies.head_roles import HeadRoles
+from offload.policies.kept_roles import keep_roles
 from offload.policies.lychee_decode.calibration import calibration_tokens
-from offload.policies.lychee_decode.kept_roles import keep_roles
 from offload.policies.lychee_decode.overlap import head_overlap
-from offload.policies.lychee_decode.roles import HeadRoles
 from offload.runtime.model import OffloadedModel
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})

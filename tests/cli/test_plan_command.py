@@ -22,8 +22,8 @@ from offload.loading.gguf import LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import _with_layers
-from offload.policies.lychee_decode.kept_roles import keep_roles, kept_roles
-from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.head_roles import HeadRoles
+from offload.policies.kept_roles import keep_roles, kept_roles
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 

@@ -26,7 +26,7 @@ from cpu_ops.mailbox import Mailbox
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Policy
 from offload.policies.base import RETRIEVE, REUSE
-from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 
 SHAPE = Shape(num_layers=4, num_kv_heads=3, group_size=2)

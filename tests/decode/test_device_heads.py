@@ -23,7 +23,7 @@ from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE, REUSE
-from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.system.errors import DeviceMemoryError
 

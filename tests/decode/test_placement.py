@@ -19,7 +19,7 @@ from offload.planning.cost_table import CostTable
 from offload.planning.step_time import StepModel
 from offload.policies import LycheeDecode
 from offload.policies.base import DENSE, RETRIEVE, REUSE
-from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.system.errors import DeviceMemoryError
 

@@ -15,14 +15,14 @@ import pytest
 from offload.loading.gguf import EMBEDDED_MODEL, LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
 from offload.policies import LycheeDecode, PerHead, Policy
-from offload.policies.lychee_decode import kept_roles as kept
+from offload.policies.head_roles import HeadRoles
+from offload.policies.kept_roles import keep_roles, kept_roles
+from offload.policies import kept_roles as kept
 from offload.policies.lychee_decode.calibration import (
     calibration_tokens,
     observe_heads,
     roles_from,
 )
-from offload.policies.lychee_decode.kept_roles import keep_roles, kept_roles
-from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.per_head.calibration import mean_lookup_mass
 from offload.policies.registry import make_policy
 

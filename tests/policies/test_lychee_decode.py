@@ -14,8 +14,8 @@ from cases.seeded import new_rng
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import LycheeDecode
 from offload.policies.base import RETRIEVE, REUSE
+from offload.policies.head_roles import HeadRoles, default_retrieval_heads
 from offload.policies.lychee_decode.policy import enough_for_share
-from offload.policies.lychee_decode.roles import HeadRoles, default_retrieval_heads
 from offload.policies.registry import make_policy
 
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}

@@ -23,7 +23,7 @@ from offload.planning.choose import DeviceRoom, choose_placement, least_placemen
 from offload.planning.step_time import StepModel
 from offload.policies import LFPS, ExactTopK, Full, LycheeDecode, PerHead, Policy
 from offload.policies.base import SELECT, BuildContext
-from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.prefill.memory import PrefillMemory
 

@@ -19,7 +19,7 @@ from test_proposals import EveryThird
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Full, Policy
-from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}

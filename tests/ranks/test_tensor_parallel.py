@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from offload import OffloadedModel
 from offload.cli import app
 from offload.decode.gpu.parts_choice import PartsChoice
+from offload.policies.head_roles import HeadRoles, evenly_spaced_heads
 from offload.policies.lychee_decode.policy import LycheeDecode
-from offload.policies.lychee_decode.roles import HeadRoles, evenly_spaced_heads
 from offload.policies.registry import make_policy
 from offload.ranks.group import _share_of_cpus, check_environment
 from offload.ranks.shares import head_ranges, mlp_ranges

@@ -21,7 +21,7 @@ from offload.planning.placement_bytes import prefill_bytes
 from offload.planning.profile import MachineProfile
 from offload.policies import Policy
 from offload.policies.base import RETRIEVE
-from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.placing import Chooser, longest_context, placement_for

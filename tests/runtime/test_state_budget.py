@@ -18,7 +18,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload import OffloadedModel
 from offload.kv.store import HostBudgetError
 from offload.policies.base import BuildContext, StateShape
-from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.policies.state import capacity_for
 

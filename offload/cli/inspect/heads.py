@@ -12,8 +12,8 @@ from offload.cli.options import DTYPE_HELP, ModelName, Verbose
 
 if TYPE_CHECKING:
     from offload.loading.planned_model import PlannedModel
+    from offload.policies.head_roles import HeadRoles
     from offload.policies.lychee_decode.overlap import HeadOverlap
-    from offload.policies.lychee_decode.roles import HeadRoles
 
 _POLICY = "lychee_decode"
 _WITH_ROLES = "per_head"  # whose retrieval heads are marked
@@ -132,7 +132,7 @@ def _measured(
 
 def _roles(planned: PlannedModel) -> HeadRoles | None:
     """Those of `per_head`, where they are known without a calibration."""
-    from offload.policies.lychee_decode.roles import HeadRoles
+    from offload.policies.head_roles import HeadRoles
     from offload.policies.registry import make_policy
 
     policy = make_policy(_WITH_ROLES).with_kept(

@@ -4,7 +4,7 @@ Source: LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sp
 2026, arXiv 2602.04541). A retrieval head attends to everything and publishes a set of tokens, by
 its exact weights, for the same-indexed KV head of the layers below; a sparse head attends to the
 set it inherits and passes it on unchanged. In layer 0 all heads retrieve. Which heads do is in a
-`HeadRoles` (`roles`). The paper trains them; ours come from a `calibration`, and a trained file of
+`HeadRoles`. The paper trains them; ours come from a `calibration`, and a trained file of
 the same format works as well.
 """
 
@@ -28,15 +28,15 @@ from offload.policies.callback import (
     view_int32,
 )
 from offload.policies.compiled import cached_njit
-from offload.policies.layouts import NumberLayout
-from offload.policies.lychee_decode.kept_roles import keep_roles, kept_roles
-from offload.policies.lychee_decode.roles import (
+from offload.policies.head_roles import (
     HeadRoles,
     check_retrieval_heads,
     default_retrieval_heads,
     evenly_spaced_heads,
     roles_from,
 )
+from offload.policies.kept_roles import keep_roles, kept_roles
+from offload.policies.layouts import NumberLayout
 
 if TYPE_CHECKING:
     from offload.models.base import LeanModel

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from offload.models import LeanModel
+from offload.policies.head_roles import HeadRoles
 from offload.policies.lychee_decode.calibration import keys_of_text, reading_progress
 from offload.policies.lychee_decode.choice import FloatArray
-from offload.policies.lychee_decode.roles import HeadRoles
 from offload.policies.per_head.lookups import (
     LOOKUP_TOKENS,
     MIN_LOOKUP_TOKENS,

@@ -31,9 +31,9 @@ from offload.policies.base import (
     StateShape,
 )
 from offload.policies.full import Full
+from offload.policies.head_roles import BoolArray, HeadRoles, roles_from
+from offload.policies.kept_roles import keep_roles, kept_roles
 from offload.policies.lychee_cluster.policy import LycheeCluster
-from offload.policies.lychee_decode.kept_roles import keep_roles, kept_roles
-from offload.policies.lychee_decode.roles import BoolArray, HeadRoles, roles_from
 from offload.policies.members import (
     MemberLayouts,
     context_of,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.policies.checkpoint_names import embedded_part, key_part
-from offload.policies.lychee_decode.roles import HeadRoles
+from offload.policies.head_roles import HeadRoles
 from offload.system.cache_folder import cache_folder
 
 _CALIBRATION = "1"  # change it when other heads are found than by older versions

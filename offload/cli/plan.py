@@ -184,7 +184,7 @@ def plan(
                 made_policy, planned, tokens, batch, where, limits, measured.for_threads(threads)
             )
             stderr().print(f"auto: {reason}", style="dim", soft_wrap=True)
-        made_policy = made_policy.with_kept(
+        made_policy = made_policy.calibration.with_kept(
             lambda: planned.checkpoint, planned.model_type, **planned.shape.kv_heads
         )
         if profile is None:

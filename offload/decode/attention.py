@@ -23,14 +23,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.cascade.base import Cascade
 from offload.decode.budget_hold import BudgetHold
 from offload.kv.store import KVStore
-from offload.policies.base import (
-    DENSE,
-    NO_MEMBER,
-    RETRIEVE,
-    REUSE,
-    SELECT,
-    Policy,
-)
+from offload.policies.base import DENSE, NO_MEMBER, RETRIEVE, REUSE, SELECT, Policy
 from offload.policies.prefill_build import PrefillBuild
 from offload.policies.state import PolicyStates
 from offload.policies.unit_roles import check_roles
@@ -140,7 +133,7 @@ class DecodeAttention(NativeAttention):
             pool=pool,
             layers=self._asking_layers(),
         )
-        self.has_state = policy.selects and policy.has_state()
+        self.has_state = policy.selects and policy.state.has_arrays
         self.hold = None
         if policy.selection_mean_tokens is not None:
             group_size = 1 if policy.per_query_head else num_qo_heads // store.num_kv_heads
@@ -150,8 +143,8 @@ class DecodeAttention(NativeAttention):
         self.decoded = DecodedUnits()
         self._selecting_heads = self._gathered_heads = 0
         self._count_heads(None, None)
-        self._builds_on_device = policy.selecting.builds_on_device
-        self._observes_queries = policy.selects and policy.observed_queries > 0
+        self._builds_on_device = policy.device.builds
+        self._observes_queries = policy.selects and policy.state.observed_queries > 0
 
     def leave_to_device(
         self,
@@ -286,7 +279,7 @@ class DecodeAttention(NativeAttention):
             kept += states.values()
             tables_of = {seq: state.pointers.ctypes.data for seq, state in states.items()}
             arrays = np.array([tables_of.get(seq, 0) for seq in seqs], np.int64)
-            if self.policy.reads_text:
+            if self.policy.state.reads_text:
                 kept += [self.states.marks_of(seq) for seq in longest]
                 text_marks = np.array(
                     [self.states.marks_address(seq, longest[seq]) for seq in seqs], np.int64
@@ -365,9 +358,9 @@ def shares_positions(policy: Policy, num_layers: int, num_units: int) -> str:
     """
     if not policy.selects:
         return ""
-    if policy.has_state():
+    if policy.state.has_arrays:
         return "keeps arrays of a sequence's tokens"
-    if policy.reads_text:
+    if policy.state.reads_text:
         return "reads the text of tokens"
     roles = policy.roles(num_layers, num_units)
     hands_down = roles is not None and bool(np.isin(roles, (RETRIEVE, REUSE)).any())
@@ -377,7 +370,7 @@ def shares_positions(policy: Policy, num_layers: int, num_units: int) -> str:
 def native_member(policy: Policy) -> tuple[bool, list[int], list[float], int]:
     """As `set_policy` takes it: scans keys, addresses of callbacks, numbers, how many arrays."""
     callbacks = (policy.prepare, policy.propose, policy.select, policy.observe, policy.append)
-    numbers, state = policy.number_layout, policy.state_layout
+    numbers, state = policy.number_layout, policy.state.layout
     return (
         policy.scans_keys,
         [0 if c is None else c.address for c in callbacks],

@@ -25,7 +25,8 @@ from offload.kv.page_pool import DEFAULT_SLAB_BYTES, page_shape, pool_bytes
 from offload.models.shape import ModelShape
 from offload.planning.profile import DeviceProfile
 from offload.planning.workload import Workload
-from offload.policies.base import BuildContext, Policy
+from offload.policies.base import Policy
+from offload.policies.layer_state import BuildContext
 from offload.policies.state import capacity_for
 from offload.prefill.memory import PrefillMemory
 
@@ -155,8 +156,8 @@ def prefill_bytes(work: Workload, slice_tokens: int) -> int:
         item_bytes=work.item_bytes,
         slice_tokens=slice_tokens,
         page_tokens=work.page_tokens,
-        builds_index=work.policy.selects and work.policy.has_state(),
-        copied_heads=work.policy.selecting.copied_heads(
+        builds_index=work.policy.selects and work.policy.state.has_arrays,
+        copied_heads=work.policy.device.copied_heads(
             work.shape.num_layers, work.shape.num_kv_heads
         ),
     ).total_bytes
@@ -179,8 +180,7 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
 
     It is built from random keys of two short contexts; what grows, grows with the room for tokens.
     """
-    selecting = policy.selecting
-    if not policy.selects or not policy.has_state() or kv_len <= policy.dense_tokens:
+    if not policy.selects or not policy.state.has_arrays or kv_len <= policy.dense_tokens:
         return 0.0
     from cpu_ops.worker_pool import WorkerPool
 
@@ -196,14 +196,14 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
                 layer_idx=shape.num_layers - 1,
                 keys=random(shape.num_kv_heads, num_tokens),
                 values=random(shape.num_kv_heads, num_tokens),
-                queries=random(shape.num_qo_heads, max(1, selecting.observed_queries)),
+                queries=random(shape.num_qo_heads, max(1, policy.state.observed_queries)),
                 sm_scale=shape.head_dim**-0.5,
                 capacity_tokens=capacity_for(num_tokens),
                 text_marks=None,
                 pool=pool,
                 num_layers=shape.num_layers,
             )
-            sizes.append(sum(array.nbytes for array in selecting.build(context).values()))
+            sizes.append(sum(array.nbytes for array in policy.state.build(context).values()))
     first, second = (capacity_for(n) for n in _STATE_LENS)
     per_token = (sizes[1] - sizes[0]) / (second - first)
     return float(sizes[0] + per_token * (capacity_for(kv_len) - first))

@@ -285,7 +285,7 @@ class StepModel:
             if role == REUSE:
                 read.certain += attended
             elif role == SELECT:
-                num_bytes, rereads_keys = work.policy.members[index].looked_at_bytes(
+                num_bytes, rereads_keys = work.policy.members[index].state.read_bytes(
                     kv_len=work.kv_len,
                     chosen_tokens=work.chosen_tokens,
                     row_bytes=work.row_bytes,

@@ -8,7 +8,8 @@ built (`logits_calibration`). Tokens behind the last block stay.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import BuildContext, Policy, State, StateShape
+from offload.policies.base import Policy
 from offload.policies.blocks import BlockPolicy
 from offload.policies.callback import (
     Callback,
@@ -30,6 +31,8 @@ from offload.policies.callback import (
     view_int32,
 )
 from offload.policies.compiled import cached_njit
+from offload.policies.device_support import DeviceSupport
+from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
 from offload.policies.layouts import NumberLayout, StateLayout
 from offload.policies.logits_calibration import (
     WINDOW_QUERIES,
@@ -41,6 +44,7 @@ from offload.policies.logits_calibration import (
 )
 from offload.policies.members import joined, of_member
 from offload.policies.revised import Revised
+from offload.policies.wrapped import WrappedPolicy
 
 OWN = StateLayout(
     betas=np.float64,  # [num_kv_heads], 1 / temperature; 0: nothing is cut
@@ -55,7 +59,6 @@ read_own, read_numbers = OWN.read, NUMBERS.read
 _ARRAYS, _NUMBERS = len(OWN), 2
 _CALLBACKS = ("prepare", "propose", "select", "observe", "append")
 _ROUNDS = 40  # of bisection: scores are float32
-_INNER = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
 
 
 @cached_njit()
@@ -197,39 +200,17 @@ class _Numbers(NumberLayout):
         return [*map(float, (inner.select.address, inner.append.address)), *of_inner]
 
 
-@dataclass(frozen=True)
-class BlockShare(Policy):
-    """What `HardKV` asks over a policy that ranks blocks, in its place.
+class ShareState(LayerState):
+    """Temperatures, and the arrays of the policy that ranks."""
 
-    Args:
-        top_p: of the attention, see `HardKV`.
-        budget_tokens: the cap.
-        calibrate: as of `HardKV`.
-    """
+    observed_queries = WINDOW_QUERIES
+    policy: BlockShare
 
-    name: ClassVar[str] = "block_share"
-    observed_queries: ClassVar[int] = WINDOW_QUERIES
-    select: ClassVar[Callback | None] = select
-    append: ClassVar[Callback | None] = append
-    number_layout: ClassVar[NumberLayout | None] = _Numbers()
-
-    inner: BlockPolicy
-    top_p: float
-    budget_tokens: int
-    calibrate: Calibrate
-
-    def __post_init__(self) -> None:
-        inner = self.inner
-        called = {name for name in _CALLBACKS if getattr(inner, name) is not None}
-        if called != {"select", "append"} or inner.state_layout is None:
-            raise ValueError(
-                f"hard_kv: {inner.name} must rank blocks by its arrays, select and append alone, "
-                f"but has {', '.join(sorted(called))}"
-            )
-        for name in _INNER[1:]:
-            object.__setattr__(self, name, getattr(inner, name))
-        object.__setattr__(self, "reads_text", inner.reads_text)
-        object.__setattr__(self, "state_layout", _Arrays(inner.state_layout))
+    def __init__(self, policy: BlockShare) -> None:
+        super().__init__(policy)
+        inner = policy.inner.state
+        assert inner.layout is not None
+        self.layout, self.reads_text = _Arrays(inner.layout), inner.reads_text
 
     def build(self, context: BuildContext) -> State:
         """The arrays of `inner`, and temperatures from the queries that were kept.
@@ -237,52 +218,92 @@ class BlockShare(Policy):
         They stay while the text gets longer, until it is built again. Built where there are few
         blocks (`logits_calibration.LEAST_BLOCKS`) there are none: nothing is cut but by the cap.
         """
-        arrays, inner = self.inner.build(context), self.inner
+        policy = self.policy
+        arrays, inner = policy.inner.state.build(context), policy.inner
         num_kv_heads, kv_len, _ = context.keys.shape
         queries = context.queries
-        room = self.budget_tokens - inner.sink_tokens - inner.recent_tokens
+        room = policy.max_tokens - inner.sink_tokens - inner.recent_tokens
         blocks = past_blocks(inner, arrays, queries, kv_len, context.sm_scale)
         needed = needed_tokens(
             context.keys,
             queries,
             blocks,
-            in_order=self.calibrate == "mass",
+            in_order=policy.calibrate == "mass",
             sm_scale=context.sm_scale,
             sink_tokens=inner.sink_tokens,
             recent_tokens=inner.recent_tokens,
-            top_p=self.top_p,
+            top_p=policy.top_p,
         )
-        share = share_of(self.calibrate, self.top_p, len(queries) // num_kv_heads)
+        share = share_of(policy.calibrate, policy.top_p, len(queries) // num_kv_heads)
         betas = inverse_temperatures(blocks, needed, room, share)
         own = {
             "betas": betas.numpy(),
             "share": np.array([share]),
-            "room": np.array([self.budget_tokens]),
-            "blocks": np.zeros((num_kv_heads, self.budget_tokens), np.int32),
-            "masses": np.zeros((num_kv_heads, self.budget_tokens), np.float32),
+            "room": np.array([policy.max_tokens]),
+            "blocks": np.zeros((num_kv_heads, policy.max_tokens), np.int32),
+            "masses": np.zeros((num_kv_heads, policy.max_tokens), np.float32),
         }
         return own | joined({"inner": arrays})
 
-    def state_bytes(self, shape: StateShape) -> int:
+    def num_bytes(self, shape: StateShape) -> int:
         return (
-            self.inner.state_bytes(shape) + 16 + shape.num_kv_heads * 8 * (1 + self.budget_tokens)
+            self.policy.inner.state.num_bytes(shape)
+            + 16
+            + shape.num_kv_heads * 8 * (1 + self.policy.max_tokens)
         )
 
-    def in_every_layer(self) -> Policy:
-        return replace(self, inner=replace(self.inner, dense_layers=0))
-
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        grown = self.inner.grow(layer_idx, of_member(arrays, "inner"), capacity_tokens)
+        grown = self.policy.inner.state.grow(layer_idx, of_member(arrays, "inner"), capacity_tokens)
         return _own(arrays) | joined({"inner": grown})
 
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        return self.inner.truncate(layer_idx, of_member(arrays, "inner"), kv_len)
+        return self.policy.inner.state.truncate(layer_idx, of_member(arrays, "inner"), kv_len)
 
     def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        return self.inner.rewind(layer_idx, of_member(arrays, "inner"), kv_len)
+        return self.policy.inner.state.rewind(layer_idx, of_member(arrays, "inner"), kv_len)
 
     def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
-        return self.inner.revise(layer_idx, of_member(arrays, "inner"), revised)
+        return self.policy.inner.state.revise(layer_idx, of_member(arrays, "inner"), revised)
+
+
+@dataclass(frozen=True)
+class BlockShare(WrappedPolicy):
+    """What `HardKV` asks over a policy that ranks blocks, in its place.
+
+    Args:
+        top_p: of the attention, see `HardKV`.
+        max_tokens: the cap.
+        calibrate: as of `HardKV`.
+    """
+
+    name: ClassVar[str] = "block_share"
+    select: ClassVar[Callback | None] = select
+    append: ClassVar[Callback | None] = append
+    number_layout: ClassVar[NumberLayout | None] = _Numbers()
+    device = cached_property(DeviceSupport)
+    state = cached_property(ShareState)
+
+    inner: BlockPolicy
+    top_p: float
+    max_tokens: int
+    calibrate: Calibrate
+
+    def __post_init__(self) -> None:
+        inner = self.inner
+        called = {name for name in _CALLBACKS if getattr(inner, name) is not None}
+        if called != {"select", "append"} or not inner.state.has_arrays:
+            raise ValueError(
+                f"hard_kv: {inner.name} must rank blocks by its arrays, select and append alone, "
+                f"but has {', '.join(sorted(called))}"
+            )
+
+    @property
+    def budget_tokens(self) -> int:
+        return self.max_tokens
+
+    @property
+    def members(self) -> tuple[Policy, ...]:
+        return (self,)
 
 
 def _own(arrays: State) -> State:

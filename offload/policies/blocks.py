@@ -1,6 +1,6 @@
 """Policies that rank blocks of tokens by something that is not their attention.
 
-Such a policy says so (`scores`), and hands over what it ranks by: in a step `select` leaves
+Such a policy hands over what it ranks by: in a step `select` leaves
 `block_scores`, `block_starts` and `num_blocks` in its context; for queries of the past
 `BlockPolicy.block_scores` gives the same. So a wrapper can budget what it selects
 (`offload.policies.block_share`).
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import Scores, SparsePolicy, State
+from offload.policies.base import SparsePolicy
+from offload.policies.layer_state import State
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BlockPolicy(SparsePolicy):
     """Of blocks with higher scores it selects all tokens before any of those with lower ones."""
-
-    @property
-    def scores(self) -> Scores:
-        return "page bound"
 
     @abstractmethod
     def block_scores(

@@ -7,10 +7,12 @@ the selection keeps the most attention mass that any set of that size can.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
-from offload.policies.base import DeviceTopK, SparsePolicy
+from offload.policies.base import SparsePolicy
 from offload.policies.callback import Callback, callback, heaviest, read_context, view_int32
+from offload.policies.device_support import DeviceSupport, DeviceTopK
 
 
 @callback
@@ -23,6 +25,13 @@ def select(pointer: Any) -> int:
     return count
 
 
+class TopKOnDevice(DeviceSupport):
+    """The same rule."""
+
+    def top_k(self) -> DeviceTopK | None:
+        return DeviceTopK()
+
+
 @dataclass(frozen=True)
 class ExactTopK(SparsePolicy):
     """The `budget_tokens` tokens of largest exact attention weight per KV head.
@@ -33,7 +42,4 @@ class ExactTopK(SparsePolicy):
     name: ClassVar[str] = "exact_topk"
     scans_keys: ClassVar[bool] = True
     select: ClassVar[Callback | None] = select
-
-    def device_top_k(self) -> DeviceTopK | None:
-        """The same on a GPU."""
-        return DeviceTopK()
+    device = cached_property(TopKOnDevice)

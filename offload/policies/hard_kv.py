@@ -20,34 +20,31 @@ cap.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
-import numpy.typing as npt
-
-from offload.policies.base import DeviceCodes, Policy, State
+from offload.policies.base import Policy
 from offload.policies.block_share import BlockShare
 from offload.policies.blocks import BlockPolicy
+from offload.policies.device_support import DeviceSupport
 from offload.policies.logits_calibration import CALIBRATE, Calibrate
 from offload.policies.per_head import PerHead
+from offload.policies.wrapped import WrappedPolicy, forwards
 from offload.system.memory import parse_size
 
-if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor
-
-    from offload.models.base import LeanModel
-
 LEAST_SHARE = 0.5  # that a mean is held by
-_OF_INNER = (
-    *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until"),
-    *("scans_keys", "per_query_head", "observed_queries", "reads_text"),
-)
 
 
+@forwards("policy.inner.device", "whole", "codes", "code_state")
+@forwards("policy.inner.device", "builds", "build", "copied_heads", "rehearse")
+class CutOnDevice(DeviceSupport):
+    """What it can do for the inner policy, but select: nothing cuts what it selects."""
+
+
+@forwards("_cutting", "members", "state")
 @dataclass(frozen=True)
-class HardKV(Policy):
+class HardKV(WrappedPolicy):
     """What `inner` selects, cut where it has `top_p` of the attention to what it weighed.
 
     Args:
@@ -69,11 +66,13 @@ class HardKV(Policy):
 
     Raises:
         ValueError: numbers out of range, or a policy that scores nothing that can be budgeted
-            (`Policy.scores`) or that hands selections down.
+            or that hands selections down.
     """
 
     name: ClassVar[str] = "hard_kv"
-    _share: ClassVar[BlockShare | None] = None  # over a policy that ranks blocks
+    device = cached_property(
+        lambda self: CutOnDevice(self) if self._cutting is self.inner else self._cutting.device
+    )
 
     inner: Policy = field(default_factory=PerHead)
     top_p: float = 0.95
@@ -91,20 +90,12 @@ class HardKV(Policy):
         if self.calibrate not in CALIBRATE:
             given = " or ".join(map(repr, CALIBRATE))
             raise ValueError(f"calibrate must be {given}, got {self.calibrate!r}")
-        for name in _OF_INNER:
-            object.__setattr__(self, name, getattr(self.inner, name))
         if self.max_tokens is not None:
-            object.__setattr__(self, "budget_tokens", self._checked_cap(self.max_tokens))
-        object.__setattr__(self, "selection_top_p", float(self.top_p))
+            self._check_cap_tokens(self.max_tokens)
         self._check_step_caps()
-        ranked = self.inner.selecting
-        if isinstance(ranked, BlockPolicy) and self.top_p < 1:
-            share = BlockShare(ranked, float(self.top_p), self.budget_tokens, self.calibrate)
-            object.__setattr__(self, "observed_queries", share.observed_queries)
-            object.__setattr__(self, "_share", share)
+        self._cutting  # noqa: B018 - refuses an inner policy
         if self.mean_tokens is not None:
             self._check_mean(self.mean_tokens)
-            object.__setattr__(self, "selection_mean_tokens", self.mean_tokens)
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -142,7 +133,7 @@ class HardKV(Policy):
     def least_max_tokens(self) -> int:
         """What a step's cap must leave: sinks, recent window, and a token, or a page where pages
         are ranked, as far as the budget has room for it."""
-        page_tokens: int = getattr(self.inner.selecting, "page_tokens", 1)
+        page_tokens: int = getattr(self.inner, "page_tokens", 1)
         return min(self.sink_tokens + self.recent_tokens + page_tokens, self.budget_tokens)
 
     def with_max_tokens(self, max_tokens: int) -> HardKV:
@@ -150,33 +141,28 @@ class HardKV(Policy):
         return replace(self, max_tokens=max_tokens, max_step_bytes=None, max_step_us=None)
 
     @property
-    def selecting(self) -> Policy:
-        return self.inner.selecting if self._share is None else self._share
+    def budget_tokens(self) -> int:
+        return self.inner.budget_tokens if self.max_tokens is None else self.max_tokens
 
     @property
-    def members(self) -> tuple[Policy, ...]:
-        return self.inner.members if self._share is None else (self._share,)
+    def selection_top_p(self) -> float:  # type: ignore[override]
+        return float(self.top_p)
 
-    def unit_members(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8] | None:
-        return self.inner.unit_members(num_layers, num_units)
+    @property
+    def selection_mean_tokens(self) -> int | None:  # type: ignore[override]
+        return self.mean_tokens
 
-    def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8] | None:
-        return self.inner.roles(num_layers, num_units)
-
-    def whole_on_device(self, num_layers: int, num_units: int) -> npt.NDArray[np.bool_] | None:
-        return self.inner.whole_on_device(num_layers, num_units)
-
-    def device_codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
-        return self.inner.device_codes(num_layers, num_units)
-
-    def code_state(self, arrays: State, kv_len: int, load_keys: Callable[[int], Tensor]) -> State:
-        return self.inner.code_state(arrays, kv_len, load_keys)
-
-    def in_every_layer(self) -> Policy:
-        return replace(self, inner=self.inner.in_every_layer())
+    @cached_property
+    def _cutting(self) -> Policy:
+        """Who cuts: over a policy that ranks blocks not the runtime."""
+        ranked = self.inner.members[0]
+        if not isinstance(self.inner, BlockPolicy) or self.top_p == 1:
+            return self.inner
+        assert isinstance(ranked, BlockPolicy)
+        return BlockShare(ranked, float(self.top_p), self.budget_tokens, self.calibrate)
 
     def check_model(self, **shape: int) -> None:
-        self.inner.check_model(**shape)
+        super().check_model(**shape)
         self.check_cap()
 
     def check_cap(self) -> None:
@@ -197,27 +183,9 @@ class HardKV(Policy):
                 f"hard_kv with mean_tokens={self.mean_tokens} needs all heads in one process, "
                 "whose mean it holds; leave mean_tokens out, or decode on one GPU"
             )
-        return replace(self, inner=self.inner.of_heads(heads, **shape))
+        return super().of_heads(heads, **shape)
 
-    def calibrated(
-        self,
-        make_lean: Callable[[], LeanModel],
-        model_type: str,
-        load_tokenizer: Callable[[], Any],
-        checkpoint: Callable[[], str],
-    ) -> Policy:
-        inner = self.inner.calibrated(make_lean, model_type, load_tokenizer, checkpoint)
-        return self if inner is self.inner else replace(self, inner=inner)
-
-    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
-        inner = self.inner.with_kept(checkpoint, model_type, **shape)
-        return self if inner is self.inner else replace(self, inner=inner)
-
-    def looked_at_bytes(self, **sizes: Any) -> tuple[float, bool]:
-        """The inner policy's: the cut comes after it has looked."""
-        return self.inner.looked_at_bytes(**sizes)
-
-    def _checked_cap(self, max_tokens: int) -> int:
+    def _check_cap_tokens(self, max_tokens: int) -> None:
         least, most = self.sink_tokens + self.recent_tokens, self.inner.budget_tokens
         is_count = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
         if not is_count or not least <= max_tokens <= most:
@@ -226,7 +194,6 @@ class HardKV(Policy):
                 f"budget_tokens of {self.inner.name}, got {max_tokens!r}; raise budget_tokens for "
                 "more"
             )
-        return max_tokens
 
     def _check_step_caps(self) -> None:
         names = ("max_tokens", "max_step_bytes", "max_step_us")
@@ -242,7 +209,7 @@ class HardKV(Policy):
             return
         if not isinstance(us, (int, float)) or isinstance(us, bool) or not 0 < us < math.inf:
             raise ValueError(f"max_step_us must be a positive number of microseconds, got {us!r}")
-        if isinstance(self.inner.selecting, BlockPolicy):
+        if isinstance(self.inner, BlockPolicy):
             raise ValueError(
                 f"max_step_us={us:g} needs a policy that weighs tokens: what {self.inner.name} "
                 "takes is measured for one cap only; give max_step_bytes or max_tokens"
@@ -262,7 +229,7 @@ class HardKV(Policy):
                 f"mean_tokens={mean_tokens} is held by shares from {LEAST_SHARE} to top_p, which "
                 f"is {self.top_p}; raise top_p, or leave mean_tokens out"
             )
-        if isinstance(self.inner.selecting, BlockPolicy):
+        if isinstance(self.inner, BlockPolicy):
             raise ValueError(
                 f"mean_tokens={mean_tokens} needs a policy that weighs tokens, and "
                 f"{self.inner.name} ranks blocks of them; leave mean_tokens out, or give another "
@@ -280,9 +247,11 @@ def _check_inner(inner: Policy) -> None:
             f"hard_kv: inner must select for each head in every layer, which {inner.name} does "
             f"not; {give}"
         )
-    ranks = isinstance(inner.selecting, BlockPolicy)
-    weighs = all(x.scores in ("exact", "candidates") for x in inner.members)
-    if not inner.selects or not (weighs or ranks):
+    weighs = all(
+        not isinstance(x, BlockPolicy) and (x.scans_keys or x.propose is not None)
+        for x in inner.members
+    )
+    if not inner.selects or not (weighs or isinstance(inner, BlockPolicy)):
         raise ValueError(
             f"hard_kv cuts selections by attention weights, which {inner.name} has none of, or "
             f"not for all heads; {give}"

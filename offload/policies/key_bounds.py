@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import State, StateShape
 from offload.policies.callback import (
     load_keys,
     offset_floats,
@@ -24,6 +23,7 @@ from offload.policies.callback import (
     view_int32,
 )
 from offload.policies.compiled import cached_njit
+from offload.policies.layer_state import State, StateShape
 
 _MAX_ROW_WIDTH = 256  # of score_rows
 BOUNDS: dict[str, npt.DTypeLike | None] = {

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import BuildContext, Policy, State
+from offload.policies.base import Policy
+from offload.policies.layer_state import BuildContext, State
 from offload.policies.layouts import StateLayout
 
 
@@ -19,7 +20,7 @@ class MemberLayouts(StateLayout):
     """The arrays of members, by their names, in their order; a layer may lack those of a member."""
 
     def __init__(self, members: Mapping[str, Policy]) -> None:
-        layouts = {name: member.state_layout for name, member in members.items()}
+        layouts = {name: member.state.layout for name, member in members.items()}
         self._layouts = {name: layout for name, layout in layouts.items() if layout is not None}
 
     def __len__(self) -> int:
@@ -56,7 +57,7 @@ def context_of(context: BuildContext, heads: npt.NDArray[np.int64], member: Poli
     num_queries = context.queries.shape[1]
     group_size = len(context.queries) // num_heads
     groups = context.queries.view(num_heads, group_size, *context.queries.shape[1:])
-    first = max(0, num_queries - member.observed_queries)
+    first = max(0, num_queries - member.state.observed_queries)
     return replace(
         context,
         keys=_taken(context.keys, heads),

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.policies.base import DeviceBuild, State
+from offload.policies.device_support import DeviceBuild
+from offload.policies.layer_state import State
 from offload.policies.state import PolicyStates
 
 _LAYERS_PENDING = 3
@@ -72,7 +73,7 @@ class PrefillBuild:
                 f"layer {layer_idx} of sequence {seq} has {keys.shape[1]} keys, expected {kv_len}"
             )
         context = self._states.build_context(seq, layer_idx, keys, values, kv_len + 1)
-        build = self._states.policy.selecting.build_on_device(context)
+        build = self._states.policy.device.build(context)
         done = None
         if keys.is_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]

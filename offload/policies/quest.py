@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import BuildContext, DeviceBuild, Policy, State, StateShape
+from offload.policies.base import Policy
 from offload.policies.blocks import BlockPolicy
 from offload.policies.callback import (
     Callback,
@@ -39,6 +40,7 @@ from offload.policies.callback import (
 )
 from offload.policies.compiled import cached_njit
 from offload.policies.device_build import to_host
+from offload.policies.device_support import DeviceBuild, DeviceSupport
 from offload.policies.key_bounds import (
     BOUNDS,
     BOUNDS_SIZES,
@@ -51,6 +53,7 @@ from offload.policies.key_bounds import (
     store_bounds,
     take_last,
 )
+from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
 from offload.policies.layouts import StateLayout, reader
 from offload.policies.quest_chunks import ChunkedQuest
 from offload.policies.revised import Revised
@@ -152,66 +155,26 @@ def append(pointer: Any) -> None:
     pages[ctx.kv_head] = page
 
 
-@dataclass(frozen=True)
-class Quest(BlockPolicy):
-    """The pages whose bound on the group's summed scores is largest, up to `budget_tokens`.
+class PageState(LayerState):
+    """Bounds of pages."""
 
-    The last page is cut where the budget ends. Tokens after the last complete page are always
-    attended; the recent window holds them unless it is shorter than a page.
-
-    Args:
-        page_tokens: tokens that share a bound.
-        chunks: bounds of chunks that end where the text does, of about as many tokens (see
-            `quest_chunks`), instead of pages.
-    """
-
-    name: ClassVar[str] = "quest"
-    select: ClassVar[Callback | None] = select
-    append: ClassVar[Callback | None] = append
-    state_layout: ClassVar[StateLayout | None] = STATE
-    builds_on_device: ClassVar[bool] = True
-
-    page_tokens: int = 16
-    chunks: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.page_tokens, int) or isinstance(self.page_tokens, bool):
-            raise ValueError(f"page_tokens must be an int, got {self.page_tokens!r}")
-        if self.page_tokens < 1:
-            raise ValueError(f"page_tokens must be at least 1, got {self.page_tokens}")
-        if not isinstance(self.chunks, bool):
-            raise ValueError(f"chunks must be true or false, got {self.chunks!r}")
-        if self.chunks:
-            for name in ("reads_text", "select", "append"):
-                object.__setattr__(self, name, getattr(ChunkedQuest, name))
-
-    @property
-    def selecting(self) -> Policy:
-        """Another one over chunks."""
-        if not self.chunks:
-            return self
-        options = {option.name: getattr(self, option.name) for option in fields(ChunkedQuest)}
-        return ChunkedQuest(**options)
+    layout = STATE
+    policy: Quest
 
     def build(self, context: BuildContext) -> State:
         """Bounds of all complete pages after the sinks."""
-        return self._arrays(self._bounds(context.keys), context.capacity_tokens)
+        return self.arrays(self.bounds(context.keys), context.capacity_tokens)
 
-    def build_on_device(self, context: BuildContext) -> DeviceBuild:
-        """The same, with the bounds taken on the device."""
-        bounds, capacity_tokens = to_host(self._bounds(context.keys)), context.capacity_tokens
-        return lambda: self._arrays(bounds, capacity_tokens)
-
-    def _bounds(self, keys: Tensor) -> Tensor:
+    def bounds(self, keys: Tensor) -> Tensor:
         """[num_kv_heads, num_pages, 2 * head_dim]: maxima, then minima."""
-        return self._page_bounds(keys[:, self.sink_tokens :])
+        return self._page_bounds(keys[:, self.policy.sink_tokens :])
 
     def _page_bounds(self, keys: Tensor) -> Tensor:
         """The same of keys that begin with a page."""
-        num_pages = keys.shape[1] // self.page_tokens
-        pages = keys[:, : num_pages * self.page_tokens].view(
-            len(keys), num_pages, self.page_tokens, keys.shape[2]
+        policy = self.policy
+        num_pages = keys.shape[1] // policy.page_tokens
+        pages = keys[:, : num_pages * policy.page_tokens].view(
+            len(keys), num_pages, policy.page_tokens, keys.shape[2]
         )
         if keys.device.type == "cpu":
             extremes = _reduce(torch.maximum, pages), _reduce(torch.minimum, pages)
@@ -219,7 +182,7 @@ class Quest(BlockPolicy):
             extremes = pages.amax(2), pages.amin(2)
         return torch.cat(extremes, dim=-1)
 
-    def _arrays(self, rows: Tensor, capacity_tokens: int) -> State:
+    def arrays(self, rows: Tensor, capacity_tokens: int) -> State:
         num_kv_heads, num_pages, _ = rows.shape
         pages = np.full(num_kv_heads, num_pages, np.int32)
         return self._with_room(bounds_of(rows), pages, capacity_tokens)
@@ -228,22 +191,16 @@ class Quest(BlockPolicy):
         self, bounds: npt.NDArray[Any], pages: npt.NDArray[np.int32], capacity_tokens: int
     ) -> State:
         """All arrays, for these bounds [num_kv_heads, parts, num_pages, width] and more."""
+        policy = self.policy
         max_pages = max(1, bounds.shape[2], self._pages_of(capacity_tokens))
-        arrays = bounds_arrays(bounds, max_pages, self.page_tokens, [self.page_tokens])
-        starts = self.sink_tokens + self.page_tokens * np.arange(max_pages + 1, dtype=np.int32)
+        arrays = bounds_arrays(bounds, max_pages, policy.page_tokens, [policy.page_tokens])
+        starts = policy.sink_tokens + policy.page_tokens * np.arange(max_pages + 1, dtype=np.int32)
         return arrays | {"pages": pages, "starts": starts}
 
-    def state_bytes(self, shape: StateShape) -> int:
+    def num_bytes(self, shape: StateShape) -> int:
         max_pages = max(1, self._pages_of(shape.capacity_tokens))
-        shared = bounds_bytes(shape, max_pages, self.page_tokens)
+        shared = bounds_bytes(shape, max_pages, self.policy.page_tokens)
         return shared + 4 * shape.num_kv_heads + 4 * (max_pages + 1) + 4 * len(SIZES)
-
-    def block_scores(
-        self, arrays: State, queries: Tensor, sm_scale: float
-    ) -> tuple[Tensor, npt.NDArray[np.int32]]:
-        num_pages = int(arrays["pages"][0])
-        scores = past_scores(arrays, queries, sm_scale, num_pages)
-        return scores, arrays["starts"][: num_pages + 1]
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The same bounds with room for `capacity_tokens` tokens."""
@@ -262,7 +219,7 @@ class Quest(BlockPolicy):
     def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
         """Bounds of the pages that have such tokens."""
         page = self._pages_of(revised.first)
-        keys = revised.load_keys(self.sink_tokens + page * self.page_tokens)
+        keys = revised.load_keys(self.policy.sink_tokens + page * self.policy.page_tokens)
         bounds = bounds_of(self._page_bounds(keys))
         stop = min(page + bounds.shape[2], arrays["bounds"].shape[2])
         arrays["bounds"][:, :, page:stop] = bounds[:, :, : stop - page]
@@ -271,7 +228,69 @@ class Quest(BlockPolicy):
 
     def _pages_of(self, num_tokens: int) -> int:
         """Complete pages of so many tokens."""
-        return max(0, num_tokens - self.sink_tokens) // self.page_tokens
+        return max(0, num_tokens - self.policy.sink_tokens) // self.policy.page_tokens
+
+
+class PageDevice(DeviceSupport):
+    """The bounds are taken there."""
+
+    builds = True
+    policy: Quest
+
+    def build(self, context: BuildContext) -> DeviceBuild:
+        """The same, with the bounds taken on the device."""
+        pages = PageState(self.policy)
+        bounds, capacity_tokens = to_host(pages.bounds(context.keys)), context.capacity_tokens
+        return lambda: pages.arrays(bounds, capacity_tokens)
+
+
+@dataclass(frozen=True)
+class Quest(BlockPolicy):
+    """The pages whose bound on the group's summed scores is largest, up to `budget_tokens`.
+
+    The last page is cut where the budget ends. Tokens after the last complete page are always
+    attended; the recent window holds them unless it is shorter than a page.
+
+    Args:
+        page_tokens: tokens that share a bound.
+        chunks: bounds of chunks that end where the text does, of about as many tokens (see
+            `quest_chunks`), instead of pages.
+    """
+
+    name: ClassVar[str] = "quest"
+    select: ClassVar[Callback | None] = select
+    append: ClassVar[Callback | None] = append
+    state = cached_property(lambda self: self.members[0].state if self.chunks else PageState(self))
+    device = cached_property(
+        lambda self: self.members[0].device if self.chunks else PageDevice(self)
+    )
+
+    page_tokens: int = 16
+    chunks: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.page_tokens, int) or isinstance(self.page_tokens, bool):
+            raise ValueError(f"page_tokens must be an int, got {self.page_tokens!r}")
+        if self.page_tokens < 1:
+            raise ValueError(f"page_tokens must be at least 1, got {self.page_tokens}")
+        if not isinstance(self.chunks, bool):
+            raise ValueError(f"chunks must be true or false, got {self.chunks!r}")
+
+    @cached_property
+    def members(self) -> tuple[Policy, ...]:
+        """Another one over chunks."""
+        if not self.chunks:
+            return (self,)
+        options = {option.name: getattr(self, option.name) for option in fields(ChunkedQuest)}
+        return (ChunkedQuest(**options),)
+
+    def block_scores(
+        self, arrays: State, queries: Tensor, sm_scale: float
+    ) -> tuple[Tensor, npt.NDArray[np.int32]]:
+        num_pages = int(arrays["pages"][0])
+        scores = past_scores(arrays, queries, sm_scale, num_pages)
+        return scores, arrays["starts"][: num_pages + 1]
 
 
 def _reduce(pick: Callable[[Tensor, Tensor], Tensor], pages: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ full; the last one is cut at its end.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.policies.base import BuildContext, State, StateShape
 from offload.policies.blocks import BlockPolicy
 from offload.policies.callback import (
     Callback,
@@ -40,6 +40,7 @@ from offload.policies.key_bounds import (
     store_bounds,
     take_last,
 )
+from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
 from offload.policies.layouts import StateLayout, reader
 from offload.policies.lychee_cluster.chunks import chunk_length, cut_chunks
 from offload.policies.revised import Revised
@@ -151,33 +152,23 @@ def append(pointer: Any) -> None:
     chunks[ctx.kv_head] = chunk
 
 
-@dataclass(frozen=True)
-class ChunkedQuest(BlockPolicy):
-    """What `Quest` with chunks=True asks; its options are Quest's."""
+class ChunkState(LayerState):
+    """Bounds of chunks."""
 
-    name: ClassVar[str] = "quest"
-    reads_text: ClassVar[bool] = True
-    select: ClassVar[Callback | None] = select
-    append: ClassVar[Callback | None] = append
-    state_layout: ClassVar[StateLayout | None] = STATE
-
-    page_tokens: int = 16
-
-    @property
-    def min_tokens(self) -> int:
-        """Of a chunk."""
-        return max(1, self.page_tokens // 2)
-
-    @property
-    def max_tokens(self) -> int:
-        """Of a chunk."""
-        return 2 * self.page_tokens - self.min_tokens
+    layout = STATE
+    reads_text = True
+    policy: ChunkedQuest
 
     def build(self, context: BuildContext) -> State:
         """Bounds of all chunks that no later token could cut otherwise."""
+        policy = self.policy
         keys = context.keys
         starts = cut_chunks(
-            context.text_marks, self.sink_tokens, keys.shape[1], self.min_tokens, self.max_tokens
+            context.text_marks,
+            policy.sink_tokens,
+            keys.shape[1],
+            policy.min_tokens,
+            policy.max_tokens,
         )
         bounds = torch.empty(len(keys), len(starts) - 1, 2 * keys.shape[2], dtype=keys.dtype)
         lengths = np.diff(starts)
@@ -197,27 +188,21 @@ class ChunkedQuest(BlockPolicy):
         capacity_tokens: int,
     ) -> State:
         """All arrays, for these bounds [num_kv_heads, parts, chunks, width] and more."""
+        policy = self.policy
         num_kv_heads, _, num_chunks, _ = bounds.shape
         max_chunks = max(num_chunks, self._max_chunks(capacity_tokens))
-        numbers = [self.min_tokens, self.max_tokens]
+        numbers = [policy.min_tokens, policy.max_tokens]
         all_starts = np.zeros((num_kv_heads, max_chunks + 1), np.int32)
         all_starts[:, : starts.shape[1]] = starts
-        return bounds_arrays(bounds, max_chunks, self.max_tokens, numbers) | {
+        return bounds_arrays(bounds, max_chunks, policy.max_tokens, numbers) | {
             "starts": all_starts,
             "chunks": np.full(num_kv_heads, num_chunks, np.int32),
         }
 
-    def state_bytes(self, shape: StateShape) -> int:
+    def num_bytes(self, shape: StateShape) -> int:
         max_chunks = self._max_chunks(shape.capacity_tokens)
-        shared = bounds_bytes(shape, max_chunks, self.max_tokens)
+        shared = bounds_bytes(shape, max_chunks, self.policy.max_tokens)
         return shared + 4 * shape.num_kv_heads * (max_chunks + 2) + 4 * len(SIZES)
-
-    def block_scores(
-        self, arrays: State, queries: torch.Tensor, sm_scale: float
-    ) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-        num_chunks = int(arrays["chunks"][0])
-        scores = past_scores(arrays, queries, sm_scale, num_chunks)
-        return scores, arrays["starts"][0, : num_chunks + 1]
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The same bounds with room for `capacity_tokens` tokens."""
@@ -228,7 +213,7 @@ class ChunkedQuest(BlockPolicy):
         """Chunks that other tokens could cut otherwise lose their bounds; `append` makes them."""
         starts, chunks = arrays["starts"], arrays["chunks"]
         for head, count in enumerate(chunks.tolist()):
-            known = starts[head, :count] + self.max_tokens <= kv_len
+            known = starts[head, :count] + self.policy.max_tokens <= kv_len
             chunks[head] = int(known.sum())
         return True
 
@@ -248,4 +233,33 @@ class ChunkedQuest(BlockPolicy):
         return True
 
     def _max_chunks(self, capacity_tokens: int) -> int:
-        return max(1, max(0, capacity_tokens - self.sink_tokens) // self.min_tokens)
+        return max(1, max(0, capacity_tokens - self.policy.sink_tokens) // self.policy.min_tokens)
+
+
+@dataclass(frozen=True)
+class ChunkedQuest(BlockPolicy):
+    """What `Quest` with chunks=True asks; its options are Quest's."""
+
+    name: ClassVar[str] = "quest"
+    select: ClassVar[Callback | None] = select
+    append: ClassVar[Callback | None] = append
+    state = cached_property(ChunkState)
+
+    page_tokens: int = 16
+
+    @property
+    def min_tokens(self) -> int:
+        """Of a chunk."""
+        return max(1, self.page_tokens // 2)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a chunk."""
+        return 2 * self.page_tokens - self.min_tokens
+
+    def block_scores(
+        self, arrays: State, queries: torch.Tensor, sm_scale: float
+    ) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+        num_chunks = int(arrays["chunks"][0])
+        scores = past_scores(arrays, queries, sm_scale, num_chunks)
+        return scores, arrays["starts"][0, : num_chunks + 1]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import State
+from offload.policies.layer_state import State
 
 if TYPE_CHECKING:
     from offload.policies.layouts import StateLayout

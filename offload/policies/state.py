@@ -23,7 +23,8 @@ from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
-from offload.policies.base import BuildContext, Policy, State
+from offload.policies.base import Policy
+from offload.policies.layer_state import BuildContext, State
 from offload.policies.remembered import Before, DraftRows, Remembered, copies_of, reach
 from offload.policies.revised import Revised
 from offload.policies.sequence_state import LayerArrays, RecentQueries, capacity_for
@@ -53,7 +54,7 @@ class PolicyStates:
         layers: frozenset[int],
     ) -> None:
         self.policy = policy
-        self._selecting = policy.selecting
+        self._state = policy.state
         self._store = store
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
@@ -61,7 +62,7 @@ class PolicyStates:
         self._observed = layers  # whose queries are kept, for when they ask
         self.records_rows = False  # some sequence decodes several tokens in the pass that runs
         self._known: defaultdict[int, Remembered] = defaultdict(Remembered)
-        self._has_state = policy.selects and policy.has_state()
+        self._has_state = policy.selects and policy.state.has_arrays
         if self._has_state:
             store.share_budget(lambda: self.held_bytes)
         self.bytes = StateBytes(policy, store, num_qo_heads=num_qo_heads, layers=layers)
@@ -78,7 +79,7 @@ class PolicyStates:
     @property
     def copied_heads(self) -> int:
         """KV heads of a layer at most that the policy copies to build on a device."""
-        return self._selecting.copied_heads(self._store.num_layers, self._store.num_kv_heads)
+        return self.policy.device.copied_heads(self._store.num_layers, self._store.num_kv_heads)
 
     @property
     def num_bytes(self) -> int:
@@ -195,7 +196,7 @@ class PolicyStates:
         for recent in (known.queries or {}).values():
             recent.truncate(before.kv_len)
         if known.arrays is not None and before.rewinds:
-            self._change(known, self._selecting.rewind, before.kv_len)
+            self._change(known, self._state.rewind, before.kv_len)
         known.draft, known.spare, known.built = before.draft, before.spare, before.built
 
     def ensure(self, seq: int, kv_len: int, num_tokens: int | None = None) -> LayerArrays:
@@ -209,7 +210,7 @@ class PolicyStates:
         if arrays is not None and kv_len > arrays.capacity_tokens:
             capacity = self.bytes.capacity(kv_len)
             layers = [
-                self._selecting.grow(i, old, capacity) if old else {}
+                self._state.grow(i, old, capacity) if old else {}
                 for i, old in enumerate(arrays.layers)
             ]
             arrays = known.arrays = self._layer_arrays(layers, capacity)
@@ -305,7 +306,7 @@ class PolicyStates:
 
             shape = (store.num_layers, store.num_kv_heads)
             revised = Revised(first, kv_len, load_keys, *shape)
-            return self._selecting.revise(layer_idx, arrays, revised)
+            return self._state.revise(layer_idx, arrays, revised)
 
         self.ensure(seq, kv_len)
         self._change(known, change, kv_len - num_new)
@@ -334,7 +335,7 @@ class PolicyStates:
         for queries in (known.queries or {}).values():
             queries.truncate(kv_len)
         if known.arrays is not None and (draft is None or kv_len < draft.kv_len):
-            self._change(known, self._selecting.truncate, kv_len)
+            self._change(known, self._state.truncate, kv_len)
         return None
 
     def renumber(
@@ -351,7 +352,7 @@ class PolicyStates:
         known.marks.renumber(kv_len, self._store.kv_len(seq), first, last)
         known.arrays = known.draft = known.spare = known.built = None
         known.queries = None
-        if self.policy.selects and self.policy.observed_queries:
+        if self.policy.selects and self.policy.state.observed_queries:
             for layer_idx in self._observed:
                 self.record_queries(seq, layer_idx, query[layer_idx], query_len)
 
@@ -419,7 +420,7 @@ class PolicyStates:
         capacity = None
         if known.arrays is not None:
             there, capacity = known.arrays.layers, known.arrays.capacity_tokens
-            if known.queries is None and self.policy.observed_queries:  # they went when it was made
+            if known.queries is None and self._state.observed_queries:  # gone since it was made
                 known.queries = {layer_idx: self._no_queries() for layer_idx in self.layers}
         layers = {}
         for layer_idx in sorted(self.layers):
@@ -427,7 +428,7 @@ class PolicyStates:
             if not there[layer_idx]:
                 keys, values = self._store.gather(seq, layer_idx, 0, num_tokens)
                 context = self.build_context(seq, layer_idx, keys, values, kv_len, capacity)
-                layers[layer_idx] = self._selecting.build(context)
+                layers[layer_idx] = self._state.build(context)
         return self.install(seq, layers, kv_len, capacity)
 
     def _change(self, known: Remembered, change: Callable[[int, State, int], bool], n: int) -> None:
@@ -436,16 +437,16 @@ class PolicyStates:
         done = [change(i, arrays, n) for i, arrays in enumerate(layers) if arrays]
         if not all(done):
             known.arrays = None
-            if known.queries is None and self.policy.observed_queries:
+            if known.queries is None and self.policy.state.observed_queries:
                 # Gone when the arrays were built: those of the rows to come, or the newest key's.
                 known.queries = {layer_idx: self._no_queries() for layer_idx in self._observed}
 
     def _no_queries(self) -> RecentQueries:
-        store, num_queries = self._store, self.policy.observed_queries
+        store, num_queries = self._store, self.policy.state.observed_queries
         return RecentQueries(self._num_qo_heads, num_queries, store.head_dim, store.dtype)
 
     def _layer_arrays(self, layers: Sequence[State], capacity_tokens: int) -> LayerArrays:
-        layout = self._selecting.state_layout
+        layout = self._state.layout
         assert layout is not None
         contiguous = [{name: np.ascontiguousarray(x) for name, x in of.items()} for of in layers]
         return LayerArrays(layout, contiguous, capacity_tokens)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from offload.kv.store import HostBudgetError, KVStore
-from offload.policies.base import Policy, StateShape
+from offload.policies.base import Policy
+from offload.policies.layer_state import StateShape
 from offload.policies.remembered import Remembered
 from offload.policies.sequence_state import RecentQueries, capacity_for
 from offload.system.memory import format_bytes
@@ -48,7 +49,7 @@ class StateBytes:
 
     def _in_arrays(self, kv_len: int, layers: frozenset[int]) -> int:
         policy, store = self._policy, self._store
-        if not (policy.selects and policy.has_state()) or kv_len <= policy.dense_tokens:
+        if not (policy.selects and policy.state.has_arrays) or kv_len <= policy.dense_tokens:
             return 0
         key = (self.capacity(kv_len), layers)
         if key not in self._sizes:
@@ -60,7 +61,7 @@ class StateBytes:
                 capacity_tokens=key[0],
                 num_layers=store.num_layers,
             )
-            state_bytes = policy.selecting.state_bytes
+            state_bytes = policy.state.num_bytes
             num_bytes = sum(state_bytes(replace(shape, layer_idx=i)) for i in sorted(layers))
             self._sizes = {key: num_bytes}  # most ask for one
         return self._sizes[key]
@@ -69,10 +70,10 @@ class StateBytes:
     def of_queries(self) -> int:
         """Of a sequence's recent queries, which are kept until its arrays are built."""
         policy, store = self._policy, self._store
-        if not (policy.selects and policy.observed_queries):
+        if not (policy.selects and policy.state.observed_queries):
             return 0
         return len(self._observed) * RecentQueries.bytes_for(
-            self._num_qo_heads, policy.observed_queries, store.head_dim, store.dtype
+            self._num_qo_heads, policy.state.observed_queries, store.head_dim, store.dtype
         )
 
     def of(self, sequences: Iterable[Remembered]) -> int:

@@ -177,7 +177,7 @@ def _bound_of_slots(
         # While arrays grow, and after a draft, there are two of them; in a pass, of queries. Heads
         # that a GPU holds now may come back to the CPU.
         of_policy = 2 * (state.most_at(slots) + state.of_queries)
-        return of_window + of_policy + capacity_for(slots) * policy.reads_text
+        return of_window + of_policy + capacity_for(slots) * policy.state.reads_text
 
     bound = SequenceBound.of(
         config.host_bytes_per_sequence,

@@ -84,7 +84,7 @@ def rehearse(lean: LeanModel, decoder: DeviceDecoder, policy: Policy, dtype: tor
     _prefill(lean, _SLICE_TOKENS + 1, _SLICE_TOKENS, dtype, device)
     rehearse_attention(shape.num_qo_heads, shape.head_dim, dtype, device)
     keys = torch.zeros(64, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
-    policy.selecting.rehearse_on_device(keys.transpose(0, 1))
+    policy.device.rehearse(keys.transpose(0, 1))
     rehearse_steps(decoder)
 
 

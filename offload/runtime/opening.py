@@ -137,7 +137,7 @@ def open_loaded(
         NotImplementedError: the backend is not for this model.
     """
     marks = None
-    if config.policy.reads_text:
+    if config.policy.state.reads_text:
         marks = load_vocabulary_marks(folder, stock.config.vocab_size)
     lean = rank_view(lean_model_maker(stock.config.model_type)(stock), ranks)
     device, weight_bytes = torch.device(config.device), weight_bytes_of(stock)
@@ -211,12 +211,13 @@ def with_calibrated_policy(
     """
 
     def calibrate() -> Policy:
-        return config.policy.calibrated(
+        learnt: Policy = config.policy.calibration.learn(
             lambda: lean_model_maker(stock.config.model_type)(stock),
             model_type=stock.config.model_type,
             load_tokenizer=lambda: folder_tokenizer(folder),
             checkpoint=lambda: checkpoint_name(folder),
         )
+        return learnt
 
     policy = calibrate() if ranks is None else ranks.once(calibrate)
     if stock.device.type == "cuda":  # what is free there is shared out next

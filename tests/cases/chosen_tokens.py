@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
-from offload.policies.base import BuildContext, SparsePolicy, State
+from offload.policies.base import SparsePolicy
 from offload.policies.callback import (
     Callback,
     callback,
@@ -17,6 +18,7 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.layer_state import BuildContext, LayerState, State
 from offload.policies.layouts import StateLayout
 
 # Of each unit: where its tokens begin and end; the tokens; the weights that they got.
@@ -49,6 +51,20 @@ def observe(pointer: Any) -> None:
         kept[i] = weights[i]
 
 
+class ChosenState(LayerState):
+    layout = STATE
+
+    def build(self, context: BuildContext) -> State:
+        selection = self.policy.selection
+        counts = [len(tokens) for tokens in selection]
+        group_size = len(context.queries) // len(counts)
+        return {
+            "ends": np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            "tokens": np.concatenate(selection).astype(np.int32),
+            "weights": np.full(sum(counts) * group_size, np.nan, np.float32),
+        }
+
+
 @dataclass(frozen=True)
 class Chosen(SparsePolicy):
     """`selection` has the sorted tokens of each unit, the newest last; at most the budget."""
@@ -56,19 +72,10 @@ class Chosen(SparsePolicy):
     name: ClassVar[str] = "chosen"
     select: ClassVar[Callback | None] = select
     observe: ClassVar[Callback | None] = observe
-    state_layout: ClassVar[StateLayout | None] = STATE
+    state = cached_property(ChosenState)
     sink_tokens: int = 0
     recent_tokens: int = 1
     selection: Sequence[np.ndarray] = field(default=(), compare=False)
-
-    def build(self, context: BuildContext) -> State:
-        counts = [len(tokens) for tokens in self.selection]
-        group_size = len(context.queries) // len(counts)
-        return {
-            "ends": np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-            "tokens": np.concatenate(self.selection).astype(np.int32),
-            "weights": np.full(sum(counts) * group_size, np.nan, np.float32),
-        }
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ is the same policy in float64 NumPy.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 from cases import kernel_references as reference
 
-from offload.policies.base import BuildContext, SparsePolicy, State
+from offload.policies.base import SparsePolicy
 from offload.policies.callback import (
     Callback,
     callback,
@@ -23,6 +24,7 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.layer_state import BuildContext, LayerState, State
 from offload.policies.layouts import StateLayout
 
 MAX_TOKENS = 512
@@ -88,6 +90,20 @@ def append(pointer: Any) -> None:
     log[3] += 1
 
 
+class HeavyHitterState(LayerState):
+    layout = STATE
+
+    def build(self, context: BuildContext) -> State:
+        self.policy.built.append((context.layer_idx, tuple(context.keys.shape)))
+        num_units = self.policy.num_units
+        return {
+            "attended": np.zeros((num_units, MAX_TOKENS), np.float32),
+            "log": np.zeros((num_units, LOG_ENTRIES), np.int32),
+            "tokens": np.zeros((num_units, MAX_TOKENS), np.int32),
+            "scores": np.zeros((num_units, MAX_GROUP, MAX_TOKENS), np.float32),
+        }
+
+
 @dataclass(frozen=True)
 class HeavyHitter(SparsePolicy):
     name: ClassVar[str] = "heavy_hitter"
@@ -95,18 +111,9 @@ class HeavyHitter(SparsePolicy):
     select: ClassVar[Callback | None] = select
     observe: ClassVar[Callback | None] = observe
     append: ClassVar[Callback | None] = append
-    state_layout: ClassVar[StateLayout | None] = STATE
+    state = cached_property(HeavyHitterState)
     num_units: int = 2
     built: list[tuple[int, tuple[int, ...]]] = field(default_factory=list, compare=False)
-
-    def build(self, context: BuildContext) -> State:
-        self.built.append((context.layer_idx, tuple(context.keys.shape)))
-        return {
-            "attended": np.zeros((self.num_units, MAX_TOKENS), np.float32),
-            "log": np.zeros((self.num_units, LOG_ENTRIES), np.int32),
-            "tokens": np.zeros((self.num_units, MAX_TOKENS), np.int32),
-            "scores": np.zeros((self.num_units, MAX_GROUP, MAX_TOKENS), np.float32),
-        }
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from cases.seeded import new_rng
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
-from offload.policies.base import State
+from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.index import links_of, starts_of
 from offload.policies.lychee_cluster.layout import starts_bytes
 from offload.policies.lychee_cluster.policy import LycheeCluster

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,6 +39,7 @@ from offload.policies.callback import (
     score_tokens,
     view_int32,
 )
+from offload.policies.layer_state import LayerState
 from offload.policies.layouts import StateLayout
 
 
@@ -176,16 +178,20 @@ def select(pointer: Any) -> int:
     return 0
 
 
+class StuckState(LayerState):
+    layout = STATE
+
+    def build(self, context):
+        return {"flag": np.zeros(2, np.int32), "scores": np.zeros(64, np.float32)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Stuck(SparsePolicy):
     """Its select() does not return before its array says so."""
 
     name: ClassVar[str] = "stuck"
     select: ClassVar[Callback | None] = select
-    state_layout: ClassVar[StateLayout | None] = STATE
-
-    def build(self, context):
-        return {"flag": np.zeros(2, np.int32), "scores": np.zeros(64, np.float32)}
+    state = cached_property(StuckState)
 
 
 def test_a_callback_that_hangs():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from offload.planning.cost_table import CostTable
 from offload.planning.step_time import StepModel
 from offload.policies import LycheeDecode
 from offload.policies.base import DENSE, RETRIEVE, REUSE
+from offload.policies.device_support import DeviceSupport
 from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.system.errors import DeviceMemoryError
@@ -148,8 +150,7 @@ def test_places_that_the_policy_can_have(policy, rows: tuple[str, ...]) -> None:
 
 def test_a_rule_that_a_gpu_cannot_follow_keeps_its_heads_on_the_cpu() -> None:
     class Other(LycheeDecode):
-        def device_top_k(self) -> None:
-            return None
+        device = cached_property(DeviceSupport)
 
     policy = Other(retrieval_heads=2)
     with pytest.raises(ValueError, match=r"head 0 of layer 0 .* has it retrieve"):

@@ -190,7 +190,7 @@ def test_another_device_reads_and_builds(
     built: list[str] = []
     for runtime in apart.runtimes:
         states, name = runtime.attention.states, runtime.config.policy.name
-        if runtime.config.policy.builds_on_device:
+        if runtime.config.policy.device.builds:
             monkeypatch.setattr(states, "_build", lambda *_, name=name: pytest.fail(name))
         install = states.install
         monkeypatch.setattr(

@@ -8,6 +8,7 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,13 @@ import pytest
 import torch
 from cases import kernel_references as reference
 from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
-from cases.heavy_hitter import LOG_ENTRIES, HeavyHitter, HeavyHitterPerQueryHead, Simulation
+from cases.heavy_hitter import (
+    LOG_ENTRIES,
+    HeavyHitter,
+    HeavyHitterPerQueryHead,
+    HeavyHitterState,
+    Simulation,
+)
 
 from cpu_ops import _native
 from cpu_ops.worker_pool import WorkerPool
@@ -23,7 +30,7 @@ from offload.decode.attention import DecodeAttention
 from offload.policies import ExactTopK
 from offload.policies import callback as callback_module
 from offload.policies import exact_topk as exact_topk_module
-from offload.policies.base import SparsePolicy, State
+from offload.policies.base import SparsePolicy
 from offload.policies.callback import (
     CONTEXT_DTYPE,
     Callback,
@@ -33,6 +40,7 @@ from offload.policies.callback import (
     read_context,
     view_int32,
 )
+from offload.policies.layer_state import LayerState, State
 from offload.policies.layouts import NumberLayout, StateLayout
 
 OPTIONS = {"budget_tokens": 32, "sink_tokens": 2, "recent_tokens": 4, "dense_layers": 1}
@@ -263,10 +271,13 @@ def test_a_failing_select_is_an_error(policy, pool):
     ],
 )
 def test_other_arrays_than_declared_are_refused(change, pool):
-    class Other(HeavyHitter):
+    class OtherState(HeavyHitterState):
         def build(self, context):
             arrays = {**super().build(context), **change}
             return {name: array for name, array in arrays.items() if array is not None}
+
+    class Other(HeavyHitter):
+        state = cached_property(OtherState)
 
     cache, _ = make_case()
     attention = cache.attention(pool, GROUP_SIZE, Other(**OPTIONS))
@@ -289,20 +300,24 @@ def append(pointer: Any) -> None:
         view_int32(state.x39, 1)[0] += int(numbers.y39) + ctx.layer_idx
 
 
+class ManyState(LayerState):
+    layout = MANY
+
+    def build(self, context):
+        return {f"x{i}": np.full(1, i, np.int32) for i in reversed(range(NUM_MANY))}
+
+
 @dataclass(frozen=True)
 class Many(ExactTopK):
     name: ClassVar[str] = "many"
     append: ClassVar[Callback | None] = append
-    state_layout: ClassVar[StateLayout | None] = MANY
+    state = cached_property(ManyState)
     number_layout: ClassVar[NumberLayout | None] = NAMES
 
     def __getattr__(self, name: str) -> int:
         if not re.fullmatch(r"y\d+", name):
             raise AttributeError(name)
         return int(name[1:])
-
-    def build(self, context):
-        return {f"x{i}": np.full(1, i, np.int32) for i in reversed(range(NUM_MANY))}
 
 
 def test_a_policy_may_have_many_arrays_and_numbers(pool):
@@ -342,17 +357,21 @@ def select(pointer: Any) -> int:
     return count
 
 
+class FoundState(LayerState):
+    layout = FOUND
+
+    def build(self, context):
+        return {"found": np.zeros((2, 512), np.int32)}
+
+
 @dataclass(frozen=True)
 class AboveThreshold(SparsePolicy):
     name: ClassVar[str] = "above_threshold"
-    state_layout: ClassVar[StateLayout | None] = FOUND
+    state = cached_property(FoundState)
     number_layout: ClassVar[NumberLayout | None] = THRESHOLD
     threshold: ClassVar[float] = 0.01
     scans_keys: ClassVar[bool] = True
     select: ClassVar[Callback | None] = select
-
-    def build(self, context):
-        return {"found": np.zeros((2, 512), np.int32)}
 
 
 def test_filter_at_least(pool):

@@ -11,6 +11,7 @@ from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import ExactTopK, Full, Policy, StreamingLLM
+from offload.policies.base import in_every_layer
 from offload.policies.registry import available_policies, make_policy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -45,7 +46,9 @@ def small(name: str, **options: int) -> Policy:
 def run(cache: Cache, policy: Policy, pool: WorkerPool, queries: torch.Tensor, kv_lens: list[int]):
     """o, lse and the selection [row][KV head] of one sparse layer."""
     attention = cache.attention(pool, GROUP_SIZE, policy)
-    observed = torch.randn(attention.num_qo_heads, policy.observed_queries, cache.store.head_dim)
+    observed = torch.randn(
+        attention.num_qo_heads, policy.state.observed_queries, cache.store.head_dim
+    )
     for layer_idx in range(cache.store.num_layers):
         attention.record_queries(cache.seq, layer_idx, observed.to(queries.dtype), cache.kv_len)
     out, lse = attend(attention, [cache.seq] * len(kv_lens), kv_lens, queries)
@@ -167,7 +170,9 @@ def test_rows_select_for_themselves(name, pool):
     out, _, selection = run(cache, small(name), pool, queries, kv_lens)
     for row, kv_len in enumerate(kv_lens):
         alone, _, one = run(cache, small(name), pool, queries[row : row + 1], [kv_len])
-        if not small(name).has_state():  # else they run in turns, and only the last one's is known
+        if not small(
+            name
+        ).state.has_arrays:  # else they run in turns, and only the last one's is known
             for ours, theirs in zip(selection[row], one[0], strict=True):
                 np.testing.assert_array_equal(ours, theirs)
         np.testing.assert_allclose(out[row], alone[0], rtol=1e-5, atol=1e-6)
@@ -197,7 +202,7 @@ def test_benches_time_what_selects_in_every_layer(name):
     policy = make_policy("hard_kv", inner="quest") if " " in name else make_policy(name)
     if policy.selects:
         assert policy.members
-        assert not any(x.in_every_layer().dense_layers for x in policy.members)
+        assert not any(in_every_layer(x).dense_layers for x in policy.members)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,7 +18,7 @@ from cpu_ops import clustering
 from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.chunk_clusters import chunk_boxes
 from offload.decode.attention import DecodeAttention
-from offload.policies.base import BuildContext, State
+from offload.policies.layer_state import BuildContext, State
 from offload.policies.lfps.layout import unlist_all
 from offload.policies.lychee_cluster.index_on_device import spherical_kmeans
 from offload.policies.prefill_build import PrefillBuild
@@ -80,10 +80,10 @@ def on(device: str, context: BuildContext) -> BuildContext:
 
 
 def both_builds(policy: Any, context: BuildContext, device: str) -> tuple[State, State]:
-    finish = policy.build_on_device(on(device, context))
+    finish = policy.device.build(on(device, context))
     if device == "cuda":
         torch.cuda.synchronize()
-    built, on_device = policy.build(context), finish()
+    built, on_device = policy.state.build(context), finish()
     assert built.keys() == on_device.keys()
     return built, on_device
 
@@ -284,7 +284,7 @@ def test_an_index_takes_few_launches(paper, levels, monkeypatch, pool):
     policy = make_policy("lychee_cluster", budget_tokens=81, paper=paper)
     context = context_of(new_rng(), pool)
     with launches:
-        policy.build_on_device(context)
+        policy.device.build(context)
     least = 5 * levels * policy.iterations
     assert least <= launches.count <= least + 80
 
@@ -349,7 +349,7 @@ def test_alongside_a_prefill(name, options, pool):
                 assert a.shape == b.shape
                 if name == "quest":
                     np.testing.assert_array_equal(a, b)
-    assert bool(known[seqs[1]].queries) == (policy.observed_queries > 0)
+    assert bool(known[seqs[1]].queries) == (policy.state.observed_queries > 0)
 
 
 def test_a_policy_without_it_is_built_later(pool):

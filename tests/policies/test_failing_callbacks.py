@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload import OffloadedModel
 from offload.policies.base import SparsePolicy
 from offload.policies.callback import callback, offset_floats, read_context, view_int32
+from offload.policies.layer_state import LayerState
 from offload.policies.layouts import StateLayout
 
 GROUP_SIZE = 3
@@ -33,15 +35,19 @@ def pool() -> Any:
     pool.close()
 
 
+class CustomState(LayerState):
+    layout = LISTS
+
+    def build(self, context: Any) -> Any:
+        return {"candidates": np.zeros((2, 8), np.int32)}
+
+
 @dataclass(frozen=True)
 class Custom(SparsePolicy):
     """With room for a list of candidates."""
 
     name: ClassVar[str] = "custom"
-    state_layout: ClassVar[StateLayout | None] = LISTS
-
-    def build(self, context: Any) -> Any:
-        return {"candidates": np.zeros((2, 8), np.int32)}
+    state = cached_property(CustomState)
 
 
 def custom(callbacks: dict[str, Any], *, scans: bool = False) -> Custom:

@@ -26,6 +26,7 @@ from offload.policies import (
     StreamingLLM,
     TidalDecode,
 )
+from offload.policies.base import in_every_layer
 from offload.policies.registry import make_policy
 
 SHAPE = Shape(group_size=2)
@@ -147,7 +148,7 @@ def test_options():
     assert policy.selection_top_p == 0.9
     assert make_policy("hard_kv").inner == make_policy("per_head")
     assert make_policy("hard_kv", budget_tokens=300).budget_tokens == 300
-    assert HardKV(LycheeCluster()).in_every_layer().dense_layers == 0
+    assert in_every_layer(HardKV(LycheeCluster())).dense_layers == 0
     changed = replace(policy, top_p=0.5)
     assert changed.selection_top_p == 0.5
     assert pickle.loads(pickle.dumps(policy)) == policy

@@ -344,7 +344,7 @@ def calibrated(policy, model, tokenizer):
         return tokenizer
 
     lean = model._offload.lean
-    made = policy.calibrated(lambda: lean, "llama", load, lambda: "tiny-llama")
+    made = policy.calibration.learn(lambda: lean, "llama", load, lambda: "tiny-llama")
     return made, len(loads)
 
 
@@ -399,7 +399,7 @@ def test_a_model_too_short_for_calibration(tokenizer, caplog):
     stock = make_tiny_model("llama", max_position_embeddings=128)
     lean = lean_model_maker("llama")(stock)
     with caplog.at_level(logging.WARNING, logger="offload"):
-        made = LycheeDecode().calibrated(
+        made = LycheeDecode().calibration.learn(
             lambda: lean, "llama", lambda: tokenizer, lambda: "tiny-llama"
         )
     assert made == LycheeDecode()

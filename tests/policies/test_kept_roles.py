@@ -15,9 +15,9 @@ import pytest
 from offload.loading.gguf import EMBEDDED_MODEL, LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
 from offload.policies import LycheeDecode, PerHead, Policy
+from offload.policies import kept_roles as kept
 from offload.policies.head_roles import HeadRoles
 from offload.policies.kept_roles import keep_roles, kept_roles
-from offload.policies import kept_roles as kept
 from offload.policies.lychee_decode.calibration import (
     calibration_tokens,
     observe_heads,
@@ -135,7 +135,9 @@ def test_a_policy_calibrates_once(offloaded_models: Any, tokenizer: Any, monkeyp
 
     def heads(checkpoint: str, **options: Any) -> list[list[bool]]:
         policy = make_policy("per_head", dense_layers=1, **options)
-        made = policy.calibrated(lambda: lean, "llama", lambda: tokenizer, lambda: checkpoint)
+        made = policy.calibration.learn(
+            lambda: lean, "llama", lambda: tokenizer, lambda: checkpoint
+        )
         assert isinstance(made, PerHead)
         return made.head_roles.array.tolist()  # type: ignore[union-attr]
 
@@ -157,7 +159,9 @@ def test_lychee_decode_calibrates_once(
 
     def lines(policy: Policy, checkpoint: str = "0123") -> tuple[Policy, int]:
         caplog.clear()
-        made = policy.calibrated(lambda: lean, "llama", lambda: tokenizer, lambda: checkpoint)
+        made = policy.calibration.learn(
+            lambda: lean, "llama", lambda: tokenizer, lambda: checkpoint
+        )
         return made, len(caplog.messages)
 
     policy = LycheeDecode(retrieval_heads=2)
@@ -173,7 +177,7 @@ def test_lychee_decode_calibrates_once(
             made, budget_tokens=99, rule="ratio", ratio=0.5
         )
         assert lines(policy) == (made, 0)
-        assert policy.with_kept(lambda: "0123", "llama", **lean.shape.kv_heads) == made
+        assert policy.calibration.with_kept(lambda: "0123", "llama", **lean.shape.kv_heads) == made
         assert lines(LycheeDecode(retrieval_heads=3))[1] > 0
         assert lines(policy, "4567")[1] > 0
 
@@ -197,7 +201,7 @@ def test_the_embedded_models_have_theirs(
     assert roles is not None
     assert Path(roles.source).parent == kept._of_package(policy)
     asked = make_policy(policy)
-    made: Any = asked.with_kept(lambda: f"{name}@", "llama", **shape)
+    made: Any = asked.calibration.with_kept(lambda: f"{name}@", "llama", **shape)
     assert made.head_roles == roles
 
 

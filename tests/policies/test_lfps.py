@@ -18,7 +18,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
 from offload.policies import sequence_state
-from offload.policies.base import State
+from offload.policies.layer_state import State
 from offload.policies.lfps.layout import SCALE
 from offload.policies.lfps.policy import LFPS
 from offload.policies.lfps.tables import TABLE_STATE
@@ -92,7 +92,7 @@ class Run:
         self.units = [
             Unit(
                 policy,
-                observed_queries[heads].double().numpy()[:, -policy.observed_queries :],
+                observed_queries[heads].double().numpy()[:, -policy.state.observed_queries :],
                 self.keys_of(unit),
                 self.values_of(unit),
             )
@@ -323,7 +323,7 @@ def test_truncation(kv_len, pool):
     run = Run(policy_of(), pool, Text(500), 400)
     for _ in range(40):
         run.step()
-    assert run.policy.truncate(0, run.arrays(), kv_len)
+    assert run.policy.state.truncate(0, run.arrays(), kv_len)
     run.store.truncate(run.seq, kv_len)
     run.kv_len = kv_len
     for unit in run.units:

@@ -14,9 +14,9 @@ from cases.seeded import new_rng
 from test_quest import built
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.policies import ExactTopK, HardKV, LycheeCluster, Policy, Quest, Sketch, StreamingLLM
-from offload.policies.base import StateShape
+from offload.policies import HardKV, Policy, Quest
 from offload.policies.callback import Callback
+from offload.policies.layer_state import StateShape
 from offload.policies.logits_calibration import (
     CALIBRATE,
     LEAST_BLOCKS,
@@ -305,7 +305,7 @@ def test_what_blocks_are_ranked_by_is_what_a_step_ranks_by(pool):
         world = world_of(Quest(**OPTIONS, chunks=chunks), pool)
         world.decode(world.random_step(new_rng()))
         given = world.random_step(new_rng())
-        ranks = world.attention.policy.selecting
+        ranks = world.attention.policy.members[0]
         for row, seq in enumerate(world.seqs):
             before = world.attention.states.ensure(seq, world.store.kv_len(seq)).copy()
             world_query = given[0][:, row].view(SHAPE.num_layers, SHAPE.num_qo_heads, 1, -1)
@@ -372,19 +372,6 @@ def test_temperatures_need_blocks_to_choose_from():
         tokens = torch.full((5, 40), 16)
 
 
-def test_policies_say_how_they_score():
-    said = {
-        ExactTopK(): "exact",
-        Sketch(): "candidates",
-        LycheeCluster(): "candidates",
-        Quest(): "page bound",
-        Quest(chunks=True): "page bound",
-        StreamingLLM(): None,
-    }
-    for policy, scores in said.items():
-        assert policy.scores == policy.selecting.scores == scores
-
-
 def test_calibrations_have_names():
     assert HardKV(Quest(), calibrate="tokens") != HardKV(Quest())
     with pytest.raises(ValueError, match="calibrate must be 'mass' or 'tokens', got 'mas'"):
@@ -400,9 +387,9 @@ def test_its_arrays_take_what_is_said(chunks, pool):
         arrays = world.attention.states.arrays_of(seq)
         shape = StateShape(SHAPE.num_qo_heads, 2, 32, 4, arrays.capacity_tokens)
         made = sum(array.nbytes for array in arrays.layers[1].values())
-        assert 0 < made <= policy.selecting.state_bytes(shape)
+        assert 0 < made <= policy.state.num_bytes(shape)
         if not chunks:  # whose number depends on the text
-            assert made == policy.selecting.state_bytes(shape)
+            assert made == policy.state.num_bytes(shape)
 
 
 def test_what_ranks_blocks_by_more_than_its_arrays_is_refused():

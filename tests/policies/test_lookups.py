@@ -19,6 +19,7 @@ from offload.policies.lychee_decode.calibration import observe_heads
 from offload.policies.lychee_decode.overlap import head_overlap
 from offload.policies.per_head.calibration import calibrated_roles, lookup_mass, roles_by_mass
 from offload.policies.per_head.lookups import LookUp, lookup_texts
+from offload.policies.per_head.policy import PerHeadCalibration
 from offload.policies.registry import make_policy
 from offload.runtime import opening
 
@@ -79,7 +80,7 @@ def test_the_heads_that_look_most_are_chosen(monkeypatch, offloaded_models, toke
 
 def calibrated(policy, model, tokenizer):
     lean = model._offload.lean
-    return policy.calibrated(lambda: lean, "llama", lambda: tokenizer, lambda: "tiny-llama")
+    return policy.calibration.learn(lambda: lean, "llama", lambda: tokenizer, lambda: "tiny-llama")
 
 
 def test_roles_that_are_given_stay(offloaded_models, tokenizer, caplog):
@@ -111,12 +112,12 @@ def test_a_model_is_on_its_device_when_it_is_calibrated(monkeypatch, tiny_folder
     def moved(stock, config):
         events.append("moved")
 
-    def calibrated(self, *_, **__):
+    def learn(self, *_, **__):
         events.append("calibrated")
-        return self
+        return self.policy
 
     monkeypatch.setattr(opening, "move_to_device", moved)
-    monkeypatch.setattr(PerHead, "calibrated", calibrated)
+    monkeypatch.setattr(PerHeadCalibration, "learn", learn)
     policy = make_policy("per_head", dense_layers=1)
     OffloadedModel.from_pretrained(tiny_folders["llama"], policy=policy)
     assert events == ["moved", "calibrated"]

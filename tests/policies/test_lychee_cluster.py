@@ -11,7 +11,7 @@ import torch
 from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, LycheeIndex, Stream, check_index
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.policies.base import State
+from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.index import grow_index
 from offload.policies.lychee_cluster.layout import STATE
 from offload.policies.lychee_cluster.policy import LycheeCluster
@@ -357,7 +357,7 @@ def test_growing_keeps_the_index_and_widens_links(policy, pool):
 )
 def test_index_bytes(options, share, head_dim, pool):
     """Of the keys and values, of text in pieces of 13 tokens."""
-    from offload.policies.base import BuildContext
+    from offload.policies.layer_state import BuildContext
 
     kv_len, heads = 8192, 3
     keys = torch.randn(heads, kv_len, head_dim).to(torch.bfloat16)
@@ -375,7 +375,7 @@ def test_index_bytes(options, share, head_dim, pool):
         text_marks=marks,
         pool=pool,
     )
-    index = LycheeIndex(policy.build(context))
+    index = LycheeIndex(policy.state.build(context))
     length = 13 if policy.paper else 13 / 3
     assert index.indexed_end / index.num_chunks == pytest.approx(length, rel=0.08)
     assert index.index_bytes <= share * 2 * keys.numel() * 2

@@ -22,8 +22,9 @@ from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
 from offload.planning.step_time import StepModel
 from offload.policies import LFPS, ExactTopK, Full, LycheeDecode, PerHead, Policy
-from offload.policies.base import SELECT, BuildContext
+from offload.policies.base import SELECT
 from offload.policies.head_roles import HeadRoles
+from offload.policies.layer_state import BuildContext
 from offload.policies.registry import make_policy
 from offload.prefill.memory import PrefillMemory
 
@@ -196,13 +197,13 @@ def test_arrays_are_of_a_members_own_heads_only(pool):
         pool=pool,
         num_layers=3,
     )
-    built = policy.build(context)
+    built = policy.state.build(context)
     group = context.queries.view(4, 3, 32, 32)
     for prefix, heads, member in (
         ("rest.", [0, 2], policy.rest),
         ("retrieval.", [1, 3], policy.retrieval),
     ):
-        alone = member.build(
+        alone = member.state.build(
             replace(
                 context, keys=keys[heads], values=keys[heads], queries=group[heads].flatten(0, 1)
             )
@@ -212,7 +213,7 @@ def test_arrays_are_of_a_members_own_heads_only(pool):
         for name, x in alone.items():
             np.testing.assert_array_equal(own[prefix + name], x)
     policy = per_head(np.ones((3, 4), bool), rest="lfps", retrieval="quest")
-    assert {name.split(".")[0] for name in policy.build(context)} == {"retrieval"}
+    assert {name.split(".")[0] for name in policy.state.build(context)} == {"retrieval"}
 
 
 class Indexed(TorchDispatchMode):
@@ -231,7 +232,7 @@ class Indexed(TorchDispatchMode):
 @pytest.mark.parametrize("rest", ["lfps", "lychee_cluster"])
 def test_a_device_builds_of_each_member_its_own_heads(rest, pool):
     policy = per_head(MIXED, rest=rest)
-    assert policy.builds_on_device
+    assert policy.device.builds
     keys = torch.randn(4, 500, 32)
     context = BuildContext(
         layer_idx=1,
@@ -251,10 +252,10 @@ def test_a_device_builds_of_each_member_its_own_heads(rest, pool):
     ):
         queries = context.queries.view(4, 3, 32, 32)[heads].flatten(0, 1)
         own = replace(context, keys=keys[heads], values=keys[heads], queries=queries)
-        alone = member.build_on_device(own)()
+        alone = member.device.build(own)()
         expected |= {prefix + name: x for name, x in alone.items()}
     with Indexed() as indexed:
-        finish = policy.build_on_device(context)
+        finish = policy.device.build(context)
     # The host would wait for a list of heads to get to the device.
     assert not [shape for shape in indexed.shapes if len(shape) > 2 and shape[0] == 4]
     built = finish()
@@ -265,13 +266,13 @@ def test_a_device_builds_of_each_member_its_own_heads(rest, pool):
 
 def test_copies_of_heads_are_counted():
     """Of those of a member that do not lie together, in the layer with most of them."""
-    assert per_head(MIXED, rest="lfps").copied_heads(3, 4) == 3
+    assert per_head(MIXED, rest="lfps").device.copied_heads(3, 4) == 3
     together = np.zeros((3, 4), bool)
     together[:, :2] = True
-    assert per_head(together, rest="lfps").copied_heads(3, 4) == 0
+    assert per_head(together, rest="lfps").device.copied_heads(3, 4) == 0
     together[1, 2:] = [False, True]
     together[1, :2] = [False, True]
-    assert per_head(together, rest="lfps").copied_heads(3, 4) == 2
+    assert per_head(together, rest="lfps").device.copied_heads(3, 4) == 2
     shape, sizes = MODEL_SHAPES["llama-3.1-8b"], {"item_bytes": 2, "slice_tokens": 8192}
     without, copied = (
         PrefillMemory.of(shape, num_tokens=1000, copied_heads=n, **sizes).total_bytes

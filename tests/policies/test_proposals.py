@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
+from offload.policies.layer_state import LayerState
 from offload.policies.layouts import NumberLayout, StateLayout
 
 GROUP_SIZE = 3
@@ -76,17 +78,21 @@ def append(pointer: Any) -> None:
     view_int32(read_thirds(ctx.arrays).appended, 64)[ctx.unit] += 1
 
 
+class ThirdsState(LayerState):
+    layout = THIRDS
+
+    def build(self, context):
+        return {"tokens": np.zeros((32, 4096), np.int32), "appended": np.zeros(64, np.int32)}
+
+
 @dataclass(frozen=True)
 class EveryThird(SparsePolicy):
     name: ClassVar[str] = "every_third"
     propose: ClassVar[Callback | None] = propose
     append: ClassVar[Callback | None] = append
-    state_layout: ClassVar[StateLayout | None] = THIRDS
+    state = cached_property(ThirdsState)
     number_layout: ClassVar[NumberLayout | None] = NUMBERS
     answers: bool = False
-
-    def build(self, context):
-        return {"tokens": np.zeros((32, 4096), np.int32), "appended": np.zeros(64, np.int32)}
 
 
 @dataclass(frozen=True)
@@ -294,12 +300,8 @@ def probe_rows(pointer: Any) -> int:
 probe_rows.__name__ = "select"
 
 
-@dataclass(frozen=True)
-class Rows(SparsePolicy):
-    name: ClassVar[str] = "rows"
-    select: ClassVar[Callback | None] = callback(probe_rows)
-
-    state_layout: ClassVar[StateLayout | None] = ROWS
+class RowsState(LayerState):
+    layout = ROWS
 
     def build(self, context):
         return {
@@ -307,6 +309,13 @@ class Rows(SparsePolicy):
             "stored": np.zeros((20, HEAD_DIM), np.int16),
             "scores": np.zeros((GROUP_SIZE, 20), np.float32),
         }
+
+
+@dataclass(frozen=True)
+class Rows(SparsePolicy):
+    name: ClassVar[str] = "rows"
+    select: ClassVar[Callback | None] = callback(probe_rows)
+    state = cached_property(RowsState)
 
 
 def test_row_primitives(pool):

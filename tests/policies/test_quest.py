@@ -11,8 +11,8 @@ from cases.seeded import new_rng
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import Quest
-from offload.policies.base import BuildContext, State
 from offload.policies.key_bounds import page_bounds, split_query
+from offload.policies.layer_state import BuildContext, State
 from offload.policies.quest import expand_pages
 from offload.policies.registry import make_policy
 
@@ -47,7 +47,7 @@ def built(policy: Quest, keys: torch.Tensor, capacity_tokens: int = 0) -> State:
         text_marks=None,
         pool=None,
     )
-    return policy.build(context)
+    return policy.state.build(context)
 
 
 def bounds_of(arrays: State, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -242,7 +242,7 @@ def test_state_grows_beyond_its_capacity():
     keys = torch.randn(3, 200, 192)
     small, large = built(policy, keys, 201), built(policy, keys, 5000)
     before = {name: array.copy() for name, array in small.items()}
-    grown = policy.grow(0, small, 5000)
+    grown = policy.state.grow(0, small, 5000)
     assert grown.keys() == large.keys()
     for name, array in grown.items():
         np.testing.assert_array_equal(array, large[name])

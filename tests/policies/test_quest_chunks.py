@@ -76,7 +76,7 @@ def test_the_best_chunks_are_attended(kv_len: int, text: bool, pool: WorkerPool)
     attention.states.truncate(stream.seq, stream.kv_len)
     keys, values = stream.store.gather(stream.seq, 0)
     context = attention.states.build_context(stream.seq, 0, keys, values, stream.kv_len)
-    fresh = POLICY.selecting.build(replace(context, capacity_tokens=stream.kv_len))
+    fresh = POLICY.state.build(replace(context, capacity_tokens=stream.kv_len))
     count = int(fresh["chunks"][0])
     assert starts_of(stream).tolist() == fresh["starts"][0, : count + 1].tolist()
     np.testing.assert_array_equal(arrays["bounds"][:, :, :count], fresh["bounds"][:, :, :count])
@@ -108,7 +108,7 @@ def test_the_state_grows() -> None:
     bounds = np.arange(2 * 2 * 3 * 8, dtype=np.float32).reshape(2, 2, 3, 8)
     starts = np.tile(np.array([4, 12, 30, 41], np.int32), (2, 1))
     small = policy._arrays(bounds, starts, 60)
-    grown = policy.grow(0, small, 600)
+    grown = policy.state.grow(0, small, 600)
     assert grown["bounds"].shape[2] == (600 - 4) // 8
     np.testing.assert_array_equal(grown["bounds"][:, :, :3], bounds)
     assert grown["starts"][1, :4].tolist() == [4, 12, 30, 41]
@@ -126,7 +126,7 @@ def test_keep_budget() -> None:
 
 
 def test_options() -> None:
-    assert make_policy("quest", chunks=True).selecting == ChunkedQuest()
-    assert make_policy("tidal_decode", inner=POLICY).selecting == POLICY.selecting
+    assert make_policy("quest", chunks=True).members == (ChunkedQuest(),)
+    assert make_policy("tidal_decode", inner=POLICY).members == POLICY.members
     with pytest.raises(ValueError, match="chunks must be true or false, got 1"):
         make_policy("quest", chunks=1)

@@ -34,7 +34,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def with_kept(policy: TidalDecode, checkpoint: str = CHECKPOINT) -> Any:
-    return policy.with_kept(lambda: checkpoint, "llama", **SHAPE)
+    return policy.calibration.with_kept(lambda: checkpoint, "llama", **SHAPE)
 
 
 def sparse(layers: Any = None, dense_layers: int = 1) -> TidalDecode:
@@ -66,7 +66,7 @@ def test_they_are_of_one_model() -> None:
 
     def calibrated(policy: TidalDecode, checkpoint: str, **shape: Any) -> Any:
         lean.shape = replace(lean.shape, **SHAPE | shape)
-        return policy.calibrated(lambda: lean, "llama", lambda: None, lambda: checkpoint)
+        return policy.calibration.learn(lambda: lean, "llama", lambda: None, lambda: checkpoint)
 
     assert calibrated(policy, "tiny@4567-8") is policy
     with pytest.raises(

@@ -12,7 +12,7 @@ from cpu_ops.codes import CODE_BLOCK
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import Sketch
-from offload.policies.base import BuildContext, State
+from offload.policies.layer_state import BuildContext, State
 from offload.policies.registry import make_policy
 from offload.policies.sketch.codes import LEVELS, encode_rows, rotate
 
@@ -47,7 +47,7 @@ def built(policy: Sketch, keys: torch.Tensor, pool: WorkerPool, capacity_tokens:
         text_marks=None,
         pool=pool,
     )
-    return policy.build(context)
+    return policy.state.build(context)
 
 
 def rotation(head_dim: int) -> np.ndarray:
@@ -241,7 +241,7 @@ def test_state_grows_beyond_its_capacity(pool):
     keys = torch.randn(3, 200, 192)
     small, large = built(policy, keys, pool, 201), built(policy, keys, pool, 5000)
     before = {name: array.copy() for name, array in small.items()}
-    grown = policy.grow(0, small, 5000)
+    grown = policy.state.grow(0, small, 5000)
     assert grown.keys() == large.keys()
     for name, array in grown.items():
         np.testing.assert_array_equal(array, large[name])
@@ -252,9 +252,11 @@ def test_state_grows_beyond_its_capacity(pool):
 @pytest.mark.parametrize("bits", [1, 2])
 def test_codes_take_little(bits):
     """Of the bytes of bf16 keys and values of 128 dimensions, at 128K tokens."""
-    from offload.policies.base import StateShape
+    from offload.policies.layer_state import StateShape
 
-    share = Sketch(bits=bits).state_bytes(StateShape(32, 8, 128, 2, 131072)) / (131072 * 8 * 512)
+    share = Sketch(bits=bits).state.num_bytes(StateShape(32, 8, 128, 2, 131072)) / (
+        131072 * 8 * 512
+    )
     assert share == pytest.approx({1: 20 / 512, 2: 36 / 512}[bits], rel=0.02)
 
 

@@ -86,11 +86,11 @@ def test_options_of_the_inner_policy_are_its_own():
     policy = make_policy("tidal_decode", inner="quest", budget_tokens=512)
     assert policy.inner == Quest(budget_tokens=512)
     assert not policy.scans_keys
-    assert policy.has_state()
+    assert policy.state.has_arrays
     assert policy.select is Quest.select
     policy = make_policy("tidal_decode", inner=Quest(page_tokens=32))
     assert policy.inner.page_tokens == 32
-    assert not TidalDecode().has_state()
+    assert not TidalDecode().state.has_arrays
     assert TidalDecode().scans_keys
 
 

@@ -15,7 +15,8 @@ from cases.seeded import new_rng
 from cpu_ops.worker_pool import WorkerPool
 from offload.planning.step_time import StepModel
 from offload.policies import LFPS, ExactTopK, LycheeCluster, LycheeDecode, Policy, Union
-from offload.policies.base import BuildContext
+from offload.policies.base import in_every_layer
+from offload.policies.layer_state import BuildContext
 from offload.policies.members import of_member
 from offload.policies.registry import make_policy
 from offload.policies.union.layout import NAMES
@@ -159,7 +160,7 @@ def test_what_a_member_answers_is_the_answer(pool):
 def test_arrays_of_both(pool):
     """As each builds them, on the host and alongside a prefill, and with more room."""
     policy = make_policy("union", **SMALL)
-    assert policy.builds_on_device
+    assert policy.device.builds
     context = BuildContext(
         layer_idx=1,
         keys=torch.randn(2, 500, 32),
@@ -170,15 +171,15 @@ def test_arrays_of_both(pool):
         text_marks=None,
         pool=pool,
     )
-    built, on_device = policy.build(context), policy.build_on_device(context)()
-    grown = policy.grow(1, built, 900)
+    built, on_device = policy.state.build(context), policy.device.build(context)()
+    grown = policy.state.grow(1, built, 900)
     assert grown["candidates"].shape == (2, 900)
     assert built["candidates"].shape == (2, 600)
     for name, part in (("first", policy.first), ("second", policy.second)):
         for arrays, expected in (
-            (built, part.build(context)),
-            (on_device, part.build_on_device(context)()),
-            (grown, part.grow(1, part.build(context), 900)),
+            (built, part.state.build(context)),
+            (on_device, part.device.build(context)()),
+            (grown, part.state.grow(1, part.state.build(context), 900)),
         ):
             own = of_member(arrays, name)
             assert own.keys() == expected.keys()
@@ -203,7 +204,7 @@ def test_defaults():
     assert policy == Union() == make_policy("union")
     assert policy == Union(LFPS(sink_tokens=16), LycheeCluster(sink_tokens=16))
     assert (policy.budget_tokens, policy.sink_tokens, policy.dense_layers) == (1024, 16, 2)
-    assert policy.in_every_layer() == make_policy("union", dense_layers=0)
+    assert in_every_layer(policy) == make_policy("union", dense_layers=0)
     small = make_policy("union", second="sketch", budget_tokens=320, alpha=0.4, bits=1)
     assert small == Union(LFPS(320, alpha=0.4), make_policy("sketch", budget_tokens=320, bits=1))
 

@@ -301,7 +301,7 @@ def test_an_index_built_beside_the_next_layer(name):
         for layer_idx in range(1, store.num_layers):
             keys, values = (x.to("cuda") for x in store.gather(seq, layer_idx))
             context = attention.states.build_context(seq, layer_idx, keys, values, n + 1)
-            finish = policy.build_on_device(context)
+            finish = policy.device.build(context)
             torch.cuda.synchronize()
             for name, expected in finish().items():
                 np.testing.assert_array_equal(built.layers[layer_idx][name], expected)

@@ -91,9 +91,9 @@ def test_as_one_prefill(
     if backend == "inline" and name not in ("lychee_decode", "lychee_cluster", "sketch"):
         pytest.skip("three policies stand for the others in the GPU's code")
     model = load(folder, small(name), backend=backend)
-    selecting = model._offload.attention.policy.selecting
-    build, built = type(selecting).build, []
-    monkeypatch.setattr(type(selecting), "build", lambda *given: built.append(1) or build(*given))
+    state = model._offload.attention.policy.state
+    build, built = type(state).build, []
+    monkeypatch.setattr(type(state), "build", lambda *given: built.append(1) or build(*given))
     tokens = random_tokens(1, PROMPT + 3 * EVERY)
     cache, _ = read(model, tokens[:, :PROMPT])
     steps(model, cache, tokens[:, PROMPT : PROMPT + EVERY])
@@ -102,7 +102,7 @@ def test_as_one_prefill(
     is_exact = name in ("streaming_llm", "tidal_decode")
     assert (largest_difference(cache, drifted) < 1e-2) == is_exact
     num_built = len(built)
-    assert bool(num_built) == selecting.has_state()
+    assert bool(num_built) == state.has_arrays
     stop = PROMPT + EVERY + 1
     logits = steps(model, cache, tokens[:, stop - 1 : stop])
     check_exact(cache, logits, exact, tokens[:, :stop])

@@ -17,8 +17,8 @@ from cases.tiny_models import random_tokens
 from cpu_ops.worker_pool import WorkerPool
 from offload import OffloadedModel
 from offload.kv.store import HostBudgetError
-from offload.policies.base import BuildContext, StateShape
 from offload.policies.head_roles import HeadRoles
+from offload.policies.layer_state import BuildContext, StateShape
 from offload.policies.registry import make_policy
 from offload.policies.state import capacity_for
 
@@ -54,10 +54,10 @@ def test_the_bytes_counted_beforehand_are_the_most_there_are(name, num_tokens):
         text_marks=None,
         pool=pool,
     )
-    arrays = policy.build(context)
+    arrays = policy.state.build(context)
     pool.close()
     made = sum(array.nbytes for array in arrays.values())
-    counted = policy.state_bytes(StateShape(6, 2, 32, 4, capacity_for(num_tokens)))
+    counted = policy.state.num_bytes(StateShape(6, 2, 32, 4, capacity_for(num_tokens)))
     assert 0.3 * counted < made <= counted
     if name not in ("lychee_cluster", "union"):  # whose chunks may be twice as long as the shortest
         assert made == counted
@@ -82,8 +82,8 @@ def test_the_bytes_of_per_head_are_those_of_each_members_own_heads():
             pool=None,
             num_layers=3,
         )
-        made = sum(array.nbytes for array in policy.build(context).values())
-        assert policy.state_bytes(replace(shape, layer_idx=layer_idx)) == made > 0
+        made = sum(array.nbytes for array in policy.state.build(context).values())
+        assert policy.state.num_bytes(replace(shape, layer_idx=layer_idx)) == made > 0
 
 
 @pytest.mark.parametrize("name", ["lfps", "lychee_cluster"])

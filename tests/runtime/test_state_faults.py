@@ -153,7 +153,7 @@ def test_rows_that_a_device_helped_to_attend_are_learnt_from_again(model, backen
 
 def test_marks_stay_in_step_with_tokens(model):
     """… after embeddings, whose text is not known, and crops into either."""
-    if not model._offload.attention.policy.reads_text:
+    if not model._offload.attention.policy.state.reads_text:
         pytest.skip("does not read the text")
     marks, states = model._offload.sequences._vocabulary_marks, model._offload.attention.states
     tokens = random_tokens(1, 200)

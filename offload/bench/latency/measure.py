@@ -230,7 +230,7 @@ class _Turns:
             dense = self._policy.dense_layers if self._policy.selects else workload.num_layers
             roles[:dense] = DENSE
         self._attends_to_all = (roles == DENSE) | (roles == RETRIEVE)
-        if self._policy.reads_text and workload.text_marks is not None:
+        if self._policy.state.reads_text and workload.text_marks is not None:
             for seq, marks in zip(workload.seqs, workload.text_marks, strict=True):
                 self._attention.states.append_marks(seq, marks[: workload.kv_len])
         for row, seq in enumerate(workload.seqs):
@@ -250,7 +250,7 @@ class _Turns:
     def take(self, step: int, kv_lens: list[int], *, record: bool) -> None:
         """One decode step through all layers: timed, or to look at what is chosen."""
         workload, attention = self._workload, self._attention
-        if self._policy.reads_text and workload.text_marks is not None:
+        if self._policy.state.reads_text and workload.text_marks is not None:
             for seq, marks, kv_len in zip(workload.seqs, workload.text_marks, kv_lens, strict=True):
                 attention.states.append_marks(seq, marks[kv_len - 1 : kv_len])
         begun = attention.begin_step(workload.seqs, kv_lens)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import DENSE, REUSE, Policy
+from offload.policies.base import DENSE, REUSE, Policy, in_every_layer
 from offload.policies.hard_kv import HardKV
 
 
@@ -58,7 +58,7 @@ def plan_layers(
     if num_layers == num_model_layers:
         return LayerPlan(policy, ~dense / (~dense).sum(), share)
     if roles is None:
-        return LayerPlan(policy.in_every_layer(), uniform, share)
+        return LayerPlan(in_every_layer(policy), uniform, share)
     members = policy.unit_members(num_model_layers, num_units)
     if members is None:
         chosen, weights = _choose_rows(roles[~dense] != REUSE, num_layers)

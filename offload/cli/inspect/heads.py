@@ -135,7 +135,7 @@ def _roles(planned: PlannedModel) -> HeadRoles | None:
     from offload.policies.head_roles import HeadRoles
     from offload.policies.registry import make_policy
 
-    policy = make_policy(_WITH_ROLES).with_kept(
+    policy = make_policy(_WITH_ROLES).calibration.with_kept(
         lambda: planned.checkpoint, planned.model_type, **planned.shape.kv_heads
     )
     roles = getattr(policy, "head_roles", None)

@@ -161,7 +161,7 @@ class DeviceHeads:
 
     def publish(self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox) -> None:
         """The heaviest tokens of the heads that `attend_resident` has just scored."""
-        policy, rule = self._policy, self._policy.device_top_k()
+        policy, rule = self._policy, self._policy.device.top_k()
         assert rule is not None
         top_k_tokens(
             self._scores_of(layer_idx, rows),

@@ -356,7 +356,7 @@ def may_stay_on_gpu(policy: Policy, roles: UInt8Array) -> BoolArray:
     """[num_layers, num_kv_heads]: dense heads, retrieving ones whose rule the GPU knows, and those
     that may as well attend to everything."""
     allowed: BoolArray = (roles == DENSE) | whole_on_device(policy, roles)
-    if policy.device_top_k() is not None:
+    if policy.device.top_k() is not None:
         allowed = allowed | (roles == RETRIEVE)
     return allowed
 
@@ -365,13 +365,13 @@ def whole_on_device(policy: Policy, roles: UInt8Array) -> BoolArray:
     """[num_layers, num_kv_heads]: heads that may as well attend to everything on a GPU."""
     whole = None
     if policy.selects and not policy.per_query_head:
-        whole = policy.whole_on_device(*roles.shape)
+        whole = policy.device.whole(*roles.shape)
     return np.zeros(roles.shape, np.bool_) if whole is None else whole
 
 
 def has_codes(policy: Policy, roles: UInt8Array) -> BoolArray:
     """[num_layers, num_kv_heads]: heads whose candidates a GPU can list by codes of their keys."""
-    codes = None if policy.per_query_head else policy.device_codes(*roles.shape)
+    codes = None if policy.per_query_head else policy.device.codes(*roles.shape)
     if codes is None:
         return np.zeros(roles.shape, np.bool_)
     coded: BoolArray = codes.heads & (roles == SELECT)

@@ -24,7 +24,7 @@ from offload.decode.gpu.resident_codes import CodeLists, CodeShape, ResidentCode
 from offload.decode.gpu.resident_kv import ResidentKV
 from offload.decode.gpu.step import DeviceStep
 from offload.models import LeanModel
-from offload.policies.base import State
+from offload.policies.layer_state import State
 from offload.system.errors import DeviceMemoryError
 
 
@@ -157,7 +157,7 @@ class PreparedSteps:
                 return store.gather(seq, layer_idx, first, kv_len)[0][heads[layer_idx]]
 
             arrays = attention.states.ensure(seq, kv_len + 1).layers[layer_idx]
-            return attention.policy.selecting.code_state(arrays, kv_len, keys_from)
+            return attention.policy.device.code_state(arrays, kv_len, keys_from)
 
         return ResidentCodes(
             shape,

@@ -1,6 +1,6 @@
 """Codes of keys on the GPU, of the sequences that are bound to slots, and the lists made by them.
 
-What the codes are is the policy's (`Policy.device_codes`). It has them on the host, too, and makes
+What the codes are is the policy's (`DeviceSupport.codes`). It has them on the host, too, and makes
 each step's there, so that binding is only copying, as for what else stays on the GPU
 (`resident_kv`). A sequence has codes from the step that makes it longer than the policy's budget.
 
@@ -30,7 +30,8 @@ from offload.decode.gpu.layer_heads import LayerHeads, most_heads
 from offload.decode.gpu.pages import DevicePages, PageBudget, whole_slabs
 from offload.models import ModelShape
 from offload.policies import Policy
-from offload.policies.base import DeviceCodes, State
+from offload.policies.device_support import DeviceCodes
+from offload.policies.layer_state import State
 from offload.policies.sketch.codes import rotation
 from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
@@ -59,7 +60,7 @@ class CodeShape:
         """None: the policy has no codes that a GPU could use."""
         if not policy.selects or policy.per_query_head:
             return None
-        codes = policy.device_codes(model.num_layers, model.num_kv_heads)
+        codes = policy.device.codes(model.num_layers, model.num_kv_heads)
         if codes is None:
             return None
         window = (policy.sink_tokens, policy.recent_tokens)

@@ -27,7 +27,7 @@ from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key, timed_tokens
 from offload.policies import Policy
-from offload.policies.base import SELECT
+from offload.policies.base import SELECT, in_every_layer
 from offload.system.memory import host_memory_limit_bytes
 
 _LAYERS = 2
@@ -72,7 +72,7 @@ def _with_member(
     layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * tokens
     if 4 * _LAYERS * layer_bytes > host_memory_limit_bytes():
         return profile
-    timed = policy.members[0].in_every_layer()
+    timed = in_every_layer(policy.members[0])
 
     def model_of(num_layers: int) -> StepModel:
         state_bytes = head_state_bytes(timed, shape, dtype, tokens)
@@ -113,7 +113,7 @@ def measure_policy_us(
     store = one_slab_store(shape, dtype, num_layers=_LAYERS, pages=pages)
     with closing(store), closing(WorkerPool(num_threads)) as pool:
         attention = DecodeAttention(
-            policy.members[0].in_every_layer(), store, num_qo_heads=shape.num_qo_heads, pool=pool
+            in_every_layer(policy.members[0]), store, num_qo_heads=shape.num_qo_heads, pool=pool
         )
         seq = store.new_sequence()
         store.reserve([seq], [kv_len])
@@ -123,7 +123,7 @@ def measure_policy_us(
             num_steps=1,
             dtype=dtype,
             seed=0,
-            prompt_queries=max(len(_QUERIES), attention.policy.observed_queries),
+            prompt_queries=max(len(_QUERIES), attention.policy.state.observed_queries),
         )
         keys, values = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
         for layer_idx in range(_LAYERS):  # one and the same, each in memory of its own
@@ -151,6 +151,6 @@ def measure_policy_us(
                     times[answers].append(1e6 * seconds * (1.0 - answers * updates))
             is_first = False
     whole, answer = (float(np.median(x)) for x in times)
-    chooser = policy.selecting
+    chooser = policy.members[0]
     is_done = chooser.prepare is chooser.observe is chooser.append is None
     return whole, 0.0 if is_done else max(0.0, 1.0 - answer / whole)

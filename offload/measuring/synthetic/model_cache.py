@@ -23,7 +23,7 @@ from offload.measuring.synthetic.one_slab import num_pages, one_slab_store, page
 from offload.measuring.synthetic.structured_cache import StructuredLayer, structured_layer
 from offload.models.shape import ModelShape
 from offload.policies import Policy
-from offload.policies.base import BuildContext, State
+from offload.policies.layer_state import BuildContext, State
 from offload.policies.state import capacity_for
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
@@ -150,7 +150,7 @@ def structured_model_cache(
     attentions = {
         policy: DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
         for policy in policies
-        if policy.selects and policy.has_state()
+        if policy.selects and policy.state.has_arrays
     }
     arrays: dict[Policy, list[PolicyArrays]] = {policy: [] for policy in policies}
     width = shape.qkv_width
@@ -263,10 +263,9 @@ def _build(
         pool=pool,
         num_layers=shape.num_layers,
     )
-    selecting = policy.selecting
-    if keys.is_cuda and selecting.builds_on_device:
-        finish = selecting.build_on_device(context)
+    if keys.is_cuda and policy.device.builds:
+        finish = policy.device.build(context)
         torch.cuda.synchronize(keys.device)
         return finish()
     context = replace(context, keys=keys.cpu(), values=values.cpu(), queries=queries.cpu())
-    return selecting.build(context)
+    return policy.state.build(context)

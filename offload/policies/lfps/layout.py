@@ -9,8 +9,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import State
 from offload.policies.callback import view_float32, view_int32, view_uint64
+from offload.policies.layer_state import State
 from offload.policies.layouts import NumberLayout, StateLayout, reader
 from offload.policies.lfps.tables import TABLE_STATE, Table, list_scores, take_back, unlist_scores
 from offload.system import huge_pages

@@ -37,14 +37,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 
-from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, State, StateShape
+from offload.policies.base import SparsePolicy
 from offload.policies.callback import Callback
 from offload.policies.device_build import to_host
-from offload.policies.layouts import NumberLayout, StateLayout
+from offload.policies.device_support import DeviceBuild, DeviceSupport
+from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
+from offload.policies.layouts import NumberLayout
 from offload.policies.lfps.layout import (
     NUMBERS,
     SIZES,
@@ -71,6 +74,118 @@ GRANULARITIES = ("kv_head", "query_head")
 _CANDIDATES_OF_CHOSEN = 3.0  # for estimates: thresholds that suffice name more than is wanted
 
 
+class LFPSState(LayerState):
+    """Tables of where attention went."""
+
+    layout = STATE
+    observed_queries = 32
+    policy: LFPS
+
+    def build(self, context: BuildContext) -> State:
+        """Tables of the last queries, and the means and sink values that bypasses answer with.
+
+        Raises:
+            ValueError: no queries were kept (`DecodeAttention.record_queries` takes them).
+        """
+        policy = self.policy
+        check_queries(context, self.observed_queries)
+        num_kv_heads, kv_len, head_dim = context.keys.shape
+        num_qo_heads = len(context.queries)
+        sinks = policy.sink_tokens
+        group_size = 1 if policy.per_query_head else num_qo_heads // num_kv_heads
+        num_units = num_qo_heads // group_size
+        tables = huge_pages.zeros((num_units, 2, context.capacity_tokens), np.float32)
+        answers = np.zeros((num_units, 2 + sinks, head_dim), np.float32)
+        variance_ratios = np.zeros((num_units, group_size), np.float32)
+        for kv_head, (weights, shared, ratios) in enumerate(prompt_weights(context, sinks)):
+            of_head = range(
+                kv_head * num_units // num_kv_heads, (kv_head + 1) * num_units // num_kv_heads
+            )
+            for k, unit in enumerate(of_head):
+                mine = slice(k * group_size, (k + 1) * group_size)
+                answers[unit] = shared.numpy()
+                variance_ratios[unit] = ratios[mine].numpy()
+                fill_tables(tables[unit], weights[mine].mean(0).numpy(), sinks, policy.gamma)
+        return make_arrays(
+            tables, answers, variance_ratios, max(kv_len - sinks, 1), policy.budget_tokens
+        )
+
+    def num_bytes(self, shape: StateShape) -> int:
+        policy = self.policy
+        group_size = 1 if policy.per_query_head else shape.num_qo_heads // shape.num_kv_heads
+        of_unit = unit_bytes(
+            shape.capacity_tokens,
+            group_size,
+            policy.budget_tokens,
+            policy.sink_tokens,
+            shape.head_dim,
+        )
+        return shape.num_qo_heads // group_size * of_unit + 4 * len(SIZES)
+
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+        tables, units = arrays["tables"], arrays["units"]
+        grown = huge_pages.zeros((len(tables), 2, capacity_tokens), np.float32)
+        grown[:, :, : tables.shape[2]] = tables
+        unlist_all({**arrays, "tables": grown, "units": units.copy()})
+        return make_arrays(
+            grown,
+            arrays["answers"].copy(),
+            arrays["variance_ratios"].copy(),
+            tables.shape[2] - self.policy.sink_tokens,
+            self.policy.budget_tokens,
+            units_of_before=units,
+        )
+
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        forget_step(arrays)
+        unlist_all(arrays)
+        arrays["tables"][:, 0, kv_len:] = 0.0
+        arrays["tables"][:, 1, max(kv_len - self.policy.sink_tokens, 0) :] = 0.0
+        list_all(arrays, max(kv_len - self.policy.sink_tokens, 1))
+        return True
+
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        take_back_step(arrays, kv_len)
+        return True
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        """Tables say where attention went, not to which keys."""
+        forget_step(arrays)
+        return True
+
+    def read_bytes(
+        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
+    ) -> tuple[float, bool]:
+        """Keys of the candidates."""
+        return min(_CANDIDATES_OF_CHOSEN * chosen_tokens, kv_len) * row_bytes, False
+
+
+class LFPSDevice(DeviceSupport):
+    """The tables are filled there."""
+
+    builds = True
+    policy: LFPS
+
+    def build(self, context: BuildContext) -> DeviceBuild:
+        """The same; sums of float32 in another order."""
+        policy = self.policy
+        check_queries(context, policy.state.observed_queries)
+        num_kv_heads, kv_len, _ = context.keys.shape
+        sinks, capacity_tokens = policy.sink_tokens, context.capacity_tokens
+        group_size = 1 if policy.per_query_head else context.queries.shape[0] // num_kv_heads
+        found = tables_on_device(context, sinks, policy.gamma, group_size)
+        scores, answers, ratios = (to_host(x) for x in found)
+
+        def finish() -> State:
+            tables = huge_pages.zeros((len(scores), 2, capacity_tokens), np.float32)
+            tables[:, 0, sinks:kv_len] = scores[:, 0].numpy()
+            tables[:, 1, : kv_len - sinks] = scores[:, 1].numpy()
+            bypass = answers.numpy().copy(), ratios.numpy().copy()
+            return make_arrays(tables, *bypass, max(kv_len - sinks, 1), policy.budget_tokens)
+
+        return finish
+
+
 @dataclass(frozen=True)
 class LFPS(SparsePolicy):
     """Exact top-k among candidates that earlier steps point to.
@@ -87,13 +202,10 @@ class LFPS(SparsePolicy):
     """
 
     name: ClassVar[str] = "lfps"
-    observed_queries: ClassVar[int] = 32
     prepare: ClassVar[Callback | None] = prepare
     propose: ClassVar[Callback | None] = propose
     observe: ClassVar[Callback | None] = observe
-    state_layout: ClassVar[StateLayout | None] = STATE
     number_layout: ClassVar[NumberLayout | None] = NUMBERS
-    builds_on_device: ClassVar[bool] = True
     # Steps between prunings of the lists. In between, neighbours that fell below the mean since
     # the last one are still added to candidates; 1 is the paper's rule to the letter.
     prune_every: ClassVar[int] = 8
@@ -103,6 +215,8 @@ class LFPS(SparsePolicy):
     # Where the rule names fewer candidates than this times the budget, thresholds are lowered
     # towards the means, and recent tokens fill up what is then still missing. 0: the paper's rule.
     candidates_per_budget: ClassVar[float] = 2.0
+    state = cached_property(LFPSState)
+    device = cached_property(LFPSDevice)
 
     alpha: float = 0.8
     gamma: float = 0.95
@@ -139,97 +253,3 @@ class LFPS(SparsePolicy):
     @property
     def per_query_head(self) -> bool:  # type: ignore[override]
         return self.granularity == "query_head"
-
-    def looked_at_bytes(
-        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
-    ) -> tuple[float, bool]:
-        """Keys of the candidates."""
-        return min(_CANDIDATES_OF_CHOSEN * chosen_tokens, kv_len) * row_bytes, False
-
-    def build(self, context: BuildContext) -> State:
-        """Tables of the last queries, and the means and sink values that bypasses answer with.
-
-        Raises:
-            ValueError: no queries were kept (`DecodeAttention.record_queries` takes them).
-        """
-        check_queries(context, self.observed_queries)
-        num_kv_heads, kv_len, head_dim = context.keys.shape
-        num_qo_heads = len(context.queries)
-        sinks = self.sink_tokens
-        group_size = 1 if self.per_query_head else num_qo_heads // num_kv_heads
-        num_units = num_qo_heads // group_size
-        tables = huge_pages.zeros((num_units, 2, context.capacity_tokens), np.float32)
-        answers = np.zeros((num_units, 2 + sinks, head_dim), np.float32)
-        variance_ratios = np.zeros((num_units, group_size), np.float32)
-        for kv_head, (weights, shared, ratios) in enumerate(prompt_weights(context, sinks)):
-            of_head = range(
-                kv_head * num_units // num_kv_heads, (kv_head + 1) * num_units // num_kv_heads
-            )
-            for k, unit in enumerate(of_head):
-                mine = slice(k * group_size, (k + 1) * group_size)
-                answers[unit] = shared.numpy()
-                variance_ratios[unit] = ratios[mine].numpy()
-                fill_tables(tables[unit], weights[mine].mean(0).numpy(), sinks, self.gamma)
-        return make_arrays(
-            tables, answers, variance_ratios, max(kv_len - sinks, 1), self.budget_tokens
-        )
-
-    def build_on_device(self, context: BuildContext) -> DeviceBuild:
-        """The same; sums of float32 in another order."""
-        check_queries(context, self.observed_queries)
-        num_kv_heads, kv_len, _ = context.keys.shape
-        sinks, capacity_tokens = self.sink_tokens, context.capacity_tokens
-        group_size = 1 if self.per_query_head else context.queries.shape[0] // num_kv_heads
-        found = tables_on_device(context, sinks, self.gamma, group_size)
-        scores, answers, ratios = (to_host(x) for x in found)
-
-        def finish() -> State:
-            tables = huge_pages.zeros((len(scores), 2, capacity_tokens), np.float32)
-            tables[:, 0, sinks:kv_len] = scores[:, 0].numpy()
-            tables[:, 1, : kv_len - sinks] = scores[:, 1].numpy()
-            bypass = answers.numpy().copy(), ratios.numpy().copy()
-            return make_arrays(tables, *bypass, max(kv_len - sinks, 1), self.budget_tokens)
-
-        return finish
-
-    def state_bytes(self, shape: StateShape) -> int:
-        group_size = 1 if self.per_query_head else shape.num_qo_heads // shape.num_kv_heads
-        of_unit = unit_bytes(
-            shape.capacity_tokens,
-            group_size,
-            self.budget_tokens,
-            self.sink_tokens,
-            shape.head_dim,
-        )
-        return shape.num_qo_heads // group_size * of_unit + 4 * len(SIZES)
-
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        tables, units = arrays["tables"], arrays["units"]
-        grown = huge_pages.zeros((len(tables), 2, capacity_tokens), np.float32)
-        grown[:, :, : tables.shape[2]] = tables
-        unlist_all({**arrays, "tables": grown, "units": units.copy()})
-        return make_arrays(
-            grown,
-            arrays["answers"].copy(),
-            arrays["variance_ratios"].copy(),
-            tables.shape[2] - self.sink_tokens,
-            self.budget_tokens,
-            units_of_before=units,
-        )
-
-    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        forget_step(arrays)
-        unlist_all(arrays)
-        arrays["tables"][:, 0, kv_len:] = 0.0
-        arrays["tables"][:, 1, max(kv_len - self.sink_tokens, 0) :] = 0.0
-        list_all(arrays, max(kv_len - self.sink_tokens, 1))
-        return True
-
-    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
-        """Tables say where attention went, not to which keys."""
-        forget_step(arrays)
-        return True
-
-    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        take_back_step(arrays, kv_len)
-        return True

@@ -14,7 +14,6 @@ from typing import Any
 import numba
 import numpy as np
 
-from offload.policies.base import State
 from offload.policies.callback import (
     callback,
     load_keys,
@@ -27,6 +26,7 @@ from offload.policies.callback import (
     view_uint64,
 )
 from offload.policies.compiled import cached_njit
+from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.chunks import chunk_length, set_chunk_start
 from offload.policies.lychee_cluster.layout import (
     CENTRE_STEPS,

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from cpu_ops.clustering import chunk_boxes, spherical_kmeans
-from offload.policies.base import BuildContext, State
 from offload.policies.compiled import cached_njit
 from offload.policies.device_build import WORKSPACE_BYTES
+from offload.policies.layer_state import BuildContext, State
 from offload.policies.lychee_cluster.chunks import BLOCK, chunk_start, set_chunk_start
 from offload.policies.lychee_cluster.layout import (
     CENTRE_STEPS,

@@ -20,14 +20,17 @@ opened, the sum of a group's queries ranks, and clusters are taken until the bud
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from offload.policies.base import BuildContext, DeviceBuild, SparsePolicy, State, StateShape
+from offload.policies.base import SparsePolicy
 from offload.policies.callback import Callback
 from offload.policies.device_build import to_host
-from offload.policies.layouts import NumberLayout, StateLayout
+from offload.policies.device_support import DeviceBuild, DeviceSupport
+from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
+from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS, cut_chunks
 from offload.policies.lychee_cluster.graft import append, forget_graft, take_back_graft
 from offload.policies.lychee_cluster.index import (
@@ -62,6 +65,126 @@ _LIMITS = ("min_chunk_tokens", "max_chunk_tokens")
 _CHUNK_TOKENS, _PAPER_CHUNK_TOKENS = (3, 5), (8, 16)
 
 
+class ClusterState(LayerState):
+    """The index of chunks."""
+
+    layout = STATE
+    reads_text = True
+    policy: LycheeCluster
+
+    def build(self, context: BuildContext) -> State:
+        """Cut the text before the recent window into chunks and cluster their keys."""
+        shape = self.index_shape(context)
+        return index_arrays(group_chunks(context, shape, self.policy.iterations), shape)
+
+    def index_shape(self, context: BuildContext) -> IndexShape:
+        policy = self.policy
+        last = context.keys.shape[1] - policy.recent_tokens
+        starts = cut_chunks(
+            context.text_marks,
+            policy.sink_tokens,
+            max(last, policy.sink_tokens),
+            policy.min_chunk_tokens,
+            policy.max_chunk_tokens,
+        )
+        num_chunks = len(starts) - 1
+        # Nothing ranks units where all chunks are ranked.
+        num_groups, num_units = num_chunks, 1
+        if num_chunks > policy.ranked_chunks:
+            num_units = min(policy.max_units, max(1, num_chunks // _CHUNKS_PER_UNIT))
+        if policy.paper:
+            num_groups = max(1, num_chunks // policy.chunks_per_cluster)
+            num_units = min(policy.max_units, _MAX_PAPER_UNITS, max(1, round(num_groups**0.5)))
+        room = room_for(int(starts[-1]), context.capacity_tokens, policy.min_chunk_tokens)
+        return IndexShape(
+            starts=starts,
+            num_groups=num_groups,
+            num_units=num_units,
+            capacity_chunks=num_chunks + room,
+            candidate_capacity=policy.candidate_capacity,
+            carried_tokens=policy.carried_tokens,
+            paper=policy.paper,
+        )
+
+    def num_bytes(self, shape: StateShape) -> int:
+        """Of chunks as short as they may be."""
+        policy = self.policy
+        chunks = shape.capacity_tokens // policy.min_chunk_tokens + 2
+        groups = chunks if not policy.paper else max(1, chunks // policy.chunks_per_cluster)
+        rows = policy.max_units + groups
+        of_head = HEADER.itemsize + rows * (shape.head_dim + 4) + 4 * (2 * policy.max_units + 1)
+        of_head += 3 * (groups + chunks) + 4 * 2 * (2 + policy.carried_tokens)
+        of_head += scratch_bytes(groups, chunks, policy.candidate_capacity, shape.head_dim)
+        return shape.num_kv_heads * of_head + starts_bytes(chunks)
+
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+        """Make room for more chunks."""
+        return grow_index(arrays, capacity_tokens, self.policy.min_chunk_tokens)
+
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        """True while only tokens go that are in no chunk."""
+        forget_graft(arrays)
+        carried = arrays["carried"]
+        carried[carried[..., 0] > kv_len, 0] = 0
+        return bool(kv_len >= arrays["header"]["indexed_end"][0])
+
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        """Takes back a graft."""
+        take_back_graft(arrays, kv_len)
+        return True
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        """Boxes of the chunks that have such tokens, which end where they did."""
+        revise_chunks(arrays, revised)
+        return True
+
+    def read_bytes(
+        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
+    ) -> tuple[float, bool]:
+        """Rows of coarse units and of the ranked groups, and candidates' keys."""
+        policy = self.policy
+        chunks = max(1.0, 2 * kv_len / (policy.min_chunk_tokens + policy.max_chunk_tokens))
+        if policy.paper:
+            most = min(policy.max_units, _MAX_PAPER_UNITS)
+            units = min(most, (chunks / policy.chunks_per_cluster) ** 0.5)
+            return state_bytes * min(1.0, PAPER_UNITS / units) + chosen_tokens * row_bytes, False
+        candidates = max(policy.candidate_ratio * chosen_tokens, policy.least_candidates)
+        candidates = min(kv_len, candidates + policy.carried_share * chosen_tokens)
+        kept = state_bytes * min(1.0, policy.ranked_chunks / chunks)
+        return kept + candidates * row_bytes, False
+
+
+class ClusterDevice(DeviceSupport):
+    """Chunks are clustered there."""
+
+    builds = True
+    policy: LycheeCluster
+
+    def build(self, context: BuildContext) -> DeviceBuild:
+        """The same, clustered on the device."""
+        shape = self.policy.state.index_shape(context)
+        num_heads, _, head_dim = context.keys.shape
+        if not shape.num_chunks:
+            return lambda: index_arrays(no_groups(num_heads, head_dim, shape), shape)
+        found = vars(group_on_device(context.keys, shape, self.policy.iterations))
+        on_host = {name: to_host(x) for name, x in found.items()}
+        return lambda: index_arrays(Groups(**{k: x.clone() for k, x in on_host.items()}), shape)
+
+    def rehearse(self, keys: Tensor) -> None:
+        policy = self.policy
+        starts = np.arange(0, keys.shape[1] + 1, 8)
+        shape = IndexShape(
+            starts,
+            4,
+            2,
+            len(starts),
+            policy.candidate_capacity,
+            policy.carried_tokens,
+            policy.paper,
+        )
+        group_on_device(keys, shape, 1)
+
+
 @dataclass(frozen=True)
 class LycheeCluster(SparsePolicy):
     """The best chunks, what the last step looked at, a buffer of the newest tokens, sinks.
@@ -90,14 +213,13 @@ class LycheeCluster(SparsePolicy):
     """
 
     name: ClassVar[str] = "lychee_cluster"
-    reads_text: ClassVar[bool] = True
     prepare: ClassVar[Callback | None] = prepare
     propose: ClassVar[Callback | None] = propose
     select: ClassVar[Callback | None] = select
     append: ClassVar[Callback | None] = append
-    state_layout: ClassVar[StateLayout | None] = STATE
     number_layout: ClassVar[NumberLayout | None] = NUMBERS
-    builds_on_device: ClassVar[bool] = True
+    state = cached_property(ClusterState)
+    device = cached_property(ClusterDevice)
 
     sink_tokens: int = 16
     buffer_tokens: int = 128
@@ -152,118 +274,23 @@ class LycheeCluster(SparsePolicy):
                 )
 
     @property
-    def _chosen_tokens(self) -> int:
+    def chosen_tokens(self) -> int:
         """What is left of the budget beside sinks and the recent window."""
         return self.budget_tokens - self.sink_tokens - self.recent_tokens
 
     @property
     def unindexed_limit(self) -> int:
         """Newest tokens that may be in no chunk; beyond it the oldest are grafted."""
-        beside_recent = min(self.buffer_tokens - self.recent_tokens, self._chosen_tokens // 4)
+        beside_recent = min(self.buffer_tokens - self.recent_tokens, self.chosen_tokens // 4)
         return self.recent_tokens + max(self.max_chunk_tokens, beside_recent)
 
-    def looked_at_bytes(
-        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
-    ) -> tuple[float, bool]:
-        """Rows of coarse units and of the ranked groups, and candidates' keys."""
-        chunks = max(1.0, 2 * kv_len / (self.min_chunk_tokens + self.max_chunk_tokens))
-        if self.paper:
-            most = min(self.max_units, _MAX_PAPER_UNITS)
-            units = min(most, (chunks / self.chunks_per_cluster) ** 0.5)
-            return state_bytes * min(1.0, PAPER_UNITS / units) + chosen_tokens * row_bytes, False
-        candidates = max(self.candidate_ratio * chosen_tokens, self.least_candidates)
-        candidates = min(kv_len, candidates + self.carried_share * chosen_tokens)
-        kept = state_bytes * min(1.0, self.ranked_chunks / chunks)
-        return kept + candidates * row_bytes, False
-
-    def build(self, context: BuildContext) -> State:
-        """Cut the text before the recent window into chunks and cluster their keys."""
-        shape = self._index_shape(context)
-        return index_arrays(group_chunks(context, shape, self.iterations), shape)
-
-    def build_on_device(self, context: BuildContext) -> DeviceBuild:
-        """The same, clustered on the device."""
-        shape = self._index_shape(context)
-        num_heads, _, head_dim = context.keys.shape
-        if not shape.num_chunks:
-            return lambda: index_arrays(no_groups(num_heads, head_dim, shape), shape)
-        found = vars(group_on_device(context.keys, shape, self.iterations))
-        on_host = {name: to_host(x) for name, x in found.items()}
-        return lambda: index_arrays(Groups(**{k: x.clone() for k, x in on_host.items()}), shape)
-
-    def rehearse_on_device(self, keys: Tensor) -> None:
-        starts = np.arange(0, keys.shape[1] + 1, 8)
-        shape = IndexShape(
-            starts, 4, 2, len(starts), self._candidate_capacity, self._carried_tokens, self.paper
-        )
-        group_on_device(keys, shape, 1)
-
-    def _index_shape(self, context: BuildContext) -> IndexShape:
-        last = context.keys.shape[1] - self.recent_tokens
-        starts = cut_chunks(
-            context.text_marks,
-            self.sink_tokens,
-            max(last, self.sink_tokens),
-            self.min_chunk_tokens,
-            self.max_chunk_tokens,
-        )
-        num_chunks = len(starts) - 1
-        # Nothing ranks units where all chunks are ranked.
-        num_groups, num_units = num_chunks, 1
-        if num_chunks > self.ranked_chunks:
-            num_units = min(self.max_units, max(1, num_chunks // _CHUNKS_PER_UNIT))
-        if self.paper:
-            num_groups = max(1, num_chunks // self.chunks_per_cluster)
-            num_units = min(self.max_units, _MAX_PAPER_UNITS, max(1, round(num_groups**0.5)))
-        room = room_for(int(starts[-1]), context.capacity_tokens, self.min_chunk_tokens)
-        return IndexShape(
-            starts=starts,
-            num_groups=num_groups,
-            num_units=num_units,
-            capacity_chunks=num_chunks + room,
-            candidate_capacity=self._candidate_capacity,
-            carried_tokens=self._carried_tokens,
-            paper=self.paper,
-        )
+    @property
+    def carried_tokens(self) -> int:
+        return 0 if self.paper else int(self.carried_share * self.chosen_tokens)
 
     @property
-    def _carried_tokens(self) -> int:
-        return 0 if self.paper else int(self.carried_share * self._chosen_tokens)
-
-    @property
-    def _candidate_capacity(self) -> int:
-        most = float(self._chosen_tokens)
+    def candidate_capacity(self) -> int:
+        most = float(self.chosen_tokens)
         if not self.paper:
             most = max(self.candidate_ratio * most, self.least_candidates)
-        return int(1.25 * most) + 256 + self._carried_tokens
-
-    def state_bytes(self, shape: StateShape) -> int:
-        """Of chunks as short as they may be."""
-        chunks = shape.capacity_tokens // self.min_chunk_tokens + 2
-        groups = chunks if not self.paper else max(1, chunks // self.chunks_per_cluster)
-        rows = self.max_units + groups
-        of_head = HEADER.itemsize + rows * (shape.head_dim + 4) + 4 * (2 * self.max_units + 1)
-        of_head += 3 * (groups + chunks) + 4 * 2 * (2 + self._carried_tokens)
-        of_head += scratch_bytes(groups, chunks, self._candidate_capacity, shape.head_dim)
-        return shape.num_kv_heads * of_head + starts_bytes(chunks)
-
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        """Make room for more chunks."""
-        return grow_index(arrays, capacity_tokens, self.min_chunk_tokens)
-
-    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        """True while only tokens go that are in no chunk."""
-        forget_graft(arrays)
-        carried = arrays["carried"]
-        carried[carried[..., 0] > kv_len, 0] = 0
-        return bool(kv_len >= arrays["header"]["indexed_end"][0])
-
-    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
-        """Boxes of the chunks that have such tokens, which end where they did."""
-        revise_chunks(arrays, revised)
-        return True
-
-    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        """Takes back a graft."""
-        take_back_graft(arrays, kv_len)
-        return True
+        return int(1.25 * most) + 256 + self.carried_tokens

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import RETRIEVE, REUSE, DeviceTopK, Policy, SparsePolicy
+from offload.policies.base import RETRIEVE, REUSE, Policy, SparsePolicy
+from offload.policies.calibration import Calibration
 from offload.policies.callback import (
     Callback,
     callback,
@@ -28,6 +30,7 @@ from offload.policies.callback import (
     view_int32,
 )
 from offload.policies.compiled import cached_njit
+from offload.policies.device_support import DeviceSupport, DeviceTopK
 from offload.policies.head_roles import (
     HeadRoles,
     check_retrieval_heads,
@@ -103,6 +106,67 @@ def select(pointer: Any) -> int:
     return count
 
 
+class RuleOnDevice(DeviceSupport):
+    """The rule."""
+
+    policy: LycheeDecode
+
+    def top_k(self) -> DeviceTopK | None:
+        """The rule: all of them end the order by weight."""
+        policy = self.policy
+        return DeviceTopK(policy.ratio, policy.top_p, policy.threshold)
+
+
+class RolesCalibration(Calibration):
+    """Which heads retrieve."""
+
+    policy: LycheeDecode
+
+    def learn(
+        self,
+        make_lean: Callable[[], LeanModel],
+        model_type: str,
+        load_tokenizer: Callable[[], Any],
+        checkpoint: Callable[[], str],
+    ) -> Policy:
+        """With `calibrated_roles` of the model, if it has none; they are kept for the next time.
+
+        Raises:
+            ValueError: it has roles of another model, or of other weights.
+        """
+        from offload.policies.lychee_decode.calibration import calibrated_roles
+
+        policy = self.policy
+        lean = make_lean()
+        shape = lean.shape
+        policy.check_model(**shape.heads)
+        if isinstance(policy.head_roles, HeadRoles):
+            name = checkpoint()
+            policy.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
+            return policy
+        kept = self.with_kept(checkpoint, model_type, **shape.kv_heads)
+        if kept is not policy:
+            return kept
+        roles = calibrated_roles(lean, model_type, load_tokenizer, policy.retrieval_heads)
+        if roles is None:
+            return policy
+        roles = replace(roles, checkpoint=checkpoint())
+        keep_roles(policy.name, roles, roles.num_retrieval_heads, _FIRST_LAYERS)
+        return policy.with_roles(roles)
+
+    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
+        """With roles that a calibration has found, if it has none."""
+        policy = self.policy
+        if isinstance(policy.head_roles, HeadRoles):
+            return policy
+        wanted = policy.retrieval_heads
+        if wanted is None:
+            wanted = default_retrieval_heads(shape["num_layers"], shape["num_kv_heads"])
+        of_model = {**shape, "model_type": model_type, "first_retrieve": True}
+        kept = kept_roles(policy.name, checkpoint(), wanted, _FIRST_LAYERS, **of_model)
+        return policy if kept is None else policy.with_roles(kept)
+
+
 @dataclass(frozen=True)
 class LycheeDecode(SparsePolicy):
     """Retrieval heads attend to everything; the others to the tokens of the one above them.
@@ -129,6 +193,8 @@ class LycheeDecode(SparsePolicy):
     scans_keys: ClassVar[bool] = True
     select: ClassVar[Callback | None] = select
     number_layout: ClassVar[NumberLayout | None] = NUMBERS
+    device = cached_property(RuleOnDevice)
+    calibration = cached_property(RolesCalibration)
 
     dense_layers: int = 0
     head_roles: str | Path | HeadRoles | None = None
@@ -159,48 +225,6 @@ class LycheeDecode(SparsePolicy):
         """That the rule compares with."""
         return getattr(self, self.rule, None) or 0.0
 
-    def calibrated(
-        self,
-        make_lean: Callable[[], LeanModel],
-        model_type: str,
-        load_tokenizer: Callable[[], Any],
-        checkpoint: Callable[[], str],
-    ) -> Policy:
-        """With `calibrated_roles` of the model, if it has none; they are kept for the next time.
-
-        Raises:
-            ValueError: it has roles of another model, or of other weights.
-        """
-        from offload.policies.lychee_decode.calibration import calibrated_roles
-
-        lean = make_lean()
-        shape = lean.shape
-        self.check_model(**shape.heads)
-        if isinstance(self.head_roles, HeadRoles):
-            name = checkpoint()
-            self.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
-            return self
-        kept = self.with_kept(checkpoint, model_type, **shape.kv_heads)
-        if kept is not self:
-            return kept
-        roles = calibrated_roles(lean, model_type, load_tokenizer, self.retrieval_heads)
-        if roles is None:
-            return self
-        roles = replace(roles, checkpoint=checkpoint())
-        keep_roles(self.name, roles, roles.num_retrieval_heads, _FIRST_LAYERS)
-        return self.with_roles(roles)
-
-    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
-        """With roles that a calibration has found, if it has none."""
-        if isinstance(self.head_roles, HeadRoles):
-            return self
-        wanted = self.retrieval_heads
-        if wanted is None:
-            wanted = default_retrieval_heads(shape["num_layers"], shape["num_kv_heads"])
-        of_model = {**shape, "model_type": model_type, "first_retrieve": True}
-        kept = kept_roles(self.name, checkpoint(), wanted, _FIRST_LAYERS, **of_model)
-        return self if kept is None else self.with_roles(kept)
-
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
@@ -221,10 +245,6 @@ class LycheeDecode(SparsePolicy):
         roles = np.where(retrieval, RETRIEVE, REUSE).astype(np.uint8)
         roles[: self.dense_layers] = RETRIEVE
         return roles
-
-    def device_top_k(self) -> DeviceTopK | None:
-        """The rule: all of them end the order by weight."""
-        return DeviceTopK(self.ratio, self.top_p, self.threshold)
 
     def of_heads(
         self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int

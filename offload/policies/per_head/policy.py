@@ -13,52 +13,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import (
-    DENSE,
-    NO_MEMBER,
-    SELECT,
-    BuildContext,
-    DeviceBuild,
-    DeviceCodes,
-    Policy,
-    State,
-    StateShape,
-)
+from offload.policies.base import DENSE, NO_MEMBER, SELECT, Policy
+from offload.policies.calibration import Calibration
 from offload.policies.full import Full
 from offload.policies.head_roles import BoolArray, HeadRoles, roles_from
 from offload.policies.kept_roles import keep_roles, kept_roles
 from offload.policies.lychee_cluster.policy import LycheeCluster
-from offload.policies.members import (
-    MemberLayouts,
-    context_of,
-    joined,
-    lie_together,
-    of_member,
-)
 from offload.policies.per_head.heads import (
     check_retrieval_heads,
     default_retrieval_heads,
     spaced_heads,
 )
-from offload.policies.revised import Revised
+from offload.policies.per_head.parts import REST, RETRIEVAL, PerHeadDevice, PerHeadState
 from offload.policies.sketch.policy import Sketch
 from offload.policies.union.policy import Union
+from offload.policies.wrapped import forwards
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from offload.models.base import LeanModel
 
 logger = logging.getLogger(__name__)
 
-_REST, _RETRIEVAL = 0, 1  # of `members`
-_NAMES = ("rest", "retrieval")  # of their arrays
 # Options that hold for all heads: the runtime's share of the budget, and what a unit is.
 _SHARED = (
     *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until"),
@@ -66,6 +48,58 @@ _SHARED = (
 )
 
 
+class PerHeadCalibration(Calibration):
+    """Which heads retrieve."""
+
+    policy: PerHead
+
+    def learn(
+        self,
+        make_lean: Callable[[], LeanModel],
+        model_type: str,
+        load_tokenizer: Callable[[], Any],
+        checkpoint: Callable[[], str],
+    ) -> Policy:
+        """With retrieval heads of the model, if it has no roles; they are kept for the next time.
+
+        Raises:
+            ValueError: it has roles of another model or of other weights, or more retrieval heads
+                than a sixth.
+        """
+        from offload.policies.per_head.calibration import calibrated_roles
+
+        policy = self.policy
+        lean = make_lean()
+        shape = lean.shape
+        policy.check_model(**shape.heads)
+        if isinstance(policy.head_roles, HeadRoles):
+            name = checkpoint()
+            policy.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
+            return policy
+        kept = self.with_kept(checkpoint, model_type, **shape.kv_heads)
+        if kept is not policy:
+            return kept
+        count = policy.calibrated_heads(shape.num_layers, shape.num_kv_heads)
+        wanted = count, policy.dense_layers
+        roles = calibrated_roles(lean, model_type, load_tokenizer, *wanted)
+        if roles is None:
+            return policy
+        roles = replace(roles, checkpoint=checkpoint())
+        keep_roles(policy.name, roles, *wanted)
+        return policy.with_roles(roles)
+
+    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
+        """With retrieval heads that a calibration has found, if it has no roles."""
+        policy = self.policy
+        if isinstance(policy.head_roles, HeadRoles):
+            return policy
+        wanted = policy.calibrated_heads(shape["num_layers"], shape["num_kv_heads"])
+        of_model = {**shape, "model_type": model_type}
+        kept = kept_roles(policy.name, checkpoint(), wanted, policy.dense_layers, **of_model)
+        return policy if kept is None else policy.with_roles(kept)
+
+
+@forwards("rest", *_SHARED)
 @dataclass(frozen=True)
 class PerHead(Policy):
     """`retrieval` for the retrieval heads, `rest` for the others.
@@ -89,6 +123,9 @@ class PerHead(Policy):
     """
 
     name: ClassVar[str] = "per_head"
+    state = cached_property(PerHeadState)
+    device = cached_property(PerHeadDevice)
+    calibration = cached_property(PerHeadCalibration)
 
     retrieval: Policy = None  # type: ignore[assignment]
     rest: Policy = field(default_factory=LycheeCluster)
@@ -109,19 +146,8 @@ class PerHead(Policy):
                     f"per_head: {name} must be the same for all heads, but rest "
                     f"({self.rest.name}) has {ours} and retrieval ({self.retrieval.name}) {theirs}"
                 )
-            object.__setattr__(self, name, ours)
         roles = roles_from(self.head_roles, self.retrieval_heads)
         object.__setattr__(self, "head_roles", roles)
-        members = self.members
-        layouts = MemberLayouts(dict(zip(_NAMES, members, strict=False)))
-        of_members = {
-            "observed_queries": max(member.observed_queries for member in members),
-            "reads_text": any(member.reads_text for member in members),
-            "builds_on_device": all(m.builds_on_device or not m.has_state() for m in members),
-            "state_layout": layouts if len(layouts) else None,
-        }
-        for name, value in of_members.items():
-            object.__setattr__(self, name, value)
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -160,7 +186,7 @@ class PerHead(Policy):
     def members(self) -> tuple[Policy, ...]:
         """rest, and retrieval if it selects: those whose callbacks and arrays they use."""
         both = (self.rest, self.retrieval) if self.retrieval.selects else (self.rest,)
-        return tuple(policy.selecting for policy in both)
+        return tuple(policy.members[0] for policy in both)
 
     def unit_members(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
         """Of units that are KV heads, or equally many query heads of each."""
@@ -176,28 +202,13 @@ class PerHead(Policy):
             retrieves = self._spaced(num_layers, num_units)
         retrieves = retrieves.repeat(num_units // retrieves.shape[1], axis=1)
         retrieves[: self.dense_layers] = True
-        retrieving = _RETRIEVAL if self.retrieval.selects else NO_MEMBER
-        return np.where(retrieves, retrieving, _REST).astype(np.uint8)
+        retrieving = RETRIEVAL if self.retrieval.selects else NO_MEMBER
+        return np.where(retrieves, retrieving, REST).astype(np.uint8)
 
     def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
         """DENSE where no member selects."""
         members = self.unit_members(num_layers, num_units)
         return np.where(members == NO_MEMBER, DENSE, SELECT).astype(np.uint8)
-
-    def whole_on_device(self, num_layers: int, num_units: int) -> BoolArray:
-        """The retrieval heads: looking at everything is what they are for."""
-        return np.asarray(self.unit_members(num_layers, num_units) == _RETRIEVAL)
-
-    def device_codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
-        """Of the retrieval heads, if their policy has codes."""
-        codes = self.retrieval.device_codes(num_layers, num_units)
-        if codes is None:
-            return None
-        return replace(codes, heads=self.whole_on_device(num_layers, num_units))
-
-    def code_state(self, arrays: State, kv_len: int, load_keys: Callable[[int], Tensor]) -> State:
-        own = of_member(arrays, _NAMES[_RETRIEVAL])
-        return self.retrieval.code_state(own, kv_len, load_keys)
 
     def check_model(
         self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
@@ -217,48 +228,6 @@ class PerHead(Policy):
         if count is not None and not self.is_part:
             check_retrieval_heads(count, num_layers, num_kv_heads, self.dense_layers)
 
-    def calibrated(
-        self,
-        make_lean: Callable[[], LeanModel],
-        model_type: str,
-        load_tokenizer: Callable[[], Any],
-        checkpoint: Callable[[], str],
-    ) -> Policy:
-        """With retrieval heads of the model, if it has no roles; they are kept for the next time.
-
-        Raises:
-            ValueError: it has roles of another model or of other weights, or more retrieval heads
-                than a sixth.
-        """
-        from offload.policies.per_head.calibration import calibrated_roles
-
-        lean = make_lean()
-        shape = lean.shape
-        self.check_model(**shape.heads)
-        if isinstance(self.head_roles, HeadRoles):
-            name = checkpoint()
-            self.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
-            return self
-        kept = self.with_kept(checkpoint, model_type, **shape.kv_heads)
-        if kept is not self:
-            return kept
-        wanted = self._calibrated_heads(shape.num_layers, shape.num_kv_heads), self.dense_layers
-        roles = calibrated_roles(lean, model_type, load_tokenizer, *wanted)
-        if roles is None:
-            return self
-        roles = replace(roles, checkpoint=checkpoint())
-        keep_roles(self.name, roles, *wanted)
-        return self._with_roles(roles)
-
-    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
-        """With retrieval heads that a calibration has found, if it has no roles."""
-        if isinstance(self.head_roles, HeadRoles):
-            return self
-        wanted = self._calibrated_heads(shape["num_layers"], shape["num_kv_heads"])
-        of_model = {**shape, "model_type": model_type}
-        kept = kept_roles(self.name, checkpoint(), wanted, self.dense_layers, **of_model)
-        return self if kept is None else self._with_roles(kept)
-
     def of_heads(
         self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int
     ) -> PerHead:
@@ -268,95 +237,13 @@ class PerHead(Policy):
         if not isinstance(roles, HeadRoles):
             roles = HeadRoles.of(self._spaced(num_layers, num_kv_heads), head_dim=head_dim)
         return replace(
-            self._with_roles(roles.of_heads(heads)),
+            self.with_roles(roles.of_heads(heads)),
             rest=self.rest.of_heads(heads, **shape),
             retrieval=self.retrieval.of_heads(heads, **shape),
             is_part=True,
         )
 
-    def looked_at_bytes(self, **sizes: Any) -> tuple[float, bool]:
-        """Of a head that rest selects for."""
-        return self.rest.looked_at_bytes(**sizes)
-
-    def build(self, context: BuildContext) -> State:
-        """The arrays of each member, of its own heads."""
-        return _joined(
-            {i: self.members[i].build(self._part(context, i)) for i in self._building(context)}
-        )
-
-    def build_on_device(self, context: BuildContext) -> DeviceBuild:
-        """The same; what is copied of heads goes before the next member's are."""
-        finishing = {
-            i: self.members[i].build_on_device(self._part(context, i))
-            for i in self._building(context)
-        }
-        return lambda: _joined({i: finish() for i, finish in finishing.items()})
-
-    def copied_heads(self, num_layers: int, num_kv_heads: int) -> int:
-        """Of a member whose heads do not lie together."""
-        members = self.unit_members(num_layers, num_kv_heads)
-        heads = [
-            np.flatnonzero(of_layer == index)
-            for of_layer in members
-            for index, member in enumerate(self.members)
-            if member.has_state()
-        ]
-        return max((len(x) for x in heads if not lie_together(x)), default=0)
-
-    def rehearse_on_device(self, keys: Tensor) -> None:
-        for member in self.members:
-            member.rehearse_on_device(keys)
-
-    def state_bytes(self, shape: StateShape) -> int:
-        """Of each member, of its own heads."""
-        group_size = shape.num_qo_heads // shape.num_kv_heads
-        members = self.unit_members(shape.num_layers, shape.num_kv_heads)[shape.layer_idx]
-        num_bytes = 0
-        for index, member in enumerate(self.members):
-            count = int((members == index).sum())
-            if count and member.has_state():
-                own = replace(shape, num_kv_heads=count, num_qo_heads=count * group_size)
-                num_bytes += member.state_bytes(own)
-        return num_bytes
-
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        return _joined(
-            {
-                i: self.members[i].grow(layer_idx, own, capacity_tokens)
-                for i, own in self._states(arrays).items()
-            }
-        )
-
-    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        states = self._states(arrays)
-        return all(self.members[i].truncate(layer_idx, x, kv_len) for i, x in states.items())
-
-    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        states = self._states(arrays)
-        return all(self.members[i].rewind(layer_idx, x, kv_len) for i, x in states.items())
-
-    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
-        of_layer = self.unit_members(revised.num_layers, revised.num_kv_heads)[layer_idx]
-        return all(
-            self.members[i].revise(layer_idx, x, revised.of_heads(np.flatnonzero(of_layer == i)))
-            for i, x in self._states(arrays).items()
-        )
-
-    def _building(self, context: BuildContext) -> list[int]:
-        """Members with arrays in this layer."""
-        members = self.unit_members(context.num_layers, len(context.keys))[context.layer_idx]
-        return [i for i, member in enumerate(self.members) if member.has_state() and i in members]
-
-    def _part(self, context: BuildContext, index: int) -> BuildContext:
-        """What a member builds from in this layer."""
-        members = self.unit_members(context.num_layers, len(context.keys))[context.layer_idx]
-        return context_of(context, np.flatnonzero(members == index), self.members[index])
-
-    def _states(self, arrays: State) -> dict[int, State]:
-        states = {i: of_member(arrays, _NAMES[i]) for i in range(len(self.members))}
-        return {i: own for i, own in states.items() if own}
-
-    def _calibrated_heads(self, num_layers: int, num_kv_heads: int) -> int:
+    def calibrated_heads(self, num_layers: int, num_kv_heads: int) -> int:
         """How many a calibration makes retrieval heads."""
         if self.retrieval_heads is not None:
             return self.retrieval_heads
@@ -365,12 +252,8 @@ class PerHead(Policy):
     def _spaced(self, num_layers: int, num_kv_heads: int) -> BoolArray:
         return spaced_heads(num_layers, num_kv_heads, self.dense_layers, self.retrieval_heads)
 
-    def _with_roles(self, roles: HeadRoles) -> PerHead:
+    def with_roles(self, roles: HeadRoles) -> PerHead:
         return replace(self, head_roles=roles, retrieval_heads=None)
-
-
-def _joined(states: dict[int, State]) -> State:
-    return joined({_NAMES[i]: own for i, own in states.items()})
 
 
 def _shared(policy: Policy) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,14 +23,7 @@ import torch
 from torch import Tensor
 
 from cpu_ops.codes import CODE_BLOCK
-from offload.policies.base import (
-    BuildContext,
-    DeviceBuild,
-    DeviceCodes,
-    SparsePolicy,
-    State,
-    StateShape,
-)
+from offload.policies.base import SparsePolicy
 from offload.policies.callback import (
     Callback,
     callback,
@@ -43,6 +37,8 @@ from offload.policies.callback import (
 )
 from offload.policies.compiled import cached_njit
 from offload.policies.device_build import to_host
+from offload.policies.device_support import DeviceBuild, DeviceCodes, DeviceSupport
+from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
 from offload.policies.layouts import NumberLayout, StateLayout, reader
 from offload.policies.revised import Revised
 from offload.policies.sketch.codes import LEVELS, OUTER, encode_rows, rotate
@@ -139,121 +135,60 @@ def append(pointer: Any) -> None:
     encode_new(pointer, ctx, state, read_sizes(state.sizes), bits, ctx.kv_len)
 
 
-@dataclass(frozen=True)
-class Sketch(SparsePolicy):
-    """The tokens whose keys' codes score most, chosen among by their exact weights.
+class SketchState(LayerState):
+    """Codes of all keys."""
 
-    Args:
-        bits: of a dimension's code, 1 or 2. 1 takes about half of the memory and two thirds of the
-            time, and does where the budget is 5 % of the context or more.
-        candidate_ratio: tokens whose keys are scored exactly, for each one attended.
-    """
-
-    name: ClassVar[str] = "sketch"
-    propose: ClassVar[Callback | None] = propose
-    append: ClassVar[Callback | None] = append
-    state_layout: ClassVar[StateLayout | None] = STATE
-    number_layout: ClassVar[NumberLayout | None] = NUMBERS
-    builds_on_device: ClassVar[bool] = True
-
-    bits: int = 2
-    candidate_ratio: float = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bits not in LEVELS or not isinstance(self.bits, int) or isinstance(self.bits, bool):
-            raise ValueError(f"bits must be 1 or 2, got {self.bits!r}")
-        if not 1 <= self.candidate_ratio <= 64:
-            raise ValueError(f"candidate_ratio must be in [1, 64], got {self.candidate_ratio}")
-
-    def looked_at_bytes(
-        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
-    ) -> tuple[float, bool]:
-        """All codes, and candidates' keys."""
-        return state_bytes + self.candidate_ratio * chosen_tokens * row_bytes, False
+    layout = STATE
+    policy: Sketch
 
     def build(self, context: BuildContext) -> State:
         """Codes of all keys."""
         kv_len = context.keys.shape[1]
-        arrays = self._arrays_of(context)()
+        arrays = self.arrays_of(context)()
 
         def build_head(head: int) -> None:
             keys = context.keys[head]
             arrays["mean"][head] = mean_keys(keys).numpy()
             for first in range(0, kv_len, _BUILD_TOKENS):
-                self._encode(arrays, head, keys[first : first + _BUILD_TOKENS], first)
+                self.encode(arrays, head, keys[first : first + _BUILD_TOKENS], first)
 
         num_threads = context.pool.num_threads if context.pool is not None else 1
         map_in_threads(build_head, range(len(context.keys)), num_threads)
         return arrays
 
-    def build_on_device(self, context: BuildContext) -> DeviceBuild:
-        """The same, encoded on the device; what is at the bound of two levels may differ."""
-        mean = mean_keys(context.keys)
-        codes, scales = encode_keys(context.keys, mean, self.bits)
-        found = {"codes": to_host(codes), "scales": to_host(scales), "mean": to_host(mean)}
-        make = self._arrays_of(context)
-
-        def finish() -> State:
-            arrays = make()
-            for name, x in found.items():
-                arrays[name][:, : x.shape[1]] = x.numpy()
-            return arrays
-
-        return finish
-
-    def device_codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
-        """Of all units of sparse layers."""
-        if not self._max_candidates:
-            return None
-        sparse = np.arange(num_layers) >= self.dense_layers
-        levels = tuple(LEVELS[self.bits].tolist())
-        heads = np.repeat(sparse[:, None], num_units, axis=1)
-        return DeviceCodes(heads, self._max_candidates, levels, float(OUTER))
-
-    def code_state(self, arrays: State, kv_len: int, load_keys: Callable[[int], Tensor]) -> State:
-        """With codes of the tokens that have none yet."""
-        first = int(arrays["encoded"].min())
-        if first < kv_len:
-            for head, keys in enumerate(load_keys(first)):
-                self._encode(arrays, head, keys, first)
-            arrays["encoded"][:] = kv_len
-        return {name: arrays[name] for name in ("codes", "scales", "mean")}
-
-    def _encode(self, arrays: State, head: int, keys: Tensor, first: int) -> None:
+    def encode(self, arrays: State, head: int, keys: Tensor, first: int) -> None:
         """Codes of a head's keys [n, head_dim] of the tokens from `first` on."""
         rows = keys.to(torch.float32, copy=True).numpy()
         codes, scales = arrays["codes"][head].reshape(-1), arrays["scales"][head]
-        encode_rows(rows, arrays["mean"][head], self.bits, arrays["levels"], codes, scales, first)
+        encode_rows(
+            rows, arrays["mean"][head], self.policy.bits, arrays["levels"], codes, scales, first
+        )
 
-    def _arrays_of(self, context: BuildContext) -> Callable[[], State]:
+    def arrays_of(self, context: BuildContext) -> Callable[[], State]:
         """What makes the arrays without codes, and does not hold on to the keys."""
+        policy = self.policy
         num_kv_heads, kv_len, head_dim = context.keys.shape
         max_tokens = _whole_blocks(max(kv_len, context.capacity_tokens))
         floats = _scratch_floats(len(context.queries) // num_kv_heads, head_dim)
-        blocks, code_bytes = max_tokens // CODE_BLOCK, head_dim * self.bits // 8
+        blocks, code_bytes = max_tokens // CODE_BLOCK, head_dim * policy.bits // 8
         return lambda: {
             "codes": np.zeros((num_kv_heads, blocks, code_bytes, CODE_BLOCK), np.uint8),
             "scales": np.zeros((num_kv_heads, max_tokens), np.float32),
             "mean": np.zeros((num_kv_heads, head_dim), np.float32),
-            "levels": LEVELS[self.bits].copy(),
+            "levels": LEVELS[policy.bits].copy(),
             "encoded": np.full(num_kv_heads, kv_len, np.int32),
-            "sizes": np.array([max_tokens, floats, self._max_candidates], np.int32),
+            "sizes": np.array([max_tokens, floats, policy.max_candidates], np.int32),
             "floats": np.zeros((num_kv_heads, floats), np.float32),
-            "candidates": np.zeros((num_kv_heads, self._max_candidates), np.int32),
+            "candidates": np.zeros((num_kv_heads, policy.max_candidates), np.int32),
         }
 
-    @property
-    def _max_candidates(self) -> int:
-        chosen = self.budget_tokens - self.sink_tokens - self.recent_tokens
-        return int(self.candidate_ratio * chosen)
-
-    def state_bytes(self, shape: StateShape) -> int:
-        of_token = shape.head_dim * self.bits // 8 + 4
+    def num_bytes(self, shape: StateShape) -> int:
+        policy = self.policy
+        of_token = shape.head_dim * policy.bits // 8 + 4
         floats = _scratch_floats(shape.num_qo_heads // shape.num_kv_heads, shape.head_dim)
         of_head = _whole_blocks(shape.capacity_tokens) * of_token + 4 * shape.head_dim + 4
-        of_head += 4 * (floats + self._max_candidates)
-        return shape.num_kv_heads * of_head + LEVELS[self.bits].nbytes + 4 * len(SIZES)
+        of_head += 4 * (floats + policy.max_candidates)
+        return shape.num_kv_heads * of_head + LEVELS[policy.bits].nbytes + 4 * len(SIZES)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The same codes with room for `capacity_tokens` tokens."""
@@ -280,8 +215,88 @@ class Sketch(SparsePolicy):
     def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
         """Codes of their own for such tokens."""
         self.truncate(layer_idx, arrays, revised.first)
-        self.code_state(arrays, revised.kv_len, revised.load_keys)
+        self.policy.device.code_state(arrays, revised.kv_len, revised.load_keys)
         return True
+
+    def read_bytes(
+        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
+    ) -> tuple[float, bool]:
+        """All codes, and candidates' keys."""
+        return state_bytes + self.policy.candidate_ratio * chosen_tokens * row_bytes, False
+
+
+class SketchDevice(DeviceSupport):
+    """Codes are made and scored there, too."""
+
+    builds = True
+    policy: Sketch
+
+    def codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
+        """Of all units of sparse layers."""
+        policy = self.policy
+        if not policy.max_candidates:
+            return None
+        sparse = np.arange(num_layers) >= policy.dense_layers
+        levels = tuple(LEVELS[policy.bits].tolist())
+        heads = np.repeat(sparse[:, None], num_units, axis=1)
+        return DeviceCodes(heads, policy.max_candidates, levels, float(OUTER))
+
+    def code_state(self, arrays: State, kv_len: int, load_keys: Callable[[int], Tensor]) -> State:
+        """With codes of the tokens that have none yet."""
+        first = int(arrays["encoded"].min())
+        if first < kv_len:
+            for head, keys in enumerate(load_keys(first)):
+                self.policy.state.encode(arrays, head, keys, first)
+            arrays["encoded"][:] = kv_len
+        return {name: arrays[name] for name in ("codes", "scales", "mean")}
+
+    def build(self, context: BuildContext) -> DeviceBuild:
+        """The same, encoded on the device; what is at the bound of two levels may differ."""
+        mean = mean_keys(context.keys)
+        codes, scales = encode_keys(context.keys, mean, self.policy.bits)
+        found = {"codes": to_host(codes), "scales": to_host(scales), "mean": to_host(mean)}
+        make = self.policy.state.arrays_of(context)
+
+        def finish() -> State:
+            arrays = make()
+            for name, x in found.items():
+                arrays[name][:, : x.shape[1]] = x.numpy()
+            return arrays
+
+        return finish
+
+
+@dataclass(frozen=True)
+class Sketch(SparsePolicy):
+    """The tokens whose keys' codes score most, chosen among by their exact weights.
+
+    Args:
+        bits: of a dimension's code, 1 or 2. 1 takes about half of the memory and two thirds of the
+            time, and does where the budget is 5 % of the context or more.
+        candidate_ratio: tokens whose keys are scored exactly, for each one attended.
+    """
+
+    name: ClassVar[str] = "sketch"
+    propose: ClassVar[Callback | None] = propose
+    append: ClassVar[Callback | None] = append
+    number_layout: ClassVar[NumberLayout | None] = NUMBERS
+    state = cached_property(SketchState)
+    device = cached_property(SketchDevice)
+
+    bits: int = 2
+    candidate_ratio: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in LEVELS or not isinstance(self.bits, int) or isinstance(self.bits, bool):
+            raise ValueError(f"bits must be 1 or 2, got {self.bits!r}")
+        if not 1 <= self.candidate_ratio <= 64:
+            raise ValueError(f"candidate_ratio must be in [1, 64], got {self.candidate_ratio}")
+
+    @property
+    def max_candidates(self) -> int:
+        chosen = self.budget_tokens - self.sink_tokens - self.recent_tokens
+        return int(self.candidate_ratio * chosen)
 
 
 def _whole_blocks(num_tokens: int) -> int:

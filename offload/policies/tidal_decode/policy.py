@@ -24,13 +24,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, DeviceTopK, Policy
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
+from offload.policies.calibration import Calibration
+from offload.policies.device_support import DeviceSupport
 from offload.policies.exact_topk import ExactTopK
 from offload.policies.tidal_decode.kept_layers import kept_layers
 from offload.policies.tidal_decode.select_layers import (
@@ -40,22 +43,61 @@ from offload.policies.tidal_decode.select_layers import (
     default_select_layers,
     parse_layers,
 )
+from offload.policies.wrapped import WrappedPolicy, forwards
 
 if TYPE_CHECKING:
     from offload.models.base import LeanModel
 
 logger = logging.getLogger(__name__)
 
-# What the runtime asks of a policy object, and is the inner policy's.
-_OF_INNER = (
-    *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until"),
-    *("scans_keys", "per_query_head", "observed_queries", "reads_text"),
-    *("prepare", "propose", "select", "observe", "append"),
-)
+
+@forwards("policy.inner.device", "top_k", "builds", "build", "copied_heads", "rehearse")
+class TidalDevice(DeviceSupport):
+    """What it can do for the inner policy, but list candidates."""
+
+
+class LayersCalibration(Calibration):
+    """Which layers select."""
+
+    policy: TidalDecode
+
+    def learn(
+        self,
+        make_lean: Callable[[], LeanModel],
+        model_type: str,
+        load_tokenizer: Callable[[], Any],
+        checkpoint: Callable[[], str],
+    ) -> Policy:
+        """With select layers that a sweep has found; none is made here, which takes minutes.
+
+        Raises:
+            ValueError: it has a file's layers of another model, or of other weights.
+        """
+        shape = make_lean().shape.kv_heads
+        layers = self.policy.select_layers
+        if isinstance(layers, SelectLayers):
+            layers.check(**shape, model_type=model_type, checkpoint=checkpoint())
+        return self.with_kept(checkpoint, model_type, **shape)
+
+    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
+        """With select layers that a sweep has found of the model, if none were given."""
+        policy = self.policy
+        if policy.select_layers is not None:
+            return policy
+        kept = kept_layers(checkpoint(), policy.dense_layers, **shape, model_type=model_type)
+        if kept is None:
+            layers = policy.layers_of(shape["num_layers"], shape["num_kv_heads"])
+            logger.info(
+                "tidal_decode selects in layers %s; `offload calibrate MODEL --policy "
+                "tidal_decode` finds those of this model",
+                ",".join(map(str, layers)),
+            )
+            return policy
+        return replace(policy, select_layers=kept)
 
 
 @dataclass(frozen=True)
-class TidalDecode(Policy):
+class TidalDecode(WrappedPolicy):
     """`inner` selects in `select_layers`; the layers below each of them reuse its selection.
 
     Args:
@@ -71,6 +113,8 @@ class TidalDecode(Policy):
 
     name: ClassVar[str] = "tidal_decode"
     shares_selection: ClassVar[bool] = True
+    device = cached_property(TidalDevice)
+    calibration = cached_property(LayersCalibration)
 
     inner: Policy = field(default_factory=ExactTopK)
     select_layers: tuple[int, ...] | SelectLayers | None = None
@@ -87,8 +131,6 @@ class TidalDecode(Policy):
                 f"tidal_decode needs an inner policy that selects in every layer, such as "
                 f"exact_topk or quest, got {name}"
             )
-        for name in _OF_INNER:
-            object.__setattr__(self, name, getattr(inner, name))
         layers = self.select_layers
         if isinstance(layers, SelectLayers):
             checked_layers(layers.select_layers, self.dense_layers)
@@ -113,54 +155,15 @@ class TidalDecode(Policy):
 
         return cls(make_policy(inner, **options), parse_layers(select_layers))
 
-    def check_model(
-        self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
+    def check_model(self, **shape: int) -> None:
         """Refuse select layers that the model does not have, and those of another model."""
         layers = self.select_layers
         if isinstance(layers, SelectLayers):
-            layers.check(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+            of_kv = {name: shape[name] for name in ("num_layers", "num_kv_heads", "head_dim")}
+            layers.check(**of_kv)  # type: ignore[arg-type]
         else:
-            check_depth(layers or (), num_layers)
-        self.inner.check_model(
-            num_layers=num_layers,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-        )
-
-    def calibrated(
-        self,
-        make_lean: Callable[[], LeanModel],
-        model_type: str,
-        load_tokenizer: Callable[[], Any],
-        checkpoint: Callable[[], str],
-    ) -> Policy:
-        """With select layers that a sweep has found; none is made here, which takes minutes.
-
-        Raises:
-            ValueError: it has a file's layers of another model, or of other weights.
-        """
-        shape = make_lean().shape.kv_heads
-        layers = self.select_layers
-        if isinstance(layers, SelectLayers):
-            layers.check(**shape, model_type=model_type, checkpoint=checkpoint())
-        return self.with_kept(checkpoint, model_type, **shape)
-
-    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
-        """With select layers that a sweep has found of the model, if none were given."""
-        if self.select_layers is not None:
-            return self
-        kept = kept_layers(checkpoint(), self.dense_layers, **shape, model_type=model_type)
-        if kept is None:
-            layers = self.layers_of(shape["num_layers"], shape["num_kv_heads"])
-            logger.info(
-                "tidal_decode selects in layers %s; `offload calibrate MODEL --policy "
-                "tidal_decode` finds those of this model",
-                ",".join(map(str, layers)),
-            )
-            return self
-        return replace(self, select_layers=kept)
+            check_depth(layers or (), shape["num_layers"])
+        super().check_model(**shape)
 
     def layers_of(self, num_layers: int, num_kv_heads: int) -> tuple[int, ...]:
         """Those that select in a model of this shape."""
@@ -169,9 +172,7 @@ class TidalDecode(Policy):
             return default_select_layers(num_layers, num_kv_heads, self.dense_layers)
         return layers.select_layers if isinstance(layers, SelectLayers) else layers
 
-    def of_heads(
-        self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int
-    ) -> TidalDecode:
+    def of_heads(self, heads: range, **shape: int) -> TidalDecode:
         """With the whole model's select layers; only where no selection is shared by all heads."""
         if self.scans_keys:
             raise NotImplementedError(
@@ -179,10 +180,8 @@ class TidalDecode(Policy):
                 "of a layer, which tensor_parallel_size splits over processes; use an inner policy "
                 "that selects for each head, such as quest, or lychee_decode"
             )
-        layers = self.layers_of(num_layers, num_kv_heads)
-        inner = self.inner.of_heads(
-            heads, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim
-        )
+        layers = self.layers_of(shape["num_layers"], shape["num_kv_heads"])
+        inner = self.inner.of_heads(heads, **shape)
         return replace(self, inner=inner, select_layers=layers or None)
 
     def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
@@ -193,12 +192,3 @@ class TidalDecode(Policy):
         roles[: min((*layers, num_layers))] = DENSE
         roles[list(layers)] = RETRIEVE if self.inner.scans_keys else SELECT
         return roles
-
-    def device_top_k(self) -> DeviceTopK | None:
-        """The inner policy's."""
-        return self.inner.device_top_k()
-
-    @property
-    def selecting(self) -> Policy:
-        """The inner policy's; only select layers are asked for its arrays."""
-        return self.inner.selecting

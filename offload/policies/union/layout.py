@@ -60,6 +60,6 @@ class UnionNumbers(NumberLayout):
                 for callback in (getattr(member, name) for name in MEMBER[:5])
             ]
             callers += [first_array, len(NAMES) * len(MEMBER) + len(numbers)]
-            first_array += 0 if member.state_layout is None else len(member.state_layout)
+            first_array += 0 if member.state.layout is None else len(member.state.layout)
             numbers += [] if member.number_layout is None else member.number_layout.values(member)
         return callers + numbers

@@ -15,12 +15,15 @@ attended and which tokens are new.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from offload.policies.base import BuildContext, DeviceBuild, Policy, State, StateShape
+from offload.policies.base import Policy
 from offload.policies.callback import Callback
+from offload.policies.device_support import DeviceBuild, DeviceSupport
+from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
 from offload.policies.layouts import NumberLayout
 from offload.policies.lfps.policy import LFPS
 from offload.policies.lychee_cluster.policy import LycheeCluster
@@ -28,6 +31,7 @@ from offload.policies.members import context_of, joined, of_member
 from offload.policies.revised import Revised
 from offload.policies.union import step
 from offload.policies.union.layout import FOUND, NAMES, UnionArrays, UnionNumbers
+from offload.policies.wrapped import forwards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +39,119 @@ if TYPE_CHECKING:
 _SAME = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
 
 
+class UnionState(LayerState):
+    """The arrays of both, and room for their candidates."""
+
+    policy: Union
+
+    def __init__(self, policy: Union) -> None:
+        super().__init__(policy)
+        states = [part.state for part in policy.parts.values()]
+        self.layout = UnionArrays(policy.parts)
+        self.observed_queries = max(state.observed_queries for state in states)
+        self.reads_text = any(state.reads_text for state in states)
+
+    def build(self, context: BuildContext) -> State:
+        """The arrays of both."""
+        heads = np.arange(len(context.keys))
+        states = {
+            name: part.state.build(context_of(context, heads, part))
+            for name, part in self.policy.parts.items()
+            if part.state.has_arrays
+        }
+        return _own_arrays(len(heads), context.capacity_tokens) | joined(states)
+
+    def num_bytes(self, shape: StateShape) -> int:
+        of_parts = sum(part.state.num_bytes(shape) for part in self.policy.parts.values())
+        return of_parts + shape.num_kv_heads * (8 * FOUND + 4 * shape.capacity_tokens)
+
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+        grown = {
+            name: part.state.grow(layer_idx, of_member(arrays, name), capacity_tokens)
+            for name, part in self.policy.parts.items()
+        }
+        return _own_arrays(len(arrays["found"]), capacity_tokens) | joined(grown)
+
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        return all(
+            part.state.truncate(layer_idx, of_member(arrays, name), kv_len)
+            for name, part in self.policy.parts.items()
+        )
+
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        return all(
+            part.state.rewind(layer_idx, of_member(arrays, name), kv_len)
+            for name, part in self.policy.parts.items()
+        )
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        return all(
+            part.state.revise(layer_idx, of_member(arrays, name), revised)
+            for name, part in self.policy.parts.items()
+            if part.state.has_arrays
+        )
+
+    def read_bytes(
+        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
+    ) -> tuple[float, bool]:
+        """What each looks at; what is kept counts by their shares of it."""
+        shape = StateShape(1, 1, row_bytes // 2, 2, kv_len)
+        kept = {name: part.state.num_bytes(shape) for name, part in self.policy.parts.items()}
+        looked_at, rereads_keys = 0.0, False
+        for name, part in self.policy.parts.items():
+            num_bytes, rereads = part.state.read_bytes(
+                kv_len=kv_len,
+                chosen_tokens=chosen_tokens,
+                row_bytes=row_bytes,
+                state_bytes=state_bytes * kept[name] / max(1, self.num_bytes(shape)),
+            )
+            looked_at += num_bytes
+            rereads_keys |= rereads
+        return looked_at, rereads_keys
+
+
+class UnionDevice(DeviceSupport):
+    """What it can do for both."""
+
+    policy: Union
+
+    def __init__(self, policy: Union) -> None:
+        super().__init__(policy)
+        parts = policy.parts.values()
+        self.builds = all(part.device.builds or not part.state.has_arrays for part in parts)
+
+    def build(self, context: BuildContext) -> DeviceBuild:
+        """The same."""
+        heads, capacity_tokens = np.arange(len(context.keys)), context.capacity_tokens
+        finishing = {
+            name: part.device.build(context_of(context, heads, part))
+            for name, part in self.policy.parts.items()
+            if part.state.has_arrays
+        }
+
+        def finish() -> State:
+            states = {name: finish_part() for name, finish_part in finishing.items()}
+            return _own_arrays(len(heads), capacity_tokens) | joined(states)
+
+        return finish
+
+    def rehearse(self, keys: Tensor) -> None:
+        for part in self.policy.parts.values():
+            part.device.rehearse(keys)
+
+
+def _of_either(name: str) -> Any:
+    """The callback of this name, if either has one."""
+    return property(
+        lambda self: (
+            getattr(step, name)
+            if any(getattr(part, name) is not None for part in self.parts.values())
+            else None
+        )
+    )
+
+
+@forwards("first", *_SAME)
 @dataclass(frozen=True)
 class Union(Policy):
     """The best of both's candidates.
@@ -51,6 +168,12 @@ class Union(Policy):
     name: ClassVar[str] = "union"
     propose: ClassVar[Callback | None] = step.propose
     number_layout: ClassVar[NumberLayout | None] = UnionNumbers()
+    prepare: ClassVar[Any] = _of_either("prepare")
+    select: ClassVar[Any] = _of_either("select")
+    observe: ClassVar[Any] = _of_either("observe")
+    append: ClassVar[Any] = _of_either("append")
+    state = cached_property(UnionState)
+    device = cached_property(UnionDevice)
 
     first: Policy = field(default_factory=LFPS)
     second: Policy = field(default_factory=LycheeCluster)
@@ -58,29 +181,16 @@ class Union(Policy):
     def __post_init__(self) -> None:
         for name in NAMES:
             _check_member(name, getattr(self, name))
-        first, second = self._parts.values()
+        first, second = self.parts.values()
         object.__setattr__(self, "first", _with_sinks_of(second, first))
         object.__setattr__(self, "second", _with_sinks_of(first, second))
         for name in _SAME:
-            ours, theirs = (getattr(part, name) for part in self._parts.values())
+            ours, theirs = (getattr(part, name) for part in self.parts.values())
             if ours != theirs:
                 raise ValueError(
                     f"union: {name} must be the same for both, but first ({first.name}) has {ours} "
                     f"and second ({second.name}) {theirs}; give both the same {name}"
                 )
-            object.__setattr__(self, name, ours)
-        parts = self._parts.values()
-        of_parts: dict[str, Any] = {
-            "observed_queries": max(part.observed_queries for part in parts),
-            "reads_text": any(part.reads_text for part in parts),
-            "builds_on_device": all(p.builds_on_device or not p.has_state() for p in parts),
-            "state_layout": UnionArrays(self._parts),
-        }
-        for name in ("prepare", "select", "observe", "append"):
-            if any(getattr(part, name) is not None for part in parts):
-                of_parts[name] = getattr(step, name)
-        for name, value in of_parts.items():
-            object.__setattr__(self, name, value)
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -119,96 +229,16 @@ class Union(Policy):
         return cls(*parts)
 
     @property
-    def _parts(self) -> dict[str, Policy]:
+    def parts(self) -> dict[str, Policy]:
         return {name: getattr(self, name) for name in NAMES}
 
-    def in_every_layer(self) -> Union:
-        return replace(self, **{name: part.in_every_layer() for name, part in self._parts.items()})
-
     def check_model(self, **shape: int) -> None:
-        for part in self._parts.values():
+        for part in self.parts.values():
             part.check_model(**shape)
 
     def of_heads(self, heads: range, **shape: int) -> Union:
         return replace(
-            self, **{name: part.of_heads(heads, **shape) for name, part in self._parts.items()}
-        )
-
-    def looked_at_bytes(
-        self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
-    ) -> tuple[float, bool]:
-        """What each looks at; what is kept counts by their shares of it."""
-        shape = StateShape(1, 1, row_bytes // 2, 2, kv_len)
-        kept = {name: part.state_bytes(shape) for name, part in self._parts.items()}
-        looked_at, rereads_keys = 0.0, False
-        for name, part in self._parts.items():
-            num_bytes, rereads = part.looked_at_bytes(
-                kv_len=kv_len,
-                chosen_tokens=chosen_tokens,
-                row_bytes=row_bytes,
-                state_bytes=state_bytes * kept[name] / max(1, self.state_bytes(shape)),
-            )
-            looked_at += num_bytes
-            rereads_keys |= rereads
-        return looked_at, rereads_keys
-
-    def build(self, context: BuildContext) -> State:
-        """The arrays of both."""
-        heads = np.arange(len(context.keys))
-        states = {
-            name: part.build(context_of(context, heads, part))
-            for name, part in self._parts.items()
-            if part.has_state()
-        }
-        return _own_arrays(len(heads), context.capacity_tokens) | joined(states)
-
-    def build_on_device(self, context: BuildContext) -> DeviceBuild:
-        """The same."""
-        heads, capacity_tokens = np.arange(len(context.keys)), context.capacity_tokens
-        finishing = {
-            name: part.build_on_device(context_of(context, heads, part))
-            for name, part in self._parts.items()
-            if part.has_state()
-        }
-
-        def finish() -> State:
-            states = {name: finish_part() for name, finish_part in finishing.items()}
-            return _own_arrays(len(heads), capacity_tokens) | joined(states)
-
-        return finish
-
-    def rehearse_on_device(self, keys: Tensor) -> None:
-        for part in self._parts.values():
-            part.rehearse_on_device(keys)
-
-    def state_bytes(self, shape: StateShape) -> int:
-        of_parts = sum(part.state_bytes(shape) for part in self._parts.values())
-        return of_parts + shape.num_kv_heads * (8 * FOUND + 4 * shape.capacity_tokens)
-
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        grown = {
-            name: part.grow(layer_idx, of_member(arrays, name), capacity_tokens)
-            for name, part in self._parts.items()
-        }
-        return _own_arrays(len(arrays["found"]), capacity_tokens) | joined(grown)
-
-    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        return all(
-            part.truncate(layer_idx, of_member(arrays, name), kv_len)
-            for name, part in self._parts.items()
-        )
-
-    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        return all(
-            part.rewind(layer_idx, of_member(arrays, name), kv_len)
-            for name, part in self._parts.items()
-        )
-
-    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
-        return all(
-            part.revise(layer_idx, of_member(arrays, name), revised)
-            for name, part in self._parts.items()
-            if part.has_state()
+            self, **{name: part.of_heads(heads, **shape) for name, part in self.parts.items()}
         )
 
 

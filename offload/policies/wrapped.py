@@ -38,11 +38,11 @@ class WrappedCalibration(Calibration):
 
     policy: WrappedPolicy
 
-    def learn(self, *of_model: Any) -> Policy:
-        return self._around(self.policy.inner.calibration.learn(*of_model))
+    def learn(self, *args: Any, **of_model: Any) -> Policy:
+        return self._around(self.policy.inner.calibration.learn(*args, **of_model))
 
-    def with_kept(self, *of_model: Any, **shape: Any) -> Policy:
-        return self._around(self.policy.inner.calibration.with_kept(*of_model, **shape))
+    def with_kept(self, *args: Any, **of_model: Any) -> Policy:
+        return self._around(self.policy.inner.calibration.with_kept(*args, **of_model))
 
     def _around(self, inner: Policy) -> Policy:
         return self.policy if inner is self.policy.inner else replace(self.policy, inner=inner)

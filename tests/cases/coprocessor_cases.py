@@ -87,10 +87,8 @@ class World:
             for layer_idx in range(shape.num_layers):
                 store.append(seq, layer_idx, world.keys[-1][layer_idx], world.values[-1][layer_idx])
             store.commit([seq], [kv_len])
-            if policy.state.observed_queries:
-                queries = normal(
-                    rng, shape.num_qo_heads, policy.state.observed_queries, shape.head_dim
-                )
+            if count := policy.state.observed_queries:
+                queries = normal(rng, shape.num_qo_heads, count, shape.head_dim)
                 for layer_idx in range(shape.num_layers):
                     attention.record_queries(seq, layer_idx, queries.to(shape.dtype), kv_len)
         return world

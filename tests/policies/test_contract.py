@@ -46,9 +46,8 @@ def small(name: str, **options: int) -> Policy:
 def run(cache: Cache, policy: Policy, pool: WorkerPool, queries: torch.Tensor, kv_lens: list[int]):
     """o, lse and the selection [row][KV head] of one sparse layer."""
     attention = cache.attention(pool, GROUP_SIZE, policy)
-    observed = torch.randn(
-        attention.num_qo_heads, policy.state.observed_queries, cache.store.head_dim
-    )
+    num_queries = policy.state.observed_queries
+    observed = torch.randn(attention.num_qo_heads, num_queries, cache.store.head_dim)
     for layer_idx in range(cache.store.num_layers):
         attention.record_queries(cache.seq, layer_idx, observed.to(queries.dtype), cache.kv_len)
     out, lse = attend(attention, [cache.seq] * len(kv_lens), kv_lens, queries)
@@ -170,9 +169,7 @@ def test_rows_select_for_themselves(name, pool):
     out, _, selection = run(cache, small(name), pool, queries, kv_lens)
     for row, kv_len in enumerate(kv_lens):
         alone, _, one = run(cache, small(name), pool, queries[row : row + 1], [kv_len])
-        if not small(
-            name
-        ).state.has_arrays:  # else they run in turns, and only the last one's is known
+        if not small(name).state.has_arrays:  # else in turns: only the last one's is known
             for ours, theirs in zip(selection[row], one[0], strict=True):
                 np.testing.assert_array_equal(ours, theirs)
         np.testing.assert_allclose(out[row], alone[0], rtol=1e-5, atol=1e-6)

@@ -135,9 +135,8 @@ def test_a_policy_calibrates_once(offloaded_models: Any, tokenizer: Any, monkeyp
 
     def heads(checkpoint: str, **options: Any) -> list[list[bool]]:
         policy = make_policy("per_head", dense_layers=1, **options)
-        made = policy.calibration.learn(
-            lambda: lean, "llama", lambda: tokenizer, lambda: checkpoint
-        )
+        of_model = (lambda: lean, "llama", lambda: tokenizer, lambda: checkpoint)
+        made = policy.calibration.learn(*of_model)
         assert isinstance(made, PerHead)
         return made.head_roles.array.tolist()  # type: ignore[union-attr]
 
@@ -159,9 +158,8 @@ def test_lychee_decode_calibrates_once(
 
     def lines(policy: Policy, checkpoint: str = "0123") -> tuple[Policy, int]:
         caplog.clear()
-        made = policy.calibration.learn(
-            lambda: lean, "llama", lambda: tokenizer, lambda: checkpoint
-        )
+        of_model = (lambda: lean, "llama", lambda: tokenizer, lambda: checkpoint)
+        made = policy.calibration.learn(*of_model)
         return made, len(caplog.messages)
 
     policy = LycheeDecode(retrieval_heads=2)

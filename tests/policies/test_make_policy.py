@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import subprocess
 import sys
@@ -10,7 +11,25 @@ import pytest
 
 import offload.policies
 from offload.policies import Auto, ExactTopK, Full, StreamingLLM
+from offload.policies.base import Policy
 from offload.policies.registry import available_policies, make_policy
+from offload.policies.selection import Selection
+
+PLAIN = ("exact_topk", "quest", "sketch", "lfps", "lychee_cluster", "streaming_llm")
+
+
+def public(cls: type) -> set[str]:
+    """Attributes and methods that a class has, or says that it has."""
+    names = {*dir(cls), *inspect.get_annotations(cls)} - set(dir(object))
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_an_author_needs_few_names() -> None:
+    """What plain policies override is of `Selection`, but for the options that they take."""
+    assert len(public(Selection)) <= 12
+    asked = public(Policy) - public(Selection) - {"members"}
+    for name in PLAIN:
+        assert not asked & set(vars(type(make_policy(name)))), name
 
 
 def test_names_make_their_policies():

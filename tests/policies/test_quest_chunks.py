@@ -107,7 +107,7 @@ def test_the_state_grows() -> None:
     policy = ChunkedQuest(**OPTIONS)
     bounds = np.arange(2 * 2 * 3 * 8, dtype=np.float32).reshape(2, 2, 3, 8)
     starts = np.tile(np.array([4, 12, 30, 41], np.int32), (2, 1))
-    small = policy._arrays(bounds, starts, 60)
+    small = policy.state._arrays(bounds, starts, 60)
     grown = policy.state.grow(0, small, 600)
     assert grown["bounds"].shape[2] == (600 - 4) // 8
     np.testing.assert_array_equal(grown["bounds"][:, :, :3], bounds)

@@ -254,9 +254,8 @@ def test_codes_take_little(bits):
     """Of the bytes of bf16 keys and values of 128 dimensions, at 128K tokens."""
     from offload.policies.layer_state import StateShape
 
-    share = Sketch(bits=bits).state.num_bytes(StateShape(32, 8, 128, 2, 131072)) / (
-        131072 * 8 * 512
-    )
+    num_bytes = Sketch(bits=bits).state.num_bytes(StateShape(32, 8, 128, 2, 131072))
+    share = num_bytes / (131072 * 8 * 512)
     assert share == pytest.approx({1: 20 / 512, 2: 36 / 512}[bits], rel=0.02)
 
 

@@ -87,7 +87,7 @@ def test_options_of_the_inner_policy_are_its_own():
     assert policy.inner == Quest(budget_tokens=512)
     assert not policy.scans_keys
     assert policy.state.has_arrays
-    assert policy.select is Quest.select
+    assert policy.members == (policy.inner,)
     policy = make_policy("tidal_decode", inner=Quest(page_tokens=32))
     assert policy.inner.page_tokens == 32
     assert not TidalDecode().state.has_arrays

@@ -10,7 +10,7 @@
         state, numbers = read_state(ctx.arrays), read_numbers(ctx.parameters)
         pages = view_int32(state.pages, 2)
 
-The policy has them as `state_layout` and `number_layout`. What is read is the memory itself, as a
+The policy has them as `state.layout` and `number_layout`. What is read is the memory itself, as a
 record: reading costs nothing, and a field is one load.
 """
 

@@ -121,7 +121,7 @@ class ResidentCodes:
     """Codes in pages of the layers' heads that have some, for up to `num_slots` sequences.
 
     Args:
-        codes_of: (sequence, layer, kv_len) to what `Policy.code_state` returns.
+        codes_of: (sequence, layer, kv_len) to what `DeviceSupport.code_state` returns.
         max_tokens: of a sequence.
         budget: shared with other pages.
 

@@ -1,4 +1,4 @@
-"""Keys of a sequence's last tokens that were written anew: what `LayerState.revise` gets."""
+"""Keys of the last tokens that were written anew: what `LayerState.revise` gets."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ change only between steps.
 
 A forward pass is between `begin` and `commit` or `roll_back`, after which all is as it was. What
 `begin` keeps for that costs nothing in a step of one token: policies take back their last step by
-themselves (`LayerState.rewind`). Where a pass decodes several tokens of a sequence, as when a draft is
-verified, the arrays are copied, and kept until the next pass: if tokens are cropped, `truncate`
+themselves (`LayerState.rewind`). Where a pass decodes several tokens of a sequence, as when a draft
+is verified, the arrays are copied, and kept until the next pass: if tokens are cropped, `truncate`
 goes back to them, and the rows that stay have to be attended again.
 """
 

@@ -41,7 +41,6 @@ from perf.tables.gpu_tables import Results
 
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "attention": ("attention", tables.attention_table),
     "decode": ("decode", tables.decode_table),
     "decode-plot": ("decode", tables.decode_plot),
     "policy-speed": ("decode-policies", selection_tables.policy_speed_table),

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from offload.bench.attention.measure import SHAPES
+from offload.bench.latency.run import SHAPES
 from offload.cli.bench.latency import latency
 from offload.cli.bench.options import DTYPE_NAMES, LAYER_SHAPE_NAMES
 from offload.models.dtypes import DTYPES

@@ -14,7 +14,6 @@ from offload.measuring.synthetic.attention_statistics import SINK_TOKENS
 
 # The output is rounded to the cache's dtype, and so are the softmax weights inside some kernels.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-_TOPK_MASS_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -94,39 +93,6 @@ class ExactAttention:
                 f"{error:.2g} (relative L2), more than {self._tolerance:.2g}"
             )
         return error
-
-    def check_topk(
-        self,
-        selection: Sequence[Sequence[int]],
-        *,
-        budget_tokens: int,
-        sink_tokens: int,
-        recent_tokens: int,
-    ) -> None:
-        """Compare the attention mass of the KV heads' selections with the most that they can hold.
-
-        Raises:
-            ArithmeticError: a selection of another size, or with less mass.
-        """
-        last = self._kv_len - recent_tokens
-        best = budget_tokens - sink_tokens - recent_tokens
-        for kv_head, tokens in enumerate(selection):
-            if len(set(tokens)) != budget_tokens:
-                raise ArithmeticError(
-                    f"KV head {kv_head}: {len(set(tokens))} tokens selected, not {budget_tokens}"
-                )
-            importance = self.weights[kv_head].sum(0)
-            most = float(
-                importance[:sink_tokens].sum()
-                + importance[last:].sum()
-                + importance[sink_tokens:last].topk(best).values.sum()
-            )
-            mass = float(importance[list(tokens)].sum())
-            if mass < most * (1 - _TOPK_MASS_TOLERANCE):
-                raise ArithmeticError(
-                    f"KV head {kv_head}: the selection holds {mass:.5f} of the attention, "
-                    f"the best one {most:.5f}"
-                )
 
     def quality(
         self,

@@ -57,10 +57,9 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
     "tradeoff-options": ("tradeoff", tradeoff_tables.options_table),
 }
-GPU_PARTS = ("decode", "peers", "prefill", "batch")
+GPU_PARTS = ("decode", "peers", "prefill")
 # Of several parts of `perf.bench_gpu`, which write a file each: (the one that must be there, …).
 GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
-    "gpu-batch": ("batch", gpu_tables.gpu_batch_table),
     "gpu-decode": ("decode", gpu_tables.gpu_decode_table),
     "gpu-overlap": ("decode", gpu_tables.gpu_overlap_table),
     "gpu-prefill": ("prefill", gpu_tables.gpu_prefill_table),

@@ -103,11 +103,11 @@ class OffloadedCache(Cache):
             return torch.ones(len(self._seqs), self._num_columns, dtype=torch.bool)
         return self._attended[:, : self._num_columns]
 
-    def take(self, seq: int) -> None:
-        """Become a batch of one row without padding: sequence `seq`, which nobody else frees."""
+    def take(self, *seqs: int) -> None:
+        """Become a batch without padding: sequences of one length, which nobody else frees."""
         self.reset()
-        self._seqs.append(seq)
-        self._num_columns = self.store.kv_len(seq) + self._dropped(seq)
+        self._seqs.extend(seqs)
+        self._num_columns = self.store.kv_len(seqs[0]) + self._dropped(seqs[0])
 
     # What the model calls around a forward pass.
 

@@ -305,6 +305,11 @@ class Runtime:
         if self.generation_now is None:
             self._watch.check()
 
+    def close(self) -> None:
+        """Give its threads and the memory of its store back."""
+        self._decoder.close()
+        self.store.close()
+
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
         check_context(self.lean, num_tokens)

@@ -100,8 +100,7 @@ class BoundedModel:
     def close(self) -> None:
         """Give its threads and the memory of its store back."""
         for runtime in self.runtimes:
-            runtime._decoder.close()
-            runtime.store.close()
+            runtime.close()
 
 
 class SharedModel:

@@ -19,7 +19,7 @@ from offload.bench.decode.peers.transformers_compiled import CannotCompileError
 from offload.cli import app
 from offload.cli.bench import decode as bench_decode
 from offload.cli.bench.options import DTYPE_NAMES, MODEL_SHAPE_NAMES
-from offload.measuring.steps.measure import WARM_UP_STEPS, measure_pipeline
+from offload.measuring.steps.measure import WARM_UP_STEPS, measure_steps
 from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES
 from offload.policies.registry import make_policy
@@ -138,9 +138,9 @@ def test_every_repeat_continues_the_same_prompt(tiny_folders: dict[str, Path]) -
             session.decode(6)
             assert session._cache.kv_lens == [306]
             assert session._prompt.kv_lens == [300]
-            selections.append(session._runtime.attention.last_selection())
+            selections.append(session.runtime.attention.last_selection())
         assert selections[0] == selections[1]
-        measured, _ = measure_pipeline(session, repeats=1, traced_steps=0)
+        measured, _ = measure_steps(session, repeats=1, traced_steps=0)
         assert measured.steps == 6 - WARM_UP_STEPS
         session.close()
 

@@ -21,7 +21,7 @@ OLD = {
         "bench budget": [],
         "bench decode": ["--contexts", "-d"],
         "bench latency": ["--n-depth", "-d"],
-        "bench pipeline": ["--kv-len"],
+        "bench pipeline": ["--kv-len", "--contexts"],
         "eval needle": ["--lengths"],
         "eval perplexity": ["--lengths"],
         "eval ruler": ["--lengths"],
@@ -87,8 +87,7 @@ def test_each_has_its_one_spelling(name: str) -> None:
     assert ("--policy" in spellings) == (name in WITH_POLICY or name == "calibrate")
     assert "--json" in spellings
     arguments = [p.name for p in COMMANDS[name].params if p.param_type_name == "argument"]
-    no_model = name in ("env", "bench pipeline")
-    assert arguments == ([] if no_model else ["model"])
+    assert arguments == ([] if name == "env" else ["model"])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ are filled with random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.bench.decode.models import DecodeModel, OnDone, lean_model, release
+from offload.bench.decode.models import DecodeModel, OnDone, ignore, lean_model, release
 from offload.bench.decode.peers.transformers_compiled import CannotCompileError, decode_compiled
 from offload.bench.decode.peers.transformers_decode import (
     cache_bytes,
@@ -23,7 +23,9 @@ from offload.bench.decode.peers.transformers_decode import (
     filled_cache,
 )
 from offload.bench.eval.labels import policy_label, policy_options
-from offload.measuring.steps.measure import measure_pipeline
+from offload.measuring.steps.measure import measure_steps
+from offload.measuring.steps.session import DecodeSession
+from offload.measuring.steps.step_timeline import StepTimeline
 from offload.policies import Policy
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 from offload.system.torch_threads import torch_threads
@@ -52,6 +54,7 @@ class DecodePlan:
         num_steps: of ours, the graph and the compiled step, `repeats` times of ours.
         stock_steps: of transformers as it comes, which is slow.
         num_threads: of torch on a CPU; None: as torch has it.
+        traced_steps: of each of ours, once more, with marks: see `measure_steps`.
     """
 
     policies: Sequence[Policy]
@@ -61,10 +64,19 @@ class DecodePlan:
     repeats: int
     stock_steps: int
     num_threads: int | None
+    traced_steps: int = 0
 
 
-def measure_engines(model: DecodeModel, plan: DecodePlan, on_done: OnDone) -> Iterator[Row]:
+def measure_engines(
+    model: DecodeModel,
+    plan: DecodePlan,
+    on_done: OnDone = ignore,
+    on_traced: Callable[[Row, Sequence[StepTimeline]], None] = lambda row, steps: None,
+) -> Iterator[Row]:
     """Every engine at every context; those that do not fit the memory give a row that says so.
+
+    Args:
+        on_traced: gets the traced steps of each row of ours.
 
     Raises:
         ValueError: numbers out of range.
@@ -76,28 +88,39 @@ def measure_engines(model: DecodeModel, plan: DecodePlan, on_done: OnDone) -> It
                 kv_len, plan.policies, num_steps=plan.num_steps, on_done=on_done
             ) as opened:
                 for policy in plan.policies:
-                    with closing(opened(policy)) as session:
-                        measurement, _ = measure_pipeline(
-                            session,
-                            repeats=plan.repeats,
-                            traced_steps=0,
-                            on_progress=lambda done, total: on_done("repeats", done, total),
-                        )
+                    row, steps = our_row(opened(policy), kv_len, plan, on_done)
                     release(model.device)
-                    yield {
-                        "engine": OURS,
-                        "policy": policy.name,
-                        "label": policy_label(policy),
-                        "policy_options": policy_options(policy),
-                        "kv_len": kv_len,
-                        **asdict(measurement),
-                    }
+                    on_traced(row, steps)
+                    yield row
         for engine in plan.engines:
             if engine != "offload":
                 yield _peer_row(model, plan, engine, kv_len)
 
 
-def graph_row(model: DecodeModel, kv_len: int, *, num_steps: int, batch_size: int = 1) -> Row:
+def our_row(
+    session: DecodeSession, kv_len: int, plan: DecodePlan, on_done: OnDone = ignore
+) -> tuple[Row, list[StepTimeline]]:
+    """A session, which is closed, and its traced steps."""
+    policy = session.runtime.config.policy
+    with closing(session):
+        measurement, steps = measure_steps(
+            session,
+            repeats=plan.repeats,
+            traced_steps=plan.traced_steps,
+            on_progress=lambda done, total: on_done("repeats", done, total),
+        )
+    row = {
+        "engine": OURS,
+        "policy": policy.name,
+        "label": policy_label(policy),
+        "policy_options": policy_options(policy),
+        "kv_len": kv_len,
+        **asdict(measurement),
+    }
+    return row, steps
+
+
+def graph_row(model: DecodeModel, kv_len: int, *, num_steps: int) -> Row:
     """The all-on-GPU graph.
 
     Raises:
@@ -105,6 +128,7 @@ def graph_row(model: DecodeModel, kv_len: int, *, num_steps: int, batch_size: in
     """
     from offload.bench.decode.peers.all_on_gpu_graph import AllOnGPU
 
+    batch_size = model.batch_size
     try:
         engine = AllOnGPU(lean_model(model.stock), kv_len=kv_len, batch_size=batch_size)
         row = seconds_row(GRAPH, kv_len, batch_size, engine.decode_seconds(num_steps))
@@ -115,19 +139,13 @@ def graph_row(model: DecodeModel, kv_len: int, *, num_steps: int, batch_size: in
     return row
 
 
-def stock_row(
-    model: DecodeModel,
-    kv_len: int,
-    *,
-    offloaded: bool,
-    num_steps: int,
-    batch_size: int = 1,
-) -> Row:
+def stock_row(model: DecodeModel, kv_len: int, *, offloaded: bool, num_steps: int) -> Row:
     """transformers.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
     """
+    batch_size = model.batch_size
     num_bytes = cache_bytes(model.stock, kv_len=kv_len, batch_size=batch_size)
     try:
         cache = filled_cache(model.stock, kv_len=kv_len, batch_size=batch_size, offloaded=offloaded)
@@ -140,13 +158,14 @@ def stock_row(
     return row | {"memory": {"kv_host" if on_host else "kv_device": num_bytes}}
 
 
-def compiled_row(model: DecodeModel, kv_len: int, *, num_steps: int, batch_size: int = 1) -> Row:
+def compiled_row(model: DecodeModel, kv_len: int, *, num_steps: int) -> Row:
     """transformers with a static cache and a compiled step.
 
     Raises:
         CannotCompileError: it cannot be compiled here.
         torch.OutOfMemoryError: it does not fit.
     """
+    batch_size = model.batch_size
     num_bytes = cache_bytes(model.stock, kv_len=kv_len, batch_size=batch_size)
     try:
         found = decode_compiled(
@@ -197,11 +216,11 @@ def _peer_row(model: DecodeModel, plan: DecodePlan, engine: str, kv_len: int) ->
         "engine": name,
         "policy": None,
         "kv_len": kv_len,
-        "batch_size": 1,
+        "batch_size": model.batch_size,
         "milliseconds": None,
         "tokens_per_second": None,
     }
-    num_bytes = cache_bytes(model.stock, kv_len=kv_len)
+    num_bytes = cache_bytes(model.stock, kv_len=kv_len, batch_size=model.batch_size)
     if (on_cpu or engine == "transformers-offloaded") and num_bytes > host_memory_limit_bytes():
         return missing | {"missing": f"needs {format_bytes(num_bytes)} of host memory for KV"}
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from offload.cli.bench import decode, latency, pipeline, quality
+from offload.cli.bench import decode, latency, quality
 from offload.cli.commands import CommandGroup
 from offload.cli.spelling import Command
 
@@ -16,7 +16,11 @@ app = typer.Typer(
     help="Measure kernels, policies and whole decode steps on this machine.",
 )
 
-for command in (decode.decode, latency.latency, pipeline.pipeline, quality.quality):
+for command in (decode.decode, latency.latency, quality.quality):
     app.command(cls=Command)(command)
-for old in ("budget", "selection"):
-    app.command(old, cls=Command, hidden=True)(quality.quality)
+for old, new in (
+    ("budget", quality.quality),
+    ("pipeline", decode.decode),
+    ("selection", quality.quality),
+):
+    app.command(old, cls=Command, hidden=True)(new)

@@ -21,7 +21,7 @@ OLD = {
         "bench budget": [],
         "bench decode": ["--contexts", "-d"],
         "bench latency": ["--n-depth", "-d"],
-        "bench pipeline": ["--kv-len", "--contexts"],
+        "bench pipeline": ["--kv-len"],
         "eval needle": ["--lengths"],
         "eval perplexity": ["--lengths"],
         "eval ruler": ["--lengths"],
@@ -34,7 +34,6 @@ OLD = {
     },
     "--threads": {"calibrate": ["--num-threads"], "generate": ["--num-threads"]},
     "--option": {
-        "bench pipeline": ["--policy-option"],
         "generate": ["--policy-option"],
         "plan": ["--policy-option"],
     },

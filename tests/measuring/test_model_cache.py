@@ -154,7 +154,7 @@ def test_layers_may_repeat_in_memory_of_their_own(pool: WorkerPool, rotary_emb: 
     store, (seq,) = cache.store, cache.seqs
     assert torch.equal(store.gather(seq, 0)[0], store.gather(seq, 2)[0])
     assert not torch.equal(store.gather(seq, 0)[0], store.gather(seq, 1)[0])
-    assert len(np.unique(store.page_table(seq))) == SHAPE.num_layers * -(-KV_LEN // 256)
+    assert len(np.unique(store.page_table(seq)[:, :3])) == SHAPE.num_layers * -(-KV_LEN // 256)
     first, second = cache.arrays[policy][0][2], cache.arrays[policy][0][3]
     assert sorted(cache.arrays[policy][0]) == [2, 3]  # the first two are dense
     assert first["bounds"].ctypes.data != second["bounds"].ctypes.data

@@ -86,6 +86,7 @@ def decode(
         typer.Option(
             "--context",
             "--contexts",
+            "--kv-len",
             "-d",
             metavar="COUNTS",
             help=f"Tokens of the prompts. \\[default: {GPU_DEFAULTS[1]}; on a CPU "

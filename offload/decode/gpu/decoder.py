@@ -56,7 +56,6 @@ class DeviceDecoder:
         choose: the placement for what is to come, asked whenever a generation begins, and when its
             placement does not fit. None: `placement` is for all.
         num_parts: parts that the rows of a step are cut into; None: what proves faster.
-        make_handshake: another one than `handshake.make_handshake`'s, for benches.
 
     Attributes:
         after_projection, on_mark: see `DeviceStep`; steps with others are captured apart.
@@ -81,7 +80,6 @@ class DeviceDecoder:
         keeps_placement: bool = True,
         choose: PlacementChooser | None = None,
         num_parts: int | None = None,
-        make_handshake: Callable[..., Handshake] = make_handshake,
     ) -> None:
         self.model, self.store, self.device = model, store, device
         self.pool = WorkerPool(num_threads)
@@ -98,7 +96,7 @@ class DeviceDecoder:
         self._window = window_of(policy)
         self._weights = DeviceWeights.of(model)
         self._backend = backend
-        self._make_handshake = make_handshake
+        self._make_handshake: Callable[..., Handshake] = make_handshake
         self._deadline_seconds = deadline_seconds
         self._device_budget_bytes = device_budget_bytes
         self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts

@@ -9,7 +9,7 @@ One number per KV head of a layer is solved for, by bisection, for all queries o
 the blocks that it selects for them have as many tokens as they need in all. What they need is a
 choice (`Calibrate`). In the paper it is what exact attention takes for p, "tokens". Where a metric
 finds less than that, as bounds do, fewer weights are kept where more tokens were needed; "mass" is
-what its own order takes until p of true attention is held. docs/policies.md has how they compare.
+what its own order takes until p of true attention is held. docs/notes/hard-kv.md compares them.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class PerHead(Policy):
     """`retrieval` for the retrieval heads, `rest` for the others.
 
     In the first `dense_layers` all heads retrieve: with Full they are dense, and what they look at
-    broadly a sketch finds as well (docs/policies.md).
+    broadly a sketch finds as well (docs/notes/retrieval-heads.md).
 
     Args:
         retrieval: Full, or a policy that selects in every layer, such as ExactTopK. None takes

@@ -7,9 +7,11 @@ The same results give the same file. A file holds a digest of the results it sho
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,32 @@ _CPU_ENGINES = (
 
 
 _MARKERS = "osD^v"
-_PEER_LINES = {GRAPH: ":", STOCK: "--", STOCK_ON_CPU: "--"}
-_FARTHEST = 3.0  # of the slowest policy: peers beyond are named, not drawn
-_TICKS = [n * 10**e for e in range(-1, 4) for n in (1, 1.5, 2, 3, 4, 5, 7)]
+_BASELINE_LINES = {GRAPH: ":", STOCK: "--", STOCK_ON_CPU: "--"}
+_FARTHEST = 2.0  # of the slowest policy: baselines beyond are named, not drawn
+# On a light and on a dark background each has a contrast of at least 3 to 1.
+_POLICY_COLORS = {
+    "exact_topk": "#7d8590",
+    "lfps": "#2f81f7",
+    "lychee_cluster": "#e5404b",
+    "sketch": "#a8681e",
+    "per_head": "#2b9348",
+    "union": "#8a63d2",
+    "lychee_decode": "#d6409f",
+    "tidal_decode": "#0b8f9c",
+    "quest": "#d9730d",
+    "streaming_llm": "#7a8f00",
+}
+_CHARACTER_POINTS = 5.2  # width of a character of small text
+_LINE_POINTS = 9.0
+_NEAR_POINTS = 14.0  # names farther from their points have a line
+# Colours of text, of what matters less and of the background, on a light page and a dark one.
+_INK, _FAINT, _PAPER = "#1f2328", "#818b98", "#ffffff"
+_DARK = {_INK: "#e6edf3", _FAINT: "#848d97", _PAPER: "#0d1117"}
+_TICKS = [n * 10**e for e in range(-1, 4) for n in (1, 1.2, 1.5, 2, 3, 4, 5, 7)]
 _WHERE = {"cuda": "with a GPU", "cpu": "CPU only"}
 
+# Of a policy: (budget or None, milliseconds, score) each.
+_Curve = list[tuple[int | None, float, float]]
 # By engine: (context, median, 10th and 90th percentile of the milliseconds per token) each.
 _Lines = dict[str, list[tuple[int, float, float, float]]]
 
@@ -87,86 +110,180 @@ def plot_time_per_token(gpu: Results, cpu: dict[str, Any], path: Path) -> None:
 
 
 def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
-    """Quality by milliseconds per token: a row of panels for each device, one for each length."""
+    """Quality by milliseconds per token at the shortest and the longest context of each device."""
     rows = result["rows"]
     devices, lengths = devices_of(rows), sorted({row["length"] for row in rows})
+    ends = list(dict.fromkeys((lengths[0], lengths[-1])))
     figure, all_axes = _pyplot().subplots(
         len(devices),
-        len(lengths),
-        figsize=(3.1 * len(lengths), 2.9 * len(devices) + 0.8),
+        len(ends),
+        figsize=(5.5 * len(ends), 3.9 * len(devices)),
         sharey="col",
         squeeze=False,
     )
-    entries: dict[str, Any] = {}
+    points: list[tuple[Any, dict[str, _Curve]]] = []
     for device, of_device in zip(devices, all_axes, strict=True):
-        for length, axes in zip(lengths, of_device, strict=True):
-            _draw_policies(axes, result, device, length)
-            _draw_peers(axes, rows, device, length)
+        for length, axes in zip(ends, of_device, strict=True):
+            curves = _curves(result, device, length)
+            _draw_policies(axes, curves)
+            _draw_baselines(axes, rows, device, length, curves)
             axes.set_xscale("log")
             least, most = axes.get_xlim()
             ticks = [tick for tick in _TICKS if least <= tick <= most]
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize="small")
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axes.set_xticks([], minor=True)
             axes.set_xlim(least, most)
-            axes.set_title(f"{length:,} tokens, {_WHERE[device]}", fontsize="medium")
+            axes.set_ylim(-3, 95)
+            axes.set_title(f"{length:,} tokens, {_WHERE[device]}")
             axes.grid(alpha=0.3)
-            handles, labels = axes.get_legend_handles_labels()
-            entries |= dict(zip(labels, handles, strict=True))
-        of_device[0].set_ylabel("RULER, %")
+            points.append((axes, curves))
+        of_device[0].set_ylabel("RULER, % right")
     for axes in all_axes[-1]:
-        axes.set_xlabel("ms per token")
-    figure.legend(
-        entries.values(),
-        entries.keys(),
-        fontsize="small",
-        frameon=False,
-        ncols=5,
-        loc="lower center",
-    )
-    _save(figure, path, result, bottom=0.3 / len(devices))  # below the panels is the legend
+        axes.set_xlabel("ms per token, batch 1")
+    figure.tight_layout()  # as in `_save`: where labels have room depends on it
+    for axes, curves in points:
+        _label_policies(axes, curves)
+    _save(figure, path, result)
 
 
-def _draw_policies(axes: Any, result: dict[str, Any], device: str, length: int) -> None:
-    """A colour for each policy and a marker for each budget."""
-    rows, policies = result["rows"], result["settings"]["policies"]
+def _curves(result: dict[str, Any], device: str, length: int) -> dict[str, _Curve]:
+    """By policy: (budget, milliseconds, score) of each budget; of `full` the budget is None."""
+    rows = result["rows"]
     scores = {
         row["label"]: row["score"]
         for row in rows
         if (row["part"], row["length"]) == ("quality", length)
     }
-    names = list(dict.fromkeys(label.split(" ")[0] for label in policies))
-    budgets = sorted({options.get("budget_tokens", 0) for options in policies.values()} - {0})
-    for label, options in policies.items():
+    found: dict[str, _Curve] = {}
+    for label, options in result["settings"]["policies"].items():
         speed, score = speed_of(rows, device, length, label), scores.get(label)
-        if speed is None or score is None:
-            continue
-        budget = options.get("budget_tokens")
-        axes.plot(
-            speed["milliseconds"],
-            100 * score,
-            marker="*" if budget is None else _MARKERS[budgets.index(budget) % len(_MARKERS)],
-            markersize=11 if budget is None else 6,
-            color=f"C{names.index(label.split(' ')[0])}",
-            linestyle="none",
-            label=label,
-        )
+        if speed is not None and score is not None:
+            point = (options.get("budget_tokens"), speed["milliseconds"], 100 * score)
+            found.setdefault(label.split(" ")[0], []).append(point)
+    return found
 
 
-def _draw_peers(axes: Any, rows: Sequence[Row], device: str, length: int) -> None:
-    """Lines; what is far beyond all policies is only named."""
-    slowest = max((line.get_xdata()[0] for line in axes.lines), default=math.inf)
-    for peer, style in _PEER_LINES.items():
-        speed, name = speed_of(rows, device, length, peer), peer.split(",")[0]
+def _draw_policies(axes: Any, curves: dict[str, _Curve]) -> None:
+    """A colour for each policy, a marker for each budget, and a line that joins them."""
+    budgets = sorted({budget or 0 for curve in curves.values() for budget, *_ in curve} - {0})
+    for policy, curve in curves.items():
+        color = _POLICY_COLORS.get(policy, _INK)
+        axes.plot([x for _, x, _ in curve], [y for *_, y in curve], color=color, linewidth=1)
+        for budget, x, y in curve:
+            marker = "*" if budget is None else _MARKERS[budgets.index(budget) % len(_MARKERS)]
+            axes.plot(x, y, marker=marker, markersize=12 if budget is None else 6, color=color)
+
+
+def _draw_baselines(
+    axes: Any, rows: Sequence[Row], device: str, length: int, curves: dict[str, _Curve]
+) -> None:
+    """Named lines; of what is far beyond all policies only the name."""
+    slowest = max((x for curve in curves.values() for _, x, _ in curve), default=math.inf)
+    num_far = 0
+    for engine, style in _BASELINE_LINES.items():
+        speed, name = speed_of(rows, device, length, engine), engine.split(",")[0]
         if speed is None:
             continue
         milliseconds = speed["milliseconds"]
         if milliseconds < _FARTHEST * slowest:
-            axes.axvline(milliseconds, color="0.6", linestyle=style, label=name)
-            continue
-        place = (0.98, 0.02 + 0.08 * len(axes.texts))
-        text = f"{name} {milliseconds:,.0f} ms \N{RIGHTWARDS ARROW}"
-        transform = axes.transAxes
-        axes.text(*place, text, transform=transform, ha="right", color="0.5", fontsize="small")
+            axes.axvline(milliseconds, color=_FAINT, linestyle=style)
+            place, rotation, text = (milliseconds, 0.03), 90, name
+            transform, align = axes.get_xaxis_transform(), "left"
+        else:
+            place, rotation = (0.98, 0.02 + 0.06 * num_far), 0
+            text = f"{name} {milliseconds:,.0f} ms \N{RIGHTWARDS ARROW}"
+            transform, align = axes.transAxes, "right"
+            num_far += 1
+        axes.text(
+            *place,
+            text,
+            transform=transform,
+            rotation=rotation,
+            ha=align,
+            va="bottom",
+            color=_FAINT,
+            fontsize="small",
+        )
+
+
+def _label_policies(axes: Any, curves: dict[str, _Curve]) -> None:
+    """A name near the point of each policy's largest budget."""
+    to_points = 72 / axes.figure.dpi
+    inside = _Box(*(to_points * edge for edge in axes.bbox.extents))
+    at = {
+        policy: [tuple(to_points * axes.transData.transform((x, y))) for _, x, y in curve]
+        for policy, curve in curves.items()
+    }
+    taken = [_Box.around(x, y, 7, 7) for points in at.values() for x, y in points]
+    for policy, points in sorted(at.items(), key=lambda item: -item[1][0][1]):
+        largest = max(range(len(points)), key=lambda i: curves[policy][i][0] or 0)
+        x, y = points[largest]
+        box = _free_box(x, y, _CHARACTER_POINTS * len(policy), inside, taken)
+        taken.append(box)
+        dx, dy = (box.left + box.right) / 2 - x, (box.bottom + box.top) / 2 - y
+        line = {"arrowstyle": "-", "color": _FAINT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+        is_far = math.hypot(max(0.0, abs(dx) - (box.right - box.left) / 2), dy) > _NEAR_POINTS
+        label = axes.annotate(
+            policy,
+            curves[policy][largest][1:],
+            (dx, dy),
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            color=_POLICY_COLORS.get(policy, _INK),
+            fontsize="small",
+            arrowprops=line if is_far else None,
+        )
+        label.set_in_layout(False)
+
+
+def _free_box(x: float, y: float, width: float, inside: _Box, taken: Sequence[_Box]) -> _Box:
+    """The nearest place for a name at a point that covers nothing; the one that covers least if
+    there is none."""
+    found, least = None, math.inf
+    for distance in range(9, 100, 3):
+        for angle in range(0, 360, 15):
+            away_x, away_y = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+            centre_x = x + distance * away_x + width / 2 * max(-1, min(1, 2 * away_x))
+            box = _Box.around(centre_x, y + distance * away_y, width, _LINE_POINTS)
+            covered = sum(box.overlaps(other) for other in taken)
+            covered += 0 if inside.contains(box) else len(taken)
+            if covered < least:
+                found, least = box, covered
+        if least == 0:
+            break
+    assert found is not None
+    return found
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A rectangle of a figure, in points."""
+
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    @classmethod
+    def around(cls, x: float, y: float, width: float, height: float) -> _Box:
+        return cls(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+
+    def overlaps(self, other: _Box) -> bool:
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.bottom < other.top
+            and other.bottom < self.top
+        )
+
+    def contains(self, other: _Box) -> bool:
+        return (
+            self.left <= other.left
+            and self.bottom <= other.bottom
+            and other.right <= self.right
+            and other.top <= self.top
+        )
 
 
 def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:
@@ -283,17 +400,31 @@ def _pyplot() -> Any:
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "offload"
+    for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
+        matplotlib.rcParams[name] = _INK
     from matplotlib import pyplot
 
     return pyplot
 
 
-def _save(figure: Any, path: Path, results: Any, *, bottom: float = 0.0) -> None:
+def _save(figure: Any, path: Path, results: Any) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout(rect=(0, bottom, 1, 1))
-    figure.savefig(path, metadata={"Date": None, "Identifier": _digest(results)})
+    figure.tight_layout()
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None, "Identifier": _digest(results)})
     _pyplot().close(figure)
+    path.write_text(drawn.getvalue().replace("<defs>", f"<defs>\n{_dark_style()}", 1), "utf-8")
+
+
+def _dark_style() -> str:
+    """CSS that swaps colours where the reader prefers a dark page."""
+    rules = [
+        f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
+        for light, dark in _DARK.items()
+        for what in ("fill", "stroke")
+    ]
+    return f"<style>@media (prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
 
 
 def _color(engine: str, engines: list[str]) -> tuple[float, ...]:
@@ -302,6 +433,6 @@ def _color(engine: str, engines: list[str]) -> tuple[float, ...]:
 
     family = next((name for name in _HUES if engine.startswith(name)), engine)
     members = [other for other in engines if other.startswith(family)]
-    shade = 0.75 - 0.4 * members.index(engine) / len(members)
+    shade = 0.65 - 0.3 * members.index(engine) / len(members)
     color: tuple[float, ...] = colormaps[_HUES.get(family, "Purples")](shade)
     return color

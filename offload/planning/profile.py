@@ -151,7 +151,7 @@ class MachineProfile:
 
     @property
     def key(self) -> dict[str, Any]:
-        """Of `machine_key`."""
+        """What `machine_key` says of the machine that it was measured on."""
         return {
             "cpu": self.cpu,
             "isa": self.isa,

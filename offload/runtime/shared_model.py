@@ -270,7 +270,7 @@ class SharedModel:
             cache.reset()
 
     def _builds(self, seq: int, num_tokens: int) -> list[PrefillBuild]:
-        """Of every policy that builds while a GPU reads; others build when they decode."""
+        """Builds of every policy that builds while a GPU reads; others build when they decode."""
         attentions = [runtime.attention for runtime in self.runtimes]
         builds = [
             attention.prefill_build([seq], [num_tokens])

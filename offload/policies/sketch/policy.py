@@ -203,7 +203,7 @@ class Sketch(SparsePolicy):
         return finish
 
     def device_codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
-        """Of all units of sparse layers."""
+        """Codes of all units of sparse layers."""
         if not self._max_candidates:
             return None
         sparse = np.arange(num_layers) >= self.dense_layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.bench.decode.engines import GRAPH, STOCK, STOCK_ON_CPU
@@ -59,7 +59,7 @@ def in_short_table(result: dict[str, Any], latency: dict[str, Any] | None) -> st
     return table(columns, [label for label in labels if label in result["settings"]["policies"]])
 
 
-def _difference(columns: Columns, label: str) -> str:
+def _difference(columns: Mapping[str, Any], label: str) -> str:
     """The difference with its interval."""
     difference, interval = (columns[name](label) for name in ("difference", "95 % interval"))
     return difference if interval == UNKNOWN else f"{difference} ({interval})"

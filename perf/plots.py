@@ -23,7 +23,7 @@ from perf.tables.tradeoff_tables import devices_of, speed_of
 
 _HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges", GRAPH: "Greens"}
 _GPU_ENGINES = (STOCK_OFFLOADED, STOCK, GRAPH, OURS)
-_GPU_POLICIES = ("lychee_cluster", "lfps")
+_GPU_POLICIES = ("tidal_decode", "lychee_cluster", "lfps")
 _CPU_ENGINES = (
     *("transformers", "transformers, static cache", "llama.cpp", "llama.cpp, flash attention"),
     *("offload full", "offload exact_topk"),

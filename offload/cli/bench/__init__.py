@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli.bench import budget, decode, latency, pipeline, selection
+from offload.cli.bench import decode, latency, pipeline, quality
 from offload.cli.bench.options import (
     DTYPE_NAMES,
     LAYER_SHAPE_NAMES,
@@ -37,7 +37,9 @@ app = typer.Typer(
 # offload.bench.attention.measure has these, but imports torch; tests compare the two.
 KERNEL_NAMES = ("dense", "sparse", "topk")
 
-app.command(cls=Command)(selection.selection)
+app.command(cls=Command)(quality.quality)
+for old in ("budget", "selection"):
+    app.command(old, cls=Command, hidden=True)(quality.quality)
 
 
 @app.command(cls=Command)
@@ -147,5 +149,5 @@ def _print_table(title: str, measurements: list[AttentionMeasurement]) -> None:
     stdout().print(make_table(header, map(cells, measurements), title=title, caption=caption))
 
 
-for command in (budget.budget, decode.decode, latency.latency, pipeline.pipeline):
+for command in (decode.decode, latency.latency, pipeline.pipeline):
     app.command(cls=Command)(command)

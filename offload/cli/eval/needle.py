@@ -100,7 +100,7 @@ def needle(
         from offload.bench.eval.haystack import described
 
         if plot is not None:
-            from offload.bench.selection.output import check_plot
+            from offload.bench.eval.output import check_plot
 
             check_plot(plot)
         document = answer_all(

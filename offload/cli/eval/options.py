@@ -215,9 +215,8 @@ def bounds_of(host_shares: str, evictions: str, device: str) -> list[Bound]:
             f"bounds are scored on the CPU, but --device is {device}; leave one of them out",
             param_hint="--host-share",
         )
-    from offload.bench.budget.bounded_text import check_share
-    from offload.bench.budget.evictions import AUTO, EVICTIONS
-    from offload.bench.eval.bounds import Bound
+    from offload.bench.eval.bounds import Bound, check_share
+    from offload.bench.eval.evictions import AUTO, EVICTIONS
 
     found = shares(host_shares, option="--host-share")
     names = comma_separated(evictions, option="--evictions", available=(AUTO, *EVICTIONS))

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from offload.loading.gguf import LONG_CONTEXT_ADAPTER
 from perf.plots import (
     is_current,
     plot_decode,
+    plot_rooms,
     plot_time_per_token,
-    plot_tradeoff,
     plot_training,
     time_per_token_caption,
     time_plot_is_current,
@@ -37,6 +38,7 @@ from perf.tables import (
     tradeoff_tables,
 )
 from perf.tables.gpu_tables import Results
+from perf.tradeoff_plot import plot_tradeoff
 
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
@@ -83,6 +85,7 @@ DOCS = ROOT / "docs"
 DECODE_PLOT = DOCS / "decode.svg"
 TIME_PLOT = DOCS / "time-per-token.svg"
 TRAINING_PLOT = DOCS / "long-context-training.svg"
+ROOMS_PLOT = DOCS / "rooms.svg"
 TRADEOFF_PLOT = DOCS / "tradeoff.svg"
 TRAINING_LOG = LONG_CONTEXT_ADAPTER / "log.json"
 _SECTION = re.compile(r"<!-- perf:(?P<name>[\w-]+) -->\n.*?<!-- /perf:(?P=name) -->", re.DOTALL)
@@ -155,11 +158,14 @@ def plots(*, outdated_only: bool) -> dict[Path, Callable[[], None]]:
     log = json.loads(TRAINING_LOG.read_text("utf-8"))
     if not (outdated_only and is_current(TRAINING_PLOT, log)):
         found[TRAINING_PLOT] = lambda: plot_training(log, TRAINING_PLOT)
-    if cpu is not None and not (outdated_only and is_current(DECODE_PLOT, cpu)):
-        found[DECODE_PLOT] = lambda: plot_decode(cpu, DECODE_PLOT)
-    tradeoff = read_results("tradeoff")
-    if tradeoff is not None and not (outdated_only and is_current(TRADEOFF_PLOT, tradeoff)):
-        found[TRADEOFF_PLOT] = lambda: plot_tradeoff(tradeoff, TRADEOFF_PLOT)
+    for name, path, draw in (
+        ("decode", DECODE_PLOT, plot_decode),
+        ("gpu-rooms", ROOMS_PLOT, plot_rooms),
+        ("tradeoff", TRADEOFF_PLOT, plot_tradeoff),
+    ):
+        result = read_results(name)
+        if result is not None and not (outdated_only and is_current(path, result)):
+            found[path] = partial(draw, result, path)
     if cpu is None or "decode" not in gpu:
         return found
     if not (outdated_only and time_plot_is_current(gpu, cpu, TIME_PLOT)):

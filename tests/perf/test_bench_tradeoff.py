@@ -16,9 +16,10 @@ from offload.bench.eval.record_file import RecordFile
 from offload.bench.eval.sample import Sample
 from offload.policies.state import PolicyStates
 from perf import bench_tradeoff
-from perf.plots import is_current, plot_tradeoff
+from perf.plots import is_current
 from perf.tables.tradeoff_tables import in_short_table, options_table, tradeoff_table
 from perf.tradeoff import quality, speed
+from perf.tradeoff_plot import plot_tradeoff
 
 LABELS = ["full", "exact_topk 96", "lfps 96 alpha=0.4"]
 

@@ -17,16 +17,8 @@ from offload.cli.console import (
     stderr,
     stdout,
 )
-from offload.cli.options import (
-    BUDGET_HELP,
-    DTYPE_HELP,
-    POLICY_HELP,
-    Verbose,
-    check_name,
-    memory_budgets,
-    policy_options,
-)
-from offload.policies.registry import make_policy, policy_names
+from offload.cli.options import DType, PolicyChoice, Verbose, memory_budgets
+from offload.policies.registry import make_policy
 
 if TYPE_CHECKING:
     from offload.loading.planned_model import PlannedModel
@@ -47,17 +39,8 @@ def plan(
             f"{', '.join(SHAPE_NAMES)}. Only its config is read."
         ),
     ],
-    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "auto",
-    policy_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "--policy-option",
-            metavar="KEY=VALUE",
-            help="An option of the policy, such as dense_layers=1. Repeatable.",
-        ),
-    ] = None,
-    budget_tokens: Annotated[int | None, typer.Option(min=1, help=BUDGET_HELP)] = None,
+    *,
+    chosen: PolicyChoice,
     context: Annotated[
         int | None,
         typer.Option(
@@ -82,7 +65,7 @@ def plan(
             r"\[default: what the machine has]",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
+    dtype: DType = "auto",
     placement: Annotated[
         Path | None,
         typer.Option(
@@ -146,10 +129,9 @@ def plan(
 
         offload plan llama-3.1-8b --profile h200.json
     """
-    check_name(policy, policy_names(), kind="policy ", option="--policy")
+    options = chosen.options()
     if remeasure and profile is not None:
         raise typer.BadParameter("a given profile is not measured", param_hint="--remeasure")
-    options = policy_options(policy_option or [], budget_tokens)
     budgets = memory_budgets(max_memory or []) or {}
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
         from offload.decode.gpu.placement import HeadPlacement
@@ -163,7 +145,7 @@ def plan(
         from offload.system.memory import parse_size
 
         planned = planned_model(model, dtype)
-        made_policy = make_policy(policy, **options)
+        made_policy = make_policy(chosen.policy, **options)
         tokens = context or planned.shape.max_context
         # What this machine has left does not bound one that is not there yet.
         limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in budgets.items()}

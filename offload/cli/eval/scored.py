@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.console import no_loading_bars, print_json, quiet_transformers, stderr, stdout
+from offload.cli.eval.options import Questions, Runs
 from offload.system.version import __version__
 
 if TYPE_CHECKING:
@@ -30,10 +31,7 @@ class Setup:
     model: str
     policies: Sequence[Policy]
     bounds: Sequence[Bound]
-    dtype: str
-    device: str
-    threads: int | None
-    page_tokens: int
+    runs: Runs
     verbose: bool
 
     @property
@@ -72,11 +70,12 @@ class Setup:
         """How it runs; refuses a device or dtype that there is not."""
         from offload.runtime.config import runtime_config
 
+        runs = self.runs
         return runtime_config(
-            dtype=self.dtype,
-            device=self.device,
-            num_threads=self.threads,
-            page_tokens=self.page_tokens,
+            dtype=runs.dtype,
+            device=runs.device,
+            num_threads=runs.threads,
+            page_tokens=runs.page_tokens,
         )
 
     def check_bounds(self, num_tokens: int) -> None:
@@ -112,10 +111,7 @@ class Setup:
         return {
             "model": self.model,
             "checkpoint": checkpoint_digest(folder),
-            "dtype": self.dtype,
-            "device": self.device,
-            "threads": self.threads,
-            "page_tokens": self.page_tokens,
+            **asdict(self.runs),
             "bounds": [asdict(bound) for bound in self.bounds],
             "version": __version__,
             "policies": dict(zip(self.labels, options, strict=True)),
@@ -191,10 +187,9 @@ def measure_all(
 def answer_all(
     command: str,
     setup: Setup,
+    questions: Questions,
     make_samples: Callable[[Any, bool], list[Sample]],
     *,
-    lengths: Sequence[int],
-    chat_template: bool | None,
     resume: Path | None,
     settings: Mapping[str, Any],
     shared_texts: bool = False,
@@ -204,7 +199,7 @@ def answer_all(
 
     Args:
         make_samples: gets the tokenizer, and whether prompts have its chat template.
-        settings: of the prompts, by the names of the command's options.
+        settings: of the prompts, beside `questions`, by the names of the command's options.
         shared_texts: as `summaries` has it.
         decode_last: as `answer_sample` has it.
     """
@@ -214,13 +209,14 @@ def answer_all(
     from offload.loading.names import load_tokenizer
     from offload.system.machine import describe_machine
 
+    lengths = questions.all_lengths()
     check_lengths(setup.model, lengths)
     if decode_last >= min(lengths):
         raise ValueError(
             f"--decode-last {decode_last} leaves nothing to read of prompts of {min(lengths)} "
             "tokens; lower it or raise --context"
         )
-    chat = uses_chat_template(load_tokenizer(setup.model), chat_template)
+    chat = uses_chat_template(load_tokenizer(setup.model), questions.chat_template)
 
     def make(tokenizer: Any) -> list[Sample]:
         return make_samples(tokenizer, chat)
@@ -246,7 +242,14 @@ def answer_all(
         measure,
         count_tokens,
         resume=resume,
-        settings={**settings, "chat_template": chat, "decode_last": decode_last},
+        settings={
+            **settings,
+            "lengths": lengths,
+            "samples": questions.samples,
+            "seed": questions.seed,
+            "chat_template": chat,
+            "decode_last": decode_last,
+        },
     )
     return {
         "machine": describe_machine(),

@@ -136,13 +136,13 @@ class Loading:
             help=r"How GPU and CPU wait for each other: graph or stream. \[default: the fastest]"
         ),
     ] = None
-    num_thasked: Annotated[
+    num_threads: Annotated[
         int | None,
         typer.Option(
-            "--thasked",
-            "--num-thasked",
+            "--threads",
+            "--num-threads",
             min=1,
-            help=r"CPU thasked. \[default: all this process may use, but one with a GPU]",
+            help=r"CPU threads. \[default: all this process may use, but one with a GPU]",
         ),
     ] = None
     tensor_parallel_size: Annotated[
@@ -151,7 +151,7 @@ class Loading:
             min=1,
             metavar="N",
             help="GPUs that run the model together, each with a part of its heads and its own "
-            "process. --max-memory cpu= is for all of them, --thasked for each.",
+            "process. --max-memory cpu= is for all of them, --threads for each.",
         ),
     ] = 1
     max_memory: Annotated[

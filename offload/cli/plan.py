@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offload.cli.bench.options import MODEL_SHAPE_NAMES
 from offload.cli.console import (
     print_json,
     print_marked,
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from offload.planning.profile import MachineProfile
     from offload.policies import Policy
 
-# offload.measuring.synthetic.random_model has these, but imports torch; tests compare the two.
-SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
 _machine_option = partial(typer.Option, rich_help_panel="On which machine")
 
 
@@ -36,7 +35,7 @@ def plan(
         str,
         typer.Argument(
             help="Folder, .gguf file, hub id, an embedded model's name, or a shape: "
-            f"{', '.join(SHAPE_NAMES)}. Only its config is read."
+            f"{', '.join(MODEL_SHAPE_NAMES)}. Only its config is read."
         ),
     ],
     *,

@@ -18,7 +18,7 @@ from offload.cli.bench.options import (
     check_name,
     make_table,
 )
-from offload.cli.commands import CommandGroup
+from offload.cli.commands import command_group
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import comma_separated, counts
 from offload.cli.spelling import Command
@@ -26,13 +26,7 @@ from offload.cli.spelling import Command
 if TYPE_CHECKING:
     from offload.bench.attention.measure import AttentionMeasurement
 
-app = typer.Typer(
-    cls=CommandGroup,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Measure kernels, policies and whole decode steps on this machine.",
-)
+app = command_group(help="Measure kernels, policies and whole decode steps on this machine.")
 
 # offload.bench.attention.measure has these, but imports torch; tests compare the two.
 KERNEL_NAMES = ("dense", "sparse", "topk")

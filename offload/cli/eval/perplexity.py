@@ -11,7 +11,7 @@ from offload.bench.eval.haystack import described, prose_text
 from offload.bench.eval.output import BOUND_LEGEND, PERPLEXITY_LEGEND, perplexity_table
 from offload.cli.console import print_json, running
 from offload.cli.eval import options as opt
-from offload.cli.eval.scored import Setup, check_lengths, measure_all, print_tables
+from offload.cli.eval.scored import Setup, measure_all, print_tables
 from offload.cli.options import DEFAULT_MODEL, ModelName, Verbose, counts
 from offload.system.machine import describe_machine
 
@@ -98,7 +98,7 @@ def perplexity(
         return measure_window(model, setup.labels, window, setup.bounds)
 
     with running(verbose=verbose):
-        check_lengths(model, [length + steps for length in all_lengths], "--context or --steps")
+        setup.check_lengths([length + steps for length in all_lengths], "--context or --steps")
         options, records = measure_all(
             "perplexity",
             setup,

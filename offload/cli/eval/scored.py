@@ -8,17 +8,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.bench.eval.output import BOUND_LEGEND, LEGEND, cell_table, markdown, summary_table
+from offload.bench.eval.output import Table as EvalTable
+from offload.bench.eval.prompt import prompt_counter, uses_chat_template
+from offload.bench.eval.record_file import Record, RecordFile
+from offload.bench.eval.sample import Item, Sample, key_of
+from offload.bench.eval.summary import cell_rows, summaries
 from offload.cli.console import no_loading_bars, print_json, quiet_transformers, stderr, stdout
 from offload.cli.eval.options import Questions, Runs
+from offload.policies.auto import Auto
+from offload.system.machine import describe_machine
 from offload.system.version import __version__
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from offload.bench.eval.bounds import Bound
-    from offload.bench.eval.output import Table as EvalTable
-    from offload.bench.eval.record_file import Record
-    from offload.bench.eval.sample import Item, Sample
+    from offload.loading.checkpoint import Checkpoint
     from offload.policies import Policy
     from offload.runtime.config import RuntimeConfig
     from offload.runtime.shared_model import SharedModel
@@ -34,6 +40,14 @@ class Setup:
     runs: Runs
     verbose: bool
 
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The model's, checked."""
+        from offload.loading.checkpoint import check_checkpoint
+        from offload.loading.names import resolve_folder
+
+        return check_checkpoint(resolve_folder(self.model))
+
     @property
     def labels(self) -> list[str]:
         """Of the policies, as records name them."""
@@ -48,16 +62,12 @@ class Setup:
     @cached_property
     def resolved(self) -> list[Policy]:
         """The policies, with what `auto` comes to in the place of it."""
-        from offload.loading.checkpoint import check_checkpoint
-        from offload.loading.names import resolve_folder
-        from offload.policies.auto import Auto
         from offload.runtime.auto_policy import with_resolved_policy
 
         if not any(isinstance(policy, Auto) for policy in self.policies):
             return [*self.policies]
-        checkpoint, config = check_checkpoint(resolve_folder(self.model)), self.config()
-        configs = [replace(config, policy=policy) for policy in self.policies]
-        return [with_resolved_policy(checkpoint, each, None)[0].policy for each in configs]
+        configs = [replace(self.config(), policy=policy) for policy in self.policies]
+        return [with_resolved_policy(self.checkpoint, each, None)[0].policy for each in configs]
 
     @property
     def all_labels(self) -> list[str]:
@@ -86,53 +96,42 @@ class Setup:
             ValueError: names the share.
         """
         from offload.bench.budget.bounded_text import check_text_bound
-        from offload.loading.checkpoint import check_checkpoint
-        from offload.loading.names import resolve_folder
 
-        checkpoint, config = check_checkpoint(resolve_folder(self.model)), self.config()
         for policy in self.resolved:
-            of_policy = replace(config, policy=policy)
+            config = replace(self.config(), policy=policy)
             for bound in self.bounds:
-                check_text_bound(checkpoint, of_policy, num_tokens, bound.share, bound.eviction)
+                check_text_bound(self.checkpoint, config, num_tokens, bound.share, bound.eviction)
 
     def described(self) -> dict[str, Any]:
         """For JSON, and to tell runs apart: a cap of a step as the tokens that it allows here."""
         from offload.bench.selection.measure import policy_options
-        from offload.loading.checkpoint import check_checkpoint
         from offload.loading.checkpoint_digest import checkpoint_digest
-        from offload.loading.names import resolve_folder
         from offload.runtime.capping import with_cap_in_tokens
 
-        folder, config = resolve_folder(self.model), self.config()
-        checkpoint = check_checkpoint(folder)
-        configs = [replace(config, policy=policy) for policy in self.resolved]
-        capped = [with_cap_in_tokens(checkpoint, of_policy, None).policy for of_policy in configs]
+        configs = [replace(self.config(), policy=policy) for policy in self.resolved]
+        capped = [with_cap_in_tokens(self.checkpoint, each, None).policy for each in configs]
         options = [policy_options(policy) for policy in capped]
         return {
             "model": self.model,
-            "checkpoint": checkpoint_digest(folder),
+            "checkpoint": checkpoint_digest(self.checkpoint.folder),
             **asdict(self.runs),
             "bounds": [asdict(bound) for bound in self.bounds],
             "version": __version__,
             "policies": dict(zip(self.labels, options, strict=True)),
         }
 
+    def check_lengths(self, lengths: Sequence[int], option: str = "--context") -> None:
+        """Refuse a length that the model has no positions for, before anything is loaded.
 
-def check_lengths(model: str, lengths: Sequence[int], option: str = "--context") -> None:
-    """Refuse a length that the model has no positions for, before anything is loaded.
-
-    Raises:
-        ValueError: names both, and the option. FileNotFoundError: no such model.
-    """
-    from offload.loading.checkpoint import check_checkpoint
-    from offload.loading.names import resolve_folder
-
-    max_context = check_checkpoint(resolve_folder(model)).shape.max_context
-    if max(lengths) > max_context:
-        raise ValueError(
-            f"{max(lengths):,} tokens are more than the {max_context:,} positions of {model}; "
-            f"lower {option}"
-        )
+        Raises:
+            ValueError: names both, and the option. FileNotFoundError: no such model.
+        """
+        max_context = self.checkpoint.shape.max_context
+        if max(lengths) > max_context:
+            raise ValueError(
+                f"{max(lengths):,} tokens are more than the {max_context:,} positions of "
+                f"{self.model}; lower {option}"
+            )
 
 
 def measure_all(
@@ -153,8 +152,6 @@ def measure_all(
         count_tokens: gets the tokenizer and an item; its tokens, those that follow included.
         settings: of the items, by the names of the command's options.
     """
-    from offload.bench.eval.record_file import RecordFile
-    from offload.bench.eval.sample import key_of
     from offload.loading.names import load_tokenizer
     from offload.runtime.shared_model import SharedModel
 
@@ -204,13 +201,10 @@ def answer_all(
         decode_last: as `answer_sample` has it.
     """
     from offload.bench.eval.answers import answer_sample
-    from offload.bench.eval.prompt import prompt_counter, uses_chat_template
-    from offload.bench.eval.summary import cell_rows, summaries
     from offload.loading.names import load_tokenizer
-    from offload.system.machine import describe_machine
 
     lengths = questions.all_lengths()
-    check_lengths(setup.model, lengths)
+    setup.check_lengths(lengths)
     if decode_last >= min(lengths):
         raise ValueError(
             f"--decode-last {decode_last} leaves nothing to read of prompts of {min(lengths)} "
@@ -261,8 +255,6 @@ def answer_all(
 
 def print_document(document: Mapping[str, Any], shown: str) -> None:
     """As a table, Markdown or JSON."""
-    from offload.bench.eval.output import BOUND_LEGEND, LEGEND, cell_table, summary_table
-
     truncated = sum(cell["truncated_samples"] for cell in document["cells"])
     if truncated:
         stderr().print(
@@ -280,8 +272,6 @@ def print_document(document: Mapping[str, Any], shown: str) -> None:
 
 def print_tables(tables: Mapping[str, EvalTable], legend: str, shown: str) -> None:
     """Tables by their titles, as Markdown or for people."""
-    from offload.bench.eval.output import markdown
-
     if shown == "md":
         parts = [x for title, table in tables.items() for x in (title, markdown(*table))]
         print("\n\n".join([*filter(None, parts), legend]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +17,7 @@ from offload.bench.eval.sample import Sample
 from offload.bench.selection.output import check_plot
 from offload.cli.console import running, stderr
 from offload.cli.eval import options as opt
-from offload.cli.eval.scored import Setup, answer_all, print_document
+from offload.cli.eval.scored import Setup, answer_all
 from offload.cli.options import DEFAULT_MODEL, ModelName, Verbose, counts
 
 _QUESTIONS = opt.ProseQuestions(lengths="2048,4096,8192", samples=5)
@@ -62,24 +64,11 @@ def needle(
     places = counts(depths, option="--depths", least=0)
     if max(places) > 100:
         raise typer.BadParameter(f"at most 100, got {max(places)}", param_hint="--depths")
-    all_lengths, haystack = questions.all_lengths(), questions.haystack
     setup = Setup(model, compared.policies(), compared.bounds(runs.device), runs, verbose)
 
-    def make_samples(tokenizer: Any, chat: bool) -> list[Sample]:
-        prose, count_prompt = prose_words(haystack), prompt_counter(tokenizer, chat=chat)
-        return [
-            sample
-            for length in all_lengths
-            for depth in places
-            for sample in depth_samples(
-                depth,
-                length,
-                questions.samples,
-                seed=questions.seed,
-                count_prompt=count_prompt,
-                prose=prose,
-            )
-        ]
+    def sampler(tokenizer: Any, chat: bool) -> Callable[..., list[Sample]]:
+        prose, count_prompt = prose_words(questions.haystack), prompt_counter(tokenizer, chat=chat)
+        return partial(depth_samples, count_prompt=count_prompt, prose=prose)
 
     with running(verbose=verbose):
         if plot is not None:
@@ -88,13 +77,13 @@ def needle(
             "needle",
             setup,
             questions,
-            make_samples,
-            resume=output.resume,
-            settings={"depths": places, "haystack": described(haystack)},
+            places,
+            sampler,
+            output,
+            settings={"depths": places, "haystack": described(questions.haystack)},
             shared_texts=True,
             decode_last=questions.decode_last,
         )
-        print_document(document, output.shown)
         if plot is not None:
             plot_cells(document["cells"], plot, f"One needle in prose, {model}")
             stderr().print(f"wrote {plot}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from offload.bench.eval.haystack import described, prose_words
@@ -10,7 +12,7 @@ from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS, ruler_samples
 from offload.bench.eval.sample import Sample
 from offload.cli.console import running
 from offload.cli.eval import options as opt
-from offload.cli.eval.scored import Setup, answer_all, print_document
+from offload.cli.eval.scored import Setup, answer_all
 from offload.cli.options import DEFAULT_MODEL, ModelName, Verbose
 
 
@@ -46,35 +48,24 @@ def ruler(
         offload eval ruler ./Qwen3-0.6B --context 4096,16384 --haystack books/ --json > ruler.json
     """
     names = opt.task_names(tasks, RULER_TASKS)
-    all_lengths, haystack = questions.all_lengths(), questions.haystack
     has_prose = any(name in PROSE_TASKS for name in names)
     setup = Setup(model, compared.policies(), compared.bounds(runs.device), runs, verbose)
 
-    def make_samples(tokenizer: Any, chat: bool) -> list[Sample]:
-        prose = prose_words(haystack) if has_prose else []
-        count_tokens = text_counter(tokenizer)
-        return [
-            sample
-            for length in all_lengths
-            for task in names
-            for sample in ruler_samples(
-                task,
-                length,
-                questions.samples,
-                seed=questions.seed,
-                count_tokens=count_tokens,
-                prose=prose,
-            )
-        ]
+    def sampler(tokenizer: Any, chat: bool) -> Callable[..., list[Sample]]:
+        prose = prose_words(questions.haystack) if has_prose else []
+        return partial(ruler_samples, count_tokens=text_counter(tokenizer), prose=prose)
 
     with running(verbose=verbose):
-        document = answer_all(
+        answer_all(
             "ruler",
             setup,
             questions,
-            make_samples,
-            resume=output.resume,
-            settings={"tasks": names, "haystack": described(haystack) if has_prose else None},
+            names,
+            sampler,
+            output,
+            settings={
+                "tasks": names,
+                "haystack": described(questions.haystack) if has_prose else None,
+            },
             decode_last=questions.decode_last,
         )
-        print_document(document, output.shown)

@@ -15,7 +15,7 @@ from offload.bench.eval.record_file import Record, RecordFile
 from offload.bench.eval.sample import Item, Sample, key_of
 from offload.bench.eval.summary import cell_rows, summaries
 from offload.cli.console import no_loading_bars, print_json, quiet_transformers, stderr, stdout
-from offload.cli.eval.options import Questions, Runs
+from offload.cli.eval.options import Output, Questions, Runs
 from offload.policies.auto import Auto
 from offload.system.machine import describe_machine
 from offload.system.version import __version__
@@ -185,17 +185,19 @@ def answer_all(
     command: str,
     setup: Setup,
     questions: Questions,
-    make_samples: Callable[[Any, bool], list[Sample]],
+    tasks: Sequence[Any],
+    sampler: Callable[[Any, bool], Callable[..., list[Sample]]],
+    output: Output,
     *,
-    resume: Path | None,
     settings: Mapping[str, Any],
     shared_texts: bool = False,
     decode_last: int = 0,
 ) -> dict[str, Any]:
-    """Make the prompts, have them answered, and sum up: the command's JSON document.
+    """Make the prompts, have them answered, sum up and print: the command's JSON document.
 
     Args:
-        make_samples: gets the tokenizer, and whether prompts have its chat template.
+        sampler: gets the tokenizer, and whether prompts have its chat template; what makes samples
+            of a task, a length, how many, and a seed.
         settings: of the prompts, beside `questions`, by the names of the command's options.
         shared_texts: as `summaries` has it.
         decode_last: as `answer_sample` has it.
@@ -213,7 +215,13 @@ def answer_all(
     chat = uses_chat_template(load_tokenizer(setup.model), questions.chat_template)
 
     def make(tokenizer: Any) -> list[Sample]:
-        return make_samples(tokenizer, chat)
+        samples_of = sampler(tokenizer, chat)
+        return [
+            sample
+            for length in lengths
+            for task in tasks
+            for sample in samples_of(task, length, questions.samples, seed=questions.seed)
+        ]
 
     def measure(model: SharedModel, tokenizer: Any, sample: Sample) -> dict[str, Any]:
         return answer_sample(
@@ -235,7 +243,7 @@ def answer_all(
         make,
         measure,
         count_tokens,
-        resume=resume,
+        resume=output.resume,
         settings={
             **settings,
             "lengths": lengths,
@@ -245,15 +253,17 @@ def answer_all(
             "decode_last": decode_last,
         },
     )
-    return {
+    document = {
         "machine": describe_machine(),
         "settings": options,
         "summary": summaries(records, setup.all_labels, shared_texts=shared_texts),
         "cells": cell_rows(records, setup.all_labels),
     }
+    _print(document, output.shown)
+    return document
 
 
-def print_document(document: Mapping[str, Any], shown: str) -> None:
+def _print(document: Mapping[str, Any], shown: str) -> None:
     """As a table, Markdown or JSON."""
     truncated = sum(cell["truncated_samples"] for cell in document["cells"])
     if truncated:

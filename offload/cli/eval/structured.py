@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +13,7 @@ from offload.bench.eval.sample import Sample
 from offload.bench.eval.structured import FIELDS, STRUCTURED_TASKS, structured_samples
 from offload.cli.console import running
 from offload.cli.eval import options as opt
-from offload.cli.eval.scored import Setup, answer_all, print_document
+from offload.cli.eval.scored import Setup, answer_all
 from offload.cli.options import DEFAULT_MODEL, ModelName, Verbose
 
 _COMPARED = opt.Compared(policy="quest,lychee_cluster")
@@ -51,32 +53,19 @@ def structured(
         offload eval structured --budget-tokens 256,512 --resume structured.jsonl -o md
     """
     names = opt.task_names(tasks, STRUCTURED_TASKS)
-    all_lengths = questions.all_lengths()
     setup = Setup(model, compared.policies(), compared.bounds(runs.device), runs, verbose)
 
-    def make_samples(tokenizer: Any, chat: bool) -> list[Sample]:
+    def sampler(tokenizer: Any, chat: bool) -> Callable[..., list[Sample]]:
         count_prompt = prompt_counter(tokenizer, chat=chat)
-        return [
-            sample
-            for length in all_lengths
-            for task in names
-            for sample in structured_samples(
-                task,
-                length,
-                questions.samples,
-                num_fields=fields,
-                seed=questions.seed,
-                count_prompt=count_prompt,
-            )
-        ]
+        return partial(structured_samples, num_fields=fields, count_prompt=count_prompt)
 
     with running(verbose=verbose):
-        document = answer_all(
+        answer_all(
             "structured",
             setup,
             questions,
-            make_samples,
-            resume=output.resume,
+            names,
+            sampler,
+            output,
             settings={"tasks": names, "fields": fields},
         )
-        print_document(document, output.shown)

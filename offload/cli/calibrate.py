@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.calibrate_layers import calibrate_layers, print_layers
+from offload.cli.calibrate_layers import SweepOptions, calibrate_layers, print_layers
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
-from offload.cli.options import AsJson, DType, ModelName, Verbose, check_name, counts
+from offload.cli.options import AsJson, DType, ModelName, Verbose, check_name
 from offload.system.text_file import read_text_file
 
 if TYPE_CHECKING:
@@ -23,41 +23,6 @@ _SELECT_LAYERS = 4  # suggested for tidal_decode
 _DENSE_LAYERS = 2
 _TOKENS = 2048
 _POLICIES = ("lychee_decode", "per_head", "tidal_decode")
-
-
-@dataclass(frozen=True)
-class SweepOptions:
-    """What is compared for select layers, and on what."""
-
-    panel: ClassVar[str] = "For --policy tidal_decode"
-    select_layers: Annotated[
-        int | None,
-        typer.Option(min=1, help=r"How many layers select. \[default: as many as without a sweep]"),
-    ] = None
-    budget_tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COUNT,…",
-            help=r"What layers that reuse attend to; all count alike. \[default: 1024,320]",
-        ),
-    ] = None
-    batches: Annotated[int | None, typer.Option(min=1, help=r"Of texts. \[default: 8]")] = None
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help=r"Seven texts are of as many kinds. \[default: 7]")
-    ] = None
-    seed: Annotated[int | None, typer.Option(help=r"Of the texts. \[default: 0]")] = None
-    device: Annotated[str | None, typer.Option(help=r"cpu or cuda. \[default: cpu]")] = None
-
-    def sizes(self) -> dict[str, Any]:
-        """Arguments of `SweepSettings` that are given, or a usage error."""
-        sizes: dict[str, Any] = {
-            "num_batches": self.batches,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-        }
-        if self.budget_tokens is not None:
-            sizes["budgets"] = tuple(counts(self.budget_tokens, option="--budget-tokens"))
-        return {name: value for name, value in sizes.items() if value is not None}
 
 
 def calibrate(
@@ -171,7 +136,6 @@ def calibrate(
         raise typer.BadParameter(hint, param_hint="--dense-layers")
     if of_layers and retrieval_heads is not None:
         raise typer.BadParameter("tidal_decode has none", param_hint="--retrieval-heads")
-    sizes = sweep.sizes()
     if not of_layers:
         for name in [name for name, value in asdict(sweep).items() if value is not None]:
             option = f"--{name.replace('_', '-')}"
@@ -191,14 +155,12 @@ def calibrate(
             summary = calibrate_layers(
                 model,
                 output,
-                num_select_layers=sweep.select_layers,
+                sweep,
                 dense_layers=dense_layers,
                 tokens=tokens,
                 dtype=dtype,
-                device=sweep.device or "cpu",
                 num_threads=num_threads,
                 verbose=verbose,
-                **sizes,
             )
             print_json(summary) if as_json else print_layers(summary)
             return

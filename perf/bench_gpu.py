@@ -44,12 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
         policy=policies[0],
         num_threads=options.threads,
         seed=options.seed,
+        as_shipped=True,
+        device_bytes=options.max_memory and parse_size(options.max_memory, name="--max-memory"),
     )
     bench = gpu_steps.GPUBench(settings, policies, options.steps, options.repeats, run.say)
     shared = {
         "run": f"{run.machine['date']}-{os.getpid()}-{int(time.time())}",
         "budget_tokens": BUDGET_TOKENS,
-        **run.named("shape", "dtype", "backend", "threads", "steps", "repeats"),
+        **run.named("shape", "dtype", "backend", "threads", "steps", "repeats", "max_memory"),
     }
     failed = []
     parts = _parts(options)
@@ -141,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--policies",
         type=_names(policies),
-        default=["lychee_cluster", "lfps"],
+        default=["lychee_cluster", "lfps", "tidal_decode"],
         help="that decode; prefill and batch use the first",
     )
     add("--kv-lens", type=int, nargs="+", default=[4096, 32768, 131072])
@@ -154,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=8)
     add("--batch-kv-len", type=int, default=32768)
     add("--batch-distinct-layers", type=int, default=8)
+    add("--max-memory", default="24GiB", help="of the GPU, for our decoding; '': all of it")
     add("--memory-cap", default="24GiB", help="of our prefill and of the part batch")
     add("--handshake-kv-len", type=int, default=4096)
     add("--smollm2", default=EMBEDDED_MODEL, help="folder of the converted model")

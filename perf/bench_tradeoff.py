@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from offload.bench.decode.engines import ENGINES
+from offload.bench.eval.labels import policy_label, policy_options
 from offload.bench.eval.record_file import Record, RecordFile
 from offload.bench.eval.ruler import RULER_TASKS
 from offload.bench.eval.summary import FULL, cell_rows, counting_cells, summaries
-from offload.bench.selection.measure import policy_label, policy_options
 from offload.cli.bench.options import option_values, policy_grid
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.names import resolve_folder

@@ -21,7 +21,7 @@ from perf.tables.tradeoff_tables import devices_of, speed_of
 
 _HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges", GRAPH: "Greens"}
 _GPU_ENGINES = (STOCK_OFFLOADED, STOCK, GRAPH, OURS)
-_GPU_POLICIES = ("lychee_cluster", "lfps")
+_GPU_POLICIES = ("tidal_decode", "lychee_cluster", "lfps")
 _CPU_ENGINES = (
     *("transformers", "transformers, static cache", "llama.cpp", "llama.cpp, flash attention"),
     *("offload full", "offload exact_topk"),
@@ -124,6 +124,34 @@ def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
         loc="lower center",
     )
     _save(figure, path, result, bottom=0.3 / len(devices))  # below the panels is the legend
+
+
+def plot_rooms(result: dict[str, Any], path: Path) -> None:
+    """Milliseconds per token by the GPU's memory, and how many KV heads that holds."""
+    figure, axes = _pyplot().subplots(figsize=(8, 3.6))
+    rows = result["rows"]
+    names = dict.fromkeys(row["policy"] for row in rows if "room_gib" in row)
+    for policy, above in zip(names, (-14, 6), strict=False):
+        of_policy = [row for row in rows if row["policy"] == policy]
+        at, times = ([row[key] for row in of_policy] for key in ("room_gib", "milliseconds"))
+        (line,) = axes.plot(at, times, marker="o", label=policy)
+        predicted = [row["predicted_milliseconds"] for row in of_policy]
+        axes.plot(at, predicted, "--", color=line.get_color(), label=f"{policy}, predicted")
+        for row in of_policy:
+            place = (row["room_gib"], row["milliseconds"])
+            text = f"{row['heads']['GPU']}"
+            axes.annotate(text, place, (0, above), textcoords="offset points", fontsize="small")
+    for row in rows:
+        if row.get("engine") == GRAPH:
+            axes.axhline(row["milliseconds"], color="0.5", linestyle=":", label=GRAPH)
+    axes.set_yscale("log")
+    axes.set_yticks([5, 10, 20, 50], ["5", "10", "20", "50"])
+    axes.set_yticks([], minor=True)
+    axes.set_xlabel("GiB of the GPU, weights included")
+    axes.set_ylabel("ms per token")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize="small", frameon=False)
+    _save(figure, path, result)
 
 
 def _draw_policies(axes: Any, result: dict[str, Any], device: str, length: int) -> None:

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from offload.loading.gguf import LONG_CONTEXT_ADAPTER
 from perf.plots import (
     is_current,
     plot_decode,
+    plot_rooms,
     plot_time_per_token,
     plot_tradeoff,
     plot_training,
@@ -77,6 +79,7 @@ OWN_SCRIPTS = {
 DECODE_PLOT = ROOT / "docs" / "decode.svg"
 TIME_PLOT = ROOT / "docs" / "time-per-token.svg"
 TRAINING_PLOT = ROOT / "docs" / "long-context-training.svg"
+ROOMS_PLOT = ROOT / "docs" / "rooms.svg"
 TRADEOFF_PLOT = ROOT / "docs" / "tradeoff.svg"
 TRAINING_LOG = LONG_CONTEXT_ADAPTER / "log.json"
 _SECTION = re.compile(r"<!-- perf:(?P<name>[\w-]+) -->\n.*?<!-- /perf:(?P=name) -->", re.DOTALL)
@@ -137,11 +140,14 @@ def plots(*, outdated_only: bool) -> dict[Path, Callable[[], None]]:
     log = json.loads(TRAINING_LOG.read_text("utf-8"))
     if not (outdated_only and is_current(TRAINING_PLOT, log)):
         found[TRAINING_PLOT] = lambda: plot_training(log, TRAINING_PLOT)
-    if cpu is not None and not (outdated_only and is_current(DECODE_PLOT, cpu)):
-        found[DECODE_PLOT] = lambda: plot_decode(cpu, DECODE_PLOT)
-    tradeoff = read_results("tradeoff")
-    if tradeoff is not None and not (outdated_only and is_current(TRADEOFF_PLOT, tradeoff)):
-        found[TRADEOFF_PLOT] = lambda: plot_tradeoff(tradeoff, TRADEOFF_PLOT)
+    for name, path, draw in (
+        ("decode", DECODE_PLOT, plot_decode),
+        ("gpu-rooms", ROOMS_PLOT, plot_rooms),
+        ("tradeoff", TRADEOFF_PLOT, plot_tradeoff),
+    ):
+        result = read_results(name)
+        if result is not None and not (outdated_only and is_current(path, result)):
+            found[path] = partial(draw, result, path)
     if cpu is None or "decode" not in gpu:
         return found
     if not (outdated_only and time_plot_is_current(gpu, cpu, TIME_PLOT)):

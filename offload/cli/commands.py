@@ -41,7 +41,7 @@ def command_group(**options: Any) -> typer.Typer:
     )
 
 
-def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
+def add_command(app: typer.Typer, command: Callable[..., None], **settings: Any) -> None:
     """Add a command, some of whose parameters may be dataclasses: it has their fields as options.
 
     Defaults are the class's, or those of an instance that is the parameter's default. The help
@@ -78,4 +78,4 @@ def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
 
     expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {each.name: each.annotation for each in parameters}
-    app.command(cls=Command)(expanded)
+    app.command(cls=Command, **settings)(expanded)

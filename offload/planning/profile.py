@@ -116,7 +116,7 @@ class MachineProfile:
         lm_head_us: the last projection, alike.
         step_us: without a GPU: of a step beside its layers and the last projection.
         select_scale: by `workload.policy_key`, what its units that select took, as a multiple
-            of what `StepModel` says of the bytes they look at; 1 where it was not measured.
+            of what `StepModel` says of the bytes they look at; "*" of any other; else 1.
         select_hidden: likewise, the share of that time in which the policy prepares, before the
             query, or learns, after the answer: a GPU does not wait while it has work itself.
         device: the GPU, or None.
@@ -286,6 +286,15 @@ def measured_profile(device: torch.device, num_threads: int) -> MachineProfile |
         key=lambda profile: abs(math.log(profile.num_threads / num_threads)),
         default=None,
     )
+
+
+def typical_profile(num_threads: int) -> MachineProfile:
+    """What stands for a machine with a GPU that was never measured: an H100, and its host's CPU.
+
+    Which side is faster at something differs less between machines than how fast both are.
+    """
+    path = Path(__file__).with_name("typical_profile.json")
+    return MachineProfile.load(path).for_threads(num_threads)
 
 
 def store_profile(profile: MachineProfile) -> Path:

@@ -325,7 +325,7 @@ class StepModel:
         scale = self.profile.select_scale.get(key)
         if scale is None:
             self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
-            return 1.0, 0.0
+            return self.profile.select_scale.get("*", 1.0), 0.0
         return scale, self.profile.select_hidden.get(key, 0.0)
 
     def _rows_us(self, num_bytes: float) -> float:

@@ -23,7 +23,7 @@ from offload.loading.planned_model import PlannedModel
 from offload.models.shape import ModelShape, layer_elements
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
 from offload.planning.placement_bytes import head_state_bytes, prefill_bytes
-from offload.planning.profile import MachineProfile, cached_profile
+from offload.planning.profile import MachineProfile, cached_profile, typical_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key
 from offload.policies import Policy
@@ -301,6 +301,8 @@ def _room_of(
     except (OSError, ValueError) as error:  # a damaged file is no reason not to load a model
         logger.warning("%s", error)
         profile = None
+    if profile is None and device.type == "cuda":
+        profile = typical_profile(threads)
     return Room(
         on_gpu=device.type == "cuda",
         room_bytes=room_bytes,

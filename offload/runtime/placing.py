@@ -1,7 +1,7 @@
 """The placement that a model gets where nobody gave one: as many heads on the GPU as there is room.
 
 Loading must not wait for a measurement. Where `offload plan` has measured this machine before, its
-profile decides what the CPU had better do; else all that fits goes to the GPU.
+profile decides what the CPU had better do; else a typical machine's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
 from offload.planning.placement_bytes import prefill_bytes
-from offload.planning.profile import MachineProfile, cached_profile
+from offload.planning.profile import MachineProfile, cached_profile, typical_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
 from offload.policies import Policy
@@ -37,7 +37,8 @@ class Chooser:
     """Chooses placements for what is about to run (`DeviceDecoder.choose`).
 
     Args:
-        profile: of this machine; None: it was never measured.
+        profile: of this machine; None: as many heads are on the GPU as fit.
+        is_measured: whether it is; else it is a typical one.
     """
 
     policy: Policy
@@ -46,6 +47,7 @@ class Chooser:
     page_tokens: int
     prefill_slice_tokens: int
     profile: MachineProfile | None
+    is_measured: bool = True
     _known: dict[tuple[int, int, int | None], HeadPlacement] = field(default_factory=dict)
 
     @classmethod
@@ -53,9 +55,10 @@ class Chooser:
         cls, config: RuntimeConfig, shape: ModelShape, dtype: torch.dtype, num_threads: int
     ) -> Chooser:
         """For a model on a GPU."""
-        profile = _known_profile(torch.device(config.device), num_threads)
+        measured = _known_profile(torch.device(config.device), num_threads)
+        profile = measured or typical_profile(num_threads)
         slices = config.page_tokens, config.prefill_slice_tokens
-        return cls(config.policy, shape, dtype, *slices, profile)
+        return cls(config.policy, shape, dtype, *slices, profile, measured is not None)
 
     def __call__(
         self, now: HeadPlacement, num_sequences: int, kv_len: int, room_bytes: int | None
@@ -148,8 +151,8 @@ def placement_for(
     tokens = longest_context(config, lean.shape, dtype, host_kv_bytes)
     least = least_placement(choose.workload(1, tokens))
     chosen = choose(least, 1, tokens, room_bytes)
-    how = "by this machine's profile" if choose.profile is not None else "by what fits"
-    hint = "" if choose.profile is not None else "; `offload plan` measures this machine"
+    how = "by this machine's profile" if choose.is_measured else "as on a typical machine"
+    hint = "" if choose.is_measured else "; `offload plan` measures this one"
     logger.info("KV heads are placed %s%s:\n%s", how, hint, chosen.text())
     return chosen
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import torch
 
+from offload.decode.attention import DecodeAttention
 from offload.decode.sampling import SamplingOptions, check_chosen
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, tokens_each
-from offload.prefill.forward import OnTokens, prefill
+from offload.prefill.forward import OnTokens
 from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.cascading import cascade_for, page_tokens_of, rereads
@@ -22,6 +23,7 @@ from offload.runtime.generation import Generation, GenerationRequest, check_cont
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.opening import OpenedModel
 from offload.runtime.phases import BatchPart, correcting_parts, parts_of, prompt_columns_of
+from offload.runtime.prompt_reading import prefill_for
 from offload.runtime.quality import FloorWatch, Quality, quality_of
 from offload.runtime.sequences import Sequences
 from offload.runtime.slices import run_in_slices
@@ -113,6 +115,44 @@ class Runtime:
         with current_device(self.device), without_autocast(self.device), threads, self.together():
             return attend_to_nothing(self.lean, hidden, self._decoder.pool)
 
+    def prefill(
+        self,
+        hidden: torch.Tensor,
+        batch: RaggedBatch,
+        seqs: list[int],
+        *,
+        attentions: Sequence[DecodeAttention] | None = None,
+        corrects: bool = False,
+    ) -> torch.Tensor:
+        """Embeddings [num_tokens, hidden_size] of new tokens through all layers, overwritten.
+
+        Args:
+            seqs: with room reserved in the store, which the caller commits; none: nothing is kept.
+            attentions: of the policies that will decode after it; None: this runtime's own.
+            corrects: tokens that were decoded are read again.
+        """
+        if self.attention.hold is not None and not corrects:
+            self.attention.hold.restart()
+        with torch_threads(self._prefill_threads):
+            self._decoder.trim()
+            for seq in seqs:
+                self._decoder.forget(seq)
+            hidden, seconds = prefill_for(
+                [self.attention] if attentions is None else attentions,
+                hidden,
+                batch,
+                seqs,
+                corrects=corrects,
+                model=self.lean,
+                store=self.store if seqs else None,
+                slice_tokens=self.config.prefill_slice_tokens,
+                pool=self._decoder.pool,
+                on_tokens=None if corrects else self.on_tokens,
+                device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
+            )
+        self.stats.index_seconds += seconds
+        return hidden
+
     def _run(
         self,
         hidden: torch.Tensor,
@@ -126,7 +166,7 @@ class Runtime:
             inputs = torch.tensor(batch.num_new_tokens) if tokens is None else tokens
             self.ranks.check_same("the input", inputs)
         if cache is None:
-            hidden = self._prefill(hidden, batch, None, [], corrects=False)
+            hidden = self.prefill(hidden, batch, [])
             self._record("prefill", batch.num_tokens, start)
             return hidden, "prefill"
         if prompt_columns is None:
@@ -167,7 +207,7 @@ class Runtime:
                 self.attention.states.begin_draft(of_part)
             x = hidden[part.tokens]
             if (corrects := part.phase == "correct") or part.phase == "prefill":
-                x = self._prefill(x, part.batch, self.store, of_part, corrects=corrects)
+                x = self.prefill(x, part.batch, of_part, corrects=corrects)
             else:
                 start += self._build_index(of_part)
                 before = self._decoder.setup_seconds
@@ -386,50 +426,6 @@ class Runtime:
         if self._last_pass_end is not None:
             self._last_pass_end += seconds
         return seconds
-
-    def _prefill(
-        self,
-        hidden: torch.Tensor,
-        batch: RaggedBatch,
-        store: KVStore | None,
-        seqs: list[int],
-        *,
-        corrects: bool,
-    ) -> torch.Tensor:
-        states = self.attention.states
-        if self.attention.hold is not None and not corrects:
-            self.attention.hold.restart()
-        with torch_threads(self._prefill_threads):
-            self._decoder.trim()
-            for seq in seqs:
-                self._decoder.forget(seq)
-            build = None
-            if hidden.is_cuda and store is not None and not corrects:
-                news = zip(seqs, batch.num_new_tokens, strict=True)
-                kv_lens = [store.kv_len(seq) + num_new for seq, num_new in news]
-                build = self.attention.prefill_build(seqs, kv_lens)
-            hidden = prefill(
-                self.lean,
-                hidden,
-                batch,
-                store=store,
-                seqs=seqs,
-                slice_tokens=self.config.prefill_slice_tokens,
-                pool=self._decoder.pool,
-                on_queries=None if corrects else self.attention.on_prefill_queries,
-                on_tokens=None if corrects else self.on_tokens,
-                device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
-                on_layer=None if build is None else build.on_layer,
-                copied_heads=0 if build is None else build.copied_heads,
-            )
-            if build is not None:
-                build.finish()
-                self.stats.index_seconds += build.host_seconds
-            for seq, num_new in zip(seqs, batch.num_new_tokens, strict=False):  # or no seqs
-                if corrects:
-                    states.revise(seq, num_new)
-                states.end_prefill(seq)
-        return hidden
 
     def _record(self, phase: str, num_tokens: int, start: float) -> None:
         stats, end = self.stats, time.perf_counter()

@@ -8,7 +8,7 @@ shares the prompt's pages.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +23,6 @@ from offload.loading.stock_model import load_stock_model
 from offload.models.batch import pack
 from offload.policies import Policy
 from offload.policies.full import Full
-from offload.policies.prefill_build import PrefillBuild
-from offload.prefill.forward import prefill
 from offload.runtime.auto_policy import with_resolved_policy
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.capping import with_cap_in_tokens
@@ -37,7 +35,6 @@ from offload.runtime.opening import (
 )
 from offload.runtime.runtime import Runtime
 from offload.system.autocast import current_device, without_autocast
-from offload.system.torch_threads import torch_threads
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,6 +215,7 @@ class SharedModel:
         reader.check_context(len(ids))
         cache = OffloadedCache(reader.sequences)
         batch = pack((1, len(ids)), None, torch.arange(len(ids))[None])
+        attentions = [runtime.attention for runtime in self.runtimes]
         start = time.perf_counter()
         try:
             with (
@@ -225,30 +223,13 @@ class SharedModel:
                 torch.no_grad(),
                 current_device(reader.device),
                 without_autocast(reader.device),
-                torch_threads(reader.config.num_threads),
             ):
                 (seq,) = cache.reserve(batch)
                 for runtime in self.runtimes:
                     runtime.sequences.note_text(batch, [seq], ids)
-                builds = self._builds(seq, len(ids))
-                hidden = prefill(
-                    reader.lean,
-                    reader.lean.embed_tokens(ids.to(reader.device)),
-                    batch,
-                    store=reader.store,
-                    seqs=[seq],
-                    slice_tokens=reader.config.prefill_slice_tokens,
-                    pool=reader._decoder.pool,
-                    on_queries=_in_turn([x.attention.record_queries for x in self.runtimes]),
-                    on_layer=_in_turn([b.on_layer for b in builds]) if builds else None,
-                    copied_heads=max((b.copied_heads for b in builds), default=0),
-                    device_budget_bytes=reader.config.max_memory.get(reader.device.index or 0),
-                )
+                embedded = reader.lean.embed_tokens(ids.to(reader.device))
+                hidden = reader.prefill(embedded, batch, [seq], attentions=attentions)
                 cache.commit(batch)
-                for build in builds:
-                    build.finish()
-                for runtime in self.runtimes:
-                    runtime.attention.states.end_prefill(seq)
                 logits = reader.logits(hidden[-1:], "prefill").to(self.device)
             seconds = time.perf_counter() - start
             yield ReadPrompt(ids, cache, logits, seconds)
@@ -268,21 +249,3 @@ class SharedModel:
             yield cache
         finally:
             cache.reset()
-
-    def _builds(self, seq: int, num_tokens: int) -> list[PrefillBuild]:
-        """Of every policy that builds while a GPU reads; others build when they decode."""
-        attentions = [runtime.attention for runtime in self.runtimes]
-        builds = [
-            attention.prefill_build([seq], [num_tokens])
-            for attention in attentions
-            if attention.builds_in_prefill(self._reader.device)
-        ]
-        return [build for build in builds if build is not None]
-
-
-def _in_turn(called: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    def call(*arguments: Any) -> None:
-        for function in called:
-            function(*arguments)
-
-    return call

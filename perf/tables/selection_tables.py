@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.bench.selection.output import COLUMNS, LEGEND, cells
+from offload.bench.quality.output import COLUMNS, LEGEND, cells
 from perf.tables.markdown import (
     Columns,
     markdown_table,

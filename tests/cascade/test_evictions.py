@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.bench.budget import evictions
-from offload.bench.budget.evictions import (
+from offload.bench.eval import evictions
+from offload.bench.eval.evictions import (
     EVICTIONS,
     Eviction,
     mean_similarity,

@@ -19,7 +19,7 @@ OLD = {
     "--context": {
         "calibrate": ["--tokens"],
         "bench attention": ["--kv-len"],
-        "bench budget": ["--length"],
+        "bench budget": [],
         "bench decode": ["--contexts", "-d"],
         "bench latency": ["--n-depth", "-d"],
         "bench pipeline": ["--kv-len"],
@@ -27,6 +27,7 @@ OLD = {
         "eval perplexity": ["--lengths"],
         "eval ruler": ["--lengths"],
         "eval structured": ["--lengths"],
+        "bench quality": [],
         "bench selection": [],
         "inspect heads": [],
         "generate": [],
@@ -43,10 +44,10 @@ VALUES = {"--context": "700", "--threads": "1", "--option": "lfps.alpha=0.5"}
 # calibrate's policy is whose heads or layers it chooses: it has no options.
 WITH_POLICY = {
     *("generate", "plan"),
-    *(f"bench {x}" for x in ("budget", "decode", "latency", "pipeline", "selection")),
+    *(f"bench {x}" for x in ("budget", "decode", "latency", "pipeline", "quality", "selection")),
     *(f"eval {x}" for x in ("needle", "perplexity", "ruler", "structured")),
 }
-OLD_MODEL = ("bench budget", "bench decode", "bench latency")
+OLD_MODEL = ("bench decode", "bench latency")
 
 
 def _commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -42,6 +42,7 @@ def test_decode_and_peers(tmp_path: Path) -> None:
         for engine, policy in (
             ("offload", "lychee_cluster"),
             ("offload", "lfps"),
+            ("offload", "tidal_decode"),
             ("all on the GPU, one graph", None),
         )
     ]

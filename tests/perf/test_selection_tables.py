@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from offload.policies.registry import available_policies
-from perf.bench_selection import BUDGETS, policies_of_quality
+from perf.bench_quality import BUDGETS, policies_of_quality
 from perf.tables.selection_tables import (
     policy_speed_table,
     selection_table,

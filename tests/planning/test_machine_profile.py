@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases.profile_cases import LLAMA, machine_profile, workload
 
+from offload.decode.gpu.placement import Place
 from offload.measuring.machine.device import measure_device
 from offload.measuring.machine.measure import measure_profile
 from offload.measuring.machine.steps import host_step_us
@@ -23,8 +24,11 @@ from offload.planning.profile import (
     profiles_path,
     shape_key,
     store_profile,
+    typical_profile,
 )
 from offload.planning.step_time import StepModel
+from offload.policies.registry import make_policy
+from offload.runtime.placing import Chooser
 
 CPU = torch.device("cpu")
 
@@ -266,3 +270,18 @@ def test_a_real_measurement_of_a_gpu() -> None:
     assert 1.0 < linear[1] < 1000.0
     assert profile.key == machine_key(torch.device("cuda"))
     assert MachineProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
+
+
+def test_a_typical_machine_stands_for_one_that_was_never_measured() -> None:
+    """Where a GPU has room for some, it gets the heads that wait for their rows, and all if it
+    has room for all and the CPU is no faster."""
+    profile = typical_profile(4)
+    assert profile.num_threads == 4
+    assert profile.measured_threads == 15
+    shape = MODEL_SHAPES["llama-3.1-8b"]
+    for name, room_gib, heads in (("tidal_decode", 9, 32), ("full", 20, 256)):
+        policy = make_policy(name)
+        choose = Chooser(policy, shape, torch.bfloat16, 64, 8192, typical_profile(15))
+        least = least_placement(choose.workload(1, 131072))
+        placement = choose(least, 1, 131072, room_gib * 2**30)
+        assert sum(placement.counts(Place.GPU)) == heads

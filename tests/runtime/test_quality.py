@@ -14,7 +14,7 @@ from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load, small
 from cases.seeded import new_rng
 from cases.tiny_models import random_tokens
 
-from offload.bench.selection.metrics import (
+from offload.bench.quality.metrics import (
     ReferenceBudget,
     exact_attention,
     importance_of_units,

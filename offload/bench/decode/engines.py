@@ -22,7 +22,7 @@ from offload.bench.decode.peers.transformers_decode import (
     decode_seconds,
     filled_cache,
 )
-from offload.bench.selection.measure import policy_label, policy_options
+from offload.bench.eval.labels import policy_label, policy_options
 from offload.measuring.steps.measure import measure_pipeline
 from offload.policies import Policy
 from offload.system.memory import format_bytes, host_memory_limit_bytes

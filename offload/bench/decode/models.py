@@ -101,7 +101,7 @@ class TextModel:
         name_or_path: what `OffloadedModel.from_pretrained` takes.
         policies: of the sessions; they learn from the model, on its device.
         text: default: docstrings of Python's standard library, about 100,000 tokens.
-        options: `device`, `backend`, `dtype` and `num_threads` of `RuntimeConfig`.
+        options: `device`, `backend`, `dtype`, `num_threads` and `max_memory` of `RuntimeConfig`.
     """
 
     def __init__(

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from offload.bench.budget.evictions import AUTO, eviction_options, use_eviction
+from offload.bench.eval.evictions import AUTO, eviction_options, use_eviction
+from offload.loading.checkpoint import Checkpoint
+from offload.runtime.cascading import check_bound
+from offload.runtime.config import RuntimeConfig
 from offload.runtime.shared_model import BoundedModel, ReadPrompt, SharedModel
 
 
@@ -85,3 +88,39 @@ def read_within(
     use_eviction(bounded.runtimes[0], bound.eviction)
     with contextlib.closing(bounded), bounded.read(tokens) as prompt:
         yield BoundedPrompt(bounded, prompt, host_bytes)
+
+
+def check_share(share: float) -> None:
+    """Refuse what is no share of the bytes.
+
+    Raises:
+        ValueError: it is not above 0 and below 1.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"the share of the bytes must be above 0 and below 1, got {share}")
+
+
+def check_text_bound(
+    checkpoint: Checkpoint, config: RuntimeConfig, num_tokens: int, share: float, eviction: str
+) -> None:
+    """Refuse a share of the bytes of `num_tokens` that is too little, before weights are read.
+
+    Args:
+        eviction: one of `EVICTIONS`, or AUTO; some are not for every policy.
+
+    Raises:
+        ValueError: as `check_bound`, with the share.
+    """
+    shape = checkpoint.shape
+    item_bytes = checkpoint.loaded_dtype(config.dtype).itemsize
+    of_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes
+    bound = int(share * of_token * num_tokens)
+    try:
+        options = eviction_options(eviction)
+        bounded = replace(config, host_bytes_per_sequence=bound, **options)
+        check_bound(bounded, shape, checkpoint.config, item_bytes)
+    except ValueError as error:
+        raise ValueError(
+            f"{share:g} of the {of_token * num_tokens} bytes of {num_tokens:,} tokens, "
+            f"{eviction}: {error}"
+        ) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from offload.bench.selection.measure import policy_options
+from dataclasses import fields
+from typing import Any
+
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 
@@ -28,3 +30,30 @@ def label_of(policy: Policy) -> str:
         if key != "budget_tokens" and usual.get(key, value) != value
     ]
     return " ".join([policy.name, f"{policy.budget_tokens}", *changed])
+
+
+def policy_label(policy: Policy) -> str:
+    """Its name with the options that differ from the defaults, but for the budget."""
+    defaults = policy_options(make_policy(policy.name))
+    changed = [
+        f"{key}={value}"
+        for key, value in policy_options(policy).items()
+        if (key not in defaults or value != defaults[key])
+        and key != "budget_tokens"
+        # StreamingLLM derives it from the budget.
+        and (policy.name, key) != ("streaming_llm", "recent_tokens")
+    ]
+    return " ".join([policy.name, *changed])
+
+
+def policy_options(policy: Policy) -> dict[str, Any]:
+    """All options as JSON can hold them; those of a policy it is made of follow that one's name."""
+    options: dict[str, Any] = {}
+    for option in fields(policy):
+        value = getattr(policy, option.name)
+        if isinstance(value, Policy):
+            options |= {option.name: value.name, **policy_options(value)}
+        else:
+            plain = isinstance(value, (bool, int, float, str, list, tuple, type(None)))
+            options[option.name] = value if plain else str(value)
+    return options

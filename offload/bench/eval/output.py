@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ BOUND_LEGEND = (
     "the end, mean over prompts."
 )
 PLOT_COLUMNS = 4
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def cell_table(cells: Sequence[Mapping[str, Any]]) -> Table:
@@ -96,6 +98,20 @@ def _with_bounds(
     of_bounds = [[_number(line.get(name)) for name in names] for line in lines]
     both = zip(cells, of_bounds, strict=True)
     return [*header, "slots", "condensed"], [[*row, *of_bound] for row, of_bound in both]
+
+
+def check_plot(path: Path, option: str = "--plot") -> None:
+    """Refuse a picture that could not be written in the end; messages name the command's `option`.
+
+    Raises:
+        ValueError: an unknown format, no such folder, or matplotlib is missing.
+    """
+    if path.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"{option} {path}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: no folder {path.absolute().parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{option} needs matplotlib; install it with: pip install 'offload[plot]'")
 
 
 def plot_cells(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.bench.selection.shared_prefill import prefill_keeping_queries
 from offload.kv.store import HostBudgetError, KVStore
 from offload.measuring.synthetic.attention_statistics import (
     LFPS_STEPS,
@@ -28,6 +27,7 @@ from offload.measuring.synthetic.one_slab import num_pages, one_slab_store, page
 from offload.measuring.synthetic.structured_cache import structured_layer
 from offload.models import ModelShape
 from offload.models.batch import pack
+from offload.prefill.forward import prefill
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
 PROMPT_QUERIES = LFPS_STEPS  # queries of the prompt's end that are kept for policies and statistics
@@ -246,14 +246,21 @@ class TextReader:
         """Prefill: the sequence, and the last queries [num_qo_heads, n, head_dim] of each layer."""
         seq = store.new_sequence()
         store.reserve([seq], [len(tokens)])
-        queries = prefill_keeping_queries(
+        kept: dict[int, Tensor] = {}
+
+        def keep(seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
+            before = kept.get(layer_idx, queries[:, :0])
+            both = torch.cat([before, queries[:, -num_queries:]], dim=1)
+            kept[layer_idx] = both[:, -num_queries:].clone()
+
+        prefill(
             self._lean,
             self._lean.embed_tokens(tokens),
             pack((1, len(tokens)), None, torch.arange(len(tokens))[None], None),
-            store,
-            seq,
+            store=store,
+            seqs=[seq],
             slice_tokens=2048,
-            num_queries=num_queries,
+            on_queries=keep,
         )
         store.commit([seq], [len(tokens)])
-        return seq, queries
+        return seq, [kept[layer_idx] for layer_idx in range(store.num_layers)]

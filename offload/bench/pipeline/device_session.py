@@ -19,6 +19,7 @@ from offload.measuring.steps.step_timeline import StepTimeline
 from offload.measuring.steps.traced_steps import traced_steps
 from offload.measuring.synthetic.model_cache import ModelCache
 from offload.models import lean_model_maker
+from offload.runtime.budgets import device_kv_budget_bytes, weight_bytes_of
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import Chooser
 
@@ -56,14 +57,15 @@ class DeviceSession(CacheSession):
         lean = lean_model_maker(stock.config.model_type)(stock)
         self._before_bytes = torch.cuda.memory_allocated(settings.device)
         self._without_host = settings.host_work == "none"
+        config = RuntimeConfig(
+            policy=settings.policy,
+            device=str(settings.device),
+            max_memory={} if settings.device_bytes is None else {0: settings.device_bytes},
+        )
+        self._weight_bytes = weight_bytes_of(stock)
         self._as_shipped, choose = settings.as_shipped, None
         if settings.as_shipped and settings.placement is None:
-            choose = Chooser.of(
-                RuntimeConfig(policy=settings.policy, device=str(settings.device)),
-                lean.shape,
-                stock.dtype,
-                settings.worker_threads,
-            )
+            choose = Chooser.of(config, lean.shape, stock.dtype, settings.worker_threads)
         decoder = DeviceDecoder(
             lean,
             cache.store,
@@ -71,6 +73,7 @@ class DeviceSession(CacheSession):
             device=settings.device,
             backend=settings.backend,
             num_threads=settings.worker_threads,
+            device_budget_bytes=device_kv_budget_bytes(config, self._weight_bytes),
             placement=settings.placement,
             choose=choose,
             num_parts=settings.num_parts,
@@ -79,7 +82,6 @@ class DeviceSession(CacheSession):
         super().__init__(decoder, cache)
         decoder.after_projection = cache.rows.after_projection
         self._device = settings.device
-        self._weight_bytes = sum(weight.nbytes for weight in stock.parameters())
         # Making the caches took more than decoding does.
         torch.cuda.reset_peak_memory_stats(settings.device)
 

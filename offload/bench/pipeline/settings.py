@@ -26,6 +26,7 @@ class PipelineSettings:
         placement: of KV heads, where a GPU decodes; None: as `DeviceDecoder` has it.
         as_shipped: steps come as a model's own do: without a `placement` as many heads are on the
             GPU as fit, and several steps at once where all are. Else each step is for itself.
+        device_bytes: of the GPU for weights and KV cache; None: all.
     """
 
     shape: str
@@ -42,6 +43,7 @@ class PipelineSettings:
     num_parts: int = 1
     placement: HeadPlacement | None = None
     as_shipped: bool = False
+    device_bytes: int | None = None
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli.bench import budget, decode, latency, pipeline, selection
+from offload.cli.bench import decode, latency, pipeline, quality
 from offload.cli.bench.options import (
     DTYPE_NAMES,
     LAYER_SHAPE_NAMES,
@@ -18,7 +18,7 @@ from offload.cli.bench.options import (
     check_name,
     make_table,
 )
-from offload.cli.commands import command_group
+from offload.cli.commands import add_command, command_group
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import comma_separated, counts
 from offload.cli.spelling import Command
@@ -31,7 +31,9 @@ app = command_group(help="Measure kernels, policies and whole decode steps on th
 # offload.bench.attention.measure has these, but imports torch; tests compare the two.
 KERNEL_NAMES = ("dense", "sparse", "topk")
 
-app.command(cls=Command)(selection.selection)
+add_command(app, quality.quality)
+for old in ("budget", "selection"):
+    add_command(app, quality.quality, name=old, hidden=True)
 
 
 @app.command(cls=Command)
@@ -141,5 +143,5 @@ def _print_table(title: str, measurements: list[AttentionMeasurement]) -> None:
     stdout().print(make_table(header, map(cells, measurements), title=title, caption=caption))
 
 
-for command in (budget.budget, decode.decode, latency.latency, pipeline.pipeline):
+for command in (decode.decode, latency.latency, pipeline.pipeline):
     app.command(cls=Command)(command)

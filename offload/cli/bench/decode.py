@@ -33,7 +33,7 @@ from offload.cli.console import (
     stderr,
     stdout,
 )
-from offload.cli.options import comma_separated, counts
+from offload.cli.options import comma_separated, counts, memory_budgets
 from offload.system.text_file import read_text_file
 
 if TYPE_CHECKING:
@@ -134,6 +134,13 @@ def decode(
             show_default=False,
         ),
     ] = None,
+    max_memory: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICE=SIZE",
+            help="Hard limit of ours for weights and KV cache, such as 0=24GiB. Repeatable.",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -163,7 +170,7 @@ def decode(
 
         offload bench decode
 
-        offload bench decode --policy full,lychee_cluster --context 131072 --engines offload,graph
+        offload bench decode --context 131072 --engines offload,graph --max-memory 0=24GiB
 
         offload bench decode smollm2-135m-instruct --device cpu --context 2048,7168 --json
     """
@@ -179,6 +186,7 @@ def decode(
     if engines is not None:
         chosen = comma_separated(engines, option="--engines", available=ENGINE_NAMES)
     options = option_values(option or [], option="--option")
+    budgets = memory_budgets(max_memory or [])
 
     with running():
         import torch
@@ -210,6 +218,7 @@ def decode(
                 device=str(where),
                 backend=backend,
                 threads=threads,
+                max_memory=budgets,
             )
         plan = DecodePlan(
             policies=policies,
@@ -220,7 +229,13 @@ def decode(
             stock_steps=peer_steps,
             num_threads=threads,
         )
-        of_model = {"dtype": dtype, "threads": threads, "seed": seed, "backend": backend}
+        of_model = {
+            "dtype": dtype,
+            "threads": threads,
+            "seed": seed,
+            "backend": backend,
+            "max_memory": budgets,
+        }
         with quiet_transformers(verbose=False), no_loading_bars():
             document = _measure(
                 plan, lambda: _model(model, shape or defaults[0], text, where, plan, of_model)
@@ -282,6 +297,7 @@ def _model(
     from offload.bench.pipeline.settings import PipelineSettings
     from offload.models.dtypes import DTYPES
     from offload.runtime.backends import choose_backend
+    from offload.system.memory import check_max_memory
 
     backend = None if device.type == "cpu" else choose_backend(options["backend"], device)
     described = {
@@ -290,6 +306,7 @@ def _model(
         "device": str(device),
         "backend": backend,
         "threads": options["threads"],
+        "max_memory": options["max_memory"],
     }
     if model is not None:
         words = None if text is None else read_text_file(text)
@@ -301,10 +318,14 @@ def _model(
             backend=options["backend"],
             dtype=options["dtype"] or "auto",
             num_threads=options["threads"],
+            max_memory=options["max_memory"],
         )
         return found, described | {"text": str(text or "docstrings of the standard library")}
     if device.index:
         raise ValueError(f"--device {device}: made keys are for the first GPU; use --device cuda")
+    limits = check_max_memory(options["max_memory"])
+    if "cpu" in limits:
+        raise ValueError("--max-memory cpu: made caches take what they take; name a model instead")
     settings = PipelineSettings(
         shape=shape,
         kv_len=max(plan.kv_lens),
@@ -314,6 +335,7 @@ def _model(
         dtype=DTYPES[options["dtype"] or "bfloat16"],
         seed=options["seed"],
         as_shipped=True,
+        device_bytes=limits.get(0),
     )
     return RandomModel(settings), described | {"seed": options["seed"]}
 

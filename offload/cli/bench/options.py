@@ -157,6 +157,7 @@ def resolved_policies(
     device: str,
     backend: str | None,
     threads: int | None,
+    max_memory: Mapping[int | str, int | str] | None = None,
 ) -> tuple[list[Policy], str]:
     """The policies, each once, with what `auto` comes to in the place of it, and why, which is
     logged; "" without it.
@@ -175,7 +176,12 @@ def resolved_policies(
     for policy in policies:
         if isinstance(policy, Auto):
             config = runtime_config(
-                policy=policy, dtype=dtype, device=device, backend=backend, num_threads=threads
+                policy=policy,
+                dtype=dtype,
+                device=device,
+                backend=backend,
+                num_threads=threads,
+                max_memory=max_memory,
             )
             if model is not None:
                 checkpoint = check_checkpoint(resolve_folder(model))

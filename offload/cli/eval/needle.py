@@ -11,10 +11,9 @@ import typer
 
 from offload.bench.eval.haystack import described, prose_words
 from offload.bench.eval.needle import depth_samples
-from offload.bench.eval.output import plot_cells
+from offload.bench.eval.output import check_plot, plot_cells
 from offload.bench.eval.prompt import prompt_counter
 from offload.bench.eval.sample import Sample
-from offload.bench.selection.output import check_plot
 from offload.cli.console import running, stderr
 from offload.cli.eval import options as opt
 from offload.cli.eval.scored import Setup, answer_all
@@ -27,6 +26,7 @@ def needle(
     model: ModelName = DEFAULT_MODEL,
     *,
     compared: opt.Compared,
+    bounds: opt.Bounds,
     questions: opt.ProseQuestions = _QUESTIONS,
     depths: Annotated[
         str,
@@ -64,7 +64,7 @@ def needle(
     places = counts(depths, option="--depths", least=0)
     if max(places) > 100:
         raise typer.BadParameter(f"at most 100, got {max(places)}", param_hint="--depths")
-    setup = Setup(model, compared.policies(), compared.bounds(runs.device), runs, verbose)
+    setup = Setup(model, compared.policies(), bounds.on(runs.device), runs, verbose)
 
     def sampler(tokenizer: Any, chat: bool) -> Callable[..., list[Sample]]:
         prose, count_prompt = prose_words(questions.haystack), prompt_counter(tokenizer, chat=chat)

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 OUTPUTS = ("table", "json", "md")
 TASK_PANEL = "What is asked"
 _ANY_EVICTION = "auto"
+PolicyOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="[POLICY.]KEY=VALUES",
+        help="An option of one or of all policies; each of several values is measured, such as "
+        "lfps.alpha=0.1,0.2. Repeatable.",
+    ),
+]
 
 
 def tasks_option(available: Sequence[str]) -> Any:
@@ -37,7 +46,7 @@ def task_names(tasks: str, available: tuple[str, ...]) -> list[str]:
 
 @dataclass(frozen=True)
 class Compared:
-    """The policies, and bounds of the cache that each has."""
+    """The policies, and their budgets and options."""
 
     panel: ClassVar[str] = "What is compared"
     policy: Annotated[
@@ -57,36 +66,7 @@ class Compared:
             "otherwise.",
         ),
     ] = "1024"
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[POLICY.]KEY=VALUES",
-            help="An option of one or of all policies; each of several values is measured, such as "
-            "lfps.alpha=0.1,0.2. Repeatable.",
-        ),
-    ] = None
-    host_share: Annotated[
-        str,
-        typer.Option(
-            metavar="SHARES",
-            help="Ask every policy, and full attention, again within these shares of the bytes of "
-            "prompt and answer (host_bytes_per_sequence), such as 0.5,0.25, on the CPU. Each reads "
-            "each prompt by itself then; with small --page-tokens less is lost to whole pages.",
-        ),
-    ] = ""
-    evictions: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="What stays within --host-share, comma-separated. auto: as "
-            "host_bytes_per_sequence has it, reread where the policy allows it, else fitted. "
-            "reread: tokens that are looked up when the text is read again, of all heads together "
-            "(condense_by=rereading; full, exact_topk and others that keep nothing beside the "
-            "cache). By attention, as many in each head: fitted (condense_by=attention: others are "
-            "merged), means (merged without fitting), dropped (nothing is merged). By other "
-            "scores: snapkv, rkv, snapkv-fitted, rkv-fitted.",
-        ),
-    ] = _ANY_EVICTION
+    option: PolicyOptions = None
 
     def policies(self) -> list[Policy]:
         """Full attention, then each policy with each budget and combination of its options.
@@ -110,7 +90,36 @@ class Compared:
                 raise typer.BadParameter(str(error), param_hint="--option") from error
         return list(dict.fromkeys(policies))
 
-    def bounds(self, device: str) -> list[Bound]:
+
+@dataclass(frozen=True)
+class Bounds:
+    """Within which the policies are asked again."""
+
+    panel: ClassVar[str] = Compared.panel
+    host_share: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARES",
+            help="Ask every policy, and full attention, again within these shares of the bytes of "
+            "prompt and answer (host_bytes_per_sequence), such as 0.5,0.25, on the CPU. Each reads "
+            "each prompt by itself then; with small --page-tokens less is lost to whole pages.",
+        ),
+    ] = ""
+    evictions: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="What stays within --host-share, comma-separated. auto: as "
+            "host_bytes_per_sequence has it, reread where the policy allows it, else fitted. "
+            "reread: tokens that are looked up when the text is read again, of all heads together "
+            "(condense_by=rereading; full, exact_topk and others that keep nothing beside the "
+            "cache). By attention, as many in each head: fitted (condense_by=attention: others are "
+            "merged), means (merged without fitting), dropped (nothing is merged). By other "
+            "scores: snapkv, rkv, snapkv-fitted, rkv-fitted.",
+        ),
+    ] = _ANY_EVICTION
+
+    def on(self, device: str) -> list[Bound]:
         """Each share with each eviction, or a usage error; none where no share is given."""
         if not self.host_share:
             if self.evictions != _ANY_EVICTION:
@@ -121,9 +130,8 @@ class Compared:
                 f"bounds are scored on the CPU, but --device is {device}; leave one of them out",
                 param_hint="--host-share",
             )
-        from offload.bench.budget.bounded_text import check_share
-        from offload.bench.budget.evictions import AUTO, EVICTIONS
-        from offload.bench.eval.bounds import Bound
+        from offload.bench.eval.bounds import Bound, check_share
+        from offload.bench.eval.evictions import AUTO, EVICTIONS
 
         found = shares(self.host_share, option="--host-share")
         available = (AUTO, *EVICTIONS)

@@ -24,6 +24,7 @@ def perplexity(
     model: ModelName = DEFAULT_MODEL,
     *,
     compared: opt.Compared,
+    bounds: opt.Bounds,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -80,7 +81,7 @@ def perplexity(
     """
     all_lengths = counts(lengths, option="--context")
     distance = stride or steps
-    setup = Setup(model, compared.policies(), compared.bounds(runs.device), runs, verbose)
+    setup = Setup(model, compared.policies(), bounds.on(runs.device), runs, verbose)
 
     def make_windows(tokenizer: Any) -> list[Window]:
         from offload.bench.eval.perplexity import text_tokens, windows_of

@@ -20,6 +20,7 @@ def ruler(
     model: ModelName = DEFAULT_MODEL,
     *,
     compared: opt.Compared,
+    bounds: opt.Bounds,
     questions: opt.ProseQuestions,
     tasks: Annotated[str, opt.tasks_option(RULER_TASKS)] = "all",
     runs: opt.Runs,
@@ -49,7 +50,7 @@ def ruler(
     """
     names = opt.task_names(tasks, RULER_TASKS)
     has_prose = any(name in PROSE_TASKS for name in names)
-    setup = Setup(model, compared.policies(), compared.bounds(runs.device), runs, verbose)
+    setup = Setup(model, compared.policies(), bounds.on(runs.device), runs, verbose)
 
     def sampler(tokenizer: Any, chat: bool) -> Callable[..., list[Sample]]:
         prose = prose_words(questions.haystack) if has_prose else []

@@ -95,7 +95,7 @@ class Setup:
         Raises:
             ValueError: names the share.
         """
-        from offload.bench.budget.bounded_text import check_text_bound
+        from offload.bench.eval.bounds import check_text_bound
 
         for policy in self.resolved:
             config = replace(self.config(), policy=policy)
@@ -104,7 +104,7 @@ class Setup:
 
     def described(self) -> dict[str, Any]:
         """For JSON, and to tell runs apart: a cap of a step as the tokens that it allows here."""
-        from offload.bench.selection.measure import policy_options
+        from offload.bench.eval.labels import policy_options
         from offload.loading.checkpoint_digest import checkpoint_digest
         from offload.runtime.capping import with_cap_in_tokens
 

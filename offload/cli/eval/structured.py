@@ -23,6 +23,7 @@ def structured(
     model: ModelName = DEFAULT_MODEL,
     *,
     compared: opt.Compared = _COMPARED,
+    bounds: opt.Bounds,
     questions: opt.Questions,
     tasks: Annotated[str, opt.tasks_option(STRUCTURED_TASKS)] = "all",
     fields: Annotated[
@@ -53,7 +54,7 @@ def structured(
         offload eval structured --budget-tokens 256,512 --resume structured.jsonl -o md
     """
     names = opt.task_names(tasks, STRUCTURED_TASKS)
-    setup = Setup(model, compared.policies(), compared.bounds(runs.device), runs, verbose)
+    setup = Setup(model, compared.policies(), bounds.on(runs.device), runs, verbose)
 
     def sampler(tokenizer: Any, chat: bool) -> Callable[..., list[Sample]]:
         count_prompt = prompt_counter(tokenizer, chat=chat)

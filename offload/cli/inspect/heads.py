@@ -80,7 +80,7 @@ def heads(
     """
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
         from offload.bench.eval.haystack import prose_text
-        from offload.bench.selection.output import check_plot
+        from offload.bench.eval.output import check_plot
         from offload.cli.inspect.picture import plot_overlap
         from offload.loading.names import load_tokenizer
         from offload.loading.planned_model import planned_model

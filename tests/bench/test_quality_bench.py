@@ -10,42 +10,52 @@ import pytest
 import torch
 from cases.tiny_models import random_tokens
 
-from offload import OffloadedModel
-from offload.bench.selection.measure import (
-    SelectionMeasurement,
-    SelectionSettings,
-    check_settings,
-    measure_selection,
-    policy_label,
-    policy_options,
-    reference_of,
+from offload.bench.eval.bounds import Bound
+from offload.bench.eval.evictions import EVICTIONS
+from offload.bench.eval.labels import policy_label, policy_options
+from offload.bench.quality.measure import (
+    QualityMeasurement,
+    QualitySettings,
+    check_quality,
+    exact_topk_of,
+    measure_quality,
 )
-from offload.bench.selection.shared_prefill import SharedPrefill
 from offload.policies import Policy, Quest, TidalDecode
 from offload.policies.registry import available_policies, make_policy
+from offload.runtime.config import runtime_config
+from offload.runtime.shared_model import SharedModel
 
 REFERENCE = {"recent_tokens": 8, "dense_layers": 1}
-SETTINGS = SelectionSettings(
-    context=150, steps=40, sample_every=8, timed_steps=3, reference_options=(*REFERENCE.items(),)
+SETTINGS = QualitySettings(
+    context=150,
+    steps=40,
+    sample_every=8,
+    timed_steps=3,
+    exact_topk=make_policy("exact_topk", **REFERENCE),
 )
 
 
-def loader(folder: Path) -> Any:
-    return lambda policy: OffloadedModel.from_pretrained(folder, policy=policy, num_threads=1)
+def measured_under(
+    folder: Path, policies: list[Policy], settings: QualitySettings, *bounds: Bound, **options: Any
+) -> list[QualityMeasurement]:
+    policies = [make_policy("full"), *policies]
+    config = runtime_config(device="cpu", num_threads=1, page_tokens=16)
+    tokens = random_tokens(settings.text_tokens).tolist()
+    model = SharedModel(folder, policies, config)
+    return measure_quality(model, policies, tokens, settings, bounds, **options)
 
 
 @pytest.fixture(scope="module")
-def measured(tiny_folders: dict[str, Path]) -> dict[str, SelectionMeasurement]:
+def measured(tiny_folders: dict[str, Path]) -> dict[str, QualityMeasurement]:
     policies = [
         make_policy("exact_topk", budget_tokens=40, **REFERENCE),
         make_policy("streaming_llm", budget_tokens=40, dense_layers=1),
     ]
     steps: list[int] = []
     labels: list[str] = []
-    rows = measure_selection(
-        loader(tiny_folders["llama"]),
+    rows = measured_under(
+        tiny_folders["llama"],
         policies,
-        random_tokens(SETTINGS.text_tokens).tolist(),
         SETTINGS,
         on_policy=labels.append,
         on_progress=steps.append,
@@ -55,7 +65,7 @@ def measured(tiny_folders: dict[str, Path]) -> dict[str, SelectionMeasurement]:
     return {row.policy: row for row in rows}
 
 
-def test_full_attention_is_perfect(measured: dict[str, SelectionMeasurement]) -> None:
+def test_full_attention_is_perfect(measured: dict[str, QualityMeasurement]) -> None:
     full = measured["full"]
     assert full.mass_kept == pytest.approx(1.0)
     assert full.overlap == 1.0
@@ -68,7 +78,7 @@ def test_full_attention_is_perfect(measured: dict[str, SelectionMeasurement]) ->
     assert full.jaccard is full.window_hit is None
 
 
-def test_exact_topk_is_the_best_selection(measured: dict[str, SelectionMeasurement]) -> None:
+def test_exact_topk_is_the_best_selection(measured: dict[str, QualityMeasurement]) -> None:
     topk, streaming = measured["exact_topk"], measured["streaming_llm"]
     assert topk.overlap == pytest.approx(1.0, abs=2e-3)  # equal weights may be told apart
     assert topk.mass_of_topk == pytest.approx(1.0, abs=1e-4)
@@ -87,7 +97,7 @@ def test_exact_topk_is_the_best_selection(measured: dict[str, SelectionMeasureme
 
 
 def test_perplexity_is_that_of_one_forward_pass(
-    measured: dict[str, SelectionMeasurement], stock_models: dict[str, Any]
+    measured: dict[str, QualityMeasurement], stock_models: dict[str, Any]
 ) -> None:
     text = random_tokens(SETTINGS.text_tokens)
     with torch.no_grad():
@@ -99,22 +109,38 @@ def test_perplexity_is_that_of_one_forward_pass(
     assert measured["full"].perplexity == pytest.approx(float(loss.exp()), rel=1e-3)
 
 
+def test_within_a_bound(tiny_folders: dict[str, Path]) -> None:
+    """On the same tokens: with room for nearly all of them little is lost."""
+    settings = QualitySettings(context=300, steps=60, sample_every=3, timed_steps=3)
+    bounds = [*(Bound(0.6, eviction) for eviction in EVICTIONS), Bound(0.95, "rkv")]
+    steps: list[int] = []
+    full, *rows = measured_under(
+        tiny_folders["llama"], [], settings, *bounds, on_progress=steps.append
+    )
+    assert sum(steps) == (1 + len(bounds)) * settings.decode_steps
+    assert [row.label for row in rows] == [bound.label("full") for bound in bounds]
+    *few, most = rows
+    for row in few:
+        assert row.policy == "full"
+        assert row.budget_tokens < most.budget_tokens < settings.text_tokens
+        assert row.output_error > most.output_error > 0
+        assert row.kl > most.kl > 0
+        assert row.attended_tokens is row.mass_kept is row.candidate_share is None
+    # Each drops, or merges, other tokens, or merges them in another way.
+    assert len({row.kl for row in few}) == len(EVICTIONS)
+    assert full.budget_tokens is None
+
+
 @pytest.mark.parametrize("name", [name for name in available_policies() if name != "full"])
 def test_every_policy_can_be_measured(name: str, tiny_folders: dict[str, Path]) -> None:
-    policy = small(name)
-    settings = SelectionSettings(
+    settings = QualitySettings(
         context=300,
         steps=40,
         sample_every=20,
         timed_steps=2,
-        reference_options=(("dense_layers", 1),),
+        exact_topk=make_policy("exact_topk", dense_layers=1),
     )
-    full, row = measure_selection(
-        loader(tiny_folders["llama"]),
-        [policy],
-        random_tokens(settings.text_tokens).tolist(),
-        settings,
-    )
+    full, row = measured_under(tiny_folders["llama"], [small(name)], settings)
     assert row.policy == name
     assert 0 < row.attended_tokens <= full.attended_tokens
     assert 0 <= row.output_error < 10
@@ -124,23 +150,6 @@ def test_every_policy_can_be_measured(name: str, tiny_folders: dict[str, Path]) 
         assert 0 <= row.overlap <= 1
 
 
-@pytest.mark.parametrize("name", available_policies())
-def test_a_shared_prefill_changes_nothing(name: str, tiny_folders: dict[str, Path]) -> None:
-    text = random_tokens(1, 330)
-    policy = make_policy("full") if name == "full" else small(name)
-    shared = SharedPrefill()
-    shared.attach(loader(tiny_folders["llama"])(make_policy("full")))(text[:, :300])
-    logits = []
-    for attach in (shared.attach, lambda model: model):
-        model = attach(loader(tiny_folders["llama"])(policy))
-        cache = model.new_cache()
-        logits.append([model(text[:, :300], past_key_values=cache, logits_to_keep=1).logits])
-        for i in range(300, 330):
-            logits[-1].append(model(text[:, i : i + 1], past_key_values=cache).logits)
-    for copied, computed in zip(*logits, strict=True):
-        torch.testing.assert_close(copied, computed, rtol=1e-5, atol=1e-5)
-
-
 def small(name: str) -> Policy:
     options: dict[str, Any] = {"budget_tokens": 200}
     if "dense_layers" in type(make_policy(name)).option_names():
@@ -148,23 +157,19 @@ def small(name: str) -> Policy:
     return make_policy(name, **options)
 
 
-def test_a_fresh_text_and_budget_are_checked_before_loading() -> None:
+def test_what_cannot_be_measured_is_refused_before_loading() -> None:
     policies = [make_policy("exact_topk", budget_tokens=150)]
     with pytest.raises(ValueError, match=r"the text has 193 tokens, but context=150 \+ steps=40"):
-        check_settings(policies, SETTINGS.text_tokens - 1, SETTINGS)
+        check_quality(policies, SETTINGS.text_tokens - 1, SETTINGS, 512)
+    with pytest.raises(ValueError, match="are 193 tokens, but this model has 192 positions"):
+        check_quality(policies, SETTINGS.text_tokens, SETTINGS, 192)
     with pytest.raises(ValueError, match="exact_topk: budget_tokens=150 holds the whole context"):
-        check_settings(policies, SETTINGS.text_tokens, SETTINGS)
+        check_quality(policies, SETTINGS.text_tokens, SETTINGS, 512)
     capped = make_policy("hard_kv", budget_tokens=100, max_step_bytes=99999)
     with pytest.raises(ValueError, match=r"max_step_bytes=99999 of hard_kv is turned .* give max_"):
-        check_settings([capped], SETTINGS.text_tokens, SETTINGS)
+        check_quality([capped], SETTINGS.text_tokens, SETTINGS, 512)
     with pytest.raises(ValueError, match="sample_every must be at least 1, got 0"):
-        SelectionSettings(sample_every=0)
-
-
-def test_more_text_than_positions_is_refused(tiny_folders: dict[str, Path]) -> None:
-    settings = SelectionSettings(context=500, steps=10, timed_steps=3)
-    with pytest.raises(ValueError, match="are 513 tokens, but this model has 512 positions"):
-        measure_selection(loader(tiny_folders["llama"]), [], list(range(1, 515)), settings)
+        QualitySettings(sample_every=0)
 
 
 def test_labels_and_references() -> None:
@@ -175,8 +180,5 @@ def test_labels_and_references() -> None:
     tidal = TidalDecode(Quest(budget_tokens=100, page_tokens=32))
     assert policy_label(tidal) == "tidal_decode inner=quest page_tokens=32 chunks=False"
     assert policy_options(tidal)["budget_tokens"] == 100
-    reference = reference_of(policy, SETTINGS)
-    assert reference is not None
-    assert (reference.budget_tokens, reference.sink_tokens, reference.recent_tokens) == (100, 4, 8)
-    assert reference.selectable(50) == (4, 42)
-    assert reference_of(make_policy("full"), SETTINGS) is None
+    given = {"recent_tokens": [8], "sink_tokens": [2, 4], "budget_tokens": [9], "alpha": [0.5]}
+    assert exact_topk_of(given) == make_policy("exact_topk", recent_tokens=8)

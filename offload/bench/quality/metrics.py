@@ -138,23 +138,14 @@ def negative_log_likelihood(logits: torch.Tensor, tokens: torch.Tensor) -> torch
     return -torch.log_softmax(logits.double(), -1).gather(1, tokens[:, None])[:, 0]
 
 
-def by_rows(
-    metric: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    logits: torch.Tensor,
-    other: torch.Tensor,
-) -> torch.Tensor:
-    """One of the two above, which is taken of a few rows at a time."""
-    pairs = zip(*(torch.split(x, _ROWS_AT_A_TIME) for x in (logits, other)), strict=True)
-    return torch.cat([metric(*pair) for pair in pairs])
-
-
 def mean_by_rows(
     metric: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     logits: torch.Tensor,
     other: torch.Tensor,
 ) -> float:
-    """The mean over all rows of `by_rows`."""
-    return float(by_rows(metric, logits, other).mean())
+    """The mean over all rows of one of the two above, which is taken of a few at a time."""
+    pairs = zip(*(torch.split(x, _ROWS_AT_A_TIME) for x in (logits, other)), strict=True)
+    return float(torch.cat([metric(*pair) for pair in pairs]).mean())
 
 
 @dataclass

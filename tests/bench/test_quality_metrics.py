@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.bench.selection.metrics import (
+from offload.bench.quality.metrics import (
     ReferenceBudget,
     Stability,
     exact_attention,

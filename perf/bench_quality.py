@@ -1,4 +1,4 @@
-"""How well the policies select on SmolLM2 and real text: `python -m perf.bench_selection`.
+"""How well the policies select on SmolLM2 and real text: `python -m perf.bench_quality`.
 
 Every policy at 6,144 tokens with budgets of 1,024 tokens and of 2 % of the context, over 1,000
 decode steps.
@@ -12,11 +12,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from offload import OffloadedModel, load_tokenizer
-from offload.bench.selection.measure import SelectionSettings, measure_selection
+from offload import load_tokenizer
+from offload.bench.quality.measure import QualitySettings, measure_quality
 from offload.loading.gguf import EMBEDDED_MODEL
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
+from offload.runtime.config import runtime_config
+from offload.runtime.shared_model import SharedModel
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
 from perf.results_file import Run, hide_loading_bars, script_options
@@ -38,20 +40,20 @@ def policies_of_quality(names: Sequence[str]) -> list[Policy]:
 def measure(
     policies: Sequence[Policy],
     tokens: Sequence[int],
-    settings: SelectionSettings,
+    settings: QualitySettings,
     threads: int,
 ) -> list[dict[str, Any]]:
     """Rows of the results, full attention first."""
-    bar = tqdm(total=(1 + len(policies)) * settings.decode_steps, desc="quality", unit="step")
+    policies = [make_policy("full"), *policies]
+    config = runtime_config(dtype="bfloat16", device="cpu", num_threads=threads)
+    bar = tqdm(total=len(policies) * settings.decode_steps, desc="quality", unit="step")
 
     def on_progress(steps: int) -> None:
         bar.update(steps)
 
     with bar:
-        measurements = measure_selection(
-            lambda policy: OffloadedModel.from_pretrained(
-                EMBEDDED_MODEL, policy=policy, dtype="bfloat16", num_threads=threads
-            ),
+        measurements = measure_quality(
+            SharedModel(EMBEDDED_MODEL, policies, config),
             policies,
             tokens,
             settings,
@@ -73,7 +75,7 @@ def main() -> None:
     threads = available_cpus()
     text = "\n\n".join(stdlib_paragraphs())
     tokens = load_tokenizer(EMBEDDED_MODEL)(text, verbose=False)["input_ids"]
-    settings = SelectionSettings(
+    settings = QualitySettings(
         context=CONTEXT, steps=options.steps, sample_every=options.sample_every
     )
     policies = policies_of_quality(options.policies)

@@ -6,14 +6,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from cpu_ops.step_rows import DecodeStep
-from offload.bench.selection.metrics import (
+from offload.bench.quality.metrics import (
     ReferenceBudget,
     Stability,
     exact_attention,
@@ -49,23 +49,6 @@ def looked_at(attention: DecodeAttention, attended: Callable[..., None]) -> Iter
         attention.on_attended = None
 
 
-@dataclass(frozen=True)
-class SeenLayer:
-    """One layer of a step, for `SelectionObserver.on_seen`.
-
-    Attributes:
-        num_tokens: [num_units], that each unit attended to.
-        importance: float [num_units, kv_len], as `importance_of_units` has it; None at steps that
-            are not sampled.
-        tokens: of each unit, the attended ones; None: all.
-    """
-
-    layer_idx: int
-    num_tokens: list[int]
-    importance: npt.NDArray[np.floating] | None
-    tokens: list[Tokens | None]
-
-
 @dataclass
 class SelectionObserver:
     """Give `attended` to `DecodeAttention.on_attended`; set `sampling` before each step.
@@ -78,7 +61,8 @@ class SelectionObserver:
         capacity_tokens: of the longest sequence to come.
         window: of the window hit rate, in steps.
         possible_tokens: keys that units of observed layers could have scored.
-        on_seen: called with each layer of each step from `dense_layers` on.
+        exact: float32 [num_qo_heads, head_dim], the output of exact attention in each layer of each
+            sampled step.
     """
 
     attention: DecodeAttention
@@ -89,7 +73,7 @@ class SelectionObserver:
     window: int
     sampling: bool = False
     possible_tokens: int = 0
-    on_seen: Callable[[SeenLayer], None] | None = None
+    exact: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         attention, policy = self.attention, self.attention.policy
@@ -124,20 +108,8 @@ class SelectionObserver:
                 chosen = np.empty(0, np.int32) if selection is None else selection
                 chosen = chosen[(chosen >= first) & (chosen < last)]
                 self._stability[layer_idx, unit].update(chosen)
-        importance = None
         if self.sampling:
-            importance = self._compare(layer_idx, step.seqs[0], query, out, selections, kv_len)
-        if self.on_seen is not None:
-            tokens = self._resolved(layer_idx, selections)
-            counts = [kv_len if of_unit is None else len(of_unit) for of_unit in tokens]
-            self.on_seen(SeenLayer(layer_idx, counts, importance, tokens))
-
-    def _resolved(self, layer_idx: int, selections: list[Tokens | None]) -> list[Tokens | None]:
-        """What each unit attended to: None for all tokens."""
-        return [
-            np.empty(0, np.int32) if x is None and not self._none_means_all[layer_idx, unit] else x
-            for unit, x in enumerate(selections or [None] * self._num_units)
-        ]
+            self._compare(layer_idx, step.seqs[0], query, out, selections, kv_len)
 
     def measured(self) -> dict[str, float | None]:
         """Means over sampled steps, layers and units by `_MEANS`; of the stability over all."""
@@ -160,7 +132,7 @@ class SelectionObserver:
         out: Tensor,
         selections: list[Tokens | None],
         kv_len: int,
-    ) -> npt.NDArray[np.floating]:
+    ) -> None:
         store, num_qo_heads = self.attention.store, self.attention.num_qo_heads
         keys, values = (rows.float() for rows in store.gather(seq, layer_idx, 0, kv_len))
         row = slice(0, num_qo_heads * store.head_dim)
@@ -168,7 +140,7 @@ class SelectionObserver:
             query[0, row].float().view(num_qo_heads, -1), keys, values, self.sm_scale
         )
         self._add("output_error", relative_error(out[0, row], exact))
-        importance: npt.NDArray[np.floating]
+        self.exact.append(exact)
         importance = importance_of_units(weights, self._num_units).numpy()
         for unit in range(self._num_units):
             selection = selections[unit] if selections else None
@@ -187,4 +159,3 @@ class SelectionObserver:
             self._add("recall", quality.recall)
             if self.reference is not None:
                 self._add("mass_of_topk", quality.mass_of_topk)
-        return importance

@@ -1,8 +1,7 @@
-"""`offload bench selection` on a tiny model: outputs and refusals."""
+"""`offload bench quality` on a tiny model: outputs and refusals."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from offload.bench.selection import output as selection_output
-from offload.bench.selection.measure import SelectionMeasurement
+from offload.bench.quality import output as quality_output
+from offload.bench.quality.measure import QualityMeasurement
 from offload.cli import app
 from offload.cli.bench.options import option_values, policy_grid
 from offload.policies import ExactTopK
@@ -27,7 +26,7 @@ def command(tiny_folders: dict[str, Path]) -> list[str]:
     arguments = ["--context", "150", "--steps", "36", "--sample-every", "12", "--threads", "1"]
     arguments += ["--policy", "exact_topk", "--budget-tokens", "30", "--dtype", "float32"]
     arguments += ["--option", "recent_tokens=8", "--option", "dense_layers=1"]
-    return ["bench", "selection", str(tiny_folders["llama"]), *arguments]
+    return ["bench", "quality", str(tiny_folders["llama"]), *arguments]
 
 
 def flat(text: str) -> str:
@@ -35,59 +34,47 @@ def flat(text: str) -> str:
 
 
 def test_json(command: list[str]) -> None:
-    result = runner.invoke(app, [*command, "--budget-share", "0.4", "--json"])
+    bound = ["--host-share", "0.8", "--evictions", "fitted", "--page-tokens", "16"]
+    result = runner.invoke(app, [*command, "--budget-tokens", "30,60", *bound, "--json"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["machine"]["isa"]
-    assert document["settings"]["context"] == 150
-    assert [row["budget_tokens"] for row in document["rows"]] == [None, 30, 60]
-    full, small, large = document["rows"]
-    assert set(full) == set(SelectionMeasurement.__dataclass_fields__)
+    settings = document["settings"]
+    assert (settings["context"], settings["steps"], settings["sample_every"]) == (150, 36, 12)
+    assert len(settings["text"]["sha256"]) == 64
+    assert settings["bounds"] == [{"share": 0.8, "eviction": "fitted"}]
+    full, small, large, bounded = document["rows"]
+    assert [row["budget_tokens"] for row in (full, small, large)] == [None, 30, 60]
+    assert set(full) == set(QualityMeasurement.__dataclass_fields__)
     assert full["kl"] == 0
     assert small["options"]["recent_tokens"] == 8
     assert small["mass_kept"] < large["mass_kept"] < full["mass_kept"] == pytest.approx(1)
     assert small["overlap"] == pytest.approx(1, abs=2e-3)
     assert small["window_hit"] > 0
+    assert bounded["label"] == "full host=0.8 fitted"
+    assert bounded["budget_tokens"] <= 0.8 * (150 + 36 + 32)
+    assert bounded["output_error"] > 0
 
 
-def test_csv(command: list[str]) -> None:
-    result = runner.invoke(app, [*command, "-o", "csv"])
-    assert result.exit_code == 0, result.output
-    full, topk = csv.DictReader(result.stdout.splitlines())
-    assert full["policy"] == "full"
-    assert full["budget_tokens"] == ""
-    assert topk["label"] == "exact_topk recent_tokens=8 dense_layers=1"
-    assert "recent_tokens=8" in topk["options"].split()
-    assert float(topk["mass_kept"]) < 1
-
-
-def test_markdown(command: list[str]) -> None:
-    result = runner.invoke(app, [*command, "-o", "md"])
-    assert result.exit_code == 0, result.output
-    header, rule, full, topk = result.stdout.splitlines()
-    assert header.startswith("| policy | budget | attended | candidates | overlap | mass |")
-    assert len({line.count("|") for line in (header, rule, full, topk)}) == 1
-    assert full.startswith(f"| full | {selection_output.UNKNOWN} | 1")
-    assert topk.startswith("| exact_topk recent_tokens=8 dense_layers=1 | 30 | 30 |")
-
-
-def test_table_and_plot(command: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra perf is not installed")
-    picture = tmp_path / "quality.png"
-    result = runner.invoke(app, [*command, "--plot", str(picture)])
+@pytest.mark.parametrize("name", ["quality", "selection", "budget"])
+def test_table(command: list[str], name: str) -> None:
+    """By the names of the two commands that were there before, too."""
+    result = runner.invoke(app, ["bench", name, *command[2:]])
     assert result.exit_code == 0, result.output
     assert "36 decode steps" in result.stdout
     assert "relative to exact top-k at the same budget" in flat(result.stdout)
-    assert "wrote" in result.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "exact_topk recent_tokens=8 dense_layers=1 │ 30 │ 30 │" in " ".join(
+        result.stdout.split()
+    )
+    assert "host=SHARE" not in result.stdout
 
 
 def test_text_of_a_file(command: list[str], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 6, encoding="utf-8")
-    result = runner.invoke(app, [*command, "--text", str(text), "-o", "json"])
+    result = runner.invoke(app, [*command, "--text", str(text), "--json"])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["settings"]["text"] == str(text)
+    assert json.loads(result.stdout)["settings"]["text"]["path"] == str(text)
     text.write_text("Too short.", encoding="utf-8")
     result = runner.invoke(app, [*command, "--text", str(text)])
     assert result.exit_code == 1
@@ -98,7 +85,6 @@ def test_text_of_a_file(command: list[str], tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (["--policy", "qest"], 2, "unknown 'qest'; available: exact_topk, full"),
-        (["--output", "xml"], 2, "unknown 'xml'; available: table, json, csv, md"),
         (["--budget-tokens", "many"], 2, "integers of at least 1"),
         (["--option", "alpha"], 2, "expected key=value, got 'alpha'"),
         (["--option", "alpha=0.2"], 2, "no option 'alpha' in exact_topk; available: budget_tokens"),
@@ -107,8 +93,14 @@ def test_text_of_a_file(command: list[str], tmp_path: Path) -> None:
         (["--budget-tokens", "150"], 1, "holds the whole context of 150 tokens"),
         (["--steps", "400"], 1, "are 582 tokens, but this model has 512 positions"),
         (["--text", "/no/such/file"], 1, "No such file or directory: '/no/such/file'"),
-        (["--plot", "picture.gif"], 1, "must end in one of .png, .svg, .pdf"),
-        (["--plot", "/no/such/folder/a.png"], 1, "no folder /no/such/folder"),
+        (["--host-share", "1.5"], 2, "shares above 0 and at most 1"),
+        (
+            ["--host-share", "0.5", "--evictions", "h2o"],
+            2,
+            "unknown 'h2o'; available: auto, reread",
+        ),
+        (["--host-share", "0.5"], 1, "0.5 of the"),
+        (["--evictions", "rkv"], 2, "needs --host-share"),
     ],
 )
 def test_bad_options(command: list[str], arguments: list[str], code: int, message: str) -> None:
@@ -118,28 +110,10 @@ def test_bad_options(command: list[str], arguments: list[str], code: int, messag
     assert message in flat(result.stderr)
 
 
-def test_a_picture_needs_matplotlib(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import importlib.util
-
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest),
-    )
-    result = runner.invoke(app, [*command, "--plot", str(tmp_path / "picture.png")])
-    assert result.exit_code == 1
-    assert "--plot needs matplotlib; install it with: pip install 'offload[plot]'" in flat(
-        result.stderr
-    )
-
-
 def test_help_teaches() -> None:
-    result = runner.invoke(app, ["bench", "selection", "--help"])
+    result = runner.invoke(app, ["bench", "quality", "--help"])
     assert result.exit_code == 0
-    for text in ("--budget-share", "offload bench selection --text book.txt", "KL", "Jaccard"):
+    for text in ("--host-share", "offload bench quality --text book.txt", "KL", "Jaccard"):
         assert text in result.stdout
     for policy in available_policies():
         assert policy in result.stdout
@@ -162,5 +136,5 @@ def test_grid() -> None:
 
 
 def test_unknown_values_are_dashes() -> None:
-    row: dict[str, Any] = {key: None for _, key, _ in selection_output.COLUMNS}
-    assert set(selection_output.cells(row)) == {selection_output.UNKNOWN}
+    row: dict[str, Any] = {key: None for _, key, _ in quality_output.COLUMNS}
+    assert set(quality_output.cells(row)) == {quality_output.UNKNOWN}

@@ -1,0 +1,1 @@
+"""`offload bench quality`: what policies select, and lose, on real text."""

@@ -1,1 +1,0 @@
-"""`offload bench selection`: what policies keep, on real text."""

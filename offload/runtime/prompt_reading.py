@@ -1,0 +1,70 @@
+"""A prefill for the policies that will decode after it: one, or several that share a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from offload.decode.attention import DecodeAttention
+from offload.models.batch import RaggedBatch
+from offload.policies.prefill_build import PrefillBuild
+from offload.prefill.forward import OnQueries, prefill
+
+
+def prefill_for(
+    attentions: Sequence[DecodeAttention],
+    hidden: Tensor,
+    batch: RaggedBatch,
+    seqs: Sequence[int],
+    *,
+    corrects: bool,
+    **options: Any,
+) -> tuple[Tensor, float]:
+    """`prefill`, whose queries the policies see, and during which they build on a GPU.
+
+    Args:
+        attentions: of the policies, all of one store.
+        seqs: no policy hears of none.
+        corrects: what the policies have is revised, and nothing built.
+        options: of `prefill`.
+
+    Returns:
+        [num_tokens, hidden_size], and the seconds of the host that building took.
+    """
+    observers, builds = list[OnQueries](), list[PrefillBuild]()
+    if seqs and not corrects:
+        observers = [x for x in (a.on_prefill_queries for a in attentions) if x is not None]
+        news = zip(seqs, batch.num_new_tokens, strict=True)
+        kv_lens = [attentions[0].store.kv_len(seq) + num_new for seq, num_new in news]
+        building = [a for a in attentions if a.builds_in_prefill(hidden.device)]
+        found = [attention.prefill_build(seqs, kv_lens) for attention in building]
+        builds = [build for build in found if build is not None]
+    hidden = prefill(
+        hidden=hidden,
+        batch=batch,
+        seqs=seqs,
+        on_queries=_in_turn(observers),
+        on_layer=_in_turn([build.on_layer for build in builds]),
+        copied_heads=max((build.copied_heads for build in builds), default=0),
+        **options,
+    )
+    for build in builds:
+        build.finish()
+    for attention in attentions:
+        for seq, num_new in zip(seqs, batch.num_new_tokens, strict=False):  # or no seqs
+            if corrects:
+                attention.states.revise(seq, num_new)
+            attention.states.end_prefill(seq)
+    return hidden, sum(build.host_seconds for build in builds)
+
+
+def _in_turn(called: Sequence[Callable[..., None]]) -> Callable[..., None] | None:
+    """None for none; one is called by itself."""
+
+    def call(*arguments: Any) -> None:
+        for function in called:
+            function(*arguments)
+
+    return call if len(called) > 1 else next(iter(called), None)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
         (["generate"], ["--policy", "--needle", "--max-memory", "offload generate --demo", "| jq"]),
         (["plan"], ["--profile", "--remeasure", "--budget-tokens", "--json", "offload plan"]),
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
-        (["bench"], ["attention", "budget", "decode", "latency", "pipeline", "selection"]),
+        (["bench"], ["attention", "decode", "latency", "pipeline", "quality"]),
         (["eval"], ["ruler", "needle", "structured", "perplexity"]),
         (["inspect"], ["heads"]),
         (["inspect", "heads"], ["--text", "--context", "--budget-tokens", "--json", "--picture"]),

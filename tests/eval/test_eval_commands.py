@@ -16,11 +16,8 @@ from typer.testing import CliRunner
 
 from offload.bench.eval.perplexity import text_tokens, windows_of
 from offload.bench.eval.record_file import RecordFile
-from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS
 from offload.bench.eval.structured import FIELDS, STRUCTURED_TASKS
 from offload.cli import app
-from offload.cli.eval import ruler as ruler_command
-from offload.cli.eval import structured as structured_command
 
 runner = CliRunner(env={"COLUMNS": "250", "TERM": "dumb"})
 POLICIES = ["--policy", "exact_topk,streaming_llm", "--budget-tokens", "64"]
@@ -326,12 +323,6 @@ def test_an_empty_haystack(roomy_folder: Path, tmp_path: Path) -> None:
         app, command("needle", roomy_folder, "--context", "900", "--haystack", str(tmp_path))
     )
     assert "the haystack's 2 words are too few for 900 tokens" in flat(result.stderr)
-
-
-def test_names_that_the_commands_offer_are_those_of_the_tasks() -> None:
-    assert ruler_command.TASK_NAMES == RULER_TASKS
-    assert ruler_command.PROSE_NAMES == PROSE_TASKS
-    assert structured_command.TASK_NAMES == STRUCTURED_TASKS
 
 
 @pytest.mark.parametrize("kind", ["ruler", "needle", "structured", "perplexity"])

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from offload import OffloadedModel
 from offload.bench.eval.answers import attended_tokens
 from offload.cli import app
+from offload.cli.eval.options import Runs
 from offload.cli.eval.scored import Setup
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.planned_model import planned_model
@@ -312,8 +313,7 @@ def test_generate_takes_it(tiny_folders: dict[str, Path], monkeypatch: pytest.Mo
 
 def test_evaluations_name_the_tokens(tiny_folders: dict[str, Path]) -> None:
     policies = [Full(), hard_kv(max_step_bytes="40KiB")]
-    setup = Setup(
-        str(tiny_folders["llama"]), policies, [], "float32", "cpu", 1, page_tokens=64, verbose=False
-    )
+    runs = Runs("float32", "cpu", threads=1, page_tokens=64)
+    setup = Setup(str(tiny_folders["llama"]), policies, [], runs, verbose=False)
     options = setup.described()["policies"][setup.labels[1]]
     assert (options["max_tokens"], options["max_step_bytes"]) == (40, None)

@@ -18,7 +18,7 @@ from offload.cli.bench.options import (
     check_name,
     make_table,
 )
-from offload.cli.commands import CommandGroup
+from offload.cli.commands import add_command, command_group
 from offload.cli.console import print_json, running, stderr, stdout
 from offload.cli.options import comma_separated, counts
 from offload.cli.spelling import Command
@@ -26,20 +26,14 @@ from offload.cli.spelling import Command
 if TYPE_CHECKING:
     from offload.bench.attention.measure import AttentionMeasurement
 
-app = typer.Typer(
-    cls=CommandGroup,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Measure kernels, policies and whole decode steps on this machine.",
-)
+app = command_group(help="Measure kernels, policies and whole decode steps on this machine.")
 
 # offload.bench.attention.measure has these, but imports torch; tests compare the two.
 KERNEL_NAMES = ("dense", "sparse", "topk")
 
-app.command(cls=Command)(quality.quality)
+add_command(app, quality.quality)
 for old in ("budget", "selection"):
-    app.command(old, cls=Command, hidden=True)(quality.quality)
+    add_command(app, quality.quality, name=old, hidden=True)
 
 
 @app.command(cls=Command)

@@ -8,6 +8,7 @@ import torch
 from cases import kernel_references as reference
 from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
 from cases.chosen_tokens import Chosen, ChosenPerQueryHead
+from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
 from cpu_ops import native
@@ -18,13 +19,6 @@ from offload.policies import Full
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = native.available_isas()
 LENGTHS = [1, 2, 255, 256, 257, 1027]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
 
 
 def queries_of(cache: Cache, rng: np.random.Generator, group_size: int, n: int = 1) -> torch.Tensor:
@@ -44,10 +38,11 @@ def reference_of(cache: Cache, queries: torch.Tensor, kv_len: int, selection=Non
     )
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [32, 48, 64, 96, 128, 256])
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "head_dim", "group_size"),
+    pairwise(ISAS, DTYPES, [32, 48, 64, 96, 128, 256], [1, 2, 3, 4, 7, 8], together=2),
+    ids=str,
+)
 def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
     rng = new_rng()
     for kv_len in LENGTHS:
@@ -85,11 +80,11 @@ def attend_to(
     return out[0], lse[0], [row for of_unit in weights for row in np.split(of_unit, group_size)]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [48, 64, 128, 256])
-@pytest.mark.parametrize("group_size", [1, 3, 4, 8])
-@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "head_dim", "group_size", "per_query_head"),
+    pairwise(ISAS, DTYPES, [48, 64, 128, 256], [1, 3, 4, 8], [False, True], together=2),
+    ids=str,
+)
 def test_chosen_tokens_match_reference(isa, dtype, head_dim, group_size, per_query_head, pool):
     rng = new_rng()
     kv_len = 1500

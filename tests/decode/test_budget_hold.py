@@ -235,10 +235,3 @@ def test_options():
         HardKV(Sketch(), 0.4, mean_tokens=300)
     with pytest.raises(NotImplementedError, match="mean_tokens=200 needs all heads in one process"):
         policy.of_heads(range(1), num_layers=2, num_kv_heads=2, head_dim=64)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()

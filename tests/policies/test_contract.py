@@ -26,13 +26,6 @@ TAKES_ALL = ("exact_topk", "hard_kv", "quest", "sketch", "lychee_cluster")
 GROUP_SIZE = 3
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 def small(name: str, **options: int) -> Policy:
     """The named policy with options small enough for short caches."""
     known = type(make_policy(name)).option_names()

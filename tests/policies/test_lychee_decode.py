@@ -11,7 +11,6 @@ from cases.attention_cases import Cache, random_queries
 from cases.reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
 from cases.seeded import new_rng
 
-from cpu_ops.worker_pool import WorkerPool
 from offload.policies import LycheeDecode
 from offload.policies.base import RETRIEVE, REUSE
 from offload.policies.lychee_decode.policy import enough_for_share
@@ -21,13 +20,6 @@ from offload.policies.registry import make_policy
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
 NUM_LAYERS, NUM_KV_HEADS = 6, 2
 ROLES = np.array([[1, 1], [0, 1], [0, 0], [1, 0], [0, 0], [0, 1]], bool)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
 
 
 def make_case(dtype=torch.float32, kv_len=400, rows=1) -> tuple[Cache, list[torch.Tensor]]:

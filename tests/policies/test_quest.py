@@ -8,7 +8,6 @@ import torch
 from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
 from cases.seeded import new_rng
 
-from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import Quest
 from offload.policies.base import BuildContext, State
@@ -20,13 +19,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}
 GROUP_SIZE = 3
 ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # of scores
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
 
 
 def make_case(dtype=torch.float32, kv_len=600, **options) -> tuple[Cache, torch.Tensor]:

@@ -22,13 +22,6 @@ GROUP_SIZE = 3
 HEAD_DIMS = [16, 48, 64, 80, 96, 128, 192, 256]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 def make_case(dtype=torch.float32, kv_len=600, **options) -> tuple[Cache, torch.Tensor]:
     rng = new_rng()
     cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, **options)

@@ -37,12 +37,7 @@ def filled_caches(pair: Pair) -> tuple[Any, Any]:
     ("operation", "batch_size"),
     [
         (lambda cache: cache.crop(0), 3),
-        (lambda cache: cache.crop(-1), 3),
-        (lambda cache: cache.crop(-30), 3),
-        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 1])), 3),
         (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 1])), 3),
-        (lambda cache: cache.batch_repeat_interleave(2), 6),
-        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), 2),
         (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), 2),
         (lambda cache: cache.batch_select_indices(torch.tensor([-1, 2, -3])), 3),
     ],

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases.bounded_cases import rows_of
 from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
+from cases.inside import cascade_of, states_of, steps_of
 from cases.tiny_models import random_tokens, save_long_model
 
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -78,14 +79,14 @@ def test_never_more_than_the_bound(
     """Pages, the window of queries and what the policy keeps, after each of many steps."""
     steps = 700 if device_and_backend == INLINE else 2100
     model = bounded(policy, device_and_backend)
-    cascade, states = model._offload.sequences.cascade, model._offload.attention.states
+    cascade, states = cascade_of(model), states_of(model)
     cache, used, on_device = model.new_cache(), [], []
     commit = type(states).commit
 
     def watched(self: Any, seqs: Any) -> None:
         commit(self, seqs)
         used.append(cache.store.host_bytes_used + self.held_bytes + cascade.held_bytes)
-        slots = model._offload._decoder._steps
+        slots = steps_of(model)
         on_device.append(0 if slots is None else max(x.kv_len for x in slots.step.resident.slots))
 
     monkeypatch.setattr(type(states), "commit", watched)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
+from cases.inside import split_steps, steps_of
 from cases.tiny_models import TINY_MODELS, random_tokens
 from transformers import TextStreamer
 
@@ -97,9 +98,9 @@ def test_two_parts_give_the_same_tokens(backend, tiny_folders):
     tokens, mask, rows = padded_batch()
     model = load(tiny_folders["llama"], small("exact_topk"), backend)
     expected = greedy(model, tokens, 40, attention_mask=mask)
-    model._offload._decoder._num_parts = 2
+    split_steps(model, 2)
     assert torch.equal(greedy(model, tokens, 40, attention_mask=mask), expected)
-    assert {link.num_parts for link in model._offload._decoder._steps.links.values()} == {1, 2}
+    assert {link.num_parts for link in steps_of(model).links.values()} == {1, 2}
     assert torch.equal(greedy(model, rows[0][None], 40)[0, 200:], expected[0, 200:])
 
 

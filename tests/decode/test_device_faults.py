@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, check_works, greedy, load, small
+from cases.inside import allow_device_bytes, decoder_of
 from cases.tiny_models import random_tokens
 
 from cpu_ops.coprocessor import CoprocessorError
@@ -122,7 +123,7 @@ def test_out_of_device_memory_for_the_buffers_of_a_batch(backend, tiny_folders, 
 
 def resident_pages(model: Any, num_pages: int) -> None:
     """Let the model's one resident layer have so many pages; before its first step."""
-    model._offload._decoder._device_budget_bytes = num_pages * model.kv_store.page_bytes
+    allow_device_bytes(model, num_pages * model.kv_store.page_bytes)
 
 
 def test_resident_layers_beyond_their_budget(backend, tiny_folders, stock):
@@ -291,7 +292,7 @@ def test_a_worker_that_does_not_come_back(driven_backend, fault, tiny_folders, s
         check_works(model, stock)
         cache = None if own_cache else model.new_cache()
         text = greedy(model, prompt, 10, past_key_values=cache)
-        coprocessor = model._offload._decoder.coprocessors[0]
+        coprocessor = decoder_of(model).coprocessors[0]
         if fault == "stall":
             coprocessor.stall(1, seconds=1.5)
         else:

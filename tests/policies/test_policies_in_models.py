@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import small
+from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
@@ -57,7 +58,7 @@ def test_a_prompt_below_the_budget_grows_beyond_it(model):
     out = greedy(model, random_tokens(1, 9), 120)
     assert out.shape == (1, 129)
     assert model.kv_store.num_sequences == 0
-    assert model._offload.attention.states.num_bytes == 0
+    assert states_of(model).num_bytes == 0
 
 
 def test_queries_are_kept_in_native_steps(folder):
@@ -65,7 +66,7 @@ def test_queries_are_kept_in_native_steps(folder):
     kept, texts = [], []
     for one_by_one in (False, True):
         model = load(folder, small("lfps", 96))
-        attention = model._offload.attention
+        attention = runtime_of(model).attention
         if one_by_one:
             attention.on_attended = lambda *_: None
         cache = model.new_cache()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.inside import runtime_of
 from cases.tiny_models import make_tiny_model, random_tokens
 from transformers import DynamicCache
 
@@ -167,7 +168,7 @@ def test_a_stray_sliding_window_is_ignored(tmp_path: Path) -> None:
     make_tiny_model("llama", sliding_window=64).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["sliding_window"] == 64
     model = OffloadedModel.from_pretrained(tmp_path, num_threads=1)
-    assert model._offload.lean.shape.max_context == 512
+    assert runtime_of(model).lean.shape.max_context == 512
 
 
 def test_prompts_without_tokens(tiny_folders: dict[str, Path]) -> None:

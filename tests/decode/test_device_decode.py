@@ -14,7 +14,6 @@ import torch
 from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
 from cases.inside import split_steps, steps_of
 from cases.tiny_models import TINY_MODELS, random_tokens
-from transformers import TextStreamer
 
 from offload.policies.registry import available_policies
 
@@ -156,26 +155,6 @@ def test_finished_rows_are_padded(full_model, stock_models):
     options = {"attention_mask": mask, "eos_token_id": eos, "pad_token_id": 258}
     expected = greedy(stock_models["llama"], tokens, 40, **options)
     assert torch.equal(greedy(full_model, tokens, 40, **options), expected)
-
-
-class Pieces(TextStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_tokens_are_streamed(full_model):
-    streamer = Pieces()
-    tokens = random_tokens(1, 20)
-    out = greedy(full_model, tokens, 10, streamer=streamer)
-    assert streamer.tokens == out[0].tolist()
-    assert streamer.ended
 
 
 def test_sampling_follows_the_seed_and_the_options(full_model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -116,21 +115,6 @@ def test_rejected_drafts_leave_no_trace_in_what_is_attended(model):
     assert model.kv_store.num_sequences == 0
 
 
-def test_turns_continue_a_cache(model):
-    """A second prompt after sparse decoding is prefilled exactly, and its state built again."""
-    first, second = random_tokens(1, LONG), random_tokens(1, 40)
-    cache = model.new_cache()
-    model(first, past_key_values=cache)
-    for _ in range(5):
-        model(random_tokens(1, 1), past_key_values=cache)
-    branch = copy.deepcopy(cache)
-    logits = [model(second, past_key_values=c).logits for c in (cache, branch)]
-    assert torch.equal(logits[0], logits[1])
-    token = logits[0][:, -1:].argmax(-1)
-    steps = [model(token, past_key_values=c).logits for c in (cache, branch)]
-    torch.testing.assert_close(steps[0], steps[1], rtol=1e-4, atol=1e-4)
-
-
 def test_a_cut_cache_goes_on(model):
     tokens = random_tokens(1, LONG)
     cache = model.new_cache()
@@ -145,14 +129,3 @@ def test_a_cut_cache_goes_on(model):
     assert torch.isfinite(short).all()
     exact = model(torch.cat([tokens[:, :40], fed[:, :1]], 1)).logits[:, -1:]
     torch.testing.assert_close(full, exact, rtol=1e-4, atol=1e-4)
-
-
-def test_an_empty_prompt_is_refused(model):
-    with pytest.raises(ValueError, match="input_ids"):
-        model(torch.zeros(1, 0, dtype=torch.long))
-
-
-def test_generation_beyond_the_positions_is_refused(model):
-    with pytest.raises(ValueError, match="a context of 519 tokens exceeds the 512 tokens"):
-        greedy(model, random_tokens(1, 420), 100)
-    assert model.kv_store.num_sequences == 0

@@ -26,18 +26,6 @@ def queries_of(cache: Cache, rng: np.random.Generator, group_size: int, n: int =
     return random_queries(rng, n, heads, cache.store.head_dim, cache.store.dtype)
 
 
-def reference_of(cache: Cache, queries: torch.Tensor, kv_len: int, selection=None):
-    head_dim = cache.store.head_dim
-    query = queries.double().numpy().reshape(-1, head_dim)
-    return reference.attention(
-        query,
-        cache.keys[:, :kv_len],
-        cache.values[:, :kv_len],
-        sm_scale=head_dim**-0.5,
-        selection=selection,
-    )
-
-
 @pytest.mark.parametrize(
     ("isa", "dtype", "head_dim", "group_size"),
     pairwise(ISAS, DTYPES, [32, 48, 64, 96, 128, 256], [1, 2, 3, 4, 7, 8], together=2),
@@ -51,7 +39,7 @@ def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
         out, lse = attend(
             cache.attention(pool, group_size, isa=isa), [cache.seq], [kv_len], queries
         )
-        expected, expected_lse, _ = reference_of(cache, queries, kv_len)
+        expected, expected_lse, _ = cache.expected(queries, kv_len)
         assert relative_error(out[0], expected) < TOLERANCE[dtype], kv_len
         np.testing.assert_allclose(lse[0], expected_lse, atol=2e-4)
 
@@ -97,7 +85,7 @@ def test_chosen_tokens_match_reference(isa, dtype, head_dim, group_size, per_que
     ]
     queries = queries_of(cache, rng, group_size)
     out, lse, weights = attend_to(cache, pool, queries, selection, isa=isa)
-    expected, expected_lse, expected_weights = reference_of(cache, queries, kv_len, selection)
+    expected, expected_lse, expected_weights = cache.expected(queries, kv_len, selection)
     assert relative_error(out, expected) < TOLERANCE[dtype]
     np.testing.assert_allclose(lse, expected_lse, atol=2e-4)
     for actual, weight in zip(weights, expected_weights, strict=True):
@@ -117,7 +105,7 @@ def test_batch_of_ragged_rows(threads, page_tokens):
     queries = queries_of(cache, rng, 3, n=5)
     out, lse = attend(cache.attention(pool, 3), seqs, kv_lens, queries)
     for row, kv_len in enumerate(kv_lens):
-        expected, expected_lse, _ = reference_of(cache, queries[row], kv_len)
+        expected, expected_lse, _ = cache.expected(queries[row], kv_len)
         assert relative_error(out[row], expected) < TOLERANCE[torch.float32]
         np.testing.assert_allclose(lse[row], expected_lse, atol=1e-5)
     pool.close()
@@ -133,7 +121,7 @@ def test_lengths_that_split_unevenly(threads):
     for kv_len in (1300, 257, 300, 512, 513, 1025, 260):
         queries = queries_of(cache, rng, 1)
         out, _ = attend(attention, [cache.seq], [kv_len], queries)
-        expected, _, _ = reference_of(cache, queries, kv_len)
+        expected, _, _ = cache.expected(queries, kv_len)
         assert relative_error(out[0], expected) < TOLERANCE[torch.float32], kv_len
     pool.close()
 
@@ -149,7 +137,7 @@ def test_partial_results_merge_exactly(isa, pool):
     rest = [np.arange(300, kv_len)] * cache.store.num_kv_heads
     parts = o[0], lse[0], *attend_to(cache, pool, queries, rest, isa=isa)[:2]
     out, lse = reference.merge_softmax(*parts)
-    expected, expected_lse, _ = reference_of(cache, queries, kv_len)
+    expected, expected_lse, _ = cache.expected(queries, kv_len)
     assert relative_error(out, expected) < TOLERANCE[torch.float32]
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
@@ -162,7 +150,7 @@ def test_huge_and_tiny_scores(isa, dtype, pool):
     cache = Cache.random(rng, kv_len=600, dtype=dtype)
     queries = (queries_of(cache, rng, 4).float() * 100).to(dtype)
     out, lse = attend(cache.attention(pool, 4, isa=isa), [cache.seq], [600], queries)
-    expected, expected_lse, _ = reference_of(cache, queries, 600)
+    expected, expected_lse, _ = cache.expected(queries, 600)
     # Scores near 1,000 carry float32 rounding of 1e-4, which the exponential makes relative.
     assert relative_error(out[0], expected) < 1e-3 + TOLERANCE[dtype]
     np.testing.assert_allclose(lse[0], expected_lse, rtol=1e-5, atol=1e-2)

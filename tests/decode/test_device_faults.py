@@ -218,25 +218,6 @@ def test_a_conversation_without_pages_fails_and_others_go_on(eight_pages, stock)
         assert texts[i] == expected[i][: len(texts[i])]
 
 
-def test_generations_that_share_a_budget(eight_pages, stock):
-    """By generate: the one that could outgrow the budget is refused before it starts."""
-    model = eight_pages
-    prompts = [random_tokens(1, n, seed=n) for n in (20, 60)]
-    caches = [model.new_cache() for _ in prompts]
-    texts = [
-        greedy(model, prompt, 4, past_key_values=cache)
-        for prompt, cache in zip(prompts, caches, strict=True)
-    ]
-    kv_lens = [cache.kv_lens for cache in caches]
-    with pytest.raises(HostBudgetError, match=r"of up to 123 tokens need .* of host KV cache"):
-        greedy(model, texts[1], 60, past_key_values=caches[1])
-    assert [cache.kv_lens for cache in caches] == kv_lens
-    text = greedy(model, texts[0], 20, past_key_values=caches[0])
-    assert torch.equal(text, greedy(stock, prompts[0], 24))
-    text = greedy(model, texts[1], 10, past_key_values=caches[1])
-    assert torch.equal(text, greedy(stock, prompts[1], 14))
-
-
 def shrink(model: Any, monkeypatch: pytest.MonkeyPatch, num_pages: int) -> None:
     """From now on the machine has memory for so many more pages of all layers."""
     pool = model.kv_store._pool
@@ -375,18 +356,6 @@ def test_two_models_take_turns(backend, model, tiny_folders, stock_models):
         assert torch.equal(texts[i], greedy(stock_models[names[i]], prompts[i], 15))
     with pytest.raises(ValueError, match="belongs to another model"):
         greedy(other, prompts[0], 5, past_key_values=model.new_cache())
-
-
-def test_a_model_is_the_assistant_of_another(backend, model, tiny_folders, stock):
-    tokens = random_tokens(1, 60)
-    expected = greedy(stock, tokens, 25)
-    assistant = load(tiny_folders["llama-biases-rope"], small("streaming_llm"), backend)
-    for helper in (assistant, model):  # one that is mostly wrong, and the model itself
-        out = greedy(model, tokens, 25, assistant_model=helper)
-        assert torch.equal(out, expected)
-    gc.collect()
-    for each in (model, assistant):
-        assert each.kv_store.num_sequences == 0
 
 
 FORK = """

@@ -192,7 +192,7 @@ def test_numbers_that_are_not_finite_are_told_of_their_layer(
 def test_bursts_are_as_long_as_a_reader_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     bursts = object.__new__(Bursts)
-    for seconds, wanted in ((0.001, MOST_STEPS), (0.008, 4), (0.1, 1)):
+    for seconds, wanted in ((0.001, MOST_STEPS), (0.008, 8), (0.1, 1)):
         bursts.timed(2, 2 * seconds)
         assert bursts.num_steps == wanted
 

@@ -231,7 +231,7 @@ def test_freed_memory_goes_back_once_in_a_pass(
     del cache
 
 
-@pytest.mark.parametrize("num_new", [3000, pytest.param(50_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_new", [800, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_memory_of_a_long_generation(
     bounded: Load, num_new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

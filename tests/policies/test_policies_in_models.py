@@ -115,6 +115,21 @@ def test_rejected_drafts_leave_no_trace_in_what_is_attended(model):
     assert model.kv_store.num_sequences == 0
 
 
+def test_turns_continue_a_cache(model):
+    """A second prompt after sparse decoding is prefilled exactly, and its state built again."""
+    first, second = random_tokens(1, LONG), random_tokens(1, 40)
+    cache = model.new_cache()
+    model(first, past_key_values=cache)
+    for _ in range(5):
+        model(random_tokens(1, 1), past_key_values=cache)
+    branch = copy.deepcopy(cache)
+    logits = [model(second, past_key_values=c).logits for c in (cache, branch)]
+    assert torch.equal(logits[0], logits[1])
+    token = logits[0][:, -1:].argmax(-1)
+    steps = [model(token, past_key_values=c).logits for c in (cache, branch)]
+    torch.testing.assert_close(steps[0], steps[1], rtol=1e-4, atol=1e-4)
+
+
 def test_a_cut_cache_goes_on(model):
     tokens = random_tokens(1, LONG)
     cache = model.new_cache()

@@ -14,10 +14,28 @@ from transformers import DynamicCache
 Pair = tuple[Any, Any]
 
 
-def next_logits(model: Any, cache: Any, batch_size: int) -> Any:
-    """Logits after one more token, the same for all rows."""
+def next_logits(model: Any, cache: Any, batch_size: int, mask: torch.Tensor | None = None) -> Any:
+    """Logits after one more token, the same for all rows; says what the cache holds."""
+    token = torch.full((batch_size, 1), 65)
+    if mask is not None:
+        mask = torch.cat([mask, mask.new_ones(batch_size, 1)], dim=1)
     with torch.no_grad():
-        return model(torch.full((batch_size, 1), 65), past_key_values=cache).logits
+        return model(token, attention_mask=mask, past_key_values=cache).logits
+
+
+def test_crop_of_padded_rows(llama_pair: Pair) -> None:
+    """Columns are cropped, padding among them."""
+    stock, offloaded = llama_pair
+    tokens, mask = random_tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :9], mask[1, 14:] = 0, 0
+    logits = []
+    for model, cache in ((stock, DynamicCache()), (offloaded, offloaded.new_cache())):
+        with torch.no_grad():
+            model(tokens, attention_mask=mask, past_key_values=cache)
+        cache.crop(-4)
+        logits.append(next_logits(model, cache, 2, mask[:, :16]))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert cache.kv_lens == [8, 15]
 
 
 def test_crop_refuses_a_length(llama_pair: Pair) -> None:

@@ -125,7 +125,7 @@ class NativeDecoder:
         options: SamplingOptions,
         count: int,
     ) -> torch.Tensor:
-        """Of one token at once."""
+        """Chooses one token: `count` is 1."""
         assert count == 1
         return self.choose_tokens(seqs, tokens, position_ids, options)[:, None]
 

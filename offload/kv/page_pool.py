@@ -81,7 +81,7 @@ class PagePool:
 
     @property
     def left_bytes(self) -> int:
-        """Of the budget, for slabs and for what shares it."""
+        """Bytes left of the budget, for slabs and for what shares it."""
         beside = 0 if self.count_beside is None else self.count_beside()
         return self.budget_bytes - self.reserved_bytes - beside
 
@@ -247,7 +247,7 @@ def _give_back(registration: HostRegistration | None, slabs: dict[int, torch.Ten
 
 
 def page_shape(num_heads: int, page_tokens: int, head_dim: int) -> tuple[int, int, int, int]:
-    """Of a page of KV cache: keys and values of `num_heads` heads."""
+    """Shape of a page of KV cache: keys and values of `num_heads` heads."""
     return 2, num_heads, page_tokens, head_dim
 
 

@@ -157,7 +157,7 @@ class KVStore:
         self._pool.count_beside = count_bytes
 
     def left_bytes(self, num_pages: int = 0) -> int:
-        """Of the budget: for `num_pages` pages and whatever else shares it.
+        """Bytes left of the budget, for `num_pages` pages and whatever else shares it.
 
         Pages that are in slabs, but not used, are of use to pages only.
         """

@@ -286,9 +286,9 @@ class Policy:
         return None
 
     def code_state(self, arrays: State, kv_len: int, load_keys: Callable[[int], Tensor]) -> State:
-        """Of a layer's arrays those with codes, scales and mean, as sketch/policy.py has them: of
-        the units of `device_codes` in order, and of all of `kv_len` tokens. Asked only of policies
-        that have `device_codes`.
+        """Those of a layer's arrays with codes, scales and mean, as sketch/policy.py has them: for
+        the units of `device_codes` in order, and for all of `kv_len` tokens. Asked only of
+        policies that have `device_codes`.
 
         Args:
             load_keys: gives the keys [num_units, n, head_dim] from a token on.

@@ -82,7 +82,7 @@ class PolicyStates:
 
     @property
     def num_bytes(self) -> int:
-        """Of all sequences' arrays."""
+        """Bytes of all sequences' arrays."""
         return sum(x.arrays.num_bytes for x in self._known.values() if x.arrays is not None)
 
     @property
@@ -91,7 +91,7 @@ class PolicyStates:
         return held_bytes(self._known.values())
 
     def bytes_of(self, seqs: Sequence[int]) -> int:
-        """Of the arrays and queries of some sequences."""
+        """Bytes of the arrays and queries of some sequences."""
         return self.bytes.of(self._known[seq] for seq in seqs)
 
     def arrays_of(self, seq: int) -> LayerArrays | None:
@@ -251,7 +251,7 @@ class PolicyStates:
         self._known[seq].marks.append(marks)
 
     def marks_address(self, seq: int, kv_len: int) -> int:
-        """Of the text marks; 0 if they are not known."""
+        """Address of the text marks; 0 if they are not known."""
         return self._known[seq].marks.address(kv_len)
 
     def marks_of(self, seq: int) -> npt.NDArray[np.uint8]:
@@ -340,8 +340,8 @@ class PolicyStates:
     def renumber(
         self, seq: int, kv_len: int, first: int, last: int, query: Tensor, query_len: int
     ) -> None:
-        """Of `kv_len` tokens only the `first` and `last` are where they were, counted from either
-        end: what was built is built again, when it is needed.
+        """Says that only the `first` and `last` of `kv_len` tokens are where they were, counted
+        from either end: what was built is built again, when it is needed.
 
         Args:
             query: [num_layers, num_qo_heads, 0 or 1, head_dim], of the last of `query_len` of the

@@ -26,13 +26,6 @@ LISTS = StateLayout(candidates=np.int32)
 read_lists = LISTS.read
 
 
-@pytest.fixture(scope="module")
-def pool() -> Any:
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 @dataclass(frozen=True)
 class Custom(SparsePolicy):
     """With room for a list of candidates."""

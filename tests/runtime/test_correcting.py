@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import small
+from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
@@ -91,7 +92,7 @@ def test_as_one_prefill(
     if backend == "inline" and name not in ("lychee_decode", "lychee_cluster", "sketch"):
         pytest.skip("three policies stand for the others in the GPU's code")
     model = load(folder, small(name), backend=backend)
-    selecting = model._offload.attention.policy.selecting
+    selecting = runtime_of(model).attention.policy.selecting
     build, built = type(selecting).build, []
     monkeypatch.setattr(type(selecting), "build", lambda *given: built.append(1) or build(*given))
     tokens = random_tokens(1, PROMPT + 3 * EVERY)
@@ -123,7 +124,7 @@ def test_what_is_kept_of_new_keys(folder: Path, name: str) -> None:
     cache, _ = read(model, tokens[:, :PROMPT])
     steps(model, cache, tokens[:, PROMPT:stop])
     (seq,) = cache.seqs
-    states = model._offload.attention.states
+    states = states_of(model)
     arrays = states.arrays_of(seq)
     revised = [{k: x.copy() for k, x in of_layer.items()} for of_layer in arrays.layers]
     states.rebuild(seq)
@@ -165,10 +166,10 @@ def test_chunks_of_new_keys(folder: Path, paper: bool) -> None:
     cache, _ = read(model, tokens[:, :PROMPT])
     steps(model, cache, tokens[:, PROMPT:stop])
     (seq,) = cache.seqs
-    before = copy.deepcopy(model._offload.attention.states.arrays_of(seq).layers)
+    before = copy.deepcopy(states_of(model).arrays_of(seq).layers)
     steps(model, cache, tokens[:, stop : stop + 1])
     (seq,) = cache.seqs
-    layers = model._offload.attention.states.arrays_of(seq).layers
+    layers = states_of(model).arrays_of(seq).layers
     for layer_idx, (ours, then) in enumerate(zip(layers, before, strict=True)):
         if not ours:
             continue

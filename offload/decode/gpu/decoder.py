@@ -114,12 +114,12 @@ class DeviceDecoder:
 
     @property
     def device_bytes(self) -> int:
-        """Of the KV cache that is on the device."""
+        """Bytes of the KV cache that is on the device."""
         return 0 if self._steps is None else self._steps.step.resident.num_bytes
 
     @property
     def coprocessors(self) -> list[Coprocessor]:
-        """Of all kinds of steps that there have been."""
+        """The coprocessors of all kinds of steps that there have been."""
         links = {} if self._steps is None else self._steps.links
         return [link.coprocessor for link in links.values()]
 
@@ -373,7 +373,7 @@ class DeviceDecoder:
         return slots
 
     def _num_pages(self, kv_len: int) -> int:
-        """Of each KV head."""
+        """Pages of each KV head."""
         return -(-kv_len // self.store.page_tokens)
 
     def _least_placement(self) -> HeadPlacement:
@@ -397,7 +397,7 @@ class DeviceDecoder:
             self.setup_seconds += time.perf_counter() - start
 
     def _key(self, kind: str) -> tuple[object, ...]:
-        """Of steps that launch the same."""
+        """The key that steps share if they launch the same."""
         return kind, self.on_mark, self.after_projection
 
     def _write_state(

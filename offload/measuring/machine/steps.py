@@ -144,7 +144,7 @@ def _timed(owner: Any, name: str) -> list[float]:
 
 
 def _attend_us(decoder: Any) -> float:
-    """Of one layer's attention to a sequence as short, by itself."""
+    """Time of one layer's attention to such a short sequence, by itself."""
     store, attention, shape = decoder.store, decoder.attention, decoder.model.shape
     seq = store.new_sequence()
     try:

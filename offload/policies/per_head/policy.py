@@ -71,7 +71,7 @@ class PerHead(Policy):
     """`retrieval` for the retrieval heads, `rest` for the others.
 
     In the first `dense_layers` all heads retrieve: with Full they are dense, and what they look at
-    broadly a sketch finds as well (docs/policies.md).
+    broadly a sketch finds as well (docs/notes/retrieval-heads.md).
 
     Args:
         retrieval: Full, or a policy that selects in every layer, such as ExactTopK. None takes
@@ -163,7 +163,7 @@ class PerHead(Policy):
         return tuple(policy.selecting for policy in both)
 
     def unit_members(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
-        """Of units that are KV heads, or equally many query heads of each."""
+        """Member of each unit; units are KV heads, or equally many query heads of each."""
         roles = self.head_roles
         if isinstance(roles, HeadRoles):
             retrieves = roles.array
@@ -189,7 +189,7 @@ class PerHead(Policy):
         return np.asarray(self.unit_members(num_layers, num_units) == _RETRIEVAL)
 
     def device_codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
-        """Of the retrieval heads, if their policy has codes."""
+        """Codes of the retrieval heads, if their policy has codes."""
         codes = self.retrieval.device_codes(num_layers, num_units)
         if codes is None:
             return None
@@ -275,7 +275,7 @@ class PerHead(Policy):
         )
 
     def looked_at_bytes(self, **sizes: Any) -> tuple[float, bool]:
-        """Of a head that rest selects for."""
+        """Bytes that are read for a head that `rest` selects for."""
         return self.rest.looked_at_bytes(**sizes)
 
     def build(self, context: BuildContext) -> State:
@@ -293,7 +293,7 @@ class PerHead(Policy):
         return lambda: _joined({i: finish() for i, finish in finishing.items()})
 
     def copied_heads(self, num_layers: int, num_kv_heads: int) -> int:
-        """Of a member whose heads do not lie together."""
+        """Heads that are copied for a member whose heads do not lie together."""
         members = self.unit_members(num_layers, num_kv_heads)
         heads = [
             np.flatnonzero(of_layer == index)
@@ -308,7 +308,7 @@ class PerHead(Policy):
             member.rehearse_on_device(keys)
 
     def state_bytes(self, shape: StateShape) -> int:
-        """Of each member, of its own heads."""
+        """Bytes that the members keep, each of its own heads."""
         group_size = shape.num_qo_heads // shape.num_kv_heads
         members = self.unit_members(shape.num_layers, shape.num_kv_heads)[shape.layer_idx]
         num_bytes = 0

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         num_threads=options.threads,
         max_memory={0: limit} if limit and options.backend != "inline" else {},
     )
-    bench = gpu_steps.GPUBench(model, policies, options.steps, options.repeats, run.say)
+    bench = gpu_steps.GPUBench(model, policies, options.steps, options.repeats)
     shared = {
         "run": f"{run.machine['date']}-{os.getpid()}-{int(time.time())}",
         "budget_tokens": BUDGET_TOKENS,

@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from offload.bench.decode.engines import graph_row, our_row
+from offload.bench.decode.engines import describe as describe_peer
+from offload.bench.decode.engines import our_row, peer_row
 from offload.decode.gpu.placement import Place
 from offload.loading.planned_model import planned_model
 from offload.measuring.machine.measure import measure_profile
@@ -100,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     settings = list(dict.fromkeys(cut))
     model = random_model(parser, options, longest=options.longest)
-    bench = GPUBench(model, (), options.steps, options.repeats, run.say)
+    bench = GPUBench(model, (), options.steps, options.repeats)
     profiles = {}
     for threads in sorted({setting.threads for setting in settings}):
         profiles[threads] = measured_profile(bench, threads, settings)
@@ -112,8 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(row)
         run.say(describe(row))
     if options.rooms and bench.is_cuda:
-        graph = graph_row(bench.model, options.longest, num_steps=options.steps)
-        run.say(f"all on the GPU, one graph: {graph['milliseconds']:.2f} ms")
+        graph = peer_row(bench.model, bench.plan([], "graph"), "graph", options.longest)
+        run.say(describe_peer(graph))
         rows.append(graph)
     document = run.named("shape", "dtype", "backend", "steps", "repeats")
     document["profiles"] = {str(n): profile.as_json() for n, profile in profiles.items()}

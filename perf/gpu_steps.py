@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,14 +70,12 @@ class GPUBench:
 
     Attributes:
         policies: that decode; prefill uses the first.
-        say: gets a line about each thing measured.
     """
 
     model: RandomModel
     policies: Sequence[Policy]
     num_steps: int
     repeats: int
-    say: Callable[[str], None]
 
     @property
     def is_cuda(self) -> bool:

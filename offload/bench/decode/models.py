@@ -177,14 +177,7 @@ class TextModel:
             ValueError: more tokens than the model has positions, or the text has.
         """
         limit = lean_model(self.stock).shape.max_context
-        for name, most in (("the model has positions", limit), ("the text has", len(self._tokens))):
-            if kv_len + num_steps > most:
-                raise ValueError(
-                    f"a context of {kv_len} tokens and {num_steps} steps are more than {name}: "
-                    f"{most}; lower --context or --steps"
-                    + ("" if name.endswith("positions") else ", or give a longer --text")
-                )
-
+        check_length(kv_len, num_steps, limit, len(self._tokens))
         weight_bytes = weight_bytes_of(self.stock)
 
         def opened(policy: Policy) -> DecodeSession:
@@ -203,6 +196,18 @@ class TextModel:
 
 
 DecodeModel = RandomModel | TextModel  # weights that every engine of one run shares
+
+
+def check_length(kv_len: int, num_steps: int, positions: int, text_tokens: int) -> None:
+    """Refuse more tokens than the model has positions, or the text has."""
+    for name, most in (("the model has positions", positions), ("the text has", text_tokens)):
+        if kv_len + num_steps > most:
+            raise ValueError(
+                f"a context of {kv_len} tokens and {num_steps} steps are more than {name}: "
+                f"{most}; lower --context or --steps"
+                + ", or give a longer --text"
+                * (name == "the text has")
+            )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from offload.bench.decode.models import OnDone, Opener, ignore, release
+from offload.bench.decode.models import OnDone, Opener, check_length, ignore, release
 from offload.measuring.steps.session import DecodeSession
 from offload.policies import Policy
 from offload.runtime.budgets import weight_bytes_of
@@ -40,16 +40,7 @@ class SharedText:
         Raises:
             ValueError: more tokens than the model has positions, or the text has.
         """
-        needed = kv_len + num_steps
-        for name, most in (
-            ("the model has positions", self._shared.max_context),
-            ("the text has", len(self._tokens)),
-        ):
-            if needed > most:
-                raise ValueError(
-                    f"a context of {kv_len} tokens and {num_steps} steps are more than {name}: "
-                    f"{most}; lower the length"
-                )
+        check_length(kv_len, num_steps, self._shared.max_context, len(self._tokens))
         try:
             with self._shared.read(self._tokens[:kv_len].tolist()) as prompt:
 

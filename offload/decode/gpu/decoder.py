@@ -55,7 +55,6 @@ class DeviceDecoder:
             until a generation begins that takes less room.
         choose: the placement for what is to come, asked whenever a generation begins, and when its
             placement does not fit. None: `placement` is for all.
-        num_parts: parts that the rows of a step are cut into; None: what proves faster.
 
     Attributes:
         after_projection, on_mark: see `DeviceStep`; steps with others are captured apart.
@@ -79,7 +78,6 @@ class DeviceDecoder:
         placement: HeadPlacement | None = None,
         keeps_placement: bool = True,
         choose: PlacementChooser | None = None,
-        num_parts: int | None = None,
     ) -> None:
         self.model, self.store, self.device = model, store, device
         self.pool = WorkerPool(num_threads)
@@ -99,7 +97,7 @@ class DeviceDecoder:
         self._make_handshake: Callable[..., Handshake] = make_handshake
         self._deadline_seconds = deadline_seconds
         self._device_budget_bytes = device_budget_bytes
-        self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
+        self._num_parts = None if backend == "graph" else 1  # None: what proves faster
         self._keeps_placement = keeps_placement
         self._choose = choose
         self._free_room = FreeRoom(device)

@@ -40,7 +40,7 @@ class ExactAttention:
         kv_len: tokens that it sees; they need not be committed.
 
     Attributes:
-        weights: `dtype` [num_kv_heads, group_size, kv_len].
+        weights: float32 [num_kv_heads, group_size, kv_len].
     """
 
     def __init__(
@@ -52,17 +52,13 @@ class ExactAttention:
         *,
         kv_len: int,
         sm_scale: float,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._tolerance = _TOLERANCE[store.dtype]
         self._kv_len = kv_len
         keys, self._values = store.gather(seq, layer_idx, 0, kv_len)
-        queries = query.to(dtype).view(store.num_kv_heads, -1, store.head_dim)
+        queries = query.float().view(store.num_kv_heads, -1, store.head_dim)
         self.weights = torch.stack(
-            [
-                ((q @ k.to(dtype).T) * sm_scale).softmax(-1)
-                for q, k in zip(queries, keys, strict=True)
-            ]
+            [((q @ k.float().T) * sm_scale).softmax(-1) for q, k in zip(queries, keys, strict=True)]
         )
 
     def check_output(self, out: Tensor, selection: Sequence[Sequence[int] | None]) -> float:
@@ -87,10 +83,9 @@ class ExactAttention:
             norm += float(expected.square().sum())
         error = float(np.sqrt(difference / max(norm, 1e-30)))
         if not error <= self._tolerance:
-            is_double = self.weights.dtype == torch.float64
             raise ArithmeticError(
-                f"the output differs from the {'float64 ' if is_double else ''}reference by "
-                f"{error:.2g} (relative L2), more than {self._tolerance:.2g}"
+                f"the output differs from the reference by {error:.2g} (relative L2), more than "
+                f"{self._tolerance:.2g}"
             )
         return error
 

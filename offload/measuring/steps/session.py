@@ -48,7 +48,7 @@ class DecodeSession:
         self.runtime, self.num_steps, self.batch_size = runtime, num_steps, prompt.batch_size
         self._prompt, self._tokens = prompt, tokens
         self._cache: OffloadedCache | None = None
-        self._position = self._kv_len = prompt.kv_lens[0]
+        self._position = self._kv_len = prompt.seen_lens[0]
         self._weight_bytes, self._on_close = weight_bytes, on_close
         self._before_bytes = allocated_bytes(runtime.device)
         if runtime.device.type == "cuda":

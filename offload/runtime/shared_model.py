@@ -172,8 +172,6 @@ class SharedModel:
             self._opened.append(other)
             self.runtimes.append(Runtime(other, store))
         self._reader = reader or self.runtimes[0]
-        states = [runtime.attention.states for runtime in self.runtimes]
-        store.share_budget(lambda: sum(of_policy.held_bytes for of_policy in states))
 
     @property
     def device(self) -> torch.device:

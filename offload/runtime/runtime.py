@@ -392,16 +392,18 @@ class Runtime:
         self._decoder.check_usable()
         states = self.attention.states
         with shielded() as exposed:
-            seqs = cache.reserve(batch, exposed, correction)
+            this = cache.begin(batch, correction)
+            this.reserve(exposed)
+            seqs = list(this.seqs)
             try:
-                news = batch.num_new_tokens if correction is None else correction.num_begun
-                states.begin(seqs, news, prefill=prefill, builds=builds)
+                states.begin(seqs, this.num_begun, prefill=prefill, builds=builds)
                 with exposed():
                     result = compute(seqs)
-                cache.commit(batch)
+                this.commit()
             except BaseException:
-                cache.roll_back()
+                this.roll_back()
                 raise
+            this.end()
             states.commit(seqs)
         return result
 

@@ -222,12 +222,14 @@ class SharedModel:
                 current_device(reader.device),
                 without_autocast(reader.device),
             ):
-                (seq,) = cache.reserve(batch)
+                this = cache.begin(batch)
+                this.reserve()
+                (seq,) = this.seqs
                 for runtime in self.runtimes:
                     runtime.sequences.note_text(batch, [seq], ids)
                 embedded = reader.lean.embed_tokens(ids.to(reader.device))
                 hidden = reader.prefill(embedded, batch, [seq], attentions=attentions)
-                cache.commit(batch)
+                this.commit()
                 logits = reader.logits(hidden[-1:], "prefill").to(self.device)
             seconds = time.perf_counter() - start
             yield ReadPrompt(ids, cache, logits, seconds)

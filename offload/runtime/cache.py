@@ -111,7 +111,6 @@ class OffloadedCache(Cache):
 
     def begin(self, batch: RaggedBatch, correction: Correction | None = None) -> CachePass:
         """A pass of `batch`, which continues the rows, or whose rows these become."""
-        self._sequences.collect()
         return CachePass(self, batch, correction)
 
     def check_continues(self, batch_size: int, past_mask: torch.Tensor | None) -> None:
@@ -346,13 +345,13 @@ class CachePass(Pass):
     def __init__(
         self, cache: OffloadedCache, batch: RaggedBatch, correction: Correction | None
     ) -> None:
-        sequences = cache._sequences
-        self._is_new = not cache._seqs
-        seqs = cache._seqs or [sequences.new() for _ in range(batch.num_sequences)]
-        super().__init__(sequences, seqs, batch.num_new_tokens, correction)
-        self._cache, self._batch = cache, batch
+        super().__init__(cache._sequences, cache._seqs, batch.num_new_tokens, correction)
+        self._cache, self._batch, self._is_new = cache, batch, not cache._seqs
 
     def reserve(self, exposed: Exposed = contextlib.nullcontext) -> None:
+        self._sequences.collect()
+        if self._is_new:
+            self.seqs = [self._sequences.new() for _ in range(self._batch.num_sequences)]
         try:
             super().reserve(exposed)
         except BaseException:

@@ -19,9 +19,8 @@ from offload.runtime.passes import Pass
 
 @pytest.mark.parametrize("name", ["full", "exact_topk", "quest"])
 def test_sequences_join_and_leave(tiny_folders: dict[str, Path], name: str) -> None:
-    policy = make_policy(name, **({} if name == "full" else {"budget_tokens": 32}))
-    if name != "full":
-        policy = make_policy(name, budget_tokens=32, sink_tokens=4, recent_tokens=8)
+    few = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8}
+    policy = make_policy(name, **({} if name == "full" else few))
     model = OffloadedModel.from_pretrained(tiny_folders["llama"], policy=policy)
     runtime, decoder = runtime_of(model), decoder_of(model)
     prompts = [random_tokens(1, 70), random_tokens(1, 41), random_tokens(1, 9)]

@@ -63,7 +63,7 @@ class PolicyStates:
         self._known: defaultdict[int, Remembered] = defaultdict(Remembered)
         self._has_state = policy.selects and policy.has_state()
         if self._has_state:
-            store.share_budget(lambda: self.held_bytes)
+            store.ledger.add("what the policy keeps", lambda: self.held_bytes)
         self.bytes = StateBytes(policy, store, num_qo_heads=num_qo_heads, layers=layers)
 
     @property

@@ -124,7 +124,7 @@ def cascade_for(
             num_threads=config.num_threads,
             device=config.device,
         )
-    store.share_budget(lambda: states.held_bytes + cascade.held_bytes)
+    store.ledger.add("kept to condense by", lambda: cascade.held_bytes)
     store.fit_slabs(cascade.bound.slots)
     return cascade
 

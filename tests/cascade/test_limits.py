@@ -104,11 +104,11 @@ def test_forks_keep_within_the_budget_that_was_checked(bounded: Load) -> None:
     """Rows of one prompt, each of which comes to its bound: not a page more than they have."""
     model, tokens = bounded(SLOTS), random_tokens(1, 20)
     pool = model.kv_store._pool
-    pool.budget_bytes = 3 * (SLOTS // PAGE_TOKENS * 3 * pool.page_bytes + WINDOW_BYTES)
+    pool.ledger.limit_bytes = 3 * (SLOTS // PAGE_TOKENS * 3 * pool.page_bytes + WINDOW_BYTES)
     options = {"max_new_tokens": 200, "num_return_sequences": 3, "eos_token_id": None}
     torch.manual_seed(0)
     assert model.generate(tokens, do_sample=True, **options).shape == (3, 220)
-    pool.budget_bytes -= 1
+    pool.ledger.limit_bytes -= 1
     with pytest.raises(HostBudgetError, match="3 sequences of up to 219 tokens"):
         model.generate(tokens, do_sample=True, **options)
 
@@ -118,17 +118,17 @@ def test_windows_are_within_the_budget(bounded: Load) -> None:
     model, tokens = bounded(SLOTS), random_tokens(1, 16)
     pool = model.kv_store._pool
     cache = model.new_cache()
-    pool.budget_bytes = WINDOW_BYTES - 1
+    pool.ledger.limit_bytes = WINDOW_BYTES - 1
     with (
         pytest.raises(HostBudgetError, match="what is kept to condense sequences"),
         torch.no_grad(),
     ):
         model(tokens, past_key_values=cache)
-    pool.budget_bytes = 3 * pool.page_bytes + WINDOW_BYTES - 1
+    pool.ledger.limit_bytes = 3 * pool.page_bytes + WINDOW_BYTES - 1
     with pytest.raises(HostBudgetError, match="the host KV cache needs"), torch.no_grad():
         model(tokens, past_key_values=cache)
     assert cache.seqs == ()
-    pool.budget_bytes += 1
+    pool.ledger.limit_bytes += 1
     with torch.no_grad():
         model(tokens, past_key_values=cache)
 

@@ -330,7 +330,7 @@ def test_a_correction_without_room(folder: Path) -> None:
     cache, _ = read(model, tokens[:, :PROMPT])
     steps(model, cache, tokens[:, PROMPT:-1])
     before, pool = rows_of(cache), model.kv_store._pool
-    pool.budget_bytes = pool.reserved_bytes
+    pool.ledger.limit_bytes = pool.reserved_bytes
     with pytest.raises(HostBudgetError, match="budget"):
         model(tokens[:, -1:], past_key_values=cache)
     assert model.kv_store.num_sequences == 1
@@ -338,10 +338,10 @@ def test_a_correction_without_room(folder: Path) -> None:
         assert torch.equal(now, then)
     # The next token of this generation fits, but not 64 that are read again.
     room = model.kv_store.num_page_rows * model.kv_store.page_bytes
-    pool.budget_bytes += room
+    pool.ledger.limit_bytes += room
     with pytest.raises(HostBudgetError, match="max_memory"):
         model.generate(tokens, max_new_tokens=2, past_key_values=cache)
-    pool.budget_bytes += 6 * room
+    pool.ledger.limit_bytes += 6 * room
     assert model.generate(tokens, max_new_tokens=2, past_key_values=cache).shape[1] > PROMPT + 65
 
 

@@ -64,7 +64,6 @@ docs: $(DOCS_STAMP)  ## Build the documentation in site/; a warning is an error.
 
 bench: venv peers $(PERF_STAMP)  ## Run all benchmarks on a quiet machine and write their reports.
 	$(BIN)/python -m perf.bench_startup
-	$(BIN)/python -m perf.bench_attention
 	$(BIN)/python -m perf.bench_decode
 	$(BIN)/python -m perf.bench_latency
 	$(BIN)/python -m perf.bench_quality

@@ -121,7 +121,7 @@ def rank_rows(
     ranges: Int32Array | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """Of each row the best query's rank: scale * query · row + spread_weight * spread * |query|.
+    """Each row's rank for its best query: scale * query · row + spread_weight * spread * |query|.
 
     Of boxes it is scale * query · c + spread_weight * spread * sqrt(sum_d (query_d w_d)^2), where c
     are the low halves of a row's bytes, -8 to 7, and w the high ones, 0 to 15.

@@ -117,8 +117,8 @@ def code_blocks(group_size: int, head_dim: int, bits: int) -> tuple[int, int, in
 
 
 def code_page_bytes(num_heads: int, page_tokens: int, head_dim: int, bits: int) -> int:
-    """Of a page: codes uint8 [H][page_tokens][head_dim * bits / 8], then their scales, float32
-    [H][page_tokens]. A code's bytes are as offload/policies/sketch/codes.py makes them.
+    """Bytes of a page: codes uint8 [H][page_tokens][head_dim * bits / 8], then their scales,
+    float32 [H][page_tokens]. A code's bytes are as offload/policies/sketch/codes.py makes them.
     """
     return num_heads * page_tokens * (head_dim * bits // 8 + 4)
 

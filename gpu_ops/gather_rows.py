@@ -97,7 +97,7 @@ def locate_tile(
     HEADS_FIRST: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
-    """Of the tile's tokens: (addresses of their keys, elements into `out`'s keys, which exist)."""
+    """The tile's tokens: (addresses of their keys, elements into `out`'s keys, which exist)."""
     if HEADS_FIRST:
         slot, start = tile % NUM_HEADS, tile // NUM_HEADS * BLOCK_T
     else:

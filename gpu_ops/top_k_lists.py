@@ -218,6 +218,6 @@ class TopKLists:
 
 
 def bits_at_most(x: float) -> int:
-    """Of the largest float32 that does not exceed x, which is above 0."""
+    """Bits of the largest float32 that does not exceed x, which is above 0."""
     rounded = torch.tensor(x, dtype=torch.float64).float()
     return int(rounded.view(torch.int32)) - int(float(rounded) > x)

@@ -127,7 +127,7 @@ def above_bound(
     BOUND: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Of the k to find those above a value: at what values to look for the last of them.
+    """Finds those of the k above a value, and at what values to look for the last of them.
 
     Returns:
         low, high, at_low, above and k of `select_tokens_kernel`; low = high if that is known.
@@ -149,7 +149,7 @@ def enough_for_share(
     total: tl.tensor,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Of the k to find the first whose importance reaches `missing`; returns as `above_bound`."""
+    """Finds the first of the k whose importance reaches `missing`; returns as `above_bound`."""
     top = high
     at_low, held = weight_at_least(low, first_bits, of_list, total, TILE)
     above, held_above = tl.zeros([], tl.int32), tl.zeros([], tl.float64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offload.bench.latency.run import LatencyResult, LatencyRun, run_latency
+from offload.bench.latency.run import LatencyRun, run_latency
 from offload.policies.registry import available_policies, make_policy
 from offload.system.memory import available_cpus
 from perf.results_file import Run, progress_bar, script_options
@@ -44,18 +44,14 @@ def main() -> None:
         seed=0,
         max_layers=2,
     )
-    result = measured(all_policies)
-    settings = {"budget_tokens": BUDGET_TOKENS, "seconds": round(run.seconds)}
-    run.write(result.settings() | settings, result.rows())
-
-
-def measured(run: LatencyRun) -> LatencyResult:
-    """The run's result; shows how far it is."""
     with progress_bar("latency", "part") as on_progress:
-        result = run_latency(run, on_progress=lambda _, done, total: on_progress(done, total))
+        result = run_latency(
+            all_policies, on_progress=lambda _, done, total: on_progress(done, total)
+        )
     for line in result.warnings:
         print(f"warning: {line}")
-    return result
+    settings = {"budget_tokens": BUDGET_TOKENS, "seconds": round(run.seconds)}
+    run.write(result.settings() | settings, result.rows())
 
 
 if __name__ == "__main__":

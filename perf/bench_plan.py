@@ -15,27 +15,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from offload.bench.decode.engines import graph_row
-from offload.bench.pipeline.settings import PipelineSettings
+from offload.bench.decode.engines import describe as describe_peer
+from offload.bench.decode.engines import our_row, peer_row
 from offload.decode.gpu.placement import Place
+from offload.loading.planned_model import planned_model
 from offload.measuring.machine.measure import measure_profile
 from offload.measuring.machine.policy import with_policy
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import least_placement
-from offload.planning.plan import Plan, make_plan
+from offload.planning.plan import Plan, PlanRequest, make_plan
 from offload.planning.profile import MachineProfile
 from offload.planning.workload import Workload
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.system.memory import available_cpus
-from perf.gpu_steps import (
-    GPUBench,
-    Row,
-    measure_ours,
-    model_options,
-    model_settings,
-    plan_request,
-)
+from perf.gpu_steps import GPUBench, Row, model_options, random_model
 from perf.results_file import Run, script_options
 from perf.tables.placement_tables import bytes_errors, gpu_plan_table
 
@@ -106,14 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
         for setting in every
     )
     settings = list(dict.fromkeys(cut))
-    base = model_settings(
-        parser,
-        options,
-        kv_len=settings[0].kv_len,
-        policy=settings[0].made(),
-        num_steps=options.steps,
-    )
-    bench = GPUBench(base, (), options.steps, options.repeats, run.say)
+    model = random_model(parser, options, longest=options.longest)
+    bench = GPUBench(model, (), options.steps, options.repeats)
     profiles = {}
     for threads in sorted({setting.threads for setting in settings}):
         profiles[threads] = measured_profile(bench, threads, settings)
@@ -125,8 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(row)
         run.say(describe(row))
     if options.rooms and bench.is_cuda:
-        graph = graph_row(bench.model, options.longest, num_steps=options.steps)
-        run.say(f"all on the GPU, one graph: {graph['milliseconds']:.2f} ms")
+        graph = peer_row(bench.model, bench.plan([], "graph"), "graph", options.longest)
+        run.say(describe_peer(graph))
         rows.append(graph)
     document = run.named("shape", "dtype", "backend", "steps", "repeats")
     document["profiles"] = {str(n): profile.as_json() for n, profile in profiles.items()}
@@ -139,11 +127,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measured_profile(bench: GPUBench, threads: int, settings: Sequence[Setting]) -> MachineProfile:
     """Of the machine with so many threads, and of how long the policies of `settings` select."""
-    base, shape = bench.settings, MODEL_SHAPES[bench.settings.shape]
-    profile = measure_profile(base.device, threads, shape=shape, dtype=base.dtype)
+    shape, dtype = MODEL_SHAPES[bench.model.shape], bench.model.dtype
+    profile = measure_profile(bench.model.device, threads, shape=shape, dtype=dtype)
     for setting in settings:
         if setting.threads == threads:
-            profile = with_policy(profile, setting.made(), shape, base.dtype, setting.kv_len)
+            profile = with_policy(profile, setting.made(), shape, dtype, setting.kv_len)
     bench.release()
     return profile
 
@@ -155,37 +143,51 @@ def measure(
     for kv_len in sorted({setting.kv_len for setting in settings}):
         of_context = [setting for setting in settings if setting.kv_len == kv_len]
         policies = list(dict.fromkeys(setting.made() for setting in of_context))
-        with bench.caches(kv_len, policies) as (made, cache):
+        with bench.model.sessions(kv_len, policies, num_steps=bench.num_steps) as opened:
             for setting in of_context:
-                for plan, which in _plans(made, setting, profiles[setting.threads]):
-                    of_setting = replace(
-                        made,
-                        policy=setting.made(),
-                        num_threads=setting.threads,
-                        placement=plan.placement if bench.is_cuda else None,
-                        as_shipped=bench.is_cuda,
+                for plan, which in _plans(bench, setting, profiles[setting.threads]):
+                    placement = plan.placement if bench.is_cuda else None
+                    session = opened(
+                        setting.made(), num_threads=setting.threads, placement=placement
                     )
-                    measured = measure_ours(bench, of_setting, cache, traced_steps=0)
-                    reserved = {"host_bytes": cache.store.host_bytes_reserved}
+                    store = session.runtime.store
+                    measured, _ = our_row(session, kv_len, bench.plan([kv_len], "offload"))
+                    bench.release()
+                    reserved = {"host_bytes": store.host_bytes_reserved}
                     row = {**asdict(setting), "placement": which, **reserved}
                     yield row | _compared(plan, measured, bench.is_cuda)
 
 
 def _plans(
-    base: PipelineSettings, setting: Setting, profile: MachineProfile
+    bench: GPUBench, setting: Setting, profile: MachineProfile
 ) -> Iterator[tuple[Plan, str]]:
     """With the best placement, and with the one that decoding has by itself; once if they agree."""
     # At the end of the steps: their tokens take memory, too.
-    request = plan_request(base, setting.made(), setting.kv_len + base.num_steps)
+    request = _plan_request(bench, setting.made(), setting.kv_len + bench.num_steps)
     if setting.room_gib is not None:
         request = replace(request, max_memory={0: int(setting.room_gib * 2**30)})
     chosen = make_plan(request, profile)
     yield chosen, CHOSEN
-    if base.device.type == "cuda" and setting.room_gib is None:
+    if bench.is_cuda and setting.room_gib is None:
         shape = request.model.shape
         least = least_placement(Workload(shape, setting.made(), setting.kv_len))
         if least != chosen.placement:
             yield make_plan(replace(request, placement=least), profile), LEAST
+
+
+def _plan_request(bench: GPUBench, policy: Policy, context: int) -> PlanRequest:
+    """A plan for so many tokens of synthetic keys, whose context no rotation limits."""
+    model = replace(planned_model(bench.model.shape), dtype=bench.model.dtype)
+    longest = max(model.shape.max_context, context)
+    return PlanRequest(
+        model=replace(model, shape=replace(model.shape, max_context=longest)),
+        policy=policy,
+        context=context,
+        batch_size=1,
+        device=str(bench.model.device),
+        max_memory={},
+        on_this_machine=False,
+    )
 
 
 def _compared(plan: Plan, measured: Row, on_gpu: bool) -> Row:

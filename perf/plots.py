@@ -7,17 +7,15 @@ The same results give the same file. A file holds a digest of the results it sho
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED, STOCK_ON_CPU
+from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED
 from offload.system.memory import format_bytes
 from perf.tables.gpu_tables import Results, decode_rows, engine_name
 from perf.tables.markdown import DEFAULT_BUDGET_TOKENS, LLAMA_CPP_NOTE, Row
-from perf.tables.tradeoff_tables import devices_of, speed_of
 
 _HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges", GRAPH: "Greens"}
 _GPU_ENGINES = (STOCK_OFFLOADED, STOCK, GRAPH, OURS)
@@ -28,11 +26,9 @@ _CPU_ENGINES = (
 )
 
 
-_MARKERS = "osD^v"
-_PEER_LINES = {GRAPH: ":", STOCK: "--", STOCK_ON_CPU: "--"}
-_FARTHEST = 3.0  # of the slowest policy: peers beyond are named, not drawn
-_TICKS = [n * 10**e for e in range(-1, 4) for n in (1, 1.5, 2, 3, 4, 5, 7)]
-_WHERE = {"cuda": "with a GPU", "cpu": "CPU only"}
+# Colours of text, of what matters less and of the background, on a light page and a dark one.
+INK, FAINT, _PAPER = "#1f2328", "#818b98", "#ffffff"
+_DARK = {INK: "#e6edf3", FAINT: "#848d97", _PAPER: "#0d1117"}
 
 # By engine: (context, median, 10th and 90th percentile of the milliseconds per token) each.
 _Lines = dict[str, list[tuple[int, float, float, float]]]
@@ -40,7 +36,7 @@ _Lines = dict[str, list[tuple[int, float, float, float]]]
 
 def plot_decode(result: dict[str, Any], path: Path) -> None:
     """Decode speed by context length, as bars."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     rows = result["rows"]
     contexts = sorted({row["context"] for row in rows})
     engines = list(dict.fromkeys(row["engine"] for row in rows))
@@ -54,12 +50,12 @@ def plot_decode(result: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("decode, tokens/s")
     axes.set_title(f"{result['settings']['model']}, {result['settings']['threads']} CPU threads")
     axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    _save(figure, path, result)
+    save_plot(figure, path, result)
 
 
 def plot_training(log: list[Row], path: Path) -> None:
     """Losses of a training by its minutes: each step, and the mean of the 15 around it."""
-    figure, all_axes = _pyplot().subplots(1, 3, figsize=(11, 3.2))
+    figure, all_axes = load_pyplot().subplots(1, 3, figsize=(11, 3.2))
     names = {"tasks": "tasks, nll", "text": "text, nll", "keep": "short text, KL to stock"}
     minutes = [row["elapsed_s"] / 60 for row in log]
     for axes, (key, name) in zip(all_axes, names.items(), strict=True):
@@ -70,12 +66,12 @@ def plot_training(log: list[Row], path: Path) -> None:
         axes.set_title(name)
         axes.set_xlabel("minutes")
         axes.set_ylim(bottom=0)
-    _save(figure, path, log)
+    save_plot(figure, path, log)
 
 
 def plot_time_per_token(gpu: Results, cpu: dict[str, Any], path: Path) -> None:
     """Milliseconds per token by context: with a GPU at the left, without one at the right."""
-    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(11, 4.8))
+    figure, (left, right) = load_pyplot().subplots(1, 2, figsize=(11, 4.8))
     machine = gpu["decode"]["machine"]
     shape, model = gpu["decode"]["settings"]["shape"], cpu["settings"]["model"]
     _draw(left, _gpu_lines(gpu))
@@ -83,52 +79,12 @@ def plot_time_per_token(gpu: Results, cpu: dict[str, Any], path: Path) -> None:
     _draw(right, _cpu_lines(cpu))
     right.set_title(f"{model}, {cpu['settings']['threads']} CPU threads")
     left.set_ylabel("ms per token, batch 1")
-    _save(figure, path, _time_results(gpu, cpu))
-
-
-def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
-    """Quality by milliseconds per token: a row of panels for each device, one for each length."""
-    rows = result["rows"]
-    devices, lengths = devices_of(rows), sorted({row["length"] for row in rows})
-    figure, all_axes = _pyplot().subplots(
-        len(devices),
-        len(lengths),
-        figsize=(3.1 * len(lengths), 2.9 * len(devices) + 0.8),
-        sharey="col",
-        squeeze=False,
-    )
-    entries: dict[str, Any] = {}
-    for device, of_device in zip(devices, all_axes, strict=True):
-        for length, axes in zip(lengths, of_device, strict=True):
-            _draw_policies(axes, result, device, length)
-            _draw_peers(axes, rows, device, length)
-            axes.set_xscale("log")
-            least, most = axes.get_xlim()
-            ticks = [tick for tick in _TICKS if least <= tick <= most]
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize="small")
-            axes.set_xticks([], minor=True)
-            axes.set_xlim(least, most)
-            axes.set_title(f"{length:,} tokens, {_WHERE[device]}", fontsize="medium")
-            axes.grid(alpha=0.3)
-            handles, labels = axes.get_legend_handles_labels()
-            entries |= dict(zip(labels, handles, strict=True))
-        of_device[0].set_ylabel("RULER, %")
-    for axes in all_axes[-1]:
-        axes.set_xlabel("ms per token")
-    figure.legend(
-        entries.values(),
-        entries.keys(),
-        fontsize="small",
-        frameon=False,
-        ncols=5,
-        loc="lower center",
-    )
-    _save(figure, path, result, bottom=0.3 / len(devices))  # below the panels is the legend
+    save_plot(figure, path, _time_results(gpu, cpu))
 
 
 def plot_rooms(result: dict[str, Any], path: Path) -> None:
     """Milliseconds per token by the GPU's memory, and how many KV heads that holds."""
-    figure, axes = _pyplot().subplots(figsize=(8, 3.6))
+    figure, axes = load_pyplot().subplots(figsize=(8, 3.6))
     rows = result["rows"]
     names = dict.fromkeys(row["policy"] for row in rows if "room_gib" in row)
     for policy, above in zip(names, (-14, 6), strict=False):
@@ -151,50 +107,7 @@ def plot_rooms(result: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("ms per token")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize="small", frameon=False)
-    _save(figure, path, result)
-
-
-def _draw_policies(axes: Any, result: dict[str, Any], device: str, length: int) -> None:
-    """A colour for each policy and a marker for each budget."""
-    rows, policies = result["rows"], result["settings"]["policies"]
-    scores = {
-        row["label"]: row["score"]
-        for row in rows
-        if (row["part"], row["length"]) == ("quality", length)
-    }
-    names = list(dict.fromkeys(label.split(" ")[0] for label in policies))
-    budgets = sorted({options.get("budget_tokens", 0) for options in policies.values()} - {0})
-    for label, options in policies.items():
-        speed, score = speed_of(rows, device, length, label), scores.get(label)
-        if speed is None or score is None:
-            continue
-        budget = options.get("budget_tokens")
-        axes.plot(
-            speed["milliseconds"],
-            100 * score,
-            marker="*" if budget is None else _MARKERS[budgets.index(budget) % len(_MARKERS)],
-            markersize=11 if budget is None else 6,
-            color=f"C{names.index(label.split(' ')[0])}",
-            linestyle="none",
-            label=label,
-        )
-
-
-def _draw_peers(axes: Any, rows: Sequence[Row], device: str, length: int) -> None:
-    """Lines; what is far beyond all policies is only named."""
-    slowest = max((line.get_xdata()[0] for line in axes.lines), default=math.inf)
-    for peer, style in _PEER_LINES.items():
-        speed, name = speed_of(rows, device, length, peer), peer.split(",")[0]
-        if speed is None:
-            continue
-        milliseconds = speed["milliseconds"]
-        if milliseconds < _FARTHEST * slowest:
-            axes.axvline(milliseconds, color="0.6", linestyle=style, label=name)
-            continue
-        place = (0.98, 0.02 + 0.08 * len(axes.texts))
-        text = f"{name} {milliseconds:,.0f} ms \N{RIGHTWARDS ARROW}"
-        transform = axes.transAxes
-        axes.text(*place, text, transform=transform, ha="right", color="0.5", fontsize="small")
+    save_plot(figure, path, result)
 
 
 def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:
@@ -306,22 +219,36 @@ def _digest(results: Any) -> str:
     return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "offload"
+    for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
+        matplotlib.rcParams[name] = INK
     from matplotlib import pyplot
 
     return pyplot
 
 
-def _save(figure: Any, path: Path, results: Any, *, bottom: float = 0.0) -> None:
+def save_plot(figure: Any, path: Path, results: Any) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout(rect=(0, bottom, 1, 1))
-    figure.savefig(path, metadata={"Date": None, "Identifier": _digest(results)})
-    _pyplot().close(figure)
+    figure.tight_layout()
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None, "Identifier": _digest(results)})
+    load_pyplot().close(figure)
+    path.write_text(drawn.getvalue().replace("<defs>", f"<defs>\n{_dark_style()}", 1), "utf-8")
+
+
+def _dark_style() -> str:
+    """CSS that swaps colours where the reader prefers a dark page."""
+    rules = [
+        f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
+        for light, dark in _DARK.items()
+        for what in ("fill", "stroke")
+    ]
+    return f"<style>@media (prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
 
 
 def _color(engine: str, engines: list[str]) -> tuple[float, ...]:
@@ -330,6 +257,6 @@ def _color(engine: str, engines: list[str]) -> tuple[float, ...]:
 
     family = next((name for name in _HUES if engine.startswith(name)), engine)
     members = [other for other in engines if other.startswith(family)]
-    shade = 0.75 - 0.4 * members.index(engine) / len(members)
+    shade = 0.65 - 0.3 * members.index(engine) / len(members)
     color: tuple[float, ...] = colormaps[_HUES.get(family, "Purples")](shade)
     return color

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from perf.plots import (
     plot_decode,
     plot_rooms,
     plot_time_per_token,
-    plot_tradeoff,
     plot_training,
     time_per_token_caption,
     time_plot_is_current,
@@ -38,10 +38,10 @@ from perf.tables import (
     tradeoff_tables,
 )
 from perf.tables.gpu_tables import Results
+from perf.tradeoff_plot import plot_tradeoff
 
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "attention": ("attention", tables.attention_table),
     "decode": ("decode", tables.decode_table),
     "decode-plot": ("decode", tables.decode_plot),
     "policy-speed": ("decode-policies", selection_tables.policy_speed_table),
@@ -56,12 +56,15 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
+    "tradeoff-in-short": (
+        "tradeoff",
+        lambda result: tradeoff_tables.in_short_table(result, read_results("latency")),
+    ),
     "tradeoff-options": ("tradeoff", tradeoff_tables.options_table),
 }
-GPU_PARTS = ("decode", "peers", "prefill", "batch")
+GPU_PARTS = ("decode", "peers", "prefill")
 # Of several parts of `perf.bench_gpu`, which write a file each: (the one that must be there, …).
 GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
-    "gpu-batch": ("batch", gpu_tables.gpu_batch_table),
     "gpu-decode": ("decode", gpu_tables.gpu_decode_table),
     "gpu-overlap": ("decode", gpu_tables.gpu_overlap_table),
     "gpu-prefill": ("prefill", gpu_tables.gpu_prefill_table),
@@ -76,13 +79,15 @@ OWN_SCRIPTS = {
     "tradeoff": "perf.bench_tradeoff",
     "paper-lychee-rules": "perf.papers.lychee_rules",
 }
-DECODE_PLOT = ROOT / "docs" / "decode.svg"
-TIME_PLOT = ROOT / "docs" / "time-per-token.svg"
-TRAINING_PLOT = ROOT / "docs" / "long-context-training.svg"
-ROOMS_PLOT = ROOT / "docs" / "rooms.svg"
-TRADEOFF_PLOT = ROOT / "docs" / "tradeoff.svg"
+DOCS = ROOT / "docs"
+DECODE_PLOT = DOCS / "decode.svg"
+TIME_PLOT = DOCS / "time-per-token.svg"
+TRAINING_PLOT = DOCS / "long-context-training.svg"
+ROOMS_PLOT = DOCS / "rooms.svg"
+TRADEOFF_PLOT = DOCS / "tradeoff.svg"
 TRAINING_LOG = LONG_CONTEXT_ADAPTER / "log.json"
 _SECTION = re.compile(r"<!-- perf:(?P<name>[\w-]+) -->\n.*?<!-- /perf:(?P=name) -->", re.DOTALL)
+_RELATIVE_LINK = re.compile(r"\]\((?!https?:|#)")
 
 
 def documents() -> list[Path]:
@@ -90,16 +95,25 @@ def documents() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
-def render(text: str) -> str:
+def render(text: str, folder: Path = DOCS) -> str:
     """`text` with its sections replaced by what perf/results says.
+
+    Args:
+        folder: where the text's file is. Links of a section are relative to docs/, and are changed
+            to lead to the same pages from there.
 
     Raises:
         ValueError: a section that does not exist.
     """
 
+    to_docs = os.path.relpath(DOCS, folder)
+
     def replace(match: re.Match[str]) -> str:
         name = match["name"]
-        return f"<!-- perf:{name} -->\n{_content(name)}\n<!-- /perf:{name} -->"
+        content = _content(name)
+        if to_docs != ".":
+            content = _RELATIVE_LINK.sub(f"]({to_docs}/", content)
+        return f"<!-- perf:{name} -->\n{content}\n<!-- /perf:{name} -->"
 
     return _SECTION.sub(replace, text)
 
@@ -122,9 +136,11 @@ def _content(name: str) -> str:
 
 def outdated() -> list[Path]:
     """Documents whose sections differ from perf/results."""
-    return [
-        path for path in documents() if render(path.read_text("utf-8")) != path.read_text("utf-8")
-    ]
+    return [path for path in documents() if _rendered(path) != path.read_text("utf-8")]
+
+
+def _rendered(path: Path) -> str:
+    return render(path.read_text("utf-8"), path.parent)
 
 
 def _gpu_results() -> Results:
@@ -164,7 +180,7 @@ def main() -> None:
             print(f"{path.relative_to(ROOT)} does not match perf/results; run: make report")
         sys.exit(1 if paths else 0)
     for path in outdated():
-        path.write_text(render(path.read_text("utf-8")), "utf-8")
+        path.write_text(_rendered(path), "utf-8")
         print(path.relative_to(ROOT))
     for path, draw in plots(outdated_only=False).items():
         draw()

@@ -32,6 +32,7 @@ page_pool.DEFAULT_SLAB_BYTES = 2 * 2**20
 
 from cases.tiny_models import TINY_MODELS, byte_tokenizer, make_tiny_model  # noqa: E402
 
+from cpu_ops.worker_pool import WorkerPool  # noqa: E402
 from offload import OffloadedModel  # noqa: E402
 from offload.system.memory import available_cpus  # noqa: E402
 
@@ -66,6 +67,14 @@ def ctrl_c_as_before() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     yield
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    """Two threads."""
+    workers = WorkerPool(2)
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ class SequenceTokens:
 
 @dataclass
 class Record:
-    """Of a sequence: tokens that have no slot of their own any more, slots that are condensed, and
+    """A sequence's tokens that have no slot of their own any more, slots that are condensed, and
     from where on slots are tokens one after the other."""
 
     dropped: int = 0
@@ -119,7 +119,7 @@ class Cascade(abc.ABC, Generic[R]):
     @property
     @abc.abstractmethod
     def held_bytes(self) -> int:
-        """Of all sequences."""
+        """Bytes that are held for all sequences."""
 
     @abc.abstractmethod
     def bytes_needed(
@@ -151,7 +151,7 @@ class Cascade(abc.ABC, Generic[R]):
     def record_tokens(
         self, seq: int, num_tokens: int, ids: Sequence[int] | None, position: int | None
     ) -> None:
-        """Of the tokens that will follow those in the store, where `wants_tokens`.
+        """Takes note of the tokens that will follow those in the store, where `wants_tokens`.
 
         Args:
             ids: None: only embeddings are known.

@@ -58,7 +58,7 @@ class Reread(Protocol):
 
 @dataclass(frozen=True)
 class _Scores:
-    """Of the first `num_tokens` that a sequence has seen, those that have slots.
+    """Scores of those of a sequence's first `num_tokens` that have slots.
 
     Attributes:
         of_heads: of each [layer][KV head] float16 [slots]. Never written to: forks have the same.
@@ -122,7 +122,7 @@ class RereadingCascade(Cascade[_Record]):
 
     @staticmethod
     def beside_bytes(num_units: int, slots: int, page_tokens: int) -> int:
-        """Of scores, ids and page tables of a sequence of so many slots.
+        """Bytes of scores, ids and page tables of a sequence of so many slots.
 
         Args:
             num_units: KV heads of all layers.

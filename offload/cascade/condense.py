@@ -124,7 +124,7 @@ def condense(
 
 @dataclass(frozen=True)
 class _Runs:
-    """Of neighbours among the slots that go, in each head all as long but for one token.
+    """Runs of neighbours among the slots that go; a head's runs differ by one token at most.
 
     Attributes:
         slots: int64 [num_heads * those that go of one], of all heads' slots.
@@ -136,7 +136,7 @@ class _Runs:
 
     @classmethod
     def of(cls, others: Tensor, split: Split) -> _Runs:
-        """Of slots [num_heads, those that go], ascending."""
+        """The runs of slots [num_heads, those that go], ascending."""
         head = torch.arange(len(others))[:, None]
         starts = -(torch.arange(split.new) * -others.shape[1] // split.new)
         slots = others + head * split.num_slots

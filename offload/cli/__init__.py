@@ -13,23 +13,15 @@ import typer
 from offload.cli import bench, inspect
 from offload.cli import eval as eval_commands
 from offload.cli.calibrate import calibrate
-from offload.cli.commands import CommandGroup
+from offload.cli.commands import add_command, command_group
 from offload.cli.env import env
 from offload.cli.generate import generate
 from offload.cli.plan import plan
-from offload.cli.spelling import Command
 from offload.system.version import __version__
 
-app = typer.Typer(
-    cls=CommandGroup,
-    name="offload",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_show_locals=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command_group(name="offload", pretty_exceptions_show_locals=False)
 for command in (generate, plan, env, calibrate):
-    app.command(cls=Command)(command)
+    add_command(app, command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(eval_commands.app, name="eval")
 app.add_typer(inspect.app, name="inspect")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.calibrate_layers import calibrate_layers, print_layers
+from offload.cli.calibrate_layers import SweepOptions, calibrate_layers, print_layers
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
-from offload.cli.options import DTYPE_HELP, ModelName, Verbose, check_name, counts
+from offload.cli.options import AsJson, DType, ModelName, Verbose, check_name
 from offload.system.text_file import read_text_file
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ _SELECT_LAYERS = 4  # suggested for tidal_decode
 _DENSE_LAYERS = 2
 _TOKENS = 2048
 _POLICIES = ("lychee_decode", "per_head", "tidal_decode")
-_SWEEP_PANEL = "For --policy tidal_decode"
 
 
 def calibrate(
     model: ModelName,
+    *,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -78,43 +78,8 @@ def calibrate(
             r"\[default: 2048, or what the model can read; for tidal_decode 4096]",
         ),
     ] = None,
-    select_layers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=r"How many layers select. \[default: as many as without a sweep]",
-            rich_help_panel=_SWEEP_PANEL,
-        ),
-    ] = None,
-    budget_tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COUNT,…",
-            help=r"What layers that reuse attend to; all count alike. \[default: 1024,320]",
-            rich_help_panel=_SWEEP_PANEL,
-        ),
-    ] = None,
-    batches: Annotated[
-        int | None,
-        typer.Option(min=1, help=r"Of texts. \[default: 8]", rich_help_panel=_SWEEP_PANEL),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=r"Seven texts are of as many kinds. \[default: 7]",
-            rich_help_panel=_SWEEP_PANEL,
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help=r"Of the texts. \[default: 0]", rich_help_panel=_SWEEP_PANEL),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help=r"cpu or cuda. \[default: cpu]", rich_help_panel=_SWEEP_PANEL),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
+    sweep: SweepOptions,
+    dtype: DType = "auto",
     num_threads: Annotated[
         int | None,
         typer.Option(
@@ -124,7 +89,7 @@ def calibrate(
             help=r"CPU threads. \[default: all this process may use]",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Choose a model's retrieval heads for lychee_decode or per_head, or tidal_decode's layers.
@@ -171,16 +136,10 @@ def calibrate(
         raise typer.BadParameter(hint, param_hint="--dense-layers")
     if of_layers and retrieval_heads is not None:
         raise typer.BadParameter("tidal_decode has none", param_hint="--retrieval-heads")
-    budgets = None if budget_tokens is None else counts(budget_tokens, option="--budget-tokens")
     if not of_layers:
-        sweep_only: dict[str, Any] = {
-            "select-layers": select_layers,
-            "budget-tokens": budgets,
-            "batches": batches,
-        }
-        sweep_only |= {"batch-size": batch_size, "seed": seed, "device": device}
-        for option in [name for name, value in sweep_only.items() if value is not None]:
-            raise typer.BadParameter("is for --policy tidal_decode", param_hint=f"--{option}")
+        for name in [name for name, value in asdict(sweep).items() if value is not None]:
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter("is for --policy tidal_decode", param_hint=option)
         if output is None:
             raise typer.BadParameter(f"is needed for --policy {policy}", param_hint="--output")
     if dense_layers is None:
@@ -193,23 +152,15 @@ def calibrate(
                 bad = "is a folder" if output.is_dir() else f"cannot be written: no folder {folder}"
                 raise ValueError(f"--output {output} {bad}")
         if of_layers or output is None:  # which others have
-            sizes = {
-                "budgets": None if budgets is None else tuple(budgets),
-                "num_batches": batches,
-                "batch_size": batch_size,
-                "seed": seed,
-            }
             summary = calibrate_layers(
                 model,
                 output,
-                num_select_layers=select_layers,
+                sweep,
                 dense_layers=dense_layers,
                 tokens=tokens,
                 dtype=dtype,
-                device=device or "cpu",
                 num_threads=num_threads,
                 verbose=verbose,
-                **{name: value for name, value in sizes.items() if value is not None},
             )
             print_json(summary) if as_json else print_layers(summary)
             return

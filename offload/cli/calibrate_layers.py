@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
 
 from offload.cli.console import quiet_transformers, stderr, stdout
+from offload.cli.options import counts
 
 if TYPE_CHECKING:
     from offload.models import LeanModel
@@ -16,24 +19,56 @@ if TYPE_CHECKING:
 _TOKENS = 4096
 
 
+@dataclass(frozen=True)
+class SweepOptions:
+    """What is compared for select layers, and on what."""
+
+    panel: ClassVar[str] = "For --policy tidal_decode"
+    select_layers: Annotated[
+        int | None,
+        typer.Option(min=1, help=r"How many layers select. \[default: as many as without a sweep]"),
+    ] = None
+    budget_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNT,…",
+            help=r"What layers that reuse attend to; all count alike. \[default: 1024,320]",
+        ),
+    ] = None
+    batches: Annotated[int | None, typer.Option(min=1, help=r"Of texts. \[default: 8]")] = None
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help=r"Seven texts are of as many kinds. \[default: 7]")
+    ] = None
+    seed: Annotated[int | None, typer.Option(help=r"Of the texts. \[default: 0]")] = None
+    device: Annotated[str | None, typer.Option(help=r"cpu or cuda. \[default: cpu]")] = None
+
+    def sizes(self) -> dict[str, Any]:
+        """Arguments of `SweepSettings` that are given, or a usage error."""
+        sizes: dict[str, Any] = {
+            "num_batches": self.batches,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+        }
+        if self.budget_tokens is not None:
+            sizes["budgets"] = tuple(counts(self.budget_tokens, option="--budget-tokens"))
+        return {name: value for name, value in sizes.items() if value is not None}
+
+
 def calibrate_layers(
     model: str,
     output: Path | None,
+    options: SweepOptions,
     *,
-    num_select_layers: int | None,
     dense_layers: int,
     tokens: int | None,
     dtype: str,
-    device: str,
     num_threads: int | None,
     verbose: bool,
-    **sizes: Any,
 ) -> dict[str, Any]:
     """Sweep, write the layers file, and return what was found, for JSON.
 
     Args:
         output: None: where the policy looks for it.
-        sizes: budgets, num_batches, batch_size and seed of `SweepSettings`.
 
     Raises:
         ValueError: numbers that the model does not have; before any weight is read.
@@ -45,16 +80,16 @@ def calibrate_layers(
     from offload.runtime.config import runtime_config
     from offload.training.layer_sweep import ANSWER_TOKENS, SweepSettings, check_num_select_layers
 
-    config = runtime_config(dtype=dtype, device=device, num_threads=num_threads)
+    config = runtime_config(dtype=dtype, device=options.device or "cpu", num_threads=num_threads)
     shape = planned_model(model, dtype).shape
     usual = default_select_layers(shape.num_layers, shape.num_kv_heads, dense_layers)
-    count = len(usual) if num_select_layers is None else num_select_layers
+    count = len(usual) if options.select_layers is None else options.select_layers
     check_num_select_layers(count, shape.num_layers, dense_layers)
     settings = SweepSettings(
         count,
         dense_layers,
         min(_TOKENS, shape.max_context - ANSWER_TOKENS) if tokens is None else tokens,
-        **sizes,
+        **options.sizes(),
     )
     folder = resolve_folder(model)
     checkpoint = checkpoint_name(folder)

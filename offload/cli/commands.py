@@ -1,11 +1,19 @@
-"""Groups of commands, and what they say about one that they do not have."""
+"""Commands whose options are dataclasses, and groups that say what they do not have."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from copy import copy
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any, get_args, get_type_hints
 
+import typer
 from typer.core import TyperGroup
+
+from offload.cli.spelling import Command
 
 
 class CommandGroup(TyperGroup):
@@ -20,3 +28,54 @@ class CommandGroup(TyperGroup):
             guess = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             ctx.fail(f"No such command {name!r}.{guess} Available: {', '.join(self.commands)}")
         return super().resolve_command(ctx, args)
+
+
+def command_group(**options: Any) -> typer.Typer:
+    """A group whose commands are added by `add_command`."""
+    return typer.Typer(
+        cls=CommandGroup,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **options,
+    )
+
+
+def add_command(app: typer.Typer, command: Callable[..., None], **settings: Any) -> None:
+    """Add a command, some of whose parameters may be dataclasses: it has their fields as options.
+
+    Defaults are the class's, or those of an instance that is the parameter's default. The help
+    shows the options of a class in its `panel`, a class variable, if it has one.
+    """
+    parameters: list[inspect.Parameter] = []
+    classes: dict[str, Any] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        cls = parameter.annotation
+        if not is_dataclass(cls):
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            continue
+        classes[parameter.name] = cls
+        defaults = cls if parameter.default is parameter.empty else parameter.default
+        hints = get_type_hints(cls, include_extras=True)
+        for field in fields(cls):
+            kind, option = get_args(hints[field.name])
+            option = copy(option)
+            option.rich_help_panel = getattr(cls, "panel", None)
+            parameters.append(
+                inspect.Parameter(
+                    field.name,
+                    parameter.KEYWORD_ONLY,
+                    default=getattr(defaults, field.name),
+                    annotation=Annotated[kind, option],
+                )
+            )
+
+    @functools.wraps(command)
+    def expanded(**given: Any) -> None:
+        for name, cls in classes.items():
+            given[name] = cls(**{field.name: given.pop(field.name) for field in fields(cls)})
+        command(**given)
+
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {each.name: each.annotation for each in parameters}
+    app.command(cls=Command, **settings)(expanded)

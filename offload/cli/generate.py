@@ -3,145 +3,175 @@
 from __future__ import annotations
 
 import sys
-import time
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from offload.cli.console import print_json, print_marked, quiet_transformers, running, stderr
-from offload.cli.options import (
-    BUDGET_HELP,
-    DTYPE_HELP,
-    POLICY_HELP,
-    ModelName,
-    Verbose,
-    check_name,
-    memory_budgets,
-    policy_options,
+from offload.cli.generation import (
+    Screen,
+    answer,
+    check_context,
+    condensed_line,
+    policy_label,
+    prompt_tokens,
+    quality_line,
 )
-from offload.policies.registry import make_policy, policy_names
+from offload.cli.options import (
+    DEFAULT_MODEL,
+    DType,
+    ModelName,
+    PolicyChoice,
+    Verbose,
+    memory_budgets,
+)
+from offload.policies.registry import make_policy
 from offload.ranks.launch import is_rank, is_silent_rank, run_ranks
 from offload.system.stdlib_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NEEDLE, DEMO_QUESTION
 from offload.system.text_file import argument_text, decoded, read_text_file
 
-_DEFAULT_MODEL = "smollm2-135m-instruct"
-_prompt_option = partial(typer.Option, rich_help_panel="What the model reads")
-_runtime_option = partial(typer.Option, rich_help_panel="How it runs")
-_sampling_option = partial(typer.Option, rich_help_panel="How tokens are chosen")
 
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt, and what the answer should have."""
 
-def generate(
-    model: ModelName = _DEFAULT_MODEL,
-    prompt: Annotated[str | None, _prompt_option("--prompt", "-p", help="The prompt.")] = None,
+    panel: ClassVar[str] = "What the model reads"
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None
     prompt_file: Annotated[
         str | None,
-        _prompt_option(
+        typer.Option(
             "--prompt-file",
             "-f",
             metavar="PATH",
             help='Read the prompt from a file, or from stdin with "-".',
         ),
-    ] = None,
+    ] = None
     demo: Annotated[
         bool,
-        _prompt_option(
+        typer.Option(
             "--demo",
             help="Find one sentence in 6,000 tokens, as auto does it and with what it did not "
             "take; fails if an answer is wrong.",
         ),
-    ] = False,
+    ] = False
     context: Annotated[
         int | None,
-        _prompt_option(
+        typer.Option(
             min=1,
             metavar="TOKENS",
             help="Put the prompt behind so many tokens of text: docstrings of Python's library.",
         ),
-    ] = None,
+    ] = None
     needle: Annotated[
         str | None,
-        _prompt_option(metavar="TEXT", help="Hide this sentence in the middle of that text."),
-    ] = None,
+        typer.Option(metavar="TEXT", help="Hide this sentence in the middle of that text."),
+    ] = None
     expect: Annotated[
         str | None,
-        _prompt_option(metavar="TEXT", help="Exit with code 3 unless the answer contains this."),
-    ] = None,
+        typer.Option(metavar="TEXT", help="Exit with code 3 unless the answer contains this."),
+    ] = None
     chat: Annotated[
         bool | None,
-        _prompt_option(
+        typer.Option(
             "--chat/--no-chat", help=r"Use the model's chat template. \[default: if it has one]"
         ),
-    ] = None,
-    policy: Annotated[str, _runtime_option(help=POLICY_HELP)] = "auto",
-    policy_option: Annotated[
-        list[str] | None,
-        _runtime_option(
-            "--option",
-            "--policy-option",
-            metavar="KEY=VALUE",
-            help="An option of the policy, such as dense_layers=1. Repeatable.",
-        ),
-    ] = None,
-    budget_tokens: Annotated[int | None, _runtime_option(min=1, help=BUDGET_HELP)] = None,
+    ] = None
+
+    def checked(self) -> Prompt:
+        """With --demo's own prompt; a usage error where there is no prompt or more than one."""
+        asked = self
+        if self.demo:
+            if any(
+                x is not None for x in (self.prompt, self.prompt_file, self.needle, self.expect)
+            ):
+                raise typer.BadParameter(
+                    "--demo brings its own prompt, needle and expected answer", param_hint="--demo"
+                )
+            asked = replace(
+                self,
+                prompt=DEMO_QUESTION,
+                needle=DEMO_NEEDLE,
+                expect=DEMO_ANSWER,
+                context=self.context or DEMO_CONTEXT_TOKENS,
+            )
+        if (asked.prompt is None) == (asked.prompt_file is None):
+            raise typer.BadParameter("give one of --prompt, --prompt-file and --demo")
+        if asked.needle is not None and asked.context is None:
+            raise typer.BadParameter("--needle needs --context", param_hint="--needle")
+        return asked
+
+
+@dataclass(frozen=True)
+class Chosen(PolicyChoice):
+    """The policy, and whether full attention answers, too."""
+
+    panel: ClassVar[str] = "How it runs"
     compare: Annotated[
         bool | None,
-        _runtime_option(
+        typer.Option(
             "--compare/--no-compare",
             help="Run full attention on the same prompt, too; where auto came to exact attention, "
             r"lychee_cluster instead. \[default: no; yes with --demo]",
         ),
-    ] = None,
-    dtype: Annotated[str, _runtime_option(help=DTYPE_HELP)] = "auto",
+    ] = None
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Arguments of `OffloadedModel.from_pretrained`."""
+
+    panel: ClassVar[str] = "How it runs"
+    dtype: DType = "auto"
     device: Annotated[
         str,
-        _runtime_option(
+        typer.Option(
             help="Where the linear layers run: cpu, cuda or cuda:1. The KV cache is on the host."
         ),
-    ] = "cpu",
+    ] = "cpu"
     backend: Annotated[
         str | None,
-        _runtime_option(
+        typer.Option(
             help=r"How GPU and CPU wait for each other: graph or stream. \[default: the fastest]"
         ),
-    ] = None,
+    ] = None
     num_threads: Annotated[
         int | None,
-        _runtime_option(
+        typer.Option(
             "--threads",
             "--num-threads",
             min=1,
             help=r"CPU threads. \[default: all this process may use, but one with a GPU]",
         ),
-    ] = None,
+    ] = None
     tensor_parallel_size: Annotated[
         int,
-        _runtime_option(
+        typer.Option(
             min=1,
             metavar="N",
             help="GPUs that run the model together, each with a part of its heads and its own "
             "process. --max-memory cpu= is for all of them, --threads for each.",
         ),
-    ] = 1,
+    ] = 1
     max_memory: Annotated[
         list[str] | None,
-        _runtime_option(
+        typer.Option(
             metavar="DEVICE=SIZE",
             help="Hard limit for weights and KV cache, such as cpu=8GiB or 0=20GiB. Repeatable.",
         ),
-    ] = None,
+    ] = None
     host_bytes_per_sequence: Annotated[
         str | None,
-        _runtime_option(
+        typer.Option(
             metavar="SIZE",
             help="Hard limit for what is kept of one sequence, however long it gets, such as "
             "64MiB; what does not fit is condensed or dropped (--condense-by). Not with ranks.",
         ),
-    ] = None,
+    ] = None
     condense_by: Annotated[
         str,
-        _runtime_option(
+        typer.Option(
             metavar="HOW",
             help="Which tokens stay within --host-bytes-per-sequence. rereading: those that are "
             "looked up when the text is read a second time, shared out among all heads; keeps what "
@@ -149,46 +179,69 @@ def generate(
             "each head those that were asked for last. auto: rereading on a CPU if the policy "
             "keeps nothing beside the cache (full, exact_topk …), else attention.",
         ),
-    ] = "auto",
+    ] = "auto"
     cache_correction_every: Annotated[
         int | None,
-        _runtime_option(
+        typer.Option(
             min=1,
             metavar="T",
             help="After so many tokens that were decoded sparsely, read them again with exact "
             "attention and replace their keys and values. Not with --policy full, "
             r"--host-bytes-per-sequence or ranks. \[default: never]",
         ),
-    ] = None,
+    ] = None
     placement: Annotated[
         Path | None,
-        _runtime_option(
+        typer.Option(
             metavar="FILE",
             help="Where KV heads are attended: the output of offload plan --json. "
             r"\[default: chosen for this machine]",
         ),
-    ] = None,
+    ] = None
     quality_probe: Annotated[
         float,
-        _runtime_option(
+        typer.Option(
             min=0.0,
             max=1.0,
             metavar="SHARE",
             help="Compare this share of what the policy selects with exact attention, such as "
             "0.001, and tell how much of the attention mass was kept.",
         ),
-    ] = 0.0,
+    ] = 0.0
     quality_floor: Annotated[
         float | None,
-        _runtime_option(
+        typer.Option(
             min=0.0, max=1.0, metavar="SHARE", help="Warn once if surely less of it is kept."
         ),
-    ] = None,
-    max_new_tokens: Annotated[int, _sampling_option("--max-new-tokens", "-n", min=1)] = 128,
-    temperature: Annotated[float, _sampling_option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, _sampling_option(min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, _sampling_option(min=0, help="0 is all.")] = 0,
-    seed: Annotated[int | None, _sampling_option(help="Makes sampling repeatable.")] = None,
+    ] = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How many tokens, and how each is chosen."""
+
+    panel: ClassVar[str] = "How tokens are chosen"
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 128
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0
+    top_k: Annotated[int, typer.Option(min=0, help="0 is all.")] = 0
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of `generate`."""
+        settings: dict[str, Any] = {"do_sample": self.temperature > 0.0}
+        if self.temperature > 0.0:
+            settings |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return settings | {"max_new_tokens": self.max_new_tokens}
+
+
+def generate(
+    model: ModelName = DEFAULT_MODEL,
+    *,
+    asked: Prompt,
+    chosen: Chosen,
+    loading: Loading,
+    sampling: Sampling,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of text.")
     ] = False,
@@ -223,52 +276,39 @@ def generate(
 
         offload generate --context 4000 -p "Summarise the text." --json | jq .runs
     """
-    if demo:
-        if any(option is not None for option in (prompt, prompt_file, needle, expect)):
-            raise typer.BadParameter(
-                "--demo brings its own prompt, needle and expected answer", param_hint="--demo"
-            )
-        prompt, needle, expect = DEMO_QUESTION, DEMO_NEEDLE, DEMO_ANSWER
-        context = context or DEMO_CONTEXT_TOKENS
-        compare = True if compare is None else compare
-    if (prompt is None) == (prompt_file is None):
-        raise typer.BadParameter("give one of --prompt, --prompt-file and --demo")
-    if needle is not None and context is None:
-        raise typer.BadParameter("--needle needs --context", param_hint="--needle")
-    check_name(policy, policy_names(), kind="policy ", option="--policy")
-    options = policy_options(policy_option or [], budget_tokens)
-    budgets = memory_budgets(max_memory or [])
-    if tensor_parallel_size > 1 and not is_rank():
+    asked = asked.checked()
+    options = chosen.options()
+    budgets = memory_budgets(loading.max_memory or [])
+    has_ranks = loading.tensor_parallel_size > 1
+    if has_ranks and not is_rank():
         with running(verbose=verbose):
-            stdin = _read_prompt(prompt_file) if prompt_file == "-" else None
-        raise typer.Exit(run_ranks(tensor_parallel_size, sys.argv[1:], stdin=stdin))
-    is_silent = tensor_parallel_size > 1 and is_silent_rank()
+            stdin = _read_prompt("-") if asked.prompt_file == "-" else None
+        raise typer.Exit(run_ranks(loading.tensor_parallel_size, sys.argv[1:], stdin=stdin))
+    is_silent = has_ranks and is_silent_rank()
 
     with running(verbose=verbose):
-        policies = [make_policy(policy, **options)]
-        if compare and policy != "full":
+        policies = [make_policy(chosen.policy, **options)]
+        compare = asked.demo if chosen.compare is None else chosen.compare
+        if compare and chosen.policy != "full":
             policies.append(make_policy("full"))
-        if prompt is None:
-            prompt = _read_prompt(prompt_file)
+        prompt = _read_prompt(asked.prompt_file) if asked.prompt is None else asked.prompt
         prompt = argument_text(prompt, "--prompt")
+        needle = asked.needle
         if needle is not None:
             needle = argument_text(needle, "--needle")
 
-        from offload.cli.generation import answer, check_context, policy_label, prompt_tokens
         from offload.loading.names import load_tokenizer
         from offload.runtime.model import OffloadedModel
 
         with quiet_transformers(verbose=verbose):
             tokenizer = load_tokenizer(model)
-            if context is not None:
-                check_context(model, context)
+            if asked.context is not None:
+                check_context(model, asked.context)
             input_ids = prompt_tokens(
-                tokenizer, prompt, chat=chat, context_tokens=context, needle=needle
+                tokenizer, prompt, chat=asked.chat, context_tokens=asked.context, needle=needle
             )
-            sampling: dict[str, Any] = {"do_sample": temperature > 0.0}
-            if temperature > 0.0:
-                sampling |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-            sampling["max_new_tokens"] = max_new_tokens
+            settings = sampling.settings()
+            arguments = asdict(loading) | {"max_memory": budgets}
             runs: list[dict[str, Any]] = []
             auto_was_exact = False
             for made in policies:
@@ -276,34 +316,23 @@ def generate(
                     made = make_policy("lychee_cluster", **options)
                     why = f"auto did not take it here: {runs[0]['policy_reason']}"
                     stderr().print(f"beside it {made.name}; {why}", style="dim", soft_wrap=True)
-                loaded = OffloadedModel.from_pretrained(
-                    model,
-                    policy=made,
-                    dtype=dtype,
-                    device=device,
-                    backend=backend,
-                    max_memory=budgets,
-                    num_threads=num_threads,
-                    tensor_parallel_size=tensor_parallel_size,
-                    host_bytes_per_sequence=host_bytes_per_sequence,
-                    condense_by=condense_by,
-                    cache_correction_every=cache_correction_every if made is policies[0] else None,
-                    placement=placement,
-                    quality_probe=quality_probe,
-                    quality_floor=quality_floor,
-                )
+                loaded = OffloadedModel.from_pretrained(model, policy=made, **arguments)
+                arguments["cache_correction_every"] = None  # of the first
                 shown = not as_json and not is_silent
                 label = policy_label(made.name, loaded.policy.name)
-                with _Screen(label, input_ids.shape[1], shown=shown) as screen:
-                    run = answer(loaded, made, tokenizer, input_ids, screen, seed, sampling)
+                with Screen(label, input_ids.shape[1], shown=shown) as screen:
+                    run = answer(
+                        loaded, made, tokenizer, input_ids, screen, sampling.seed, settings
+                    )
                 runs.append(run)
                 if made.name == "auto":
-                    most = input_ids.shape[1] + max_new_tokens
+                    most = input_ids.shape[1] + sampling.max_new_tokens
                     exact_up_to = loaded.policy.dense_tokens if loaded.policy.selects else most
                     auto_was_exact = most <= exact_up_to
                 del loaded  # before the next is loaded: its weights and cache leave the memory
     if is_silent:
         raise typer.Exit
+    expect = asked.expect
     _print_result(model, prompt, expect, runs, as_json=as_json)
     missed = [_label(run) for run in runs if expect is not None and expect not in run["answer"]]
     if missed:
@@ -312,57 +341,7 @@ def generate(
         raise typer.Exit(3)
 
 
-class _Screen:
-    """Shows progress on stderr until the answer starts, then the answer on stdout."""
-
-    def __init__(self, policy: str, context_tokens: int, *, shown: bool) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self._shown = shown
-        self._policy = policy
-        self._read, self._total = 0.0, context_tokens
-        columns, console = (TextColumn("{task.description}"), BarColumn()), stderr()
-        self._progress = Progress(
-            *columns, console=console, transient=True, disable=not console.is_interactive
-        )
-        self._task = self._progress.add_task(self._description(), total=context_tokens)
-        self._started = False
-
-    def __enter__(self) -> _Screen:
-        self._start = time.perf_counter()
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
-        if self._shown and self._started:
-            print(flush=True)
-
-    def read(self, num_tokens: float) -> None:
-        """So many more tokens of the prompt are read."""
-        self._read = min(self._read + num_tokens, self._total)
-        speed = f", {self._read / (time.perf_counter() - self._start):,.0f} tokens/s"
-        self._progress.update(
-            self._task, completed=self._read, description=self._description() + speed
-        )
-
-    def _description(self) -> str:
-        return f"{self._policy}: reading {round(self._read):,} of {self._total:,} tokens"
-
-    def text(self, piece: str) -> None:
-        """The next piece of the answer."""
-        self._progress.stop()
-        if not self._shown:
-            return
-        if not self._started:
-            self._started = True
-            stderr().print(f"{self._policy}:", style="dim")
-        print(piece, end="", flush=True)
-
-
 def _label(run: dict[str, Any]) -> str:
-    from offload.cli.generation import policy_label
-
     return policy_label(run["policy"], run["resolved_policy"])
 
 
@@ -385,7 +364,6 @@ def _print_result(
         return
     from rich.table import Table
 
-    from offload.cli.generation import condensed_line, quality_line
     from offload.system.memory import format_bytes
 
     table = Table(title=model, title_justify="left")

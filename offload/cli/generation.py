@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.policies import HardKV, Policy
-from offload.runtime.quality import Quality
+from offload.cli.console import stderr
 from offload.system.stdlib_text import filler_prompt
+
+if TYPE_CHECKING:
+    from offload.policies import Policy
+    from offload.runtime.quality import Quality
 
 # Of a model's statistics. Sizes are of all ranks. What the policy keeps beside the KV cache took
 # index_seconds to build, what a GPU needs before its first steps setup_seconds; neither counts as
@@ -109,14 +113,52 @@ def policy_label(name: str, resolved: str) -> str:
     return name if name == resolved else f"{name} ({resolved})"
 
 
-class Screen(Protocol):
-    """What shows a generation as it goes on."""
+class Screen:
+    """Shows progress on stderr until the answer starts, then the answer on stdout."""
+
+    def __init__(self, policy: str, context_tokens: int, *, shown: bool) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._shown = shown
+        self._policy = policy
+        self._read, self._total = 0.0, context_tokens
+        columns, console = (TextColumn("{task.description}"), BarColumn()), stderr()
+        self._progress = Progress(
+            *columns, console=console, transient=True, disable=not console.is_interactive
+        )
+        self._task = self._progress.add_task(self._description(), total=context_tokens)
+        self._started = False
+
+    def __enter__(self) -> Screen:
+        self._start = time.perf_counter()
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+        if self._shown and self._started:
+            print(flush=True)
 
     def read(self, num_tokens: float) -> None:
         """So many more tokens of the prompt are read."""
+        self._read = min(self._read + num_tokens, self._total)
+        speed = f", {self._read / (time.perf_counter() - self._start):,.0f} tokens/s"
+        self._progress.update(
+            self._task, completed=self._read, description=self._description() + speed
+        )
+
+    def _description(self) -> str:
+        return f"{self._policy}: reading {round(self._read):,} of {self._total:,} tokens"
 
     def text(self, piece: str) -> None:
         """The next piece of the answer."""
+        self._progress.stop()
+        if not self._shown:
+            return
+        if not self._started:
+            self._started = True
+            stderr().print(f"{self._policy}:", style="dim")
+        print(piece, end="", flush=True)
 
 
 def answer(
@@ -185,6 +227,8 @@ def answer(
 
 def _resolved_cap(policy: Policy, loaded: Policy) -> dict[str, Any]:
     """What a cap of a step came to in tokens when the model was loaded, beside the cap itself."""
+    from offload.policies import HardKV
+
     has_cap = isinstance(policy, HardKV) and policy.step_cap
     return {"max_tokens": loaded.budget_tokens} if has_cap else {}
 

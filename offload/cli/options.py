@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -12,13 +13,45 @@ from offload.policies.registry import policy_names
 
 Scalar = int | float | bool | str
 
-BUDGET_HELP = "Tokens that each KV head attends to; short for --option budget_tokens=N."
-DTYPE_HELP = "auto (the checkpoint's), bfloat16, float16 or float32."
-POLICY_HELP = f"Which cached tokens a decode step attends to: {', '.join(policy_names())}."
+DEFAULT_MODEL = "smollm2-135m-instruct"
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+DType = Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")]
 ModelName = Annotated[
     str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")]
+
+
+@dataclass(frozen=True)
+class PolicyChoice:
+    """A policy by its name, and its options."""
+
+    policy: Annotated[
+        str,
+        typer.Option(
+            help=f"Which cached tokens a decode step attends to: {', '.join(policy_names())}."
+        ),
+    ] = "auto"
+    policy_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "--policy-option",
+            metavar="KEY=VALUE",
+            help="An option of the policy, such as dense_layers=1. Repeatable.",
+        ),
+    ] = None
+    budget_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens that each KV head attends to; short for --option budget_tokens=N."
+        ),
+    ] = None
+
+    def options(self) -> dict[str, Scalar]:
+        """Of a policy that there is, or a usage error."""
+        check_name(self.policy, policy_names(), kind="policy ", option="--policy")
+        return policy_options(self.policy_option or [], self.budget_tokens)
 
 
 def key_values(pairs: list[str], *, option: str) -> dict[str, str]:

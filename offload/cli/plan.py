@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offload.cli.bench.options import MODEL_SHAPE_NAMES
 from offload.cli.console import (
     print_json,
     print_marked,
@@ -17,16 +18,8 @@ from offload.cli.console import (
     stderr,
     stdout,
 )
-from offload.cli.options import (
-    BUDGET_HELP,
-    DTYPE_HELP,
-    POLICY_HELP,
-    Verbose,
-    check_name,
-    memory_budgets,
-    policy_options,
-)
-from offload.policies.registry import make_policy, policy_names
+from offload.cli.options import DType, PolicyChoice, Verbose, memory_budgets
+from offload.policies.registry import make_policy
 
 if TYPE_CHECKING:
     from offload.loading.planned_model import PlannedModel
@@ -34,8 +27,6 @@ if TYPE_CHECKING:
     from offload.planning.profile import MachineProfile
     from offload.policies import Policy
 
-# offload.measuring.synthetic.random_model has these, but imports torch; tests compare the two.
-SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
 _machine_option = partial(typer.Option, rich_help_panel="On which machine")
 
 
@@ -44,20 +35,11 @@ def plan(
         str,
         typer.Argument(
             help="Folder, .gguf file, hub id, an embedded model's name, or a shape: "
-            f"{', '.join(SHAPE_NAMES)}. Only its config is read."
+            f"{', '.join(MODEL_SHAPE_NAMES)}. Only its config is read."
         ),
     ],
-    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "auto",
-    policy_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "--policy-option",
-            metavar="KEY=VALUE",
-            help="An option of the policy, such as dense_layers=1. Repeatable.",
-        ),
-    ] = None,
-    budget_tokens: Annotated[int | None, typer.Option(min=1, help=BUDGET_HELP)] = None,
+    *,
+    chosen: PolicyChoice,
     context: Annotated[
         int | None,
         typer.Option(
@@ -82,7 +64,7 @@ def plan(
             r"\[default: what the machine has]",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
+    dtype: DType = "auto",
     placement: Annotated[
         Path | None,
         typer.Option(
@@ -146,10 +128,9 @@ def plan(
 
         offload plan llama-3.1-8b --profile h200.json
     """
-    check_name(policy, policy_names(), kind="policy ", option="--policy")
+    options = chosen.options()
     if remeasure and profile is not None:
         raise typer.BadParameter("a given profile is not measured", param_hint="--remeasure")
-    options = policy_options(policy_option or [], budget_tokens)
     budgets = memory_budgets(max_memory or []) or {}
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
         from offload.decode.gpu.placement import HeadPlacement
@@ -163,7 +144,7 @@ def plan(
         from offload.system.memory import parse_size
 
         planned = planned_model(model, dtype)
-        made_policy = make_policy(policy, **options)
+        made_policy = make_policy(chosen.policy, **options)
         tokens = context or planned.shape.max_context
         # What this machine has left does not bound one that is not there yet.
         limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in budgets.items()}

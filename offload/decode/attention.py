@@ -380,7 +380,7 @@ def native_member(policy: Policy) -> tuple[bool, list[int], list[float], int]:
 
 
 def native_units(members: npt.NDArray[np.uint8]) -> tuple[list[int], list[int]]:
-    """Of each [layer, unit]: its member, and its number among the member's units of the layer."""
+    """Member of each [layer, unit], and the unit's number among the member's units of the layer."""
     numbers = np.zeros(members.shape, np.int32)
     for member in np.unique(members):
         is_its = members == member

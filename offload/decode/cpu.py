@@ -8,7 +8,7 @@ whichever block they were in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,6 +31,10 @@ class NativeDecoder:
     """The `Decoder` of a model without a GPU.
 
     It does not sample: the stock loop's tokens are those of transformers with the same seed.
+
+    Attributes:
+        after_projection, on_mark: as of `DeviceStep`, for benchmarks; a step goes through Python
+            layer by layer then.
     """
 
     max_rows = Linear.max_rows
@@ -53,6 +57,8 @@ class NativeDecoder:
         self.stack = DecoderLayers(
             [fuse_layer(layer, _linear) for layer in model.layers], self.attention
         )
+        self.after_projection: Callable[[int, int, torch.Tensor, torch.Tensor], None] | None = None
+        self.on_mark: Callable[[str, int], None] | None = None
         self.final_norm = norm_of(model.final_norm)
         self.lm_head = _linear([model.lm_head])
 
@@ -68,7 +74,7 @@ class NativeDecoder:
             step = self.attention.begin_step(
                 [seq for seq, _ in rows[block]], [position + 1 for _, position in rows[block]]
             )
-            self._run_layers(hidden[block], (cos[block], sin[block]), step)
+            self._run_layers(hidden[block], (cos[block], sin[block]), step, block.start)
             self.attention.count_rows(step)
         if self.attention.hold is not None:
             self.attention.hold.after_step()
@@ -101,8 +107,11 @@ class NativeDecoder:
         """One whole step, to the `likeliest` tokens: see `Decoder.choose_tokens`."""
         assert options.temperature == 0.0
         batch = replace(tokens_each(len(seqs)), position_ids=position_ids)
+        self._mark("start")
         hidden = self.decode(self.model.embed_tokens(tokens), batch, seqs)
-        return likeliest(self.logits(hidden))
+        chosen = likeliest(self.logits(hidden))
+        self._mark("linear")
+        return chosen
 
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
         """One: nobody waits for anybody."""
@@ -116,7 +125,7 @@ class NativeDecoder:
         options: SamplingOptions,
         count: int,
     ) -> torch.Tensor:
-        """Of one token at once."""
+        """Chooses one token: `count` is 1."""
         assert count == 1
         return self.choose_tokens(seqs, tokens, position_ids, options)[:, None]
 
@@ -126,15 +135,26 @@ class NativeDecoder:
         return likeliest(logits)
 
     def _run_layers(
-        self, hidden: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], rows: DecodeStep
+        self,
+        hidden: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        rows: DecodeStep,
+        first_row: int,
     ) -> None:
         """hidden [n, hidden_size] through all layers, in place; rope = cos, sin: [n, head_dim]."""
         attention, stack = self.attention, self.stack
-        if attention.on_attended is not None or rows.in_turns:
+        is_watched = self.after_projection is not None or self.on_mark is not None
+        if attention.on_attended is not None or rows.in_turns or is_watched:
             step = LayersStep(stack, hidden, rope, rows)
             for layer_idx in range(stack.num_layers):
                 stack.project(layer_idx, step)
+                if self.after_projection is not None:
+                    positions = torch.from_numpy(rows.positions)
+                    self.after_projection(layer_idx, first_row, step.qkv, positions)
+                    attention.rope_append(layer_idx, rows, step.qkv, rope)
+                self._mark("linear", layer_idx)
                 attention.attend(layer_idx, rows, step.qkv, step.attended)
+                self._mark("attend", layer_idx)
                 stack.finish(layer_idx, step)
             return
         cascade = attention.cascade
@@ -148,6 +168,10 @@ class NativeDecoder:
         if rows.keeps_queries and step.kept_queries is not None:
             sparse = attention.sparse_layers.nonzero()[0].tolist()
             attention.record_step_queries(rows, {i: step.kept_queries[i] for i in sparse})
+
+    def _mark(self, kind: str, layer_idx: int = -1) -> None:
+        if self.on_mark is not None:
+            self.on_mark(kind, layer_idx)
 
     def crop(self, seq: int, kv_len: int) -> None:
         """Nothing: as in `forget`."""

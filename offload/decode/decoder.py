@@ -34,7 +34,7 @@ class Decoder(Protocol):
 
     @property
     def device_bytes(self) -> int:
-        """Of the KV cache that is on a device."""
+        """Bytes of the KV cache that is on a device."""
 
     @property
     def setup_seconds(self) -> float:

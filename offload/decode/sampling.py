@@ -55,7 +55,7 @@ class TokenChooser:
 
     @staticmethod
     def layout(max_rows: int, vocab_size: int) -> Layout:
-        """Of all buffers, the scratch of `SamplingBuffers` among them."""
+        """Layout of all buffers, the scratch of `SamplingBuffers` among them."""
         return {
             "tokens": ((max_rows,), torch.int64),
             "uniform": ((max_rows,), torch.float32),

@@ -16,7 +16,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_sizes(**sizes: int) -> None:
-    """Of a store, head_dim among them."""
+    """Checks the sizes of a store, head_dim among them."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")

@@ -10,12 +10,13 @@ import itertools
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.kv.ledger import MemoryLedger
 from offload.system.errors import HostBudgetError
 from offload.system.huge_pages import map_slab
 from offload.system.memory import format_bytes, host_memory_limit_bytes
@@ -35,7 +36,7 @@ class PagePool:
     `registration` each is registered once it is touched, and unregistered before it is unmapped.
 
     Attributes:
-        count_beside: other bytes that are within the budget, too; None: there are none.
+        ledger: of the budget, whose tenants are others than the pages.
     """
 
     def __init__(
@@ -47,11 +48,10 @@ class PagePool:
         slab_bytes: int = DEFAULT_SLAB_BYTES,
         registration: HostRegistration | None = None,
     ) -> None:
-        self.count_beside: Callable[[], int] | None = None
         self.page_shape = page_shape
         self.dtype = dtype
         self.page_bytes = math.prod(page_shape) * dtype.itemsize
-        self.budget_bytes = budget_bytes
+        self.ledger = MemoryLedger(budget_bytes)
         self.reserved_bytes = 0
         self.addresses: Int64Array = np.empty(0, np.int64)
         self.refcounts: Int32Array = np.empty(0, np.int32)
@@ -80,10 +80,14 @@ class PagePool:
         return self._num_free
 
     @property
+    def budget_bytes(self) -> int:
+        """The ledger's limit."""
+        return self.ledger.limit_bytes
+
+    @property
     def left_bytes(self) -> int:
-        """Of the budget, for slabs and for what shares it."""
-        beside = 0 if self.count_beside is None else self.count_beside()
-        return self.budget_bytes - self.reserved_bytes - beside
+        """Bytes left of the budget, for slabs and for what shares it."""
+        return self.ledger.left_bytes - self.reserved_bytes
 
     def fit_slabs(self, num_pages: int) -> None:
         """From now on slabs are no larger than before and end together with every `num_pages`
@@ -191,7 +195,7 @@ class PagePool:
             end = -(-(held + missing_pages) // self._fitted_pages) * self._fitted_pages
             num_pages = min(num_pages, end - held)
         # Pages that nobody asked for are taken from those who share the budget.
-        spare_bytes = left_bytes if self.count_beside is None else left_bytes // 8
+        spare_bytes = left_bytes // 8 if self.ledger.is_shared else left_bytes
         num_pages = min(num_pages, min(spare_bytes, available_bytes) // self.page_bytes)
         num_pages = max(num_pages, missing_pages)
         slab_bytes = _mapped_bytes(num_pages * self.page_bytes)
@@ -228,8 +232,9 @@ class PagePool:
 
     def _budget_error(self, missing_pages: int, reason: str) -> HostBudgetError:
         needed, used = missing_pages + self._num_free, self.num_used
-        if beside := self.budget_bytes - self.reserved_bytes - self.left_bytes:
-            reason = f" ({format_bytes(beside)} are what the policy keeps){reason}"
+        others = [f"{format_bytes(n)} are {who}" for who, n in self.ledger.by_tenant().items() if n]
+        if others:
+            reason = f" ({', '.join(others)}){reason}"
         return HostBudgetError(
             f"the host KV cache needs {format_bytes(needed * self.page_bytes)} more "
             f"({needed} pages of {self.page_bytes} bytes) and uses "
@@ -247,7 +252,7 @@ def _give_back(registration: HostRegistration | None, slabs: dict[int, torch.Ten
 
 
 def page_shape(num_heads: int, page_tokens: int, head_dim: int) -> tuple[int, int, int, int]:
-    """Of a page of KV cache: keys and values of `num_heads` heads."""
+    """Shape of a page of KV cache: keys and values of `num_heads` heads."""
     return 2, num_heads, page_tokens, head_dim
 
 

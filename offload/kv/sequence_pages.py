@@ -55,7 +55,7 @@ class SequencePages:
         self._pool = pool
 
     def rows_of(self, layer_idx: int) -> slice:
-        """Of the page table."""
+        """The layer's rows of the page table."""
         heads = self.num_rows // len(self.starts)
         return slice(layer_idx * heads, (layer_idx + 1) * heads)
 

@@ -33,7 +33,7 @@ is what the process uses: slabs are touched when they are made (see `page_pool`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ from offload.kv.arguments import (
     check_sizes,
     check_writable,
 )
+from offload.kv.ledger import MemoryLedger
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape
 from offload.kv.rewriting import RowsOfLayer, rewrite
 from offload.kv.row_copies import read_rows, write_rows, write_rows_async
@@ -152,12 +153,13 @@ class KVStore:
         """Sequences made and not yet freed."""
         return len(self._sequences)
 
-    def share_budget(self, count_bytes: Callable[[], int]) -> None:
-        """Others have `count_bytes()` of memory within the budget, too."""
-        self._pool.count_beside = count_bytes
+    @property
+    def ledger(self) -> MemoryLedger:
+        """Of the budget: its tenants have memory within it beside the pages."""
+        return self._pool.ledger
 
     def left_bytes(self, num_pages: int = 0) -> int:
-        """Of the budget: for `num_pages` pages and whatever else shares it.
+        """Bytes left of the budget, for `num_pages` pages and whatever else shares it.
 
         Pages that are in slabs, but not used, are of use to pages only.
         """

@@ -11,7 +11,7 @@ _BLOCK_BYTES, _NUM_BLOCKS = 4096, 256
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Of config, tokenizer and weights: the same for a copy, another for other weights.
+    """A digest of config, tokenizer and weights: copies have the same, other weights another.
 
     Files are hashed by name, size and 256 blocks of 4 KiB at equal distances, which is all of a
     file up to 1 MiB: a fine-tuned model differs in most of them, while the headers of its weights

@@ -60,7 +60,7 @@ class ModelShape:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Of one token's keys and values in all layers, in a dtype of two bytes."""
+        """Bytes of one token's keys and values in all layers, in a dtype of two bytes."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * 2
 
     @property
@@ -84,7 +84,7 @@ def weight_elements(shape: ModelShape) -> int:
 
 
 def layer_elements(shape: ModelShape) -> int:
-    """Of one layer."""
+    """Elements of one layer's weights."""
     attention = shape.qkv_width + shape.num_qo_heads * shape.head_dim
     return shape.hidden_size * (attention + 3 * shape.intermediate_size + 2)
 

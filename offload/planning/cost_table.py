@@ -22,19 +22,19 @@ class CostTable:
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        points = tuple((float(size), float(us)) for size, us in self.points)
+        points = self.points
         if not points or not all(math.isfinite(x) and x >= 0 for point in points for x in point):
-            raise ValueError(f"a cost table needs finite points of at least 0, got {self.points}")
+            raise ValueError(f"a cost table needs finite points of at least 0, got {points}")
         for (a, cost_a), (b, cost_b) in itertools.pairwise(points):
             if a >= b or cost_a > cost_b:
                 raise ValueError(f"sizes of a cost table must ascend, and its costs: {points}")
-        object.__setattr__(self, "points", points)
 
     @classmethod
     def measured(cls, points: Sequence[tuple[float, float]]) -> CostTable:
         """From noisy measurements: no size costs less than a smaller one."""
-        costs = itertools.accumulate((us for _, us in sorted(points)), max)
-        return cls(tuple(zip(sorted(size for size, _ in points), costs, strict=True)))
+        ordered = sorted((float(size), float(us)) for size, us in points)
+        costs = itertools.accumulate((us for _, us in ordered), max)
+        return cls(tuple(zip((size for size, _ in ordered), costs, strict=True)))
 
     def us(self, size: float) -> float:
         """Microseconds of `size`; nothing costs nothing."""

@@ -111,7 +111,7 @@ def step_layouts(
 def _code_layouts(
     layers: Sequence[LayerHeads], work: Workload, *, num_slots: int, max_tokens: int
 ) -> tuple[Layout, Layout, Layout]:
-    """Of heads with codes: pages and means, tables, and the buffers of their lists."""
+    """Layouts of heads with codes: pages and means, tables, and the buffers of their lists."""
     shape = CodeShape.of(work.policy, work.shape, work.page_tokens)
     if shape is None or not any(layer.coded for layer in layers):
         return {}, {}, {}
@@ -141,7 +141,7 @@ def step_device_bytes(
 
 
 def store_bytes(work: Workload, slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
-    """Of the host store's slabs with sequences that share nothing."""
+    """Bytes of the host store's slabs with sequences that share nothing."""
     shape = work.shape
     elements = math.prod(page_shape(shape.num_kv_heads, work.page_tokens, shape.head_dim))
     num_pages = shape.num_layers * work.pages_per_layer
@@ -149,7 +149,7 @@ def store_bytes(work: Workload, slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
 
 
 def prefill_bytes(work: Workload, slice_tokens: int) -> int:
-    """Of a prefill of the whole batch at its peak."""
+    """Peak bytes of a prefill of the whole batch."""
     return PrefillMemory.of(
         work.shape,
         num_tokens=work.batch_size * work.kv_len,

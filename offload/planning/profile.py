@@ -151,7 +151,7 @@ class MachineProfile:
 
     @property
     def key(self) -> dict[str, Any]:
-        """Of `machine_key`."""
+        """What `machine_key` says of the machine that it was measured on."""
         return {
             "cpu": self.cpu,
             "isa": self.isa,
@@ -385,7 +385,8 @@ def _tables(cls: Any, fields: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         kind = types[name]
         if kind == "CostTable":
-            made[name] = CostTable(value["points"])
+            points = ((float(size), float(us)) for size, us in value["points"])
+            made[name] = CostTable(tuple(points))
         elif kind == "float":
             made[name] = float(value)
             if not math.isfinite(made[name]) or made[name] < 0:

@@ -151,7 +151,7 @@ class StepModel:
             )
 
     def step(self, placement: HeadPlacement) -> StepTime:
-        """Of a step whose heads are placed so; all on the CPU means wholly, if there is no GPU."""
+        """Time of a step with this placement; all on the CPU means wholly, if there is no GPU."""
         waiting, layers = 0.0, []
         shares = self.work.policy.shares_selection
         awaited = awaited_heads(self.roles, placement.places, shares_selection=shares)
@@ -173,7 +173,7 @@ class StepModel:
     def layer(
         self, layer_idx: int, places: UInt8Array, *, top_k_us: float = 0.0, publishes: bool = True
     ) -> LayerTime:
-        """Of one layer with its heads at `places` [num_kv_heads].
+        """Time of one layer with its heads at `places` [num_kv_heads].
 
         Args:
             top_k_us: what the layer before publishes takes, beside the linear layers in between.
@@ -219,8 +219,8 @@ class StepModel:
         return LayerTime(kind, self.linear_us, gpu, gather, reply, exposed, merge)
 
     def _gather_us(self, device: DeviceProfile, num_bytes: float) -> tuple[float, float, float]:
-        """Of a layer's fetched rows: what fetching adds to a layer that has nothing else to do,
-        attention to them, and what fetching adds to any layer, however little it fetches."""
+        """Time of a layer's fetched rows: what fetching adds to a layer that has nothing else to
+        do, attention to them, and what fetching adds to any layer, however little it fetches."""
         if not device.gather_measured:
             hidden = max(0.0, device.gather.us(num_bytes) - self.linear_us)
             return hidden, device.attention.us(num_bytes), 0.0
@@ -232,7 +232,7 @@ class StepModel:
         return gather, attend, slowed
 
     def _num_scores(self, resident: UInt8Array) -> int:
-        """Of heads on the GPU that leave a selection: one for each query head and token."""
+        """Scores of heads on the GPU that leave a selection: one per query head and token."""
         if not self._publishes(resident):
             return 0
         work = self.work
@@ -243,7 +243,7 @@ class StepModel:
         return self.work.is_sparse and bool((roles == RETRIEVE).any())
 
     def top_k_us(self, layer_idx: int, places: UInt8Array) -> float:
-        """Of what a layer's heads publish on the GPU."""
+        """Time of the top-k of what a layer's heads publish on the GPU."""
         resident = self.roles[layer_idx][places == Place.GPU]
         return 0.0 if self._device is None else self._device.top_k.us(self._num_scores(resident))
 
@@ -271,7 +271,7 @@ class StepModel:
         return whole - min(hidden, self.linear_us)
 
     def _read_bytes(self, roles: UInt8Array, members: UInt8Array, window: int) -> _ReadBytes:
-        """Of a layer, with `window` tokens of the window."""
+        """What a layer reads, with `window` tokens of the window."""
         work, read = self.work, _ReadBytes()
         for role, index in zip(roles.tolist(), members.tolist(), strict=True):
             if role in (DENSE, RETRIEVE) or not work.is_sparse:
@@ -319,7 +319,7 @@ class StepModel:
         return (cost, hidden) if cost else (profile.attend_cold.fixed_us, 0.0)
 
     def _select_scale(self, member: Policy) -> tuple[float, float]:
-        """Of a policy's own kernels, and the share of them beside query and answer."""
+        """Factor of a policy's own kernels, and the share of them beside query and answer."""
         work = self.work
         key = policy_key(member, work.shape, work.kv_len)
         scale = self.profile.select_scale.get(key)
@@ -345,7 +345,7 @@ class StepModel:
     def _host_us(
         self, measured_us: dict[str, dict[int, float]], num_weights: int, what: str
     ) -> float:
-        """Of products with so many weights on the host: as measured, or else reading them."""
+        """Time of products with so many weights on the host: measured, or else of reading them."""
         measured = self._of_this_batch(measured_us)
         if measured is None:
             self._assume(f"{what} on the CPU: reading the weights from memory stands for it")
@@ -353,7 +353,7 @@ class StepModel:
         return measured
 
     def _layer_linear_us(self, device: DeviceProfile) -> float:
-        """Of one layer for this batch: as measured, or else by the bytes of its matrices."""
+        """Time of one layer for this batch: measured, or else by the bytes of its matrices."""
         shape = self.work.shape
         measured = self._of_this_batch(device.layer_linear_us)
         if measured is not None:
@@ -374,7 +374,7 @@ class StepModel:
         return measured_us.get(key, {}).get(self.work.batch_size)
 
     def _matrices_us(self, device: DeviceProfile, *widths: int) -> float:
-        """Of products with matrices [width, hidden_size]."""
+        """Time of products with matrices [width, hidden_size]."""
         row_bytes = self.work.shape.hidden_size * self.work.item_bytes
         return sum(device.gemv.us(width * row_bytes) for width in widths)
 

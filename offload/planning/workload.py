@@ -44,17 +44,17 @@ class Workload:
 
     @property
     def item_bytes(self) -> int:
-        """Of an element of weights and cache."""
+        """Bytes of an element of weights and cache."""
         return self.dtype.itemsize
 
     @property
     def pages_per_layer(self) -> int:
-        """Of all sequences."""
+        """Pages of all sequences in a layer."""
         return self.batch_size * -(-self.kv_len // self.page_tokens)
 
     @property
     def row_bytes(self) -> int:
-        """Of a key of one KV head."""
+        """Bytes of a key of one KV head."""
         return self.shape.head_dim * self.item_bytes
 
     @property
@@ -76,7 +76,7 @@ class Workload:
 
     @cached_property
     def selected_roles(self) -> UInt8Array | None:
-        """Of each [layer, KV head]; None if the policy selects nothing."""
+        """Role of each [layer, KV head]; None if the policy selects nothing."""
         shape = self.shape
         return kv_head_roles(self.policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
 
@@ -108,7 +108,7 @@ class Workload:
 
 
 def timed_tokens(policy: Policy, kv_len: int) -> int:
-    """Of the context in which a policy's choosing is timed, for one of `kv_len` tokens."""
+    """Tokens of the context in which a policy's selection is timed, for one of `kv_len`."""
     dense = max(policy.budget_tokens, policy.dense_tokens)
     return min(kv_len, max(_LEAST_TOKENS, (_SHORT_BUDGETS + 1) * dense))
 

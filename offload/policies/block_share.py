@@ -1,4 +1,4 @@
-"""Of the blocks that another policy ranks, those that hold a share: `hard_kv` over page bounds.
+"""The first of another policy's blocks that hold a share: `hard_kv` over page bounds.
 
 What the policy selects is cut to its first blocks that hold a share of the softmax of all blocks'
 scores, each counting for its tokens, at the temperature that its KV head got when the state was

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockPolicy(SparsePolicy):
-    """Of blocks with higher scores it selects all tokens before any of those with lower ones."""
+    """A policy that selects all tokens of a block before any of a block with a lower score."""
 
     @abstractmethod
     def block_scores(
         self, arrays: State, queries: Tensor, sm_scale: float
     ) -> tuple[Tensor, npt.NDArray[np.int32]]:
-        """Of all blocks of `build`'s arrays, what `select` would rank them by.
+        """The scores by which `select` would rank all blocks of `build`'s arrays.
 
         Args:
             queries: [num_qo_heads, n, head_dim].

@@ -130,7 +130,7 @@ def read_context(pointer: Any) -> Any:
 
 
 def pointer_to(numba_type: Any) -> Any:
-    """Of compiled code: f(address) is a pointer to values of that type."""
+    """For compiled code: f(address) is a pointer to values of that type."""
 
     @intrinsic
     def cast(typingctx: Any, address: Any) -> Any:
@@ -144,7 +144,7 @@ def pointer_to(numba_type: Any) -> Any:
 
 
 def _view_of(numba_type: Any) -> Any:
-    """Of compiled code: view(address, length) is an array [length] of that type;
+    """For compiled code: view(address, length) is an array [length] of that type;
     view(address, length, row) a row of that length, of an array [rows, length].
     """
     pointer, item_bytes = pointer_to(numba_type), numba_type.bitwidth // 8
@@ -168,7 +168,7 @@ def offset_floats(address: Any, count: Any) -> Any:
 
 
 def _prefetch_line(to_write: bool) -> Any:
-    """Of compiled code: f(address) asks for its cache line; nobody waits for it."""
+    """For compiled code: f(address) asks for its cache line; nobody waits for it."""
 
     @intrinsic
     def ask(typingctx: Any, address: Any) -> Any:
@@ -198,7 +198,7 @@ def prefetch(address: Any, num_bytes: Any) -> None:
 
 
 def _caller(result: Any) -> Any:
-    """Of compiled code: call(pointer, function, arguments) calls a primitive of the context.
+    """For compiled code: call(pointer, function, arguments) calls a primitive of the context.
 
     Arguments are float32 where they are floats, int64 otherwise.
     """

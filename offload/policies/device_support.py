@@ -84,7 +84,7 @@ class DeviceSupport:
         return None
 
     def code_state(self, arrays: State, kv_len: int, load_keys: Callable[[int], Tensor]) -> State:
-        """Of a layer's arrays those with codes, scales and mean, as sketch/policy.py has them: of
+        """Those of a layer's arrays with codes, scales and mean, as sketch/policy.py has them: of
         the units of `codes` in order, and of all of `kv_len` tokens. Asked only where there are
         `codes`.
 

@@ -11,7 +11,7 @@ Any policy that weighs candidates exactly says which tokens there are; the cut i
 (cpp/attention/top_mass.cpp), after the policy's own choice. These scores need no calibration,
 because they are attention weights, of the candidates instead of all tokens. What lies outside them
 is not estimated: a policy whose candidates hold less than all of the attention keeps less than p of
-it (docs/policies.md has how much). Scores that are no weights, Quest's bounds, are calibrated
+it (docs/notes/hard-kv.md has how much). Scores that are no weights, Quest's bounds, are calibrated
 (`logits_calibration`), and the cut is `block_share`'s: whole pages in the order of their bounds,
 more than the fewest tokens that hold p, or with calibrate="tokens" less of p. Plans predict the
 cap.

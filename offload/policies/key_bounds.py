@@ -144,7 +144,7 @@ def take_last(ctx: Any, count: Any, num_last: Any) -> Any:
 
 
 def bounds_of(rows: Tensor) -> npt.NDArray[Any]:
-    """Of [num_kv_heads, num_runs, 2 * head_dim], maxima before minima."""
+    """Bounds of rows [num_kv_heads, num_runs, 2 * head_dim], maxima before minima."""
     num_kv_heads, num_runs, both = rows.shape
     parts = 1 if both <= _MAX_ROW_WIDTH else 2
     return as_numpy(rows.view(num_kv_heads, num_runs, parts, both // parts).transpose(1, 2))
@@ -174,7 +174,7 @@ def bounds_arrays(
 
 
 def bounds_bytes(shape: StateShape, max_runs: int, longest: int) -> int:
-    """Of the arrays of `bounds_arrays`, but for "sizes"."""
+    """Bytes of the arrays of `bounds_arrays`, but for "sizes"."""
     of_run = 2 * shape.head_dim * shape.item_bytes + 12
     of_head = of_run * max_runs + 4 * shape.head_dim * (2 + longest)
     return shape.num_kv_heads * of_head

@@ -41,7 +41,7 @@ class StateLayout:
         return len(self._dtypes)
 
     def addresses(self, state: Mapping[str, npt.NDArray[Any]]) -> list[int]:
-        """Of all arrays, as `read` finds them.
+        """Addresses of all arrays, as `read` finds them.
 
         Raises:
             ValueError: other arrays than those declared, or of another dtype.
@@ -65,17 +65,17 @@ class NumberLayout:
         self.read = reader(names, np.float64)
 
     def values(self, policy: Any) -> list[float]:
-        """Of a policy, as `read` finds them."""
+        """A policy's numbers, as `read` finds them."""
         return [float(getattr(policy, name)) for name in self._names]
 
 
 def reader(names: tuple[str, ...], dtype: npt.DTypeLike) -> Any:
-    """Of compiled code: read(address) has the numbers of an array by these names."""
+    """For compiled code: read(address) has the numbers of an array by these names."""
     return record_reader(np.dtype([(name, dtype) for name in names], align=True))
 
 
 def record_reader(dtype: npt.DTypeLike) -> Any:
-    """Of compiled code: read(address) is the record there; its fields may be written, too."""
+    """For compiled code: read(address) is the record there; its fields may be written, too."""
     record: Any = numba.from_dtype(np.dtype(dtype))
 
     @intrinsic

@@ -9,7 +9,7 @@ One number per KV head of a layer is solved for, by bisection, for all queries o
 the blocks that it selects for them have as many tokens as they need in all. What they need is a
 choice (`Calibrate`). In the paper it is what exact attention takes for p, "tokens". Where a metric
 finds less than that, as bounds do, fewer weights are kept where more tokens were needed; "mass" is
-what its own order takes until p of true attention is held. docs/policies.md has how they compare.
+what its own order takes until p of true attention is held. docs/notes/hard-kv.md compares them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROUNDS = 24  # of bisection: to 1e-6 of that
 
 
 def share_of(calibrate: Calibrate, top_p: float, group_size: int) -> float:
-    """Of the calibrated softmax, that is selected.
+    """The share of the calibrated softmax that is selected.
 
     Under "mass" it is p, as in the paper: many heads need most of the tokens in the order of their
     bounds, which a smaller share would not reach. And so is what `needed_tokens` asks at least.
@@ -45,7 +45,7 @@ def share_of(calibrate: Calibrate, top_p: float, group_size: int) -> float:
 
 
 def _least_share(top_p: float, group_size: int) -> float:
-    """Of a group's attention, so that none of its query heads keeps less than LEAST_OF_HEAD."""
+    """The share of a group's attention that leaves each query head LEAST_OF_HEAD or more."""
     return max(top_p, (group_size - LEAST_OF_HEAD) / group_size)
 
 
@@ -153,7 +153,7 @@ def selected_tokens(below: Tensor, tokens: Tensor, beta: Tensor, share: float) -
 
 
 def inverse_temperatures(blocks: Blocks, needed: Tensor, room: int, share: float) -> Tensor:
-    """Of each head the largest 1 / temperature that selects what is needed in all.
+    """Each head's largest 1 / temperature that selects what is needed in all.
 
     Args:
         needed: tokens [num_kv_heads, n].

@@ -27,7 +27,7 @@ class MemberLayouts(StateLayout):
         return sum(len(layout) for layout in self._layouts.values())
 
     def addresses(self, state: Mapping[str, npt.NDArray[Any]]) -> list[int]:
-        """Of all arrays; 0 for those of a member that has none."""
+        """Addresses of all arrays; 0 for those of a member that has none."""
         found: list[int] = []
         for member, layout in self._layouts.items():
             own = of_member(state, member)

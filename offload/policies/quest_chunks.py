@@ -249,12 +249,12 @@ class ChunkedQuest(BlockPolicy):
 
     @property
     def min_tokens(self) -> int:
-        """Of a chunk."""
+        """The fewest tokens of a chunk."""
         return max(1, self.page_tokens // 2)
 
     @property
     def max_tokens(self) -> int:
-        """Of a chunk."""
+        """The most tokens of a chunk."""
         return 2 * self.page_tokens - self.min_tokens
 
     def block_scores(

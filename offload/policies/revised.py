@@ -28,7 +28,7 @@ class Revised:
     num_kv_heads: int
 
     def of_heads(self, heads: npt.NDArray[np.int64]) -> Revised:
-        """Of a model that has only these KV heads."""
+        """The same for a model that has only these KV heads."""
         load_keys = self.load_keys
         return replace(
             self, load_keys=lambda start: load_keys(start)[heads], num_kv_heads=len(heads)

@@ -127,7 +127,7 @@ class TextMarks:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """Of all marks, with room for more."""
+        """All marks, with room for more."""
         return self._marks
 
     def append(self, marks: npt.NDArray[np.uint8]) -> None:
@@ -144,7 +144,7 @@ class TextMarks:
         self.length = min(self.length, kv_len)
 
     def renumber(self, kv_len: int, new_len: int, first: int, last: int) -> None:
-        """Of `kv_len` tokens the first and last ones stay; the marks of the others are dropped."""
+        """Keeps the marks of the first and last of `kv_len` tokens and drops the others."""
         if self.length < kv_len:
             self.length = 0
             return
@@ -154,7 +154,7 @@ class TextMarks:
         self.length = new_len
 
     def address(self, kv_len: int) -> int:
-        """Of the first mark; 0 if not all of `kv_len` tokens have one."""
+        """Address of the first mark; 0 if not all of `kv_len` tokens have one."""
         return int(self._marks.ctypes.data) if self.length >= kv_len else 0
 
     def first(self, kv_len: int) -> npt.NDArray[np.uint8] | None:

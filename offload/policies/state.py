@@ -64,7 +64,7 @@ class PolicyStates:
         self._known: defaultdict[int, Remembered] = defaultdict(Remembered)
         self._has_state = policy.selects and policy.state.has_arrays
         if self._has_state:
-            store.share_budget(lambda: self.held_bytes)
+            store.ledger.add("what the policy keeps", lambda: self.held_bytes)
         self.bytes = StateBytes(policy, store, num_qo_heads=num_qo_heads, layers=layers)
 
     @property
@@ -83,7 +83,7 @@ class PolicyStates:
 
     @property
     def num_bytes(self) -> int:
-        """Of all sequences' arrays."""
+        """Bytes of all sequences' arrays."""
         return sum(x.arrays.num_bytes for x in self._known.values() if x.arrays is not None)
 
     @property
@@ -92,7 +92,7 @@ class PolicyStates:
         return held_bytes(self._known.values())
 
     def bytes_of(self, seqs: Sequence[int]) -> int:
-        """Of the arrays and queries of some sequences."""
+        """Bytes of the arrays and queries of some sequences."""
         return self.bytes.of(self._known[seq] for seq in seqs)
 
     def arrays_of(self, seq: int) -> LayerArrays | None:
@@ -252,7 +252,7 @@ class PolicyStates:
         self._known[seq].marks.append(marks)
 
     def marks_address(self, seq: int, kv_len: int) -> int:
-        """Of the text marks; 0 if they are not known."""
+        """Address of the text marks; 0 if they are not known."""
         return self._known[seq].marks.address(kv_len)
 
     def marks_of(self, seq: int) -> npt.NDArray[np.uint8]:
@@ -341,8 +341,8 @@ class PolicyStates:
     def renumber(
         self, seq: int, kv_len: int, first: int, last: int, query: Tensor, query_len: int
     ) -> None:
-        """Of `kv_len` tokens only the `first` and `last` are where they were, counted from either
-        end: what was built is built again, when it is needed.
+        """Says that only the `first` and `last` of `kv_len` tokens are where they were, counted
+        from either end: what was built is built again, when it is needed.
 
         Args:
             query: [num_layers, num_qo_heads, 0 or 1, head_dim], of the last of `query_len` of the

@@ -68,7 +68,7 @@ class StateBytes:
 
     @property
     def of_queries(self) -> int:
-        """Of a sequence's recent queries, which are kept until its arrays are built."""
+        """Bytes of a sequence's recent queries, which are kept until its arrays are built."""
         policy, store = self._policy, self._store
         if not (policy.selects and policy.state.observed_queries):
             return 0
@@ -77,7 +77,7 @@ class StateBytes:
         )
 
     def of(self, sequences: Iterable[Remembered]) -> int:
-        """Of the arrays and queries that there are of some sequences."""
+        """Bytes of the arrays and queries that some sequences have."""
         return sum(
             (0 if x.arrays is None else x.arrays.num_bytes)
             + (0 if x.queries is None else self.of_queries)

@@ -139,8 +139,10 @@ def rehearse_attention(
     """Launch the kernels of ours that long slices take (`compile_ahead`)."""
     x = torch.empty(_CUDNN_QUERIES, num_qo_heads, head_dim, dtype=dtype, device=device)
     o, lse = x.transpose(0, 1), torch.empty(x.shape[1::-1], device=device)
+    if not aligns_last(o):
+        return
     capability = torch.cuda.get_device_capability(device)
-    if aligns_last(o) and suits_cudnn(len(x), num_qo_heads, head_dim, capability):
+    if suits_cudnn(len(x), num_qo_heads, head_dim, capability):
         merge_parts(o, lse, o, lse)
 
 

@@ -52,7 +52,7 @@ class PrefillMemory:
         builds_index: bool = True,
         copied_heads: int = 0,
     ) -> PrefillMemory:
-        """Of `num_tokens` new tokens behind `past_tokens` cached ones.
+        """The memory of `num_tokens` new tokens behind `past_tokens` cached ones.
 
         Args:
             builds_index: a policy builds from each layer's keys while they are on the device.

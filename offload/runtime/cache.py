@@ -22,6 +22,7 @@ from offload.cascade.bound import SequenceBound
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch
 from offload.runtime.correcting import Correction, Corrections
+from offload.runtime.passes import Pass
 from offload.runtime.sequences import Sequences
 from offload.system.interrupts import shielded
 
@@ -46,9 +47,6 @@ class OffloadedCache(Cache):
         self._num_columns = 0
         # bool [rows, >= columns], False at padding; None: there was none so far.
         self._attended: torch.Tensor | None = None
-        self._lens_before: list[int] = []  # of `seqs`, since `reserve`
-        self._lens_after: list[int] = []
-        self._corrected: dict[int, int] = {}  # row to the sequence in whose place another is
         weakref.finalize(self, sequences.free_later, self._seqs)
 
     @property
@@ -103,90 +101,17 @@ class OffloadedCache(Cache):
             return torch.ones(len(self._seqs), self._num_columns, dtype=torch.bool)
         return self._attended[:, : self._num_columns]
 
-    def take(self, seq: int) -> None:
-        """Become a batch of one row without padding: sequence `seq`, which nobody else frees."""
+    def take(self, *seqs: int) -> None:
+        """Become a batch without padding: sequences of one length, which nobody else frees."""
         self.reset()
-        self._seqs.append(seq)
-        self._num_columns = self.store.kv_len(seq) + self._dropped(seq)
+        self._seqs.extend(seqs)
+        self._num_columns = self.store.kv_len(seqs[0]) + self._dropped(seqs[0])
 
     # What the model calls around a forward pass.
 
-    def reserve(
-        self,
-        batch: RaggedBatch,
-        exposed: Exposed = contextlib.nullcontext,
-        correction: Correction | None = None,
-    ) -> list[int]:
-        """Make room for `batch`, or all that its correction reads; returns the sequence of each of
-        its rows without padding.
-
-        Ctrl-C comes in what is `exposed`, as an error does.
-
-        Raises:
-            HostBudgetError: if it does not fit; nothing has changed then, but that rows may have
-                been condensed.
-            RuntimeError: as `Cascade.check_usable`.
-        """
-        self._sequences.collect()
-        seqs = self._seqs or [self._sequences.new() for _ in range(batch.num_sequences)]
-        try:
-            self._sequences.make_room(seqs, batch.num_new_tokens, exposed)
-            if correction is not None:
-                batch = correction.batch
-                self._set_aside(correction)
-            self.store.reserve(seqs, batch.num_new_tokens)
-        except BaseException:
-            if not self._seqs:
-                self._sequences.free(seqs)
-            self._take_back()
-            raise
-        self._seqs[:] = seqs
-        before = self._lens_before = self.kv_lens
-        self._lens_after = [n + new for n, new in zip(before, batch.num_new_tokens, strict=True)]
-        return list(seqs)
-
-    def _set_aside(self, correction: Correction) -> None:
-        """Go on with copies of sequences that are corrected."""
-        num_new = correction.batch.num_new_tokens
-        for row, first in correction.firsts.items():
-            copy = self._sequences.fork_to_correct(
-                self._seqs[row], first, num_new[row], decodes=correction.decodes
-            )
-            self._corrected[row], self._seqs[row] = self._seqs[row], copy
-
-    def _take_back(self) -> None:
-        """Undo `_set_aside`."""
-        for row, seq in self._corrected.items():
-            self._sequences.free([self._seqs[row]])
-            self._seqs[row] = seq
-        self._corrected.clear()
-
-    def commit(self, batch: RaggedBatch) -> None:
-        """The tokens of `batch` are in every layer of the store; of some it may know already.
-
-        Raises:
-            HostBudgetError: no room for what rows that continue one sequence need each.
-        """
-        ends = zip(self._lens_after, self.kv_lens, strict=True)
-        self.store.commit(self._seqs, [after - now for after, now in ends])
-        if batch.num_sequences < len(batch.sequence_of_row):
-            self._select(batch.sequence_of_row)
-        batch_size, seq_len = batch.rows_shape
-        attended = None
-        if batch.num_tokens < batch_size * seq_len:
-            attended = batch.attended()
-        self._note_columns(batch_size, seq_len, attended)
-        self._num_columns += seq_len
-        self._sequences.free(self._corrected.values())
-        self._corrected.clear()
-
-    def roll_back(self) -> None:
-        """As before `reserve`, after a forward pass or a commit that failed."""
-        if self._num_columns == 0:
-            self.reset()
-        for seq, kv_len in zip(self._seqs, self._lens_before, strict=False):
-            self._sequences.roll_back(seq, kv_len)
-        self._take_back()
+    def begin(self, batch: RaggedBatch, correction: Correction | None = None) -> CachePass:
+        """A pass of `batch`, which continues the rows, or whose rows these become."""
+        return CachePass(self, batch, correction)
 
     def check_continues(self, batch_size: int, past_mask: torch.Tensor | None) -> None:
         """Refuse a batch that does not continue this cache.
@@ -387,6 +312,17 @@ class OffloadedCache(Cache):
             if self._attended is not None:
                 self._attended = self._attended[list(rows)]
 
+    def _continue(self, batch: RaggedBatch) -> None:
+        """The rows have the tokens of `batch`: of a sequence with several rows, each its own."""
+        if batch.num_sequences < len(batch.sequence_of_row):
+            self._select(batch.sequence_of_row)
+        batch_size, seq_len = batch.rows_shape
+        attended = None
+        if batch.num_tokens < batch_size * seq_len:
+            attended = batch.attended()
+        self._note_columns(batch_size, seq_len, attended)
+        self._num_columns += seq_len
+
     def _note_columns(self, batch_size: int, seq_len: int, attended: torch.Tensor | None) -> None:
         """`seq_len` more columns of `attended`, bool [batch_size, seq_len]; None: all True."""
         if self._attended is None:
@@ -398,6 +334,48 @@ class OffloadedCache(Cache):
             room = torch.ones(batch_size, 2 * end - self._attended.shape[1], dtype=torch.bool)
             self._attended = torch.cat([self._attended, room], dim=1)
         self._attended[:, self._num_columns : end] = True if attended is None else attended
+
+
+class CachePass(Pass):
+    """A pass of a rectangular batch that continues a cache.
+
+    A cache without rows gets new ones with it, and has none after an error.
+    """
+
+    def __init__(
+        self, cache: OffloadedCache, batch: RaggedBatch, correction: Correction | None
+    ) -> None:
+        super().__init__(cache._sequences, cache._seqs, batch.num_new_tokens, correction)
+        self._cache, self._batch, self._is_new = cache, batch, not cache._seqs
+
+    def reserve(self, exposed: Exposed = contextlib.nullcontext) -> None:
+        self._sequences.collect()
+        if self._is_new:
+            self.seqs = [self._sequences.new() for _ in range(self._batch.num_sequences)]
+        try:
+            super().reserve(exposed)
+        except BaseException:
+            if self._is_new:
+                self._sequences.free(self.seqs)
+            raise
+        self._cache._seqs[:] = self.seqs
+
+    def commit(self) -> None:
+        """As `Pass.commit`; then the cache has its columns.
+
+        Raises:
+            HostBudgetError: no room for what rows that continue one sequence need each.
+        """
+        super().commit()
+        self._cache._continue(self._batch)
+
+    def roll_back(self) -> None:
+        if self._is_new:
+            self._cache.reset()
+            self.seqs.clear()
+            return
+        super().roll_back()
+        self._cache._seqs[:] = self.seqs
 
 
 class CachedLayer:

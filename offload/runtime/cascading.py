@@ -124,7 +124,7 @@ def cascade_for(
             num_threads=config.num_threads,
             device=config.device,
         )
-    store.share_budget(lambda: states.held_bytes + cascade.held_bytes)
+    store.ledger.add("kept to condense by", lambda: cascade.held_bytes)
     store.fit_slabs(cascade.bound.slots)
     return cascade
 
@@ -159,7 +159,7 @@ class _Reread:
 def _bound_of_slots(
     config: RuntimeConfig, store: KVStore, state: StateBytes, num_qo_heads: int
 ) -> SequenceBound:
-    """Of slots that all heads have, beside which a window of queries and the policy keep theirs.
+    """The bound in slots that all heads have, beside a window of queries and the policy's state.
 
     `state` makes no more room than for these from now on.
     """
@@ -192,7 +192,7 @@ def _bound_of_slots(
 
 
 def _bound_of_pages(config: RuntimeConfig, store: KVStore) -> SequenceBound:
-    """Of pages of single heads, beside which there are scores of their tokens."""
+    """The bound in pages of single heads, beside the scores of their tokens."""
     assert config.host_bytes_per_sequence is not None
     num_units = store.num_layers * store.num_kv_heads
     return SequenceBound.of(

@@ -111,7 +111,7 @@ class GenerationRequest:
 
     @property
     def max_tokens(self) -> int:
-        """Of the longest sequence at its end."""
+        """Length of the longest sequence at its end."""
         return max(self.prompt_lens) + self.max_new_tokens
 
     def check(

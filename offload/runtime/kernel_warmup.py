@@ -67,7 +67,7 @@ def warm_up(lean: LeanModel, decoder: Decoder, policy: Policy, dtype: torch.dtyp
 
 
 def compiling_progress(*, is_shown: bool) -> Progress:
-    """Of `compile_ahead`."""
+    """The progress that `compile_ahead` shows."""
     return Progress(
         logger,
         title="compiling GPU kernels",

@@ -331,8 +331,8 @@ class OffloadedModel(FixedModel):
         input_ids: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Of `columns` [n] of the flattened rectangle: ids int64 [n], where they are given, and
-        embeddings, a new tensor [n, hidden_size]."""
+        """Ids int64 [n], where they are given, and new embeddings [n, hidden_size] of `columns` [n]
+        of the flattened rectangle."""
         if inputs_embeds is not None:
             columns = columns.to(inputs_embeds.device)
             return None, inputs_embeds.flatten(0, 1)[columns].to(self.device, self.dtype)

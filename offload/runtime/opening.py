@@ -128,16 +128,19 @@ def move_to_device(stock: Any, config: RuntimeConfig) -> None:
 
 
 def open_loaded(
-    stock: Any, config: RuntimeConfig, folder: Path, ranks: TensorParallel | None = None
+    stock: Any, config: RuntimeConfig, folder: Path | None, ranks: TensorParallel | None = None
 ) -> OpenedModel:
     """A loaded model on its device; of ranks, `stock` and `config` are this one's already.
+
+    Args:
+        folder: of the tokenizer; None: the model reads no text.
 
     Raises:
         HostBudgetError, DeviceMemoryError: the weights do not fit.
         NotImplementedError: the backend is not for this model.
     """
     marks = None
-    if config.policy.state.reads_text:
+    if config.policy.state.reads_text and folder is not None:
         marks = load_vocabulary_marks(folder, stock.config.vocab_size)
     lean = rank_view(lean_model_maker(stock.config.model_type)(stock), ranks)
     device, weight_bytes = torch.device(config.device), weight_bytes_of(stock)

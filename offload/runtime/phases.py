@@ -81,7 +81,7 @@ def parts_of(
 
 
 def correcting_parts(correction: Correction) -> list[BatchPart]:
-    """Of its batch: what is corrected, then what is decoded; or all of it as a prompt."""
+    """The parts of its batch: what is corrected, then what is decoded; or all of it as a prompt."""
     batch, is_corrected = correction.batch, correction.is_corrected
     if not correction.decodes:
         return [_whole("prefill", batch)]

@@ -85,7 +85,7 @@ class Chooser:
         return wanted
 
     def workload(self, num_sequences: int, kv_len: int) -> Workload:
-        """Of sequences of `kv_len` tokens."""
+        """The workload of sequences of `kv_len` tokens."""
         return Workload(
             self.shape,
             self.policy,

@@ -159,7 +159,7 @@ def _mass_kept(count: Any, total: Any, *, error: float) -> MassKept:
 
 
 def _with_exact(selected: MassKept, exact: int, selecting: int) -> MassKept:
-    """Of `exact` units that keep 1, too."""
+    """The mass kept when `exact` units that keep all of it count, too."""
     if exact + selecting == 0:
         return MassKept(None, 0.0, 1.0)
     share = selecting / (exact + selecting)

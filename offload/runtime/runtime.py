@@ -17,11 +17,12 @@ from offload.prefill.forward import OnTokens
 from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.cascading import cascade_for, page_tokens_of, rereads
-from offload.runtime.correcting import Correction, corrections_for
+from offload.runtime.correcting import corrections_for
 from offload.runtime.decoders import make_decoder
 from offload.runtime.generation import Generation, GenerationRequest, check_context
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.opening import OpenedModel
+from offload.runtime.passes import Pass
 from offload.runtime.phases import BatchPart, correcting_parts, parts_of, prompt_columns_of
 from offload.runtime.prompt_reading import prefill_for
 from offload.runtime.quality import FloorWatch, Quality, quality_of
@@ -193,8 +194,8 @@ class Runtime:
         prefill = phase == "prefill"
         on_device = self.attention.builds_in_prefill(hidden.device)
         builds = prefill and (on_device or parts[-1].phase != phase)
-        begins = {"prefill": prefill, "builds": builds}
-        return self._extend(cache, batch, compute, **begins, correction=correction), phase
+        this = cache.begin(batch, correction)
+        return self.extend(this, compute, prefill=prefill, builds=builds), phase
 
     def _run_parts(
         self, hidden: torch.Tensor, parts: Sequence[BatchPart], seqs: list[int]
@@ -273,7 +274,7 @@ class Runtime:
             return check_chosen(chosen, len(self.lean.layers))
 
         with without_autocast(self.device), self.together():
-            chosen = self._extend(cache, batch, compute, prefill=False)
+            chosen = self.extend(cache.begin(batch), compute, prefill=False)
         self._record("decode", batch.num_tokens, start)
         return chosen
 
@@ -304,6 +305,11 @@ class Runtime:
         """
         if self.generation_now is None:
             self._watch.check()
+
+    def close(self) -> None:
+        """Give its threads and the memory of its store back."""
+        self._decoder.close()
+        self.store.close()
 
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
@@ -375,33 +381,35 @@ class Runtime:
             generation.prompt_columns = past_columns
         return used
 
-    def _extend(
+    def extend(
         self,
-        cache: OffloadedCache,
-        batch: RaggedBatch,
+        this: Pass,
         compute: Callable[[list[int]], torch.Tensor],
         *,
         prefill: bool,
         builds: bool = False,
-        correction: Correction | None = None,
     ) -> torch.Tensor:
-        """What `compute` makes of the sequences of `batch`, which have room for its tokens then.
+        """What `compute` makes of the sequences of a pass, which have room for its tokens then.
 
-        Afterwards the cache has these tokens, or after an error or ctrl-C it is as it was before.
+        Afterwards they have these tokens, or after an error or ctrl-C they are as they were before.
+
+        Args:
+            prefill, builds: as of `PolicyStates.begin`.
         """
         self._decoder.check_usable()
         states = self.attention.states
         with shielded() as exposed:
-            seqs = cache.reserve(batch, exposed, correction)
+            this.reserve(exposed)
+            seqs = list(this.seqs)
             try:
-                news = batch.num_new_tokens if correction is None else correction.num_begun
-                states.begin(seqs, news, prefill=prefill, builds=builds)
+                states.begin(seqs, this.num_begun, prefill=prefill, builds=builds)
                 with exposed():
                     result = compute(seqs)
-                cache.commit(batch)
+                this.commit()
             except BaseException:
-                cache.roll_back()
+                this.roll_back()
                 raise
+            this.end()
             states.commit(seqs)
         return result
 

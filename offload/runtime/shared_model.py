@@ -100,8 +100,7 @@ class BoundedModel:
     def close(self) -> None:
         """Give its threads and the memory of its store back."""
         for runtime in self.runtimes:
-            runtime._decoder.close()
-            runtime.store.close()
+            runtime.close()
 
 
 class SharedModel:
@@ -172,8 +171,6 @@ class SharedModel:
             self._opened.append(other)
             self.runtimes.append(Runtime(other, store))
         self._reader = reader or self.runtimes[0]
-        states = [runtime.attention.states for runtime in self.runtimes]
-        store.share_budget(lambda: sum(of_policy.held_bytes for of_policy in states))
 
     @property
     def device(self) -> torch.device:
@@ -224,12 +221,14 @@ class SharedModel:
                 current_device(reader.device),
                 without_autocast(reader.device),
             ):
-                (seq,) = cache.reserve(batch)
+                this = cache.begin(batch)
+                this.reserve()
+                (seq,) = this.seqs
                 for runtime in self.runtimes:
                     runtime.sequences.note_text(batch, [seq], ids)
                 embedded = reader.lean.embed_tokens(ids.to(reader.device))
                 hidden = reader.prefill(embedded, batch, [seq], attentions=attentions)
-                cache.commit(batch)
+                this.commit()
                 logits = reader.logits(hidden[-1:], "prefill").to(self.device)
             seconds = time.perf_counter() - start
             yield ReadPrompt(ids, cache, logits, seconds)

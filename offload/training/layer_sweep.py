@@ -205,7 +205,7 @@ class LayerSweep:
         return scores, num_right
 
     def _score(self, layers: Layers, read: Sequence[ReadText]) -> list[Score]:
-        """Of each budget."""
+        """The score at each budget."""
         attends_all = attending_layers(layers, len(self._lean.layers))
         scores = []
         for rule in self._settings.rules:
@@ -265,7 +265,7 @@ def check_num_select_layers(count: int, num_layers: int, dense_layers: int) -> N
 
 
 def attending_layers(layers: Sequence[int], num_layers: int) -> list[bool]:
-    """Of each layer of TidalDecode whether it attends to everything.
+    """Whether each layer of TidalDecode attends to everything.
 
     What dense layers would hand down, the first select layer behind them replaces.
     """

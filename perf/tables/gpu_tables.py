@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from offload.bench.decode.engines import GRAPH, OURS
+from offload.bench.decode.engines import OURS
 from offload.measuring.steps.step_timeline import SHARES
 from offload.system.memory import format_bytes
 from perf.gpu_steps import NO_OFFLOAD
@@ -40,8 +40,8 @@ def gpu_decode_table(results: Results) -> str:
 def gpu_overlap_table(results: Results) -> str:
     """What overlaps in a step of ours."""
     title = (
-        "Shares of traced steps (`offload bench pipeline`): both sides work, the CPU waits for the "
-        "GPU, the GPU waits for the CPU, neither works. Marks make a traced step longer. "
+        "Shares of traced steps (`offload bench decode --trace`): both sides work, the CPU waits "
+        "for the GPU, the GPU waits for the CPU, neither works. Marks make a traced step longer. "
         f"{_options_note(results['decode'])}"
     )
     columns = {
@@ -82,23 +82,6 @@ def _peak_cell(row: Row, weight_bytes: int) -> str:
     """The GPU's memory at the peak, without so much of it, where it was measured."""
     peak = row.get("device_peak_bytes")
     return "" if peak is None else format_bytes(peak - weight_bytes)
-
-
-def gpu_batch_table(results: Results) -> str:
-    """Tokens/s under a memory cap."""
-    batch = results["batch"]
-    title = (
-        f"Sequences of {batch['settings']['kv_len']:,} tokens with the GPU's memory capped at "
-        f"{format_bytes(batch['settings']['memory_cap_bytes'])}; *{GRAPH}*: the largest batch that "
-        f"fits. {_options_note(batch)}"
-    )
-    columns: Columns = {
-        "engine": engine_name,
-        "batch": "{batch_size}",
-        "tokens/s": "{tokens_per_second:,.1f}",
-        "ms per step": milliseconds_cell,
-    }
-    return gpu_section(batch, title, columns, batch["rows"])
 
 
 def _options_note(result: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from perf.tables.markdown import (
     median,
     policy_options_note,
     table,
+    tokens,
 )
 from perf.tables.tables import machine_line
 
@@ -24,7 +25,7 @@ def latency_table(result: dict[str, Any]) -> str:
     """Time of every policy at every context, a table per number of threads."""
     rows, settings = _main_rows(result), result["settings"]
     contexts = sorted({row["kv_len"] for row in rows})
-    at = f"at {_tokens(contexts[-1])}"
+    at = f"at {tokens(contexts[-1])}"
     parts = [
         f"One decode step of one layer of {settings['shape']}, {settings['dtype']}, batch "
         f"{settings['batch_size']}: µs per token "
@@ -43,7 +44,7 @@ def latency_table(result: dict[str, Any]) -> str:
         )
         columns: Columns = {
             "policy": "`{policy}`",
-            **{_tokens(n): partial(_time_at, time, n) for n in contexts},
+            **{tokens(n): partial(_time_at, time, n) for n in contexts},
             f"all layers over full {at}": partial(_all_layers_over, full),
             "those that select": lambda row: _times(row["speedup_over_full"]),
             "over top-k": lambda row: _times(row["speedup_over_exact_topk"]),
@@ -113,7 +114,3 @@ def _time_at(times: Mapping[tuple[str, int], float], kv_len: int, row: Row) -> s
 
 def _all_layers_over(full: float | None, row: Row) -> str:
     return "" if full is None else _times(full / row["all_layers_microseconds"])
-
-
-def _tokens(count: int) -> str:
-    return f"{count // 1024}K" if count % 1024 == 0 else f"{count:,}"

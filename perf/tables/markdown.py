@@ -68,6 +68,16 @@ def known(name: str, form: str) -> Callable[[Row], str]:
     return lambda row: "" if row[name] is None else format(row[name], form)
 
 
+def tokens(count: int) -> str:
+    """A number of tokens in a header."""
+    return f"{count // 1024}K" if count % 1024 == 0 else f"{count:,}"
+
+
+def folded(summary: str, content: str) -> str:
+    """Markdown that GitHub and the site show when a reader opens it."""
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{content}\n\n</details>'
+
+
 def policy_options_note(budget_tokens: int = DEFAULT_BUDGET_TOKENS, **changed: Any) -> str:
     """Which options the policies of a table of speed had, and where the same are judged.
 

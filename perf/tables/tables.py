@@ -20,33 +20,6 @@ from perf.tables.markdown import (
 )
 
 
-def attention_table(result: dict[str, Any]) -> str:
-    """Kernels against the bandwidth of the same run."""
-    settings, rows = result["settings"], result["rows"]
-    dense = {row["num_threads"]: row["microseconds"] for row in rows if row["kernel"] == "dense"}
-
-    def share(row: Row) -> str:
-        if row["kernel"] == "topk":
-            return f"{row['microseconds'] / dense[row['num_threads']]:.2f} of dense's time"
-        return f"{row['bandwidth'] / row['yardstick_bandwidth']:.0%} of the memory's"
-
-    title = (
-        f"One layer of {settings['shape']}, {settings['kv_len']:,} tokens in the cache, "
-        f"{settings['dtype']}, batch 1; medians of {settings['repeats']} interleaved repeats, "
-        "every output checked against a float64 reference."
-    )
-    columns: Columns = {
-        "kernel": "{kernel}",
-        "threads": "{num_threads}",
-        "tokens per KV head": "{tokens:,}",
-        "µs": median("microseconds", ",.0f"),
-        "GB/s": lambda row: f"{row['bandwidth'] / 1e9:.1f}",
-        "memory GB/s": lambda r: f"{r['yardstick_bandwidth'] / 1e9:.1f} ({r['yardstick']})",
-        "share": share,
-    }
-    return "\n\n".join([title, table(columns, rows), machine_line(result["machine"])])
-
-
 def decode_table(result: dict[str, Any]) -> str:
     """Tokens per second of every engine at every context."""
     settings, rows = result["settings"], result["rows"]

@@ -2,34 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.bench.decode.engines import GRAPH, STOCK, STOCK_ON_CPU
-from perf.tables.markdown import TIMES, Columns, Row, table
+from perf.tables.markdown import TIMES, Columns, Row, folded, table, tokens
 from perf.tables.tables import machine_line
 from perf.tradeoff.speed import ROOM
 
 _WHERE = {"cuda": "GPU", "cpu": "CPU"}
 _STOCK = {"cuda": STOCK, "cpu": STOCK_ON_CPU}
+_IN_SHORT = ("full", "lychee_cluster", "lfps", "tidal_decode", "sketch", "quest")
+_BUDGET = 1024  # of `_IN_SHORT`
 UNKNOWN = "\N{EN DASH}"
 
 
 def tradeoff_table(result: dict[str, Any]) -> str:
-    """A table of each length, a row of each configuration and peer, below the picture."""
+    """A folded table of each length, with a row of each configuration and peer."""
     settings, rows = result["settings"], result["rows"]
     quality = [row for row in rows if row["part"] == "quality"]
     parts = [
-        "![RULER's score against milliseconds per token, a panel per length](tradeoff.svg)",
         f"{settings['model']}, {settings['dtype']}, batch 1. Quality: RULER, per cent, "
         f"{_how_judged(quality)}. Speed: {_how_timed(rows)}. Both of the very same policies: the "
         "number is the budget, every other option is at its default ([below](#options)).",
     ]
     for length in sorted({row["length"] for row in rows}):
         of_length = {row["label"]: row for row in quality if row["length"] == length}
-        found = f"**{length:,} tokens**" + _counted(list(of_length.values()))
-        parts += [found, table(_columns(rows, length, of_length), _names(result, length))]
+        found = f"{length:,} tokens" + _counted(list(of_length.values()))
+        rows_of_length = table(_columns(rows, length, of_length), _names(result, length))
+        parts += [folded(found, rows_of_length)]
     return "\n\n".join([*parts, *_machine_lines(result)])
+
+
+def in_short_table(result: dict[str, Any], latency: dict[str, Any] | None) -> str:
+    """Six policies, a row each: quality and time at the shortest and the longest context.
+
+    Args:
+        latency: of `perf.bench_latency`; None: there is no column of its longest context.
+    """
+    rows = result["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    ends = list(dict.fromkeys((lengths[0], lengths[-1])))
+    known = {(row["label"], row["length"]): row for row in rows if row["part"] == "quality"}
+    columns: dict[str, Any] = {"policy": lambda label: f"`{label.split(' ')[0]}`"}
+    for length in ends:
+        quality = {label: row for (label, n), row in known.items() if n == length}
+        found = _columns(rows, length, quality)
+        columns[f"RULER, {tokens(length)}"] = found["RULER"]
+    columns[f"difference to exact, {tokens(ends[-1])}"] = lambda label: _difference(found, label)
+    for device in devices_of(rows):
+        name = f"ms, {_WHERE[device]}"
+        columns[f"{name}, {tokens(ends[-1])}"] = found[name]
+    if latency is not None:
+        columns |= _attention_column(latency)
+    labels = ["full", *(f"{name} {_BUDGET}" for name in _IN_SHORT[1:])]
+    return table(columns, [label for label in labels if label in result["settings"]["policies"]])
+
+
+def _difference(columns: Mapping[str, Any], label: str) -> str:
+    """The difference with its interval."""
+    difference, interval = (columns[name](label) for name in ("difference", "95 % interval"))
+    return difference if interval == UNKNOWN else f"{difference} ({interval})"
+
+
+def _attention_column(latency: dict[str, Any]) -> Columns:
+    """How many times as fast as exact attention the layers of a model are on one thread."""
+    rows = [row for row in latency["rows"] if row["num_threads"] == 1]
+    longest = max(row["kv_len"] for row in rows)
+    times = {
+        row["policy"]: row["all_layers_microseconds"] for row in rows if row["kv_len"] == longest
+    }
+
+    def cell(label: str) -> str:
+        name = label.split(" ")[0]
+        return f"{times['full'] / times[name]:.1f}{TIMES}" if name in times else UNKNOWN
+
+    return {f"CPU attention, {tokens(longest)}": cell}
 
 
 def options_table(result: dict[str, Any]) -> str:

@@ -13,11 +13,7 @@ import torch
 from offload.bench.latency.measure import PHASES, LatencyMeasurement, measure_latency, steps_needed
 from offload.bench.latency.plan import plan_layers
 from offload.bench.latency.report import (
-    check_plot,
-    latency_csv,
-    latency_markdown,
     latency_rows,
-    plot_latency,
 )
 from offload.bench.latency.workload import LatencyWorkload, TextReader, structured_workload
 from offload.measuring.synthetic.exact_attention import ExactAttention
@@ -302,41 +298,6 @@ def test_what_follows_from_measurements() -> None:
     assert many["thread_speedup"] == 4
     assert many["thread_efficiency"] == pytest.approx(4 / 2)
     assert many["growth"] is None
-
-
-def test_csv_and_markdown() -> None:
-    rows = latency_rows(MEASURED)
-    header, *lines = latency_csv(rows).splitlines()
-    assert len(lines) == len(MEASURED)
-    names = header.split(",")
-    first = dict(zip(names, lines[2].split(","), strict=True))
-    assert first["policy"] == "lfps"
-    assert first["options"] == "alpha=0.2"
-    assert float(first["select_microseconds"]) == 10
-    assert first["speedup_over_exact_topk"] == ""
-    text = latency_markdown(rows)
-    assert text.count("**1 thread**") == text.count("**4 threads**") == 1
-    assert "| lfps | 8,192 | 160 ±10% | 5.0\N{MULTIPLICATION SIGN} |" in text
-    columns = {line.count("|") for line in text.splitlines() if line.startswith("|")}
-    assert len(columns) == 2  # the first block has no column that compares threads
-
-
-def test_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra perf is not installed")
-    rows = latency_rows(MEASURED)
-    plot_latency(rows, tmp_path / "latency.png", title="a title")
-    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"unknown kind of file '\.txt'; available: .*png"):
-        check_plot(tmp_path / "latency.txt")
-    with pytest.raises(ValueError, match="there is no folder"):
-        check_plot(tmp_path / "missing" / "latency.png")
-
-
-def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(__import__("sys").modules, name, None)
-    with pytest.raises(ValueError, match=r"--plot needs matplotlib, .*offload\[plot\]"):
-        check_plot(Path("latency.png"))
 
 
 def test_a_model_reads_text(tiny_folders: dict[str, Path], stock_models: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases.bounded_cases import generate, rows_of, step
 from cases.drafts import verifying
+from cases.inside import cascade_of, runtime_of, states_of
 from cases.tiny_models import random_tokens
 
 import offload.cascade.by_attention as by_attention
@@ -42,7 +43,7 @@ def test_never_more_than_the_bound(
     chosen = policy if policy == "full" else make_policy(policy, budget_tokens=96)
     per_sequence = 2**20 if policy == "full" else 9 * 2**19
     model = bounded(None, chosen, host_bytes_per_sequence=per_sequence)
-    cascade, states = model._offload.sequences.cascade, model._offload.attention.states
+    cascade, states = cascade_of(model), states_of(model)
     bound, cache, used = cascade.bound, model.new_cache(), []
     commit = type(states).commit
 
@@ -106,7 +107,7 @@ def test_heads_of_a_layer_one_by_one(bounded: Load, monkeypatch: pytest.MonkeyPa
     for many_logits in (by_attention._MANY_LOGITS, 1):
         monkeypatch.setattr(by_attention, "_MANY_LOGITS", many_logits)
         model = bounded(SLOTS)
-        cascade, cache, at_once = model._offload.sequences.cascade, model.new_cache(), set()
+        cascade, cache, at_once = cascade_of(model), model.new_cache(), set()
         monkeypatch.setattr(
             cascade,
             "condense_heads",
@@ -177,7 +178,7 @@ def test_drafts(bounded: Load) -> None:
             model(tokens[:, : SLOTS - 2], past_key_values=of_cache)
         with verifying(model, cache):
             model(tokens[:, SLOTS - 2 : SLOTS + 6], past_key_values=cache)
-        model._offload.sequences.make_room(one_by_one.seqs, [8])
+        runtime_of(model).sequences.make_room(one_by_one.seqs, [8])
         for i in range(SLOTS - 2, SLOTS):
             model(tokens[:, i : i + 1], past_key_values=one_by_one)
     cache.crop(-6)
@@ -208,7 +209,7 @@ def test_a_cached_prefix_is_continued(bounded: Load) -> None:
 def test_a_failure_changes_nothing(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one while it is condensed, nor for want of room beside a fork's pages."""
     model, tokens = bounded(SLOTS), random_tokens(1, SLOTS)
-    cascade, cache = model._offload.sequences.cascade, model.new_cache()
+    cascade, cache = cascade_of(model), model.new_cache()
     with torch.no_grad():
         model(tokens, past_key_values=cache)
     before, calls = rows_of(cache), []
@@ -245,7 +246,7 @@ def test_a_failed_slice_leaves_a_new_cache_new(
 ) -> None:
     """One that had tokens has those of the slices that were done, and says so."""
     model, tokens = bounded(SLOTS), random_tokens(1, 500)
-    cascade, cache, filled = model._offload.sequences.cascade, model.new_cache(), model.new_cache()
+    cascade, cache, filled = cascade_of(model), model.new_cache(), model.new_cache()
     with torch.no_grad():
         model(tokens[:, :100], past_key_values=filled)
         monkeypatch.setattr(cascade, "condense_heads", lambda *arguments: out_of_budget())

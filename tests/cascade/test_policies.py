@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.inside import cascade_of, runtime_of, states_of
 from cases.tiny_models import random_tokens
 
 from offload.policies.registry import make_policy
@@ -20,13 +21,13 @@ def test_equal_to_a_cache_of_these_slots(bounded: Callable[..., Any], name: str)
     policy: Any = "full" if name == "full" else make_policy(name, budget_tokens=96)
     beside = 0 if name == "full" else 10**6
     slots = bounded(400 + beside // 1536, policy)
-    bound = slots._offload.sequences.cascade.bound
+    bound = cascade_of(slots).bound
     plain = bounded(None, policy)
     tokens = random_tokens(1, bound.slots + 20, seed=4)
     condensed, copied = slots.new_cache(), plain.new_cache()
     with torch.no_grad():
         slots(tokens[:, : bound.slots], past_key_values=condensed)
-        slots._offload.sequences.make_room(condensed.seqs, [1])
+        runtime_of(slots).sequences.make_room(condensed.seqs, [1])
     kv_len = condensed.kv_lens[0]
     assert kv_len == bound.low > 96
     newest = newest_queries(plain, tokens[:, : bound.slots])
@@ -48,7 +49,7 @@ def newest_queries(plain: Any, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
     cache = plain.new_cache()
     with torch.no_grad():
         plain(tokens, past_key_values=cache)
-    queries = plain._offload.attention.states._known[cache.seqs[0]].queries or {}
+    queries = states_of(plain)._known[cache.seqs[0]].queries or {}
     return {i: recent.in_order(tokens.shape[1])[:, -1:] for i, recent in queries.items()}
 
 
@@ -57,16 +58,16 @@ def copy_of_slots(
 ) -> int:
     """A sequence of `plain` with the keys and values of `seq`, the query of its last token alone,
     and the marks of its text."""
-    store, states = plain._offload.store, plain._offload.attention.states
+    store, states = runtime_of(plain).store, states_of(plain)
     copied = store.new_sequence()
     store.reserve([copied], [kv_len])
     for layer_idx in range(store.num_layers):
-        keys, values = slots._offload.store.gather(seq, layer_idx)
+        keys, values = runtime_of(slots).store.gather(seq, layer_idx)
         store.append(copied, layer_idx, keys.transpose(0, 1), values.transpose(0, 1))
         if layer_idx in newest:
             states.record_queries(copied, layer_idx, newest[layer_idx], kv_len)
     store.commit([copied], [kv_len])
-    marks = slots._offload.attention.states._known[seq].marks.first(kv_len)
+    marks = states_of(slots)._known[seq].marks.first(kv_len)
     if marks is not None and len(marks):
         states.append_marks(copied, marks)
     return int(copied)

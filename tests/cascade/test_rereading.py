@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases.bounded_cases import generate, rows_of, step
+from cases.inside import cascade_of, runtime_of, states_of
 from cases.tiny_models import random_tokens
 from torch import Tensor
 
@@ -52,7 +53,7 @@ def chosen_policy(name: str) -> Any:
 
 def filled(model: Any, num_tokens: int | None = None) -> tuple[Any, Tensor]:
     """A cache of as many tokens as fit, and these."""
-    num_tokens = num_tokens or model._offload.sequences.cascade.bound.slots
+    num_tokens = num_tokens or cascade_of(model).bound.slots
     cache, tokens = model.new_cache(), random_tokens(1, num_tokens)
     with torch.no_grad():
         model(tokens, past_key_values=cache)
@@ -61,7 +62,7 @@ def filled(model: Any, num_tokens: int | None = None) -> tuple[Any, Tensor]:
 
 def condense(model: Any, cache: Any) -> list[list[Tensor]]:
     """Have `cache` condensed; the scores that it had then."""
-    cascade, found = model._offload.sequences.cascade, []
+    cascade, found = cascade_of(model), []
     lens_of = cascade._lens
 
     def watched(scores: Any, lens: Any) -> Any:
@@ -70,7 +71,7 @@ def condense(model: Any, cache: Any) -> list[list[Tensor]]:
 
     cascade._lens = watched
     with torch.no_grad():
-        model._offload.sequences.make_room(cache.seqs, [1])
+        runtime_of(model).sequences.make_room(cache.seqs, [1])
     del cascade._lens
     (scores,) = found
     return scores
@@ -118,7 +119,7 @@ def test_scores_and_what_stays(rereading: Load, stock: Any, slots: int) -> None:
     """One piece, and several with the tokens that lead to them."""
     model = rereading(slots)
     cache, tokens = filled(model)
-    bound, before = model._offload.sequences.cascade.bound, rows_of(cache)
+    bound, before = cascade_of(model).bound, rows_of(cache)
     assert (bound.slots > PIECE) == (slots > PIECE)
     scores = condense(model, cache)
     for found, expected in zip(scores, reference_scores(stock, tokens), strict=True):
@@ -192,7 +193,7 @@ def test_never_more_than_the_bound(
 ) -> None:
     """A prompt in slices, and generation; pages and scores after every pass."""
     model = rereading(SLOTS, chosen_policy(policy))
-    sequences, states = model._offload.sequences, model._offload.attention.states
+    sequences, states = runtime_of(model).sequences, states_of(model)
     cascade, cache, used = sequences.cascade, model.new_cache(), []
     commit = type(states).commit
 
@@ -204,7 +205,7 @@ def test_never_more_than_the_bound(
     text = random_tokens(1, 50).repeat(1, 8)
     drafts = {"prompt_lookup_num_tokens": draft} if draft else {}
     generate(model, text, 150, past_key_values=cache, **drafts)
-    assert max(used) <= model._offload.config.host_bytes_per_sequence
+    assert max(used) <= runtime_of(model).config.host_bytes_per_sequence
     (row,), seq = cache.tokens, cache.seqs[0]
     assert (row.seen, row.condensed) == (549, 0)
     lens = cache.kv_lens[0] - cache.store.starts(seq)
@@ -234,7 +235,7 @@ def test_crop(rereading: Load) -> None:
     with torch.no_grad():
         for cache in caches:
             model(tokens[:, :slots], past_key_values=cache)
-            model._offload.sequences.make_room(cache.seqs, [1])
+            runtime_of(model).sequences.make_room(cache.seqs, [1])
     with torch.no_grad():
         model(random_tokens(1, 10, seed=9), past_key_values=caches[1])
     caches[1].crop(-10)
@@ -273,7 +274,7 @@ def test_embeddings_are_refused_when_they_must_be_read_again(rereading: Load) ->
 
 def test_interrupted_while_it_is_read(rereading: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     model = rereading(SLOTS)
-    cascade, (cache, _) = model._offload.sequences.cascade, filled(model)
+    cascade, (cache, _) = cascade_of(model), filled(model)
     fork, before = copy.deepcopy(cache), rows_of(cache)
 
     def interrupted(*arguments: Any) -> None:
@@ -374,4 +375,4 @@ def test_the_bytes_that_an_error_names_are_enough(rereading: Load) -> None:
 def test_auto(bounded: Load) -> None:
     for policy, kind in (("full", RereadingCascade), ("lychee_cluster", AttentionCascade)):
         model = bounded(4 * 10**3, policy, condense_by="auto")
-        assert isinstance(model._offload.sequences.cascade, kind)
+        assert isinstance(cascade_of(model), kind)

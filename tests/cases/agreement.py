@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases.device_cases import load
+from cases.inside import decoder_of, runtime_of, split_steps
 from cases.tiny_models import TINY_MODELS, make_tiny_model, random_tokens
 
 from offload.decode.gpu.placement import (
@@ -151,7 +152,7 @@ class Case:
         options = {"page_tokens": int(rng.choice([16, 32, 64])), "num_threads": num_threads}
         self.native = load(folder, self.policy, ("cpu", None), **options)
         self.inline = load(folder, self.policy, ("cpu", "inline"), **options)
-        decoder = self.inline._offload._decoder
+        decoder = decoder_of(self.inline)
         decoder.place(_that_selects(decoder))
         self.batch_size = int(rng.integers(1, 4))
         self.kv_lens = [int(rng.integers(1, 260)) for _ in range(self.batch_size)]
@@ -161,14 +162,14 @@ class Case:
         )
 
     def __str__(self) -> str:
-        placement = self.inline._offload._decoder.placement.text().replace("\n", "/")
+        placement = decoder_of(self.inline).placement.text().replace("\n", "/")
         return f"{self.model_name} {self.shape}, {self.policy}, {self.kv_lens}, {placement}"
 
     def place_anywhere(self) -> None:
         """Heads of the next comparison, and parts of its batches."""
-        decoder = self.inline._offload._decoder
+        decoder = decoder_of(self.inline)
         decoder.place(random_placement(self.rng, decoder))
-        decoder._num_parts = int(self.rng.integers(1, 3))
+        split_steps(self.inline, int(self.rng.integers(1, 3)))
 
     @torch.no_grad()
     def compare(self, outcome: Outcome) -> None:
@@ -202,14 +203,14 @@ class Case:
         for row, kv_len in enumerate(self.kv_lens):
             mask[row, longest - kv_len :] = 1
         positions = mask.cumsum(1) - 1
-        cache, runtime = model.new_cache(), model._offload
+        cache, runtime = model.new_cache(), runtime_of(model)
         model(
             self.text[:, :longest],
             attention_mask=mask[:, :longest],
             position_ids=positions[:, :longest].clamp(min=0),
             past_key_values=cache,
         )
-        decode = runtime._decoder.decode
+        decode = decoder_of(model).decode
 
         def decode_with_noise(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
             factor = 1 + NOISE * torch.randn(hidden.shape, generator=noise)
@@ -224,7 +225,7 @@ class Case:
                 results.append(runtime.choose_tokens(cache, *last, SamplingOptions())[:, 0])
                 continue
             if noise is not None:
-                runtime._decoder.decode = decode_with_noise
+                decoder_of(model).decode = decode_with_noise
             try:
                 out = model(
                     tokens,
@@ -234,7 +235,7 @@ class Case:
                 )
             finally:
                 if noise is not None:
-                    del runtime._decoder.decode
+                    del decoder_of(model).decode
             results.append(out.logits[:, -1])
         return results
 

@@ -70,18 +70,28 @@ class Cache:
         return int(self.keys.shape[1])
 
     def reference(
-        self, queries: torch.Tensor, layer_idx: int, selection: list[np.ndarray] | None = None
+        self,
+        queries: torch.Tensor,
+        layer_idx: int,
+        selection: list[np.ndarray] | None = None,
+        kv_len: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """float64 o, lse and weights of one query row over a layer above 0, or over -keys in 0."""
         keys = np.roll(self.keys, layer_idx - 1, 1) if layer_idx else -self.keys
         head_dim = self.store.head_dim
         return reference.attention(
             queries.double().numpy().reshape(-1, head_dim),
-            keys,
-            self.values,
+            keys[:, :kv_len],
+            self.values[:, :kv_len],
             sm_scale=head_dim**-0.5,
             selection=selection,
         )
+
+    def expected(
+        self, queries: torch.Tensor, kv_len: int, selection: list[np.ndarray] | None = None
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """`reference` of layer 1 with so many tokens."""
+        return self.reference(queries, 1, selection, kv_len)
 
     def attention(
         self,
@@ -122,6 +132,25 @@ def attend(
     attention.attend(layer_idx, step, queries, out, lse)
     shape = (len(seqs), attention.num_qo_heads, attention.store.head_dim)
     return out.double().numpy().reshape(shape), lse.double().numpy()
+
+
+def grow_by_one(
+    cache: Cache,
+    attention: DecodeAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seq: int | None = None,
+) -> list[list[int]]:
+    """A decode step of one new token: its selection, after it has entered the store."""
+    seq = cache.seq if seq is None else seq
+    kv_len = cache.store.kv_len(seq) + 1
+    cache.store.reserve([seq], [1])
+    for layer_idx in range(2):
+        cache.store.append(seq, layer_idx, key[None], value[None])
+    attend(attention, [seq], [kv_len], query)
+    cache.store.commit([seq], [1])
+    return attention.last_selection()
 
 
 def attend_csr(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases.flag_handshake import make_flag_handshake
+from cases.inside import decoder_of, least_placement_of
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
@@ -59,16 +60,16 @@ def load(
     if "placement" not in options:
         keep_least_on_gpu(model)
     if backend == "flags":
-        model._offload._decoder._make_handshake = make_flag_handshake
+        decoder_of(model)._make_handshake = make_flag_handshake
     return model
 
 
 def keep_least_on_gpu(model: Any) -> None:
     """Of a model with a GPU, only the heads that its policy needs there."""
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     if model.device.type == "cuda":
         decoder._choose = None
-        decoder.place(decoder._least_placement())
+        decoder.place(least_placement_of(model))
 
 
 def greedy(model: Any, tokens: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:

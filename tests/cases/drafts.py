@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from cases.inside import runtime_of
+
 
 @contextmanager
 def verifying(model: Any, cache: Any) -> Iterator[None]:
     """What comes after `cache` is decoded, as in a generation whose prompt ends there."""
-    with model._offload.generation(has_assistant=False):
-        generation = model._offload.generation_now
+    with runtime_of(model).generation(has_assistant=False):
+        generation = runtime_of(model).generation_now
         generation.cache, generation.prompt_columns = cache, cache.get_seq_length()
         yield

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cases.device_cases import greedy, small
+from cases.inside import allow_device_bytes, decoder_of, runtime_of
 
 from offload import OffloadedModel
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -73,7 +74,7 @@ def bitwise(folder: Path, input_ids: torch.Tensor, dtype: str) -> list[torch.Ten
 def facts(folder: Path, policy: str = "full", **options: Any) -> dict[str, Any]:
     """What a rank has of a model."""
     model = load(folder, policy, **options)
-    ranks: TensorParallel = model._offload.ranks
+    ranks: TensorParallel = runtime_of(model).ranks
     layer = model.model.layers[0]
     return {
         "kv_heads": model.kv_store.num_kv_heads,
@@ -146,12 +147,12 @@ def leaves(folder: Path, fails: bool = False) -> tuple[bool, bool]:
     """As at the process's end: whether the model's decoder was closed, and the group is there."""
     model = load(folder, "full")
     greedy(model, torch.ones(1, 5, dtype=torch.int64), 3)
-    ranks: TensorParallel = model._offload.ranks
+    ranks: TensorParallel = runtime_of(model).ranks
     if fails:
         with suppress(ValueError), ranks.together():
             raise ValueError("the last thing it did")
     ranks.leave()
-    return not model._offload._decoder.coprocessors, dist.is_initialized()
+    return not decoder_of(model).coprocessors, dist.is_initialized()
 
 
 def no_room(
@@ -163,7 +164,7 @@ def no_room(
         the tokens; the placement afterwards, and after a short prompt; warnings.
     """
     model = load(folder, small(policy), backend="inline")
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     places, roles = np.array(decoder.placement.places), decoder.attention.roles
     if roles is None:  # sketch
         places[places == Place.CPU] = Place.CODES
@@ -176,7 +177,7 @@ def no_room(
         num_pages = input_ids.shape[1] // 16 + 1
         if roles is None:  # all of the dense layer fits
             num_pages = -(-(input_ids.shape[1] + max_new_tokens) // 16)
-        decoder._device_budget_bytes = page_bytes * num_pages
+        allow_device_bytes(model, page_bytes * num_pages)
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -189,7 +190,7 @@ def no_room(
 def room_for_scores(folder: Path) -> int:
     """Tokens that a step for 300 is made for; rank 0 has heads that publish, others have none."""
     model = load(folder, small("lychee_decode"), backend="inline")
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     if int(os.environ["RANK"]) == 0:
         places = np.array(decoder.placement.places)
         places[decoder.attention.roles == RETRIEVE] = Place.GPU

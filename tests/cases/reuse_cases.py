@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from cases.attention_cases import TOLERANCE, Cache, relative_error
+from cases.attention_cases import TOLERANCE, Cache, random_queries, relative_error
+from cases.seeded import new_rng
 
 from offload.decode.attention import DecodeAttention
 
-GROUP_SIZE = 3
+GROUP_SIZE, NUM_LAYERS = 3, 6
+
+
+def make_case(
+    dtype: torch.dtype = torch.float32, kv_len: int = 400, rows: int = 1
+) -> tuple[Cache, list[torch.Tensor]]:
+    """A cache, and the queries of each layer."""
+    rng = new_rng()
+    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, num_layers=NUM_LAYERS)
+    return cache, [random_queries(rng, rows, 2 * GROUP_SIZE, 64, dtype) for _ in range(NUM_LAYERS)]
 
 
 def step_through(

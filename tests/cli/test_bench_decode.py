@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,17 @@ from offload.bench.decode.engines import (
     ENGINES,
     describe,
 )
-from offload.bench.decode.models import TextModel
+from offload.bench.decode.models import RandomModel, TextModel
 from offload.bench.decode.peers.transformers_compiled import CannotCompileError
 from offload.cli import app
 from offload.cli.bench import decode as bench_decode
 from offload.cli.bench.options import DTYPE_NAMES, MODEL_SHAPE_NAMES
-from offload.measuring.steps.measure import WARM_UP_STEPS, measure_pipeline
+from offload.measuring.steps.measure import WARM_UP_STEPS, measure_steps
+from offload.measuring.steps.step_timeline import SHARES
 from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES
 from offload.policies.registry import make_policy
-from offload.runtime.config import BACKENDS
+from offload.runtime.config import BACKENDS, runtime_config
 
 pytestmark = pytest.mark.slow
 
@@ -138,9 +141,9 @@ def test_every_repeat_continues_the_same_prompt(tiny_folders: dict[str, Path]) -
             session.decode(6)
             assert session._cache.kv_lens == [306]
             assert session._prompt.kv_lens == [300]
-            selections.append(session._runtime.attention.last_selection())
+            selections.append(session.runtime.attention.last_selection())
         assert selections[0] == selections[1]
-        measured, _ = measure_pipeline(session, repeats=1, traced_steps=0)
+        measured, _ = measure_steps(session, repeats=1, traced_steps=0)
         assert measured.steps == 6 - WARM_UP_STEPS
         session.close()
 
@@ -156,9 +159,112 @@ def test_positions_of_the_model_bound_the_context(tiny_folders: dict[str, Path])
         pass
 
 
+TRACED = ["--steps", "8", "--traced-steps", "2", "--engines", "offload"]
+
+
+def test_trace(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    arguments = ["--context", "600", "--policy", "quest", "--batch-size", "2", "--json"]
+    result = run(*arguments, *TRACED, "--trace", str(path))
+    (row,) = json.loads(result.stdout)["rows"]
+    assert (row["batch_size"], row["steps"]) == (2, 4)
+    assert sum(row["shares"].values()) == pytest.approx(1)
+    assert row["shares"]["overlapped"] == 0  # on a CPU they take turns
+    assert row["microseconds"]["cpu"]["attend"] > 0
+    assert row["memory"]["kv_host"] >= 2 * 4 * 3 * 2 * 2 * 256 * 32 * 2
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    attend = [(rows[e["pid"], e["tid"]], e["args"]) for e in events if e["name"] == "attend"]
+    led = [args["layer"] for name, args in attend if name == "requests"]
+    assert led == [0, 1, 2, 3] * 2
+    places = {tuple(args.values()) for name, args in attend if name == "worker 0"}
+    assert {(2, row, unit) for row in (0, 1) for unit in (0, 1)} <= places
+    workers = row["workers"]
+    assert (workers["num_workers"], workers["num_lost_events"]) == (1, 0)
+    assert min(workers["task_microseconds"].values()) > 0
+    assert [reply["layer"] for reply in workers["replies"]] == [0, 1, 2, 3]
+    for reply in workers["replies"]:
+        assert reply["microseconds"] > reply["before_tasks_microseconds"] > 0
+        assert 0 < reply["busy_workers"] <= 1
+        assert 0 <= reply["idle_share"] < 1
+    assert f"wrote {path}" in result.stderr.replace("\n", "")
+
+
+def test_tables_of_a_trace_on_real_text(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    arguments = ["bench", "decode", str(tiny_folders["llama"]), *FAST, *TRACED, "--context", "300"]
+    arguments += ["--policy", "full", "--trace", str(tmp_path / "steps.json")]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "4 steps; " in result.stdout
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines if "%" in line][:4] == [*SHARES]
+    assert {"attend", "median", "slowest:"} <= {line.split()[0] for line in lines if line}
+    assert "KV on the host" in result.stdout
+
+
+def random_model(**options: Any) -> RandomModel:
+    config = runtime_config(num_threads=1, dtype="float32")
+    return RandomModel("tiny", config, **({"longest": 600} | options))
+
+
+def test_several_sessions_over_one_cache() -> None:
+    policies = [make_policy("lfps", budget_tokens=256), make_policy("full")]
+    tokens: list[list[list[int]]] = []
+    with random_model().sessions(600, policies, num_steps=10) as opened:
+        for policy in [*policies, policies[0]]:
+            with closing(opened(policy)) as session:
+                choose = session.runtime.choose_tokens
+                for _ in range(2):
+                    session.rewind()
+                    tokens.append([])
+                    session.runtime.choose_tokens = lambda *args, choose=choose: (
+                        tokens[-1].append((x := choose(*args)).tolist()) or x
+                    )
+                    session.decode(10)
+    assert tokens[0] == tokens[1] == tokens[4]
+    assert tokens[2] == tokens[3] != tokens[0]
+    assert len({str(token) for token in tokens[0]}) > 1
+
+
+def test_made_keys_reach_beyond_the_shape() -> None:
+    """A GPU's tables have room for as many tokens as the model has positions."""
+    model = random_model(longest=13_000)
+    assert model.stock.config.max_position_embeddings >= 13_000 + 64
+
+
+def test_measurement() -> None:
+    done: list[tuple[int, int]] = []
+    policy = make_policy("full")
+    with (
+        random_model().sessions(600, [policy], num_steps=10) as opened,
+        closing(opened(policy)) as session,
+    ):
+        measurement, steps = measure_steps(
+            session, repeats=2, traced_steps=3, on_progress=lambda *at: done.append(at)
+        )
+        for options, message in (({"repeats": 0}, "repeats"), ({"traced_steps": 6}, "traced")):
+            with pytest.raises(ValueError, match=f"{message}.* must be"):
+                measure_steps(session, **options)
+        row = asdict(measure_steps(session, repeats=1, traced_steps=0)[0])
+    assert done == [(1, 3), (2, 3), (3, 3)]
+    assert (len(steps), measurement.steps) == (3, 2 * 6)
+    assert row["tokens_per_second"] == pytest.approx(1e3 / row["milliseconds"])
+    assert row["shares"] is row["traced_milliseconds"] is row["workers"] is None
+    assert row["microseconds"] == {"gpu": {}, "cpu": {}}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["--trace", "x", "--traced-steps", "1"],
+            "--trace is of one policy at one context of ours, got",
+        ),
+        (["--trace", "x", "--traced-steps", "2"], "2 of 6 steps cannot be traced"),
+        (
+            ["--distinct-layers", "9", "--context", "300"],
+            "distinct_layers must be in [1, 4], got 9",
+        ),
         (["--shape", "llama"], "unknown 'llama'; available: llama-3.1-8b"),
         (["--dtype", "int8"], "unknown 'int8'; available: bfloat16"),
         (["--engines", "vllm"], "unknown 'vllm'; available: offload, graph"),

@@ -93,9 +93,8 @@ def test_the_policy_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     store.close()
 
 
-def test_readme_lists_every_policy_and_isa() -> None:
+def test_every_policy_and_isa_is_listed() -> None:
     for policy in policy_names():
-        assert f"| `{policy}` |" in README
         assert f"| `{policy}` |" in POLICIES
     for isa in known_isas():
         assert isa.replace("avx512", "avx-512").replace("_", "-") in README.lower()

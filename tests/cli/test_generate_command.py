@@ -57,7 +57,7 @@ def test_progress_of_reading(generate: Any, monkeypatch: pytest.MonkeyPatch) -> 
     """On a terminal: tokens of tokens, and tokens/s; of 18 all are read at the end."""
     xterm = {"TERM": "xterm", "COLUMNS": "100"}
     console = Console(file=io.StringIO(), force_terminal=True, _environ=xterm)
-    module = importlib.import_module("offload.cli.generate")
+    module = importlib.import_module("offload.cli.generation")
     monkeypatch.setattr(module, "stderr", lambda: console)
     assert generate("-p", "the quick brown fox", "-n", "2").exit_code == 0
     shown = console.file.getvalue()  # type: ignore[attr-defined]

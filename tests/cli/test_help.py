@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from offload import __version__
 from offload.cli import app
-from offload.cli.bench import KERNEL_NAMES
 from offload.cli.bench.options import DTYPE_NAMES, LAYER_SHAPE_NAMES
 from offload.policies.registry import policy_names
 
@@ -26,11 +25,10 @@ ROOT = Path(__file__).parents[2]
         (["generate"], ["--policy", "--needle", "--max-memory", "offload generate --demo", "| jq"]),
         (["plan"], ["--profile", "--remeasure", "--budget-tokens", "--json", "offload plan"]),
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
-        (["bench"], ["attention", "budget", "decode", "latency", "pipeline", "selection"]),
+        (["bench"], ["decode", "latency", "quality"]),
         (["eval"], ["ruler", "needle", "structured", "perplexity"]),
         (["inspect"], ["heads"]),
         (["inspect", "heads"], ["--text", "--context", "--budget-tokens", "--json", "--picture"]),
-        (["bench", "attention"], ["--context", "--threads", "dense", "sparse", "topk"]),
     ],
     ids=lambda value: " ".join(value) or "offload",
 )
@@ -97,16 +95,15 @@ def test_the_command_line_is_imported_without_torch() -> None:
 
 
 def test_names_that_bench_offers_are_those_of_the_benchmark() -> None:
-    from offload.bench.attention.measure import KERNELS, SHAPES
+    from offload.bench.latency.run import SHAPES
     from offload.models.dtypes import DTYPES
 
     assert tuple(SHAPES) == LAYER_SHAPE_NAMES
-    assert KERNELS == KERNEL_NAMES
     assert tuple(DTYPES) == DTYPE_NAMES
 
 
 def test_the_default_model_is_the_embedded_one() -> None:
-    from offload.cli.generate import _DEFAULT_MODEL
+    from offload.cli.options import DEFAULT_MODEL
     from offload.loading.gguf import EMBEDDED_MODEL
 
-    assert _DEFAULT_MODEL == EMBEDDED_MODEL
+    assert DEFAULT_MODEL == EMBEDDED_MODEL

@@ -16,7 +16,6 @@ from cases.tiny_models import make_tiny_model
 from typer.testing import CliRunner
 
 from offload.cli import app
-from offload.cli.plan import SHAPE_NAMES
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.gguf import LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name
@@ -253,7 +252,3 @@ def test_help_is_fast() -> None:
     )
     assert done.stderr.strip() == ""
     assert time.monotonic() - start < 20.0
-
-
-def test_shapes_that_it_offers_are_those_of_the_benchmark() -> None:
-    assert tuple(MODEL_SHAPES) == SHAPE_NAMES

@@ -18,7 +18,6 @@ runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 OLD = {
     "--context": {
         "calibrate": ["--tokens"],
-        "bench attention": ["--kv-len"],
         "bench budget": [],
         "bench decode": ["--contexts", "-d"],
         "bench latency": ["--n-depth", "-d"],
@@ -35,7 +34,6 @@ OLD = {
     },
     "--threads": {"calibrate": ["--num-threads"], "generate": ["--num-threads"]},
     "--option": {
-        "bench pipeline": ["--policy-option"],
         "generate": ["--policy-option"],
         "plan": ["--policy-option"],
     },
@@ -88,8 +86,7 @@ def test_each_has_its_one_spelling(name: str) -> None:
     assert ("--policy" in spellings) == (name in WITH_POLICY or name == "calibrate")
     assert "--json" in spellings
     arguments = [p.name for p in COMMANDS[name].params if p.param_type_name == "argument"]
-    no_model = name in ("env", "bench attention", "bench pipeline")
-    assert arguments == ([] if no_model else ["model"])
+    assert arguments == ([] if name == "env" else ["model"])
 
 
 @pytest.mark.parametrize(

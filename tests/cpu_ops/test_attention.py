@@ -8,6 +8,7 @@ import torch
 from cases import kernel_references as reference
 from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
 from cases.chosen_tokens import Chosen, ChosenPerQueryHead
+from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
 from cpu_ops import native
@@ -20,34 +21,16 @@ ISAS = native.available_isas()
 LENGTHS = [1, 2, 255, 256, 257, 1027]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 def queries_of(cache: Cache, rng: np.random.Generator, group_size: int, n: int = 1) -> torch.Tensor:
     heads = cache.store.num_kv_heads * group_size
     return random_queries(rng, n, heads, cache.store.head_dim, cache.store.dtype)
 
 
-def reference_of(cache: Cache, queries: torch.Tensor, kv_len: int, selection=None):
-    head_dim = cache.store.head_dim
-    query = queries.double().numpy().reshape(-1, head_dim)
-    return reference.attention(
-        query,
-        cache.keys[:, :kv_len],
-        cache.values[:, :kv_len],
-        sm_scale=head_dim**-0.5,
-        selection=selection,
-    )
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [32, 48, 64, 96, 128, 256])
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "head_dim", "group_size"),
+    pairwise(ISAS, DTYPES, [32, 48, 64, 96, 128, 256], [1, 2, 3, 4, 7, 8], together=2),
+    ids=str,
+)
 def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
     rng = new_rng()
     for kv_len in LENGTHS:
@@ -56,7 +39,7 @@ def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
         out, lse = attend(
             cache.attention(pool, group_size, isa=isa), [cache.seq], [kv_len], queries
         )
-        expected, expected_lse, _ = reference_of(cache, queries, kv_len)
+        expected, expected_lse, _ = cache.expected(queries, kv_len)
         assert relative_error(out[0], expected) < TOLERANCE[dtype], kv_len
         np.testing.assert_allclose(lse[0], expected_lse, atol=2e-4)
 
@@ -85,11 +68,11 @@ def attend_to(
     return out[0], lse[0], [row for of_unit in weights for row in np.split(of_unit, group_size)]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [48, 64, 128, 256])
-@pytest.mark.parametrize("group_size", [1, 3, 4, 8])
-@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "head_dim", "group_size", "per_query_head"),
+    pairwise(ISAS, DTYPES, [48, 64, 128, 256], [1, 3, 4, 8], [False, True], together=2),
+    ids=str,
+)
 def test_chosen_tokens_match_reference(isa, dtype, head_dim, group_size, per_query_head, pool):
     rng = new_rng()
     kv_len = 1500
@@ -102,7 +85,7 @@ def test_chosen_tokens_match_reference(isa, dtype, head_dim, group_size, per_que
     ]
     queries = queries_of(cache, rng, group_size)
     out, lse, weights = attend_to(cache, pool, queries, selection, isa=isa)
-    expected, expected_lse, expected_weights = reference_of(cache, queries, kv_len, selection)
+    expected, expected_lse, expected_weights = cache.expected(queries, kv_len, selection)
     assert relative_error(out, expected) < TOLERANCE[dtype]
     np.testing.assert_allclose(lse, expected_lse, atol=2e-4)
     for actual, weight in zip(weights, expected_weights, strict=True):
@@ -122,7 +105,7 @@ def test_batch_of_ragged_rows(threads, page_tokens):
     queries = queries_of(cache, rng, 3, n=5)
     out, lse = attend(cache.attention(pool, 3), seqs, kv_lens, queries)
     for row, kv_len in enumerate(kv_lens):
-        expected, expected_lse, _ = reference_of(cache, queries[row], kv_len)
+        expected, expected_lse, _ = cache.expected(queries[row], kv_len)
         assert relative_error(out[row], expected) < TOLERANCE[torch.float32]
         np.testing.assert_allclose(lse[row], expected_lse, atol=1e-5)
     pool.close()
@@ -138,7 +121,7 @@ def test_lengths_that_split_unevenly(threads):
     for kv_len in (1300, 257, 300, 512, 513, 1025, 260):
         queries = queries_of(cache, rng, 1)
         out, _ = attend(attention, [cache.seq], [kv_len], queries)
-        expected, _, _ = reference_of(cache, queries, kv_len)
+        expected, _, _ = cache.expected(queries, kv_len)
         assert relative_error(out[0], expected) < TOLERANCE[torch.float32], kv_len
     pool.close()
 
@@ -154,7 +137,7 @@ def test_partial_results_merge_exactly(isa, pool):
     rest = [np.arange(300, kv_len)] * cache.store.num_kv_heads
     parts = o[0], lse[0], *attend_to(cache, pool, queries, rest, isa=isa)[:2]
     out, lse = reference.merge_softmax(*parts)
-    expected, expected_lse, _ = reference_of(cache, queries, kv_len)
+    expected, expected_lse, _ = cache.expected(queries, kv_len)
     assert relative_error(out, expected) < TOLERANCE[torch.float32]
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
@@ -167,7 +150,7 @@ def test_huge_and_tiny_scores(isa, dtype, pool):
     cache = Cache.random(rng, kv_len=600, dtype=dtype)
     queries = (queries_of(cache, rng, 4).float() * 100).to(dtype)
     out, lse = attend(cache.attention(pool, 4, isa=isa), [cache.seq], [600], queries)
-    expected, expected_lse, _ = reference_of(cache, queries, 600)
+    expected, expected_lse, _ = cache.expected(queries, 600)
     # Scores near 1,000 carry float32 rounding of 1e-4, which the exponential makes relative.
     assert relative_error(out[0], expected) < 1e-3 + TOLERANCE[dtype]
     np.testing.assert_allclose(lse[0], expected_lse, rtol=1e-5, atol=1e-2)

@@ -16,13 +16,6 @@ needs_isa = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 def normal(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (scale * torch.randn(shape, generator=generator)).bfloat16()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import kernel_references as reference
 from cases.attention_cases import relative_error
+from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
 from cpu_ops import native
@@ -15,13 +16,6 @@ from cpu_ops.worker_pool import WorkerPool
 
 ISAS = native.available_isas()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
 
 
 def unit_points(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -33,10 +27,10 @@ def bfloat16_bits(x: np.ndarray) -> np.ndarray:
     return torch.from_numpy(x).to(torch.bfloat16).view(torch.uint16).numpy()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("head_dim", [16, 48, 64, 128, 256])
-@pytest.mark.parametrize("num_queries", [1, 2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("spread_weight", [0.0, 0.4])
+@pytest.mark.parametrize(
+    ("isa", "spread_weight", "head_dim", "num_queries"),
+    pairwise(ISAS, [0.0, 0.4], [16, 48, 64, 128, 256], [1, 2, 3, 4, 5, 7, 8], together=2),
+)
 def test_rank_rows(isa, head_dim, num_queries, spread_weight):
     rng = new_rng()
     query = rng.standard_normal((num_queries, head_dim), dtype=np.float32)
@@ -180,16 +174,16 @@ def test_one_step_finds_the_nearest(isa, head_dim, n, k, pool):
 def test_it_ends_where_every_point_has_its_nearest_centroid(isa, pool):
     """And as good as the reference gets: near-ties on the way may lead to another optimum."""
     rng = new_rng()
-    centers = unit_points(rng, 40, 64)
-    points = centers[rng.integers(0, 40, (2, 500))] + 0.5 * unit_points(rng, 2, 500, 64)
+    centers = unit_points(rng, 20, 64)
+    points = centers[rng.integers(0, 20, (2, 250))] + 0.5 * unit_points(rng, 2, 250, 64)
     points /= np.linalg.norm(points, axis=-1, keepdims=True)
-    labels, centroids = spherical_kmeans(pool, points, 60, 200, isa=isa)
+    labels, centroids = spherical_kmeans(pool, points, 30, 100, isa=isa)
     for head in range(2):
         wide = points[head].astype(np.float64)
         products = wide @ centroids[head].astype(np.float64).T
-        chosen = products[np.arange(500), labels[head]]
+        chosen = products[np.arange(250), labels[head]]
         np.testing.assert_allclose(chosen, products.max(axis=1), atol=1e-5)
-        expected_labels, expected = reference.spherical_kmeans(wide, 60, 200)
+        expected_labels, expected = reference.spherical_kmeans(wide, 30, 100)
         best = (wide * expected[expected_labels]).sum()
         assert abs(chosen.sum() / best - 1) < 0.01
 

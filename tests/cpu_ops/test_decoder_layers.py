@@ -148,13 +148,6 @@ def float64_layers(case: Case, rows: int) -> np.ndarray:
     return np.stack(out)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 def begin(case: Case, stack: DecoderLayers, **options):
     rows = case.attention.begin_step(case.seqs, case.kv_lens)
     return LayersStep(stack, case.hidden.clone(), case.rope, rows, **options)

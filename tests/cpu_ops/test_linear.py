@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import kernel_references as reference
 from cases.attention_cases import relative_error
+from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
 from cpu_ops import native
@@ -16,18 +17,12 @@ from cpu_ops.worker_pool import WorkerPool
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = native.available_isas()
 WIDTHS = [16, 31, 32, 48, 576, 577, 1536]
+KINDS = ["plain", "bias", "norm", "silu_mul", "residual"]
 OUT_FEATURES = [1, 63, 64, 65, 190]  # one weight block each, so that every tile edge occurs
 ROWS = [1, 2, 3, 4, 5, 16]
 # Relative L2. Kernels round where the reference rounds: only values near a tie may differ.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 EPS = 1e-5
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
 
 
 def random(rng: np.random.Generator, dtype: torch.dtype, *shape: int, scale: float = 1.0):
@@ -58,10 +53,9 @@ def expected_output(x, weights, biases, dtype, *, norm=None, silu_mul=False, res
     return y if residual is None else rounded(y + wide(residual), dtype)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("kind", ["plain", "bias", "norm", "silu_mul", "residual"])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "width", "kind"), pairwise(ISAS, DTYPES, WIDTHS, KINDS, together=2), ids=str
+)
 def test_matches_reference(isa, dtype, width, kind, pool):
     rng = new_rng()
     weights = [random(rng, dtype, n, width, scale=width**-0.5) for n in OUT_FEATURES]

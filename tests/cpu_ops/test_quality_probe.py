@@ -21,13 +21,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}
 GROUP_SIZE = 3
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 def reference_mass(cache: Cache, queries: torch.Tensor, selection: list[np.ndarray]) -> np.ndarray:
     """float64 [num_kv_heads], the mean over each group of the weights of what was selected."""
     num_heads = cache.store.num_kv_heads

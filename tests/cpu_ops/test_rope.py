@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import kernel_references as reference
 from cases.attention_cases import relative_error
+from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
 from cpu_ops import native
@@ -67,10 +68,11 @@ def expected_rotation(x, cos, sin, dtype, norm_weight=None):
     return rounded(sum(rounded(product, dtype) for product in products), dtype)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 48, 64, 96, 128, 256])
-@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "head_dim", "with_norm"),
+    pairwise(ISAS, DTYPES, [16, 48, 64, 96, 128, 256], [False, True], together=2),
+    ids=str,
+)
 def test_rows_of_several_sequences(isa, dtype, head_dim, with_norm):
     """Rows land at their positions, across page boundaries, and leave everything else alone."""
     rng = new_rng()

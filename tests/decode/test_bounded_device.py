@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases.bounded_cases import rows_of
 from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
+from cases.inside import cascade_of, states_of, steps_of
 from cases.tiny_models import random_tokens, save_long_model
 
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -76,25 +77,25 @@ def test_never_more_than_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Pages, the window of queries and what the policy keeps, after each of many steps."""
-    steps = 700 if device_and_backend == INLINE else 2100
     model = bounded(policy, device_and_backend)
-    cascade, states = model._offload.sequences.cascade, model._offload.attention.states
+    cascade, states = cascade_of(model), states_of(model)
+    prompt_tokens, steps = cascade.bound.slots - 60, cascade.bound.freed + 200
     cache, used, on_device = model.new_cache(), [], []
     commit = type(states).commit
 
     def watched(self: Any, seqs: Any) -> None:
         commit(self, seqs)
         used.append(cache.store.host_bytes_used + self.held_bytes + cascade.held_bytes)
-        slots = model._offload._decoder._steps
+        slots = steps_of(model)
         on_device.append(0 if slots is None else max(x.kv_len for x in slots.step.resident.slots))
 
     monkeypatch.setattr(type(states), "commit", watched)
-    greedy(model, random_tokens(1, 60), steps, past_key_values=cache)
+    greedy(model, random_tokens(1, prompt_tokens), steps, past_key_values=cache)
     assert len(used) == steps
     assert max(used) <= BYTES
     assert max(on_device) <= cascade.bound.slots
     (row,) = cache.tokens
-    assert row.seen == 59 + steps
+    assert row.seen == prompt_tokens - 1 + steps
     assert row.condensed > 0
     assert row.kept + row.condensed <= cascade.bound.slots
 
@@ -102,7 +103,7 @@ def test_never_more_than_the_bound(
 @pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])
 def test_forks_and_truncation(bounded: Callable[..., Any], device_and_backend: Any) -> None:
     """As on the CPU: a fork goes its own way, and what was condensed is not cut into."""
-    tokens, found = random_tokens(1, 40, seed=1), []
+    found = []
 
     def go_on(model: Any, text: torch.Tensor, num_new: int, cache: Any) -> torch.Tensor:
         mask = torch.ones_like(text)  # the tokens may look like padding
@@ -112,7 +113,7 @@ def test_forks_and_truncation(bounded: Callable[..., Any], device_and_backend: A
         model = bounded("lfps", on)
         cache = model.new_cache()
         bound = cache.bound
-        first = go_on(model, tokens, bound.slots, cache)
+        first = go_on(model, random_tokens(1, bound.slots - 20, seed=1), 60, cache)
         fork = copy.deepcopy(cache)
         longer = go_on(model, first, bound.freed + 20, cache)
         assert torch.equal(go_on(model, first, bound.freed + 20, fork), longer)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases.coprocessor_cases import SMALL, Shape, World
 from cases.device_cases import greedy, load, small
+from cases.inside import runtime_of
 from cases.seeded import new_rng
 from cases.tiny_models import random_tokens
 
@@ -143,7 +144,7 @@ def reachable() -> HardKV:
 def test_in_a_model_the_mean_is_held_and_each_prompt_begins_anew(tiny_folders):
     model = load(tiny_folders["llama"], reachable(), ("cpu", None))
     prompts = [random_tokens(1, 220), random_tokens(1, 180)]
-    hold, means = model._offload.attention.hold, []
+    hold, means = runtime_of(model).attention.hold, []
     take = hold._cuts.take_chosen
 
     class Counted:
@@ -167,7 +168,7 @@ def test_in_a_model_the_mean_is_held_and_each_prompt_begins_anew(tiny_folders):
 def test_drafts_do_not_count_twice(tiny_folders, lookup):
     """What a policy learns again is as the step had it, and no tokens of its own."""
     model = load(tiny_folders["llama"], reachable(), ("cpu", None))
-    hold = model._offload.attention.hold
+    hold = runtime_of(model).attention.hold
     units, after_step, take = [], hold.after_step, hold._cuts.take_chosen
 
     class Counted:
@@ -188,7 +189,7 @@ def test_drafts_do_not_count_twice(tiny_folders, lookup):
     hold_cuts, hold.after_step = hold._cuts, noted
     tokens = random_tokens(1, 40).repeat(1, 5)
     greedy(model, tokens, 40, prompt_lookup_num_tokens=lookup)
-    of_row = int(model._offload.attention.selecting_heads.sum())
+    of_row = int(runtime_of(model).attention.selecting_heads.sum())
     assert units
     assert all(num % of_row == 0 and num <= (lookup + 1) * of_row for num in units)
 
@@ -203,7 +204,7 @@ def test_a_thousand_steps_of_changing_shares_are_captured_once(tiny_folders, mon
 
     monkeypatch.setattr(GraphHandshake, "_capture", counted)
     model = load(tiny_folders["llama"], reachable(), ("cuda", "graph"))
-    hold = model._offload.attention.hold
+    hold = runtime_of(model).attention.hold
     after_step = hold.after_step
 
     def noted() -> None:
@@ -235,10 +236,3 @@ def test_options():
         HardKV(Sketch(), 0.4, mean_tokens=300)
     with pytest.raises(NotImplementedError, match="mean_tokens=200 needs all heads in one process"):
         policy.of_heads(range(1), num_layers=2, num_kv_heads=2, head_dim=64)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
+from cases.inside import decoder_of, resident_of, runtime_of
 from cases.tiny_models import random_tokens
 from transformers.generation.streamers import BaseStreamer
 
@@ -20,7 +21,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 def model(request: pytest.FixtureRequest, tiny_folders: dict[str, Path]) -> Any:
     """All on the GPU, in bursts of seven."""
     model = load(tiny_folders["llama"], "full", request.param)
-    model._offload._decoder.place(HeadPlacement.filled(3, 2, Place.GPU))
+    decoder_of(model).place(HeadPlacement.filled(3, 2, Place.GPU))
     return model
 
 
@@ -52,7 +53,7 @@ def test_an_answer_in_bursts(model: Any, cpu: Any, monkeypatch: pytest.MonkeyPat
     tokens = random_tokens(2, 50)
     assert torch.equal(greedy(model, tokens, 24), greedy(cpu, tokens, 24))
     assert counts == [7, 7, 7, 2]  # the first comes from the prompt
-    assert model._offload.stats.decode_tokens == 2 * 23
+    assert runtime_of(model).stats.decode_tokens == 2 * 23
 
 
 def test_the_host_has_all_of_it(model: Any, cpu: Any) -> None:
@@ -96,7 +97,7 @@ def test_a_conversation_goes_on_without_loading_again(
     for of, cache in zip((model, cpu), caches, strict=True):
         outs.append(greedy(of, tokens, 20, past_key_values=cache, eos_token_id=int(free[9])))
     assert torch.equal(*outs)
-    resident = model._offload._decoder._steps.step.resident
+    resident = resident_of(model)
     loads: list[int] = []
     load_pages = resident._load
     monkeypatch.setattr(
@@ -174,7 +175,7 @@ def test_numbers_that_are_not_finite_are_told_of_their_layer(
     model: Any, cpu: Any, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the step in which they come: what was chosen before it stays."""
-    decoder, tokens, streamer = model._offload._decoder, random_tokens(1, 40), Counter()
+    decoder, tokens, streamer = decoder_of(model), random_tokens(1, 40), Counter()
     expected = greedy(cpu, tokens, 24)
 
     def spoil(layer: int, first: int, qkv: torch.Tensor, positions: torch.Tensor) -> None:
@@ -191,7 +192,7 @@ def test_numbers_that_are_not_finite_are_told_of_their_layer(
 def test_bursts_are_as_long_as_a_reader_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     bursts = object.__new__(Bursts)
-    for seconds, wanted in ((0.001, MOST_STEPS), (0.008, 4), (0.1, 1)):
+    for seconds, wanted in ((0.001, MOST_STEPS), (0.008, 8), (0.1, 1)):
         bursts.timed(2, 2 * seconds)
         assert bursts.num_steps == wanted
 
@@ -200,9 +201,9 @@ def test_a_burst_takes_pages_for_itself_alone(model: Any) -> None:
     """However many tokens are to come: 41 and at most 32 more."""
     cache = model.new_cache()
     model(random_tokens(1, 40).to(model.device), past_key_values=cache)
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     assert decoder.tokens_at_once(cache.seqs, 400) == 7
-    resident = decoder._steps.step.resident
+    resident = resident_of(model)
     assert {len(pages) for pages in resident._addresses[0].values()} == {
         -(-(40 + MOST_STEPS) // 16)
     }

@@ -13,6 +13,15 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
+from cases.inside import (
+    allow_device_bytes,
+    decoder_of,
+    keep_placement,
+    least_placement_of,
+    resident_of,
+    split_steps,
+    steps_of,
+)
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from cpu_ops.codes import score_codes
@@ -35,8 +44,8 @@ def sketch(bits: int = 2, candidate_ratio: float = 4.0) -> Policy:
 
 def place_codes(model: Any, heads: Callable[[np.ndarray], None] | None = None) -> None:
     """In all sparse layers, or where `heads` writes; whatever a GPU chose by itself."""
-    decoder = model._offload._decoder
-    places = np.array(decoder._least_placement().places)
+    decoder = decoder_of(model)
+    places = np.array(least_placement_of(model).places)
     if heads is None:
         places[1:] = Place.CODES
     else:
@@ -89,9 +98,9 @@ def test_the_tokens_do_not_depend_on_who_lists(backend, bits, loaded, expected):
 def test_rows_of_a_batch(backend, num_parts, loaded, expected):
     """One has codes from the start, one gets them, in slots that others had before."""
     model = loaded(2, backend)
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     decoder.place(decoder.placement)
-    decoder._num_parts = num_parts
+    split_steps(model, num_parts)
     tokens = torch.zeros(3, 140, dtype=torch.long)
     mask = torch.zeros_like(tokens)
     for order in ((140, 40, 48), (48, 140, 40)):
@@ -169,7 +178,7 @@ def test_lists_are_those_of_the_hosts_codes(
     tokenizer.save_pretrained(tmp_path)
     model = load(tmp_path, sketch(bits, 2.0), device_and_backend)
     place_codes(model)
-    decoder, publish = model._offload._decoder, CodeLists.publish
+    decoder, publish = decoder_of(model), CodeLists.publish
     num_lists = 0
 
     def publish_and_check(
@@ -219,11 +228,10 @@ def test_room_grows_with_the_context(backend, tiny_folders, expected, monkeypatc
     monkeypatch.setattr("offload.decode.gpu.buffers._MIN_SCORE_TOKENS", 16)
     model = load(tiny_folders["llama"], sketch(), backend)
     place_codes(model)
-    decoder = model._offload._decoder
     assert torch.equal(greedy(model, random_tokens(1, 40), 24), expected(2, 40))
-    assert decoder._steps.max_tokens == 64
+    assert steps_of(model).max_tokens == 64
     assert torch.equal(greedy(model, random_tokens(1, 140), 24), expected(2, 140))
-    assert decoder._steps.max_tokens == 256
+    assert steps_of(model).max_tokens == 256
 
 
 def test_memory_of_finished_sequences_goes_back(backend, tiny_folders):
@@ -232,7 +240,7 @@ def test_memory_of_finished_sequences_goes_back(backend, tiny_folders):
     held = []
     for num_tokens in (300, 60, 300):
         greedy(model, random_tokens(1, num_tokens), 3)
-        held.append(model._offload._decoder._steps.step.resident.num_bytes)
+        held.append(resident_of(model).num_bytes)
     assert held[0] == held[2] > held[1]
 
 
@@ -243,14 +251,14 @@ def test_codes_that_do_not_fit(backend, tiny_folders, caplog):
     model, tokens = load(tiny_folders["llama"], policy, backend), random_tokens(1, 140)
     place_codes(model, lambda places: None)
     expected = greedy(model, tokens, 24)
-    decoder, placement = model._offload._decoder, HeadPlacement.filled(3, 2, Place.CODES)
+    decoder, placement = decoder_of(model), HeadPlacement.filled(3, 2, Place.CODES)
     # 11 pages of 16 tokens, whose codes and scales take 12 bytes a head.
-    decoder._device_budget_bytes = 11 * 3 * 2 * 16 * 12 - 1
-    decoder._keeps_placement = True
+    allow_device_bytes(model, 11 * 3 * 2 * 16 * 12 - 1)
+    keep_placement(model, keeps=True)
     decoder.place(placement)
     with pytest.raises(DeviceMemoryError, match=r"the codes of others' keys need 12\.38 KiB for 1"):
         greedy(model, tokens, 24)
-    decoder._keeps_placement = False
+    keep_placement(model, keeps=False)
     with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
         assert torch.equal(greedy(model, tokens, 24), expected)
     assert not (decoder.placement.places == Place.CODES).any()
@@ -263,10 +271,10 @@ def test_codes_go_before_heads(tiny_folders, caplog):
     made: Any = make_policy("per_head", rest="lfps", dense_layers=1, **WINDOW)
     policy = replace(made, head_roles=HeadRoles.of(retrieves, head_dim=32), is_part=True)
     model = load(tiny_folders["llama"], policy, ("cpu", "inline"))
-    decoder = model._offload._decoder
-    places = np.array(decoder._least_placement().places)
+    decoder = decoder_of(model)
+    places = np.array(least_placement_of(model).places)
     places[1, 1], places[2, 0] = Place.GPU, Place.CODES
-    decoder._device_budget_bytes = 10 * (8192 + 4096) + 100  # for the KV of 10 pages
+    allow_device_bytes(model, 10 * (8192 + 4096) + 100)  # for the KV of 10 pages
     decoder.place(HeadPlacement(places))
     with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
         greedy(model, random_tokens(1, 140), 20)
@@ -283,7 +291,7 @@ def test_codes_go_before_heads(tiny_folders, caplog):
 def test_a_query_that_is_not_finite_names_the_layer(backend, bad, tiny_folders):
     model = load(tiny_folders["llama"], sketch(), backend)
     place_codes(model)
-    decoder, cache = model._offload._decoder, model.new_cache()
+    decoder, cache = decoder_of(model), model.new_cache()
     model(random_tokens(1, 100), past_key_values=cache)
     token = random_tokens(1, 1)
 

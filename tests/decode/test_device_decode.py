@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
+from cases.inside import split_steps, steps_of
 from cases.tiny_models import TINY_MODELS, random_tokens
-from transformers import TextStreamer
 
 from offload.policies.registry import available_policies
 
@@ -97,9 +97,9 @@ def test_two_parts_give_the_same_tokens(backend, tiny_folders):
     tokens, mask, rows = padded_batch()
     model = load(tiny_folders["llama"], small("exact_topk"), backend)
     expected = greedy(model, tokens, 40, attention_mask=mask)
-    model._offload._decoder._num_parts = 2
+    split_steps(model, 2)
     assert torch.equal(greedy(model, tokens, 40, attention_mask=mask), expected)
-    assert {link.num_parts for link in model._offload._decoder._steps.links.values()} == {1, 2}
+    assert {link.num_parts for link in steps_of(model).links.values()} == {1, 2}
     assert torch.equal(greedy(model, rows[0][None], 40)[0, 200:], expected[0, 200:])
 
 
@@ -155,26 +155,6 @@ def test_finished_rows_are_padded(full_model, stock_models):
     options = {"attention_mask": mask, "eos_token_id": eos, "pad_token_id": 258}
     expected = greedy(stock_models["llama"], tokens, 40, **options)
     assert torch.equal(greedy(full_model, tokens, 40, **options), expected)
-
-
-class Pieces(TextStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_tokens_are_streamed(full_model):
-    streamer = Pieces()
-    tokens = random_tokens(1, 20)
-    out = greedy(full_model, tokens, 10, streamer=streamer)
-    assert streamer.tokens == out[0].tolist()
-    assert streamer.ended
 
 
 def test_sampling_follows_the_seed_and_the_options(full_model):

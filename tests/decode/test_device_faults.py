@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, check_works, greedy, load, small
+from cases.inside import allow_device_bytes, decoder_of
 from cases.tiny_models import random_tokens
 
 from cpu_ops.coprocessor import CoprocessorError
@@ -122,7 +123,7 @@ def test_out_of_device_memory_for_the_buffers_of_a_batch(backend, tiny_folders, 
 
 def resident_pages(model: Any, num_pages: int) -> None:
     """Let the model's one resident layer have so many pages; before its first step."""
-    model._offload._decoder._device_budget_bytes = num_pages * model.kv_store.page_bytes
+    allow_device_bytes(model, num_pages * model.kv_store.page_bytes)
 
 
 def test_resident_layers_beyond_their_budget(backend, tiny_folders, stock):
@@ -217,25 +218,6 @@ def test_a_conversation_without_pages_fails_and_others_go_on(eight_pages, stock)
         assert texts[i] == expected[i][: len(texts[i])]
 
 
-def test_generations_that_share_a_budget(eight_pages, stock):
-    """By generate: the one that could outgrow the budget is refused before it starts."""
-    model = eight_pages
-    prompts = [random_tokens(1, n, seed=n) for n in (20, 60)]
-    caches = [model.new_cache() for _ in prompts]
-    texts = [
-        greedy(model, prompt, 4, past_key_values=cache)
-        for prompt, cache in zip(prompts, caches, strict=True)
-    ]
-    kv_lens = [cache.kv_lens for cache in caches]
-    with pytest.raises(HostBudgetError, match=r"of up to 123 tokens need .* of host KV cache"):
-        greedy(model, texts[1], 60, past_key_values=caches[1])
-    assert [cache.kv_lens for cache in caches] == kv_lens
-    text = greedy(model, texts[0], 20, past_key_values=caches[0])
-    assert torch.equal(text, greedy(stock, prompts[0], 24))
-    text = greedy(model, texts[1], 10, past_key_values=caches[1])
-    assert torch.equal(text, greedy(stock, prompts[1], 14))
-
-
 def shrink(model: Any, monkeypatch: pytest.MonkeyPatch, num_pages: int) -> None:
     """From now on the machine has memory for so many more pages of all layers."""
     pool = model.kv_store._pool
@@ -291,7 +273,7 @@ def test_a_worker_that_does_not_come_back(driven_backend, fault, tiny_folders, s
         check_works(model, stock)
         cache = None if own_cache else model.new_cache()
         text = greedy(model, prompt, 10, past_key_values=cache)
-        coprocessor = model._offload._decoder.coprocessors[0]
+        coprocessor = decoder_of(model).coprocessors[0]
         if fault == "stall":
             coprocessor.stall(1, seconds=1.5)
         else:
@@ -374,18 +356,6 @@ def test_two_models_take_turns(backend, model, tiny_folders, stock_models):
         assert torch.equal(texts[i], greedy(stock_models[names[i]], prompts[i], 15))
     with pytest.raises(ValueError, match="belongs to another model"):
         greedy(other, prompts[0], 5, past_key_values=model.new_cache())
-
-
-def test_a_model_is_the_assistant_of_another(backend, model, tiny_folders, stock):
-    tokens = random_tokens(1, 60)
-    expected = greedy(stock, tokens, 25)
-    assistant = load(tiny_folders["llama-biases-rope"], small("streaming_llm"), backend)
-    for helper in (assistant, model):  # one that is mostly wrong, and the model itself
-        out = greedy(model, tokens, 25, assistant_model=helper)
-        assert torch.equal(out, expected)
-    gc.collect()
-    for each in (model, assistant):
-        assert each.kv_store.num_sequences == 0
 
 
 FORK = """

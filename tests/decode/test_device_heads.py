@@ -16,6 +16,15 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
+from cases.inside import (
+    allow_device_bytes,
+    decoder_of,
+    keep_placement,
+    least_placement_of,
+    resident_of,
+    split_steps,
+    steps_of,
+)
 from cases.tiny_models import random_tokens
 
 from offload.decode.gpu.handshake import Beside, InlineHandshake
@@ -46,7 +55,7 @@ def policies() -> dict[str, Policy]:
 def placement_of(model: Any, kind: str) -> HeadPlacement:
     """retrieval: heads that retrieve, or nobody; gathered: and the rows of all that reuse;
     mixed: the rows of every second one. Roles are the model's own, by its calibration."""
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     places, roles = np.array(decoder.placement.places), decoder.attention.roles
     if roles is None:  # full attention
         places[:, 0] = Place.GPU
@@ -84,7 +93,7 @@ def test_the_tokens_do_not_depend_on_the_place(backend, name, kind, tiny_folders
     if name == "full" and kind != "retrieval":
         pytest.skip("full attention has no heads that reuse a selection")
     model = load(tiny_folders["llama"], policy, backend)
-    model._offload._decoder.place(placement_of(model, kind))
+    decoder_of(model).place(placement_of(model, kind))
     for prompt_tokens in (200, 30):  # the second grows beyond the budget
         out = greedy(model, random_tokens(1, prompt_tokens), 50)
         assert torch.equal(out, expected(name, prompt_tokens))
@@ -106,7 +115,7 @@ def test_retrieval_heads_attend_to_everything(backend, rest, tiny_folders):
     expected = greedy(cpu, tokens, 50)
     for retrieval in ("full", "exact_topk"):
         model = load(tiny_folders["llama"], policy(retrieval), backend)
-        model._offload._decoder.place(HeadPlacement(np.where(retrieves, Place.GPU, Place.CPU)))
+        decoder_of(model).place(HeadPlacement(np.where(retrieves, Place.GPU, Place.CPU)))
         assert torch.equal(greedy(model, tokens, 50), expected)
 
 
@@ -114,8 +123,8 @@ def test_retrieval_heads_attend_to_everything(backend, rest, tiny_folders):
 def test_rows_of_a_batch_in_two_parts(backend, kind, tiny_folders, expected):
     policy = policies()["lychee_decode"]
     model = load(tiny_folders["llama"], policy, backend)
-    model._offload._decoder.place(placement_of(model, kind))
-    model._offload._decoder._num_parts = 2
+    decoder_of(model).place(placement_of(model, kind))
+    split_steps(model, 2)
     prompts = [200, 30, 200]
     tokens = torch.zeros(3, 200, dtype=torch.long)
     mask = torch.zeros_like(tokens)
@@ -134,26 +143,26 @@ def test_a_context_beyond_the_room_for_scores_gets_more(
     monkeypatch.setattr("offload.decode.gpu.buffers._MIN_SCORE_TOKENS", 16)
     policy = policies()["lychee_decode"]
     model = load(tiny_folders["llama"], policy, backend)
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     decoder.place(placement_of(model, "mixed"))
     assert torch.equal(
         greedy(model, random_tokens(1, 200), 50), expected("lychee_decode", 200)
     )  # 200 + 50 tokens are within 256
-    assert decoder._steps.max_tokens == 256
+    assert steps_of(model).max_tokens == 256
     assert torch.equal(greedy(model, random_tokens(1, 30), 50), expected("lychee_decode", 30))
     decoder.place(decoder.placement)
     assert torch.equal(greedy(model, random_tokens(1, 30), 50), expected("lychee_decode", 30))
-    assert decoder._steps.max_tokens == 128
+    assert steps_of(model).max_tokens == 128
 
 
 def test_a_prefill_gets_the_memory_of_finished_sequences(backend, tiny_folders):
     model = load(tiny_folders["llama"], "full", backend)
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     decoder.place(placement_of(model, "retrieval"))
     held = []
     for num_tokens in (480, 30, 480, 30):  # the second has slots and tables that the first made
         greedy(model, random_tokens(2, num_tokens), 4)
-        held.append(decoder._steps.step.resident.num_bytes)
+        held.append(resident_of(model).num_bytes)
     assert held[0] == held[2] > held[1] == held[3]
 
 
@@ -163,21 +172,21 @@ def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(
     """A placement that was chosen for one sequence: its heads go back to the CPU, with a warning.
     One that somebody asked for is an error, and one sequence goes on."""
     model = load(tiny_folders["llama"], policies()["lychee_decode"], backend)
-    decoder = model._offload._decoder
-    placement, least = placement_of(model, "mixed"), decoder._least_placement()
+    decoder = decoder_of(model)
+    placement, least = placement_of(model, "mixed"), least_placement_of(model)
     heads = int((placement.places == Place.GPU).sum())
     pages = -(-251 // model.kv_store.page_tokens)
-    decoder._device_budget_bytes = heads * pages * (model.kv_store.page_bytes // 2)  # of 2 heads
+    allow_device_bytes(model, heads * pages * (model.kv_store.page_bytes // 2))  # of 2 heads
     decoder.place(placement)
     tokens = random_tokens(1, 200)
     batch = tokens.repeat(3, 1)
     assert torch.equal(greedy(model, tokens, 50), expected("lychee_decode", 200))
     assert not decoder._keeps_placement  # the model chose by itself
-    decoder._keeps_placement = True
+    keep_placement(model, keeps=True)
     with pytest.raises(DeviceMemoryError, match="place fewer heads there"):
         greedy(model, batch, 50)
     assert torch.equal(greedy(model, tokens, 50), expected("lychee_decode", 200))
-    decoder._keeps_placement = False
+    keep_placement(model, keeps=False)
     bind_lens, place, full_pages, are_gone = decoder._bind_lens, decoder.place, [], []
 
     def bind_and_remember(seqs, kv_lens):
@@ -208,11 +217,11 @@ def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(
 def test_heads_come_back_when_a_generation_fits_again(tiny_folders, expected, monkeypatch):
     """And not before: each time they come and go, steps are captured anew."""
     model = load(tiny_folders["llama"], policies()["lychee_decode"], INLINE.values[0])
-    decoder = model._offload._decoder
-    placement, least = placement_of(model, "mixed"), decoder._least_placement()
+    decoder = decoder_of(model)
+    placement, least = placement_of(model, "mixed"), least_placement_of(model)
     heads, page_tokens = int((placement.places == Place.GPU).sum()), model.kv_store.page_tokens
     pages = 2 * -(-250 // page_tokens) - 1  # of one sequence; two of them have room at first
-    decoder._device_budget_bytes = heads * pages * (model.kv_store.page_bytes // 2)
+    allow_device_bytes(model, heads * pages * (model.kv_store.page_bytes // 2))
     decoder.place(placement)
     places, place = [], decoder.place
     monkeypatch.setattr(decoder, "place", lambda to: places.append(to) or place(to))
@@ -266,9 +275,9 @@ def test_nothing_overwrites_what_is_read_beside(
     """Scores and lse of a layer are read until its selection is published; on a GPU that may last
     into the layers below."""
     model = load(tiny_folders["llama"], policies()["lychee_decode"], INLINE.values[0])
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     decoder.place(placement_of(model, kind))
-    decoder._num_parts = num_parts
+    split_steps(model, num_parts)
     handshakes: list[LateHandshake] = []
 
     def make_handshake(backend: str, coprocessor: Any, *args: Any, **options: Any) -> LateHandshake:
@@ -296,7 +305,7 @@ def test_a_fork_writes_to_pages_of_its_own(backend, tiny_folders):
     policy = policies()["lychee_decode"]
     plain = load(tiny_folders["llama"], policy, ("cpu", None))
     model = load(tiny_folders["llama"], policy, backend)
-    model._offload._decoder.place(placement_of(model, "gathered"))
+    decoder_of(model).place(placement_of(model, "gathered"))
     tokens = random_tokens(1, 150)
     options = {"num_beams": 3, "num_return_sequences": 3}
     assert torch.equal(greedy(model, tokens, 30, **options), greedy(plain, tokens, 30, **options))

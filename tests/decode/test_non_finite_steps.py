@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, NATIVE, STREAM, check_works, load
+from cases.inside import decoder_of, runtime_of
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -43,7 +44,7 @@ def placed(request, backend, tiny_folders):
     options = {"dense_layers": 1, "select_layers": (1,)} if request.param == "tidal_decode" else {}
     policy = make_policy(request.param, **OPTIONS, **options)
     model = load(tiny_folders["llama"], policy, backend)
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     places, roles = np.array(decoder.placement.places), decoder.attention.roles
     places[(roles == RETRIEVE) | (roles == DENSE)] = Place.GPU
     places[roles == REUSE] = Place.GATHER
@@ -73,7 +74,7 @@ def check_error(step: Callable[[], Any], layer_idx: int) -> None:
 @torch.no_grad()
 def check_steps(model: Any, kv_len: int, layers: range | list[int]) -> None:
     """Every operand goes bad, in a bare step and in one that chooses; the cache stays as it was."""
-    runtime, token = model._offload, random_tokens(1, 1)
+    runtime, token = runtime_of(model), random_tokens(1, 1)
     cache = model.new_cache()
     model(random_tokens(1, kv_len), past_key_values=cache)
 
@@ -86,12 +87,12 @@ def check_steps(model: Any, kv_len: int, layers: range | list[int]) -> None:
     expected = bare()
     cache.crop(-1)
     for layer_idx, side, bad in itertools.product(layers, ("query", "key", "value"), BAD):
-        runtime._decoder.after_projection = spoil(side, bad, layer_idx)
+        decoder_of(model).after_projection = spoil(side, bad, layer_idx)
         try:
             check_error(bare, layer_idx)
             check_error(chooses, layer_idx)
         finally:
-            runtime._decoder.after_projection = None
+            decoder_of(model).after_projection = None
         assert cache.kv_lens == [kv_len]
     torch.testing.assert_close(bare(), expected)
 
@@ -129,10 +130,10 @@ def test_in_logits(device_and_backend, tmp_path):
     assert model(prompt, past_key_values=cache).logits[..., 7].isnan().all()  # as stock does
     for temperature in (0.0, 0.8):
         options = SamplingOptions(temperature=temperature)
-        if model._offload.chooses_tokens(options):  # else the stock loop draws, and raises
+        if runtime_of(model).chooses_tokens(options):  # else the stock loop draws, and raises
             last = random_tokens(2, 1)[:, 0], torch.full((2,), 20)
             with torch.no_grad(), pytest.raises(RuntimeError, match=message):
-                model._offload.choose_tokens(cache, *last, options)
+                runtime_of(model).choose_tokens(cache, *last, options)
             assert cache.kv_lens == [20, 20]
     with pytest.raises(RuntimeError, match=r"non-finite|nan"):
         model.generate(prompt, max_new_tokens=3, do_sample=True)

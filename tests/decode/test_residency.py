@@ -11,6 +11,14 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load, small
+from cases.inside import (
+    allow_device_bytes,
+    decoder_of,
+    least_placement_of,
+    runtime_of,
+    states_of,
+    steps_of,
+)
 from cases.tiny_models import random_tokens
 
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -45,13 +53,13 @@ def test_all_on_the_gpu_is_exact(
 ) -> None:
     """Full attention's tokens; the CPU is asked nothing, and the policy keeps nothing."""
     model = load(tiny_folders["llama"], small(name), backend)
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     decoder.place(whole(3))
     for prompt_tokens in (200, 30):
         tokens = random_tokens(2, prompt_tokens)
         assert torch.equal(greedy(model, tokens, 40), greedy(full, tokens, 40))
-    assert not any(link.request_of for link in decoder._steps.links.values())
-    assert model._offload.stats.policy_host_bytes == 0
+    assert not any(link.request_of for link in steps_of(model).links.values())
+    assert runtime_of(model).stats.policy_host_bytes == 0
     assert decoder.attention.states.num_bytes == 0
 
 
@@ -93,8 +101,8 @@ def test_whole_layers_are_dense_there(
         )
     like = load(tiny_folders["llama"], with_dense_end(policy, last_layers), ("cpu", None))
     model = load(tiny_folders["llama"], policy, backend)
-    decoder = model._offload._decoder
-    places = np.array(decoder._least_placement().places)
+    decoder = decoder_of(model)
+    places = np.array(least_placement_of(model).places)
     places[3 - last_layers :] = Place.GPU
     decoder.place(HeadPlacement(places))
     for prompt_tokens in (200, 30):
@@ -108,7 +116,7 @@ def test_layers_that_come_back_to_the_cpu(
 ) -> None:
     """What the policy keeps is built then, of the layers that it has to, from all tokens."""
     model = load(tiny_folders["llama"], small(name), backend)
-    decoder, states = model._offload._decoder, model._offload.attention.states
+    decoder, states = decoder_of(model), states_of(model)
     cache = model.new_cache()
 
     def go_on(tokens: torch.Tensor) -> Any:
@@ -120,13 +128,13 @@ def test_layers_that_come_back_to_the_cpu(
 
     decoder.place(whole(3))
     assert go_on(random_tokens(1, 200)).built == frozenset()
-    places = np.array(decoder._least_placement().places)
+    places = np.array(least_placement_of(model).places)
     places[2] = Place.GPU
     decoder.place(HeadPlacement(places))
     arrays = go_on(random_tokens(1, 1))
     assert arrays.built == {1}
     first = arrays.layers[1]
-    decoder.place(decoder._least_placement())
+    decoder.place(least_placement_of(model))
     arrays = go_on(random_tokens(1, 1))
     assert arrays.built == {1, 2}
     assert all(arrays.layers[1][key] is first[key] for key in first)  # went on, as it was
@@ -140,7 +148,7 @@ def test_room_decides_when_a_generation_begins(
     """The chooser is asked with lengths and room; where its choice does not fit, it is asked again
     for less, in the middle of a generation, and full attention's tokens stay."""
     model = load(tiny_folders["llama"], "full", ("cpu", "inline"))
-    decoder, asked = model._offload._decoder, []
+    decoder, asked = decoder_of(model), []
     layer_bytes = model.kv_store.page_bytes  # of a page of each head
 
     def choose(now: HeadPlacement, num_sequences: int, kv_len: int, room: int) -> HeadPlacement:
@@ -149,7 +157,7 @@ def test_room_decides_when_a_generation_begins(
         return whole(min(3, room // (pages * layer_bytes)))
 
     decoder._choose = choose
-    decoder._device_budget_bytes = 3 * layer_bytes * 15
+    allow_device_bytes(model, 3 * layer_bytes * 15)
     tokens = random_tokens(1, 200)
     out = greedy(model, tokens, 40)
     assert torch.equal(out, greedy(full, tokens, 40))
@@ -182,7 +190,7 @@ def test_placements_that_change_while_it_generates(
     """Full attention's tokens, wherever heads are between any two steps of a batch."""
     rng = np.random.default_rng(seed)
     model = load(tiny_folders["llama"], "full", backend)
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     tokens = random_tokens(3, int(rng.integers(20, 120)))
     wanted = greedy(full, tokens, 24)
     cache, token, said = model.new_cache(), tokens.to(model.device), []

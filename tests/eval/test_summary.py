@@ -16,7 +16,7 @@ from offload.bench.eval.sample import Sample, string_match_all
 from offload.bench.eval.structured import FIELDS, STRUCTURED_TASKS, structured_samples
 from offload.bench.eval.summary import cell_rows, summaries
 from offload.bench.eval.words import NeedleWords, word_list
-from offload.cli.eval.options import policies_of
+from offload.cli.eval.options import Compared
 from offload.policies.registry import make_policy
 
 PROSE = ("It was a dark night. The rain fell in torrents! Who was there? " * 300).split()
@@ -156,7 +156,7 @@ def test_a_prompt_of_the_full_length_keeps_its_beginning(depth: int) -> None:
 
 
 def test_windows_shrink_with_the_budget() -> None:
-    policies = policies_of("quest,streaming_llm,full", "1024,128,32", [])
+    policies = Compared("quest,streaming_llm,full", "1024,128,32", []).policies()
     assert [label_of(policy) for policy in policies] == [
         "full",
         "quest 1024",
@@ -169,10 +169,10 @@ def test_windows_shrink_with_the_budget() -> None:
     quests = [policy for policy in policies if policy.name == "quest"]
     assert [policy.recent_tokens for policy in quests] == [64, 32, 8]
     assert [policy.sink_tokens for policy in quests] == [4, 4, 2]
-    (_, given) = policies_of("quest", "128", ["recent_tokens=20", "quest.page_tokens=8"])
+    (_, given) = Compared("quest", "128", ["recent_tokens=20", "quest.page_tokens=8"]).policies()
     assert given == make_policy("quest", budget_tokens=128, recent_tokens=20, page_tokens=8)
     assert label_of(given) == "quest 128 recent_tokens=20 page_tokens=8"
-    assert len(policies_of("quest", "128,128", ["recent_tokens=32,20"])) == 1 + 2
+    assert len(Compared("quest", "128,128", ["recent_tokens=32,20"]).policies()) == 1 + 2
 
 
 def test_words_are_those_of_wonderwords() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import greedy, load
+from cases.inside import decoder_of
 from cases.seeded import new_rng
 from cases.tiny_models import random_tokens
 
@@ -135,9 +136,9 @@ def test_steps_of_a_model(interpreter, tiny_folders, monkeypatch) -> None:
     model = load(tiny_folders["llama"], policy, ("cpu", "inline"))
     tokens = random_tokens(1, 90)
     expected = greedy(model, tokens, 10)
-    places = np.array(model._offload._decoder.placement.places)
+    places = np.array(decoder_of(model).placement.places)
     places[2] = Place.CODES
-    model._offload._decoder.place(HeadPlacement(places))
+    decoder_of(model).place(HeadPlacement(places))
     launched = []
     for name in ("publish", "append"):
         original = getattr(CodeLists, name)

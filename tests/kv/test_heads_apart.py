@@ -232,25 +232,6 @@ def test_forks_share_pages_and_copy_what_they_write_to() -> None:
     assert store.host_bytes_used == 0
 
 
-def test_rewrite_leaves_forks_what_they_have() -> None:
-    store = apart()
-    parent, contents = rewritten(store)
-    contents = write(store, parent, 3, contents)
-    child = store.fork(parent)
-    lens = LENS[::-1].copy()
-    other = random_contents(lens)
-    store.rewrite(child, lens, rows_of(other))
-    check(store, parent, contents)
-    check(store, child, other)
-    check_pages(store)
-    assert store.num_unshared_pages(parent) == LENS.sum() // PAGE_TOKENS + LAYERS * HEADS
-    contents = write(store, parent, 2, contents)
-    check(store, parent, contents)
-    store.free(parent)
-    check(store, child, other)
-    check_pages(store)
-
-
 def test_unshare_copies_pages_that_heads_have() -> None:
     store = apart()
     parent, contents = rewritten(store)

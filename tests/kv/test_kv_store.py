@@ -115,37 +115,6 @@ class TestLayout:
 
 
 class TestAppendAndGather:
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 5, 8, 19])
-    def test_round_trip(self, dtype, num_tokens):
-        store = make_store(dtype=dtype)
-        seq = store.new_sequence()
-        written = write_tokens(store, seq, num_tokens)
-        assert store.kv_len(seq) == num_tokens
-        assert_same(read_tokens(store, seq), written)
-
-    def test_prompt_in_slices_of_any_size(self):
-        store = make_store()
-        seq = store.new_sequence()
-        written = write_tokens(store, seq, 1)
-        for num_tokens in (2, 6, 4, 11, 3):
-            written = joined(written, write_tokens(store, seq, num_tokens))
-        assert_same(read_tokens(store, seq), written)
-
-    def test_batch_of_different_lengths(self):
-        store = make_store()
-        seqs = [store.new_sequence() for _ in range(3)]
-        lengths = [9, 0, 2]
-        store.reserve(seqs, lengths)
-        rows = [random_rows(n, store) for n in lengths]
-        for seq, keys in zip(seqs, rows, strict=True):
-            for layer_idx in range(LAYERS):
-                store.append(seq, layer_idx, keys, keys)
-        store.commit(seqs, lengths)
-        for seq, keys in zip(seqs, rows, strict=True):
-            assert store.kv_len(seq) == len(keys)
-            assert torch.equal(store.gather(seq, 2)[0], keys.transpose(0, 1))
-
     @pytest.mark.parametrize("start", range(6))
     @pytest.mark.parametrize("num_tokens", range(7))
     def test_any_range(self, start, num_tokens):
@@ -197,20 +166,6 @@ class TestAppendAndGather:
         assert torch.equal(store.gather(seq, 1)[0].transpose(0, 1), past[1][0])
         keys, _ = store.gather(seq, 1, stop=6)
         assert torch.equal(keys.transpose(0, 1), torch.cat([past[1][0], new]))
-
-    def test_committing_fewer_tokens_than_written(self):
-        # Speculative decoding: only some of the verified tokens are accepted.
-        store = make_store()
-        seq = store.new_sequence()
-        store.reserve([seq], [5])
-        rows = random_rows(5, store)
-        store.append(seq, 0, rows, rows)
-        store.commit([seq], [2])
-        replacement = random_rows(1, store)
-        store.append(seq, 0, replacement, replacement)
-        store.commit([seq], [1])
-        expected = torch.cat([rows[:2], replacement]).transpose(0, 1)
-        assert torch.equal(store.gather(seq, 0)[0], expected)
 
     def test_slabs_made_under_inference_mode_can_be_written_outside(self):
         store = make_store()

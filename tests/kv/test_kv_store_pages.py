@@ -11,7 +11,6 @@ from cases.kv_store_cases import (
     PAGE_TOKENS,
     assert_same,
     bytes_per_column,
-    joined,
     make_store,
     random_rows,
     read_tokens,
@@ -31,31 +30,6 @@ class TestSharing:
         write_tokens(store, parent, 1)
         none = random_rows(0, store)
         store.append(store.fork(parent), 0, none, none)
-
-    def test_fork_takes_no_memory_until_it_is_written_to(self):
-        store = make_store()
-        parent = store.new_sequence()
-        written = write_tokens(store, parent, 10)
-        used = store.host_bytes_used
-        child = store.fork(parent)
-        assert store.host_bytes_used == used
-        assert store.kv_len(child) == 10
-        tail = write_tokens(store, child, 1)
-        assert store.host_bytes_used == used + bytes_per_column(store)
-        assert_same(read_tokens(store, parent), written)
-        assert_same(read_tokens(store, child), joined(written, tail))
-        write_tokens(store, parent, 1)
-        assert store.host_bytes_used == used + bytes_per_column(store)
-        assert_same(read_tokens(store, child), joined(written, tail))
-
-    def test_fork_at_a_page_boundary_copies_nothing(self):
-        store = make_store()
-        parent = store.new_sequence()
-        write_tokens(store, parent, 2 * PAGE_TOKENS)
-        child = store.fork(parent)
-        write_tokens(store, child, 1)
-        assert store.host_bytes_used == 3 * bytes_per_column(store)
-        assert (store.page_table(parent)[:, :2] == store.page_table(child)[:, :2]).all()
 
     def test_fork_does_not_take_reserved_pages_and_ends_the_reservation(self):
         store = make_store()
@@ -80,32 +54,6 @@ class TestSharing:
         for beam in beams:
             assert_same(read_tokens(store, beam), written)
         assert len({int(store.page_table(beam)[0, 0]) for beam in beams}) == 4
-
-    def test_truncate_then_write_leaves_the_fork_alone(self):
-        store = make_store()
-        parent = store.new_sequence()
-        written = write_tokens(store, parent, 11)
-        child = store.fork(parent)
-        store.truncate(child, 6)
-        tail = write_tokens(store, child, 4)
-        assert_same(read_tokens(store, parent), written)
-        expected = joined([rows[:, :6] for rows in written], tail)
-        assert_same(read_tokens(store, child), expected)
-        # The other way round: the parent rewrites what the child still shares.
-        store.truncate(parent, 2)
-        write_tokens(store, parent, 1)
-        assert_same(read_tokens(store, child), expected)
-
-    def test_truncating_back_into_shared_pages_after_a_write_of_its_own(self):
-        store = make_store()
-        parent = store.new_sequence()
-        written = write_tokens(store, parent, 10)
-        child = store.fork(parent)
-        write_tokens(store, child, 3)
-        store.truncate(child, 5)
-        tail = write_tokens(store, child, 4)
-        assert_same(read_tokens(store, parent), written)
-        assert_same(read_tokens(store, child), joined([rows[:, :5] for rows in written], tail))
 
     def test_unshare_copies_what_a_fork_has_of_the_first_tokens(self):
         store = make_store()
@@ -135,37 +83,8 @@ class TestSharing:
         store.free(parent)
         store.append(child, 0, rows, rows, start=1)
 
-    def test_freeing_the_parent_keeps_the_child(self):
-        store = make_store()
-        parent = store.new_sequence()
-        written = write_tokens(store, parent, 10)
-        child = store.fork(store.fork(parent))
-        store.free(parent)
-        write_tokens(store, store.new_sequence(), 30)
-        assert_same(read_tokens(store, child), written)
-
-    def test_fork_of_an_empty_sequence(self):
-        store = make_store()
-        child = store.fork(store.new_sequence())
-        written = write_tokens(store, child, 2)
-        assert_same(read_tokens(store, child), written)
-
 
 class TestBudget:
-    def test_used_counts_pages_exactly(self):
-        store = make_store()
-        column = bytes_per_column(store)
-        seq = store.new_sequence()
-        assert store.host_bytes_used == store.host_bytes_reserved == 0
-        for num_tokens, columns in ((1, 1), (3, 1), (1, 2), (8, 4)):
-            write_tokens(store, seq, num_tokens)
-            assert store.host_bytes_used == columns * column
-        store.truncate(seq, 5)
-        assert store.host_bytes_used == 2 * column
-        store.free(seq)
-        assert store.host_bytes_used == store.num_sequences == 0
-        assert store.host_bytes_reserved == 1 << 16
-
     def test_reserve_is_all_or_nothing(self):
         column = bytes_per_column(make_store())
         store = make_store(host_budget_bytes=8 * column)
@@ -200,15 +119,6 @@ class TestBudget:
         with pytest.raises(HostBudgetError, match=message) as error:
             store.reserve([seq], [5 * 64])
         assert isinstance(error.value, MemoryError)
-
-    def test_freed_pages_are_used_again(self):
-        column = bytes_per_column(make_store())
-        store = make_store(host_budget_bytes=8 * column)
-        for _ in range(5):
-            seq = store.new_sequence()
-            written = write_tokens(store, seq, 8 * PAGE_TOKENS)
-            assert_same(read_tokens(store, seq), written)
-            store.free(seq)
 
     def test_the_last_slab_may_be_smaller(self):
         store = make_store(host_budget_bytes=(3 << 16) + 5000)

@@ -38,13 +38,6 @@ def test_is_an_instance_of_the_stock_class(offloaded_models: dict[str, Any]) -> 
     assert model.can_generate()
 
 
-def test_sharded_safetensors(tmp_path: Path) -> None:
-    stock = make_tiny_model("qwen2")
-    stock.save_pretrained(tmp_path, max_shard_size="200KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    torch.testing.assert_close(logits(load(tmp_path)), logits(stock), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_save_and_load(offloaded_models: dict[str, Any], tmp_path: Path, name: str) -> None:
     """Tied and untied weights come back the same, in a checkpoint without a trace of us."""

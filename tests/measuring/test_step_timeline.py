@@ -11,7 +11,7 @@ import torch
 from cases.seeded import new_rng
 
 from cpu_ops.trace import TraceEvent
-from offload.bench.pipeline.chrome_trace import chrome_trace, write_chrome_trace
+from offload.measuring.steps.chrome_trace import chrome_trace, write_chrome_trace
 from offload.measuring.steps.gpu_marks import START, GpuMarks
 from offload.measuring.steps.step_timeline import (
     SHARES,

@@ -42,13 +42,6 @@ def test_logits_with_a_past(model_pair: Pair) -> None:
     assert_close(torch.cat(got, dim=1), expected)
 
 
-def test_greedy_tokens(model_pair: Pair) -> None:
-    stock, offloaded = model_pair
-    tokens = random_tokens(1, 60)
-    expected = stock.generate(tokens, max_new_tokens=40, do_sample=False)
-    assert torch.equal(offloaded.generate(tokens, max_new_tokens=40, do_sample=False), expected)
-
-
 @pytest.mark.parametrize("padding", ["left", "right", "both"])
 def test_padded_batch_logits(model_pair: Pair, padding: str) -> None:
     stock, offloaded = model_pair
@@ -64,34 +57,6 @@ def test_padded_batch_logits(model_pair: Pair, padding: str) -> None:
         expected = stock(tokens, attention_mask=mask).logits
     got = offloaded(tokens, attention_mask=mask).logits
     assert_close(got[mask == 1], expected[mask == 1])
-
-
-def test_loss(model_pair: Pair) -> None:
-    stock, offloaded = model_pair
-    tokens = random_tokens(2, 40)
-    labels = tokens.clone()
-    labels[0, :10] = -100
-    with torch.no_grad():
-        expected = stock(tokens, labels=labels).loss
-    assert_close(offloaded(tokens, labels=labels).loss, expected)
-
-
-def test_input_embeddings(model_pair: Pair) -> None:
-    stock, offloaded = model_pair
-    tokens = random_tokens(2, 30)
-    embeds = stock.get_input_embeddings()(tokens).detach()
-    before = embeds.clone()
-    assert_close(offloaded(inputs_embeds=embeds).logits, offloaded(tokens).logits)
-    assert torch.equal(embeds, before)
-
-
-def test_positions_are_used(model_pair: Pair) -> None:
-    stock, offloaded = model_pair
-    tokens = random_tokens(2, 30)
-    positions = torch.arange(30)[None] * 2 + 7
-    with torch.no_grad():
-        expected = stock(tokens, position_ids=positions).logits
-    assert_close(offloaded(tokens, position_ids=positions).logits, expected)
 
 
 @pytest.mark.parametrize("keep", [1, 5, torch.tensor([0, 7, 29]), torch.tensor([[1, 2], [3, 4]])])

@@ -112,17 +112,6 @@ def test_backends(name: str, backend: tuple[str, str | None], tmp_path: Path) ->
         assert torch.equal(greedy(model, tokens, 24), greedy(stock, tokens, 24)), length
 
 
-def test_yarn_as_qwen_documents_it(tmp_path: Path) -> None:
-    """max_position_embeddings stays as it was."""
-    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    stock = make_tiny_model("qwen2", rope_scaling=scaling)
-    stock.save_pretrained(tmp_path)
-    model = OffloadedModel.from_pretrained(tmp_path, num_threads=1)
-    assert model.config.max_position_embeddings == 512
-    tokens = random_tokens(1, 700)
-    assert torch.equal(greedy(model, tokens, 24), greedy(stock, tokens, 24))
-
-
 def test_positions_that_are_extended_already() -> None:
     """Checkpoints with a new max_position_embeddings, and factors that say no more than it."""
     for name in ("yarn", "longrope"):

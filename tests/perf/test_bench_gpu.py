@@ -11,7 +11,6 @@ import pytest
 
 from perf.bench_gpu import PARTS, main
 from perf.tables.gpu_tables import (
-    gpu_batch_table,
     gpu_decode_table,
     gpu_overlap_table,
     gpu_prefill_table,
@@ -21,8 +20,7 @@ pytestmark = pytest.mark.slow
 
 TINY = ["--shape", "tiny", "--backend", "inline", "--kv-lens", "1200", "2400", "--steps", "14"]
 TINY += ["--repeats", "1", "--threads", "1", "--prefill-lengths", "1200", "1500"]
-TINY += ["--prefill-slice-tokens", "512", "--batch-kv-len", "1200", "--batch-size", "2"]
-TINY += ["--batch-distinct-layers", "2", "--handshake-kv-len", "600", "--commit", "a" * 40]
+TINY += ["--prefill-slice-tokens", "512", "--commit", "a" * 40]
 
 
 def run(folder: Path, only: str) -> dict[str, Any]:
@@ -46,9 +44,7 @@ def test_decode_and_peers(tmp_path: Path) -> None:
             ("all on the GPU, one graph", None),
         )
     ]
-    assert engines(results["peers"]) == [
-        ("transformers, KV on the GPU", None, kv_len) for kv_len in (1200, 2400)
-    ]
+    assert engines(results["peers"]) == [("transformers", None, kv_len) for kv_len in (1200, 2400)]
     assert results["decode"]["machine"]["commit"] == "a" * 40
     assert results["decode"]["settings"]["run"] == results["peers"]["settings"]["run"]
     row = results["decode"]["rows"][0]
@@ -72,40 +68,12 @@ def test_prefill(tmp_path: Path) -> None:
     assert "slices of 512 tokens" in table
 
 
-def test_batch(tmp_path: Path) -> None:
-    results = run(tmp_path, "batch")
-    assert [(row["engine"], row["batch_size"]) for row in results["batch"]["rows"]] == [
-        ("offload", 2),
-        ("all on the GPU, one graph", 2),
-    ]
-    assert "capped at 24.00 GiB" in gpu_batch_table(results)
-
-
-def test_handshake(tmp_path: Path) -> None:
-    rows = run(tmp_path, "handshake")["handshake"]["rows"]
-    assert [row["engine"] for row in rows] == ["null work on the CPU", "no handshake"]
-    assert rows[0]["host_layers"] == 2
-
-
-def test_smollm2(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
-    arguments = [*TINY, "--only", "smollm2", "--smollm2", str(tiny_folders["llama"])]
-    arguments += ["--smollm2-policies", "full,streaming_llm", "--smollm2-context", "300"]
-    arguments += ["--smollm2-tokens", "3", "--smollm2-dtype", "float32"]
-    assert main([*arguments, "--output", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "gpu-smollm2.json").read_text())["rows"]
-    assert [(row["policy"], row["same_tokens"], row["same"]) for row in rows] == [
-        ("full", 3, True),
-        ("streaming_llm", 3, True),
-    ]
-    assert rows[0]["context"] == 300
-
-
 def test_a_part_that_fails_does_not_take_the_others_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*TINY, "--only", "prefill,handshake", "--prefill-slice-tokens", "0"]
+    arguments = [*TINY, "--only", "prefill,peers", "--prefill-slice-tokens", "0"]
     assert main([*arguments, "--output", str(tmp_path)]) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["gpu-handshake.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu-peers.json"]
     assert "failed: prefill" in capsys.readouterr().out
 
 

@@ -16,9 +16,10 @@ from offload.bench.eval.record_file import RecordFile
 from offload.bench.eval.sample import Sample
 from offload.policies.state import PolicyStates
 from perf import bench_tradeoff
-from perf.plots import is_current, plot_tradeoff
-from perf.tables.tradeoff_tables import options_table, tradeoff_table
+from perf.plots import is_current
+from perf.tables.tradeoff_tables import in_short_table, options_table, tradeoff_table
 from perf.tradeoff import quality, speed
+from perf.tradeoff_plot import plot_tradeoff
 
 LABELS = ["full", "exact_topk 96", "lfps 96 alpha=0.4"]
 
@@ -250,6 +251,25 @@ def test_table_of_quality_and_speed() -> None:
     assert "22 prompts, read by a GPU, the mean of 10 tasks" in "\n".join(lines)
 
 
+def test_policies_in_short() -> None:
+    latency_row = {"num_threads": 1, "kv_len": 131072}
+    latency = {
+        "rows": [
+            latency_row | {"policy": "full", "all_layers_microseconds": 50.0},
+            latency_row | {"policy": "quest", "all_layers_microseconds": 10.0},
+        ]
+    }
+    found = result()
+    text = json.dumps(found).replace("quest 320", "quest 1024")
+    header, _, *lines = in_short_table(json.loads(text), latency).splitlines()
+    assert header.endswith(
+        "| difference to exact, 4K | ms, GPU, 4K | ms, CPU, 4K | CPU attention, 128K |"
+    )
+    quest = lines[1].strip("| ").split(" | ")
+    assert quest[:3] == ["`quest`", "70.0", "-10.0 (-15.0 … -5.0)"]
+    assert quest[-1] == "5.0\N{MULTIPLICATION SIGN}"
+
+
 def test_each_part_names_its_machine() -> None:
     found = result()
     of_speed = found["machine"] | {"commit": "abc"}
@@ -271,5 +291,6 @@ def test_plot(tmp_path: Path) -> None:
     plot_tradeoff(result(), path)
     text = path.read_text("utf-8")
     assert is_current(path, result())
-    assert all(f"<!-- {label} -->" in text for label in ("quest 320", "full", "transformers"))
+    assert all(f"<!-- {name}" in text for name in ("quest -->", "full -->", "transformers 20 ms"))
     assert "4,096 tokens, with a GPU" in text
+    assert "prefers-color-scheme:dark" in text

@@ -12,7 +12,6 @@ import pytest
 from perf import plots, report, results_file
 from perf.results_file import read_results, write_results
 from perf.tables.tables import (
-    attention_table,
     decode_plot,
     decode_table,
     prefill_table,
@@ -34,20 +33,6 @@ MACHINE: dict[str, Any] = {
 }
 
 
-def attention_row(kernel: str, microseconds: float, bandwidth: float) -> dict[str, Any]:
-    return {
-        "kernel": kernel,
-        "num_threads": 1,
-        "tokens": 2048,
-        "microseconds": microseconds,
-        "microseconds_p10": microseconds * 0.9,
-        "microseconds_p90": microseconds * 1.1,
-        "bandwidth": bandwidth,
-        "yardstick": "row gather" if kernel == "sparse" else "sequential read",
-        "yardstick_bandwidth": 20e9,
-    }
-
-
 def decode_row(engine: str, context: int, speed: float) -> dict[str, Any]:
     return {
         "engine": engine,
@@ -59,15 +44,6 @@ def decode_row(engine: str, context: int, speed: float) -> dict[str, Any]:
     }
 
 
-ATTENTION = {
-    "machine": MACHINE,
-    "settings": {"shape": "llama-3.1-8b", "kv_len": 131072, "dtype": "bfloat16", "repeats": 20},
-    "rows": [
-        attention_row("dense", 1000, 18e9),
-        attention_row("sparse", 50, 15e9),
-        attention_row("topk", 590, 15e9),
-    ],
-}
 DECODE = {
     "machine": MACHINE,
     "settings": {"model": "smollm2-135m-instruct", "threads": 2},
@@ -104,14 +80,6 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_attention_table_has_shares() -> None:
-    table = attention_table(ATTENTION)
-    assert "| dense | 1 | 2,048 | 1,000 ± 100 | 18.0 | 20.0 (sequential read) |" in table
-    assert "| 90% of the memory's |" in table
-    assert "| 75% of the memory's |" in table
-    assert "| 0.59 of dense's time |" in table
-
-
 def test_decode_table_has_ratios_of_one_run() -> None:
     table = decode_table(DECODE)
     assert "| offload exact_topk | 40.0 | 40.0 |" in table
@@ -133,7 +101,7 @@ def test_startup_table() -> None:
 
 
 def test_tables_name_machine_and_commit() -> None:
-    for table in (attention_table(ATTENTION), decode_table(DECODE), startup_table(STARTUP)):
+    for table in (decode_table(DECODE), startup_table(STARTUP)):
         assert "A CPU, 2 of 4 CPUs, 24 GiB, ISA avx2, no GPU" in table
         assert "commit 0123456789ab, 2026-01-01" in table
 
@@ -166,7 +134,7 @@ def test_gpu_tables_say_nothing_until_one_was_measured(results: Path) -> None:
 
 
 def test_unknown_sections_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown section 'decoding'; available: attention"):
+    with pytest.raises(ValueError, match="unknown section 'decoding'; available: decode"):
         report.render("<!-- perf:decoding -->\n<!-- /perf:decoding -->")
 
 

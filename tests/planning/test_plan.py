@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import greedy, small
+from cases.inside import decoder_of, runtime_of
 from cases.profile_cases import SMALL, machine_profile
 from cases.tiny_models import make_tiny_model, random_tokens, write_gguf
 
@@ -62,13 +63,13 @@ def test_the_decoder_takes_what_was_planned(
         page_tokens=16,
     )
     greedy(model, random_tokens(batch_size, tokens, seed=1), new)
-    runtime = model._offload
+    runtime = runtime_of(model)
     planned = planned_model(str(tiny_folders["llama"]), "float32")
     last = tokens + new - 1  # the last token has no KV
     work = Workload(planned.shape, policy, last, batch_size, torch.float32, page_tokens=16)
     counted = step_device_bytes(least_placement(work), work, device=None)
     names = ("KV of resident heads", "windows", "page tables")
-    assert sum(counted[name] for name in names) == runtime._decoder.device_bytes
+    assert sum(counted[name] for name in names) == decoder_of(model).device_bytes
     assert runtime.store.host_bytes_reserved == store_bytes(work)
     assert planned.weight_bytes == weight_bytes_of(model)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.inside import runtime_of
 from cases.profile_cases import SMALL, machine_profile, straight
 from cases.tiny_models import random_tokens
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from offload import OffloadedModel
 from offload.bench.eval.answers import attended_tokens
 from offload.cli import app
+from offload.cli.eval.options import Runs
 from offload.cli.eval.scored import Setup
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.planned_model import planned_model
@@ -87,7 +89,7 @@ def planned_us(folder: Path, policy: HardKV, tokens: int, profile: MachineProfil
 def test_no_step_attends_to_more_bytes(tiny_folders: dict[str, Path], inner: str) -> None:
     limit, steps = 45 * 1024 - 1, 6  # a token is 1,024 bytes in the four heads that select
     model = loaded(tiny_folders["llama"], hard_kv(inner, max_step_bytes=limit))
-    runtime = model._offload
+    runtime = runtime_of(model)
     shape = runtime.lean.shape
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (3, 2, 32)
     assert runtime.config.policy.budget_tokens == 44
@@ -135,7 +137,7 @@ def test_microseconds_hold_by_what_a_plan_says(
     assert least < most
     for limit in (least, least + 0.3 * (most - least), most - 1e-6, most):
         model = loaded(folder, replace(policy, max_step_us=limit))
-        tokens = model._offload.config.policy.max_tokens
+        tokens = runtime_of(model).config.policy.max_tokens
         assert planned_us(folder, policy, tokens, profile) <= limit
         assert tokens == 64 or planned_us(folder, policy, tokens + 1, profile) > limit
     few = r"max_step_us=.* is less than the .* us that a step of one sequence of 512 tokens is pred"
@@ -161,9 +163,9 @@ def test_candidates_are_named_for_the_cap(tiny_folders: dict[str, Path]) -> None
     for cap in (24, 60):
         model = loaded(tiny_folders["llama"], policy.with_max_tokens(cap))
         cache = model(tokens, use_cache=True).past_key_values
-        model._offload.attention.start_profile()
+        runtime_of(model).attention.start_profile()
         model(tokens[:, :1], past_key_values=cache, use_cache=True)
-        count = attended_tokens(model._offload, 1, "scored_tokens") or 0.0
+        count = attended_tokens(runtime_of(model), 1, "scored_tokens") or 0.0
         scored.append(6 / 4 * count)  # of the four heads that select
     assert scored == pytest.approx([20 + 3 * 4, 20 + 3 * 40])  # sinks and recent window, too
 
@@ -293,7 +295,7 @@ def test_generate_takes_it(tiny_folders: dict[str, Path], monkeypatch: pytest.Mo
 
     def keeping(*arguments: Any, **options: Any) -> Any:
         model = load(*arguments, **options)
-        caps.append(model._offload.attention.policy.budget_tokens)
+        caps.append(runtime_of(model).attention.policy.budget_tokens)
         return model
 
     monkeypatch.setattr(OffloadedModel, "from_pretrained", keeping)
@@ -312,8 +314,7 @@ def test_generate_takes_it(tiny_folders: dict[str, Path], monkeypatch: pytest.Mo
 
 def test_evaluations_name_the_tokens(tiny_folders: dict[str, Path]) -> None:
     policies = [Full(), hard_kv(max_step_bytes="40KiB")]
-    setup = Setup(
-        str(tiny_folders["llama"]), policies, [], "float32", "cpu", 1, page_tokens=64, verbose=False
-    )
+    runs = Runs("float32", "cpu", threads=1, page_tokens=64)
+    setup = Setup(str(tiny_folders["llama"]), policies, [], runs, verbose=False)
     options = setup.described()["policies"][setup.labels[1]]
     assert (options["max_tokens"], options["max_step_bytes"]) == (40, None)

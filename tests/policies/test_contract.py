@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import kernel_references as reference
 from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
@@ -25,13 +26,6 @@ SELECTING = [
 # Of what is no more than the budget they choose everything.
 TAKES_ALL = ("exact_topk", "hard_kv", "quest", "sketch", "lychee_cluster")
 GROUP_SIZE = 3
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
 
 
 def small(name: str, **options: int) -> Policy:
@@ -56,25 +50,17 @@ def run(cache: Cache, policy: Policy, pool: WorkerPool, queries: torch.Tensor, k
     return out, lse, [flat[i : i + heads] for i in range(0, len(flat), heads)]
 
 
-def reference_of(cache: Cache, queries: torch.Tensor, kv_len: int, selection=None):
-    return reference.attention(
-        queries.double().numpy().reshape(-1, cache.store.head_dim),
-        cache.keys[:, :kv_len],
-        cache.values[:, :kv_len],
-        sm_scale=cache.store.head_dim**-0.5,
-        selection=selection,
-    )
-
-
 def make_case(dtype: torch.dtype, kv_len: int, rows: int = 1) -> tuple[Cache, torch.Tensor]:
     rng = new_rng()
     cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16)
     return cache, random_queries(rng, rows, 2 * GROUP_SIZE, 64, dtype)
 
 
-@pytest.mark.parametrize("name", available_policies())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_len", [1, 4, 12, 47, 48])
+@pytest.mark.parametrize(
+    ("name", "dtype", "kv_len"),
+    pairwise(available_policies(), DTYPES, [1, 4, 12, 47, 48]),
+    ids=str,
+)
 def test_up_to_the_budget_it_is_full_attention(name, dtype, kv_len, pool):
     cache, queries = make_case(dtype, kv_len)
     out, lse, selection = run(cache, small(name), pool, queries, [kv_len])
@@ -82,7 +68,7 @@ def test_up_to_the_budget_it_is_full_attention(name, dtype, kv_len, pool):
     np.testing.assert_array_equal(out, full_out)
     np.testing.assert_array_equal(lse, full_lse)
     assert all(len(tokens) == 0 for tokens in selection[0])
-    expected, _, _ = reference_of(cache, queries, kv_len)
+    expected, _, _ = cache.expected(queries, kv_len)
     assert relative_error(out[0], expected) < TOLERANCE[dtype]
 
 
@@ -96,9 +82,11 @@ def test_a_full_budget_is_full_attention(name, dtype, pool):
     np.testing.assert_array_equal(lse, full_lse)
 
 
-@pytest.mark.parametrize("name", SELECTING)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_len", [49, 50, 255, 256, 257, 1027])
+@pytest.mark.parametrize(
+    ("name", "dtype", "kv_len"),
+    pairwise(SELECTING, DTYPES, [49, 50, 255, 256, 257, 1027]),
+    ids=str,
+)
 def test_selection(name, dtype, kv_len, pool):
     """Sorted, unique, in range, within the budget, sinks and recent tokens in it; and attended."""
     policy = small(name)
@@ -113,7 +101,7 @@ def test_selection(name, dtype, kv_len, pool):
         assert list(tokens[: policy.sink_tokens]) == list(range(policy.sink_tokens))
         recent = range(kv_len - policy.recent_tokens, kv_len)
         assert list(tokens[-policy.recent_tokens :]) == list(recent)
-    expected, expected_lse, _ = reference_of(cache, queries, kv_len, selection[0])
+    expected, expected_lse, _ = cache.expected(queries, kv_len, selection[0])
     assert relative_error(out[0], expected) < TOLERANCE[dtype]
     np.testing.assert_allclose(lse[0], expected_lse, atol=2e-4)
 
@@ -128,9 +116,9 @@ def test_dense_until_is_not_the_budget(name, dense_until, pool):
         out, _, selection = run(cache, policy, pool, queries, [kv_len])
         assert any(len(tokens) for tokens in selection[0]) == (kv_len > policy.dense_tokens)
         if kv_len <= policy.dense_tokens:
-            expected, _, _ = reference_of(cache, queries, kv_len)
+            expected, _, _ = cache.expected(queries, kv_len)
         else:
-            expected, _, _ = reference_of(cache, queries, kv_len, selection[0])
+            expected, _, _ = cache.expected(queries, kv_len, selection[0])
         assert relative_error(out[0], expected) < TOLERANCE[torch.float32]
         for tokens in selection[0]:
             assert len(tokens) <= min(kv_len, policy.budget_tokens)
@@ -180,7 +168,7 @@ def test_dense_layers_attend_to_everything(name, pool):
     cache, queries = make_case(torch.float32, 300)
     out, _, selection = run(cache, small(name, dense_layers=2), pool, queries, [300])
     assert all(len(tokens) == 0 for tokens in selection[0])
-    expected, _, _ = reference_of(cache, queries, 300)
+    expected, _, _ = cache.expected(queries, 300)
     assert relative_error(out[0], expected) < TOLERANCE[torch.float32]
     _, _, selection = run(cache, small(name, dense_layers=1), pool, queries, [300])
     assert all(len(tokens) > 0 for tokens in selection[0])
@@ -209,7 +197,7 @@ def test_exact_topk_keeps_the_largest_weights(dtype, kv_len, pool):
     policy = ExactTopK(budget_tokens=48, sink_tokens=4, recent_tokens=8, dense_layers=0)
     cache, queries = make_case(dtype, kv_len)
     _, _, selection = run(cache, policy, pool, queries, [kv_len])
-    _, _, weights = reference_of(cache, queries, kv_len)
+    _, _, weights = cache.expected(queries, kv_len)
     for head, tokens in enumerate(selection[0]):
         importance = sum(weights[head * GROUP_SIZE : (head + 1) * GROUP_SIZE])
         best = 4 + reference.top_k(importance[4 : kv_len - 8], 48 - 12)

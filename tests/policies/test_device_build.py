@@ -15,7 +15,6 @@ from cases.seeded import new_rng
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_ops import clustering
-from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.chunk_clusters import chunk_boxes
 from offload.decode.attention import DecodeAttention
 from offload.policies.layer_state import BuildContext, State
@@ -36,13 +35,6 @@ DEVICES = [
         ],
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
 
 
 def topical(rng: np.random.Generator, kv_len: int, head_dim: int, num_topics: int = 20) -> Any:

@@ -16,13 +16,6 @@ LAYERS, KV_HEADS, HEADS, HEAD_DIM = 2, 2, 6, 32
 TOKENS = 400
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 class World:
     """One sequence of given keys, values and queries."""
 

@@ -28,13 +28,6 @@ LISTS = StateLayout(candidates=np.int32)
 read_lists = LISTS.read
 
 
-@pytest.fixture(scope="module")
-def pool() -> Any:
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 class CustomState(LayerState):
     layout = LISTS
 

@@ -37,13 +37,6 @@ FIRST, LAST = SMALL["sink_tokens"], SMALL["recent_tokens"]
 INNER = ("exact_topk", "sketch", "lfps", "lychee_cluster", "union", "per_head")
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 def world_of(policy: Policy, pool: WorkerPool, shape: Shape = SHAPE) -> World:
     """The same sequences and queries under any policy."""
     world = World.random(new_rng(), shape, policy, pool, KV_LENS)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.inside import runtime_of
 from cases.seeded import new_rng
 from cases.tiny_models import make_tiny_model, random_tokens
 
@@ -269,7 +270,7 @@ def test_measured_mass_is_that_of_the_stock_model(name, stock_models, offloaded_
     """Eager attention weights of transformers, summed over the tokens each layer finds."""
     tokens = random_tokens(300)  # of which the last 18 give way to a repetition
     tokens[282:] = tokens[70:88]
-    calibration = observe_heads(offloaded_models[name]._offload.lean, tokens)
+    calibration = observe_heads(runtime_of(offloaded_models[name]).lean, tokens)
     stock = stock_models[name]
     stock.set_attn_implementation("eager")
     with torch.no_grad():
@@ -298,7 +299,7 @@ def test_measured_mass_is_that_of_the_stock_model(name, stock_models, offloaded_
 
 
 def calibrate_roles(model: Any, input_ids: torch.Tensor, **options: Any) -> HeadRoles:
-    lean = model._offload.lean
+    lean = runtime_of(model).lean
     model_type, head_dim = model.config.model_type, lean.shape.head_dim
     calibration = observe_heads(lean, input_ids)
     return roles_from(calibration, model_type=model_type, head_dim=head_dim, **options)
@@ -343,7 +344,7 @@ def calibrated(policy, model, tokenizer):
         loads.append(1)
         return tokenizer
 
-    lean = model._offload.lean
+    lean = runtime_of(model).lean
     made = policy.calibration.learn(lambda: lean, "llama", load, lambda: "tiny-llama")
     return made, len(loads)
 
@@ -365,7 +366,7 @@ def test_policies_without_roles_get_them(
     assert "lychee_decode has no head_roles: calibration on 512 tokens of the stand" in caplog.text
     assert made.head_roles.checkpoint == "tiny-llama"
     expected = roles_from(
-        observe_heads(model._offload.lean, calibration_tokens(tokenizer, 512)),
+        observe_heads(runtime_of(model).lean, calibration_tokens(tokenizer, 512)),
         model_type="llama",
         head_dim=32,
         retrieval_heads=3,

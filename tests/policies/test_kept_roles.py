@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.inside import runtime_of
 
 from offload.loading.gguf import EMBEDDED_MODEL, LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
@@ -123,7 +124,7 @@ def test_a_write_that_fails_leaves_nothing(cache: Path, monkeypatch: Any, caplog
 @pytest.mark.usefixtures("cache")
 def test_a_policy_calibrates_once(offloaded_models: Any, tokenizer: Any, monkeypatch: Any) -> None:
     """The next one of the same checkpoint and options takes what it found."""
-    lean = offloaded_models["llama"]._offload.lean
+    lean = runtime_of(offloaded_models["llama"]).lean
     lean = replace(lean, shape=replace(lean.shape, max_context=4096))
     runs = []
 
@@ -154,7 +155,7 @@ def test_lychee_decode_calibrates_once(
     offloaded_models: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And says so; a plan, and a policy with lychee_decode inside, take what it found."""
-    lean = offloaded_models["llama"]._offload.lean
+    lean = runtime_of(offloaded_models["llama"]).lean
 
     def lines(policy: Policy, checkpoint: str = "0123") -> tuple[Policy, int]:
         caplog.clear()
@@ -209,7 +210,7 @@ def test_a_calibration_finds_what_is_shipped(name: str) -> None:
     """But for heads whose mass is about that of the next one: rounding differs between machines."""
     from offload import OffloadedModel
 
-    lean = OffloadedModel.from_pretrained(name, policy="full")._offload.lean
+    lean = runtime_of(OffloadedModel.from_pretrained(name, policy="full")).lean
     mass = mean_lookup_mass(lean, load_tokenizer(name), 2048)
     roles = HeadRoles.load(kept._of_package("per_head") / f"{name}-11-after-2.json").array
     least = np.sort(mass[2:], axis=None)[-11]

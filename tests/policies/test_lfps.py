@@ -366,14 +366,6 @@ def test_no_recorded_queries_is_an_error(pool):
         run.step()
 
 
-def test_nan_in_the_query_is_an_error(pool):
-    text = Text(300)
-    text.queries[250, 4, 3] = float("nan")
-    run = Run(policy_of(), pool, text, 250)
-    with pytest.raises(RuntimeError, match="non-finite attention in layer 0, query row 0"):
-        run.step()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

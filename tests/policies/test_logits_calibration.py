@@ -35,13 +35,6 @@ FIRST, LAST = SMALL["sink_tokens"], SMALL["recent_tokens"]
 OPTIONS: dict[str, Any] = SMALL | {"budget_tokens": 100}
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99])
 def test_what_exact_attention_needs(top_p):
     rng, n, group, kv_len = new_rng(), 6, 2, 90

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from cases.inside import runtime_of
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload import OffloadedModel
@@ -49,7 +50,7 @@ def test_answers_repeat_facts_that_stand_afar(tokenizer, num_tokens):
 def test_mass_is_that_of_the_stock_model(name, stock_models, offloaded_models):
     tokens = random_tokens(300)
     lookups = [LookUp(range(250, 255), range(40, 45)), LookUp(range(280, 283), range(100, 103))]
-    mass = lookup_mass(offloaded_models[name]._offload.lean, tokens, lookups)
+    mass = lookup_mass(runtime_of(offloaded_models[name]).lean, tokens, lookups)
     stock = stock_models[name]
     stock.set_attn_implementation("eager")
     with torch.no_grad():
@@ -67,7 +68,7 @@ def test_mass_is_that_of_the_stock_model(name, stock_models, offloaded_models):
 
 def test_the_heads_that_look_most_are_chosen(monkeypatch, offloaded_models, tokenizer, caplog):
     """After the dense layers, as many as asked for."""
-    lean = offloaded_models["llama"]._offload.lean
+    lean = runtime_of(offloaded_models["llama"]).lean
     lean = replace(lean, shape=replace(lean.shape, max_context=4096))
     mass = np.array([[0.9, 0.8], [0.1, 0.3], [0.4, 0.0]])
     monkeypatch.setattr("offload.policies.per_head.calibration.lookup_mass", lambda *_: mass)
@@ -79,7 +80,7 @@ def test_the_heads_that_look_most_are_chosen(monkeypatch, offloaded_models, toke
 
 
 def calibrated(policy, model, tokenizer):
-    lean = model._offload.lean
+    lean = runtime_of(model).lean
     return policy.calibration.learn(lambda: lean, "llama", lambda: tokenizer, lambda: "tiny-llama")
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, LycheeIndex, Stream, check_index
 
-from cpu_ops.worker_pool import WorkerPool
 from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.index import grow_index
 from offload.policies.lychee_cluster.layout import STATE
@@ -24,13 +23,6 @@ DEFAULT = LycheeCluster(
 PAPER = replace(DEFAULT, paper=True, min_chunk_tokens=8, max_chunk_tokens=16)
 SMALL = replace(DEFAULT, least_candidates=0)
 FEW_RANKED = replace(SMALL, ranked_chunks=30)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

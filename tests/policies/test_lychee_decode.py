@@ -7,11 +7,16 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases.attention_cases import Cache, random_queries
-from cases.reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
+from cases.reuse_cases import (
+    GROUP_SIZE,
+    NUM_LAYERS,
+    check_top_k,
+    importance_of,
+    make_case,
+    step_through,
+)
 from cases.seeded import new_rng
 
-from cpu_ops.worker_pool import WorkerPool
 from offload.policies import LycheeDecode
 from offload.policies.base import RETRIEVE, REUSE
 from offload.policies.head_roles import HeadRoles, default_retrieval_heads
@@ -19,21 +24,8 @@ from offload.policies.lychee_decode.policy import enough_for_share
 from offload.policies.registry import make_policy
 
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
-NUM_LAYERS, NUM_KV_HEADS = 6, 2
+NUM_KV_HEADS = 2
 ROLES = np.array([[1, 1], [0, 1], [0, 0], [1, 0], [0, 0], [0, 1]], bool)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
-def make_case(dtype=torch.float32, kv_len=400, rows=1) -> tuple[Cache, list[torch.Tensor]]:
-    rng = new_rng()
-    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, num_layers=NUM_LAYERS)
-    return cache, [random_queries(rng, rows, 2 * GROUP_SIZE, 64, dtype) for _ in range(NUM_LAYERS)]
 
 
 def head_roles(retrieval: np.ndarray = ROLES, head_dim: int = 64) -> HeadRoles:

@@ -34,13 +34,6 @@ MIXED = np.array([[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 0]], bool)
 KV_LENS = [300, 40, 130]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 def per_head(retrieves: np.ndarray, head_dim: int = 32, **options: Any) -> PerHead:
     """With these retrieval heads, however many."""
     policy = make_policy("per_head", **{**SMALL, **options})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import small
+from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
@@ -57,7 +58,7 @@ def test_a_prompt_below_the_budget_grows_beyond_it(model):
     out = greedy(model, random_tokens(1, 9), 120)
     assert out.shape == (1, 129)
     assert model.kv_store.num_sequences == 0
-    assert model._offload.attention.states.num_bytes == 0
+    assert states_of(model).num_bytes == 0
 
 
 def test_queries_are_kept_in_native_steps(folder):
@@ -65,7 +66,7 @@ def test_queries_are_kept_in_native_steps(folder):
     kept, texts = [], []
     for one_by_one in (False, True):
         model = load(folder, small("lfps", 96))
-        attention = model._offload.attention
+        attention = runtime_of(model).attention
         if one_by_one:
             attention.on_attended = lambda *_: None
         cache = model.new_cache()
@@ -144,14 +145,3 @@ def test_a_cut_cache_goes_on(model):
     assert torch.isfinite(short).all()
     exact = model(torch.cat([tokens[:, :40], fed[:, :1]], 1)).logits[:, -1:]
     torch.testing.assert_close(full, exact, rtol=1e-4, atol=1e-4)
-
-
-def test_an_empty_prompt_is_refused(model):
-    with pytest.raises(ValueError, match="input_ids"):
-        model(torch.zeros(1, 0, dtype=torch.long))
-
-
-def test_generation_beyond_the_positions_is_refused(model):
-    with pytest.raises(ValueError, match="a context of 519 tokens exceeds the 512 tokens"):
-        greedy(model, random_tokens(1, 420), 100)
-    assert model.kv_store.num_sequences == 0

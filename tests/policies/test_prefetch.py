@@ -23,13 +23,6 @@ POLICY = LycheeCluster(
 )
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 @numba.njit
 def _fetch(address: Any, num_bytes: Any) -> None:
     prefetch(address, num_bytes)

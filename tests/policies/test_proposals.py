@@ -113,16 +113,6 @@ def make_case(kv_len: int, dtype: torch.dtype = torch.float32, rows: int = 1):
     return cache, random_queries(rng, rows, 2 * GROUP_SIZE, HEAD_DIM, dtype)
 
 
-def expected_of(cache: Cache, queries: torch.Tensor, kv_len: int, selection=None):
-    return reference.attention(
-        queries.double().numpy().reshape(-1, HEAD_DIM),
-        cache.keys[:, :kv_len],
-        cache.values[:, :kv_len],
-        sm_scale=HEAD_DIM**-0.5,
-        selection=selection,
-    )
-
-
 def thirds(kv_len: int) -> np.ndarray:
     return np.array([t for t in range(3, kv_len - 7) if t % 3 == 0])
 
@@ -135,7 +125,7 @@ def test_the_heaviest_candidates_are_attended(kv_len, dtype, pool):
     out, lse = attend(attention, [cache.seq], [kv_len], queries)
     selection = [np.array(tokens) for tokens in attention.last_selection()]
     considered = np.concatenate([np.arange(3), thirds(kv_len), np.arange(kv_len - 7, kv_len)])
-    _, _, weights = expected_of(cache, queries, kv_len, [considered] * 2)
+    _, _, weights = cache.expected(queries, kv_len, [considered] * 2)
     for head, tokens in enumerate(selection):
         importance = sum(weights[head * GROUP_SIZE : (head + 1) * GROUP_SIZE])[3:-7]
         best = thirds(kv_len)[reference.top_k(importance, 30)]
@@ -145,7 +135,7 @@ def test_the_heaviest_candidates_are_attended(kv_len, dtype, pool):
         missed = sorted(of_token[t] for t in set(best.tolist()) - set(tokens[3:-7].tolist()))
         instead = sorted(of_token[t] for t in set(tokens[3:-7].tolist()) - set(best.tolist()))
         np.testing.assert_allclose(instead, missed, rtol=1e-4)
-    expected, expected_lse, _ = expected_of(cache, queries, kv_len, selection)
+    expected, expected_lse, _ = cache.expected(queries, kv_len, selection)
     assert relative_error(out[0], expected) < TOLERANCE[dtype]
     np.testing.assert_allclose(lse[0], expected_lse, atol=2e-3)
 
@@ -156,7 +146,7 @@ def test_select_chooses_positions_among_the_candidates(pool):
     out, _ = attend(attention, [cache.seq], [500], queries)
     wanted = [0, 1, 2, *thirds(500)[:30].tolist(), *range(493, 500)]
     assert attention.last_selection() == [wanted, wanted]
-    expected, _, _ = expected_of(cache, queries, 500, [np.array(wanted)] * 2)
+    expected, _, _ = cache.expected(queries, 500, [np.array(wanted)] * 2)
     assert relative_error(out[0], expected) < TOLERANCE[torch.float32]
 
 
@@ -170,7 +160,7 @@ def test_a_policy_may_answer_for_a_unit(pool):
     rows = out[0].reshape(-1, HEAD_DIM)
     assert (rows[GROUP_SIZE:] == 1).all()
     assert (lse[0][GROUP_SIZE:] == 500).all()
-    expected, _, _ = expected_of(cache, queries, 500, [np.array(selection[0]), np.arange(9)])
+    expected, _, _ = cache.expected(queries, 500, [np.array(selection[0]), np.arange(9)])
     assert relative_error(rows[:GROUP_SIZE], expected[:GROUP_SIZE]) < TOLERANCE[torch.float32]
     appended = attention.states.arrays_of(cache.seq).layers[1]["appended"]
     assert appended[:3].tolist() == [1, 1, 0]  # answered units are told of new tokens too

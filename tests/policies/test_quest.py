@@ -5,11 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from cases.attention_cases import (
+    TOLERANCE,
+    Cache,
+    attend,
+    grow_by_one,
+    random_queries,
+    relative_error,
+)
 from cases.seeded import new_rng
 
-from cpu_ops.worker_pool import WorkerPool
-from offload.decode.attention import DecodeAttention
 from offload.policies import Quest
 from offload.policies.key_bounds import page_bounds, split_query
 from offload.policies.layer_state import BuildContext, State
@@ -20,13 +25,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}
 GROUP_SIZE = 3
 ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # of scores
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
 
 
 def make_case(dtype=torch.float32, kv_len=600, **options) -> tuple[Cache, torch.Tensor]:
@@ -205,18 +203,6 @@ def test_a_budget_below_the_loose_tokens(pool):
     attention = cache.attention(pool, GROUP_SIZE, policy)
     attend(attention, [cache.seq], [67], queries[:1])
     assert attention.last_selection() == [[0, 1, 2, 3, *range(59, 67)]] * 2
-
-
-def grow_by_one(cache: Cache, attention: DecodeAttention, query, key, value, seq=None):
-    """A decode step of one new token: its selection, after it has entered the store."""
-    seq = cache.seq if seq is None else seq
-    kv_len = cache.store.kv_len(seq) + 1
-    cache.store.reserve([seq], [1])
-    for layer_idx in range(2):
-        cache.store.append(seq, layer_idx, key[None], value[None])
-    attend(attention, [seq], [kv_len], query)
-    cache.store.commit([seq], [1])
-    return attention.last_selection()
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])

@@ -20,13 +20,6 @@ OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 30, "dense_la
 POLICY = Quest(**OPTIONS, chunks=True)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 def starts_of(stream: Stream) -> np.ndarray:
     """Of the chunks that have bounds, and the end of the last."""
     arrays = stream.attention.states.arrays_of(stream.seq).layers[0]

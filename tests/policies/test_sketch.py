@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases.attention_cases import Cache, attend, random_queries
+from cases.attention_cases import Cache, attend, grow_by_one, random_queries
 from cases.seeded import new_rng
 
 from cpu_ops.codes import CODE_BLOCK
 from cpu_ops.worker_pool import WorkerPool
-from offload.decode.attention import DecodeAttention
 from offload.policies import Sketch
 from offload.policies.layer_state import BuildContext, State
 from offload.policies.registry import make_policy
@@ -20,13 +19,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}
 GROUP_SIZE = 3
 HEAD_DIMS = [16, 48, 64, 80, 96, 128, 192, 256]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
 
 
 def make_case(dtype=torch.float32, kv_len=600, **options) -> tuple[Cache, torch.Tensor]:
@@ -178,18 +170,6 @@ def test_workers_share_what_is_long(name, pool):
     alone.close()
     assert found[0][0] == found[1][0]
     np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
-
-
-def grow_by_one(cache: Cache, attention: DecodeAttention, query, key, value, seq=None):
-    """A decode step of one new token: its selection, after it has entered the store."""
-    seq = cache.seq if seq is None else seq
-    kv_len = cache.store.kv_len(seq) + 1
-    cache.store.reserve([seq], [1])
-    for layer_idx in range(2):
-        cache.store.append(seq, layer_idx, key[None], value[None])
-    attend(attention, [seq], [kv_len], query)
-    cache.store.commit([seq], [1])
-    return attention.last_selection()
 
 
 def check_codes(policy: Sketch, cache: Cache, arrays: State, seq: int, pool: WorkerPool) -> None:

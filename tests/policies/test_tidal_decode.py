@@ -8,11 +8,15 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from cases.attention_cases import Cache, random_queries
-from cases.reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
-from cases.seeded import new_rng
+from cases.reuse_cases import (
+    GROUP_SIZE,
+    NUM_LAYERS,
+    check_top_k,
+    importance_of,
+    make_case,
+    step_through,
+)
 
-from cpu_ops.worker_pool import WorkerPool
 from offload.policies import ExactTopK, Full, LycheeDecode, Quest, StreamingLLM, TidalDecode
 from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, SparsePolicy
 from offload.policies.callback import Callback, callback, read_context, view_float32
@@ -20,20 +24,6 @@ from offload.policies.registry import make_policy
 from offload.policies.tidal_decode import default_select_layers
 
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8, "dense_layers": 1}
-NUM_LAYERS = 6
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
-def make_case(dtype=torch.float32, kv_len=400, rows=1) -> tuple[Cache, list[torch.Tensor]]:
-    rng = new_rng()
-    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, num_layers=NUM_LAYERS)
-    return cache, [random_queries(rng, rows, 2 * GROUP_SIZE, 64, dtype) for _ in range(NUM_LAYERS)]
 
 
 def roles_by_layer(policy: TidalDecode, num_layers: int, num_units: int = 2) -> list[int]:

@@ -34,13 +34,6 @@ def small(name):
     return replace(policy, least_candidates=0) if name == "lychee_cluster" else policy
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
-
-
 def worlds(policies: list[Policy], pool: WorkerPool) -> list[World]:
     """The same sequences and queries under each policy."""
     made = []

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import small
+from cases.inside import decoder_of, runtime_of
 from cases.profile_cases import SMALL, device_profile, machine_profile
 from cases.tiny_models import make_tiny_model
 
@@ -64,7 +65,7 @@ def test_the_decoder_gets_the_placement(tiny_folders: dict[str, Path]) -> None:
     places = HeadPlacement.from_text("GG\n..\n..")
     options = {"dtype": "float32", "backend": "inline", "num_threads": 1, "policy": policy}
     model = OffloadedModel.from_pretrained(tiny_folders["llama"], placement=places, **options)
-    assert model._offload._decoder.placement == places
+    assert decoder_of(model).placement == places
     with pytest.raises(ValueError, match="head 0 of layer 1 cannot be placed GPU"):
         OffloadedModel.from_pretrained(
             tiny_folders["llama"], placement=HeadPlacement.from_text("GG\nG.\n.."), **options
@@ -127,7 +128,7 @@ def test_a_plan_of_a_policy_that_is_calibrated_when_it_is_loaded(
     plan.check_policy(policy, 6)
     options = {"dtype": "float32", "backend": "inline", "num_threads": 1, "policy": policy}
     model = OffloadedModel.from_pretrained(tmp_path, placement=plan, **options)
-    assert model._offload._decoder.placement == HeadPlacement.from_text("GG\n.G\n..")
+    assert decoder_of(model).placement == HeadPlacement.from_text("GG\n.G\n..")
 
 
 def chooser(policy: Policy, profile: MachineProfile | None = None) -> Chooser:
@@ -217,6 +218,6 @@ def test_no_choice_without_a_gpu(tiny_folders: dict[str, Path]) -> None:
     model = OffloadedModel.from_pretrained(
         tiny_folders["llama"], policy=small("lychee_decode"), backend="inline", num_threads=1
     )
-    assert model._offload._decoder._choose is None
-    runtime, rooms = model._offload, {"host_kv_bytes": 2**30, "device_kv_bytes": 2**30}
+    assert decoder_of(model)._choose is None
+    runtime, rooms = runtime_of(model), {"host_kv_bytes": 2**30, "device_kv_bytes": 2**30}
     assert placement_for(runtime.config, runtime.lean, None, dtype=torch.float32, **rooms) is None

@@ -153,11 +153,8 @@ def measured(scales: dict[int, float]) -> MachineProfile:
     ("scales", "tokens"),
     [
         ({}, 8192),  # lychee_cluster was not measured
-        ({4096: 0.01}, 4096 * 3 // 4),  # a length is measured up to the next power of two
-        ({2048: 0.01, 4096: 0.01}, 1536),
         ({2048: 0.01, 4096: 100.0}, 8192),
-        ({2048: 100.0, 4096: 0.01}, 3072),
-        ({4096: 100.0, 8192: 100.0}, 12288),
+        ({2048: 100.0, 4096: 0.01}, 3072),  # a length is measured up to the next power of two
         ({16384: 100.0}, 24576),
         ({65536: 100.0}, CONTEXT),  # never faster: 65,536 stands for all that is longer
     ],

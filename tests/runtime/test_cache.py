@@ -1,4 +1,4 @@
-"""OffloadedCache: what transformers does to a cache, and when its memory comes back."""
+"""OffloadedCache, beyond test_cache_properties.py: what is refused, and when memory comes back."""
 
 from __future__ import annotations
 
@@ -21,40 +21,6 @@ def next_logits(model: Any, cache: Any, batch_size: int, mask: torch.Tensor | No
         mask = torch.cat([mask, mask.new_ones(batch_size, 1)], dim=1)
     with torch.no_grad():
         return model(token, attention_mask=mask, past_key_values=cache).logits
-
-
-def filled_caches(pair: Pair) -> tuple[Any, Any]:
-    """Caches (stock, offloaded) of the same three rows."""
-    stock, offloaded = pair
-    tokens, caches = random_tokens(3, 37), (DynamicCache(), offloaded.new_cache())
-    with torch.no_grad():
-        stock(tokens, past_key_values=caches[0])
-    offloaded(tokens, past_key_values=caches[1])
-    return caches
-
-
-@pytest.mark.parametrize(
-    ("operation", "batch_size"),
-    [
-        (lambda cache: cache.crop(0), 3),
-        (lambda cache: cache.crop(-1), 3),
-        (lambda cache: cache.crop(-30), 3),
-        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 1])), 3),
-        (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 1])), 3),
-        (lambda cache: cache.batch_repeat_interleave(2), 6),
-        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), 2),
-        (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), 2),
-        (lambda cache: cache.batch_select_indices(torch.tensor([-1, 2, -3])), 3),
-    ],
-)
-def test_operations(llama_pair: Pair, operation: Any, batch_size: int) -> None:
-    caches, logits = filled_caches(llama_pair), []
-    for model, cache in zip(llama_pair, caches, strict=True):
-        operation(cache)
-        logits.append(next_logits(model, cache, batch_size))
-    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
-    assert caches[1].get_seq_length() == caches[0].get_seq_length()
-    assert caches[1].batch_size == batch_size
 
 
 def test_crop_of_padded_rows(llama_pair: Pair) -> None:

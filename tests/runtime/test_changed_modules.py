@@ -255,14 +255,3 @@ def test_what_changes_nothing_is_accepted(model: Any, tmp_path: Any) -> None:
     hidden = model.model(tokens, use_cache=False, output_hidden_states=True).hidden_states
     assert len(hidden) == 4
     assert torch.equal(greedy(model, tokens, 6), expected)
-
-
-def test_frequencies_that_follow_the_length(tmp_path: Any) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    changes = {"rope_parameters": rope, "max_position_embeddings": 64}
-    stock = make_tiny_model("llama", **changes)
-    stock.save_pretrained(tmp_path)
-    model = load(tmp_path, "full", ("cpu", None))
-    for num_tokens in (80, 20):
-        tokens = random_tokens(1, num_tokens)
-        assert torch.equal(greedy(model, tokens, 4), greedy(stock, tokens, 4))

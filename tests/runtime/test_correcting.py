@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import small
+from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
@@ -91,7 +92,7 @@ def test_as_one_prefill(
     if backend == "inline" and name not in ("lychee_decode", "lychee_cluster", "sketch"):
         pytest.skip("three policies stand for the others in the GPU's code")
     model = load(folder, small(name), backend=backend)
-    state = model._offload.attention.policy.state
+    state = runtime_of(model).attention.policy.state
     build, built = type(state).build, []
     monkeypatch.setattr(type(state), "build", lambda *given: built.append(1) or build(*given))
     tokens = random_tokens(1, PROMPT + 3 * EVERY)
@@ -123,7 +124,7 @@ def test_what_is_kept_of_new_keys(folder: Path, name: str) -> None:
     cache, _ = read(model, tokens[:, :PROMPT])
     steps(model, cache, tokens[:, PROMPT:stop])
     (seq,) = cache.seqs
-    states = model._offload.attention.states
+    states = states_of(model)
     arrays = states.arrays_of(seq)
     revised = [{k: x.copy() for k, x in of_layer.items()} for of_layer in arrays.layers]
     states.rebuild(seq)
@@ -165,10 +166,10 @@ def test_chunks_of_new_keys(folder: Path, paper: bool) -> None:
     cache, _ = read(model, tokens[:, :PROMPT])
     steps(model, cache, tokens[:, PROMPT:stop])
     (seq,) = cache.seqs
-    before = copy.deepcopy(model._offload.attention.states.arrays_of(seq).layers)
+    before = copy.deepcopy(states_of(model).arrays_of(seq).layers)
     steps(model, cache, tokens[:, stop : stop + 1])
     (seq,) = cache.seqs
-    layers = model._offload.attention.states.arrays_of(seq).layers
+    layers = states_of(model).arrays_of(seq).layers
     for layer_idx, (ours, then) in enumerate(zip(layers, before, strict=True)):
         if not ours:
             continue
@@ -329,7 +330,7 @@ def test_a_correction_without_room(folder: Path) -> None:
     cache, _ = read(model, tokens[:, :PROMPT])
     steps(model, cache, tokens[:, PROMPT:-1])
     before, pool = rows_of(cache), model.kv_store._pool
-    pool.budget_bytes = pool.reserved_bytes
+    pool.ledger.limit_bytes = pool.reserved_bytes
     with pytest.raises(HostBudgetError, match="budget"):
         model(tokens[:, -1:], past_key_values=cache)
     assert model.kv_store.num_sequences == 1
@@ -337,10 +338,10 @@ def test_a_correction_without_room(folder: Path) -> None:
         assert torch.equal(now, then)
     # The next token of this generation fits, but not 64 that are read again.
     room = model.kv_store.num_page_rows * model.kv_store.page_bytes
-    pool.budget_bytes += room
+    pool.ledger.limit_bytes += room
     with pytest.raises(HostBudgetError, match="max_memory"):
         model.generate(tokens, max_new_tokens=2, past_key_values=cache)
-    pool.budget_bytes += 6 * room
+    pool.ledger.limit_bytes += 6 * room
     assert model.generate(tokens, max_new_tokens=2, past_key_values=cache).shape[1] > PROMPT + 65
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, keep_least_on_gpu, load, small
+from cases.inside import decoder_of, least_placement_of, resident_of, runtime_of
 from cases.prefill_cases import copy_alongside
 from cases.tiny_models import random_tokens
 
@@ -46,8 +47,8 @@ def backend(request: pytest.FixtureRequest) -> Any:
 
 def load_placed(folder: Path, name: str, backend: Any) -> Any:
     model = load(folder, small(name), backend, cache_correction_every=EVERY)
-    decoder = model._offload._decoder
-    places, roles = np.array(decoder._least_placement().places), decoder.attention.roles
+    decoder = decoder_of(model)
+    places, roles = np.array(least_placement_of(model).places), decoder.attention.roles
     if PLACED[name] == "gathered":
         places[(roles == RETRIEVE) | (roles == DENSE)] = Place.GPU
         places[roles == REUSE] = Place.GATHER
@@ -165,7 +166,7 @@ def test_one_that_fails(folder: Path, backend: Any, monkeypatch: pytest.MonkeyPa
 
     due = PROMPT + EVERY
     steps(cache, PROMPT, due)
-    unharmed, resident = copy.deepcopy(cache), model._offload._decoder._steps.step.resident
+    unharmed, resident = copy.deepcopy(cache), resident_of(model)
     assert [slot.seq for slot in resident.slots if slot.seq is not None] == list(cache.seqs)
 
     def failing(*_: Any) -> Any:
@@ -241,7 +242,7 @@ def test_a_generation_asks_for_room(folder: Path) -> None:
         assert (num_tokens, past_tokens) == (EVERY + 1, PROMPT + 49 - EVERY - 1)
         raise DeviceMemoryError("none is left")
 
-    model._offload.sequences.corrections._check_room = full
+    runtime_of(model).sequences.corrections._check_room = full
     with pytest.raises(DeviceMemoryError, match="up to 179 again, for which none is left; or"):
         greedy(model, random_tokens(1, PROMPT), 50)
     assert model.offload_stats().prefill_tokens == model.kv_store.host_bytes_used == 0

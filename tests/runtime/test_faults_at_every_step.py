@@ -20,6 +20,7 @@ import pytest
 import torch
 from cases.device_cases import small
 from cases.drafts import verifying
+from cases.inside import states_of
 from cases.tiny_models import random_tokens
 from test_state_faults import nan_in_layer, steps
 
@@ -165,7 +166,7 @@ def check_all(model: Any, action: Action, most: int) -> None:
     gc.collect()
     assert model.kv_store.num_sequences == 0
     assert model.kv_store.host_bytes_used == 0
-    assert model._offload.attention.states.held_bytes == 0
+    assert states_of(model).held_bytes == 0
 
 
 @pytest.mark.parametrize("action", ["prefill", "step", "draft"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.inside import runtime_of
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload import HostBudgetError, OffloadedModel
@@ -127,7 +128,7 @@ def test_steps_beyond_the_limit(model: Any) -> None:
     model(random_tokens(1, LIMIT), past_key_values=cache)
     step = (torch.tensor([5]), torch.tensor([LIMIT]), SamplingOptions())
     with pytest.raises(ValueError, match="of 65 tokens exceeds"):
-        model._offload.choose_tokens(cache, *step)
+        runtime_of(model).choose_tokens(cache, *step)
     with pytest.raises(ValueError, match="of 65 tokens exceeds"):
         model(random_tokens(1, 1), past_key_values=cache)
     assert cache.kv_lens == [LIMIT]

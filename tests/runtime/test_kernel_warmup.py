@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import GRAPH, STREAM, greedy, load, small
+from cases.inside import decoder_of, runtime_of
 from cases.tiny_models import random_tokens
 
 from gpu_ops.launch import has_triton, interpreted
@@ -81,7 +82,7 @@ def collected_launches() -> Iterator[Launches]:
 
 def placed(model: Any) -> HeadPlacement:
     """Heads that retrieve on the GPU, of the others every second one fetched; all codes there."""
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     places, roles = np.array(decoder.placement.places), decoder.attention.roles
     every_second = np.arange(places.size).reshape(places.shape) % 2 == 0
     if roles is None:  # sketch
@@ -106,15 +107,15 @@ def test_the_rehearsal_launches_every_kernel(
 ) -> None:
     """For batches and lengths that it does not have itself."""
     model = load(tiny_folders["llama"], policy_named(name), ("cpu", backend))
-    runtime = model._offload
+    runtime = runtime_of(model)
     if name in ("lychee_decode", "sketch"):
-        runtime._decoder.place(placed(model))
+        decoder_of(model).place(placed(model))
     with collected_launches() as launches:
-        rehearse(runtime.lean, runtime._decoder, runtime.config.policy, torch.float32)
-        assert runtime._decoder._steps is None
+        rehearse(runtime.lean, decoder_of(model), runtime.config.policy, torch.float32)
+        assert decoder_of(model)._steps is None
         rehearsed = launches.take()
         launch_prompts(runtime.lean)
-        launch_steps(runtime._decoder)
+        launch_steps(decoder_of(model))
         if name == "lychee_cluster":
             keys = torch.zeros(700, runtime.store.num_kv_heads, runtime.store.head_dim)
             starts = np.arange(0, 701, 7)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import INLINE, NATIVE, greedy, load, small
+from cases.inside import decoder_of
 from cases.tiny_models import make_tiny_model, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,7 +143,7 @@ def test_a_draft_that_fails_leaves_the_cache(quest: Any, monkeypatch: Any) -> No
     """The prompt of the same call is dropped with it."""
     cache, tokens = quest.new_cache(), random_tokens(1, 10).repeat(1, 16)
     quest(tokens[:, :60], past_key_values=cache)
-    decoder = quest._offload._decoder
+    decoder = decoder_of(quest)
 
     def fail(*_: Any) -> torch.Tensor:
         raise RuntimeError("no")

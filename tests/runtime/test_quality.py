@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load, small
+from cases.inside import decoder_of, runtime_of
 from cases.seeded import new_rng
 from cases.tiny_models import random_tokens
 
@@ -66,7 +67,7 @@ def loaded(folder: Path, name: str, backend: Any, share: float, **options: Any) 
 @pytest.mark.parametrize("name", SPARSE)
 def test_with_all_probed_it_is_the_observers_mass(name, tiny_folders):
     model = loaded(tiny_folders["llama"], name, ("cpu", None), 1.0)
-    runtime = model._offload
+    runtime = runtime_of(model)
     exact = ExactMass(runtime.attention, runtime.lean.sm_scale)
     greedy(model, random_tokens(1, 200), NEW_TOKENS)
     quality = model.quality()
@@ -115,7 +116,7 @@ def test_heads_on_the_gpu_are_exact_and_gathered_ones_left_out(backend, tiny_fol
     native = load(folder, small("lychee_decode"), ("cpu", None), quality_probe=1.0)
     expected = greedy(native, tokens, NEW_TOKENS)
     model = load(folder, small("lychee_decode"), backend, quality_probe=1.0)
-    decoder = model._offload._decoder
+    decoder = decoder_of(model)
     places, roles = np.array(decoder.placement.places), decoder.attention.roles
     places[roles == RETRIEVE] = Place.GPU
     gathered = np.flatnonzero(roles == REUSE)[0]

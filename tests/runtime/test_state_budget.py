@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import small
+from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
 
 from cpu_ops.worker_pool import WorkerPool
@@ -36,7 +37,7 @@ def load(folder: Any, name: str, room: int | None = None) -> Any:
 
 
 def state_of(model: Any) -> int:
-    return model._offload.attention.states.bytes.at(LONG + 1)
+    return states_of(model).bytes.at(LONG + 1)
 
 
 @pytest.mark.parametrize("name", ["lfps", "quest", "lychee_cluster", "sketch", "union"])
@@ -109,7 +110,7 @@ def test_all_there_is_stays_within_the_budget(name, tiny_folders):
     pages = load(folder, name).kv_store.page_bytes * 3 * -(-(LONG + 30) // 16)
     room = pages + 2 * state_of(load(folder, name)) + (1 << 18)
     model = load(folder, name, room)
-    store, states = model.kv_store, model._offload.attention.states
+    store, states = model.kv_store, states_of(model)
     cache = model.new_cache()
     model(random_tokens(1, LONG), past_key_values=cache)
     model(random_tokens(1, 1), past_key_values=cache)
@@ -154,7 +155,7 @@ def test_a_prefill_that_builds_has_two_states_at_once(tiny_folders):
     pages = load(folder, "quest").kv_store.page_bytes * 3 * -(-(LONG + 30) // 16)
     state = state_of(load(folder, "quest"))
     model = load(folder, "quest", pages + state + state // 2)
-    store, states = model.kv_store, model._offload.attention.states
+    store, states = model.kv_store, states_of(model)
     cache = model.new_cache()
     model(random_tokens(1, LONG), past_key_values=cache)
     model(random_tokens(1, 1), past_key_values=cache)
@@ -165,7 +166,7 @@ def test_a_prefill_that_builds_has_two_states_at_once(tiny_folders):
     with pytest.raises(HostBudgetError, match=r"quest.*max_memory"):
         states.begin([seq], [5], prefill=True, builds=True)
     states.begin([seq], [5], prefill=True)
-    model._offload.attention.build_states([seq], [store.kv_len(seq) + 1])
+    runtime_of(model).attention.build_states([seq], [store.kv_len(seq) + 1])
     assert states.held_bytes > room  # what was refused
     states.roll_back(seq)
     assert states.held_bytes <= room

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases.device_cases import small
 from cases.drafts import verifying
+from cases.inside import states_of
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload import HostBudgetError, OffloadedModel
@@ -105,14 +106,14 @@ def test_queries_that_are_kept_are_asked_for_first(tiny_folders: dict[str, Path]
     with pytest.raises(HostBudgetError, match="of it for what the policy keeps"):
         model.generate(random_tokens(16, 40), max_new_tokens=100, do_sample=False)
     assert model.offload_stats().prefill_tokens == 0
-    assert model._offload.attention.states.held_bytes == 0
+    assert states_of(model).held_bytes == 0
 
 
 def test_pages_that_are_free_make_room_for_what_a_policy_keeps(
     tiny_folders: dict[str, Path],
 ) -> None:
     first = load(tiny_folders["llama"], "quest")
-    room_bytes = 2 * first._offload.attention.states.bytes.at(201) + 180 * first.kv_store.page_bytes
+    room_bytes = 2 * states_of(first).bytes.at(201) + 180 * first.kv_store.page_bytes
     model = load(tiny_folders["llama"], "quest", room_bytes=room_bytes)
     caches: list[Any] = []
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases.device_cases import small
 from cases.drafts import verifying
+from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
@@ -153,9 +154,9 @@ def test_rows_that_a_device_helped_to_attend_are_learnt_from_again(model, backen
 
 def test_marks_stay_in_step_with_tokens(model):
     """… after embeddings, whose text is not known, and crops into either."""
-    if not model._offload.attention.policy.state.reads_text:
+    if not runtime_of(model).attention.policy.state.reads_text:
         pytest.skip("does not read the text")
-    marks, states = model._offload.sequences._vocabulary_marks, model._offload.attention.states
+    marks, states = runtime_of(model).sequences._vocabulary_marks, states_of(model)
     tokens = random_tokens(1, 200)
     cache = model.new_cache()
     model(inputs_embeds=model.model.embed_tokens(tokens[:, :90]), past_key_values=cache)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import FLAGS, INLINE, NATIVE, greedy, load, small
+from cases.inside import states_of
 from cases.tiny_models import random_tokens
 
 POLICIES = ("full", "streaming_llm", "exact_topk", "lfps", "lychee_cluster", "tidal_decode")
@@ -102,7 +103,7 @@ def run_in_threads(model: Any, tasks: list[Task], num_threads: int, rounds: int)
     gc.collect()
     assert model.kv_store.num_sequences == 0
     assert model.kv_store.host_bytes_used == 0
-    assert model._offload.attention.states.num_bytes == 0
+    assert states_of(model).num_bytes == 0
 
 
 @pytest.mark.parametrize("name", POLICIES)

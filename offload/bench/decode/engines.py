@@ -7,7 +7,7 @@ are filled with random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.bench.decode.models import DecodeModel, OnDone, lean_model, release
+from offload.bench.decode.models import DecodeModel, OnDone, ignore, lean_model, release
 from offload.bench.decode.peers.transformers_compiled import CannotCompileError, decode_compiled
 from offload.bench.decode.peers.transformers_decode import (
     cache_bytes,
@@ -23,7 +23,9 @@ from offload.bench.decode.peers.transformers_decode import (
     filled_cache,
 )
 from offload.bench.eval.labels import policy_label, policy_options
-from offload.measuring.steps.measure import measure_pipeline
+from offload.measuring.steps.measure import measure_steps
+from offload.measuring.steps.session import DecodeSession
+from offload.measuring.steps.step_timeline import StepTimeline
 from offload.policies import Policy
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 from offload.system.torch_threads import torch_threads
@@ -52,6 +54,7 @@ class DecodePlan:
         num_steps: of ours, the graph and the compiled step, `repeats` times of ours.
         stock_steps: of transformers as it comes, which is slow.
         num_threads: of torch on a CPU; None: as torch has it.
+        traced_steps: of each of ours, once more, with marks: see `measure_steps`.
     """
 
     policies: Sequence[Policy]
@@ -61,10 +64,19 @@ class DecodePlan:
     repeats: int
     stock_steps: int
     num_threads: int | None
+    traced_steps: int = 0
 
 
-def measure_engines(model: DecodeModel, plan: DecodePlan, on_done: OnDone) -> Iterator[Row]:
+def measure_engines(
+    model: DecodeModel,
+    plan: DecodePlan,
+    on_done: OnDone = ignore,
+    on_traced: Callable[[Row, Sequence[StepTimeline]], None] = lambda row, steps: None,
+) -> Iterator[Row]:
     """Every engine at every context; those that do not fit the memory give a row that says so.
+
+    Args:
+        on_traced: gets the traced steps of each row of ours.
 
     Raises:
         ValueError: numbers out of range.
@@ -76,89 +88,36 @@ def measure_engines(model: DecodeModel, plan: DecodePlan, on_done: OnDone) -> It
                 kv_len, plan.policies, num_steps=plan.num_steps, on_done=on_done
             ) as opened:
                 for policy in plan.policies:
-                    with closing(opened(policy)) as session:
-                        measurement, _ = measure_pipeline(
-                            session,
-                            repeats=plan.repeats,
-                            traced_steps=0,
-                            on_progress=lambda done, total: on_done("repeats", done, total),
-                        )
+                    row, steps = our_row(opened(policy), kv_len, plan, on_done)
                     release(model.device)
-                    yield {
-                        "engine": OURS,
-                        "policy": policy.name,
-                        "label": policy_label(policy),
-                        "policy_options": policy_options(policy),
-                        "kv_len": kv_len,
-                        **asdict(measurement),
-                    }
+                    on_traced(row, steps)
+                    yield row
         for engine in plan.engines:
             if engine != "offload":
-                yield _peer_row(model, plan, engine, kv_len)
+                yield peer_row(model, plan, engine, kv_len)
 
 
-def graph_row(model: DecodeModel, kv_len: int, *, num_steps: int, batch_size: int = 1) -> Row:
-    """The all-on-GPU graph.
-
-    Raises:
-        torch.OutOfMemoryError: it does not fit.
-    """
-    from offload.bench.decode.peers.all_on_gpu_graph import AllOnGPU
-
-    try:
-        engine = AllOnGPU(lean_model(model.stock), kv_len=kv_len, batch_size=batch_size)
-        row = seconds_row(GRAPH, kv_len, batch_size, engine.decode_seconds(num_steps))
-        row |= {"attention": engine.attention_name, "memory": {"kv_device": engine.kv_bytes}}
-        del engine
-    finally:
-        release(model.device)
-    return row
-
-
-def stock_row(
-    model: DecodeModel,
-    kv_len: int,
-    *,
-    offloaded: bool,
-    num_steps: int,
-    batch_size: int = 1,
-) -> Row:
-    """transformers.
-
-    Raises:
-        torch.OutOfMemoryError: it does not fit.
-    """
-    num_bytes = cache_bytes(model.stock, kv_len=kv_len, batch_size=batch_size)
-    try:
-        cache = filled_cache(model.stock, kv_len=kv_len, batch_size=batch_size, offloaded=offloaded)
-        seconds = decode_seconds(model.stock, cache, num_steps=num_steps)
-        del cache
-    finally:
-        release(model.device)
-    row = seconds_row(STOCK_OFFLOADED if offloaded else STOCK, kv_len, batch_size, seconds)
-    on_host = offloaded or model.device.type == "cpu"
-    return row | {"memory": {"kv_host" if on_host else "kv_device": num_bytes}}
-
-
-def compiled_row(model: DecodeModel, kv_len: int, *, num_steps: int, batch_size: int = 1) -> Row:
-    """transformers with a static cache and a compiled step.
-
-    Raises:
-        CannotCompileError: it cannot be compiled here.
-        torch.OutOfMemoryError: it does not fit.
-    """
-    num_bytes = cache_bytes(model.stock, kv_len=kv_len, batch_size=batch_size)
-    try:
-        found = decode_compiled(
-            model.stock, kv_len=kv_len, num_steps=num_steps, batch_size=batch_size
+def our_row(
+    session: DecodeSession, kv_len: int, plan: DecodePlan, on_done: OnDone = ignore
+) -> tuple[Row, list[StepTimeline]]:
+    """A session, which is closed, and its traced steps."""
+    policy = session.runtime.config.policy
+    with closing(session):
+        measurement, steps = measure_steps(
+            session,
+            repeats=plan.repeats,
+            traced_steps=plan.traced_steps,
+            on_progress=lambda done, total: on_done("repeats", done, total),
         )
-    finally:
-        release(model.device)
-    row = seconds_row(STOCK_COMPILED, kv_len, batch_size, found.seconds)
-    return row | {
-        "compile_seconds": found.compile_seconds,
-        "memory": {"kv_device": num_bytes},
+    row = {
+        "engine": OURS,
+        "policy": policy.name,
+        "label": policy_label(policy),
+        "policy_options": policy_options(policy),
+        "kv_len": kv_len,
+        **asdict(measurement),
     }
+    return row, steps
 
 
 def seconds_row(engine: str, kv_len: int, batch_size: int, seconds: Sequence[float]) -> Row:
@@ -189,33 +148,49 @@ def describe(row: Row) -> str:
     return line if compiled is None else f"{line}, after {compiled:.0f} s of compiling"
 
 
-def _peer_row(model: DecodeModel, plan: DecodePlan, engine: str, kv_len: int) -> Row:
+def peer_row(model: DecodeModel, plan: DecodePlan, engine: str, kv_len: int) -> Row:
     """Of one peer, or why there is none: many have no GPU that holds all of the KV."""
-    on_cpu = model.device.type == "cpu"
-    name = STOCK_ON_CPU if on_cpu else ENGINES[engine]
-    missing = {
-        "engine": name,
-        "policy": None,
-        "kv_len": kv_len,
-        "batch_size": 1,
-        "milliseconds": None,
-        "tokens_per_second": None,
-    }
-    num_bytes = cache_bytes(model.stock, kv_len=kv_len)
-    if (on_cpu or engine == "transformers-offloaded") and num_bytes > host_memory_limit_bytes():
-        return missing | {"missing": f"needs {format_bytes(num_bytes)} of host memory for KV"}
-    try:
-        if engine == "graph":
-            return graph_row(model, kv_len, num_steps=plan.num_steps)
-        if engine == "transformers-compiled":
-            return compiled_row(model, kv_len, num_steps=plan.num_steps)
-        is_offloaded = engine == "transformers-offloaded"
-        with torch_threads(plan.num_threads):
-            row = stock_row(model, kv_len, offloaded=is_offloaded, num_steps=plan.stock_steps)
-        return row | {"engine": name}
-    except torch.OutOfMemoryError:
-        pass
-    except CannotCompileError as error:
-        return missing | {"missing": str(error)}
-    release(model.device)  # now that no traceback keeps its tensors
-    return missing | {"missing": f"{format_bytes(num_bytes)} of KV do not fit the GPU"}
+    on_cpu, sizes = model.device.type == "cpu", {"kv_len": kv_len, "batch_size": model.batch_size}
+    name = STOCK_ON_CPU if on_cpu and engine == "transformers" else ENGINES[engine]
+    num_bytes = cache_bytes(model.stock, **sizes)
+    on_host = on_cpu or engine == "transformers-offloaded"
+    found, why = None, f"needs {format_bytes(num_bytes)} of host memory for KV"
+    if not on_host or num_bytes <= host_memory_limit_bytes():
+        try:
+            found = _peer_seconds(model, plan, engine, sizes)
+        except torch.OutOfMemoryError:
+            why = f"{format_bytes(num_bytes)} of KV do not fit the GPU"
+        except CannotCompileError as error:
+            why = str(error)
+        release(model.device)  # now that no traceback keeps its tensors
+    if found is None:
+        row = {"engine": name, "policy": None, **sizes, "milliseconds": None}
+        return row | {"tokens_per_second": None, "missing": why}
+    seconds, more = found
+    memory = {"kv_host" if on_host else "kv_device": num_bytes}
+    return seconds_row(name, kv_len, model.batch_size, seconds) | {"memory": memory} | more
+
+
+def _peer_seconds(
+    model: DecodeModel, plan: DecodePlan, engine: str, sizes: dict[str, int]
+) -> tuple[Sequence[float], Row]:
+    """Of each step, and what else a row says.
+
+    Raises:
+        CannotCompileError: it cannot be compiled here.
+        torch.OutOfMemoryError: it does not fit.
+    """
+    if engine == "graph":
+        from offload.bench.decode.peers.all_on_gpu_graph import AllOnGPU
+
+        graph = AllOnGPU(lean_model(model.stock), **sizes)
+        memory = {"kv_device": graph.kv_bytes}
+        more = {"attention": graph.attention_name, "memory": memory}
+        return graph.decode_seconds(plan.num_steps), more
+    if engine == "transformers-compiled":
+        compiled = decode_compiled(model.stock, num_steps=plan.num_steps, **sizes)
+        return compiled.seconds, {"compile_seconds": compiled.compile_seconds}
+    with torch_threads(plan.num_threads):
+        offloaded = engine == "transformers-offloaded"
+        cache = filled_cache(model.stock, offloaded=offloaded, **sizes)
+        return decode_seconds(model.stock, cache, num_steps=plan.stock_steps), {}

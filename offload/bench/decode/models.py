@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,24 +12,31 @@ from typing import Any
 
 import torch
 
-from offload.bench.pipeline.session import make_cache, make_model, open_session
-from offload.bench.pipeline.settings import PipelineSettings
+from cpu_ops.worker_pool import WorkerPool
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import load_tokenizer, resolve_folder
 from offload.loading.stock_model import load_stock_model
-from offload.measuring.steps.measure import DecodeSession
-from offload.measuring.steps.text_session import TextSession
-from offload.measuring.synthetic.model_cache import ModelCache
+from offload.measuring.steps.session import (
+    DecodeSession,
+    SyntheticSession,
+    allocated_bytes,
+    text_session,
+)
+from offload.measuring.synthetic.model_cache import structured_model_cache
+from offload.measuring.synthetic.random_model import random_model
 from offload.models import LeanModel, lean_model_maker
+from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
-from offload.runtime.config import runtime_config
+from offload.runtime.budgets import weight_bytes_of
+from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.opening import open_loaded, with_calibrated_policy
 from offload.runtime.runtime import Runtime
 from offload.system.errors import DeviceMemoryError
+from offload.system.memory import worker_threads
 
 OnDone = Callable[[str, int, int], None]  # what is being made, how much of it is done, and in all
-Opener = Callable[[Policy], DecodeSession]
+Opener = Callable[..., DecodeSession]  # of a policy, and other options of `RuntimeConfig`
 
 
 def ignore(what: str, done: int, total: int) -> None:
@@ -37,58 +44,80 @@ def ignore(what: str, done: int, total: int) -> None:
 
 
 class RandomModel:
-    """A known shape with random weights; its prompts are made keys with real attention's structure.
+    """A known shape with random weights; its prompts are synthetic keys with real attention's
+    structure.
 
     Args:
-        settings: of everything; lengths, steps and the policy are replaced.
+        shape: a name of `MODEL_SHAPES`.
+        config: how it runs; the policy is replaced. Heads are placed as a model's own.
+        longest: tokens of the longest prompt.
+        batch_size: sequences that decode together.
+        distinct_layers: see `structured_model_cache`.
+        seed: of weights, keys and queries.
     """
 
-    def __init__(self, settings: PipelineSettings) -> None:
-        self.settings, self.device = settings, settings.device
+    def __init__(
+        self,
+        shape: str,
+        config: RuntimeConfig,
+        *,
+        longest: int,
+        batch_size: int = 1,
+        distinct_layers: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.shape, self.config, self.device = shape, config, torch.device(config.device)
+        self.dtype = config.dtype or torch.bfloat16
+        self.batch_size, self._distinct_layers = batch_size, distinct_layers
+        self._longest, self._seed = longest, seed
 
     @cached_property
     def stock(self) -> Any:
-        with _room_for_weights(self.settings.shape):
-            return make_model(self.settings)
-
-    @cached_property
-    def lean(self) -> LeanModel:
-        """The model's lean view."""
-        return lean_model(self.stock)
+        shape = MODEL_SHAPES[self.shape]
+        # Synthetic keys may reach further than the model's own positions: a step takes as long.
+        shape = replace(shape, max_context=max(shape.max_context, self._longest))
+        with _room_for_weights(self.shape):
+            return random_model(shape, device=self.device, dtype=self.dtype, seed=self._seed)
 
     @contextmanager
     def sessions(
         self, kv_len: int, policies: Sequence[Policy], *, num_steps: int, on_done: OnDone = ignore
     ) -> Iterator[Opener]:
-        """What opens a session of one of `policies` behind prompts of `kv_len` tokens."""
-        with self.caches(kv_len, policies, num_steps=num_steps, on_done=on_done) as made:
-            settings, cache = made
-            yield lambda policy: open_session(replace(settings, policy=policy), self.stock, cache)
+        """What opens a session of one of `policies` behind prompts of `kv_len` tokens.
 
-    @contextmanager
-    def caches(
-        self,
-        kv_len: int,
-        policies: Sequence[Policy],
-        *,
-        on_done: OnDone = ignore,
-        **changes: Any,
-    ) -> Iterator[tuple[PipelineSettings, ModelCache]]:
-        """Made caches, and the settings to open sessions on them with.
-
-        Args:
-            changes: of other settings.
+        Raises:
+            HostBudgetError: caches that do not fit.
         """
-        settings = replace(self.settings, kv_len=kv_len, policy=policies[0], **changes)
-        cache = make_cache(
-            settings,
-            self.stock,
-            policies,
-            on_layer=lambda done, total: on_done("layers of keys", done, total),
-        )
+        on_gpu = self.device.type == "cuda"
+        threads = worker_threads(self.config.num_threads, with_gpu=on_gpu)
+        with closing(WorkerPool(threads)) as pool:  # decoders have their own
+            cache = structured_model_cache(
+                MODEL_SHAPES[self.shape],
+                kv_len=kv_len,
+                num_steps=num_steps,
+                rotary_emb=self.stock.model.rotary_emb,
+                device=self.device,
+                dtype=self.dtype,
+                pool=pool,
+                policies=policies,
+                batch_size=self.batch_size,
+                distinct_layers=self._distinct_layers,
+                seed=self._seed,
+                on_layer=lambda done, total: on_done("layers of keys", done, total),
+            )
         synchronize(self.device)
+
+        def opened(policy: Policy, **options: Any) -> DecodeSession:
+            config = replace(self.config, policy=policy, **options)
+            before_bytes = allocated_bytes(self.device)
+            runtime = Runtime(open_loaded(self.stock, config, None), cache.store)
+            weight_bytes = weight_bytes_of(self.stock)
+            return SyntheticSession(
+                runtime, cache, weight_bytes=weight_bytes, before_bytes=before_bytes
+            )
+
         try:
-            yield settings, cache
+            yield opened
         finally:
             cache.close()
             release(self.device)
@@ -97,12 +126,17 @@ class RandomModel:
 class TextModel:
     """A checkpoint that reads real text, and goes on reading it token by token.
 
+    Attributes:
+        batch_size: one: a text is one sequence.
+
     Args:
         name_or_path: what `OffloadedModel.from_pretrained` takes.
         policies: of the sessions; they learn from the model, on its device.
         text: default: docstrings of Python's standard library, about 100,000 tokens.
         options: `device`, `backend`, `dtype`, `num_threads` and `max_memory` of `RuntimeConfig`.
     """
+
+    batch_size = 1
 
     def __init__(
         self,
@@ -143,20 +177,14 @@ class TextModel:
             ValueError: more tokens than the model has positions, or the text has.
         """
         limit = lean_model(self.stock).shape.max_context
-        for name, most in (("the model has positions", limit), ("the text has", len(self._tokens))):
-            if kv_len + num_steps > most:
-                raise ValueError(
-                    f"a context of {kv_len} tokens and {num_steps} steps are more than {name}: "
-                    f"{most}; lower --context or --steps"
-                    + ("" if name.endswith("positions") else ", or give a longer --text")
-                )
-
-        weight_bytes = sum(weight.nbytes for weight in self.stock.parameters())
+        check_length(kv_len, num_steps, limit, len(self._tokens))
+        weight_bytes = weight_bytes_of(self.stock)
 
         def opened(policy: Policy) -> DecodeSession:
             on_done(f"{policy.name} reads the text", 0, 1)
-            session = TextSession(
-                self._runtime(policy), weight_bytes, self._tokens, kv_len, num_steps
+            runtime = Runtime(open_loaded(self.stock, self._configs[policy], self._folder))
+            session = text_session(
+                runtime, self._tokens, kv_len, num_steps, weight_bytes=weight_bytes
             )
             on_done(f"{policy.name} reads the text", 1, 1)
             return session
@@ -166,11 +194,20 @@ class TextModel:
         finally:
             release(self.device)
 
-    def _runtime(self, policy: Policy) -> Runtime:
-        return Runtime(open_loaded(self.stock, self._configs[policy], self._folder))
-
 
 DecodeModel = RandomModel | TextModel  # weights that every engine of one run shares
+
+
+def check_length(kv_len: int, num_steps: int, positions: int, text_tokens: int) -> None:
+    """Refuse more tokens than the model has positions, or the text has."""
+    for name, most in (("the model has positions", positions), ("the text has", text_tokens)):
+        if kv_len + num_steps > most:
+            raise ValueError(
+                f"a context of {kv_len} tokens and {num_steps} steps are more than {name}: "
+                f"{most}; lower --context or --steps"
+                + ", or give a longer --text"
+                * (name == "the text has")
+            )
 
 
 @contextmanager

@@ -1,12 +1,9 @@
-"""What follows from latency measurements, and the forms they are written in."""
+"""What follows from latency measurements, and the tables of them."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from offload.bench.latency.measure import PHASES, LatencyMeasurement
@@ -53,36 +50,6 @@ def latency_rows(measurements: Sequence[LatencyMeasurement]) -> list[dict[str, A
         }
 
     return [row(m) for m in measurements]
-
-
-def latency_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per measurement, with a header; phases are columns of their own."""
-    text = io.StringIO()
-    flat: list[dict[str, Any]] = []
-    for row in rows:
-        flat.append({})
-        for name, value in row.items():
-            if name == "phases":
-                flat[-1] |= {f"{phase}_microseconds": time for phase, time in value.items()}
-            elif name == "options":
-                flat[-1][name] = " ".join(f"{key}={option}" for key, option in value.items())
-            else:
-                flat[-1][name] = value
-    writer = csv.DictWriter(text, fieldnames=list(flat[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue()
-
-
-def latency_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """A table per number of threads, as GitHub renders them."""
-    parts = []
-    for num_threads in sorted({row["num_threads"] for row in rows}):
-        header, *lines = table_cells(rows, num_threads)
-        rule = ["---"] + ["---:"] * (len(header) - 1)
-        table = "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
-        parts.append(f"**{threads_title(num_threads)}**\n\n{table}")
-    return "\n\n".join(parts) + "\n"
 
 
 def threads_title(num_threads: int) -> str:
@@ -147,74 +114,9 @@ WIDE_CAPTION = (
 )
 
 
-def plot_latency(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Time against context: a panel per number of threads, a line per policy.
-
-    Raises:
-        ValueError: matplotlib is missing, or it cannot write this kind of file.
-    """
-    figure_type = check_plot(path)
-    threads = sorted({row["num_threads"] for row in rows})
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    figure = figure_type(figsize=(5.2 * len(threads) + 1.8, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(threads), sharey=True, squeeze=False)[0]
-    for panel, num_threads in zip(panels, threads, strict=True):
-        for i, policy in enumerate(policies):
-            of_line = sorted(
-                (row["kv_len"], row["microseconds"])
-                for row in rows
-                if (row["policy"], row["num_threads"]) == (policy, num_threads)
-            )
-            style = {"color": f"C{i % 10}", "marker": "o", "markersize": 4, "label": policy}
-            if policy in ("full", "exact_topk"):
-                style |= {"linestyle": "--", "color": "0.25" if policy == "full" else "0.55"}
-            panel.plot(*zip(*of_line, strict=True), **style)
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        contexts = sorted({row["kv_len"] for row in rows})
-        panel.set_xticks(contexts, [_tokens(context) for context in contexts])
-        panel.minorticks_off()
-        panel.set_title(threads_title(num_threads), fontsize="medium")
-        panel.set_xlabel("tokens in the context")
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("µs per token and layer")
-    figure.suptitle(title, fontsize="medium")
-    panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def check_plot(path: Path) -> Any:
-    """matplotlib's Figure, if `path` can be written with it.
-
-    Raises:
-        ValueError: matplotlib is missing, the folder is, or the suffix is unknown.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed; pip install 'offload[plot]'"
-        ) from error
-    known = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:] not in known:
-        raise ValueError(
-            f"--plot {path}: unknown kind of file {path.suffix!r}; "
-            f"available: {', '.join(sorted(known))}"
-        )
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
-    return Figure
-
-
 def _times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.{1 if ratio < 100 else 0}f}{_TIMES}"
 
 
 def _share(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
-
-
-def _tokens(count: int) -> str:
-    return f"{count // 1024}K" if count % 1024 == 0 else f"{count:,}"

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from offload.bench.attention.measure import SHAPES
 from offload.bench.latency.measure import LatencyMeasurement, measure_latency, steps_needed
 from offload.bench.latency.report import latency_rows
 from offload.bench.latency.workload import TextReader, structured_workload
@@ -17,10 +16,16 @@ from offload.measuring.synthetic.attention_statistics import (
     AttentionStatistics,
     statistics_outside_range,
 )
-from offload.models import ModelShape
+from offload.models.shape import MODEL_SHAPES, ModelShape
 from offload.policies import Policy
 from offload.system.memory import host_memory_limit_bytes
 
+SHAPES = {
+    **{name: MODEL_SHAPES[name] for name in ("llama-3.1-8b", "llama-3.2-1b")},
+    "qwen2.5-7b": ModelShape(28, 3584, 28, 4, 128, 18944, 152064, 32768, 1000000.0),
+    "qwen3-8b": ModelShape(36, 4096, 32, 8, 128, 12288, 151936, 40960, 1000000.0),
+    "smollm2-135m": MODEL_SHAPES["smollm2-135m"],
+}
 _MEMORY_SHARE = 0.3  # of the memory left, that the cache may take
 
 

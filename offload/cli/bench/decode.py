@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ from offload.cli.bench.options import (
     policy_grid,
     resolved_policies,
 )
+from offload.cli.bench.traced import print_traced
 from offload.cli.console import (
     no_loading_bars,
     print_json,
@@ -39,6 +40,7 @@ from offload.system.text_file import read_text_file
 if TYPE_CHECKING:
     from offload.bench.decode.engines import DecodePlan
     from offload.bench.decode.models import DecodeModel
+    from offload.measuring.steps.step_timeline import StepTimeline
 
 # offload.bench has these, but imports torch; tests compare the two.
 ENGINE_NAMES = (
@@ -84,6 +86,7 @@ def decode(
         typer.Option(
             "--context",
             "--contexts",
+            "--kv-len",
             "-d",
             metavar="COUNTS",
             help=f"Tokens of the prompts. \\[default: {GPU_DEFAULTS[1]}; on a CPU "
@@ -149,6 +152,27 @@ def decode(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of --shape's weights, keys and queries.")] = 0,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Sequences of --shape that decode together.")
+    ] = 1,
+    distinct_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help=r"Make N layers of --shape's keys and repeat them; quicker. \[default: all]",
+            show_default=False,
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Tell what of our step overlaps, and write steps for ui.perfetto.dev. Takes one "
+            "policy and one context.",
+        ),
+    ] = None,
+    traced_steps: Annotated[int, typer.Option(min=1, help="Steps that --trace is of.")] = 8,
     as_json: AsJson = False,
 ) -> None:
     """Time decode steps of a whole model by context, ours under each policy beside other engines.
@@ -158,13 +182,18 @@ def decode(
     large. [bold]transformers[/bold] is the stock model as it comes,
     [bold]transformers-compiled[/bold] with a static cache and torch.compile, whose time to compile
     is told beside, [bold]transformers-offloaded[/bold] with the cache it can offload from a GPU.
-    All share one process, one set of weights and one batch of one sequence; an engine whose cache
-    does not fit is listed as that.
+    All share one process and one set of weights; an engine whose cache does not fit is listed as
+    that.
 
     A step is timed from one token on the host to the next. [bold]--shape[/bold] needs no
     checkpoint: keys and queries have the structure of real attention. Peers attend to everything,
-    which takes as long for random keys, so theirs are random. What of a step overlaps is told by
-    [bold]offload bench pipeline[/bold].
+    which takes as long for random keys, so theirs are random.
+
+    With [bold]--trace[/bold] some more steps have marks, and their time is shared out:
+    [bold]overlapped[/bold] (GPU and CPU work), [bold]waiting[/bold] (the CPU waits for the GPU),
+    [bold]exposed[/bold] (the GPU waits for the CPU) and [bold]handshake[/bold] (neither works).
+    Then comes what the CPU's workers did in a layer, and how many of them were busy from its
+    request to the reply.
 
     [bold]Examples[/bold]
 
@@ -173,6 +202,8 @@ def decode(
         offload bench decode --context 131072 --engines offload,graph --max-memory 0=24GiB
 
         offload bench decode smollm2-135m-instruct --device cpu --context 2048,7168 --json
+
+        offload bench decode --policy lfps --context 131072 --engines offload --trace steps.json
     """
     model = given_model(model, old_model)
     check_one_source(shape, model)
@@ -181,12 +212,24 @@ def decode(
     check_name("--shape", shape, MODEL_SHAPE_NAMES)
     check_name("--dtype", dtype, DTYPE_NAMES)
     check_name("--backend", backend, BACKEND_NAMES)
+    if model is not None and (batch_size > 1 or distinct_layers is not None):
+        raise typer.BadParameter(
+            "a model reads one text; give --shape", param_hint="--batch-size or --distinct-layers"
+        )
     kv_lens = None if contexts is None else sorted(set(counts(contexts, option="--context")))
     chosen = None
     if engines is not None:
         chosen = comma_separated(engines, option="--engines", available=ENGINE_NAMES)
     options = option_values(option or [], option="--option")
     budgets = memory_budgets(max_memory or [])
+    if trace is None:
+        traced_steps = 0
+    elif traced_steps > steps - WARM_UP_STEPS - 1:
+        raise typer.BadParameter(
+            f"{traced_steps} of {steps} steps cannot be traced: {WARM_UP_STEPS + 1} warm up; raise "
+            "--steps",
+            param_hint="--traced-steps",
+        )
 
     with running():
         import torch
@@ -228,32 +271,48 @@ def decode(
             repeats=repeats,
             stock_steps=peer_steps,
             num_threads=threads,
+            traced_steps=traced_steps,
         )
+        is_one = len(plan.policies) == len(plan.kv_lens) == 1 and "offload" in engine_names
+        if trace is not None and not is_one:
+            raise ValueError(
+                f"--trace is of one policy at one context of ours, got {len(plan.policies)} and "
+                f"{len(plan.kv_lens)} for {', '.join(engine_names)}; give --policy and --context"
+            )
         of_model = {
             "dtype": dtype,
             "threads": threads,
             "seed": seed,
             "backend": backend,
             "max_memory": budgets,
+            "batch_size": batch_size,
+            "distinct_layers": distinct_layers,
         }
         with quiet_transformers(verbose=False), no_loading_bars():
             document = _measure(
-                plan, lambda: _model(model, shape or defaults[0], text, where, plan, of_model)
+                plan,
+                lambda: _model(model, shape or defaults[0], text, where, plan, of_model),
+                trace,
             )
     document["settings"]["auto"] = why or None
     if as_json:
         print_json(document)
     else:
         _print_table(document)
+        if trace is not None:
+            print_traced(document["rows"][0])
+    if trace is not None:
+        stderr().print(f"wrote {trace}")
 
 
 def _measure(
-    plan: DecodePlan, load: Callable[[], tuple[DecodeModel, dict[str, Any]]]
+    plan: DecodePlan, load: Callable[[], tuple[DecodeModel, dict[str, Any]]], trace: Path | None
 ) -> dict[str, Any]:
     """Rows of all engines; `load` gives the model and the settings that say which."""
     from rich.progress import Progress
 
     from offload.bench.decode.engines import describe, measure_engines
+    from offload.measuring.steps.chrome_trace import write_chrome_trace
     from offload.system.machine import describe_machine
 
     machine = describe_machine()
@@ -269,7 +328,14 @@ def _measure(
 
         subject, settings = load()
         rows = []
-        for row in measure_engines(subject, plan, on_done):
+
+        def on_traced(row: dict[str, Any], timelines: Sequence[StepTimeline]) -> None:
+            if trace is not None:
+                about = {name: row[name] for name in ("policy", "policy_options", "kv_len")}
+                about |= settings | {"gpus": machine["gpus"]}
+                write_chrome_trace(trace, timelines, metadata=about)
+
+        for row in measure_engines(subject, plan, on_done, on_traced):
             rows.append(row)
             # As soon as it is there: a large context takes minutes.
             progress.console.print(describe(row), style="dim", soft_wrap=True)
@@ -294,9 +360,8 @@ def _model(
 ) -> tuple[DecodeModel, dict[str, Any]]:
     """The model, and the settings that say which."""
     from offload.bench.decode.models import RandomModel, TextModel
-    from offload.bench.pipeline.settings import PipelineSettings
-    from offload.models.dtypes import DTYPES
     from offload.runtime.backends import choose_backend
+    from offload.runtime.config import runtime_config
     from offload.system.memory import check_max_memory
 
     backend = None if device.type == "cpu" else choose_backend(options["backend"], device)
@@ -326,18 +391,15 @@ def _model(
     limits = check_max_memory(options["max_memory"])
     if "cpu" in limits:
         raise ValueError("--max-memory cpu: made caches take what they take; name a model instead")
-    settings = PipelineSettings(
-        shape=shape,
-        kv_len=max(plan.kv_lens),
-        policy=plan.policies[0],
-        backend=backend or "inline",
+    config = runtime_config(
+        device=str(device),
+        backend=backend,
         num_threads=options["threads"],
-        dtype=DTYPES[options["dtype"] or "bfloat16"],
-        seed=options["seed"],
-        as_shipped=True,
-        device_bytes=limits.get(0),
+        dtype=options["dtype"] or "bfloat16",
+        max_memory=limits,
     )
-    return RandomModel(settings), described | {"seed": options["seed"]}
+    of_keys = {name: options[name] for name in ("seed", "batch_size", "distinct_layers")}
+    return RandomModel(shape, config, longest=max(plan.kv_lens), **of_keys), described | of_keys
 
 
 def _print_table(document: dict[str, Any]) -> None:
@@ -350,7 +412,8 @@ def _print_table(document: dict[str, Any]) -> None:
     table = make_table(
         ("context", "engine", "tokens/s", "ms per token", "time", "KV on host", "KV on GPU"),
         words=(1,),
-        title=f"{settings['model'] or settings['shape']}, {settings['dtype']}, batch 1, {where}",
+        title=f"{settings['model'] or settings['shape']}, {settings['dtype']}, "
+        f"batch {first['batch_size']}, {where}",
         caption=f"±: half of p10 to p90. time: of {of_first}'s at that context.",
     )
     for kv_len, of_context in groupby(rows, key=lambda row: row["kv_len"]):

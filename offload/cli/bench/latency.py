@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +11,7 @@ import typer
 from offload.cli.bench.options import (
     DTYPE_NAMES,
     LAYER_SHAPE_NAMES,
+    AsJson,
     BatchSize,
     BudgetTokens,
     DType,
@@ -34,8 +34,6 @@ from offload.cli.console import (
     stdout,
 )
 from offload.cli.options import comma_separated, counts, key_values, policy_options
-
-OUTPUTS = ("table", "json", "csv", "md")
 
 
 def latency(
@@ -73,15 +71,10 @@ def latency(
     ] = 11,
     dtype: DType = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, help="Of the made keys and queries.")] = 0,
-    output: Annotated[str, typer.Option("--output", "-o", help=f"{', '.join(OUTPUTS)}.")] = "table",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+    as_json: AsJson = False,
     wide: Annotated[
         bool, typer.Option("--wide", help="All columns in the table, also beyond 80 characters.")
     ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw time against context, a panel per thread count."),
-    ] = None,
 ) -> None:
     """Time decode attention under every policy, by context length and number of threads.
 
@@ -100,7 +93,6 @@ def latency(
 
         offload bench latency smollm2-135m-instruct --context 2048,7168 --threads 1 --json
     """
-    check_name("--output", output, OUTPUTS)
     check_name("--dtype", dtype, DTYPE_NAMES)
     model = given_model(model, old_model)
     check_one_source(shape, model)
@@ -113,7 +105,6 @@ def latency(
     with running():
         from rich import progress as bars
 
-        from offload.bench.latency.report import check_plot, plot_latency
         from offload.bench.latency.run import LatencyRun, run_latency
         from offload.models.dtypes import DTYPES
         from offload.policies.registry import available_policies
@@ -132,8 +123,6 @@ def latency(
             raise ValueError(
                 f"--threads {max(thread_counts)}: this process may use {cpus} CPUs only"
             )
-        if plot is not None:
-            check_plot(plot)
         machine = describe_machine() | {"load_average": round(os.getloadavg()[0], 2)}
         run = LatencyRun(
             shape=shape,
@@ -168,9 +157,13 @@ def latency(
             f"{model or shape}, {result.dtype}, batch {batch_size}, "
             f"budget {budget_tokens:,} tokens, {machine['isa']}"
         )
-        _print("json" if as_json else output, title, result, machine, wide=wide)
-        if plot is not None:
-            plot_latency(result.rows(), plot, title=title)
+        rows = result.rows()
+        if as_json:
+            print_json({"machine": machine, **result.settings(), "rows": rows})
+        else:
+            _print_tables(title, result, rows, wide=wide)
+        for line in result.warnings:
+            print_marked("warning:", line, "bold yellow")
 
 
 def _options(pairs: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
@@ -188,22 +181,6 @@ def _options(pairs: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
             )
         found.setdefault(policy, {}).update(policy_options([f"{name}={value}"]))
     return found
-
-
-def _print(output: str, title: str, result: Any, machine: dict[str, Any], *, wide: bool) -> None:
-    from offload.bench.latency.report import latency_csv, latency_markdown
-
-    rows = result.rows()
-    if output == "json":
-        print_json({"machine": machine, **result.settings(), "rows": rows})
-    elif output == "csv":
-        print(latency_csv(rows), end="")
-    elif output == "md":
-        print(f"{title}\n\n{latency_markdown(rows)}", end="")
-    else:
-        _print_tables(title, result, rows, wide=wide)
-    for line in result.warnings:
-        print_marked("warning:", line, "bold yellow")
 
 
 def _print_tables(title: str, result: Any, rows: list[dict[str, Any]], *, wide: bool) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -14,59 +13,80 @@ from offload.cli.bench.options import AsJson, Threads, make_table, option_values
 from offload.cli.console import no_loading_bars, print_json, quiet_transformers, running, stdout
 from offload.cli.eval import options as opt
 from offload.cli.eval.scored import Setup, progress_bar
-from offload.cli.options import comma_separated, counts
+from offload.cli.options import DEFAULT_MODEL, ModelName, Verbose, comma_separated, counts
 from offload.policies.registry import available_policies
 
 if TYPE_CHECKING:
     from offload.bench.quality.measure import QualityMeasurement, QualitySettings
 
-_read = functools.partial(typer.Option, rich_help_panel="What is read")
-_compared = functools.partial(typer.Option, rich_help_panel=opt.POLICY_PANEL)
 
+@dataclass(frozen=True)
+class Read:
+    """The text, and how much of it."""
 
-def quality(
-    model: opt.Model = opt.DEFAULT_MODEL,
+    panel: ClassVar[str] = "What is read"
     text: Annotated[
         Path | None,
-        _read(
+        typer.Option(
             metavar="PATH",
             help=r"A file, or a folder of .txt and .md files. \[default: docstrings of Python's "
             r"library]",
-            show_default=False,
         ),
-    ] = None,
-    context: Annotated[int, _read(min=1, help="Tokens read before decoding.")] = 6144,
-    steps: Annotated[int, _read(min=1, help="Next tokens of the text to decode.")] = 1000,
+    ] = None
+    context: Annotated[int, typer.Option(min=1, help="Tokens read before decoding.")] = 6144
+    steps: Annotated[int, typer.Option(min=1, help="Next tokens of the text to decode.")] = 1000
     sample_every: Annotated[
-        int, _read(min=1, metavar="N", help="Compare every n-th step with exact attention.")
-    ] = 20,
+        int, typer.Option(min=1, metavar="N", help="Compare every n-th step with exact attention.")
+    ] = 20
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The policies, and their budgets and options."""
+
+    panel: ClassVar[str] = opt.Compared.panel
     policy: Annotated[
         str | None,
-        _compared(
+        typer.Option(
             metavar="NAMES",
             help=f"Comma-separated: {', '.join(available_policies())}. "
             r"Full attention is always measured: it is the reference. \[default: all]",
-            show_default=False,
         ),
-    ] = None,
+    ] = None
     budget_tokens: Annotated[
-        str, _compared(metavar="COUNTS", help="Tokens attended per KV head, such as 256,1024.")
-    ] = "1024",
-    option: opt.PolicyOptions = None,
+        str, typer.Option(metavar="COUNTS", help="Tokens attended per KV head, such as 256,1024.")
+    ] = "1024"
+    option: opt.PolicyOptions = None
+
+
+@dataclass(frozen=True)
+class Bounds(opt.Bounds):
+    """Within which full attention decodes the same text."""
+
     host_share: Annotated[
         str,
-        _compared(
+        typer.Option(
             metavar="SHARES",
             help="Then decode the same text under full attention within these shares of the bytes "
             "of its keys and values (host_bytes_per_sequence), such as 0.5,0.25.",
         ),
-    ] = "",
-    evictions: opt.Evictions = opt.DEFAULT_EVICTIONS,
-    page_tokens: opt.PageTokens = 256,
+    ] = ""
+
+
+def quality(
+    model: ModelName = DEFAULT_MODEL,
+    *,
+    read: Read,
+    compared: Compared,
+    bounds: Bounds,
+    page_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="In a page of the KV cache.", rich_help_panel=opt.Runs.panel),
+    ] = 256,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or auto.")] = "bfloat16",
     threads: Threads = None,
     as_json: AsJson = False,
-    verbose: opt.Verbose = False,
+    verbose: Verbose = False,
 ) -> None:
     """Compare what policies select with what exact attention would have wanted.
 
@@ -94,11 +114,11 @@ def quality(
         offload bench quality --text book.txt --json > quality.json
     """
     names = list(available_policies())
-    if policy is not None:
-        names = comma_separated(policy, option="--policy", available=tuple(names))
-    budgets = counts(budget_tokens, option="--budget-tokens")
-    options = option_values(option or [], option="--option")
-    bounds = opt.bounds_of(host_share, evictions, "cpu")
+    if compared.policy is not None:
+        names = comma_separated(compared.policy, option="--policy", available=tuple(names))
+    budgets = counts(compared.budget_tokens, option="--budget-tokens")
+    options = option_values(compared.option or [], option="--option")
+    within, text = bounds.on("cpu"), read.text
 
     with running(verbose=verbose):
         from offload.bench.eval.haystack import described
@@ -108,11 +128,12 @@ def quality(
 
         grid = policy_grid(names, budgets, options, option="--option")
         policies = list(dict.fromkeys([make_policy("full"), *grid]))
-        setup = Setup(model, policies, bounds, dtype, "cpu", threads, page_tokens, verbose)
+        runs = opt.Runs(dtype, "cpu", threads, page_tokens)
+        setup = Setup(model, policies, within, runs, verbose)
         settings = QualitySettings(
-            context=context,
-            steps=steps,
-            sample_every=sample_every,
+            context=read.context,
+            steps=read.steps,
+            sample_every=read.sample_every,
             exact_topk=exact_topk_of(options),
         )
         source = described(text, "--text")
@@ -125,22 +146,21 @@ def quality(
             print_json({"machine": describe_machine(), "settings": run, "rows": found})
         else:
             of_text = "docstrings of the standard library" if text is None else text
-            title = f"{model}, {context:,} tokens of {of_text}, {steps:,} decode steps"
-            _print(rows, title, has_bounds=bool(bounds))
+            title = f"{model}, {read.context:,} tokens of {of_text}, {read.steps:,} decode steps"
+            _print(rows, title, has_bounds=bool(within))
 
 
 def _measure(setup: Setup, settings: QualitySettings, text: Path | None) -> list[Any]:
     from offload.bench.eval.haystack import prose_text
     from offload.bench.eval.perplexity import text_tokens
     from offload.bench.quality.measure import check_quality, measure_quality
-    from offload.loading.checkpoint import check_checkpoint
-    from offload.loading.names import load_tokenizer, resolve_folder
+    from offload.loading.names import load_tokenizer
     from offload.runtime.shared_model import SharedModel
 
     beginning, tokens = text_tokens(prose_text(text, "--text"), load_tokenizer(setup.model))
     tokens = [*beginning, *tokens]
-    shape = check_checkpoint(resolve_folder(setup.model)).shape
-    check_quality(setup.policies, len(tokens), settings, shape.max_context)
+    max_context = setup.checkpoint.shape.max_context
+    check_quality(setup.policies, len(tokens), settings, max_context)
     full = replace(setup, policies=setup.policies[:1])
     full.check_bounds(settings.text_tokens - 1)
     runs = len(setup.policies) + len(setup.bounds)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import typer
+from offload.cli.commands import add_command, command_group
+from offload.cli.eval.needle import needle
+from offload.cli.eval.perplexity import perplexity
+from offload.cli.eval.ruler import ruler
+from offload.cli.eval.structured import structured
 
-from offload.cli.commands import CommandGroup
-from offload.cli.eval import needle, perplexity, ruler, structured
-
-app = typer.Typer(
-    cls=CommandGroup,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Score policies against full attention: what do I lose?",
-)
+app = command_group(help="Score policies against full attention: what do I lose?")
 
 
 @app.callback()
@@ -26,4 +21,4 @@ def evaluate() -> None:
 
 
 for command in (ruler, needle, structured, perplexity):
-    command.register(app)
+    add_command(app, command)

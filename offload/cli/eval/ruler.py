@@ -2,70 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
 
-import typer
-
+from offload.bench.eval.haystack import described, prose_words
+from offload.bench.eval.prompt import text_counter
+from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS, ruler_samples
+from offload.bench.eval.sample import Sample
 from offload.cli.console import running
 from offload.cli.eval import options as opt
-from offload.cli.eval.scored import Setup, answer_all, print_document
-from offload.cli.options import comma_separated, counts
-from offload.cli.spelling import Command
-
-if TYPE_CHECKING:
-    from offload.bench.eval.sample import Sample
-
-# offload.bench.eval.ruler has these, but imports torch; tests compare the two.
-TASK_NAMES = (
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multivalue",
-    "niah_multiquery",
-    "vt",
-    "cwe",
-    "fwe",
-)
-PROSE_NAMES = TASK_NAMES[1:4] + TASK_NAMES[6:8]  # whose needles are in prose
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `offload eval`."""
-    app.command(cls=Command)(ruler)
+from offload.cli.eval.scored import Setup, answer_all
+from offload.cli.options import DEFAULT_MODEL, ModelName, Verbose
 
 
 def ruler(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    policy: opt.Policies = "auto",
-    budget_tokens: opt.BudgetTokens = "1024",
-    option: opt.PolicyOptions = None,
-    host_share: opt.HostShares = "",
-    evictions: opt.Evictions = opt.DEFAULT_EVICTIONS,
-    lengths: opt.Lengths = "4096",
-    tasks: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help=f"Comma-separated: {', '.join(TASK_NAMES)}; or all.",
-            rich_help_panel=opt.TASK_PANEL,
-        ),
-    ] = "all",
-    samples: opt.Samples = 20,
-    haystack: opt.Haystack = None,
-    seed: opt.Seed = 0,
-    chat_template: opt.ChatTemplate = None,
-    decode_last: opt.DecodeLast = 0,
-    dtype: opt.Dtype = "bfloat16",
-    device: opt.Device = "cpu",
-    threads: opt.Threads = None,
-    page_tokens: opt.PageTokens = 256,
-    resume: opt.Resume = None,
-    output: opt.Output = "table",
-    as_json: opt.AsJson = False,
-    verbose: opt.Verbose = False,
+    model: ModelName = DEFAULT_MODEL,
+    *,
+    compared: opt.Compared,
+    bounds: opt.Bounds,
+    questions: opt.ProseQuestions,
+    tasks: Annotated[str, opt.tasks_option(RULER_TASKS)] = "all",
+    runs: opt.Runs,
+    output: opt.Output,
+    verbose: Verbose = False,
 ) -> None:
     """Score policies on RULER, the tasks that need no download.
 
@@ -88,56 +48,25 @@ def ruler(
 
         offload eval ruler ./Qwen3-0.6B --context 4096,16384 --haystack books/ --json > ruler.json
     """
-    names = [*TASK_NAMES]
-    if tasks != "all":
-        names = comma_separated(tasks, option="--tasks", available=TASK_NAMES)
-    all_lengths = counts(lengths, option="--context")
-    shown = opt.output_format(output, as_json)
-    has_prose = any(name in PROSE_NAMES for name in names)
-    setup = Setup(
-        model,
-        opt.policies_of(policy, budget_tokens, option),
-        opt.bounds_of(host_share, evictions, device),
-        dtype,
-        device,
-        threads,
-        page_tokens,
-        verbose,
-    )
+    names = opt.task_names(tasks, RULER_TASKS)
+    has_prose = any(name in PROSE_TASKS for name in names)
+    setup = Setup(model, compared.policies(), bounds.on(runs.device), runs, verbose)
 
-    def make_samples(tokenizer: Any, chat: bool) -> list[Sample]:
-        from offload.bench.eval.haystack import prose_words
-        from offload.bench.eval.prompt import text_counter
-        from offload.bench.eval.ruler import ruler_samples
-
-        prose = prose_words(haystack) if has_prose else []
-        count_tokens = text_counter(tokenizer)
-        return [
-            sample
-            for length in all_lengths
-            for task in names
-            for sample in ruler_samples(
-                task, length, samples, seed=seed, count_tokens=count_tokens, prose=prose
-            )
-        ]
+    def sampler(tokenizer: Any, chat: bool) -> Callable[..., list[Sample]]:
+        prose = prose_words(questions.haystack) if has_prose else []
+        return partial(ruler_samples, count_tokens=text_counter(tokenizer), prose=prose)
 
     with running(verbose=verbose):
-        from offload.bench.eval.haystack import described
-
-        document = answer_all(
+        answer_all(
             "ruler",
             setup,
-            make_samples,
-            lengths=all_lengths,
-            chat_template=chat_template,
-            decode_last=decode_last,
-            resume=resume,
+            questions,
+            names,
+            sampler,
+            output,
             settings={
                 "tasks": names,
-                "lengths": all_lengths,
-                "samples": samples,
-                "seed": seed,
-                "haystack": described(haystack) if has_prose else None,
+                "haystack": described(questions.haystack) if has_prose else None,
             },
+            decode_last=questions.decode_last,
         )
-        print_document(document, shown)

@@ -8,16 +8,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.bench.eval.output import BOUND_LEGEND, LEGEND, cell_table, markdown, summary_table
+from offload.bench.eval.output import Table as EvalTable
+from offload.bench.eval.prompt import prompt_counter, uses_chat_template
+from offload.bench.eval.record_file import Record, RecordFile
+from offload.bench.eval.sample import Item, Sample, key_of
+from offload.bench.eval.summary import cell_rows, summaries
 from offload.cli.console import no_loading_bars, print_json, quiet_transformers, stderr, stdout
+from offload.cli.eval.options import Output, Questions, Runs
+from offload.policies.auto import Auto
+from offload.system.machine import describe_machine
 from offload.system.version import __version__
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from offload.bench.eval.bounds import Bound
-    from offload.bench.eval.output import Table as EvalTable
-    from offload.bench.eval.record_file import Record
-    from offload.bench.eval.sample import Item, Sample
+    from offload.loading.checkpoint import Checkpoint
     from offload.policies import Policy
     from offload.runtime.config import RuntimeConfig
     from offload.runtime.shared_model import SharedModel
@@ -30,11 +37,16 @@ class Setup:
     model: str
     policies: Sequence[Policy]
     bounds: Sequence[Bound]
-    dtype: str
-    device: str
-    threads: int | None
-    page_tokens: int
+    runs: Runs
     verbose: bool
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The model's, checked."""
+        from offload.loading.checkpoint import check_checkpoint
+        from offload.loading.names import resolve_folder
+
+        return check_checkpoint(resolve_folder(self.model))
 
     @property
     def labels(self) -> list[str]:
@@ -50,16 +62,12 @@ class Setup:
     @cached_property
     def resolved(self) -> list[Policy]:
         """The policies, with what `auto` comes to in the place of it."""
-        from offload.loading.checkpoint import check_checkpoint
-        from offload.loading.names import resolve_folder
-        from offload.policies.auto import Auto
         from offload.runtime.auto_policy import with_resolved_policy
 
         if not any(isinstance(policy, Auto) for policy in self.policies):
             return [*self.policies]
-        checkpoint, config = check_checkpoint(resolve_folder(self.model)), self.config()
-        configs = [replace(config, policy=policy) for policy in self.policies]
-        return [with_resolved_policy(checkpoint, each, None)[0].policy for each in configs]
+        configs = [replace(self.config(), policy=policy) for policy in self.policies]
+        return [with_resolved_policy(self.checkpoint, each, None)[0].policy for each in configs]
 
     @property
     def all_labels(self) -> list[str]:
@@ -72,11 +80,12 @@ class Setup:
         """How it runs; refuses a device or dtype that there is not."""
         from offload.runtime.config import runtime_config
 
+        runs = self.runs
         return runtime_config(
-            dtype=self.dtype,
-            device=self.device,
-            num_threads=self.threads,
-            page_tokens=self.page_tokens,
+            dtype=runs.dtype,
+            device=runs.device,
+            num_threads=runs.threads,
+            page_tokens=runs.page_tokens,
         )
 
     def check_bounds(self, num_tokens: int) -> None:
@@ -87,56 +96,42 @@ class Setup:
             ValueError: names the share.
         """
         from offload.bench.eval.bounds import check_text_bound
-        from offload.loading.checkpoint import check_checkpoint
-        from offload.loading.names import resolve_folder
 
-        checkpoint, config = check_checkpoint(resolve_folder(self.model)), self.config()
         for policy in self.resolved:
-            of_policy = replace(config, policy=policy)
+            config = replace(self.config(), policy=policy)
             for bound in self.bounds:
-                check_text_bound(checkpoint, of_policy, num_tokens, bound.share, bound.eviction)
+                check_text_bound(self.checkpoint, config, num_tokens, bound.share, bound.eviction)
 
     def described(self) -> dict[str, Any]:
         """For JSON, and to tell runs apart: a cap of a step as the tokens that it allows here."""
         from offload.bench.eval.labels import policy_options
-        from offload.loading.checkpoint import check_checkpoint
         from offload.loading.checkpoint_digest import checkpoint_digest
-        from offload.loading.names import resolve_folder
         from offload.runtime.capping import with_cap_in_tokens
 
-        folder, config = resolve_folder(self.model), self.config()
-        checkpoint = check_checkpoint(folder)
-        configs = [replace(config, policy=policy) for policy in self.resolved]
-        capped = [with_cap_in_tokens(checkpoint, of_policy, None).policy for of_policy in configs]
+        configs = [replace(self.config(), policy=policy) for policy in self.resolved]
+        capped = [with_cap_in_tokens(self.checkpoint, each, None).policy for each in configs]
         options = [policy_options(policy) for policy in capped]
         return {
             "model": self.model,
-            "checkpoint": checkpoint_digest(folder),
-            "dtype": self.dtype,
-            "device": self.device,
-            "threads": self.threads,
-            "page_tokens": self.page_tokens,
+            "checkpoint": checkpoint_digest(self.checkpoint.folder),
+            **asdict(self.runs),
             "bounds": [asdict(bound) for bound in self.bounds],
             "version": __version__,
             "policies": dict(zip(self.labels, options, strict=True)),
         }
 
+    def check_lengths(self, lengths: Sequence[int], option: str = "--context") -> None:
+        """Refuse a length that the model has no positions for, before anything is loaded.
 
-def check_lengths(model: str, lengths: Sequence[int], option: str = "--context") -> None:
-    """Refuse a length that the model has no positions for, before anything is loaded.
-
-    Raises:
-        ValueError: names both, and the option. FileNotFoundError: no such model.
-    """
-    from offload.loading.checkpoint import check_checkpoint
-    from offload.loading.names import resolve_folder
-
-    max_context = check_checkpoint(resolve_folder(model)).shape.max_context
-    if max(lengths) > max_context:
-        raise ValueError(
-            f"{max(lengths):,} tokens are more than the {max_context:,} positions of {model}; "
-            f"lower {option}"
-        )
+        Raises:
+            ValueError: names both, and the option. FileNotFoundError: no such model.
+        """
+        max_context = self.checkpoint.shape.max_context
+        if max(lengths) > max_context:
+            raise ValueError(
+                f"{max(lengths):,} tokens are more than the {max_context:,} positions of "
+                f"{self.model}; lower {option}"
+            )
 
 
 def measure_all(
@@ -157,8 +152,6 @@ def measure_all(
         count_tokens: gets the tokenizer and an item; its tokens, those that follow included.
         settings: of the items, by the names of the command's options.
     """
-    from offload.bench.eval.record_file import RecordFile
-    from offload.bench.eval.sample import key_of
     from offload.loading.names import load_tokenizer
     from offload.runtime.shared_model import SharedModel
 
@@ -191,39 +184,44 @@ def measure_all(
 def answer_all(
     command: str,
     setup: Setup,
-    make_samples: Callable[[Any, bool], list[Sample]],
+    questions: Questions,
+    tasks: Sequence[Any],
+    sampler: Callable[[Any, bool], Callable[..., list[Sample]]],
+    output: Output,
     *,
-    lengths: Sequence[int],
-    chat_template: bool | None,
-    resume: Path | None,
     settings: Mapping[str, Any],
     shared_texts: bool = False,
     decode_last: int = 0,
 ) -> dict[str, Any]:
-    """Make the prompts, have them answered, and sum up: the command's JSON document.
+    """Make the prompts, have them answered, sum up and print: the command's JSON document.
 
     Args:
-        make_samples: gets the tokenizer, and whether prompts have its chat template.
-        settings: of the prompts, by the names of the command's options.
+        sampler: gets the tokenizer, and whether prompts have its chat template; what makes samples
+            of a task, a length, how many, and a seed.
+        settings: of the prompts, beside `questions`, by the names of the command's options.
         shared_texts: as `summaries` has it.
         decode_last: as `answer_sample` has it.
     """
     from offload.bench.eval.answers import answer_sample
-    from offload.bench.eval.prompt import prompt_counter, uses_chat_template
-    from offload.bench.eval.summary import cell_rows, summaries
     from offload.loading.names import load_tokenizer
-    from offload.system.machine import describe_machine
 
-    check_lengths(setup.model, lengths)
+    lengths = questions.all_lengths()
+    setup.check_lengths(lengths)
     if decode_last >= min(lengths):
         raise ValueError(
             f"--decode-last {decode_last} leaves nothing to read of prompts of {min(lengths)} "
             "tokens; lower it or raise --context"
         )
-    chat = uses_chat_template(load_tokenizer(setup.model), chat_template)
+    chat = uses_chat_template(load_tokenizer(setup.model), questions.chat_template)
 
     def make(tokenizer: Any) -> list[Sample]:
-        return make_samples(tokenizer, chat)
+        samples_of = sampler(tokenizer, chat)
+        return [
+            sample
+            for length in lengths
+            for task in tasks
+            for sample in samples_of(task, length, questions.samples, seed=questions.seed)
+        ]
 
     def measure(model: SharedModel, tokenizer: Any, sample: Sample) -> dict[str, Any]:
         return answer_sample(
@@ -245,21 +243,28 @@ def answer_all(
         make,
         measure,
         count_tokens,
-        resume=resume,
-        settings={**settings, "chat_template": chat, "decode_last": decode_last},
+        resume=output.resume,
+        settings={
+            **settings,
+            "lengths": lengths,
+            "samples": questions.samples,
+            "seed": questions.seed,
+            "chat_template": chat,
+            "decode_last": decode_last,
+        },
     )
-    return {
+    document = {
         "machine": describe_machine(),
         "settings": options,
         "summary": summaries(records, setup.all_labels, shared_texts=shared_texts),
         "cells": cell_rows(records, setup.all_labels),
     }
+    _print(document, output.shown)
+    return document
 
 
-def print_document(document: Mapping[str, Any], shown: str) -> None:
+def _print(document: Mapping[str, Any], shown: str) -> None:
     """As a table, Markdown or JSON."""
-    from offload.bench.eval.output import BOUND_LEGEND, LEGEND, cell_table, summary_table
-
     truncated = sum(cell["truncated_samples"] for cell in document["cells"])
     if truncated:
         stderr().print(
@@ -277,8 +282,6 @@ def print_document(document: Mapping[str, Any], shown: str) -> None:
 
 def print_tables(tables: Mapping[str, EvalTable], legend: str, shown: str) -> None:
     """Tables by their titles, as Markdown or for people."""
-    from offload.bench.eval.output import markdown
-
     if shown == "md":
         parts = [x for title, table in tables.items() for x in (title, markdown(*table))]
         print("\n\n".join([*filter(None, parts), legend]))

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import typer
-
-from offload.cli.commands import CommandGroup
+from offload.cli.commands import add_command, command_group
 from offload.cli.inspect.heads import heads
-from offload.cli.spelling import Command
 
-app = typer.Typer(
-    cls=CommandGroup,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Look at a model's attention.",
-)
+app = command_group(help="Look at a model's attention.")
 
 
 @app.callback()
@@ -22,4 +13,4 @@ def inspect() -> None:
     """Look at a model's attention."""
 
 
-app.command(cls=Command)(heads)
+add_command(app, heads)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
-from offload.cli.options import DTYPE_HELP, ModelName, Verbose
+from offload.cli.options import AsJson, DType, ModelName, Verbose
 
 if TYPE_CHECKING:
     from offload.loading.planned_model import PlannedModel
@@ -27,7 +27,6 @@ def heads(
         typer.Option(
             metavar="PATH",
             help=r"Text like what the model will read. \[default: docstrings of Python's library]",
-            show_default=False,
         ),
     ] = None,
     tokens: Annotated[
@@ -46,7 +45,7 @@ def heads(
             help=rf"Heaviest tokens of a head that are compared. \[default: {_POLICY}'s budget]",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
+    dtype: DType = "auto",
     num_threads: Annotated[
         int | None,
         typer.Option("--threads", min=1, help=r"CPU threads. \[default: all this process may use]"),
@@ -57,7 +56,7 @@ def heads(
             metavar="PATH", help="Draw the map as .png, .svg or .pdf, too (needs matplotlib)."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Show which KV heads find the tokens that the same head of the layer above found.

@@ -46,7 +46,7 @@ class StepBuffers:
     def layout(
         shape: ModelShape, num_rows: int, dtype: torch.dtype, num_multiprocessors: int
     ) -> Layout:
-        """Of what is on the device, beside the `TokenChooser`'s."""
+        """Layout of what is on the device, beside the `TokenChooser`'s."""
         row = (num_rows, shape.num_qo_heads * shape.head_dim)
         lse = (num_rows, shape.num_qo_heads)
         partial = (*lse, num_kv_splits(shape.num_kv_heads, num_multiprocessors))

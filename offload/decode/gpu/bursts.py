@@ -39,7 +39,7 @@ class Bursts:
 
     @property
     def num_steps(self) -> int:
-        """Of the next burst."""
+        """Steps of the next burst."""
         return max(1, min(MOST_STEPS, int(_BURST_SECONDS / self._step_seconds)))
 
     def timed(self, num_steps: int, seconds: float) -> None:

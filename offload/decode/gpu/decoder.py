@@ -55,8 +55,6 @@ class DeviceDecoder:
             until a generation begins that takes less room.
         choose: the placement for what is to come, asked whenever a generation begins, and when its
             placement does not fit. None: `placement` is for all.
-        num_parts: parts that the rows of a step are cut into; None: what proves faster.
-        make_handshake: another one than `handshake.make_handshake`'s, for benches.
 
     Attributes:
         after_projection, on_mark: see `DeviceStep`; steps with others are captured apart.
@@ -80,8 +78,6 @@ class DeviceDecoder:
         placement: HeadPlacement | None = None,
         keeps_placement: bool = True,
         choose: PlacementChooser | None = None,
-        num_parts: int | None = None,
-        make_handshake: Callable[..., Handshake] = make_handshake,
     ) -> None:
         self.model, self.store, self.device = model, store, device
         self.pool = WorkerPool(num_threads)
@@ -98,10 +94,10 @@ class DeviceDecoder:
         self._window = window_of(policy)
         self._weights = DeviceWeights.of(model)
         self._backend = backend
-        self._make_handshake = make_handshake
+        self._make_handshake: Callable[..., Handshake] = make_handshake
         self._deadline_seconds = deadline_seconds
         self._device_budget_bytes = device_budget_bytes
-        self._num_parts = 1 if backend != "graph" and num_parts is None else num_parts
+        self._num_parts = None if backend == "graph" else 1  # None: what proves faster
         self._keeps_placement = keeps_placement
         self._choose = choose
         self._free_room = FreeRoom(device)
@@ -116,12 +112,12 @@ class DeviceDecoder:
 
     @property
     def device_bytes(self) -> int:
-        """Of the KV cache that is on the device."""
+        """Bytes of the KV cache that is on the device."""
         return 0 if self._steps is None else self._steps.step.resident.num_bytes
 
     @property
     def coprocessors(self) -> list[Coprocessor]:
-        """Of all kinds of steps that there have been."""
+        """The coprocessors of all kinds of steps that there have been."""
         links = {} if self._steps is None else self._steps.links
         return [link.coprocessor for link in links.values()]
 
@@ -375,7 +371,7 @@ class DeviceDecoder:
         return slots
 
     def _num_pages(self, kv_len: int) -> int:
-        """Of each KV head."""
+        """Pages of each KV head."""
         return -(-kv_len // self.store.page_tokens)
 
     def _least_placement(self) -> HeadPlacement:
@@ -399,7 +395,7 @@ class DeviceDecoder:
             self.setup_seconds += time.perf_counter() - start
 
     def _key(self, kind: str) -> tuple[object, ...]:
-        """Of steps that launch the same."""
+        """The key that steps share if they launch the same."""
         return kind, self.on_mark, self.after_projection
 
     def _write_state(

@@ -97,7 +97,7 @@ class DeviceHeads:
         dtype: torch.dtype,
         num_multiprocessors: int,
     ) -> Layout:
-        """Of all buffers, the scratch of `TopKBuffers` and the lists of heads among them."""
+        """Layout of all buffers, the scratch of `TopKBuffers` and the lists of heads among them."""
         published, gathered = most_heads(layers, "publishing"), most_heads(layers, "gathered")
         units = lists = budget = scored = 0
         if published:

@@ -55,7 +55,7 @@ def layer_heads(
     *,
     shares_selection: bool = False,
 ) -> tuple[LayerHeads, ...]:
-    """Of each layer.
+    """The heads of each layer.
 
     Args:
         places: Place of each [layer, KV head].

@@ -33,7 +33,7 @@ _FORMAT = "offload-placement-1"
 
 
 class Place(enum.IntEnum):
-    """Of a KV head in a layer."""
+    """Where a KV head of a layer is attended."""
 
     CPU = 0  # the host's pool attends to rows of host pages
     GPU = 1  # the GPU keeps all of its KV and attends
@@ -286,7 +286,7 @@ class HeadPlacement:
         return hash((self.places.shape, self.places.tobytes()))
 
     def _check_full(self, policy: Policy) -> None:
-        """Of a policy that selects nothing: any head may stay on the GPU or on the CPU."""
+        """Checks a policy that selects nothing: any head may stay on the GPU or on the CPU."""
         for place, reason in (
             (Place.GATHER, "selects no tokens to gather"),
             (Place.CODES, "keeps no codes of its keys"),

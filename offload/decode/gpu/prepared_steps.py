@@ -76,7 +76,7 @@ class PreparedSteps:
             ) from error
 
     def choose_link(self, slots: Sequence[int], num_parts: int | None) -> HostLink:
-        """Of the step that fits these slots; in as many parts as are fastest for None."""
+        """Link of the step that fits these slots; None: in as many parts as are fastest."""
         num_rows = num_slots(max(slots) + 1)
         if num_parts is None:
             num_parts = self._choice(num_rows).num_parts

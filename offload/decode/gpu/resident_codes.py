@@ -68,7 +68,7 @@ class CodeShape:
 
     @property
     def list_tokens(self) -> int:
-        """Of a list at most: sinks, candidates, recent tokens."""
+        """The most tokens of a list: sinks, candidates, recent tokens."""
         return sum(self.window) + self.codes.num_candidates
 
     def page_bytes(self, num_heads: int) -> int:

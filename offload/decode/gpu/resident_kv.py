@@ -164,7 +164,7 @@ class ResidentKV:
         max_pages: int,
         dtype: torch.dtype,
     ) -> Layout:
-        """Of all layers that have such: windows, tables of GPU pages and of the host's. What pages
+        """Layout of all layers' windows, and tables of GPU pages and of the host's. What pages
         take is in `resident_pages`.
         """
         window = (num_slots, 2, num_kv_heads, window_tokens, head_dim)

@@ -103,7 +103,7 @@ def _attend_seconds(
 def _scan_table(
     cache: AttentionCache, policy: Policy, pool: WorkerPool, num_qo_heads: int
 ) -> CostTable:
-    """Of layers whose heads all attend to all tokens, by bytes of keys and values."""
+    """Time of layers whose heads all attend to all tokens, by bytes of keys and values."""
     attention = DecodeAttention(policy, cache.store, num_qo_heads=num_qo_heads, pool=pool)
     query = cache.random_query(num_qo_heads)
     out = torch.empty_like(query)

@@ -70,7 +70,7 @@ class LayerBench(AttentionBench):
         return CostTable.measured(sorted(points.items()))
 
     def _layer_us(self, linears: Sequence[Call], fetching: Sequence[tuple[Call, Call]]) -> float:
-        """Of a layer: window, attention to fetched rows, merge, linear layers.
+        """Time of a layer: window, attention to fetched rows, merge, linear layers.
 
         Args:
             fetching: (fetch, attend) of layers, in turns; none: nothing is fetched.

@@ -64,7 +64,7 @@ def with_policy(
 def _with_member(
     profile: MachineProfile, policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int
 ) -> MachineProfile:
-    """Of a policy that has no others as members."""
+    """The profile with the time of a policy that has no others as members."""
     key = policy_key(policy, shape, kv_len)
     if key in profile.select_scale:
         return profile
@@ -104,7 +104,7 @@ def measure_policy_us(
     num_threads: int,
     bytes_between: int,
 ) -> tuple[float, float]:
-    """Of one layer's attention to `kv_len` tokens, after so many other bytes were read.
+    """Time of one layer's attention to `kv_len` tokens, after so many other bytes were read.
 
     Returns:
         Median microseconds, and which share of the time is before the query and after the answer.

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,8 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.measuring.machine.kernels import CALLS, microseconds
 from offload.measuring.steps.gpu_marks import GpuMarks
-from offload.measuring.steps.measure import WARM_UP_STEPS, measure_pipeline
-from offload.measuring.steps.text_session import TextSession
+from offload.measuring.steps.measure import WARM_UP_STEPS, measure_steps
+from offload.measuring.steps.session import DecodeSession, text_session
 from offload.measuring.synthetic.random_model import random_model
 from offload.models.shape import MODEL_SHAPES, ModelShape, layer_elements
 from offload.planning.profile import shape_key
@@ -41,15 +40,15 @@ _WEIGHT_BYTES = 2**29  # of the layers that are measured on a host: more than ca
 
 def opened_session(
     stock: Any, policy: Policy, *, kv_len: int, num_steps: int = _NUM_STEPS, **options: Any
-) -> TextSession:
+) -> DecodeSession:
     """Steps of `stock` after `kv_len` made tokens.
 
     Args:
         options: of `RuntimeConfig`.
     """
-    runtime = Runtime(open_loaded(stock, runtime_config(policy=policy, **options), Path()))
+    runtime = Runtime(open_loaded(stock, runtime_config(policy=policy, **options), None))
     tokens = torch.arange(kv_len + num_steps) % stock.config.vocab_size
-    return TextSession(runtime, 0, tokens, kv_len, num_steps)
+    return text_session(runtime, tokens, kv_len, num_steps, weight_bytes=0)
 
 
 def device_step_us(
@@ -75,7 +74,7 @@ def device_step_us(
             "placement": placement,
         }
         with closing(opened_session(stock, policy, kv_len=_KV_LEN, **options)) as session:
-            whole, timelines = measure_pipeline(session, repeats=2, traced_steps=_TRACED_STEPS)
+            whole, timelines = measure_steps(session, repeats=2, traced_steps=_TRACED_STEPS)
             session.rewind()
             seconds = [_seconds_of(session.step) for _ in range(_NUM_STEPS)]
         busy_ns = [sum(m.end_ns - m.start_ns for m in t.gpu if m.kind != "wait") for t in timelines]
@@ -105,7 +104,7 @@ def host_step_us(
     options: dict[str, Any] = {"device": "cpu", "num_threads": num_threads}
     with closing(opened_session(stock, Full(), kv_len=_SHORT_KV_LEN, **options)) as session:
         decoder: Any = session.decoder
-        whole_us = 1e3 * measure_pipeline(session, repeats=2, traced_steps=0)[0].milliseconds
+        whole_us = 1e3 * measure_steps(session, repeats=2, traced_steps=0)[0].milliseconds
         session.rewind()
         of_layers = _timed(decoder, "_run_layers")
         of_last = _timed(decoder, "logits")
@@ -122,7 +121,7 @@ def host_step_us(
     )
 
 
-def _seconds_of(call: Callable[[], None]) -> float:
+def _seconds_of(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -145,7 +144,7 @@ def _timed(owner: Any, name: str) -> list[float]:
 
 
 def _attend_us(decoder: Any) -> float:
-    """Of one layer's attention to a sequence as short, by itself."""
+    """Time of one layer's attention to such a short sequence, by itself."""
     store, attention, shape = decoder.store, decoder.attention, decoder.model.shape
     seq = store.new_sequence()
     try:

@@ -56,7 +56,7 @@ class GpuMarks:
         if self._times.is_cuda:
             _mark_kernel[(1,)](self._times, slot, num_warps=1)
         else:
-            self._times[slot] = time.perf_counter_ns()
+            self._times[slot] = time.monotonic_ns()
 
     def clear(self) -> None:
         """The next mark is the first of a step that is captured, or run, anew."""

@@ -6,14 +6,13 @@ from a few traced steps afterwards, whose marks cost some microseconds per layer
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from offload.measuring.steps.session import DecodeSession
 from offload.measuring.steps.step_timeline import (
     SHARES,
     StepTimeline,
@@ -40,54 +39,8 @@ MEMORY_NAMES = {
 }
 
 
-class DecodeSession(ABC):
-    """A model, prompts in caches and a decoder, ready for the steps after the prompts.
-
-    Attributes:
-        num_steps: that the caches have rows for.
-        batch_size: sequences that decode together.
-    """
-
-    num_steps: int
-    batch_size: int
-
-    def decode(self, num_steps: int) -> list[float]:
-        """Decode so many tokens of every sequence; seconds of each step."""
-        seconds: list[float] = []
-        while len(seconds) < num_steps:
-            start = time.perf_counter()
-            count = self.step_several(num_steps - len(seconds))
-            seconds += [(time.perf_counter() - start) / count] * count
-        return seconds
-
-    def step_several(self, most: int) -> int:
-        """Decode as many tokens of every sequence as come at once, up to `most`; how many."""
-        self.step()
-        return 1
-
-    def trace(self, num_steps: int) -> list[StepTimeline]:
-        """`decode` with marks, each step on its own; one more may be decoded, to capture it."""
-        raise NotImplementedError(f"{type(self).__name__} cannot look into its steps")
-
-    @abstractmethod
-    def step(self) -> None:
-        """Decode one token of every sequence."""
-
-    @abstractmethod
-    def rewind(self) -> None:
-        """Back to the prompts; what the policy keeps is as it was there."""
-
-    @abstractmethod
-    def memory(self) -> dict[str, int]:
-        """Bytes, by what they are for: names of `MEMORY_NAMES`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End threads and give the memory back; the model and caches made for it stay."""
-
-
 @dataclass(frozen=True)
-class PipelineMeasurement:
+class StepMeasurement:
     """What one session gave.
 
     Attributes:
@@ -111,13 +64,13 @@ class PipelineMeasurement:
     memory: dict[str, int]
 
 
-def measure_pipeline(
+def measure_steps(
     session: DecodeSession,
     *,
     repeats: int = 2,
     traced_steps: int = 8,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[PipelineMeasurement, list[StepTimeline]]:
+) -> tuple[StepMeasurement, list[StepTimeline]]:
     """Decode all of the session's steps `repeats` times, then trace some; returns these, too.
 
     Every repeat starts at the prompts: the same queries find the same selections.
@@ -156,7 +109,7 @@ def measure_pipeline(
         on_progress(total, total)
     p10, median, p90 = (float(t) * 1e3 for t in np.percentile(seconds, [10, 50, 90]))
     shares = summed(map(step_shares, traced)) if traced else None
-    measurement = PipelineMeasurement(
+    measurement = StepMeasurement(
         batch_size=session.batch_size,
         steps=len(seconds),
         milliseconds=median,
@@ -175,7 +128,7 @@ def measure_pipeline(
 
 
 def step_line(row: dict[str, Any]) -> str:
-    """One line about the times of a `PipelineMeasurement` as JSON has it."""
+    """One line about the times of a `StepMeasurement` as JSON has it."""
     spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
     return (
         f"{row['milliseconds']:.2f} ± {spread:.2f} ms per step, "

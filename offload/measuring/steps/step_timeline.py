@@ -120,7 +120,7 @@ def step_shares(step: StepTimeline) -> StepShares:
 
 
 def summed(shares: Iterable[StepShares]) -> StepShares:
-    """Of several steps together."""
+    """The shares of several steps together."""
     columns = list(zip(*shares, strict=True))
     if not columns:
         raise ValueError("there are no steps to sum up")
@@ -128,7 +128,7 @@ def summed(shares: Iterable[StepShares]) -> StepShares:
 
 
 def median_microseconds(steps: Sequence[StepTimeline]) -> dict[str, dict[str, float]]:
-    """Of each side and kind: the median over steps of its time, all layers together."""
+    """Time of each side and kind: the median over steps, all layers together."""
     kinds = {"gpu": (*GPU_WORK, *GPU_WAITS), "cpu": (*CPU_WORK, *CPU_WAITS)}
     table: dict[str, dict[str, float]] = {side: {} for side in kinds}
     for side, of_side in kinds.items():
@@ -200,7 +200,7 @@ def intersection(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> int:
-    """Of disjoint spans."""
+    """Total length of disjoint spans."""
     return sum(end - start for start, end in spans)
 
 

@@ -1,29 +1,29 @@
-"""Steps of a decoder with a device, with marks on the GPU and the CPU's trace, on one clock."""
+"""Steps with marks of the linear layers and the trace of the CPU's workers, on one clock."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from cpu_ops.trace import TraceEvent
-from offload.decode.gpu.decoder import DeviceDecoder
 from offload.measuring.steps.gpu_marks import START, GpuMarks
 from offload.measuring.steps.step_timeline import Interval, StepTimeline, clock_offset_ns, shifted
 from offload.measuring.steps.worker_tasks import worker_tasks
 
 
-def traced_steps(
-    step: Callable[[], None], decoder: DeviceDecoder, num_steps: int
-) -> list[StepTimeline]:
+def traced_steps(step: Callable[[], object], decoder: Any, num_steps: int) -> list[StepTimeline]:
     """Steps with marks, each on its own; one more is decoded before, to capture it.
 
     Args:
-        step: decodes one token with `decoder`.
+        step: decodes one token with `decoder`. Without a GPU its linear layers stand on the GPU's
+            side, and take turns with the attention.
     """
-    marks = GpuMarks(decoder.device)
+    device = torch.device(getattr(decoder, "device", "cpu"))
+    marks = GpuMarks(device)
 
     def mark(kind: str, layer_idx: int) -> None:
         if kind == START:
@@ -40,9 +40,11 @@ def traced_steps(
             start = time.monotonic_ns()
             step()
             end = time.monotonic_ns()
-            torch.cuda.synchronize(decoder.device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             events, num_lost = attention.trace_events()
-            timeline = timeline_of(start, end, marks.read(), events)
+            make = timeline_of if device.type == "cuda" else timeline_in_turns
+            timeline = make(start, end, marks.read(), events)
             timelines.append(replace(timeline, num_workers=num_workers, num_lost_events=num_lost))
         attention.trace(False)
     finally:
@@ -72,3 +74,12 @@ def timeline_of(
         offset = start - min(m.start_ns for m in marks)
     cpu = tuple(Interval(e.kind, e.layer_idx, e.start_ns, e.end_ns) for e in led)
     return StepTimeline(start, end, cpu, shifted(marks, offset), worker_tasks(events))
+
+
+def timeline_in_turns(
+    start: int, end: int, marks: Sequence[Interval], events: Sequence[TraceEvent]
+) -> StepTimeline:
+    """One step without a GPU, whose linear layers wait while the workers attend."""
+    cpu = tuple(mark for mark in marks if mark.kind == "attend")
+    gpu = tuple(m._replace(kind="wait") if m.kind == "attend" else m for m in marks)
+    return StepTimeline(start, end, cpu, gpu, worker_tasks(events))

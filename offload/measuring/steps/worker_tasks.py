@@ -61,7 +61,7 @@ def worker_tasks(events: Iterable[TraceEvent]) -> tuple[Task, ...]:
 
 
 def task_microseconds(steps: Iterable[StepTimeline]) -> dict[str, float]:
-    """Of each kind of task: the time in a layer of a step, all workers together; the median over
+    """Time of each kind of task in a layer of a step, all workers together; the median over
     those that have it."""
     sums: dict[str, list[int]] = {kind: [] for kind in TASKS}
     for step in steps:
@@ -74,7 +74,7 @@ def task_microseconds(steps: Iterable[StepTimeline]) -> dict[str, float]:
 
 
 def layer_replies(steps: Iterable[StepTimeline]) -> list[LayerReply]:
-    """Of each layer that workers attended in."""
+    """The reply of each layer that workers attended in."""
     found: dict[int, list[tuple[float, ...]]] = defaultdict(list)
     for step in steps:
         of_layer: dict[int, list[Task]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""A host KV cache of random tokens, larger than the CPU's caches, and its memory as raw rows."""
+"""A host KV cache of random tokens, larger than the CPU's caches."""
 
 from __future__ import annotations
 
@@ -46,8 +46,6 @@ class AttentionCache:
         self.store = one_slab_store(shape, dtype, num_layers=self.num_layers, pages=pages)
         self.seq = self.store.new_sequence()
         self._fill()
-        self._table = self.store.page_table(self.seq).copy()
-        self._base = int(self._table.min())
         self.memory = slab_memory(self.store, self.seq, pages)
 
     def close(self) -> None:
@@ -69,18 +67,6 @@ class AttentionCache:
             for _ in range(self.store.num_kv_heads)
         ]
         return np.stack(rows).astype(np.int32)
-
-    def row_numbers(self, layer_idx: int, indices: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Which rows of `memory` hold the keys, then the values, of each KV head's selection."""
-        page_tokens = self.store.page_tokens
-        pages = (self._table[layer_idx] - self._base) // self.row_bytes
-        heads = np.arange(self.store.num_kv_heads)[:, None, None]
-        is_value = np.arange(2)[None, :, None]
-        tokens = indices[:, None, :].astype(np.int64)
-        rows = pages[tokens // page_tokens]
-        rows = rows + (is_value * self.store.num_kv_heads + heads) * page_tokens
-        rows = rows + tokens % page_tokens
-        return np.ascontiguousarray(rows.reshape(-1), dtype=np.int32)
 
     def _fill(self) -> None:
         store = self.store

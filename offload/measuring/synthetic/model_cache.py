@@ -19,7 +19,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import HostBudgetError, KVStore
 from offload.measuring.synthetic.attention_statistics import LFPS_STEPS
-from offload.measuring.synthetic.one_slab import num_pages, one_slab_store, page_bytes
+from offload.measuring.synthetic.one_slab import PAGE_TOKENS, num_pages, one_slab_store, page_bytes
 from offload.measuring.synthetic.structured_cache import StructuredLayer, structured_layer
 from offload.models.shape import ModelShape
 from offload.policies import Policy
@@ -100,17 +100,12 @@ class ModelCache:
     def num_steps(self) -> int:
         return self.rows.num_steps
 
-    def install(self, attention: DecodeAttention) -> None:
-        """Give `attention`, which works on `store`, fresh copies of what its policy built."""
-        for seq, layers in zip(self.seqs, self.arrays[attention.policy], strict=True):
+    def install(self, attention: DecodeAttention, seqs: Sequence[int]) -> None:
+        """Give `attention` fresh copies of what its policy built, for `seqs` or forks of them."""
+        for seq, layers in zip(seqs, self.arrays[attention.policy], strict=True):
             if layers:
                 copied = copy.deepcopy(layers)
                 attention.states.install(seq, copied, self.kv_len + self.num_steps)
-
-    def rewind(self) -> None:
-        """Back to the prompts."""
-        for seq in self.seqs:
-            self.store.truncate(seq, self.kv_len)
 
     def close(self) -> None:
         self.store.close()
@@ -146,7 +141,7 @@ def structured_model_cache(
     distinct = shape.num_layers if distinct_layers is None else distinct_layers
     if not 1 <= distinct <= shape.num_layers:
         raise ValueError(f"distinct_layers must be in [1, {shape.num_layers}], got {distinct}")
-    store = _store(shape, batch_size * (kv_len + num_steps), batch_size, device, dtype)
+    store = _store(shape, kv_len, num_steps, batch_size, device, dtype)
     attentions = {
         policy: DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
         for policy in policies
@@ -159,7 +154,7 @@ def structured_model_cache(
     cos, sin = (x[0] for x in rotary_emb(rows, positions[None]))
     seqs = [store.new_sequence() for _ in range(batch_size)]
     # At once: what is missing later is taken as another slab of this size, as far as it fits.
-    store.reserve(seqs, [kv_len + num_steps] * batch_size)
+    store.reserve(seqs, [PAGE_TOKENS * _pages_of_sequence(kv_len, num_steps)] * batch_size)
     for row, seq in enumerate(seqs):
         layers_of: dict[Policy, PolicyArrays] = {policy: {} for policy in policies}
         for source in range(distinct):
@@ -205,24 +200,34 @@ def structured_model_cache(
         for policy in policies:
             arrays[policy].append(layers_of[policy])
         store.commit([seq], [kv_len])
+        store.truncate(seq, kv_len)  # the pages that steps take go to forks
     step = torch.zeros(1, dtype=torch.int64, device=device)
     return ModelCache(store, seqs, kv_len, QKVRows(rows, kv_len, step), arrays)
 
 
 def _store(
-    shape: ModelShape, num_tokens: int, batch_size: int, device: torch.device, dtype: torch.dtype
+    shape: ModelShape,
+    kv_len: int,
+    num_steps: int,
+    batch_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> KVStore:
-    # Each sequence ends in a page of its own.
-    pages = shape.num_layers * (num_pages(num_tokens) + batch_size)
+    pages = shape.num_layers * batch_size * _pages_of_sequence(kv_len, num_steps)
     need = pages * page_bytes(shape, dtype)
     if need > host_memory_limit_bytes():
         raise HostBudgetError(
-            f"{num_tokens} tokens in {shape.num_layers} layers need "
+            f"{batch_size} x {kv_len + num_steps} tokens in {shape.num_layers} layers need "
             f"{format_bytes(need)} of host memory, but this process may use only "
             f"{format_bytes(host_memory_limit_bytes())}; lower --context or the batch size"
         )
     pinned = device.type == "cuda"
     return one_slab_store(shape, dtype, num_layers=shape.num_layers, pages=pages, pinned=pinned)
+
+
+def _pages_of_sequence(kv_len: int, num_steps: int) -> int:
+    """Of one layer; a fork takes the steps, and has the last page for itself if it is not full."""
+    return num_pages(kv_len + num_steps) + num_pages(kv_len) - kv_len // PAGE_TOKENS
 
 
 def unrotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

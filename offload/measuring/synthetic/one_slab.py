@@ -13,12 +13,12 @@ PAGE_TOKENS = 256
 
 
 def num_pages(num_tokens: int) -> int:
-    """Of one layer of one sequence."""
+    """Pages of one layer of one sequence."""
     return -(-num_tokens // PAGE_TOKENS)
 
 
 def page_bytes(heads: ModelShape | KVStore, dtype: torch.dtype) -> int:
-    """Of one page of such heads."""
+    """Bytes of one page of such heads."""
     return 2 * heads.num_kv_heads * PAGE_TOKENS * heads.head_dim * dtype.itemsize
 
 

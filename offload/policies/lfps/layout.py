@@ -75,7 +75,7 @@ def _list_lengths(capacity: int, budget_tokens: int) -> tuple[int, int]:
 def unit_bytes(
     capacity: int, group_size: int, budget_tokens: int, sink_tokens: int, head_dim: int
 ) -> int:
-    """Of all arrays of a unit."""
+    """Bytes of all arrays of a unit."""
     listed, longest = _list_lengths(capacity, budget_tokens)
     numbers = 2 * capacity + 4 * listed + longest + listed + 3 * budget_tokens + 1
     numbers += (2 + sink_tokens) * head_dim + group_size * (1 + sink_tokens + LOCAL_TOKENS)

@@ -57,7 +57,7 @@ def check_queries(context: BuildContext, observed_queries: int) -> None:
 def prompt_weights(
     context: BuildContext, sinks: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of each KV head, what the last queries attend to and what bypasses answer with.
+    """What the last queries of each KV head attend to, and what bypasses answer with.
 
     Yields:
         weights float32 [group_size, n, kv_len - sinks], overwritten by the next; the mean key, the

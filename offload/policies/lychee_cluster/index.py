@@ -184,7 +184,7 @@ def chunks_of_units(centres: Tensor, widths: Tensor, units: Tensor, num_units: i
 def _unit_boxes(
     centres: Tensor, widths: Tensor, units: Tensor, num_units: int
 ) -> tuple[Tensor, Tensor]:
-    """Of the boxes that units' chunks fill: centres, as `chunk_boxes` has them, and half-widths.
+    """Centres, as `chunk_boxes` has them, and half-widths of the boxes that units' chunks fill.
 
     These count less (`_UNIT_WIDTHS`): of many chunks few are where a box ends. Sums are products of
     matrices, which come to the same in every run.

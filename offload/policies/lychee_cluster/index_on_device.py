@@ -58,7 +58,7 @@ def spherical_kmeans(points: Tensor, num_clusters: int, iterations: int) -> tupl
 
 
 def _nearest(points: Tensor, centroids: Tensor, labels: Tensor, products: Tensor) -> None:
-    """Of each point the centroid of largest dot product, the first of equals, and the product.
+    """Finds each point's centroid of largest dot product, the first of equals, and the product.
 
     Args:
         labels, products: out [heads, n], int64 and float32.

@@ -80,7 +80,7 @@ UNITS_LENGTH = 4 * MAX_UNITS + 32  # of `units`, which `views` names
 
 
 def starts_bytes(capacity_chunks: int) -> int:
-    """Of block starts, then one offset for each chunk and for the end."""
+    """Bytes of block starts, then of one offset for each chunk and for the end."""
     return 4 * (capacity_chunks // BLOCK + 1) + capacity_chunks + 1
 
 
@@ -107,6 +107,6 @@ def scratch_rows(
 def scratch_bytes(
     capacity_groups: int, capacity_chunks: int, candidate_capacity: int, head_dim: int
 ) -> int:
-    """Of one KV head."""
+    """Bytes of the scratch rows of one KV head."""
     rows = scratch_rows(capacity_groups, capacity_chunks, candidate_capacity, head_dim)
     return sum(np.dtype(dtype).itemsize * length for dtype, length in rows.values())

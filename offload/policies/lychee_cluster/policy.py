@@ -4,14 +4,14 @@ Source: Li et al., LycheeCluster: Efficient Long-Context Inference with Structur
 Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `chunks`; index: `index`; search: `search`;
 updates: `graft`; the arrays: `layout`, and as callbacks see them: `views`.
 
-Five things differ from the paper, all for what they keep of the attention (docs/policies.md has the
-ablation); `paper=True` takes them back. Chunks are ranked by themselves, not in clusters of two,
-and in coarse units only where there are more of them than a search ranks: what is in a unit that is
-not opened cannot be found. They are ranked for each query head, the best of which counts, by an
-ellipsoid around their keys, instead of for the sum of the heads by a ball, in which the widest
-cluster wins. What had the most attention in one step is looked at again in the
-next. And more candidates are found than are attended, among which exact attention weights choose,
-also of the newest tokens, which are in no chunk yet.
+Five things differ from the paper, all for what they keep of the attention
+(docs/notes/lychee-cluster.md has the ablation); `paper=True` takes them back. Chunks are ranked by
+themselves, not in clusters of two, and in coarse units only where there are more of them than a
+search ranks: what is in a unit that is not opened cannot be found. They are ranked for each query
+head, the best of which counts, by an ellipsoid around their keys, instead of for the sum of the
+heads by a ball, in which the widest cluster wins. What had the most attention in one step is
+looked at again in the next. And more candidates are found than are attended, among which exact
+attention weights choose, also of the newest tokens, which are in no chunk yet.
 
 The paper's text leaves three choices open, which are ours under `paper=True`: six coarse units are
 opened, the sum of a group's queries ranks, and clusters are taken until the budget is full.
@@ -107,7 +107,7 @@ class ClusterState(LayerState):
         )
 
     def num_bytes(self, shape: StateShape) -> int:
-        """Of chunks as short as they may be."""
+        """Bytes of the state if chunks are as short as they may be."""
         policy = self.policy
         chunks = shape.capacity_tokens // policy.min_chunk_tokens + 2
         groups = chunks if not policy.paper else max(1, chunks // policy.chunks_per_cluster)

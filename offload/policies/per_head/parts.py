@@ -45,7 +45,7 @@ class PerHeadState(LayerState):
         return _joined(built)
 
     def num_bytes(self, shape: StateShape) -> int:
-        """Of each member, of its own heads."""
+        """Bytes that the members keep, each of its own heads."""
         group_size = shape.num_qo_heads // shape.num_kv_heads
         members = _members_of(self.policy, shape.num_layers, shape.num_kv_heads)[shape.layer_idx]
         num_bytes = 0
@@ -86,7 +86,7 @@ class PerHeadState(LayerState):
         )
 
     def read_bytes(self, **sizes: Any) -> tuple[float, bool]:
-        """Of a head that rest selects for."""
+        """Bytes that are read for a head that `rest` selects for."""
         return self.policy.members[REST].state.read_bytes(**sizes)
 
     def _states(self, arrays: State) -> dict[int, State]:
@@ -109,7 +109,7 @@ class PerHeadDevice(DeviceSupport):
         return np.asarray(_members_of(self.policy, num_layers, num_units) == RETRIEVAL)
 
     def codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
-        """Of the retrieval heads, if their policy has codes."""
+        """Codes of the retrieval heads, if their policy has codes."""
         members = self.policy.members
         if len(members) <= RETRIEVAL:
             return None
@@ -130,7 +130,7 @@ class PerHeadDevice(DeviceSupport):
         return lambda: _joined({i: finish() for i, finish in finishing.items()})
 
     def copied_heads(self, num_layers: int, num_kv_heads: int) -> int:
-        """Of a member whose heads do not lie together."""
+        """Heads that are copied for a member whose heads do not lie together."""
         members = _members_of(self.policy, num_layers, num_kv_heads)
         heads = [
             np.flatnonzero(of_layer == index)

@@ -105,7 +105,7 @@ class PerHead(Policy):
     """`retrieval` for the retrieval heads, `rest` for the others.
 
     In the first `dense_layers` all heads retrieve: with Full they are dense, and what they look at
-    broadly a sketch finds as well (docs/policies.md).
+    broadly a sketch finds as well (docs/notes/retrieval-heads.md).
 
     Args:
         retrieval: Full, or a policy that selects in every layer, such as ExactTopK. None takes
@@ -189,7 +189,7 @@ class PerHead(Policy):
         return tuple(policy.members[0] for policy in both)
 
     def unit_members(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
-        """Of units that are KV heads, or equally many query heads of each."""
+        """Member of each unit; units are KV heads, or equally many query heads of each."""
         roles = self.head_roles
         if isinstance(roles, HeadRoles):
             retrieves = roles.array

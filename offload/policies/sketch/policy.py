@@ -5,10 +5,10 @@ beside others. The error of one key's score is that of many small ones of either
 by it are candidates, some more than fit the budget, among which exact weights choose.
 
 Codes are of keys less their mean over the prompt, which adds the same to all scores of a query: of
-what exact top-k keeps of the attention, 1 bit then keeps 0.89 instead of 0.79 (docs/policies.md).
-Scores of the group's heads are compared as they are; to subtract each head's sum of exponentials
-first kept little more. How codes are made is in `codes`, how they are scored in
-cpp/kernels/codes-inl.h.
+what exact top-k keeps of the attention, 1 bit then keeps 0.89 instead of 0.79
+(docs/notes/sketch.md). Scores of the group's heads are compared as they are; to subtract each
+head's sum of exponentials first kept little more. How codes are made is in `codes`, how they are
+scored in cpp/kernels/codes-inl.h.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class SketchDevice(DeviceSupport):
     policy: Sketch
 
     def codes(self, num_layers: int, num_units: int) -> DeviceCodes | None:
-        """Of all units of sparse layers."""
+        """Codes of all units of sparse layers."""
         policy = self.policy
         if not policy.max_candidates:
             return None

@@ -65,7 +65,7 @@ def merge(a: Any, b: Any, out: Any) -> int:
 
 @cached_njit()
 def weights_of(own: Any, other: Any, weights: Any, out: Any) -> None:
-    """Of the weights of what `merge` made of `own` and `other`, those of `own`."""
+    """Writes the weights of `own` among those of what `merge` made of `own` and `other`."""
     i = j = k = 0
     while i < len(own) and j < len(other):
         x, y = own[i], other[j]

@@ -1,1 +1,0 @@
-"""`offload bench attention`: one attention operator against memory bandwidth."""

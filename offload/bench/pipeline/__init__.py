@@ -1,1 +1,0 @@
-"""`offload bench pipeline`: what of a decode step overlaps, waits or is exposed."""

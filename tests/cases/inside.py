@@ -1,0 +1,51 @@
+"""Where tests look into a loaded model: no other file of them names these members."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def runtime_of(model: Any) -> Any:
+    return model._offload
+
+
+def decoder_of(model: Any) -> Any:
+    return model._offload._decoder
+
+
+def states_of(model: Any) -> Any:
+    """What its policy keeps of each sequence."""
+    return model._offload.attention.states
+
+
+def cascade_of(model: Any) -> Any:
+    return model._offload.sequences.cascade
+
+
+def least_placement_of(model: Any) -> Any:
+    """Of the heads that its policy needs on the GPU."""
+    return decoder_of(model)._least_placement()
+
+
+def keep_placement(model: Any, *, keeps: bool) -> None:
+    """Whether heads for which the GPU has no room are an error, as where somebody placed them."""
+    decoder_of(model)._keeps_placement = keeps
+
+
+def allow_device_bytes(model: Any, num_bytes: int) -> None:
+    decoder_of(model)._device_budget_bytes = num_bytes
+
+
+def split_steps(model: Any, num_parts: int) -> None:
+    """Rows of a step take turns, in so many parts."""
+    decoder_of(model)._num_parts = num_parts
+
+
+def steps_of(model: Any) -> Any:
+    """Those that were made last, as the GPU runs them."""
+    return decoder_of(model)._steps
+
+
+def resident_of(model: Any) -> Any:
+    """What the step that was made last holds on the GPU."""
+    return steps_of(model).step.resident

@@ -1,0 +1,83 @@
+"""Passes over sequences that join and leave, without a cache: the same tokens as alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cases.device_cases import greedy
+from cases.inside import decoder_of, runtime_of
+from cases.tiny_models import random_tokens
+
+from offload import OffloadedModel
+from offload.decode.sampling import SamplingOptions
+from offload.models.batch import pack
+from offload.policies.registry import make_policy
+from offload.runtime.passes import Pass
+
+
+@pytest.mark.parametrize("name", ["full", "exact_topk", "quest"])
+def test_sequences_join_and_leave(tiny_folders: dict[str, Path], name: str) -> None:
+    few = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8}
+    policy = make_policy(name, **({} if name == "full" else few))
+    model = OffloadedModel.from_pretrained(tiny_folders["llama"], policy=policy)
+    runtime, decoder = runtime_of(model), decoder_of(model)
+    prompts = [random_tokens(1, 70), random_tokens(1, 41), random_tokens(1, 9)]
+    alone = [greedy(model, p, 10)[0, p.shape[1] :].tolist() for p in prompts]
+    texts: dict[int, list[int]] = {}
+
+    @torch.no_grad()
+    def read(prompt: torch.Tensor) -> int:
+        batch = pack(tuple(prompt.shape), None, torch.arange(prompt.shape[1])[None])
+        embedded = runtime.lean.embed_tokens(prompt[0])
+        this = Pass(runtime.sequences, [runtime.sequences.new()], batch.num_new_tokens)
+        hidden = runtime.extend(
+            this, lambda seqs: runtime.prefill(embedded, batch, seqs), prefill=True
+        )
+        first = runtime.logits(hidden[-1:], "prefill").argmax(-1)
+        texts[this.seqs[0]] = [int(first)]
+        return this.seqs[0]
+
+    @torch.no_grad()
+    def step(seqs: list[int]) -> None:
+        def compute(of: list[int]) -> torch.Tensor:
+            kv_lens = [runtime.store.kv_len(seq) + 1 for seq in of]
+            runtime.attention.build_states(of, kv_lens)
+            tokens = torch.tensor([texts[seq][-1] for seq in of])
+            positions = torch.tensor(kv_lens) - 1
+            return decoder.choose_tokens(of, tokens, positions, SamplingOptions())
+
+        this = Pass(runtime.sequences, seqs, [1] * len(seqs))
+        for seq, token in zip(seqs, runtime.extend(this, compute, prefill=False), strict=True):
+            texts[seq].append(int(token))
+
+    running: list[int] = []
+    order: list[int] = []
+    for number in range(24):
+        if number % 3 == 0 and len(order) < len(prompts):
+            order.append(read(prompts[len(order)]))
+            running.append(order[-1])
+        step(running)
+        for seq in [seq for seq in running if len(texts[seq]) == 10]:
+            running.remove(seq)
+            runtime.sequences.free([seq])
+        if not running:
+            break
+    assert [texts[seq] for seq in order] == alone
+    runtime.sequences.collect()
+    assert runtime.store.num_sequences == 0
+
+
+def test_a_pass_that_fails_leaves_all_as_they_were(tiny_folders: dict[str, Path]) -> None:
+    model = OffloadedModel.from_pretrained(tiny_folders["llama"])
+    runtime = runtime_of(model)
+    seqs = [runtime.sequences.new() for _ in range(2)]
+
+    def fail(of: list[int]) -> torch.Tensor:
+        raise KeyError("in the middle")
+
+    with pytest.raises(KeyError):
+        runtime.extend(Pass(runtime.sequences, seqs, [3, 50]), fail, prefill=True)
+    assert [runtime.store.kv_len(seq) for seq in seqs] == [0, 0]
+    assert runtime.store.host_bytes_used == 0

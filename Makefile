@@ -125,7 +125,7 @@ $(TEST_STAMP) $(DEV_STAMP) $(PERF_STAMP) $(DOCS_STAMP): $(VENV)/.%-extra: $(PACK
 	$(PIP) install -c constraints.txt $$($(call EXTRA,$*))
 	@touch $@
 
-$(PEERS_STAMP): perf/peers/requirements.txt
+$(PEERS_STAMP): perf/baselines/requirements.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@

@@ -62,11 +62,11 @@ def contestants(threads: int) -> list[Contestant]:
 
     def stock(name: str, attention: str, cache: str) -> Contestant:
         settings = {"threads": threads, "attention": attention, "cache": cache}
-        return Contestant(name, "perf.peers.stock_transformers", folder, settings)
+        return Contestant(name, "perf.baselines.stock_transformers", folder, settings)
 
     def llama(name: str, flash_attention: bool) -> Contestant:
         settings = {"threads": threads, "flash_attention": flash_attention}
-        return Contestant(name, "perf.peers.llama_cpp", gguf, settings, PEERS_PYTHON)
+        return Contestant(name, "perf.baselines.llama_cpp", gguf, settings, PEERS_PYTHON)
 
     return [
         *(ours(policy) for policy in available_policies()),

@@ -81,7 +81,7 @@ def _parts(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Iterato
     of_prefill = {"lengths": options.prefill_lengths, "slice_tokens": options.prefill_slice_tokens}
     return {
         "decode": (gpu_steps.decode, kv_lens),
-        "peers": (gpu_steps.peers, kv_lens),
+        "peers": (gpu_steps.baselines, kv_lens),
         "prefill": (gpu_steps.prefill_rows, of_prefill | cap),
     }
 

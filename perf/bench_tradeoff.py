@@ -37,7 +37,7 @@ from offload.loading.stock_model import load_stock_model
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
 from offload.runtime.config import runtime_config
-from offload.runtime.opening import with_calibrated_policy
+from offload.runtime.model_loading import with_calibrated_policy
 from offload.system.memory import available_cpus
 from perf.results_file import start_machine, write_results
 from perf.tradeoff.quality import Judged, answer_all
@@ -128,9 +128,9 @@ def measure_speed(
 ) -> None:
     """Rows of every length that has none."""
     on_cpu = device == "cpu"
-    peers = [peer for peer in options.peers if peer == "transformers" or not on_cpu]
+    baselines = [peer for peer in options.baselines if peer == "transformers" or not on_cpu]
     made_with = {"--steps": options.steps, "--repeats": options.repeats}
-    made_with |= {"--peers": peers, "--peer-steps": options.peer_steps}
+    made_with |= {"--peers": baselines, "--peer-steps": options.baseline_steps}
     if on_cpu:
         made_with |= {"--threads": options.threads, "--reads-on": options.reads_on}
     document.begin("speed", device, made_with)
@@ -147,10 +147,10 @@ def measure_speed(
         device=device,
         reads_on=options.reads_on if on_cpu else None,
         num_threads=options.threads if on_cpu else None,
-        peers=peers,
+        baselines=baselines,
         num_steps=options.steps,
         repeats=options.repeats,
-        peer_steps=options.peer_steps,
+        baseline_steps=options.baseline_steps,
     )
     say(f"speed on {device}, {len(policies)} policies: opening the model")
     for rows in speed_rows(timed, lengths):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from cpu_ops.worker_pool import WorkerPool
+from offload.bench.decode.baselines.transformers_decode import prefill_seconds
 from offload.bench.decode.engines import STOCK, DecodePlan, measure_engines, seconds_row
 from offload.bench.decode.models import RandomModel, lean_model, release, synchronize
-from offload.bench.decode.peers.transformers_decode import prefill_seconds
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, pack
@@ -109,7 +109,7 @@ def decode(bench: GPUBench, *, kv_lens: Sequence[int]) -> Iterator[Row]:
     return measure_engines(bench.model, bench.plan(kv_lens, "offload", "graph", traced_steps=8))
 
 
-def peers(bench: GPUBench, *, kv_lens: Sequence[int]) -> Iterator[Row]:
+def baselines(bench: GPUBench, *, kv_lens: Sequence[int]) -> Iterator[Row]:
     """transformers at each context: as it comes, with KV on the GPU and offloaded, and compiled."""
     more = ("transformers-offloaded", "transformers-compiled") if bench.is_cuda else ()
     return measure_engines(bench.model, bench.plan(kv_lens, "transformers", *more))

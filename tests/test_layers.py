@@ -17,7 +17,7 @@ ranks kv
 models
 prefill
 policies training
-cascade
+kv_compression
 loading decode
 planning
 runtime

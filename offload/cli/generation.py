@@ -246,7 +246,7 @@ def quality_row(quality: Quality) -> dict[str, Any]:
 
 def _condensed_by(model: Any) -> str:
     """What `condense_by` came to when the model was loaded."""
-    return "rereading" if model._offload.store.heads_apart else "attention"
+    return "rereading" if model._offload.store.per_head_pages else "attention"
 
 
 def condensed_line(row: dict[str, Any], condense_by: str) -> str:

@@ -20,9 +20,9 @@ from cpu_ops.attention import NativeAttention
 from cpu_ops.native import NO_ARRAYS
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
-from offload.cascade.base import Cascade
-from offload.decode.budget_hold import BudgetHold
+from offload.decode.top_p_controller import TopPController
 from offload.kv.store import KVStore
+from offload.kv_compression.base import KVCompression
 from offload.policies.base import DENSE, NO_MEMBER, RETRIEVE, REUSE, SELECT, Policy
 from offload.policies.prefill_build import PrefillBuild
 from offload.policies.state import PolicyStates
@@ -60,17 +60,17 @@ class DecodeAttention(NativeAttention):
         roles: the policy's, of each [layer, unit]; see `Policy.roles`.
         has_state: whether the policy remembers anything of a sequence.
         hold: of the mean of tokens that are attended to; None: the policy names none.
-        cascade: what wants queries to condense sequences by; None: none of them has a bound.
+        compression: what wants queries to condense sequences by; None: none of them has a bound.
         decoded: units of decode steps so far, as `count_rows` is told of them.
 
     Raises:
         ValueError: shapes the kernels do not take, a policy that does not fit the model, or one
-            that numbers tokens across KV heads over a store with `heads_apart`.
+            that numbers tokens across KV heads over a store with `per_head_pages`.
     """
 
     on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
     beside: tuple[int, int, npt.NDArray[np.bool_]] | None = None
-    cascade: Cascade[Any] | None = None
+    compression: KVCompression[Any] | None = None
     roles: npt.NDArray[np.uint8] | None = None
 
     def __init__(
@@ -95,7 +95,7 @@ class DecodeAttention(NativeAttention):
         )
         policy.check_model(**shape)
         num_units = num_qo_heads if policy.selects and policy.per_query_head else store.num_kv_heads
-        if store.heads_apart and (what := shares_positions(policy, store.num_layers, num_units)):
+        if store.per_head_pages and (what := shares_positions(policy, store.num_layers, num_units)):
             raise ValueError(
                 f"policy {policy.name} {what}, and KV heads of this store have different tokens;"
                 " give one that selects by the keys alone, as exact_topk does"
@@ -134,10 +134,10 @@ class DecodeAttention(NativeAttention):
             layers=self._asking_layers(),
         )
         self.has_state = policy.selects and policy.state.has_arrays
-        self.hold = None
+        self.top_p_controller = None
         if policy.selection_mean_tokens is not None:
             group_size = 1 if policy.per_query_head else num_qo_heads // store.num_kv_heads
-            self.hold = BudgetHold(
+            self.top_p_controller = TopPController(
                 self.native, policy.selection_top_p, policy.selection_mean_tokens, group_size
             )
         self.decoded = DecodedUnits()
@@ -182,7 +182,7 @@ class DecodeAttention(NativeAttention):
         if not self.is_probed:
             return
         num_units = len(step.seqs) * self.num_layers * self.num_kv_heads
-        if self.store.heads_apart:
+        if self.store.per_head_pages:
             starts = np.stack([self.store.starts(seq) for seq in step.seqs])
             is_longer = step.kv_lens[:, None, None] - starts > self.dense_tokens
             selecting, gathered = int((is_longer & self.selecting_heads).sum()), 0
@@ -251,7 +251,7 @@ class DecodeAttention(NativeAttention):
         if len(seqs) != len(kv_lens) or not seqs:
             raise ValueError(f"expected one kv_len per row, got {len(seqs)} and {len(kv_lens)}")
         tables = [self.store.page_table(seq) for seq in seqs]
-        starts = [self.store.starts(seq) for seq in seqs] if self.store.heads_apart else []
+        starts = [self.store.starts(seq) for seq in seqs] if self.store.per_head_pages else []
         least = [1] * len(seqs)
         if starts:
             least = [1 + int(of_seq.max()) for of_seq in starts]
@@ -312,15 +312,15 @@ class DecodeAttention(NativeAttention):
         super().attend(layer_idx, step, query, out, lse)
         if step.keeps_queries and self.sparse_layers[layer_idx]:
             self.record_step_queries(step, {layer_idx: query})
-        if self.cascade is not None:
-            self.cascade.record_step(step, layer_idx, query[:, : self._row_elements])
+        if self.compression is not None:
+            self.compression.record_step(step, layer_idx, query[:, : self._row_elements])
         if self.on_attended is not None:
             self.on_attended(layer_idx, step, query, out)
 
     @property
     def on_prefill_queries(self) -> OnQueries | None:
         """What `prefill` shows its queries to: None unless somebody observes queries."""
-        condenses = self.cascade is not None and self.cascade.observes_queries
+        condenses = self.compression is not None and self.compression.observes_queries
         wanted = self._observes_queries or condenses
         return self.record_queries if wanted else None
 
@@ -332,8 +332,8 @@ class DecodeAttention(NativeAttention):
         """
         if self._observes_queries:
             self.states.record_queries(seq, layer_idx, queries, kv_len)
-        if self.cascade is not None:
-            self.cascade.record_queries(seq, layer_idx, queries, kv_len)
+        if self.compression is not None:
+            self.compression.record_queries(seq, layer_idx, queries, kv_len)
 
     def record_step_queries(self, step: DecodeStep, queries: Mapping[int, Tensor]) -> None:
         """Keep the queries of rows that attended densely, for the policy's `build`, and of drafts.

@@ -76,8 +76,8 @@ class NativeDecoder:
             )
             self._run_layers(hidden[block], (cos[block], sin[block]), step, block.start)
             self.attention.count_rows(step)
-        if self.attention.hold is not None:
-            self.attention.hold.after_step()
+        if self.attention.top_p_controller is not None:
+            self.attention.top_p_controller.after_step()
         return hidden
 
     def _blocks(self, rows: Sequence[tuple[int, int]]) -> Iterator[slice]:
@@ -157,14 +157,16 @@ class NativeDecoder:
                 self._mark("attend", layer_idx)
                 stack.finish(layer_idx, step)
             return
-        cascade = attention.cascade
-        if cascade is not None and not cascade.wants_queries(rows.seqs, rows.kv_lens.tolist()):
-            cascade = None
-        keeps_queries = rows.keeps_queries or cascade is not None
+        compression = attention.compression
+        if compression is not None and not compression.wants_queries(
+            rows.seqs, rows.kv_lens.tolist()
+        ):
+            compression = None
+        keeps_queries = rows.keeps_queries or compression is not None
         step = LayersStep(stack, hidden, rope, rows, keeps_queries=keeps_queries)
         stack.run(step)
-        if cascade is not None and step.kept_queries is not None:
-            cascade.record_step(rows, slice(None), step.kept_queries)
+        if compression is not None and step.kept_queries is not None:
+            compression.record_step(rows, slice(None), step.kept_queries)
         if rows.keeps_queries and step.kept_queries is not None:
             sparse = attention.sparse_layers.nonzero()[0].tolist()
             attention.record_step_queries(rows, {i: step.kept_queries[i] for i in sparse})

@@ -27,9 +27,13 @@ def attend_again(attention: DecodeAttention, seq: int, rows: DraftRows) -> None:
 
     Where there is no memory for it the state is dropped: it is built again from the keys.
     """
-    states, hold = attention.states, attention.hold
+    states, top_p_controller = attention.states, attention.top_p_controller
     try:
-        with contextlib.nullcontext() if hold is None else hold.as_last_step():
+        with (
+            contextlib.nullcontext()
+            if top_p_controller is None
+            else top_p_controller.as_last_step()
+        ):
             for row in range(len(next(iter(rows.queries.values()), ()))):
                 _attend_row(attention, seq, rows, row)
     except MemoryError:

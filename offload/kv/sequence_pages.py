@@ -39,12 +39,12 @@ class SequencePages:
         *,
         page_tokens: int,
         starts: Int64Array,
-        heads_apart: bool,
+        per_head_pages: bool,
     ) -> None:
         self.page_tokens = page_tokens
         self.starts = starts
-        self.heads_apart = heads_apart
-        self.num_rows = starts.size if heads_apart else len(starts)
+        self.per_head_pages = per_head_pages
+        self.num_rows = starts.size if per_head_pages else len(starts)
         self.num_pages = 0  # per row
         self.kv_len = 0
         self.reserved_len = 0
@@ -84,7 +84,7 @@ class SequencePages:
         have each of them."""
         page_ids = self.page_ids[:, : self.pages_of(num_tokens)]
         # A row without a front that is missing stands for all.
-        whole = int(self.starts.argmin()) if self.heads_apart else 0
+        whole = int(self.starts.argmin()) if self.per_head_pages else 0
         pages = np.flatnonzero(self._pool.refcounts[page_ids[whole]] > 1)
         return pages.tolist(), (page_ids[:, pages] >= 0).sum(axis=0).tolist()
 
@@ -162,7 +162,7 @@ class SequencePages:
             self._pool,
             page_tokens=self.page_tokens,
             starts=self.starts.copy(),
-            heads_apart=self.heads_apart,
+            per_head_pages=self.per_head_pages,
         )
         child.extend(self.page_ids[:, :num_pages])
         self._pool.share(child.page_ids[child.page_ids >= 0])
@@ -173,7 +173,7 @@ class SequencePages:
     def parts(self, layer_idx: int, start: int, stop: int) -> Iterator[Part]:
         """Positions start .. stop of a layer: (heads, how many of the first positions they lack,
         `pieces` of the others)."""
-        if not self.heads_apart:
+        if not self.per_head_pages:
             yield slice(None), 0, self.pieces(layer_idx, start, stop)
             return
         first_row = layer_idx * self.starts.shape[1]

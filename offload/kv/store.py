@@ -16,7 +16,7 @@ sequence is in page `t // page_tokens` of its page table, and its row of `head_d
 The page table of a sequence is int64 [num_layers, capacity_pages], C-contiguous, of addresses, with
 0 where there is no page. All offsets are 64-bit.
 
-With `heads_apart` a page is of one KV head, so that heads may have different numbers of tokens:
+With `per_head_pages` a page is of one KV head, so that heads may have different numbers of tokens:
 
     page: dtype [K|V][1][page_tokens][head_dim], contiguous
     page table: int64 [num_layers * num_kv_heads, capacity_pages], row layer_idx * num_kv_heads +
@@ -87,7 +87,7 @@ class KVStore:
         dtype: torch.dtype,
         host_budget_bytes: int | None = None,
         page_tokens: int = 256,
-        heads_apart: bool = False,
+        per_head_pages: bool = False,
         slab_bytes: int = DEFAULT_SLAB_BYTES,
         pinned: bool | HostRegistration = False,
     ) -> None:
@@ -103,12 +103,12 @@ class KVStore:
         self.head_dim = head_dim
         self.dtype = dtype
         self.page_tokens = page_tokens
-        self.heads_apart = heads_apart
+        self.per_head_pages = per_head_pages
         registration = (
             (CudaRegistration() if pinned else None) if isinstance(pinned, bool) else pinned
         )
         self._pool = PagePool(
-            page_shape=page_shape(1 if heads_apart else num_kv_heads, page_tokens, head_dim),
+            page_shape=page_shape(1 if per_head_pages else num_kv_heads, page_tokens, head_dim),
             dtype=dtype,
             budget_bytes=host_budget_bytes,
             slab_bytes=slab_bytes,
@@ -126,7 +126,7 @@ class KVStore:
     @property
     def num_page_rows(self) -> int:
         """Rows of a page table: layers, or KV heads of all layers where heads are apart."""
-        return self.num_layers * (self.num_kv_heads if self.heads_apart else 1)
+        return self.num_layers * (self.num_kv_heads if self.per_head_pages else 1)
 
     @property
     def token_bytes(self) -> int:
@@ -178,7 +178,7 @@ class KVStore:
             self._pool,
             page_tokens=self.page_tokens,
             starts=np.zeros((self.num_layers, self.num_kv_heads), np.int64),
-            heads_apart=self.heads_apart,
+            per_head_pages=self.per_head_pages,
         )
         return self._add(sequence)
 
@@ -332,7 +332,7 @@ class KVStore:
         Yields (first, last + 1, [n, K|V, num_kv_heads, tokens, head_dim]): runs of n adjoining
         whole pages, and part of the last page (n = 1). ValueError if heads are apart.
         """
-        if self.heads_apart:
+        if self.per_head_pages:
             raise ValueError("page_views is of pages of all heads, but here heads are apart")
         sequence = self._sequence(seq)
         self._check_layer(layer_idx)
@@ -356,7 +356,7 @@ class KVStore:
             raise ValueError(
                 f"cannot truncate sequence {seq} of {sequence.kv_len} tokens to {kv_len}"
             )
-        first = int(sequence.starts.max()) if self.heads_apart else 0
+        first = int(sequence.starts.max()) if self.per_head_pages else 0
         if 0 < kv_len < first:
             raise ValueError(
                 f"cannot truncate sequence {seq} to {kv_len} tokens: a head lacks the first {first}"
@@ -382,7 +382,7 @@ class KVStore:
         An error before the first layer was replaced (one that `rows` raises is passed on) leaves
         the sequence as it was, but for its reservation, and a later one leaves it empty, kv_len 0.
         """
-        if not self.heads_apart:
+        if not self.per_head_pages:
             raise ValueError("rewrite needs a KV store with heads_apart=True")
         sequence = self._sequence(seq)
         lens = check_lens(lens, self.num_layers, self.num_kv_heads, self.page_tokens)

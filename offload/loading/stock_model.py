@@ -136,12 +136,12 @@ def folder_tokenizer(folder: Path) -> Any:
 
 
 @functools.lru_cache(maxsize=1)  # runtimes that share a model ask for the same
-def load_vocabulary_marks(folder: Path, vocab_size: int) -> npt.NDArray[np.uint8] | None:
+def load_delimiter_classes(folder: Path, vocab_size: int) -> npt.NDArray[np.uint8] | None:
     """uint8 [vocab_size]: `text_marks` of a checkpoint's tokenizer; None without one."""
-    from offload.policies.text_marks import vocabulary_marks
+    from offload.policies.text_marks import delimiter_classes
 
     try:
-        known = vocabulary_marks(folder_tokenizer(folder))
+        known = delimiter_classes(folder_tokenizer(folder))
     except (OSError, ValueError) as error:
         known = None
         logger.debug("%s", error)

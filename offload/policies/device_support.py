@@ -105,7 +105,7 @@ class DeviceSupport:
         """KV heads of a layer at most of whose keys and values `build` makes copies."""
         return 0
 
-    def rehearse(self, keys: Tensor) -> None:
+    def warm_up_kernels(self, keys: Tensor) -> None:
         """Launch the kernels of ours that `build` launches; `gpu_ops.compile_ahead`.
 
         Args:

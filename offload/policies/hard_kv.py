@@ -37,7 +37,7 @@ LEAST_SHARE = 0.5  # that a mean is held by
 
 
 @forwards("policy.inner.device", "whole", "codes", "code_state")
-@forwards("policy.inner.device", "builds", "build", "copied_heads", "rehearse")
+@forwards("policy.inner.device", "builds", "build", "copied_heads", "warm_up_kernels")
 class CutOnDevice(DeviceSupport):
     """What it can do for the inner policy, but select: nothing cuts what it selects."""
 
@@ -56,7 +56,7 @@ class HardKV(WrappedPolicy):
         calibrate: over quest, what temperatures are solved for; see `logits_calibration`.
         mean_tokens: KV heads that select attend to so many on the mean, sinks and recent window
             included: from step to step a share below top_p is found that does, and no query head
-            is sure of its half then (`offload.decode.budget_hold`). None: the share is top_p.
+            is sure of its half then (`offload.decode.top_p_controller`). None: the share is top_p.
         max_step_bytes: instead of max_tokens, of keys and values that the heads that select attend
             to in a step, of one sequence where a model is loaded and of all where a batch is
             planned, sinks and recent window included: bytes, or "16MiB".

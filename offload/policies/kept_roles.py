@@ -81,7 +81,7 @@ def keep_roles(policy: str, roles: HeadRoles, retrieval_heads: int, first_layers
 
 
 def _of_package(policy: str) -> Path:
-    return Path(__file__).parent / "made_roles" / policy
+    return Path(__file__).parent / "packaged_roles" / policy
 
 
 def _cached(policy: str) -> Path:

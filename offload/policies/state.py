@@ -247,7 +247,7 @@ class PolicyStates:
         if draft is not None and draft.rows is not None and layer_idx in self.layers:
             draft.rows.setdefault(layer_idx, []).append(query.clone())
 
-    def append_marks(self, seq: int, marks: npt.NDArray[np.uint8]) -> None:
+    def append_delimiter_classes(self, seq: int, marks: npt.NDArray[np.uint8]) -> None:
         """Text marks of the next tokens of `seq`."""
         self._known[seq].marks.append(marks)
 

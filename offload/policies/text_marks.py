@@ -67,7 +67,7 @@ _FRAGMENTS |= {last: _LAST_TWO_BYTES + i for i, last in enumerate(_WIDE)}
 _OPENINGS = ((b"\xe3\x80", _E3_80), (b"\xef\xbc", _EF_BC), (b"\xe3", _E3), (b"\xef", _EF))
 
 
-def vocabulary_marks(tokenizer: Any) -> npt.NDArray[np.uint8] | None:
+def delimiter_classes(tokenizer: Any) -> npt.NDArray[np.uint8] | None:
     """The mark of every token: uint8 [vocab_size, added tokens included].
 
     Args:
@@ -130,8 +130,8 @@ def text_mark(text: bytes) -> int:
         return _FRAGMENTS[text] | _WHOLE
     string = text.decode("utf-8", "surrogateescape")
     first = _STARTS_BLANK if string[0].isspace() else 0
-    for opening, kind in _OPENINGS:
-        if text.endswith(opening):
+    for model_loading, kind in _OPENINGS:
+        if text.endswith(model_loading):
             return kind | first
     kind, whole = _end_of(string)
     return kind | first | (_WHOLE if whole else 0)

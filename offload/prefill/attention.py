@@ -133,7 +133,7 @@ def _cudnn_works(
     return True
 
 
-def rehearse_attention(
+def warm_up_attention(
     num_qo_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Launch the kernels of ours that long slices take (`compile_ahead`)."""

@@ -114,7 +114,7 @@ class LayerStream:
 
     def past_starts(self, sequence: int, layer_idx: int) -> list[int] | None:
         """The first cached token that each KV head has, if they do not have all."""
-        if self._store is None or not self._store.heads_apart or not self._past[sequence]:
+        if self._store is None or not self._store.per_head_pages or not self._past[sequence]:
             return None
         starts: list[int] = self._store.starts(self._seqs[sequence])[layer_idx].tolist()
         return starts if any(starts) else None

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from transformers import Cache
 
-from offload.cascade.base import Exposed, SequenceTokens
-from offload.cascade.bound import SequenceBound
 from offload.kv.store import KVStore
+from offload.kv_compression.base import Exposed, SequenceTokens
+from offload.kv_compression.bound import SequenceBound
 from offload.models.batch import RaggedBatch
 from offload.runtime.correcting import Correction, Corrections
 from offload.runtime.passes import Pass
@@ -72,22 +72,24 @@ class OffloadedCache(Cache):
     @property
     def tokens(self) -> list[SequenceTokens]:
         """What became of the tokens of each row."""
-        cascade = self._sequences.cascade
-        if cascade is None:
+        compression = self._sequences.compression
+        if compression is None:
             return [SequenceTokens(n, n, 0) for n in self.kv_lens]
-        return [cascade.tokens(seq) for seq in self._seqs]
+        return [compression.tokens(seq) for seq in self._seqs]
 
     @property
     def bound(self) -> SequenceBound | None:
         """What each row may have in the store, if that is bounded."""
-        cascade = self._sequences.cascade
-        return None if cascade is None else cascade.bound
+        compression = self._sequences.compression
+        return None if compression is None else compression.bound
 
     def condensing_bytes(self, num_rows: int, num_tokens: int) -> int:
         """What is kept to condense `num_rows` rows of at most `num_tokens`, if they are bounded,
         beyond now."""
-        cascade = self._sequences.cascade
-        return 0 if cascade is None else cascade.bytes_needed(num_rows, self._seqs, num_tokens)
+        compression = self._sequences.compression
+        return (
+            0 if compression is None else compression.bytes_needed(num_rows, self._seqs, num_tokens)
+        )
 
     @property
     def corrections(self) -> Corrections | None:
@@ -181,7 +183,7 @@ class OffloadedCache(Cache):
             raise ValueError(
                 f"crop takes the number of tokens to remove as 0 or less, got {tokens_to_remove}"
             )
-        with self._sequences.turns.lock, shielded():
+        with self._sequences.run_lock.lock, shielded():
             if self._num_columns + int(tokens_to_remove) <= 0:
                 self.reset()  # rows without a column are no rows: the next batch may have others
                 return
@@ -190,10 +192,10 @@ class OffloadedCache(Cache):
             if self._attended is not None:
                 seen_lens = self._attended[:, :num_columns].sum(dim=1).tolist()
             lens = [n - self._dropped(seq) for seq, n in zip(self._seqs, seen_lens, strict=True)]
-            cascade = self._sequences.cascade
+            compression = self._sequences.compression
             for seq, kv_len in zip(self._seqs, lens, strict=True):
-                if cascade is not None:
-                    cascade.check_truncate(seq, kv_len)
+                if compression is not None:
+                    compression.check_truncate(seq, kv_len)
             self._num_columns = num_columns
             for seq, kv_len in zip(self._seqs, lens, strict=True):
                 if kv_len < self.store.kv_len(seq):
@@ -221,7 +223,7 @@ class OffloadedCache(Cache):
 
     def reset(self) -> None:
         """Free all sequences; the cache is as new."""
-        with self._sequences.turns.lock, shielded():
+        with self._sequences.run_lock.lock, shielded():
             self._sequences.free(self._seqs)
             self._seqs.clear()
             self._num_columns = 0
@@ -257,7 +259,7 @@ class OffloadedCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedCache:
         copied = OffloadedCache(self._sequences)
-        with self._sequences.turns.lock, shielded():
+        with self._sequences.run_lock.lock, shielded():
             for seq in self._seqs:  # one by one: what there is goes with the copy if one fails
                 copied._seqs.append(self._sequences.fork(seq))
             copied._attended = None if self._attended is None else self._attended.clone()
@@ -270,8 +272,8 @@ class OffloadedCache(Cache):
 
     def _dropped(self, seq: int) -> int:
         """Tokens that `seq` has seen less those in the store."""
-        cascade = self._sequences.cascade
-        return 0 if cascade is None else cascade.dropped(seq)
+        compression = self._sequences.compression
+        return 0 if compression is None else compression.dropped(seq)
 
     def _choose(self, rows: list[int]) -> None:
         """Row i becomes what row rows[i] was; negative ones count from the last. No rows: as new.
@@ -295,7 +297,7 @@ class OffloadedCache(Cache):
         taken: set[int] = set()
         seqs: list[int] = []
         forks: list[int] = []
-        with self._sequences.turns.lock, shielded():
+        with self._sequences.run_lock.lock, shielded():
             try:
                 for row in rows:
                     seq = self._seqs[row]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from cpu_ops.worker_pool import MAX_THREADS
-from offload.cascade.bound import CONDENSED_SHARE
 from offload.decode.gpu.placement import HeadPlacement, check_dense_until
+from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.models.dtypes import DTYPES
 from offload.policies import Policy
 from offload.policies.auto import Auto
@@ -46,7 +46,7 @@ class RuntimeConfig:
         page_tokens: tokens in a page of the KV store; of one KV head at most 64, where sequences
             are condensed by rereading.
         backend: how GPU and CPU wait for each other in a decode step, "graph" or "stream" (see
-            `handshake`); None is the fastest the GPU can do. "inline" runs the GPU's code path on
+            `gpu_sync`); None is the fastest the GPU can do. "inline" runs the GPU's code path on
             the CPU, for tests and debugging.
         deadline_seconds: after which a decode step that one side does not finish is an error.
         tensor_parallel_size: processes that run the model together, each with a part of the heads
@@ -58,7 +58,7 @@ class RuntimeConfig:
         quality_floor: warn once if the attention mass kept is surely below this; needs a probe.
         host_bytes_per_sequence: of host memory, whatever its length, that one sequence's KV cache
             and what the policy keeps of it take at most; tokens that attention has left behind are
-            condensed (see `offload.cascade`). None: no such bound. Not with ranks.
+            condensed (see `offload.kv_compression`). None: no such bound. Not with ranks.
         condense_by: which tokens stay then. "rereading": those that are looked up when the text is
             read a second time, of all heads of all layers together. "attention": in each head those
             that the last tokens have asked for; costs no second reading, and loses what nobody has

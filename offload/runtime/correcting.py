@@ -24,7 +24,7 @@ from offload.kv.store import KVStore
 from offload.models import ModelShape
 from offload.models.batch import RaggedBatch
 from offload.prefill.memory import PrefillMemory, available_bytes, check_fits
-from offload.runtime.opening import OpenedModel
+from offload.runtime.model_loading import LoadedModel
 from offload.system.errors import DeviceMemoryError
 
 
@@ -87,7 +87,7 @@ class Correction:
         return both
 
 
-def corrections_for(opened: OpenedModel, store: KVStore, decoder: Decoder) -> Corrections | None:
+def corrections_for(opened: LoadedModel, store: KVStore, decoder: Decoder) -> Corrections | None:
     """None where nothing is corrected."""
     config, device, room = opened.config, opened.device, None
     every = config.cache_correction_every

@@ -5,10 +5,10 @@ from __future__ import annotations
 from offload.decode.cpu import NativeDecoder
 from offload.decode.decoder import Decoder
 from offload.kv.store import KVStore
-from offload.runtime.opening import OpenedModel
+from offload.runtime.model_loading import LoadedModel
 
 
-def make_decoder(opened: OpenedModel, store: KVStore) -> Decoder:
+def make_decoder(opened: LoadedModel, store: KVStore) -> Decoder:
     """Native kernels decode without a GPU, the pipeline with one."""
     config = opened.config
     if opened.backend is None:

@@ -20,11 +20,11 @@ from gpu_ops.flags import await_flag, raise_flag
 from offload.decode.decoder import Decoder
 from offload.decode.gpu.buffers import HostLink
 from offload.decode.gpu.decoder import DeviceDecoder
-from offload.decode.gpu.handshake import GraphHandshake, InlineHandshake
+from offload.decode.gpu.gpu_sync import GraphSync, InlineSync
 from offload.models import LeanModel
 from offload.models.batch import pack
 from offload.policies import Policy
-from offload.prefill.attention import rehearse_attention
+from offload.prefill.attention import warm_up_attention
 from offload.prefill.forward import prefill
 from offload.system.autocast import without_autocast
 from offload.system.errors import DeviceMemoryError
@@ -53,7 +53,7 @@ def warm_up(lean: LeanModel, decoder: Decoder, policy: Policy, dtype: torch.dtyp
         try:
             with progress.shown():
                 compile_ahead(
-                    lambda: rehearse(lean, decoder, policy, dtype),
+                    lambda: warm_up_kernels(lean, decoder, policy, dtype),
                     num_threads=available_cpus() if ranks is None else ranks.num_cpus,
                     on_progress=progress,
                 )
@@ -77,15 +77,17 @@ def compiling_progress(*, is_shown: bool) -> Progress:
     )
 
 
-def rehearse(lean: LeanModel, decoder: DeviceDecoder, policy: Policy, dtype: torch.dtype) -> None:
+def warm_up_kernels(
+    lean: LeanModel, decoder: DeviceDecoder, policy: Policy, dtype: torch.dtype
+) -> None:
     """Launch every kernel of a prefill, of what `policy` builds beside it, and of steps."""
     shape, device = lean.shape, decoder.device
     # Sizes that are multiples of 16, and one that is not.
     _prefill(lean, _SLICE_TOKENS + 1, _SLICE_TOKENS, dtype, device)
-    rehearse_attention(shape.num_qo_heads, shape.head_dim, dtype, device)
+    warm_up_attention(shape.num_qo_heads, shape.head_dim, dtype, device)
     keys = torch.zeros(64, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
-    policy.device.rehearse(keys.transpose(0, 1))
-    rehearse_steps(decoder)
+    policy.device.warm_up_kernels(keys.transpose(0, 1))
+    warm_up_steps(decoder)
 
 
 def _prefill(
@@ -99,7 +101,7 @@ def _prefill(
     lean.lm_head(lean.final_norm(hidden[-1:]))
 
 
-def rehearse_steps(decoder: DeviceDecoder) -> None:
+def warm_up_steps(decoder: DeviceDecoder) -> None:
     """Launch what steps of one and of several rows launch, with no row in use and no host.
 
     Nothing where the GPU, or that of another rank, has no room for their buffers.
@@ -116,11 +118,11 @@ def rehearse_steps(decoder: DeviceDecoder) -> None:
         steps = decoder._prepared
         for num_rows, num_parts in _LINKS:
             link = steps.make_link(num_rows, num_parts)
-            rehearsed = replace(link, handshake=_Rehearsal(link, decoder))
-            steps.step.run_tokens(rehearsed, samples=False)
+            warmed_up = replace(link, gpu_sync=_WarmUpSync(link, decoder))
+            steps.step.run_tokens(warmed_up, samples=False)
             if steps.bursts is not None:
-                steps.step.run_resident(rehearsed, samples=False)
-            link.handshake.close()
+                steps.step.run_resident(warmed_up, samples=False)
+            link.gpu_sync.close()
         buffers = steps.step.buffers
         for num_rows in (1, 2):  # greedy tokens come from the same buffers
             buffers.chooser.choose(decoder.logits(buffers.hidden[:num_rows]), samples=True)
@@ -128,12 +130,12 @@ def rehearse_steps(decoder: DeviceDecoder) -> None:
         decoder.place(decoder.placement)  # without slots
 
 
-class _Rehearsal(InlineHandshake):
-    """Launches what the decoder's handshake does, for nobody."""
+class _WarmUpSync(InlineSync):
+    """Launches what the decoder's `GpuSync` does, for nobody."""
 
     def __init__(self, link: HostLink, decoder: DeviceDecoder) -> None:
         super().__init__(link.coprocessor)
-        self._has_flags = isinstance(link.handshake, GraphHandshake)
+        self._has_flags = isinstance(link.gpu_sync, GraphSync)
         self._mailbox, self._device = link.mailbox, decoder.device
 
     def publish(self, request: int) -> None:

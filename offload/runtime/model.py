@@ -35,12 +35,12 @@ from offload.runtime.inputs import (
     refuse_unsupported,
     rows_shape,
 )
-from offload.runtime.opening import OpenedModel, open_model
+from offload.runtime.model_loading import LoadedModel, load_model
 from offload.runtime.quality import Quality
+from offload.runtime.run_lock import locked
 from offload.runtime.runtime import Runtime
 from offload.runtime.stats import OffloadStats
 from offload.runtime.token_loop import fast_options, generate_tokens
-from offload.runtime.turns import in_turn
 from offload.system.autocast import without_autocast
 
 if TYPE_CHECKING:
@@ -125,10 +125,10 @@ class OffloadedModel(FixedModel):
         ranks = connect(config.tensor_parallel_size, config.device)
         together = nullcontext() if ranks is None else ranks.together()
         with together, without_autocast(torch.device(config.device)):
-            return _offloaded(open_model(name_or_path, config, HubOptions(**kwargs), ranks))
+            return _offloaded(load_model(name_or_path, config, HubOptions(**kwargs), ranks))
 
     @can_return_tuple  # type: ignore[untyped-decorator]
-    @in_turn
+    @locked
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -211,10 +211,12 @@ class OffloadedModel(FixedModel):
         the model itself, but must not wait for another thread that does: both would wait for ever.
         A call that fails frees its KV cache at once.
         """
-        assistant, turns = kwargs.get("assistant_model"), self._offload.turns
-        of_assistant = assistant._offload.turns if isinstance(assistant, OffloadedModel) else turns
+        assistant, run_lock = kwargs.get("assistant_model"), self._offload.run_lock
+        of_assistant = (
+            assistant._offload.run_lock if isinstance(assistant, OffloadedModel) else run_lock
+        )
         # In one order, or two threads that want the same two would wait for each other.
-        first, second = sorted((turns, of_assistant), key=lambda turns: turns.number)
+        first, second = sorted((run_lock, of_assistant), key=lambda run_lock: run_lock.number)
         generation = self._offload.generation(has_assistant=assistant is not None)
         with first.lock, second.lock, generation:
             return super().generate(*args, **kwargs)
@@ -428,7 +430,7 @@ class OffloadedModel(FixedModel):
         )
 
 
-def _offloaded(opened: OpenedModel) -> Any:
+def _offloaded(opened: LoadedModel) -> Any:
     """Turn its stock model into an offloaded one, in place."""
     stock, runtime = opened.stock, Runtime(opened)
     stock_class: Any = type(stock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from offload.cascade.base import Exposed
+from offload.kv_compression.base import Exposed
 from offload.runtime.correcting import Correction
 from offload.runtime.sequences import Sequences
 
@@ -43,7 +43,7 @@ class Pass:
         Raises:
             HostBudgetError: if it does not fit; nothing has changed then, but that sequences may
                 have been condensed.
-            RuntimeError: as `Cascade.check_usable`.
+            RuntimeError: as `KVCompression.check_usable`.
         """
         num_read = self._num_new_tokens
         try:

@@ -16,12 +16,12 @@ from offload.models.batch import RaggedBatch, tokens_each
 from offload.prefill.forward import OnTokens
 from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.cascading import cascade_for, page_tokens_of, rereads
+from offload.runtime.compressing import compression_for, page_tokens_of, reconstructs
 from offload.runtime.correcting import corrections_for
 from offload.runtime.decoders import make_decoder
 from offload.runtime.generation import Generation, GenerationRequest, check_context
+from offload.runtime.model_loading import LoadedModel
 from offload.runtime.module_watch import ModuleWatch
-from offload.runtime.opening import OpenedModel
 from offload.runtime.passes import Pass
 from offload.runtime.phases import BatchPart, correcting_parts, parts_of, prompt_columns_of
 from offload.runtime.prompt_reading import prefill_for
@@ -43,7 +43,7 @@ class Runtime:
         store: of another runtime of the same model, to share; None: one of its own.
     """
 
-    def __init__(self, opened: OpenedModel, store: KVStore | None = None) -> None:
+    def __init__(self, opened: LoadedModel, store: KVStore | None = None) -> None:
         self.config = config = opened.config
         self.stats = OffloadStats()
         self.lean, self.device = opened.lean, opened.device
@@ -57,17 +57,19 @@ class Runtime:
             host_budget_bytes=opened.host_kv_bytes,
             page_tokens=page_tokens_of(config, shape),
             pinned=self.device.type == "cuda",
-            heads_apart=rereads(config, shape),
+            per_head_pages=reconstructs(config, shape),
         )
         self._decoder = decoder = make_decoder(opened, self.store)
         self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self._decoder.attention
-        cascade = cascade_for(config, self.lean, self.attention, self._decoder.pool)
-        self.attention.cascade = cascade
-        marks, corrections = opened.vocabulary_marks, corrections_for(opened, self.store, decoder)
+        compression = compression_for(config, self.lean, self.attention, self._decoder.pool)
+        self.attention.compression = compression
+        marks, corrections = opened.delimiter_classes, corrections_for(opened, self.store, decoder)
         told = decoder.forget, decoder.crop
-        self.sequences = Sequences(self.store, self.attention, *told, cascade, marks, corrections)
-        self.turns = self.sequences.turns
+        self.sequences = Sequences(
+            self.store, self.attention, *told, compression, marks, corrections
+        )
+        self.run_lock = self.sequences.run_lock
         self.generation_now: Generation | None = None
         self.on_tokens: OnTokens | None = None  # see `prefill`
         self._last_pass_end: float | None = None
@@ -104,11 +106,11 @@ class Runtime:
                 was before, or as `run_in_slices` leaves it.
         """
         with current_device(self.device), without_autocast(self.device), self.together():
-            cascade = self.sequences.cascade
-            if cache is None or cascade is None:
+            compression = self.sequences.compression
+            if cache is None or compression is None:
                 return self._run(hidden, batch, cache, tokens)
             prompt = prompt_columns_of(batch, cache, self.generation_now)
-            return run_in_slices(self._run, hidden, batch, cache, cascade, tokens, prompt)
+            return run_in_slices(self._run, hidden, batch, cache, compression, tokens, prompt)
 
     def run_unattended(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `run`, of tokens [n, hidden_size] that attend to nothing and are not kept."""
@@ -132,8 +134,8 @@ class Runtime:
             attentions: of the policies that will decode after it; None: this runtime's own.
             corrects: tokens that were decoded are read again.
         """
-        if self.attention.hold is not None and not corrects:
-            self.attention.hold.restart()
+        if self.attention.top_p_controller is not None and not corrects:
+            self.attention.top_p_controller.restart()
         with torch_threads(self._prefill_threads):
             self._decoder.trim()
             for seq in seqs:
@@ -233,7 +235,7 @@ class Runtime:
         with current_device(self.device), without_autocast(self.device):
             return check_chosen(self._decoder.first_tokens(logits, options), len(self.lean.layers))
 
-    @torch.inference_mode(False)  # as in `turns.in_turn`
+    @torch.inference_mode(False)  # as in `run_lock.locked`
     @torch.no_grad()
     def choose_tokens(
         self,
@@ -280,7 +282,7 @@ class Runtime:
 
     def _tokens_at_once(self, cache: OffloadedCache, most: int) -> int:
         """Steps that nobody looks at one by one may be several at once."""
-        if self.sequences.corrections or self.sequences.cascade or self.attention.is_probed:
+        if self.sequences.corrections or self.sequences.compression or self.attention.is_probed:
             return 1
         with current_device(self.device):
             return self._decoder.tokens_at_once(cache.seqs, most)

@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from offload.cascade.base import Cascade, Exposed
 from offload.decode.attention import DecodeAttention
 from offload.decode.draft_rows import attend_again
 from offload.kv.store import KVStore
+from offload.kv_compression.base import Exposed, KVCompression
 from offload.models.batch import RaggedBatch
 from offload.runtime.correcting import Correction, Corrections
+from offload.runtime.run_lock import RunLock
 from offload.runtime.stats import OffloadStats
-from offload.runtime.turns import Turns
 from offload.system.interrupts import shielded
 
 
@@ -28,13 +28,13 @@ class Sequences:
     Args:
         on_changed: told of each sequence that is freed, or goes on from something else.
         on_cropped: of each that keeps its first tokens, so many.
-        cascade: keeps each sequence within a bound; None: they have none.
+        compression: keeps each sequence within a bound; None: they have none.
         vocabulary_marks: uint8 [vocab_size], what the text of each token ends with, where the
             policy wants to know.
         corrections: of what is decoded sparsely; None: there are none.
 
     Attributes:
-        turns: whose lock the caller has, except for `free_later` and `collect_if_idle`.
+        run_lock: which the caller has, except for `free_later` and `collect_if_idle`.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class Sequences:
         attention: DecodeAttention,
         on_changed: Callable[[int], None] = lambda seq: None,
         on_cropped: Callable[[int, int], None] = lambda seq, kv_len: None,
-        cascade: Cascade[Any] | None = None,
-        vocabulary_marks: npt.NDArray[np.uint8] | None = None,
+        compression: KVCompression[Any] | None = None,
+        delimiter_classes: npt.NDArray[np.uint8] | None = None,
         corrections: Corrections | None = None,
     ) -> None:
         self.store = store
-        self.cascade = cascade
+        self.compression = compression
         self.corrections = corrections
-        self._vocabulary_marks = vocabulary_marks
+        self._delimiter_classes = delimiter_classes
         self._attention = attention
         self._on_changed, self._on_cropped = on_changed, on_cropped
         self._unreachable: deque[int] = deque()
-        self.turns = Turns()
+        self.run_lock = RunLock()
 
     def new(self) -> int:
         """An empty sequence."""
@@ -65,8 +65,8 @@ class Sequences:
         child = self.store.fork(seq)
         try:
             self._attention.states.fork(seq, child)
-            if self.cascade is not None:
-                self.cascade.fork(seq, child)
+            if self.compression is not None:
+                self.compression.fork(seq, child)
             if self.corrections is not None:
                 self.corrections.fork(seq, child)
         except BaseException:
@@ -105,31 +105,31 @@ class Sequences:
     ) -> None:
         """Condense those of `seqs` that `num_new_tokens` more would take past the bound.
 
-        `exposed` is as `Cascade.condense` wants it.
+        `exposed` is as `KVCompression.condense` wants it.
 
         Raises:
             HostBudgetError: no room beside a fork's pages, or for queries; what was not condensed
                 is as it was.
-            RuntimeError: as `Cascade.check_usable`.
+            RuntimeError: as `KVCompression.check_usable`.
         """
-        if self.cascade is None:
+        if self.compression is None:
             return
         for seq in seqs:
-            self.cascade.check_usable(seq)
-        self.cascade.check_room(seqs)
+            self.compression.check_usable(seq)
+        self.compression.check_room(seqs)
         try:
             for seq, num_new in zip(seqs, num_new_tokens, strict=True):
-                if self.cascade.needs_room(seq, num_new):
+                if self.compression.needs_room(seq, num_new):
                     self._on_changed(seq)
-                    num_slots, bound = self.store.kv_len(seq), self.cascade.bound
-                    self.cascade.condense(seq, exposed)
-                    newest = self.cascade.newest_query(seq)
+                    num_slots, bound = self.store.kv_len(seq), self.compression.bound
+                    self.compression.condense(seq, exposed)
+                    newest = self.compression.newest_query(seq)
                     if newest is not None:
                         self._attention.states.renumber(
                             seq, num_slots, bound.sinks, bound.recent, *newest
                         )
         finally:
-            self.cascade.give_back_memory()
+            self.compression.give_back_memory()
 
     def note_text(
         self,
@@ -138,29 +138,29 @@ class Sequences:
         tokens: Tensor | None,
         positions: Tensor | None = None,
     ) -> None:
-        """What comes, before it is in the store: ids [num_tokens] for the cascade, and as marks for
+        """What comes, before it is in the store: ids [num_tokens] for KV compression, and marks for
         the policy. Of those whose ids are not known no marks, that is, no delimiter.
 
         Args:
             positions: [num_tokens]; None: the next.
         """
-        if self.cascade is not None and self.cascade.wants_tokens:
+        if self.compression is not None and self.compression.wants_tokens:
             ids = None if tokens is None else tokens.tolist()
             for sequence, start, stop in batch.spans():
-                self.cascade.record_tokens(
+                self.compression.record_tokens(
                     seqs[sequence],
                     stop - start,
                     None if ids is None else ids[start:stop],
                     None if positions is None else int(positions[start]),
                 )
-        if self._vocabulary_marks is None:
+        if self._delimiter_classes is None:
             return
         if tokens is None:
             marks = np.zeros(batch.num_tokens, np.uint8)
         else:
-            marks = self._vocabulary_marks[tokens.numpy()]
+            marks = self._delimiter_classes[tokens.numpy()]
         for sequence, start, stop in batch.spans():
-            self._attention.states.append_marks(seqs[sequence], marks[start:stop])
+            self._attention.states.append_delimiter_classes(seqs[sequence], marks[start:stop])
 
     def correction(
         self, seqs: Sequence[int], batch: RaggedBatch, tokens: Tensor | None, *, decodes: bool
@@ -194,9 +194,9 @@ class Sequences:
 
     def count_condensed(self, stats: OffloadStats) -> float:
         """Note what was condensed since this was asked last; the seconds that it took."""
-        if self.cascade is None:
+        if self.compression is None:
             return 0.0
-        num_tokens, seconds = self.cascade.take_counts()
+        num_tokens, seconds = self.compression.take_counts()
         stats.condensed_tokens += num_tokens
         stats.condense_seconds += seconds
         return seconds
@@ -224,8 +224,8 @@ class Sequences:
         for seq in seqs:
             self._on_changed(seq)
             self._attention.states.forget(seq)
-            if self.cascade is not None:
-                self.cascade.forget(seq)
+            if self.compression is not None:
+                self.compression.forget(seq)
             if self.corrections is not None:
                 self.corrections.forget(seq)
             self.store.free(seq)
@@ -242,7 +242,7 @@ class Sequences:
 
     def collect_if_idle(self) -> None:
         """`collect`, unless another thread has its turn: it does so before its next step."""
-        lock = self.turns.lock
+        lock = self.run_lock.lock
         with shielded():  # or ctrl-C might leave the lock taken
             if lock.acquire(blocking=False):
                 try:

@@ -27,10 +27,10 @@ from offload.runtime.auto_policy import with_resolved_policy
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.capping import with_cap_in_tokens
 from offload.runtime.config import RuntimeConfig
-from offload.runtime.opening import (
+from offload.runtime.model_loading import (
     check_before_loading,
     move_to_device,
-    open_loaded,
+    prepare_loaded,
     with_calibrated_policy,
 )
 from offload.runtime.runtime import Runtime
@@ -161,13 +161,13 @@ class SharedModel:
             )
             stock = load_stock_model(checkpoint, config.dtype).eval()
             move_to_device(stock, reading)
-            reader = Runtime(open_loaded(stock, reading, folder))
-        opened = open_loaded(self.stock, configs[0], folder)
+            reader = Runtime(prepare_loaded(stock, reading, folder))
+        opened = prepare_loaded(self.stock, configs[0], folder)
         self._opened = [opened]
         self.runtimes = [Runtime(opened, None if reader is None else reader.store)]
         store = self.runtimes[0].store
         for of_policy in configs[1:]:
-            other = replace(open_loaded(self.stock, of_policy, folder), lean=opened.lean)
+            other = replace(prepare_loaded(self.stock, of_policy, folder), lean=opened.lean)
             self._opened.append(other)
             self.runtimes.append(Runtime(other, store))
         self._reader = reader or self.runtimes[0]

@@ -1,6 +1,6 @@
 """A batch that is longer than what its sequences may have is read in slices of columns.
 
-Before each slice what is there is condensed (`offload.cascade`), so that the slice fits.
+Before each slice what is there is condensed (`offload.kv_compression`), so that the slice fits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from offload.cascade.base import Cascade
+from offload.kv_compression.base import KVCompression
 from offload.models.batch import RaggedBatch
 from offload.runtime.cache import OffloadedCache
 
@@ -38,7 +38,7 @@ def run_in_slices(
     hidden: Tensor,
     batch: RaggedBatch,
     cache: OffloadedCache,
-    cascade: Cascade[Any],
+    compression: KVCompression[Any],
     tokens: Tensor | None,
     prompt_columns: int,
 ) -> tuple[Tensor, str]:
@@ -49,7 +49,7 @@ def run_in_slices(
     """
     phase, is_new = "", not cache.seqs
     try:
-        for part in slices_of(batch, cache, cascade, prompt_columns):
+        for part in slices_of(batch, cache, compression, prompt_columns):
             ids = None if tokens is None else tokens[part.tokens]
             of_part, phase_of_part = run(
                 hidden[part.tokens], part.batch, cache, ids, part.prompt_columns
@@ -66,13 +66,13 @@ def run_in_slices(
 
 
 def slices_of(
-    batch: RaggedBatch, cache: OffloadedCache, cascade: Cascade[Any], prompt_columns: int
+    batch: RaggedBatch, cache: OffloadedCache, compression: KVCompression[Any], prompt_columns: int
 ) -> Iterator[BatchSlice]:
     """Slices that fit, each to be run before the next is asked for."""
     seq_len, start = batch.rows_shape[1], 0
-    used = [cascade.used(seq) for seq in cache.seqs] or [0] * batch.num_sequences
+    used = [compression.used(seq) for seq in cache.seqs] or [0] * batch.num_sequences
     ends = (n + new for n, new in zip(used, batch.num_new_tokens, strict=True))
-    if all(end <= cascade.bound.slots for end in ends):
+    if all(end <= compression.bound.slots for end in ends):
         yield BatchSlice(batch, slice(None), prompt_columns)
         return
     columns = batch.columns % seq_len
@@ -82,9 +82,9 @@ def slices_of(
             first += int((columns[first:last] < start).sum())
             room = last - first
             if cache.seqs:
-                room = cascade.room(cache.seqs[sequence], room)
+                room = compression.room(cache.seqs[sequence], room)
             else:
-                room = min(room, cascade.bound.slots)
+                room = min(room, compression.bound.slots)
             if first + room < last:
                 stop = min(stop, int(columns[first + room]))
         if (start, stop) == (0, seq_len):

@@ -113,10 +113,10 @@ def gpu_machine_line(result: dict[str, Any]) -> str:
 
 def decode_rows(results: Results) -> list[Row]:
     """Rows of `decode`, and of `peers` if they were measured in the same run."""
-    decode, peers = results["decode"], results.get("peers")
+    decode, baselines = results["decode"], results.get("peers")
     rows: list[Row] = list(decode["rows"])
-    if peers is not None and peers["settings"]["run"] == decode["settings"]["run"]:
-        rows += peers["rows"]
+    if baselines is not None and baselines["settings"]["run"] == decode["settings"]["run"]:
+        rows += baselines["rows"]
     return rows
 
 

@@ -157,13 +157,13 @@ def _ratio(rows: Sequence[Row], device: str, length: int, label: str, over: str)
 
 def _names(result: dict[str, Any], length: int) -> list[Any]:
     """Configurations, and peers that were timed at this length."""
-    peers = (GRAPH, STOCK, STOCK_ON_CPU)
+    baselines = (GRAPH, STOCK, STOCK_ON_CPU)
     others = dict.fromkeys(
         row["label"]
         for row in result["rows"]
         if row["part"] == "speed" and row["length"] == length and row["engine"] == row["label"]
     )
-    known = [name for name in peers if name in others]
+    known = [name for name in baselines if name in others]
     return [*result["settings"]["policies"], *known, *(x for x in others if x not in known)]
 
 

@@ -119,8 +119,8 @@ def answer_all(
     with _processes(judged) as (make, answer):
         made = iter(make(cells))
         by_cell = [_next(made, end - time.monotonic()) for _ in cells]
-        in_turn = chain.from_iterable(zip_longest(*by_cell))
-        left = [x for x in in_turn if x is not None and key_of(x) not in done]
+        locked = chain.from_iterable(zip_longest(*by_cell))
+        left = [x for x in locked if x is not None and key_of(x) not in done]
         say(f"prompts are made: {len(left)} of {sum(map(len, by_cell))} to be answered")
         answers, failures = iter(answer(left)), list[str]()
         for count in range(1, len(left) + 1):

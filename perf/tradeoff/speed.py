@@ -49,10 +49,10 @@ class Timed:
     device: str
     reads_on: str | None
     num_threads: int | None
-    peers: Sequence[str]
+    baselines: Sequence[str]
     num_steps: int
     repeats: int
-    peer_steps: int
+    baseline_steps: int
 
 
 def speed_rows(timed: Timed, lengths: Sequence[int]) -> Iterator[list[Row]]:
@@ -70,10 +70,10 @@ def speed_rows(timed: Timed, lengths: Sequence[int]) -> Iterator[list[Row]]:
         plan = DecodePlan(
             policies=timed.policies,
             kv_lens=[length - ROOM - timed.num_steps],
-            engines=["offload", *timed.peers],
+            engines=["offload", *timed.baselines],
             num_steps=timed.num_steps,
             repeats=timed.repeats,
-            stock_steps=timed.peer_steps,
+            stock_steps=timed.baseline_steps,
             num_threads=timed.num_threads,
         )
         rows = []

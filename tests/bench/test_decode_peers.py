@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from offload.bench.decode.engines import describe, seconds_row
-from offload.bench.decode.peers import all_on_gpu_graph, transformers_compiled
-from offload.bench.decode.peers.transformers_compiled import CannotCompileError, decode_compiled
-from offload.bench.decode.peers.transformers_decode import (
+from offload.bench.decode.baselines import all_on_gpu_graph, transformers_compiled
+from offload.bench.decode.baselines.transformers_compiled import CannotCompileError, decode_compiled
+from offload.bench.decode.baselines.transformers_decode import (
     cache_bytes,
     decode_seconds,
     filled_cache,
     prefill_seconds,
 )
+from offload.bench.decode.engines import describe, seconds_row
 from offload.measuring.synthetic.random_model import random_model
 from offload.models import lean_model_maker
 from offload.models.shape import MODEL_SHAPES

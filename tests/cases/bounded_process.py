@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import torch
-from cases.inside import cascade_of
+from cases.inside import compression_of
 
 from offload import OffloadedModel
 from offload.system.memory import give_back_free_memory
@@ -40,7 +40,7 @@ def main() -> None:
         "before": before,
         "samples": samples,
         "kept": kept,
-        "slots": cascade_of(model).bound.slots,
+        "slots": compression_of(model).bound.slots,
         "peak": peak_bytes(),
         "page_bytes": model.kv_store.host_bytes_reserved,
         "condensed_tokens": model.offload_stats().condensed_tokens,

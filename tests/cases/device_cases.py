@@ -60,7 +60,7 @@ def load(
     if "placement" not in options:
         keep_least_on_gpu(model)
     if backend == "flags":
-        decoder_of(model)._make_handshake = make_flag_handshake
+        decoder_of(model)._make_gpu_sync = make_flag_handshake
     return model
 
 

@@ -14,11 +14,11 @@ import torch
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
 from cpu_ops.step_rows import DecodeStep
-from offload.decode.gpu.handshake import Beside, GraphHandshake, Step
+from offload.decode.gpu.gpu_sync import Beside, GraphSync, Step
 
 
-class FlagHandshake(GraphHandshake):
-    """`GraphHandshake` whose graphs are threads. Waiting, errors and recovery are its own."""
+class FlagHandshake(GraphSync):
+    """`GraphSync` whose graphs are threads. Waiting, errors and recovery are its own."""
 
     name = "flags"
 

@@ -18,8 +18,8 @@ def states_of(model: Any) -> Any:
     return model._offload.attention.states
 
 
-def cascade_of(model: Any) -> Any:
-    return model._offload.sequences.cascade
+def compression_of(model: Any) -> Any:
+    return model._offload.sequences.compression
 
 
 def least_placement_of(model: Any) -> Any:

@@ -124,14 +124,14 @@ class Stream:
         self.store.append(self.seq, 0, keys, keys)
         self.store.commit([self.seq], [n])
         if self.text:
-            self.attention.states.append_marks(self.seq, self.rng.choice(TEXT, n))
+            self.attention.states.append_delimiter_classes(self.seq, self.rng.choice(TEXT, n))
         self.kv_len += n
 
     def step(self, query: torch.Tensor | None = None) -> torch.Tensor:
         """Decode one token; returns its query [1, heads * head_dim]."""
         self.store.reserve([self.seq], [1])
         if self.text:
-            self.attention.states.append_marks(self.seq, self.rng.choice(TEXT, 1))
+            self.attention.states.append_delimiter_classes(self.seq, self.rng.choice(TEXT, 1))
         self.kv_len += 1
         step = self.attention.begin_step([self.seq], [self.kv_len])
         keys = self._keys(1)

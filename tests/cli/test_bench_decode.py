@@ -12,12 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from offload.bench.decode.baselines.transformers_compiled import CannotCompileError
 from offload.bench.decode.engines import (
     ENGINES,
     describe,
 )
 from offload.bench.decode.models import RandomModel, TextModel
-from offload.bench.decode.peers.transformers_compiled import CannotCompileError
 from offload.cli import app
 from offload.cli.bench import decode as bench_decode
 from offload.cli.bench.options import DTYPE_NAMES, MODEL_SHAPE_NAMES
@@ -320,6 +320,6 @@ def test_on_a_gpu(source: str, tiny_folders: dict[str, Path]) -> None:
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
-    peers = [ENGINES[name] for name in bench_decode.DEFAULT_ENGINE_NAMES if name != "offload"]
-    assert [row["engine"] for row in rows] == ["offload", "offload", *peers]
+    baselines = [ENGINES[name] for name in bench_decode.DEFAULT_ENGINE_NAMES if name != "offload"]
+    assert [row["engine"] for row in rows] == ["offload", "offload", *baselines]
     assert all(row["milliseconds"] > 0 for row in rows)

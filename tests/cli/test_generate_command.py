@@ -196,12 +196,12 @@ def test_condensed_by(generate: Any) -> None:
         result = generate(*arguments, "--json")
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["runs"][0]["condense_by"] == by
-    rereading = ["--condense-by", "rereading"]
-    refused = generate(*bound, *rereading, "--policy", "lychee_cluster")
+    reconstruction = ["--condense-by", "rereading"]
+    refused = generate(*bound, *reconstruction, "--policy", "lychee_cluster")
     assert refused.exit_code == 1
     assert "condense_by='rereading' leaves each KV head tokens of its own, but" in refused.stderr
     for arguments, message in (
-        ([*options, *rereading], "condense_by=rereading needs host_bytes_per_sequence"),
+        ([*options, *reconstruction], "condense_by=rereading needs host_bytes_per_sequence"),
         ([*bound, "--condense-by", "magic"], "unknown condense_by 'magic'; available: auto"),
     ):
         refused = generate(*arguments)

@@ -43,7 +43,7 @@ class ApartPages:
     """
 
     num_layers, num_kv_heads, head_dim = NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM
-    page_tokens, heads_apart = PAGE_TOKENS, True
+    page_tokens, per_head_pages = PAGE_TOKENS, True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

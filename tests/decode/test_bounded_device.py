@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases.bounded_cases import rows_of
 from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
-from cases.inside import cascade_of, states_of, steps_of
+from cases.inside import compression_of, states_of, steps_of
 from cases.tiny_models import random_tokens, save_long_model
 
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -78,14 +78,14 @@ def test_never_more_than_the_bound(
 ) -> None:
     """Pages, the window of queries and what the policy keeps, after each of many steps."""
     model = bounded(policy, device_and_backend)
-    cascade, states = cascade_of(model), states_of(model)
-    prompt_tokens, steps = cascade.bound.slots - 60, cascade.bound.freed + 200
+    compression, states = compression_of(model), states_of(model)
+    prompt_tokens, steps = compression.bound.slots - 60, compression.bound.freed + 200
     cache, used, on_device = model.new_cache(), [], []
     commit = type(states).commit
 
     def watched(self: Any, seqs: Any) -> None:
         commit(self, seqs)
-        used.append(cache.store.host_bytes_used + self.held_bytes + cascade.held_bytes)
+        used.append(cache.store.host_bytes_used + self.held_bytes + compression.held_bytes)
         slots = steps_of(model)
         on_device.append(0 if slots is None else max(x.kv_len for x in slots.step.resident.slots))
 
@@ -93,11 +93,11 @@ def test_never_more_than_the_bound(
     greedy(model, random_tokens(1, prompt_tokens), steps, past_key_values=cache)
     assert len(used) == steps
     assert max(used) <= BYTES
-    assert max(on_device) <= cascade.bound.slots
+    assert max(on_device) <= compression.bound.slots
     (row,) = cache.tokens
     assert row.seen == prompt_tokens - 1 + steps
     assert row.condensed > 0
-    assert row.kept + row.condensed <= cascade.bound.slots
+    assert row.kept + row.condensed <= compression.bound.slots
 
 
 @pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])

@@ -16,8 +16,8 @@ from cases.seeded import new_rng
 from cases.tiny_models import random_tokens
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.decode.budget_hold import LEAST_SHARE, BudgetHold
-from offload.decode.gpu.handshake import GraphHandshake, Step
+from offload.decode.gpu.gpu_sync import GraphSync, Step
+from offload.decode.top_p_controller import LEAST_SHARE, TopPController
 from offload.policies import ExactTopK, HardKV, PerHead, Quest, Sketch
 from offload.policies.registry import make_policy
 
@@ -42,32 +42,32 @@ class Text:
 @pytest.mark.parametrize("slope", [0.4, 0.8, 1.5])
 def test_it_finds_the_share_within_some_steps_and_again_when_the_text_changes(slope):
     text = Text(20.0, slope)
-    hold = BudgetHold(text, 0.999, 100)
-    assert text.top_p == hold.top_p == pytest.approx(0.999)
+    top_p_controller = TopPController(text, 0.999, 100)
+    assert text.top_p == top_p_controller.top_p == pytest.approx(0.999)
     for scale in (20.0, 35.0, 12.0):
         text.scale = scale
         for _ in range(20):
-            hold.after_step()
+            top_p_controller.after_step()
         assert text.mean == pytest.approx(100, rel=0.05)
 
 
 def test_it_stays_within_its_bounds_and_begins_anew():
     text = Text(1e6)
-    hold = BudgetHold(text, 0.9, 100)
+    top_p_controller = TopPController(text, 0.9, 100)
     for _ in range(50):
-        hold.after_step()
+        top_p_controller.after_step()
     assert text.top_p == pytest.approx(LEAST_SHARE)
     text.scale = 0.5
     for _ in range(50):
-        hold.after_step()
+        top_p_controller.after_step()
     assert text.top_p == pytest.approx(0.9)
     text.scale = 1e6
-    hold.after_step()
+    top_p_controller.after_step()
     assert text.top_p < 0.9
-    hold.restart()
+    top_p_controller.restart()
     assert text.top_p == pytest.approx(0.9)
-    assert BudgetHold(Text(1.0), 0.8, 100, 4).top_p == pytest.approx(0.875)  # half of each head
-    assert BudgetHold(Text(1.0), 1.0, 100).top_p < 1.0  # selections are counted
+    assert TopPController(Text(1.0), 0.8, 100, 4).top_p == pytest.approx(0.875)  # half of each head
+    assert TopPController(Text(1.0), 1.0, 100).top_p < 1.0  # selections are counted
 
 
 def test_steps_that_select_nothing_change_nothing():
@@ -75,9 +75,9 @@ def test_steps_that_select_nothing_change_nothing():
         def take_chosen(self) -> tuple[int, int]:
             return 0, 0
 
-    hold = BudgetHold(Dense(1.0), 0.9, 100)
-    hold.after_step()
-    assert hold.top_p == pytest.approx(0.9)
+    top_p_controller = TopPController(Dense(1.0), 0.9, 100)
+    top_p_controller.after_step()
+    assert top_p_controller.top_p == pytest.approx(0.9)
 
 
 def held_means(policy: HardKV, pool: WorkerPool, shape: Shape, scale: float) -> list[float]:
@@ -85,15 +85,15 @@ def held_means(policy: HardKV, pool: WorkerPool, shape: Shape, scale: float) -> 
     lens = [400, 300]
     world = World.random(new_rng(), shape, policy, pool, lens)
     world.record_random_queries(new_rng(), lens)
-    hold, rng, means = world.attention.hold, new_rng(), []
-    assert hold is not None
+    top_p_controller, rng, means = world.attention.top_p_controller, new_rng(), []
+    assert top_p_controller is not None
     for _ in range(40):
         queries, *rows = world.random_step(rng)
         _, chosen = world.decode((scale * queries, *rows))
         counts = [len(tokens) for of_layer in chosen for tokens in of_layer]
         assert max(counts) <= policy.budget_tokens
         means.append(float(np.mean(counts)))
-        hold.after_step()
+        top_p_controller.after_step()
     assert len(set(counts)) > 4  # each what it needs
     return means
 
@@ -130,8 +130,8 @@ def test_a_mean_that_is_never_reached_is_the_share_alone(pool):
         (out, chosen), (expected, selected) = held.decode(given), alone.decode(given)
         assert torch.equal(out, expected)
         assert chosen == selected
-        assert held.attention.hold is not None
-        held.attention.hold.after_step()
+        assert held.attention.top_p_controller is not None
+        held.attention.top_p_controller.after_step()
 
 
 def reachable() -> HardKV:
@@ -144,11 +144,11 @@ def reachable() -> HardKV:
 def test_in_a_model_the_mean_is_held_and_each_prompt_begins_anew(tiny_folders):
     model = load(tiny_folders["llama"], reachable(), ("cpu", None))
     prompts = [random_tokens(1, 220), random_tokens(1, 180)]
-    hold, means = runtime_of(model).attention.hold, []
-    take = hold._cuts.take_chosen
+    top_p_controller, means = runtime_of(model).attention.top_p_controller, []
+    take = top_p_controller._cuts.take_chosen
 
     class Counted:
-        hold_top_p = hold._cuts.hold_top_p
+        hold_top_p = top_p_controller._cuts.hold_top_p
 
         def take_chosen(self) -> tuple[int, int]:
             num_units, num_tokens = take()
@@ -156,7 +156,7 @@ def test_in_a_model_the_mean_is_held_and_each_prompt_begins_anew(tiny_folders):
                 means.append(num_tokens / num_units)
             return num_units, num_tokens
 
-    hold._cuts = Counted()
+    top_p_controller._cuts = Counted()
     first = [greedy(model, tokens, 60) for tokens in prompts]
     assert statistics.mean(means[10:60]) == pytest.approx(60, rel=0.1)
     assert max(means) - min(means) > 2  # the share moves
@@ -168,11 +168,11 @@ def test_in_a_model_the_mean_is_held_and_each_prompt_begins_anew(tiny_folders):
 def test_drafts_do_not_count_twice(tiny_folders, lookup):
     """What a policy learns again is as the step had it, and no tokens of its own."""
     model = load(tiny_folders["llama"], reachable(), ("cpu", None))
-    hold = runtime_of(model).attention.hold
-    units, after_step, take = [], hold.after_step, hold._cuts.take_chosen
+    top_p_controller = runtime_of(model).attention.top_p_controller
+    units, after_step, take = [], top_p_controller.after_step, top_p_controller._cuts.take_chosen
 
     class Counted:
-        hold_top_p = hold._cuts.hold_top_p
+        hold_top_p = top_p_controller._cuts.hold_top_p
 
         def take_chosen(self) -> tuple[int, int]:
             taken = take()
@@ -182,11 +182,11 @@ def test_drafts_do_not_count_twice(tiny_folders, lookup):
     counted = Counted()
 
     def noted() -> None:
-        hold._cuts = counted
+        top_p_controller._cuts = counted
         after_step()
-        hold._cuts = hold_cuts
+        top_p_controller._cuts = hold_cuts
 
-    hold_cuts, hold.after_step = hold._cuts, noted
+    hold_cuts, top_p_controller.after_step = top_p_controller._cuts, noted
     tokens = random_tokens(1, 40).repeat(1, 5)
     greedy(model, tokens, 40, prompt_lookup_num_tokens=lookup)
     of_row = int(runtime_of(model).attention.selecting_heads.sum())
@@ -196,22 +196,22 @@ def test_drafts_do_not_count_twice(tiny_folders, lookup):
 
 @pytest.mark.cuda
 def test_a_thousand_steps_of_changing_shares_are_captured_once(tiny_folders, monkeypatch):
-    captured, shares, capture = [], set(), GraphHandshake._capture
+    captured, shares, capture = [], set(), GraphSync._capture
 
-    def counted(self: GraphHandshake, step: Step) -> torch.cuda.CUDAGraph:
+    def counted(self: GraphSync, step: Step) -> torch.cuda.CUDAGraph:
         captured.append(step)
         return capture(self, step)
 
-    monkeypatch.setattr(GraphHandshake, "_capture", counted)
+    monkeypatch.setattr(GraphSync, "_capture", counted)
     model = load(tiny_folders["llama"], reachable(), ("cuda", "graph"))
-    hold = runtime_of(model).attention.hold
-    after_step = hold.after_step
+    top_p_controller = runtime_of(model).attention.top_p_controller
+    after_step = top_p_controller.after_step
 
     def noted() -> None:
         after_step()
-        shares.add(hold.top_p)
+        shares.add(top_p_controller.top_p)
 
-    hold.after_step = noted
+    top_p_controller.after_step = noted
     for index in range(4):
         greedy(model, random_tokens(1, 200 + index), 260)
         if index == 0:

@@ -27,7 +27,7 @@ from cases.inside import (
 )
 from cases.tiny_models import random_tokens
 
-from offload.decode.gpu.handshake import Beside, InlineHandshake
+from offload.decode.gpu.gpu_sync import Beside, InlineSync
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.policies import Policy
@@ -242,7 +242,7 @@ def test_heads_come_back_when_a_generation_fits_again(tiny_folders, expected, mo
     assert places == [least, placement, least]
 
 
-class LateHandshake(InlineHandshake):
+class LateHandshake(InlineSync):
     """What runs beside the step runs as late as a stream of its own may: when it is joined."""
 
     def __init__(self, coprocessor: Any) -> None:
@@ -280,7 +280,7 @@ def test_nothing_overwrites_what_is_read_beside(
     split_steps(model, num_parts)
     handshakes: list[LateHandshake] = []
 
-    def make_handshake(backend: str, coprocessor: Any, *args: Any, **options: Any) -> LateHandshake:
+    def make_gpu_sync(backend: str, coprocessor: Any, *args: Any, **options: Any) -> LateHandshake:
         handshakes.append(LateHandshake(coprocessor))
         return handshakes[-1]
 
@@ -290,7 +290,7 @@ def test_nothing_overwrites_what_is_read_beside(
 
         return launch
 
-    decoder._make_handshake = make_handshake
+    decoder._make_gpu_sync = make_gpu_sync
     monkeypatch.setattr(DeviceHeads, "publish", later(DeviceHeads.publish))
     monkeypatch.setattr(DeviceHeads, "gather", later(DeviceHeads.gather))
     tokens = random_tokens(1, 200).repeat(2, 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from offload.decode.gpu.buffers import part_rows
-from offload.decode.gpu.parts_choice import PartsChoice
+from offload.decode.gpu.micro_batches import MicroBatchChoice
 
 
-def run(choice: PartsChoice, seconds: dict[int, float], num_steps: int) -> list[int]:
+def run(choice: MicroBatchChoice, seconds: dict[int, float], num_steps: int) -> list[int]:
     """The parts of each step, if steps take so long; the first of a kind takes a capture longer."""
     used, seen = [], set()
     for _ in range(num_steps):
@@ -22,20 +22,20 @@ def run(choice: PartsChoice, seconds: dict[int, float], num_steps: int) -> list[
 @pytest.mark.parametrize("fastest", [1, 2])
 def test_the_faster_way_is_kept(fastest):
     seconds = {1: 0.010, 2: 0.012} if fastest == 1 else {1: 0.010, 2: 0.007}
-    used = run(PartsChoice((1, 2)), seconds, 200)
+    used = run(MicroBatchChoice((1, 2)), seconds, 200)
     assert used[:16] == [1] * 16  # a short answer is not worth a trial
     assert used.count(2) >= 5
     assert used[40:] == [fastest] * 160
 
 
 def test_it_is_tried_again_when_contexts_have_grown():
-    choice = PartsChoice((1, 2))
+    choice = MicroBatchChoice((1, 2))
     assert run(choice, {1: 0.010, 2: 0.012}, 500)[-1] == 1
     assert run(choice, {1: 0.030, 2: 0.020}, 1200)[-1] == 2
 
 
 def test_one_way_needs_no_trial():
-    assert set(run(PartsChoice((1,)), {1: 0.01}, 2000)) == {1}
+    assert set(run(MicroBatchChoice((1,)), {1: 0.01}, 2000)) == {1}
 
 
 def test_parts_cover_the_rows():

@@ -12,8 +12,8 @@ from cases.tiny_models import EOS_TOKEN, VOCAB_SIZE, random_tokens
 from offload import OffloadedModel
 from offload.bench.eval.answers import greedy_answer
 from offload.bench.eval.perplexity import measure_window, windows_of
-from offload.cascade.bound import CONDENSED_SHARE
 from offload.decode.attention import DecodeAttention
+from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
 from offload.runtime.config import runtime_config

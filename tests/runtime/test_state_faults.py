@@ -156,7 +156,7 @@ def test_marks_stay_in_step_with_tokens(model):
     """… after embeddings, whose text is not known, and crops into either."""
     if not runtime_of(model).attention.policy.state.reads_text:
         pytest.skip("does not read the text")
-    marks, states = runtime_of(model).sequences._vocabulary_marks, states_of(model)
+    marks, states = runtime_of(model).sequences._delimiter_classes, states_of(model)
     tokens = random_tokens(1, 200)
     cache = model.new_cache()
     model(inputs_embeds=model.model.embed_tokens(tokens[:, :90]), past_key_values=cache)

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.bench.decode.models import DecodeModel, OnDone, ignore, lean_model, release
-from offload.bench.decode.peers.transformers_compiled import CannotCompileError, decode_compiled
-from offload.bench.decode.peers.transformers_decode import (
+from offload.bench.decode.baselines.transformers_compiled import CannotCompileError, decode_compiled
+from offload.bench.decode.baselines.transformers_decode import (
     cache_bytes,
     decode_seconds,
     filled_cache,
 )
+from offload.bench.decode.models import DecodeModel, OnDone, ignore, lean_model, release
 from offload.bench.eval.labels import policy_label, policy_options
 from offload.measuring.steps.measure import measure_steps
 from offload.measuring.steps.session import DecodeSession
@@ -181,7 +181,7 @@ def _peer_seconds(
         torch.OutOfMemoryError: it does not fit.
     """
     if engine == "graph":
-        from offload.bench.decode.peers.all_on_gpu_graph import AllOnGPU
+        from offload.bench.decode.baselines.all_on_gpu_graph import AllOnGPU
 
         graph = AllOnGPU(lean_model(model.stock), **sizes)
         memory = {"kv_device": graph.kv_bytes}

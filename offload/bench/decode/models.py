@@ -30,7 +30,7 @@ from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
 from offload.runtime.budgets import weight_bytes_of
 from offload.runtime.config import RuntimeConfig, runtime_config
-from offload.runtime.opening import open_loaded, with_calibrated_policy
+from offload.runtime.model_loading import prepare_loaded, with_calibrated_policy
 from offload.runtime.runtime import Runtime
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import worker_threads
@@ -110,7 +110,7 @@ class RandomModel:
         def opened(policy: Policy, **options: Any) -> DecodeSession:
             config = replace(self.config, policy=policy, **options)
             before_bytes = allocated_bytes(self.device)
-            runtime = Runtime(open_loaded(self.stock, config, None), cache.store)
+            runtime = Runtime(prepare_loaded(self.stock, config, None), cache.store)
             weight_bytes = weight_bytes_of(self.stock)
             return SyntheticSession(
                 runtime, cache, weight_bytes=weight_bytes, before_bytes=before_bytes
@@ -182,7 +182,7 @@ class TextModel:
 
         def opened(policy: Policy) -> DecodeSession:
             on_done(f"{policy.name} reads the text", 0, 1)
-            runtime = Runtime(open_loaded(self.stock, self._configs[policy], self._folder))
+            runtime = Runtime(prepare_loaded(self.stock, self._configs[policy], self._folder))
             session = text_session(
                 runtime, self._tokens, kv_len, num_steps, weight_bytes=weight_bytes
             )

@@ -12,7 +12,7 @@ from typing import Any
 
 from offload.bench.eval.evictions import AUTO, eviction_options, use_eviction
 from offload.loading.checkpoint import Checkpoint
-from offload.runtime.cascading import check_bound
+from offload.runtime.compressing import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.shared_model import BoundedModel, ReadPrompt, SharedModel
 

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload.cascade.bound import CONDENSED_SHARE
-from offload.cascade.by_attention import AHEAD, AttentionCascade
-from offload.cascade.condense import Condensed, Split, condense
-from offload.cascade.window import SPACING
+from offload.kv_compression.bound import CONDENSED_SHARE
+from offload.kv_compression.by_attention import AHEAD, CompressionByAttention
+from offload.kv_compression.condense import Condensed, Split, condense
+from offload.kv_compression.window import SPACING
 
 if TYPE_CHECKING:
     from offload.runtime.runtime import Runtime
@@ -127,7 +127,7 @@ class Eviction:
         return {"condense_by": self.condense_by} | ({} if self.merges else {"condensed_share": 0.0})
 
     def condense_heads(self, group_size: int) -> Callable[..., Condensed]:
-        """For `AttentionCascade.condense_heads`; a cascade without condensed slots drops."""
+        """For `CompressionByAttention.condense_heads`; one without condensed slots drops."""
         scores = self.scores and functools.partial(self.scores, group_size=group_size)
         return functools.partial(condense, fits=self.fits, scores=scores)
 
@@ -155,9 +155,9 @@ def eviction_options(name: str) -> dict[str, Any]:
 def use_eviction(runtime: Runtime, name: str) -> None:
     """Have the sequences of a runtime with a bound, which has its `eviction_options`, condensed as
     one of `EVICTIONS` or AUTO says."""
-    cascade, attention = runtime.sequences.cascade, runtime.attention
+    compression, attention = runtime.sequences.compression, runtime.attention
     if name == AUTO or EVICTIONS[name].condense_by == "rereading":
         return
-    assert isinstance(cascade, AttentionCascade)
+    assert isinstance(compression, CompressionByAttention)
     group_size = attention.num_qo_heads // attention.store.num_kv_heads
-    cascade.condense_heads = EVICTIONS[name].condense_heads(group_size)
+    compression.condense_heads = EVICTIONS[name].condense_heads(group_size)

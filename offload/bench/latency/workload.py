@@ -182,7 +182,7 @@ class TextReader:
 
     def __init__(self, name_or_path: str | Path) -> None:
         from offload.loading.names import load_tokenizer, resolve_folder
-        from offload.loading.stock_model import load_vocabulary_marks
+        from offload.loading.stock_model import load_delimiter_classes
         from offload.runtime.model import OffloadedModel
         from offload.system.stdlib_text import stdlib_docstrings
 
@@ -190,7 +190,7 @@ class TextReader:
         tokenizer = load_tokenizer(name_or_path)
         ids = tokenizer("\n\n".join(stdlib_docstrings()), verbose=False).input_ids
         self._tokens = torch.tensor(ids)
-        self._marks = load_vocabulary_marks(resolve_folder(name_or_path), model.config.vocab_size)
+        self._marks = load_delimiter_classes(resolve_folder(name_or_path), model.config.vocab_size)
         self._lean = lean = model._offload.lean
         self.shape = lean.shape
         self.dtype: torch.dtype = model.dtype

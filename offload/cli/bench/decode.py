@@ -126,7 +126,7 @@ def decode(
     repeats: Annotated[
         int, typer.Option("--repeats", "-r", min=1, help="Times that we decode these.")
     ] = 2,
-    peer_steps: Annotated[
+    baseline_steps: Annotated[
         int, typer.Option(min=1, help="Tokens that transformers decodes: it is slow.")
     ] = 8,
     threads: Annotated[
@@ -269,7 +269,7 @@ def decode(
             engines=engine_names,
             num_steps=steps,
             repeats=repeats,
-            stock_steps=peer_steps,
+            stock_steps=baseline_steps,
             num_threads=threads,
             traced_steps=traced_steps,
         )

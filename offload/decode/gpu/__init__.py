@@ -1,1 +1,1 @@
-"""A decode step on the GPU, the KV cache on the host: the step, its heads, pages and handshake."""
+"""A decode step on the GPU, the KV cache on the host: step, heads, pages, who waits for whom."""

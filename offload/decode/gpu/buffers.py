@@ -12,7 +12,7 @@ from cpu_ops.mailbox import Mailbox
 from gpu_ops.launch import _num_multiprocessors
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.paged_attention import num_kv_splits
-from offload.decode.gpu.handshake import Handshake
+from offload.decode.gpu.gpu_sync import GpuSync
 from offload.decode.sampling import TokenChooser
 from offload.models import LeanModel, ModelShape
 
@@ -76,7 +76,7 @@ class HostLink:
     num_parts: int
     mailbox: Mailbox
     coprocessor: Coprocessor
-    handshake: Handshake
+    gpu_sync: GpuSync
     request_of: dict[tuple[int, int], int]
 
     @property

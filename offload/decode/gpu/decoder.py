@@ -1,7 +1,7 @@
 """Decode on the GPU with the KV cache on the host; the CPU attends as its coprocessor.
 
 Here is who decodes: sequences get slots, steps are run and accounted for. What they share is in
-`prepared_steps`, what one launches in `step`, who waits for whom in `handshake`, what stays on the
+`prepared_steps`, what one launches in `step`, who waits for whom in `gpu_sync`, what stays on the
 GPU in `resident_kv`. With device "cpu" and backend "inline" the same step runs on CPU tensors.
 """
 
@@ -22,7 +22,7 @@ from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
 from offload.decode.gpu.bursts import MOST_STEPS
 from offload.decode.gpu.free_room import FreeRoom
-from offload.decode.gpu.handshake import Handshake, Step, make_handshake
+from offload.decode.gpu.gpu_sync import GpuSync, Step, make_gpu_sync
 from offload.decode.gpu.layer_heads import layer_heads, scores_tokens
 from offload.decode.gpu.linear import DeviceWeights, linear_path
 from offload.decode.gpu.placement import HeadPlacement, Place, least_places
@@ -46,7 +46,7 @@ class DeviceDecoder:
     """The `Decoder` of a model with a GPU.
 
     Args:
-        backend: as `handshake.choose_backend` returns it.
+        backend: as `gpu_sync.choose_backend` returns it.
         deadline_seconds: after which a step that one side does not finish is an error.
         device_budget_bytes: of what stays on the GPU beside weights and buffers.
         placement: where each KV head is attended to; None: layers that the policy leaves dense on
@@ -94,7 +94,7 @@ class DeviceDecoder:
         self._window = window_of(policy)
         self._weights = DeviceWeights.of(model)
         self._backend = backend
-        self._make_handshake: Callable[..., Handshake] = make_handshake
+        self._make_gpu_sync: Callable[..., GpuSync] = make_gpu_sync
         self._deadline_seconds = deadline_seconds
         self._device_budget_bytes = device_budget_bytes
         self._num_parts = None if backend == "graph" else 1  # None: what proves faster
@@ -391,7 +391,7 @@ class DeviceDecoder:
         step, start = self._prepared.step, time.perf_counter()
         step.buffers.host_state.fill_(-1)
         step.after_projection, step.on_mark = self.after_projection, self.on_mark
-        if link.handshake.prepare(self._key(kind), run):
+        if link.gpu_sync.prepare(self._key(kind), run):
             self.setup_seconds += time.perf_counter() - start
 
     def _key(self, kind: str) -> tuple[object, ...]:
@@ -427,7 +427,7 @@ class DeviceDecoder:
         start, steps = time.perf_counter(), self._prepared
         rows = self.attention.begin_step(seqs, kv_lens)
         try:
-            link.handshake.run(self._key(kind), run, rows, slots)
+            link.gpu_sync.run(self._key(kind), run, rows, slots)
         except BaseException:
             for seq in seqs:  # who knows what was written
                 steps.step.resident.forget(seq)
@@ -435,12 +435,12 @@ class DeviceDecoder:
                     self.store.renew_page_table(seq)
             raise
         steps.step.resident.advance(slots, kv_lens)
-        cascade = self.attention.cascade
-        if cascade is not None and cascade.wants_queries(seqs, kv_lens):
-            cascade.record_step(rows, slice(None), steps.step.buffers.queries[:, slots].cpu())
+        compression = self.attention.compression
+        if compression is not None and compression.wants_queries(seqs, kv_lens):
+            compression.record_step(rows, slice(None), steps.step.buffers.queries[:, slots].cpu())
         self.attention.count_rows(rows)
-        if self.attention.hold is not None:
-            self.attention.hold.after_step()
+        if self.attention.top_p_controller is not None:
+            self.attention.top_p_controller.after_step()
         if self._num_parts is None:
             steps.record(link, time.perf_counter() - start)
 
@@ -468,8 +468,8 @@ class DeviceDecoder:
             device=self.device,
             device_budget_bytes=self._device_budget_bytes,
             deadline_seconds=self._deadline_seconds,
-            make_handshake=functools.partial(
-                self._make_handshake, self._backend, deadline_seconds=self._deadline_seconds
+            make_gpu_sync=functools.partial(
+                self._make_gpu_sync, self._backend, deadline_seconds=self._deadline_seconds
             ),
             captures=self._backend == "graph",
         )

@@ -13,12 +13,12 @@ from cpu_ops.mailbox import Mailbox
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.buffers import HostLink, StepBuffers, num_slots, part_rows
 from offload.decode.gpu.bursts import Bursts
-from offload.decode.gpu.handshake import Handshake
+from offload.decode.gpu.gpu_sync import GpuSync
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.layer_heads import LayerHeads
 from offload.decode.gpu.linear import DeviceWeights
+from offload.decode.gpu.micro_batches import MicroBatchChoice
 from offload.decode.gpu.pages import PageBudget
-from offload.decode.gpu.parts_choice import PartsChoice
 from offload.decode.gpu.placement import HeadPlacement
 from offload.decode.gpu.resident_codes import CodeLists, CodeShape, ResidentCodes
 from offload.decode.gpu.resident_kv import ResidentKV
@@ -56,12 +56,12 @@ class PreparedSteps:
     device: torch.device
     device_budget_bytes: int | None
     deadline_seconds: float
-    make_handshake: Callable[[Coprocessor, Mailbox], Handshake]
+    make_gpu_sync: Callable[[Coprocessor, Mailbox], GpuSync]
     captures: bool
     step: DeviceStep = field(init=False)
     links: dict[tuple[int, int], HostLink] = field(default_factory=dict, init=False)
     bursts: Bursts | None = field(default=None, init=False)
-    _choices: dict[int, PartsChoice] = field(default_factory=dict, init=False)
+    _choices: dict[int, MicroBatchChoice] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         try:
@@ -92,15 +92,15 @@ class PreparedSteps:
     def close(self) -> None:
         """End the threads of the links, and drop what was captured."""
         for link in self.links.values():
-            link.handshake.close()
+            link.gpu_sync.close()
         self.links.clear()
         if self.bursts is not None:
             self.bursts.close()
 
-    def _choice(self, num_rows: int) -> PartsChoice:
+    def _choice(self, num_rows: int) -> MicroBatchChoice:
         if num_rows not in self._choices:
             ranks = self.model.ranks
-            self._choices[num_rows] = PartsChoice(
+            self._choices[num_rows] = MicroBatchChoice(
                 (1, 2) if num_rows > 1 else (1,), int if ranks is None else ranks.agree
             )
         return self._choices[num_rows]
@@ -205,6 +205,6 @@ class PreparedSteps:
             listed_heads=listed,
             on_done=self.attention.record_step_queries,
         )
-        handshake = self.make_handshake(coprocessor, mailbox)
+        gpu_sync = self.make_gpu_sync(coprocessor, mailbox)
         request_of = {(layer, first): i for i, (layer, first, _) in enumerate(requests)}
-        return HostLink(num_rows, num_parts, mailbox, coprocessor, handshake, request_of)
+        return HostLink(num_rows, num_parts, mailbox, coprocessor, gpu_sync, request_of)

@@ -24,7 +24,7 @@ from gpu_ops.paged_attention import paged_decode_attention
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.window_attention import window_attention
 from offload.decode.gpu.buffers import HostLink, StepBuffers
-from offload.decode.gpu.handshake import Beside
+from offload.decode.gpu.gpu_sync import Beside
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.linear import DeviceWeights, LinearPath, linear_path
 from offload.decode.gpu.resident_codes import CodeLists
@@ -32,7 +32,7 @@ from offload.decode.gpu.resident_kv import ResidentKV
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 
-_PUBLISHING, _GATHERING = 0, 1  # lanes of the handshake
+_PUBLISHING, _GATHERING = 0, 1  # lanes of side streams
 
 
 @dataclass
@@ -164,7 +164,7 @@ class DeviceStep:
             self._mark("candidates", layer_idx)
         if placed.host:
             self._join_publishing(part, link)
-            link.handshake.publish(link.request_of[layer_idx, rows.start])
+            link.gpu_sync.publish(link.request_of[layer_idx, rows.start])
         if lists is not None:  # while the host attends
             lists.append(layer_idx, rows, b, self.resident.windows[layer_idx])
 
@@ -212,17 +212,17 @@ class DeviceStep:
             self.heads.attend_resident(layer_idx, rows, b, self.resident.page_tables[layer_idx])
             self._mark("attention", layer_idx)
         if placed.publishing:
-            with link.handshake.beside(_PUBLISHING) as part.publishing:
+            with link.gpu_sync.beside(_PUBLISHING) as part.publishing:
                 self.heads.publish(layer_idx, rows, b, link.mailbox)
         for gathering in part.gathering:
-            link.handshake.join(gathering)
+            link.gpu_sync.join(gathering)
         part.gathering.clear()
         self.gather_ahead(layer_idx + 1, part, link, early=True)
         if placed.gathered:
             self.heads.attend_gathered(layer_idx, rows, b)
             self._mark("gathered", layer_idx)
         if placed.host:
-            link.handshake.await_reply(link.request_of[layer_idx, rows.start])
+            link.gpu_sync.await_reply(link.request_of[layer_idx, rows.start])
             self._mark("wait", layer_idx)
             host_out, host_lse = link.mailbox.output[rows], link.mailbox.lse[rows]
         merge_state(out, lse, host_out, host_lse, b.attended[rows])
@@ -236,14 +236,14 @@ class DeviceStep:
         if (placed.num_early if early else len(placed.gathered) - placed.num_early) == 0:
             return
         # What was just published comes first in its lane; the others need not wait for it.
-        with link.handshake.beside(_GATHERING if early else _PUBLISHING) as gathering:
+        with link.gpu_sync.beside(_GATHERING if early else _PUBLISHING) as gathering:
             tables = self.resident.host_pages.tables
             self.heads.gather(layer_idx, part.rows, self.buffers.positions, tables, early=early)
         part.gathering.append(gathering)
 
     def _join_publishing(self, part: _Part, link: HostLink) -> None:
         if part.publishing is not None:
-            link.handshake.join(part.publishing)
+            link.gpu_sync.join(part.publishing)
             part.publishing = None
 
     def _linears(self, rows: slice) -> LinearPath:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
-from offload.decode.gpu.handshake import Beside, SideStream
+from offload.decode.gpu.gpu_sync import Beside, SideStream
 from offload.measuring.machine.kernels import (
     PAGE_TOKENS,
     RECENT,

@@ -28,7 +28,7 @@ from offload.models.shape import MODEL_SHAPES, ModelShape, layer_elements
 from offload.planning.profile import shape_key
 from offload.policies import Full, Policy, StreamingLLM
 from offload.runtime.config import runtime_config
-from offload.runtime.opening import open_loaded
+from offload.runtime.model_loading import prepare_loaded
 from offload.runtime.runtime import Runtime
 from offload.system.memory import host_memory_limit_bytes
 
@@ -46,7 +46,7 @@ def opened_session(
     Args:
         options: of `RuntimeConfig`.
     """
-    runtime = Runtime(open_loaded(stock, runtime_config(policy=policy, **options), None))
+    runtime = Runtime(prepare_loaded(stock, runtime_config(policy=policy, **options), None))
     tokens = torch.arange(kv_len + num_steps) % stock.config.vocab_size
     return text_session(runtime, tokens, kv_len, num_steps, weight_bytes=0)
 

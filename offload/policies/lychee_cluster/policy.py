@@ -170,7 +170,7 @@ class ClusterDevice(DeviceSupport):
         on_host = {name: to_host(x) for name, x in found.items()}
         return lambda: index_arrays(Groups(**{k: x.clone() for k, x in on_host.items()}), shape)
 
-    def rehearse(self, keys: Tensor) -> None:
+    def warm_up_kernels(self, keys: Tensor) -> None:
         policy = self.policy
         starts = np.arange(0, keys.shape[1] + 1, 8)
         shape = IndexShape(

@@ -140,9 +140,9 @@ class PerHeadDevice(DeviceSupport):
         ]
         return max((len(x) for x in heads if not lie_together(x)), default=0)
 
-    def rehearse(self, keys: Tensor) -> None:
+    def warm_up_kernels(self, keys: Tensor) -> None:
         for member in self.policy.members:
-            member.device.rehearse(keys)
+            member.device.warm_up_kernels(keys)
 
 
 def _building(policy: Policy, context: BuildContext) -> list[int]:

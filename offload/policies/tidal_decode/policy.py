@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@forwards("policy.inner.device", "top_k", "builds", "build", "copied_heads", "rehearse")
+@forwards("policy.inner.device", "top_k", "builds", "build", "copied_heads", "warm_up_kernels")
 class TidalDevice(DeviceSupport):
     """What it can do for the inner policy, but list candidates."""
 

@@ -99,14 +99,14 @@ class UnionState(LayerState):
         kept = {name: part.state.num_bytes(shape) for name, part in self.policy.parts.items()}
         looked_at, rereads_keys = 0.0, False
         for name, part in self.policy.parts.items():
-            num_bytes, rereads = part.state.read_bytes(
+            num_bytes, reconstructs = part.state.read_bytes(
                 kv_len=kv_len,
                 chosen_tokens=chosen_tokens,
                 row_bytes=row_bytes,
                 state_bytes=state_bytes * kept[name] / max(1, self.num_bytes(shape)),
             )
             looked_at += num_bytes
-            rereads_keys |= rereads
+            rereads_keys |= reconstructs
         return looked_at, rereads_keys
 
 
@@ -135,9 +135,9 @@ class UnionDevice(DeviceSupport):
 
         return finish
 
-    def rehearse(self, keys: Tensor) -> None:
+    def warm_up_kernels(self, keys: Tensor) -> None:
         for part in self.policy.parts.values():
-            part.device.rehearse(keys)
+            part.device.warm_up_kernels(keys)
 
 
 def _of_either(name: str) -> Any:

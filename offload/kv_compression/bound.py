@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.cascade.window import SPACING
+from offload.kv_compression.window import SPACING
 from offload.policies.base import Policy
 from offload.system.memory import format_bytes
 

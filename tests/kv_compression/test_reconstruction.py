@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from cases.bounded_cases import generate, rows_of, step
-from cases.inside import cascade_of, runtime_of, states_of
+from cases.inside import compression_of, runtime_of, states_of
 from cases.tiny_models import random_tokens
 from torch import Tensor
 
 import offload.kv.rewriting as rewriting
 from offload import OffloadedModel
-from offload.cascade.by_attention import AttentionCascade
-from offload.cascade.by_rereading import LEAD, PIECE, RereadingCascade
+from offload.kv_compression.by_attention import CompressionByAttention
+from offload.kv_compression.by_reconstruction import LEAD, PIECE, CompressionByReconstruction
 from offload.policies.registry import make_policy
 
 Load = Callable[..., Any]
@@ -28,7 +28,7 @@ NUM_LAYERS, NUM_KV_HEADS, NUM_QO_HEADS, GROUP = 3, 2, 6, 3
 
 
 @pytest.fixture
-def rereading(bounded: Load) -> Load:
+def reconstruction(bounded: Load) -> Load:
     def load(slots: int | None, policy: Any = "full", **options: Any) -> Any:
         if slots is not None:
             options = {"condense_by": "rereading"} | options
@@ -53,7 +53,7 @@ def chosen_policy(name: str) -> Any:
 
 def filled(model: Any, num_tokens: int | None = None) -> tuple[Any, Tensor]:
     """A cache of as many tokens as fit, and these."""
-    num_tokens = num_tokens or cascade_of(model).bound.slots
+    num_tokens = num_tokens or compression_of(model).bound.slots
     cache, tokens = model.new_cache(), random_tokens(1, num_tokens)
     with torch.no_grad():
         model(tokens, past_key_values=cache)
@@ -62,17 +62,17 @@ def filled(model: Any, num_tokens: int | None = None) -> tuple[Any, Tensor]:
 
 def condense(model: Any, cache: Any) -> list[list[Tensor]]:
     """Have `cache` condensed; the scores that it had then."""
-    cascade, found = cascade_of(model), []
-    lens_of = cascade._lens
+    compression, found = compression_of(model), []
+    lens_of = compression._lens
 
     def watched(scores: Any, lens: Any) -> Any:
         found.append([list(of_layer) for of_layer in scores])
         return lens_of(scores, lens)
 
-    cascade._lens = watched
+    compression._lens = watched
     with torch.no_grad():
         runtime_of(model).sequences.make_room(cache.seqs, [1])
-    del cascade._lens
+    del compression._lens
     (scores,) = found
     return scores
 
@@ -115,11 +115,11 @@ def reference_scores(stock: Any, tokens: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("slots", [SLOTS, 600])
-def test_scores_and_what_stays(rereading: Load, stock: Any, slots: int) -> None:
+def test_scores_and_what_stays(reconstruction: Load, stock: Any, slots: int) -> None:
     """One piece, and several with the tokens that lead to them."""
-    model = rereading(slots)
+    model = reconstruction(slots)
     cache, tokens = filled(model)
-    bound, before = cascade_of(model).bound, rows_of(cache)
+    bound, before = compression_of(model).bound, rows_of(cache)
     assert (bound.slots > PIECE) == (slots > PIECE)
     scores = condense(model, cache)
     for found, expected in zip(scores, reference_scores(stock, tokens), strict=True):
@@ -147,10 +147,12 @@ def test_scores_and_what_stays(rereading: Load, stock: Any, slots: int) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "exact_topk"])
 def test_steps_are_those_of_eager_attention_with_masks(
-    rereading: Load, stock: Any, policy: str
+    reconstruction: Load, stock: Any, policy: str
 ) -> None:
     """Each head attends to what stayed of it, and to all that came later."""
-    model = rereading(SLOTS, policy if policy == "full" else make_policy(policy, budget_tokens=512))
+    model = reconstruction(
+        SLOTS, policy if policy == "full" else make_policy(policy, budget_tokens=512)
+    )
     cache, tokens = filled(model)
     before, num_old = rows_of(cache), tokens.shape[1]
     condense(model, cache)
@@ -178,10 +180,10 @@ def test_steps_are_those_of_eager_attention_with_masks(
     torch.testing.assert_close(torch.stack(ours).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_bound_that_is_not_reached_changes_nothing(rereading: Load) -> None:
+def test_a_bound_that_is_not_reached_changes_nothing(reconstruction: Load) -> None:
     tokens = random_tokens(2, 90)
-    expected = generate(rereading(None), tokens, 60)
-    model = rereading(SLOTS)
+    expected = generate(reconstruction(None), tokens, 60)
+    model = reconstruction(SLOTS)
     assert torch.equal(generate(model, tokens, 60), expected)
     assert model.offload_stats().condensed_tokens == 0
 
@@ -189,17 +191,17 @@ def test_a_bound_that_is_not_reached_changes_nothing(rereading: Load) -> None:
 @pytest.mark.parametrize("policy", ["full", "exact_topk", "hard_kv"])
 @pytest.mark.parametrize("draft", [0, 6])
 def test_never_more_than_the_bound(
-    rereading: Load, policy: str, draft: int, monkeypatch: pytest.MonkeyPatch
+    reconstruction: Load, policy: str, draft: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt in slices, and generation; pages and scores after every pass."""
-    model = rereading(SLOTS, chosen_policy(policy))
+    model = reconstruction(SLOTS, chosen_policy(policy))
     sequences, states = runtime_of(model).sequences, states_of(model)
-    cascade, cache, used = sequences.cascade, model.new_cache(), []
+    compression, cache, used = sequences.compression, model.new_cache(), []
     commit = type(states).commit
 
     def watched(self: Any, seqs: Any) -> None:
         commit(self, seqs)
-        used.append(cache.store.host_bytes_used + self.held_bytes + cascade.held_bytes)
+        used.append(cache.store.host_bytes_used + self.held_bytes + compression.held_bytes)
 
     monkeypatch.setattr(type(states), "commit", watched)
     text = random_tokens(1, 50).repeat(1, 8)
@@ -210,12 +212,12 @@ def test_never_more_than_the_bound(
     assert (row.seen, row.condensed) == (549, 0)
     lens = cache.kv_lens[0] - cache.store.starts(seq)
     assert lens.sum() == row.kept * lens.size
-    assert row.kept <= cascade.bound.slots
-    assert lens.min() >= cascade.bound.sinks + cascade.bound.recent
+    assert row.kept <= compression.bound.slots
+    assert lens.min() >= compression.bound.sinks + compression.bound.recent
 
 
-def test_forks(rereading: Load) -> None:
-    model = rereading(SLOTS)
+def test_forks(reconstruction: Load) -> None:
+    model = reconstruction(SLOTS)
     cache, tokens = filled(model)
     before, fork = rows_of(cache), copy.deepcopy(cache)
     logits = step(model, fork)
@@ -227,9 +229,9 @@ def test_forks(rereading: Load) -> None:
     assert output.shape == (2, 240)
 
 
-def test_crop(rereading: Load) -> None:
+def test_crop(reconstruction: Load) -> None:
     """As if what is taken back had not come, though scores were of other tokens."""
-    model, tokens = rereading(SLOTS), random_tokens(1, 420)
+    model, tokens = reconstruction(SLOTS), random_tokens(1, 420)
     caches = [model.new_cache() for _ in range(2)]
     slots = caches[0].bound.slots
     with torch.no_grad():
@@ -256,8 +258,8 @@ def test_crop(rereading: Load) -> None:
     step(model, caches[1])
 
 
-def test_embeddings_are_refused_when_they_must_be_read_again(rereading: Load) -> None:
-    model = rereading(SLOTS)
+def test_embeddings_are_refused_when_they_must_be_read_again(reconstruction: Load) -> None:
+    model = reconstruction(SLOTS)
     cache, _ = filled(model, 40)
     embeds = torch.zeros(1, 2, 96)
     with torch.no_grad():
@@ -272,15 +274,17 @@ def test_embeddings_are_refused_when_they_must_be_read_again(rereading: Load) ->
         assert torch.equal(step(model, cache), step(model, fork.crop(-2) or fork))
 
 
-def test_interrupted_while_it_is_read(rereading: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = rereading(SLOTS)
-    cascade, (cache, _) = cascade_of(model), filled(model)
+def test_interrupted_while_it_is_read(
+    reconstruction: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = reconstruction(SLOTS)
+    compression, (cache, _) = compression_of(model), filled(model)
     fork, before = copy.deepcopy(cache), rows_of(cache)
 
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cascade, "_reread", interrupted)
+    monkeypatch.setattr(compression, "_reread", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(model, cache)
     monkeypatch.undo()
@@ -291,10 +295,10 @@ def test_interrupted_while_it_is_read(rereading: Load, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("what", ["_replace_layer", "runs_of"])
 def test_a_failure_while_writing(
-    rereading: Load, monkeypatch: pytest.MonkeyPatch, what: str
+    reconstruction: Load, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Between two layers, and between two heads of one; all pages are free afterwards."""
-    model = rereading(SLOTS)
+    model = reconstruction(SLOTS)
     cache, _ = filled(model)
     other, calls, done = copy.deepcopy(cache), [], getattr(rewriting, what)
 
@@ -313,9 +317,9 @@ def test_a_failure_while_writing(
     step(model, other)
 
 
-def test_interrupted_anywhere(rereading: Load) -> None:
-    """ctrl-C at each line of `by_rereading` that it can come to: the cache goes on as if not."""
-    model = rereading(SLOTS)
+def test_interrupted_anywhere(reconstruction: Load) -> None:
+    """ctrl-C at each line of `by_reconstruction` that it can come to: the cache goes on."""
+    model = reconstruction(SLOTS)
     (cache, _), line = filled(model), 0
     expected = step(model, copy.deepcopy(cache))
     while True:
@@ -327,7 +331,7 @@ def test_interrupted_anywhere(rereading: Load) -> None:
                 left -= 1
                 if left < 0:
                     raise KeyboardInterrupt
-            return traced if frame.f_code.co_filename.endswith("by_rereading.py") else None
+            return traced if frame.f_code.co_filename.endswith("by_reconstruction.py") else None
 
         sys.settrace(traced)
         try:
@@ -361,18 +365,21 @@ def test_refused(long_folder: Path, options: dict[str, Any], message: str) -> No
         OffloadedModel.from_pretrained(long_folder, page_tokens=16, **options)
 
 
-def test_the_bytes_that_an_error_names_are_enough(rereading: Load) -> None:
+def test_the_bytes_that_an_error_names_are_enough(reconstruction: Load) -> None:
     with pytest.raises(ValueError, match="too little") as caught:
-        rereading(SLOTS, host_bytes_per_sequence=1)
+        reconstruction(SLOTS, host_bytes_per_sequence=1)
     named = re.search(r"need (\d+) bytes", str(caught.value))
     assert named is not None
     with pytest.raises(ValueError, match="too little"):
-        rereading(SLOTS, host_bytes_per_sequence=int(named[1]) - 1)
-    model = rereading(SLOTS, host_bytes_per_sequence=int(named[1]))
+        reconstruction(SLOTS, host_bytes_per_sequence=int(named[1]) - 1)
+    model = reconstruction(SLOTS, host_bytes_per_sequence=int(named[1]))
     assert generate(model, random_tokens(1, 150), 20).shape == (1, 170)
 
 
 def test_auto(bounded: Load) -> None:
-    for policy, kind in (("full", RereadingCascade), ("lychee_cluster", AttentionCascade)):
+    for policy, kind in (
+        ("full", CompressionByReconstruction),
+        ("lychee_cluster", CompressionByAttention),
+    ):
         model = bounded(4 * 10**3, policy, condense_by="auto")
-        assert isinstance(cascade_of(model), kind)
+        assert isinstance(compression_of(model), kind)

@@ -17,7 +17,7 @@ _TRIAL_STEPS = 5  # of each way; its first one, which may be captured, does not 
 _KEPT_STEPS = 1024  # until the next trial
 
 
-class PartsChoice:
+class MicroBatchChoice:
     """Chooses among `options`, the first of which is used until there is something to compare.
 
     Args:

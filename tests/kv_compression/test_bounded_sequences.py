@@ -10,12 +10,12 @@ import pytest
 import torch
 from cases.bounded_cases import generate, rows_of, step
 from cases.drafts import verifying
-from cases.inside import cascade_of, runtime_of, states_of
+from cases.inside import compression_of, runtime_of, states_of
 from cases.tiny_models import random_tokens
 
-import offload.cascade.by_attention as by_attention
-from offload.cascade.condense import condense
+import offload.kv_compression.by_attention as by_attention
 from offload.kv.store import HostBudgetError
+from offload.kv_compression.condense import condense
 from offload.policies.registry import make_policy
 
 Load = Callable[..., Any]
@@ -43,13 +43,13 @@ def test_never_more_than_the_bound(
     chosen = policy if policy == "full" else make_policy(policy, budget_tokens=96)
     per_sequence = 2**20 if policy == "full" else 9 * 2**19
     model = bounded(None, chosen, host_bytes_per_sequence=per_sequence)
-    cascade, states = cascade_of(model), states_of(model)
-    bound, cache, used = cascade.bound, model.new_cache(), []
+    compression, states = compression_of(model), states_of(model)
+    bound, cache, used = compression.bound, model.new_cache(), []
     commit = type(states).commit
 
     def watched(self: Any, seqs: Any) -> None:
         commit(self, seqs)
-        used.append(cache.store.host_bytes_used + self.held_bytes + cascade.held_bytes)
+        used.append(cache.store.host_bytes_used + self.held_bytes + compression.held_bytes)
 
     monkeypatch.setattr(type(states), "commit", watched)
     text = random_tokens(1, 60).repeat(1, bound.slots // 60)  # it repeats: drafts are accepted
@@ -107,9 +107,9 @@ def test_heads_of_a_layer_one_by_one(bounded: Load, monkeypatch: pytest.MonkeyPa
     for many_logits in (by_attention._MANY_LOGITS, 1):
         monkeypatch.setattr(by_attention, "_MANY_LOGITS", many_logits)
         model = bounded(SLOTS)
-        cascade, cache, at_once = cascade_of(model), model.new_cache(), set()
+        compression, cache, at_once = compression_of(model), model.new_cache(), set()
         monkeypatch.setattr(
-            cascade,
+            compression,
             "condense_heads",
             lambda keys, *others, sizes=at_once: sizes.add(len(keys)) or condense(keys, *others),
         )
@@ -209,7 +209,7 @@ def test_a_cached_prefix_is_continued(bounded: Load) -> None:
 def test_a_failure_changes_nothing(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one while it is condensed, nor for want of room beside a fork's pages."""
     model, tokens = bounded(SLOTS), random_tokens(1, SLOTS)
-    cascade, cache = cascade_of(model), model.new_cache()
+    compression, cache = compression_of(model), model.new_cache()
     with torch.no_grad():
         model(tokens, past_key_values=cache)
     before, calls = rows_of(cache), []
@@ -220,8 +220,8 @@ def test_a_failure_changes_nothing(bounded: Load, monkeypatch: pytest.MonkeyPatc
             raise MemoryError("no more")
         return condense(*arguments)
 
-    condense = cascade.condense_heads
-    monkeypatch.setattr(cascade, "condense_heads", fails)
+    condense = compression.condense_heads
+    monkeypatch.setattr(compression, "condense_heads", fails)
     with pytest.raises(MemoryError, match="no more"):
         step(model, cache)
     monkeypatch.undo()
@@ -246,10 +246,10 @@ def test_a_failed_slice_leaves_a_new_cache_new(
 ) -> None:
     """One that had tokens has those of the slices that were done, and says so."""
     model, tokens = bounded(SLOTS), random_tokens(1, 500)
-    cascade, cache, filled = cascade_of(model), model.new_cache(), model.new_cache()
+    compression, cache, filled = compression_of(model), model.new_cache(), model.new_cache()
     with torch.no_grad():
         model(tokens[:, :100], past_key_values=filled)
-        monkeypatch.setattr(cascade, "condense_heads", lambda *arguments: out_of_budget())
+        monkeypatch.setattr(compression, "condense_heads", lambda *arguments: out_of_budget())
         for of_cache in (cache, filled):
             with pytest.raises(HostBudgetError, match="full"):
                 model(tokens, past_key_values=of_cache)

@@ -28,7 +28,7 @@ class Cuts(Protocol):
     def take_chosen(self) -> tuple[int, int]: ...
 
 
-class BudgetHold:
+class TopPController:
     """One model's, over all of its sequences.
 
     Args:

@@ -33,17 +33,17 @@ NUM_LANES = 2  # of work beside a step's own
 
 
 class Beside:
-    """Work beside the step's own: what `Handshake.beside` gives and `join` takes."""
+    """Work beside the step's own: what `GpuSync.beside` gives and `join` takes."""
 
     def __init__(self) -> None:
         self.done: torch.cuda.Event | None = None
 
 
-class HandshakeError(RuntimeError):
+class GpuSyncError(RuntimeError):
     """The GPU did not do its part of a decode step in time."""
 
 
-class Handshake(Protocol):
+class GpuSync(Protocol):
     """Runs decode steps whose requests a coprocessor serves."""
 
     name: str
@@ -79,14 +79,14 @@ class Handshake(Protocol):
         Raises:
             CoprocessorError: the CPU side missed its deadline, or saw the GPU miss it, or found
                 something wrong with the numbers; names the layer. The next step may be run.
-            HandshakeError: the GPU does not come back.
+            GpuSyncError: the GPU does not come back.
         """
 
     def close(self) -> None:
         """End threads, drop graphs."""
 
 
-class InlineHandshake:
+class InlineSync:
     """Everything on the calling thread."""
 
     name = "inline"
@@ -162,7 +162,7 @@ class SideStream:
         self._stream.synchronize()
 
 
-class StreamHandshake(InlineHandshake):
+class StreamSync(InlineSync):
     """One event per request; the calling thread attends while the GPU does what it can."""
 
     name = "stream"
@@ -191,7 +191,7 @@ class StreamHandshake(InlineHandshake):
             side.synchronize()
 
 
-class GraphHandshake(StreamHandshake):
+class GraphSync(StreamSync):
     """One CUDA graph per key.
 
     Args:
@@ -281,7 +281,7 @@ class GraphHandshake(StreamHandshake):
         deadline = time.monotonic() + self._deadline_seconds
         while not self._is_idle():
             if time.monotonic() > deadline:
-                raise HandshakeError(
+                raise GpuSyncError(
                     f"the GPU did not finish a step within {self._deadline_seconds:g} s after the "
                     "CPU side gave up; this process cannot use it any more"
                 )
@@ -290,12 +290,12 @@ class GraphHandshake(StreamHandshake):
             self._coprocessor.reset()
 
 
-def make_handshake(
+def make_gpu_sync(
     backend: str, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
-) -> Handshake:
-    """The handshake of a backend that `choose_backend` returned."""
+) -> GpuSync:
+    """The `GpuSync` of a backend that `choose_backend` returned."""
     if backend == "inline":
-        return InlineHandshake(coprocessor)
+        return InlineSync(coprocessor)
     if backend == "stream":
-        return StreamHandshake(coprocessor)
-    return GraphHandshake(coprocessor, mailbox, deadline_seconds=deadline_seconds)
+        return StreamSync(coprocessor)
+    return GraphSync(coprocessor, mailbox, deadline_seconds=deadline_seconds)

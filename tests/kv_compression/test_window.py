@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from offload.cascade.window import NUM_QUERIES, SPACING, QueryWindow
+from offload.kv_compression.window import NUM_QUERIES, SPACING, QueryWindow
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 8
 

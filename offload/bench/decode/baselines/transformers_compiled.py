@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from offload.bench.decode.peers.transformers_decode import fill
+from offload.bench.decode.baselines.transformers_decode import fill
 
 # Compiling, recording the CUDA graph, replaying it, and one more.
 WARM_UP_STEPS = 4

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.cascade.bound import SequenceBound
-from offload.cascade.condense import Condensed, Split, condense
+from offload.kv_compression.bound import SequenceBound
+from offload.kv_compression.condense import Condensed, Split, condense
 
 BOUND = SequenceBound(slots=256, low=192, sinks=4, recent=64, condensed=16)
 HEAD_DIM = 16

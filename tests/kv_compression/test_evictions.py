@@ -18,9 +18,9 @@ from offload.bench.eval.evictions import (
     rkv_scores,
     snapkv_scores,
 )
-from offload.cascade.bound import SequenceBound
-from offload.cascade.condense import Condensed, Split
-from offload.cascade.window import SPACING
+from offload.kv_compression.bound import SequenceBound
+from offload.kv_compression.condense import Condensed, Split
+from offload.kv_compression.window import SPACING
 
 RECENT, NUM_SLOTS, GROUP, HEAD_DIM, POOLED = 60, 160, 3, 8, 3
 BOUND = SequenceBound(slots=NUM_SLOTS, low=118, sinks=4, recent=RECENT, condensed=0)

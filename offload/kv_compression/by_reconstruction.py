@@ -1,4 +1,4 @@
-"""The cascade that condenses by rereading: what it takes to say the text again stays.
+"""KV compression by reconstruction (KVzip): what it takes to say the text again stays.
 
 Before a full sequence is condensed, what is new in it is read again, in pieces: the keys and values
 of a token that the piece's tokens look up, in any query head of a KV head, when they come a second
@@ -28,10 +28,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.cascade.base import Cascade, Exposed, Record
-from offload.cascade.bound import SequenceBound
 from offload.kv.page_pool import Int64Array
 from offload.kv.store import HostBudgetError, KVStore
+from offload.kv_compression.base import Exposed, KVCompression, Record
+from offload.kv_compression.bound import SequenceBound
 
 PIECE = 256  # tokens that are read again at a time
 LEAD = 8  # tokens before a piece, which say where the text goes on
@@ -48,7 +48,7 @@ Rows = tuple[Tensor, Tensor]  # keys, values
 OnAttended = Callable[[int, int, Tensor, Rows], None]
 
 
-class Reread(Protocol):
+class Reconstruct(Protocol):
     """A prefill of ids [n] behind a sequence, from `position` on, that leaves it as it was."""
 
     def __call__(
@@ -102,11 +102,11 @@ class _Record(Record):
     scores: _Scores = _Scores()
 
 
-class RereadingCascade(Cascade[_Record]):
+class CompressionByReconstruction(KVCompression[_Record]):
     """Condenses by what is looked up when the text is read again.
 
     Args:
-        store: with `heads_apart`.
+        store: with `per_head_pages`.
         sm_scale: of attention.
         reread: of the model.
     """
@@ -114,11 +114,11 @@ class RereadingCascade(Cascade[_Record]):
     wants_tokens = True
 
     def __init__(
-        self, bound: SequenceBound, store: KVStore, *, sm_scale: float, reread: Reread
+        self, bound: SequenceBound, store: KVStore, *, sm_scale: float, reconstruct: Reconstruct
     ) -> None:
         super().__init__(bound, store, self._new_record)
         self._sm_scale = sm_scale
-        self._reread = reread
+        self._reconstruct = reconstruct
 
     @staticmethod
     def beside_bytes(num_units: int, slots: int, page_tokens: int) -> int:
@@ -227,7 +227,7 @@ class RereadingCascade(Cascade[_Record]):
             stop, lead = min(start + PIECE, seen), min(LEAD, start - record.first_id)
             ids = record.ids[start - lead - record.first_id : stop - record.first_id]
             scorer = _PieceScores(self._store, seq, start - record.dropped, lead, self._sm_scale)
-            self._reread(seq, torch.tensor(ids), seen + record.later, scorer)
+            self._reconstruct(seq, torch.tensor(ids), seen + record.later, scorer)
             record.scores = record.scores.then(stop - start, scorer.found)
 
     def _lens(self, scores: Sequence[Sequence[Tensor]], lens: Int64Array) -> Int64Array:

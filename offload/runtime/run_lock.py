@@ -1,8 +1,8 @@
-"""Whose turn it is: one thread at a time runs a model, or changes what it keeps.
+"""The lock of a model: one thread at a time runs it, or changes what it keeps.
 
 The native kernels let go of the GIL and work in scratch memory of their model; sequences share one
 pool of pages. So a whole `generate()`, a whole forward pass and every operation of a cache takes
-`Turns.lock`, and other threads wait.
+`RunLock.lock`, and other threads wait.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class Turns:
-    """The turns of one model.
+class RunLock:
+    """The lock of one model.
 
     Attributes:
-        lock: for `with turns.lock:`. A thread that has it may take it again: what transformers
+        lock: for `with run_lock.lock:`. A thread that has it may take it again: what transformers
             calls back during a generation (streamers, logits processors) may use the model. Ctrl-C
             ends the main thread's waiting; take it outside of `shielded()`.
         number: locks of several models are taken in the order of these.
@@ -35,7 +35,7 @@ class Turns:
         # The lock itself, not a context manager of ours around it: ctrl-C could come between the
         # lines of that, and the lock would be held for ever.
         self.lock: threading.RLock | _LostLock = threading.RLock()
-        _all_turns.add(self)
+        _all_locks.add(self)
 
     def _after_fork(self) -> None:
         # Who holds a lock here, but for the thread that forked, stayed in the parent.
@@ -69,10 +69,10 @@ class _LostLock:
 
 
 _numbers = itertools.count()
-_all_turns: weakref.WeakSet[Turns] = weakref.WeakSet()
+_all_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
-def in_turn(forward: _Method) -> _Method:
+def locked(forward: _Method) -> _Method:
     """A forward pass of an `OffloadedModel`, in its thread's turn.
 
     What it keeps for later calls are ordinary tensors, whichever mode of torch it is called in: a
@@ -81,15 +81,15 @@ def in_turn(forward: _Method) -> _Method:
 
     @functools.wraps(forward)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._offload.turns.lock, torch.inference_mode(False), torch.no_grad():
+        with self._offload.run_lock.lock, torch.inference_mode(False), torch.no_grad():
             return forward(self, *args, **kwargs)
 
     return wrapped  # type: ignore[return-value]
 
 
 def _after_fork() -> None:
-    for turns in _all_turns:
-        turns._after_fork()
+    for run_lock in _all_locks:
+        run_lock._after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

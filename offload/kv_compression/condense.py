@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from offload.cascade.bound import SequenceBound
+from offload.kv_compression.bound import SequenceBound
 
 RIDGE = 10.0  # of the mean square of an element of the queries; with less, some find too much
 _LEAST_WEIGHT = 1e-20  # a run that no query asks for has a mean, too

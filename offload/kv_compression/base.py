@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from cpu_ops.step_rows import DecodeStep
-from offload.cascade.bound import SequenceBound
 from offload.kv.store import KVStore
+from offload.kv_compression.bound import SequenceBound
 from offload.system.errors import HostBudgetError
 from offload.system.memory import format_bytes, give_back_free_memory
 
@@ -53,7 +53,7 @@ class Record:
 R = TypeVar("R", bound=Record)
 
 
-class Cascade(abc.ABC, Generic[R]):
+class KVCompression(abc.ABC, Generic[R]):
     """Keeps the sequences of one store within `bound`.
 
     Attributes:

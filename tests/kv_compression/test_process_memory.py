@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.cascade.window import NUM_QUERIES
+from offload.kv_compression.window import NUM_QUERIES
 
 PER_SEQUENCE, NUM_NEW = 16 * 2**20, 50_000
 TOKEN_BYTES = 3 * 2 * 2 * 32 * 4  # layers, K|V, KV heads, head_dim, float32

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.inside import cascade_of, runtime_of, states_of
+from cases.inside import compression_of, runtime_of, states_of
 from cases.tiny_models import random_tokens
 
 from offload.policies.registry import make_policy
@@ -21,7 +21,7 @@ def test_equal_to_a_cache_of_these_slots(bounded: Callable[..., Any], name: str)
     policy: Any = "full" if name == "full" else make_policy(name, budget_tokens=96)
     beside = 0 if name == "full" else 10**6
     slots = bounded(400 + beside // 1536, policy)
-    bound = cascade_of(slots).bound
+    bound = compression_of(slots).bound
     plain = bounded(None, policy)
     tokens = random_tokens(1, bound.slots + 20, seed=4)
     condensed, copied = slots.new_cache(), plain.new_cache()
@@ -69,7 +69,7 @@ def copy_of_slots(
     store.commit([copied], [kv_len])
     marks = states_of(slots)._known[seq].marks.first(kv_len)
     if marks is not None and len(marks):
-        states.append_marks(copied, marks)
+        states.append_delimiter_classes(copied, marks)
     return int(copied)
 
 

@@ -1,4 +1,4 @@
-"""The cascade of a model that is loaded with `host_bytes_per_sequence`, and what it chooses by."""
+"""KV compression of a model with `host_bytes_per_sequence`, and what it chooses by."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.cascade.base import Cascade
-from offload.cascade.bound import CONDENSED_SHARE, SequenceBound
-from offload.cascade.by_attention import AttentionCascade
-from offload.cascade.by_rereading import OnAttended, RereadingCascade
-from offload.cascade.window import QueryWindow
 from offload.decode.attention import DecodeAttention, shares_positions
 from offload.kv.store import KVStore
+from offload.kv_compression.base import KVCompression
+from offload.kv_compression.bound import CONDENSED_SHARE, SequenceBound
+from offload.kv_compression.by_attention import CompressionByAttention
+from offload.kv_compression.by_reconstruction import CompressionByReconstruction, OnAttended
+from offload.kv_compression.window import QueryWindow
 from offload.models import LeanModel, ModelShape
 from offload.models.batch import pack
 from offload.policies.sequence_state import capacity_for
@@ -28,7 +28,7 @@ from offload.system.torch_threads import torch_threads
 _PAGE_TOKENS = 64
 
 
-def rereads(config: RuntimeConfig, shape: ModelShape) -> bool:
+def reconstructs(config: RuntimeConfig, shape: ModelShape) -> bool:
     """Whether sequences are condensed by rereading; their heads then have different lengths.
 
     Raises:
@@ -56,7 +56,9 @@ def rereads(config: RuntimeConfig, shape: ModelShape) -> bool:
 
 def page_tokens_of(config: RuntimeConfig, shape: ModelShape) -> int:
     """Tokens in a page of the KV store."""
-    return min(config.page_tokens, _PAGE_TOKENS if rereads(config, shape) else config.page_tokens)
+    return min(
+        config.page_tokens, _PAGE_TOKENS if reconstructs(config, shape) else config.page_tokens
+    )
 
 
 def check_bound(
@@ -68,14 +70,14 @@ def check_bound(
         of_model: its config.json.
 
     Raises:
-        ValueError: `rereads`; `SequenceBound.of`, with the policy in all layers that are not dense;
+        ValueError: `reconstructs`; `SequenceBound.of`, with the policy in layers but dense ones;
             or a rope type whose frequencies follow the longest position.
     """
     if config.host_bytes_per_sequence is None:
         return
     rope = of_model.get("rope_parameters") or of_model.get("rope_scaling") or {}
     _check_rope(rope.get("rope_type") or rope.get("type") or "default")
-    by_rereading = rereads(config, shape)
+    by_reconstruction = reconstructs(config, shape)
     store = KVStore(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
@@ -83,9 +85,9 @@ def check_bound(
         dtype=torch.float32 if item_bytes >= 4 else torch.bfloat16,
         host_budget_bytes=0,
         page_tokens=page_tokens_of(config, shape),
-        heads_apart=by_rereading,
+        per_head_pages=by_reconstruction,
     )
-    if by_rereading:
+    if by_reconstruction:
         _bound_of_pages(config, store)
         return
     layers = range(config.policy.dense_layers, shape.num_layers) if config.policy.selects else ()
@@ -94,9 +96,9 @@ def check_bound(
     _bound_of_slots(config, store, state, num_qo_heads)
 
 
-def cascade_for(
+def compression_for(
     config: RuntimeConfig, lean: LeanModel, attention: DecodeAttention, pool: WorkerPool
-) -> Cascade[Any] | None:
+) -> KVCompression[Any] | None:
     """None without a bound.
 
     Raises:
@@ -106,16 +108,16 @@ def cascade_for(
         return None
     _check_rope(getattr(lean.rotary_emb, "rope_type", "default"))
     store, states = attention.store, attention.states
-    cascade: Cascade[Any]
-    if store.heads_apart:
-        cascade = RereadingCascade(
+    compression: KVCompression[Any]
+    if store.per_head_pages:
+        compression = CompressionByReconstruction(
             _bound_of_pages(config, store),
             store,
             sm_scale=attention.sm_scale,
-            reread=_Reread(lean, store, pool, config.num_threads),
+            reconstruct=_Reconstruct(lean, store, pool, config.num_threads),
         )
     else:
-        cascade = AttentionCascade(
+        compression = CompressionByAttention(
             _bound_of_slots(config, store, states.bytes, attention.num_qo_heads),
             store,
             num_qo_heads=attention.num_qo_heads,
@@ -124,13 +126,13 @@ def cascade_for(
             num_threads=config.num_threads,
             device=config.device,
         )
-    store.ledger.add("kept to condense by", lambda: cascade.held_bytes)
-    store.fit_slabs(cascade.bound.slots)
-    return cascade
+    store.ledger.add("kept to condense by", lambda: compression.held_bytes)
+    store.fit_slabs(compression.bound.slots)
+    return compression
 
 
-class _Reread:
-    """`offload.cascade.by_rereading.Reread` by a model."""
+class _Reconstruct:
+    """`offload.kv_compression.by_reconstruction.Reconstruct` by a model."""
 
     def __init__(
         self, lean: LeanModel, store: KVStore, pool: WorkerPool, num_threads: int | None
@@ -202,7 +204,9 @@ def _bound_of_pages(config: RuntimeConfig, store: KVStore) -> SequenceBound:
         policy=config.policy,
         condensed_share=0.0,
         by_page=True,
-        beside=lambda slots: RereadingCascade.beside_bytes(num_units, slots, store.page_tokens),
+        beside=lambda slots: CompressionByReconstruction.beside_bytes(
+            num_units, slots, store.page_tokens
+        ),
     )
 
 

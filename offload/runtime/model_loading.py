@@ -19,7 +19,7 @@ from offload.loading.checkpoint import Checkpoint, check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import HubOptions, checkpoint_name, resolve_folder
 from offload.loading.one_at_a_time import loading
-from offload.loading.stock_model import folder_tokenizer, load_stock_model, load_vocabulary_marks
+from offload.loading.stock_model import folder_tokenizer, load_delimiter_classes, load_stock_model
 from offload.models import LeanModel, ModelShape, lean_model_maker
 from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
@@ -34,7 +34,7 @@ from offload.runtime.budgets import (
     weight_bytes_of,
 )
 from offload.runtime.capping import with_cap_in_tokens
-from offload.runtime.cascading import check_bound
+from offload.runtime.compressing import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import Chooser, placement_for
 from offload.system.memory import worker_threads
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class OpenedModel:
+class LoadedModel:
     """What a model runs with.
 
     Attributes:
@@ -63,7 +63,7 @@ class OpenedModel:
     stock: Any
     lean: LeanModel
     config: RuntimeConfig
-    vocabulary_marks: npt.NDArray[np.uint8] | None
+    delimiter_classes: npt.NDArray[np.uint8] | None
     num_threads: int
     backend: str | None
     host_kv_bytes: int
@@ -79,9 +79,9 @@ class OpenedModel:
 
 
 @loading()
-def open_model(
+def load_model(
     name_or_path: str | Path, config: RuntimeConfig, hub: HubOptions, ranks: TensorParallel | None
-) -> OpenedModel:
+) -> LoadedModel:
     """Load a model, once it is sure that it will run.
 
     Raises:
@@ -102,7 +102,7 @@ def open_model(
         config = with_calibrated_policy(stock, config, folder, ranks)  # the whole fits here only
         config = keep_own_part(stock, config, ranks)
         move_to_device(stock, config)
-    opened = replace(open_loaded(stock, config, folder, ranks), policy_reason=reason)
+    opened = replace(prepare_loaded(stock, config, folder, ranks), policy_reason=reason)
     logger.debug(
         "loaded %s in %.1f s: %d threads, ISA %s, policy %s",
         name_or_path,
@@ -127,9 +127,9 @@ def move_to_device(stock: Any, config: RuntimeConfig) -> None:
         stock.to(config.device)
 
 
-def open_loaded(
+def prepare_loaded(
     stock: Any, config: RuntimeConfig, folder: Path | None, ranks: TensorParallel | None = None
-) -> OpenedModel:
+) -> LoadedModel:
     """A loaded model on its device; of ranks, `stock` and `config` are this one's already.
 
     Args:
@@ -141,7 +141,7 @@ def open_loaded(
     """
     marks = None
     if config.policy.state.reads_text and folder is not None:
-        marks = load_vocabulary_marks(folder, stock.config.vocab_size)
+        marks = load_delimiter_classes(folder, stock.config.vocab_size)
     lean = rank_view(lean_model_maker(stock.config.model_type)(stock), ranks)
     device, weight_bytes = torch.device(config.device), weight_bytes_of(stock)
     num_threads = worker_threads(
@@ -165,11 +165,11 @@ def open_loaded(
         host_kv_bytes=host_kv_bytes,
         device_kv_bytes=device_kv_bytes,
     )
-    return OpenedModel(
+    return LoadedModel(
         stock=stock,
         lean=lean,
         config=config,
-        vocabulary_marks=marks,
+        delimiter_classes=marks,
         num_threads=num_threads,
         backend=backend,
         host_kv_bytes=host_kv_bytes,

@@ -1,4 +1,4 @@
-"""The cascade that condenses by attention: what the last queries asked for stays.
+"""KV compression that condenses by attention: what the last queries asked for stays.
 
 A slot is a position of the KV store. Keys are rotated before they are stored, so that a key may be
 in any slot. Here the heads of a layer have different tokens there, but as many: pages, kernels and
@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from cpu_ops.step_rows import DecodeStep
-from offload.cascade.base import Cascade, Exposed, Record
-from offload.cascade.bound import SequenceBound
-from offload.cascade.condense import Condensed, Split, condense
-from offload.cascade.window import SPACING, QueryWindow
 from offload.kv.store import KVStore
+from offload.kv_compression.base import Exposed, KVCompression, Record
+from offload.kv_compression.bound import SequenceBound
+from offload.kv_compression.condense import Condensed, Split, condense
+from offload.kv_compression.window import SPACING, QueryWindow
 from offload.system.torch_threads import torch_threads
 
 # Tokens are chosen, and condensed keys fitted, for the last queries, in turn as tokens would ask
@@ -53,7 +53,7 @@ class _Record(Record):
     window: QueryWindow = field(kw_only=True)
 
 
-class AttentionCascade(Cascade[_Record]):
+class CompressionByAttention(KVCompression[_Record]):
     """Condenses by the attention of a window of queries.
 
     Args:
@@ -84,7 +84,7 @@ class AttentionCascade(Cascade[_Record]):
         self.condense_heads = condense
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
-        self._turns = _rotations(rotary, [round(share * bound.slots) for share in AHEAD], device)
+        self._run_lock = _rotations(rotary, [round(share * bound.slots) for share in AHEAD], device)
 
     def fork(self, seq: int, child: int) -> None:
         if seq in self._records:
@@ -190,8 +190,8 @@ class AttentionCascade(Cascade[_Record]):
         two as later tokens would ask them."""
         half = queries.shape[-1] // 2
         turned = torch.cat([-queries[..., half:], queries[..., :half]], dim=-1)
-        turn = torch.arange(queries.shape[-2] - 1, -1, -1) % len(self._turns[0])
-        cos, sin = (x[turn] for x in self._turns)
+        turn = torch.arange(queries.shape[-2] - 1, -1, -1) % len(self._run_lock[0])
+        cos, sin = (x[turn] for x in self._run_lock)
         return queries * cos + turned * sin
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.cascade.bound import SequenceBound
+from offload.kv_compression.bound import SequenceBound
 from offload.policies.registry import make_policy
 
 FULL = make_policy("full")

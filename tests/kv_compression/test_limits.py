@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from cases.bounded_cases import generate, rows_of, step
-from cases.inside import cascade_of
+from cases.inside import compression_of
 from cases.tiny_models import make_tiny_model, random_tokens
 
-import offload.cascade.base as base
+import offload.kv_compression.base as base
 from offload import OffloadedModel
 from offload.kv.page_pool import PagePool
 from offload.kv.store import HostBudgetError
@@ -80,18 +80,18 @@ def test_a_failure_while_writing(
 def test_ctrl_c_while_condensing(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes at once, and nothing has changed."""
     model, tokens = bounded(SLOTS), random_tokens(1, SLOTS)
-    cascade, cache, calls = cascade_of(model), model.new_cache(), []
+    compression, cache, calls = compression_of(model), model.new_cache(), []
     with torch.no_grad():
         model(tokens, past_key_values=cache)
     fork = copy.deepcopy(cache)
-    condense = cascade.condense_heads
+    condense = compression.condense_heads
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(arguments)
         signal.raise_signal(signal.SIGINT)
         return condense(*arguments)
 
-    monkeypatch.setattr(cascade, "condense_heads", interrupted)
+    monkeypatch.setattr(compression, "condense_heads", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(model, cache)
     assert len(calls) == 1
@@ -135,14 +135,14 @@ def test_windows_are_within_the_budget(bounded: Load) -> None:
 
 def test_condensing_is_in_the_times(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bounded(SLOTS)
-    cascade = cascade_of(model)
-    condense = cascade.condense_heads
+    compression = compression_of(model)
+    condense = compression.condense_heads
 
     def slow(*arguments: Any) -> Any:
         time.sleep(0.02)
         return condense(*arguments)
 
-    monkeypatch.setattr(cascade, "condense_heads", slow)
+    monkeypatch.setattr(compression, "condense_heads", slow)
     generate(model, random_tokens(1, SLOTS + 40), 20)
     stats = model.offload_stats()
     assert stats.prefill_seconds > 3 * 0.02
@@ -165,9 +165,11 @@ def test_condensing_is_in_the_times(bounded: Load, monkeypatch: pytest.MonkeyPat
 def test_refused_when_loaded(
     long_folder: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.runtime import opening
+    from offload.runtime import model_loading
 
-    monkeypatch.setattr(opening, "load_stock_model", lambda *a: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        model_loading, "load_stock_model", lambda *a: pytest.fail("weights were read")
+    )
     with pytest.raises(ValueError, match=message):
         OffloadedModel.from_pretrained(long_folder, page_tokens=16, **options)
 
@@ -193,7 +195,7 @@ def test_rope_that_follows_the_longest_position(
     rope_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slices of a prompt would be rotated otherwise than all of it."""
-    from offload.runtime import opening
+    from offload.runtime import model_loading
 
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 8.0}
     if rope_type == "longrope":
@@ -201,7 +203,9 @@ def test_rope_that_follows_the_longest_position(
         rope |= {**factors, "original_max_position_embeddings": 128}
     model = make_tiny_model("llama", max_position_embeddings=256, rope_parameters=rope)
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(opening, "load_stock_model", lambda *a: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        model_loading, "load_stock_model", lambda *a: pytest.fail("weights were read")
+    )
     with pytest.raises(ValueError, match=rf"host_bytes_per_sequence .* rope_type='{rope_type}'"):
         OffloadedModel.from_pretrained(tmp_path, host_bytes_per_sequence="1GiB")
 
@@ -216,7 +220,7 @@ def test_freed_memory_goes_back_once_in_a_pass(
     if is_much:
         monkeypatch.setattr(base, "_MUCH_BYTES", 2**10)
     model = bounded(SLOTS)
-    cascade, cache = cascade_of(model), model.new_cache()
+    compression, cache = compression_of(model), model.new_cache()
     with torch.no_grad():
         model(random_tokens(3, SLOTS), past_key_values=cache)
     assert not calls
@@ -224,7 +228,7 @@ def test_freed_memory_goes_back_once_in_a_pass(
     assert [row.seen for row in cache.tokens] == [SLOTS + 1] * 3
     assert max(cache.kv_lens) < SLOTS
     assert len(calls) == is_much
-    monkeypatch.setattr(cascade, "condense_heads", lambda *arguments: pytest.fail("no more"))
+    monkeypatch.setattr(compression, "condense_heads", lambda *arguments: pytest.fail("no more"))
     with torch.no_grad(), pytest.raises(pytest.fail.Exception, match="no more"):
         model(random_tokens(3, SLOTS), past_key_values=cache)
     assert len(calls) == 2 * is_much

@@ -128,9 +128,9 @@ def measure_speed(
 ) -> None:
     """Rows of every length that has none."""
     on_cpu = device == "cpu"
-    baselines = [peer for peer in options.baselines if peer == "transformers" or not on_cpu]
+    baselines = [peer for peer in options.peers if peer == "transformers" or not on_cpu]
     made_with = {"--steps": options.steps, "--repeats": options.repeats}
-    made_with |= {"--peers": baselines, "--peer-steps": options.baseline_steps}
+    made_with |= {"--peers": baselines, "--peer-steps": options.peer_steps}
     if on_cpu:
         made_with |= {"--threads": options.threads, "--reads-on": options.reads_on}
     document.begin("speed", device, made_with)
@@ -150,7 +150,7 @@ def measure_speed(
         baselines=baselines,
         num_steps=options.steps,
         repeats=options.repeats,
-        baseline_steps=options.baseline_steps,
+        baseline_steps=options.peer_steps,
     )
     say(f"speed on {device}, {len(policies)} policies: opening the model")
     for rows in speed_rows(timed, lengths):

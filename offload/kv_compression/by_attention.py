@@ -84,7 +84,7 @@ class CompressionByAttention(KVCompression[_Record]):
         self.condense_heads = condense
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
-        self._run_lock = _rotations(rotary, [round(share * bound.slots) for share in AHEAD], device)
+        self._turns = _rotations(rotary, [round(share * bound.slots) for share in AHEAD], device)
 
     def fork(self, seq: int, child: int) -> None:
         if seq in self._records:
@@ -190,8 +190,8 @@ class CompressionByAttention(KVCompression[_Record]):
         two as later tokens would ask them."""
         half = queries.shape[-1] // 2
         turned = torch.cat([-queries[..., half:], queries[..., :half]], dim=-1)
-        turn = torch.arange(queries.shape[-2] - 1, -1, -1) % len(self._run_lock[0])
-        cos, sin = (x[turn] for x in self._run_lock)
+        turn = torch.arange(queries.shape[-2] - 1, -1, -1) % len(self._turns[0])
+        cos, sin = (x[turn] for x in self._turns)
         return queries * cos + turned * sin
 
     @property

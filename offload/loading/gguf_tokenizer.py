@@ -298,9 +298,9 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     """The special token that the chat template writes behind an answer."""
     if not tokenizer.chat_template:
         return None
-    run_lock = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _NOBODY_SAYS}]
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _NOBODY_SAYS}]
     try:
-        ids = tokenizer.apply_chat_template(run_lock, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
         before = tokenizer.decode(ids[: len(ids)], skip_special_tokens=False)
     except Exception:  # templates are programs of whoever made the file; one may want other turns
         return None

@@ -130,8 +130,8 @@ def text_mark(text: bytes) -> int:
         return _FRAGMENTS[text] | _WHOLE
     string = text.decode("utf-8", "surrogateescape")
     first = _STARTS_BLANK if string[0].isspace() else 0
-    for model_loading, kind in _OPENINGS:
-        if text.endswith(model_loading):
+    for opening, kind in _OPENINGS:
+        if text.endswith(opening):
             return kind | first
     kind, whole = _end_of(string)
     return kind | first | (_WHOLE if whole else 0)

@@ -125,16 +125,16 @@ def filler_prompt(
     Raises:
         ValueError: the text of this Python is too short, or `num_tokens` leaves no room for it.
     """
-    model_loading = "Read the text and answer the question after it."
+    opening = "Read the text and answer the question after it."
     ending = f"Question: {question}"
-    frame = [model_loading, ending] if needle is None else [model_loading, needle, ending]
+    frame = [opening, ending] if needle is None else [opening, needle, ending]
     room_tokens = num_tokens - count_tokens(_SEPARATOR.join(frame)) - len(frame)
     if room_tokens <= 0:
         raise ValueError(f"a context of {num_tokens} tokens leaves no room for any text")
     chosen = _paragraphs_of(count_tokens, room_tokens)
     if needle is not None:
         chosen.insert(round(len(chosen) / 2), needle)
-    return _SEPARATOR.join([model_loading, *chosen, ending])
+    return _SEPARATOR.join([opening, *chosen, ending])
 
 
 def _paragraphs_of(count_tokens: Callable[[str], int], room_tokens: int) -> list[str]:

@@ -105,7 +105,7 @@ def foreign_cache(make: Callable[[Any], Any]) -> Callable[[Side], torch.Tensor]:
     return run
 
 
-def run_lock(policy: str, num_new: int) -> Callable[[Side], Any]:
+def turns(policy: str, num_new: int) -> Callable[[Side], Any]:
     """A prompt, and a question over its cache."""
     prompt, question = random_tokens(1, 150), random_tokens(1, num_new, seed=3)
 
@@ -341,7 +341,7 @@ CACHES = [
     *(
         Feature(
             f"`{policy}`: a turn of {num_new} tokens over a cache, as in one prompt",
-            run_lock(policy, num_new),
+            turns(policy, num_new),
             reference=fresh(policy, num_new),
         )
         for policy in available_policies()

@@ -123,7 +123,7 @@ def lm_eval_prompt(doc: dict[str, Any], delimiter: str, tokenizer: Any, chat: bo
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.api.utils import multiturn_to_singleturn
 
-    run_lock = ConfigurableTask.build_qa_turn(
+    turns = ConfigurableTask.build_qa_turn(
         SimpleNamespace(),  # type: ignore[arg-type]
         q=doc["input"],
         gen_prefix=doc["gen_prefix"],
@@ -131,9 +131,9 @@ def lm_eval_prompt(doc: dict[str, Any], delimiter: str, tokenizer: Any, chat: bo
         few_delim="",
     )
     if not chat:
-        return "".join(turn.to_text() for turn in run_lock)
+        return "".join(turn.to_text() for turn in turns)
     return tokenizer.apply_chat_template(
-        multiturn_to_singleturn(run_lock),
+        multiturn_to_singleturn(turns),
         tokenize=False,
         add_generation_prompt=False,
         continue_final_message=True,

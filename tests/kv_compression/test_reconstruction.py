@@ -284,7 +284,7 @@ def test_interrupted_while_it_is_read(
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compression, "_reread", interrupted)
+    monkeypatch.setattr(compression, "_reconstruct", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(model, cache)
     monkeypatch.undo()

@@ -146,7 +146,7 @@ import os, sys, threading
 sys.path[:0] = ["tests"]
 from pathlib import Path
 from cases.device_cases import greedy, load
-from test_turns import Calls, generating
+from test_run_lock import Calls, generating
 from cases.tiny_models import random_tokens
 
 model = load(Path(sys.argv[1]), "full", ("cpu", None))

@@ -24,12 +24,12 @@ def prompt_text(sample: Sample, tokenizer: Any, *, chat: bool) -> str:
     """The prompt with the beginning of the answer, which the model continues."""
     if not chat:
         return sample.text + sample.delimiter + sample.answer_prefix
-    run_lock = [
+    turns = [
         {"role": "user", "content": sample.text},
         {"role": "assistant", "content": sample.answer_prefix},
     ]
     text: str = tokenizer.apply_chat_template(
-        run_lock, tokenize=False, add_generation_prompt=False, continue_final_message=True
+        turns, tokenize=False, add_generation_prompt=False, continue_final_message=True
     )
     return text
 

@@ -123,12 +123,12 @@ def measure_latency(
             with closing(WorkerPool(num_threads)) as pool, torch_threads(num_threads):
                 yardstick.start(pool)
                 try:
-                    run_lock = [_Turns(policy, workload, pool) for policy in policies.values()]
-                    _run(workload, run_lock, yardstick, repeats, on_step)
-                    qualities = qualities or _judge(workload, run_lock, WARMUP_STEPS + repeats)
+                    turns = [_Turns(policy, workload, pool) for policy in policies.values()]
+                    _run(workload, turns, yardstick, repeats, on_step)
+                    qualities = qualities or _judge(workload, turns, WARMUP_STEPS + repeats)
                     measurements += [
                         turn.measurement(name, options.get(name, {}), yardstick, quality)
-                        for name, turn, quality in zip(policies, run_lock, qualities, strict=True)
+                        for name, turn, quality in zip(policies, turns, qualities, strict=True)
                     ]
                 finally:
                     workload.rewind()
@@ -137,7 +137,7 @@ def measure_latency(
 
 def _run(
     workload: LatencyWorkload,
-    run_lock: list[_Turns],
+    turns: list[_Turns],
     yardstick: Yardstick,
     repeats: int,
     on_step: Callable[[], None],
@@ -148,20 +148,18 @@ def _run(
         timed = WARMUP_STEPS <= step < WARMUP_STEPS + repeats
         if timed:
             yardstick.gather()
-        first = step % len(run_lock)
-        for turn in run_lock[first:] + run_lock[:first]:
+        first = step % len(turns)
+        for turn in turns[first:] + turns[:first]:
             yardstick.evict(record=timed)
             turn.take(step, kv_lens, record=timed)
         if step in (0, WARMUP_STEPS):
-            _check(workload, run_lock, step, kv_lens)
+            _check(workload, turns, step, kv_lens)
         if step < num_steps - 1:
             workload.commit()  # the last step's rows stay writable: `rewind` drops them
         on_step()
 
 
-def _check(
-    workload: LatencyWorkload, run_lock: list[_Turns], step: int, kv_lens: list[int]
-) -> None:
+def _check(workload: LatencyWorkload, turns: list[_Turns], step: int, kv_lens: list[int]) -> None:
     """Compare what all have just computed with the reference, in the first and the last layer.
 
     Of a timed step only the last layer's output is there.
@@ -169,20 +167,18 @@ def _check(
     last = workload.num_layers - 1
     for layer_idx in sorted({0 if step < WARMUP_STEPS else last, last}):
         exact = _exact(workload, layer_idx, step, kv_lens[0])
-        for turn in run_lock:
+        for turn in turns:
             turn.check(layer_idx, exact)
 
 
-def _judge(
-    workload: LatencyWorkload, run_lock: Sequence[_Turns], step: int
-) -> list[SelectionQuality]:
+def _judge(workload: LatencyWorkload, turns: Sequence[_Turns], step: int) -> list[SelectionQuality]:
     """Quality of the last step's selections: weighted means over a few layers."""
     num_layers = workload.num_layers
     kv_len = workload.store.kv_len(workload.seqs[0]) + 1
-    found: list[list[tuple[float, SelectionQuality]]] = [[] for _ in run_lock]
+    found: list[list[tuple[float, SelectionQuality]]] = [[] for _ in turns]
     for layer_idx in sorted({*np.linspace(0, num_layers - 1, min(num_layers, 4)).astype(int)}):
         exact = _exact(workload, layer_idx, step, kv_len)
-        for turn, parts in zip(run_lock, found, strict=True):
+        for turn, parts in zip(turns, found, strict=True):
             weight = float(turn.plan.weights[layer_idx])
             if weight > 0:
                 parts.append((weight, turn.quality(layer_idx, exact)))
@@ -303,8 +299,8 @@ class _Turns:
 
         def mean(of_turn: Callable[[float, Mapping[str, Any]], Any]) -> Any:
             """Of each step, per token: over layers, by their weights."""
-            run_lock = np.array([[of_turn(*turn) for turn in step] for step in self._timed], float)
-            layers = run_lock.swapaxes(0, 1)
+            turns = np.array([[of_turn(*turn) for turn in step] for step in self._timed], float)
+            layers = turns.swapaxes(0, 1)
             return sum(w * layer for w, layer in zip(weights, layers, strict=True)) * per_token
 
         def counted(name: str) -> float:

@@ -127,7 +127,13 @@ def decode(
         int, typer.Option("--repeats", "-r", min=1, help="Times that we decode these.")
     ] = 2,
     baseline_steps: Annotated[
-        int, typer.Option(min=1, help="Tokens that transformers decodes: it is slow.")
+        int,
+        typer.Option(
+            "--baseline-steps",
+            "--peer-steps",
+            min=1,
+            help="Tokens that transformers decodes: it is slow.",
+        ),
     ] = 8,
     threads: Annotated[
         int | None,

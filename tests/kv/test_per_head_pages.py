@@ -377,7 +377,7 @@ def test_what_is_refused() -> None:
     seq, _ = rewritten(store)
     with pytest.raises(ValueError, match="heads are apart"):
         store.page_views(seq, 0)
-    with pytest.raises(ValueError, match="heads_apart=True"):
+    with pytest.raises(ValueError, match="per_head_pages=True"):
         together.rewrite(together.new_sequence(), LENS, lambda layer_idx: [])
     store.free(seq)
     for gone in (store.starts, lambda seq: store.rewrite(seq, LENS, lambda layer_idx: [])):

@@ -69,7 +69,7 @@ class KVStore:
         dtype: torch.float32, torch.float16 or torch.bfloat16.
         host_budget_bytes: hard limit on host memory; default `host_memory_limit_bytes()`.
         page_tokens: tokens in a page.
-        heads_apart: each KV head has pages of its own, and may have fewer tokens (`rewrite`).
+        per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`).
         slab_bytes: host memory is taken from the system in multiples of this, as needed, up to the
             budget (the last slab may be smaller); at least one page.
         pinned: register slabs with the CUDA driver, so that `append_async` does not wait, and
@@ -383,7 +383,7 @@ class KVStore:
         the sequence as it was, but for its reservation, and a later one leaves it empty, kv_len 0.
         """
         if not self.per_head_pages:
-            raise ValueError("rewrite needs a KV store with heads_apart=True")
+            raise ValueError("rewrite needs a KV store with per_head_pages=True")
         sequence = self._sequence(seq)
         lens = check_lens(lens, self.num_layers, self.num_kv_heads, self.page_tokens)
         rewrite(self._pool, sequence, lens, rows)

@@ -81,11 +81,19 @@ struct AttentionSetup {
     });
   }
 
-  std::string non_finite(int64_t layer_idx, int row_idx, int unit) const;
+  std::string place(int64_t layer_idx, int row_idx, int unit) const {
+    return "layer " + std::to_string(layer_idx) + ", query row " + std::to_string(row_idx) + ", KV head " +
+           std::to_string(kv_head_of(unit)) + ": ";
+  }
+  std::string non_finite(int64_t layer_idx, int row_idx, int unit) const {
+    return "non-finite attention in " + place(layer_idx, row_idx, unit) + "NaN or inf in q or the KV cache";
+  }
   void report_non_finite(int64_t layer_idx, int row_idx, int unit) {
     failure.report(non_finite(layer_idx, row_idx, unit));
   }
-  void report_policy(int64_t layer_idx, int row_idx, int unit, const char* callback, const std::string& what);
+  void report_policy(int64_t layer_idx, int row_idx, int unit, const char* callback, const std::string& what) {
+    failure.report(std::string("the policy's ") + callback + " failed in " + place(layer_idx, row_idx, unit) + what);
+  }
 };
 
 }  // namespace offload

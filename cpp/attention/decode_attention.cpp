@@ -11,7 +11,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
   pass_.begin(layer_idx, rows, sparse, first_row, options);
   if (std::string failure = pass_.find_non_finite(); !failure.empty()) return failure;
   if (!pass_.sparse_rows.empty() && setup_.policy.any_asks_queries()) pass_.load_queries();
-  if (scan_.is_needed()) {
+  if (pass_.any_unit([](const Unit& unit) { return unit.scanned; })) {
     if (prepares) prepare(layer_idx, rows);
     prepares = false;
     scan_.run();
@@ -20,7 +20,7 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
   for (const int r : pass_.sparse_rows) {
     for (int u = 0; u < setup_.units(); ++u) {
       Unit& unit = pass_.unit(r, u);
-      if (!unit.asks_policy() || scan_.is_scanned(r, u)) continue;
+      if (!unit.asks_policy() || unit.scanned) continue;
       unit.asks = pass_.member_of(u).has_lane();
       if (unit.asks) continue;
       // A list of sinks and recent tokens is written sooner than the pool starts.

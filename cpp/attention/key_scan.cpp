@@ -14,16 +14,6 @@ constexpr int64_t kScanScratchBytes = int64_t{4} << 20;
 
 }  // namespace
 
-bool KeyScan::is_needed() const {
-  const auto any_scanned = [&](int r) {
-    for (int u = 0; u < setup_.units(); ++u) {
-      if (is_scanned(r, u)) return true;
-    }
-    return false;
-  };
-  return std::any_of(pass_.sparse_rows.begin(), pass_.sparse_rows.end(), any_scanned);
-}
-
 void KeyScan::run() {
   struct Task {
     int64_t wave;
@@ -38,7 +28,7 @@ void KeyScan::run() {
   int64_t all_chunks = 0;
   const auto scans = [&](int r, int kv_head) {
     for (int u = kv_head * per_head; u < (kv_head + 1) * per_head; ++u) {
-      if (is_scanned(r, u)) return true;
+      if (pass_.unit(r, u).scanned) return true;
     }
     return false;
   };
@@ -187,7 +177,7 @@ void KeyScan::finish(const Wave& wave, int head_of_wave, Slot& slot, int worker)
   for (int g0 = 0; g0 < group; g0 += per_unit) {
     const int unit = (first_qo_head + g0) / per_unit;
     Unit& state = pass_.unit(wave.row, unit);
-    if (!is_scanned(wave.row, unit)) continue;
+    if (!state.scanned) continue;
     for (int64_t c = 0; c < chunks; ++c) {
       const int64_t first = c * kChunkTokens;
       const int64_t n = std::min(kChunkTokens, num_tokens - first);

@@ -20,9 +20,6 @@ class KeyScan {
  public:
   KeyScan(LayerPass& pass, Selector& selector) : pass_(pass), setup_(pass.setup), selector_(selector) {}
 
-  // Whether the unit's keys are all scored before its policy selects.
-  bool is_scanned(int r, int u) const { return pass_.unit(r, u).asks_policy() && pass_.member_of(u).scans_keys; }
-  bool is_needed() const;  // for any unit
   // Scans and selects for all units of the pass's sparse rows that are scanned.
   void run();
 

@@ -41,6 +41,7 @@ void LayerPass::begin_unit(int r, int u, bool row_is_sparse) {
            : is_explicit ? Role::select
                          : Role::dense;
   x.sparse = by_role && x.role != Role::dense && !elsewhere;
+  x.scanned = x.sparse && x.asks_policy() && member_of(u).scans_keys;
   // What the Selector overwrites keeps its size, so that nothing is zeroed.
   if (!x.sparse || x.role != Role::select) selection_of(r, u).clear();
   x.asks = x.answered = false;

@@ -30,6 +30,7 @@ struct Candidates {
 struct Unit {
   bool sparse = false;  // the policy has a say in it
   Role role = Role::dense;
+  bool scanned = false;   // all keys are scored before the policy selects
   bool asks = false;      // the policy's callbacks are to be asked, in the unit's lane
   bool answered = false;  // by propose: there is nothing to attend
   Candidates candidates;

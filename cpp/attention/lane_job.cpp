@@ -11,8 +11,7 @@ namespace {
 constexpr int64_t kMinScoreTokens = 128;
 
 enum LaneStage : int { kAsk, kScan, kScore, kAttend, kMerge };
-constexpr TraceKind kStageKinds[] = {TraceKind::ask, TraceKind::ask, TraceKind::score, TraceKind::attend,
-                                     TraceKind::merge};
+constexpr TraceKind kStageKinds[] = {TraceKind::ask, TraceKind::ask, TraceKind::score, TraceKind::attend};
 
 }  // namespace
 

@@ -87,6 +87,8 @@ enum class Role : uint8_t {
   elsewhere = 4,  // somebody else attends to all of it (a GPU): nothing is done here
 };
 
+inline bool asks_policy(Role role) { return role == Role::retrieve || role == Role::select; }
+
 // What selects for some units: callbacks, numbers, and arrays of its own.
 struct PolicyMember {
   bool scans_keys = false;  // the runtime scores every key first and hands over `importance`

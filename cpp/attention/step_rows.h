@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/decode_attention.h"
+#include "attention/query_row.h"
 
 namespace offload {
 

@@ -170,7 +170,7 @@ void StepServer::update(int request) {
   if (rows_.empty() || !is_sparse(request)) return;
   const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::update, layer_idx, request);
-  attention_.update(layer_idx, rows_);
+  attention_.update();
 }
 
 void StepServer::update_and_prepare_next(int request) {
@@ -183,14 +183,14 @@ void StepServer::update_and_prepare_next(int request) {
   const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::update, layer_idx, request);
   rows_of(request + 1, prepared_rows_);
-  attention_.update_and_prepare(layer_idx, rows_, layer_of(request + 1), prepared_rows_);
+  attention_.update_and_prepare(layer_of(request + 1), prepared_rows_);
 }
 
 void StepServer::remember(int request) {
   if (rows_.empty() || !is_sparse(request)) return;
   const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
-  attention_.remember(layer_idx, rows_);
+  attention_.remember();
 }
 
 void StepServer::warm_up(int request, int32_t* stop) {

@@ -27,7 +27,7 @@ from offload.planning.profile import DeviceProfile, MachineProfile, shape_key
 from offload.planning.workload import Workload, policy_key
 from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
 
-# Of a worker's second-level cache that reading ahead fills (decode_attention_warm.cpp).
+# Of a worker's second-level cache that reading ahead fills (cache_warmer.cpp).
 _AHEAD_BYTES_PER_WORKER = 2**20
 
 

@@ -171,7 +171,7 @@ Results run(const Step& step, DecodeAttention& attention) {
     attention.prepare(layer_idx, rows);
     const std::string failure = attention.attend(layer_idx, rows, step.sparse, 0, false, step.options);
     CHECK(failure.empty(), "%s", failure.c_str());
-    if (step.sparse && step.options.defers_updates) attention.update(layer_idx, rows);
+    if (step.sparse && step.options.defers_updates) attention.update();
   }
   attention.run_probes();  // those that were deferred, too
   for (size_t i = 0; i < n * row_elements; ++i) {
@@ -396,7 +396,7 @@ void check_null_work(const AttentionShape& shape) {
     std::fill(lse.begin(), lse.end(), NAN);
     row.kv_len = kv_len;
     CHECK(attention.attend(0, {row}, true, 0, false, options).empty(), "nothing to attend");
-    attention.update(0, {row});
+    attention.update();
     for (const float x : out) CHECK(x == 0.0f, "kv_len %lld", static_cast<long long>(kv_len));
     for (const float x : lse) CHECK(x == -INFINITY, "kv_len %lld", static_cast<long long>(kv_len));
     const std::vector<std::vector<int32_t>> selection = attention.last_selection();

@@ -84,8 +84,8 @@ Outputs run(DecodeAttention& attention, std::vector<QueryRow> rows, bool sparse,
   }
   const std::string failure = attention.attend(0, rows, sparse, 0, true, options);
   CHECK(failure.empty(), "%s", failure.c_str());
-  if (options.defers_updates) attention.update(0, rows);
-  attention.remember(0, rows);
+  if (options.defers_updates) attention.update();
+  attention.remember();
   int32_t stop = 0;
   attention.warm_up(0, rows, 0, &stop, options.elsewhere);
   attention.run_probes();

@@ -6,23 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from programs import ALL_ISAS, compile_program, run
+from programs import ALL_ISAS, CPP, compile_program, run
 
 from cpu_ops import native
 
 THREAD = ["-fsanitize=thread"]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-ATTENTION = [
-    "decode_attention",
-    "decode_attention_lanes",
-    "decode_attention_probe",
-    "decode_attention_scan",
-    "decode_attention_select",
-    "decode_attention_warm",
-    "top_k",
-    "top_mass",
-    "worker_pool",
-]
+ATTENTION = [*sorted(path.stem for path in (CPP / "attention").glob("*.cpp")), "worker_pool"]
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ void several_callers() {
   for (std::thread& caller : callers) caller.join();
 }
 
-// Tasks are started in order, so a task may wait for one of a lower number (decode_attention.cpp does).
+// Tasks are started in order, so a task may wait for one of a lower number (key_scan.cpp does).
 void tasks_wait_for_earlier_ones() {
   WorkerPool pool(4, 20);
   for (int job = 0; job < 300; ++job) {

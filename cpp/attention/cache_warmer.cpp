@@ -1,9 +1,9 @@
-// What decode attention does while nobody waits for it: rows that the next request will most likely read are brought
-// from memory into the caches of the workers that will read them. Most of what a policy considers in one step it
-// considers again in the next.
-#include <algorithm>
+#include "attention/cache_warmer.h"
 
-#include "attention/decode_attention.h"
+#include <algorithm>
+#include <atomic>
+
+#include "attention/lane_plan.h"
 
 namespace offload {
 namespace {
@@ -57,58 +57,46 @@ class Reader {
 
 }  // namespace
 
-DecodeAttention::Remembered& DecodeAttention::remembered_of(int64_t layer_idx, int row, int unit) {
-  return remembered_[static_cast<size_t>(layer_idx)][static_cast<size_t>(row * units() + unit)];
-}
-
-void DecodeAttention::remember(int64_t layer_idx, const std::vector<QueryRow>& rows) {
-  if (sparse_rows_.empty() || !policy_.any_asks_queries()) return;
-  bool chose = false;  // what reuses is known before: by what was published
-  for (size_t i = 0; i < rows.size() * static_cast<size_t>(units()) && !chose; ++i) {
-    chose = units_[i].sparse && units_[i].role != Role::reuse;
-  }
-  if (!chose) return;
-  grow(remembered_, static_cast<size_t>(layer_idx) + 1);
-  std::vector<Remembered>& of_layer = remembered_[static_cast<size_t>(layer_idx)];
-  const size_t count = (static_cast<size_t>(first_row_) + rows.size()) * static_cast<size_t>(units());
-  grow(of_layer, count);
-  task_rings_ = trace_.workers();
-  pool_.parallel_for_near(static_cast<int64_t>(rows.size()) * units(), [&](int64_t task, int worker) {
-    const int r = static_cast<int>(task / units());
-    const int u = static_cast<int>(task % units());
-    const TraceSpan span = task_span(TraceKind::remember, layer_idx, r, u, worker);
-    const Unit& unit = unit_of(r, u);
-    Remembered& remembered = remembered_of(layer_idx, first_row_ + r, u);
+void CacheWarmer::remember() {
+  if (pass_.sparse_rows.empty() || !setup_.policy.any_asks_queries()) return;
+  // What reuses is known before: by what was published.
+  if (!pass_.any_unit([](const Unit& unit) { return unit.sparse && unit.role != Role::reuse; })) return;
+  grow(remembered_, static_cast<size_t>(pass_.layer_idx) + 1);
+  std::vector<Remembered>& of_layer = remembered_[static_cast<size_t>(pass_.layer_idx)];
+  const size_t first = pass_.index_of(pass_.first_row, 0);
+  grow(of_layer, first + pass_.num_units);
+  setup_.for_each_unit(pass_.rows.size(), [&](int r, int u, int worker) {
+    const TraceSpan span = pass_.task_span(TraceKind::remember, r, u, worker);
+    const Unit& unit = pass_.unit(r, u);
+    Remembered& remembered = of_layer[first + pass_.index_of(r, u)];
     remembered.scored.clear();
     remembered.attended.clear();
     if (!unit.sparse || unit.answered || unit.indices == nullptr || unit.role == Role::reuse) return;
     remembered.attended.assign(unit.indices + unit.begin, unit.indices + unit.end);
     // Where the weights were known before, keys are not read again.
     remembered.reads_keys = unit.weights.empty();
-    if (member_of(layer_idx, u).propose != nullptr && !remembered.reads_keys) {
-      remembered.scored.assign(unit.considered.begin(), unit.considered.end());
+    if (pass_.member_of(u).propose != nullptr && !remembered.reads_keys) {
+      remembered.scored.assign(unit.candidates.considered.begin(), unit.candidates.considered.end());
     }
   });
 }
 
-// What a unit of the next request will read: of one that reuses that is certain, of others what it read in the step
-// before.
-DecodeAttention::Forecast DecodeAttention::forecast(int64_t layer_idx, const QueryRow& row, int row_of_step, int unit) {
+// Of a unit that reuses what it will read is certain, of others it is what it read in the step before.
+CacheWarmer::Forecast CacheWarmer::forecast(int64_t layer_idx, const QueryRow& row, int row_of_step, int unit) const {
   Forecast result;
-  if (tokens_of(row, unit) <= policy_.dense_tokens) return result;
-  if (role_of(layer_idx, unit) == Role::reuse) {
-    const auto i = static_cast<size_t>(row_of_step * units() + unit);
-    if (i >= published_.size()) return result;
-    const Published& published = published_[i];
-    const int64_t begin = std::min(policy_.sink_tokens, published.n);
-    const int64_t end = std::max(begin, published.n - policy_.recent_tokens);
+  if (setup_.tokens_of(row, unit) <= setup_.policy.dense_tokens) return result;
+  const size_t i = pass_.index_of(row_of_step, unit);
+  if (setup_.role_of(layer_idx, unit) == Role::reuse) {
+    if (i >= pass_.published.size()) return result;
+    const Published& published = pass_.published[i];
+    const int64_t begin = std::min(setup_.policy.sink_tokens, published.n);
+    const int64_t end = std::max(begin, published.n - setup_.policy.recent_tokens);
     result.attended = {published.tokens + begin, static_cast<size_t>(end - begin)};
     result.reads_keys = result.is_certain = true;
     return result;
   }
   if (remembered_.size() <= static_cast<size_t>(layer_idx)) return result;
   const std::vector<Remembered>& of_layer = remembered_[static_cast<size_t>(layer_idx)];
-  const auto i = static_cast<size_t>(row_of_step * units() + unit);
   if (i >= of_layer.size()) return result;
   result.scored = of_layer[i].scored;
   result.attended = of_layer[i].attended;
@@ -116,28 +104,28 @@ DecodeAttention::Forecast DecodeAttention::forecast(int64_t layer_idx, const Que
   return result;
 }
 
-void DecodeAttention::warm_up(int64_t layer_idx, const std::vector<QueryRow>& rows, int first_row, int32_t* stop,
-                              const uint8_t* elsewhere) {
-  forecasts_.clear();  // by lane, as run_lanes() will have them: workers meet the same units again
+void CacheWarmer::warm_up(int64_t layer_idx, const std::vector<QueryRow>& rows, int first_row, int32_t* stop,
+                          const uint8_t* elsewhere) {
+  forecasts_.clear();  // by lane, as LaneJob will have them: workers meet the same units again
   bool any = false;
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
-    for (int u = 0; u < units(); ++u) {
-      if (elsewhere != nullptr && elsewhere[kv_head_of(u)] != 0) continue;
+    for (int u = 0; u < setup_.units(); ++u) {
+      if (elsewhere != nullptr && elsewhere[setup_.kv_head_of(u)] != 0) continue;
       forecasts_.push_back(forecast(layer_idx, rows[static_cast<size_t>(r)], first_row + r, u));
       forecasts_.back().row = r;
-      forecasts_.back().kv_head = kv_head_of(u);
+      forecasts_.back().kv_head = setup_.kv_head_of(u);
       any = any || !forecasts_.back().attended.empty() || !forecasts_.back().scored.empty();
     }
   }
   if (!any) return;
   const auto num_lanes = static_cast<int64_t>(forecasts_.size());
-  const int64_t threads = pool_.num_threads();
-  // As run_known() cuts them, or as workers share lanes.
+  const int64_t threads = setup_.pool.num_threads();
+  // As LaneJob cuts them, or as workers share lanes.
   const bool known = std::all_of(forecasts_.begin(), forecasts_.end(), [](const Forecast& f) { return f.is_certain; });
   int64_t num_tokens = 0;
   for (const Forecast& f : forecasts_) num_tokens += static_cast<int64_t>(f.attended.size());
-  const int64_t splits = known ? even_splits(num_lanes, num_tokens) : 0;
-  task_rings_ = trace_.workers();
+  const int64_t splits = known ? even_splits(threads, num_lanes, num_tokens) : 0;
+  setup_.begin_job();
   const auto read_share = [&](Reader& reader, int64_t lane, int64_t rank, int64_t sharers) {
     const Forecast& forecast = forecasts_[static_cast<size_t>(lane)];
     const QueryRow& row = rows[static_cast<size_t>(forecast.row)];
@@ -147,23 +135,23 @@ void DecodeAttention::warm_up(int64_t layer_idx, const std::vector<QueryRow>& ro
       const int64_t begin = n * rank / sharers;
       reader.read(source, tokens.data() + begin, n * (rank + 1) / sharers - begin);
     };
-    share_of(row.keys(shape_, forecast.kv_head), forecast.scored);
-    if (forecast.reads_keys) share_of(row.keys(shape_, forecast.kv_head), forecast.attended);
-    share_of(row.values(shape_, forecast.kv_head), forecast.attended);
+    share_of(row.keys(setup_.shape, forecast.kv_head), forecast.scored);
+    if (forecast.reads_keys) share_of(row.keys(setup_.shape, forecast.kv_head), forecast.attended);
+    share_of(row.values(setup_.shape, forecast.kv_head), forecast.attended);
   };
-  pool_.parallel_for_near(threads, [&](int64_t task, int worker) {
+  setup_.pool.parallel_for_near(threads, [&](int64_t task, int worker) {
     if (task != worker) return;  // another core's cache is of no use
-    const TraceSpan span = task_span(TraceKind::warm, layer_idx, -1, -1, worker);
+    const TraceSpan span = setup_.task_span(TraceKind::warm, layer_idx, -1, -1, worker);
     Reader reader(stop, 0);
     if (known) {
-      const int64_t end = pool_.block_begin(worker + 1, num_lanes * splits);
-      for (int64_t i = pool_.block_begin(worker, num_lanes * splits); i < end && !reader.is_over(); ++i) {
+      const int64_t end = setup_.pool.block_begin(worker + 1, num_lanes * splits);
+      for (int64_t i = setup_.pool.block_begin(worker, num_lanes * splits); i < end && !reader.is_over(); ++i) {
         read_share(reader, i / splits, i % splits, splits);
       }
       return;
     }
-    const int64_t begin = pool_.block_begin(worker, num_lanes);
-    const int64_t end = pool_.block_begin(worker + 1, num_lanes);
+    const int64_t begin = setup_.pool.block_begin(worker, num_lanes);
+    const int64_t end = setup_.pool.block_begin(worker + 1, num_lanes);
     for (int64_t i = begin; i < end && !reader.is_over(); ++i) {
       read_share(reader, i, 0, std::max<int64_t>(1, (i + 1) * threads / num_lanes - i * threads / num_lanes));
     }

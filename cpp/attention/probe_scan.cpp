@@ -1,8 +1,6 @@
-// Exact attention mass of a random share of what a policy selects for: all keys of a KV head are scored, and what the
-// selected ones among them weigh is what the policy kept. Values are not read, outputs do not change.
-#include <algorithm>
+#include "attention/probe_scan.h"
 
-#include "attention/decode_attention.h"
+#include <algorithm>
 
 namespace offload {
 namespace {
@@ -11,23 +9,23 @@ constexpr int64_t kMinRangeTokens = 1024;  // of one task
 
 }  // namespace
 
-// Candidates are KV heads of rows for which the policy selected here; those that attend to all are exact.
-void DecodeAttention::draw_probes(int64_t layer_idx, const std::vector<QueryRow>& rows) {
-  const int per_head = units() / shape_.num_kv_heads;
-  for (const int r : sparse_rows_) {
-    for (int h = 0; h < shape_.num_kv_heads; ++h) {
-      const Unit* of_head = &unit_of(r, h * per_head);
+void ProbeScan::draw() {
+  const AttentionShape& shape = setup_.shape;
+  const int per_head = setup_.units_per_head();
+  for (const int r : pass_.sparse_rows) {
+    for (int h = 0; h < shape.num_kv_heads; ++h) {
+      const Unit* of_head = &pass_.unit(r, h * per_head);
       const auto selects = [](const Unit& unit) { return unit.role == Role::select || unit.role == Role::reuse; };
-      if (!std::any_of(of_head, of_head + per_head, selects) || !probe_.draw()) continue;
-      load_queries(rows);
-      const QueryRow& row = rows[static_cast<size_t>(r)];
-      const float* query = queries_of(r, h * shape_.group_size());
-      Probe probe{layer_idx, h, row.num_tokens(h), row.keys(shape_, h), {}, {}};
-      probe.query.assign(query, query + shape_.group_size() * shape_.head_dim);
+      if (!std::any_of(of_head, of_head + per_head, selects) || !quality_.draw()) continue;
+      pass_.load_queries();
+      const QueryRow& row = pass_.row(r);
+      const float* query = pass_.queries_of(r, h * shape.group_size());
+      Probe probe{pass_.layer_idx, h, row.num_tokens(h), row.keys(shape, h), {}, {}};
+      probe.query.assign(query, query + shape.group_size() * shape.head_dim);
       for (const Unit* unit = of_head; unit < of_head + per_head; ++unit) {
         Probe::Attended& attended = probe.units.emplace_back();
         if (unit->answered) {  // from the sinks
-          for (int64_t t = 0; t < policy_.sink_tokens; ++t) attended.tokens.push_back(static_cast<int32_t>(t));
+          for (int64_t t = 0; t < setup_.policy.sink_tokens; ++t) attended.tokens.push_back(static_cast<int32_t>(t));
         } else if (unit->indices == nullptr || !selects(*unit)) {
           attended.all = true;
         } else {
@@ -39,20 +37,17 @@ void DecodeAttention::draw_probes(int64_t layer_idx, const std::vector<QueryRow>
   }
 }
 
-void DecodeAttention::scan_probe(const Probe& probe, int64_t first, int64_t last, int worker, PartialMass* masses) {
-  const int group = shape_.group_size();
-  const int per_unit = unit_group();
-  std::vector<float>& scores = dense_scores_[static_cast<size_t>(worker)];
-  grow(scores, static_cast<size_t>(group * kScoreTile));
+void ProbeScan::scan(const Probe& probe, int64_t first, int64_t last, PartialMass* masses) const {
+  const int group = setup_.shape.group_size();
+  const int per_unit = setup_.unit_group();
+  float scores[kMaxGroupSize * kScoreTile];
   for (int64_t begin = first; begin < last; begin += kScoreTile) {
     const int64_t n = std::min<int64_t>(kScoreTile, last - begin);
-    kernels_.score[static_cast<int>(shape_.dtype)]({probe.query.data(), group, shape_.head_dim, probe.keys,
-                                                    TokenSpan{nullptr, begin, n}, shape_.sm_scale, scores.data(),
-                                                    kScoreTile});
+    setup_.score(probe.query.data(), group, probe.keys, {nullptr, begin, n}, scores, kScoreTile);
     for (int g = 0; g < group; ++g) {
-      float* weights = scores.data() + g * kScoreTile;
+      float* weights = scores + g * kScoreTile;
       float sum;
-      PartialMass mass{kernels_.exp_shifted(weights, n, &sum)};
+      PartialMass mass{setup_.kernels.exp_shifted(weights, n, &sum)};
       mass.all = mass.kept = sum;
       const Probe::Attended& attended = probe.units[static_cast<size_t>(g / per_unit)];
       if (!attended.all) {
@@ -68,17 +63,17 @@ void DecodeAttention::scan_probe(const Probe& probe, int64_t first, int64_t last
 }
 
 // Ranges of tokens of all probes, on all threads.
-void DecodeAttention::run_probes() {
+void ProbeScan::run() {
   if (probes_.empty()) return;
   struct Range {
     const Probe* probe;
     int64_t first;
     int64_t last;
   };
-  const auto group = static_cast<size_t>(shape_.group_size());
+  const auto group = static_cast<size_t>(setup_.shape.group_size());
   int64_t all_tokens = 0;
   for (const Probe& probe : probes_) all_tokens += probe.kv_len;
-  const int64_t wanted = std::max(kMinRangeTokens, all_tokens / (pool_.num_threads() * kPiecesPerThread));
+  const int64_t wanted = std::max(kMinRangeTokens, all_tokens / (setup_.pool.num_threads() * kPiecesPerThread));
   const int64_t tokens = ceil_div(wanted, kScoreTile) * kScoreTile;
   std::vector<Range> ranges;
   for (const Probe& probe : probes_) {
@@ -87,9 +82,9 @@ void DecodeAttention::run_probes() {
     }
   }
   std::vector<PartialMass> masses(ranges.size() * group);
-  pool_.parallel_for(static_cast<int64_t>(ranges.size()), [&](int64_t task, int worker) {
+  setup_.pool.parallel_for(static_cast<int64_t>(ranges.size()), [&](int64_t task, int) {
     const Range& range = ranges[static_cast<size_t>(task)];
-    scan_probe(*range.probe, range.first, range.last, worker, masses.data() + static_cast<size_t>(task) * group);
+    scan(*range.probe, range.first, range.last, masses.data() + static_cast<size_t>(task) * group);
   });
   for (size_t i = 0; i < ranges.size();) {
     const Probe& probe = *ranges[i].probe;
@@ -99,7 +94,7 @@ void DecodeAttention::run_probes() {
     }
     double mean = 0.0;
     for (const PartialMass& mass : whole) mean += mass.kept / mass.all / static_cast<double>(group);
-    probe_.add(probe.layer_idx * shape_.num_kv_heads + probe.kv_head, std::min(mean, 1.0));
+    quality_.add(probe.layer_idx * setup_.shape.num_kv_heads + probe.kv_head, std::min(mean, 1.0));
   }
   probes_.clear();
 }

@@ -1,11 +1,9 @@
-// The scan phase of DecodeAttention, for policies that want every key scored: exact attention weights of all tokens,
-// from which they select, and which then stand in for the scores of the selection.
+#include "attention/key_scan.h"
+
 #include <algorithm>
 #include <cmath>
 #include <deque>
 #include <thread>
-
-#include "attention/decode_attention.h"
 
 namespace offload {
 namespace {
@@ -16,37 +14,33 @@ constexpr int64_t kScanScratchBytes = int64_t{4} << 20;
 
 }  // namespace
 
-// Keys are scanned in waves of KV heads whose scratch stays in the cache. Tasks of a wave: ranges of chunks, scored for
-// all its heads in memory order; then, per head, turning scores into weights and selecting. The list interleaves them
-// so that no thread idles: ranges of wave w + 1 come before the selections of wave w. Tasks start in order, so a task
-// only ever waits for tasks that are already running.
-void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<QueryRow>& rows) {
+void KeyScan::run() {
   struct Task {
     int64_t wave;
     int head_of_wave;  // -1: a range
     int64_t first_chunk;
     int64_t num_chunks;
   };
-  const int group = shape_.group_size();
-  const int per_head = units() / shape_.num_kv_heads;
+  const int group = setup_.shape.group_size();
+  const int per_head = setup_.units_per_head();
   std::deque<Wave> waves;
   int64_t longest = 0;
   int64_t all_chunks = 0;
   const auto scans = [&](int r, int kv_head) {
     for (int u = kv_head * per_head; u < (kv_head + 1) * per_head; ++u) {
-      if (asks_policy(unit_of(r, u).role) && member_of(layer_idx, u).scans_keys) return true;
+      if (pass_.unit(r, u).scanned) return true;
     }
     return false;
   };
-  for (int r : sparse_rows_) {
-    const QueryRow& row = rows[static_cast<size_t>(r)];
+  for (int r : pass_.sparse_rows) {
+    const QueryRow& row = pass_.row(r);
     int retrieving = 0;
-    for (int u = 0; u < units(); ++u) retrieving += unit_of(r, u).role == Role::retrieve;
-    unit_of(r, 0).scores_left.store(retrieving, std::memory_order_relaxed);
+    for (int u = 0; u < setup_.units(); ++u) retrieving += pass_.unit(r, u).role == Role::retrieve;
+    pass_.unit(r, 0).scores_left.store(retrieving, std::memory_order_relaxed);
     const int64_t fitting = kScanScratchBytes / (row.kv_len * group * static_cast<int64_t>(sizeof(float)));
     const int most = static_cast<int>(std::clamp<int64_t>(fitting, 1, kMaxWaveHeads));
     bool of_this_row = false;
-    for (int h = 0; h < shape_.num_kv_heads; ++h) {
+    for (int h = 0; h < setup_.shape.num_kv_heads; ++h) {
       if (!scans(r, h)) continue;
       if (!of_this_row || waves.back().num_heads == most) {
         waves.emplace_back().row = r;
@@ -60,7 +54,7 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
     }
   }
   if (waves.empty()) return;
-  const int64_t per_thread = all_chunks / (pool_.num_threads() * kPiecesPerThread);
+  const int64_t per_thread = all_chunks / (setup_.pool.num_threads() * kPiecesPerThread);
   std::vector<Task> tasks;
   const auto add_selections = [&](int64_t w) {
     for (int h = 0; h < waves[static_cast<size_t>(w)].num_heads; ++h) tasks.push_back({w, h, 0, 0});
@@ -82,7 +76,7 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
     const auto heads = static_cast<size_t>(most_heads);
     const size_t scores = heads * static_cast<size_t>(group * longest);
     const size_t maxima = heads * static_cast<size_t>(group * ceil_div(longest, kChunkTokens));
-    ScanSlot& slot = slots_[i];
+    Slot& slot = slots_[i];
     grow(slot.weights, scores);
     grow(slot.importance, heads * static_cast<size_t>(longest));
     grow(slot.chunk_max, maxima);
@@ -91,21 +85,20 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
   const auto wait_for = [](const std::atomic<int>& left) {
     while (left.load(std::memory_order_acquire) != 0) std::this_thread::yield();
   };
-  pool_.parallel_for(static_cast<int64_t>(tasks.size()), [&](int64_t t, int worker) {
+  setup_.pool.parallel_for(static_cast<int64_t>(tasks.size()), [&](int64_t t, int worker) {
     const Task& task = tasks[static_cast<size_t>(t)];
     Wave& wave = waves[static_cast<size_t>(task.wave)];
-    ScanSlot& slot = slots_[task.wave % 3];
-    const QueryRow& row = rows[static_cast<size_t>(wave.row)];
+    Slot& slot = slots_[task.wave % 3];
     if (task.head_of_wave < 0) {
       if (task.wave >= 3) wait_for(waves[static_cast<size_t>(task.wave - 3)].heads_left);
-      const TraceSpan span = task_span(TraceKind::score, layer_idx, wave.row, wave.heads[0] * per_head, worker);
-      scan_chunks(row, wave, task.first_chunk, task.num_chunks, slot, worker);
+      const TraceSpan span = pass_.task_span(TraceKind::score, wave.row, wave.heads[0] * per_head, worker);
+      scan_chunks(wave, task.first_chunk, task.num_chunks, slot, worker);
       wave.ranges_left.fetch_sub(1, std::memory_order_acq_rel);
     } else {
       wait_for(wave.ranges_left);
       const int first_unit = wave.heads[task.head_of_wave] * per_head;
-      const TraceSpan span = task_span(TraceKind::choose, layer_idx, wave.row, first_unit, worker);
-      finish_scan(layer_idx, row, wave, task.head_of_wave, slot, worker);
+      const TraceSpan span = pass_.task_span(TraceKind::choose, wave.row, first_unit, worker);
+      finish(wave, task.head_of_wave, slot, worker);
       wave.heads_left.fetch_sub(1, std::memory_order_acq_rel);
     }
   });
@@ -113,58 +106,56 @@ void DecodeAttention::scan_and_select(int64_t layer_idx, const std::vector<Query
 
 // All units of a row that retrieve know their importance: they publish what is best for their sum, taken in the order
 // of units so that it does not depend on threads.
-void DecodeAttention::select_for_all(int64_t layer_idx, const QueryRow& row, int row_idx, int worker) {
+void KeyScan::select_for_all(int r, int worker) {
   int first = -1;
-  for (int u = 0; u < units(); ++u) {
-    if (unit_of(row_idx, u).role != Role::retrieve) continue;
+  for (int u = 0; u < setup_.units(); ++u) {
+    if (pass_.unit(r, u).role != Role::retrieve) continue;
     if (first < 0) {
       first = u;
     } else {
-      kernels_.scale_add(unit_of(row_idx, u).importance.data(), 1.0f, row.kv_len, true,
-                         unit_of(row_idx, first).importance.data());
+      setup_.kernels.scale_add(pass_.unit(r, u).importance.data(), 1.0f, pass_.row(r).kv_len, true,
+                               pass_.unit(r, first).importance.data());
     }
   }
-  select_unit(layer_idx, row, row_idx, first, unit_of(row_idx, first).importance.data(), worker);
-  for (int u = first + 1; u < units(); ++u) {
-    if (unit_of(row_idx, u).role == Role::retrieve) published_of(row_idx, u).set(published_of(row_idx, first).own);
+  selector_.select(r, first, pass_.unit(r, first).importance.data(), worker);
+  for (int u = first + 1; u < setup_.units(); ++u) {
+    if (pass_.unit(r, u).role == Role::retrieve) pass_.published_of(r, u).set(pass_.published_of(r, first).own);
   }
 }
 
-void DecodeAttention::scan_chunks(const QueryRow& row, const Wave& wave, int64_t first_chunk, int64_t num_chunks,
-                                  ScanSlot& slot, int worker) {
-  WorkerProfile* profile = profile_of(worker);
+void KeyScan::scan_chunks(const Wave& wave, int64_t first_chunk, int64_t num_chunks, Slot& slot, int worker) {
+  WorkerProfile* profile = setup_.profile_of(worker);
   const PhaseTimer timer(profile, Phase::score);
-  const int group = shape_.group_size();
+  const int group = setup_.shape.group_size();
   const int64_t chunks = ceil_div(wave.tokens, kChunkTokens);
   for (int64_t c = first_chunk; c < first_chunk + num_chunks; ++c) {
     const int64_t first = c * kChunkTokens;
     for (int h = 0; h < wave.num_heads; ++h) {
       const int kv_head = wave.heads[h];
-      const int64_t n = std::min(kChunkTokens, row.num_tokens(kv_head) - first);
+      const int64_t n = std::min(kChunkTokens, pass_.row(wave.row).num_tokens(kv_head) - first);
       if (n <= 0) continue;
       if (profile != nullptr) {
-        profile->bytes += n * shape_.row_bytes();
-        profile->scored_tokens += n * units() / shape_.num_kv_heads;
+        profile->bytes += n * setup_.shape.row_bytes();
+        profile->scored_tokens += n * setup_.units_per_head();
       }
       float* weights = slot.weights.data() + h * group * wave.tokens + first;
-      score(row, wave.row, kv_head * group, group, {nullptr, first, n}, weights, wave.tokens);
+      pass_.score(wave.row, kv_head * group, group, {nullptr, first, n}, weights, wave.tokens);
       for (int g = 0; g < group; ++g) {
         const int64_t at = (h * group + g) * chunks + c;
         slot.chunk_max[static_cast<size_t>(at)] =
-            kernels_.exp_shifted(weights + g * wave.tokens, n, &slot.chunk_sum[static_cast<size_t>(at)]);
+            setup_.kernels.exp_shifted(weights + g * wave.tokens, n, &slot.chunk_sum[static_cast<size_t>(at)]);
       }
     }
   }
 }
 
-void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const Wave& wave, int head_of_wave,
-                                  ScanSlot& slot, int worker) {
-  const PhaseTimer timer(profile_of(worker), Phase::select);
-  const int64_t num_tokens = row.num_tokens(wave.heads[head_of_wave]);
+void KeyScan::finish(const Wave& wave, int head_of_wave, Slot& slot, int worker) {
+  const PhaseTimer timer(setup_.profile_of(worker), Phase::select);
+  const int64_t num_tokens = pass_.row(wave.row).num_tokens(wave.heads[head_of_wave]);
   const int64_t chunks = ceil_div(num_tokens, kChunkTokens);
   const int64_t chunk_stride = ceil_div(wave.tokens, kChunkTokens);
-  const int group = shape_.group_size();
-  const int per_unit = unit_group();
+  const int group = setup_.shape.group_size();
+  const int per_unit = setup_.unit_group();
   const int first_qo_head = wave.heads[head_of_wave] * group;
   const float* all_weights = slot.weights.data() + head_of_wave * group * wave.tokens;
   const float* all_max = slot.chunk_max.data() + head_of_wave * group * chunk_stride;
@@ -180,30 +171,30 @@ void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const 
       sum += static_cast<double>(factor[c] * std::exp(chunk_max[c] - maximum));
     }
     lse[g] = maximum + static_cast<float>(std::log(sum));
-    if (!std::isfinite(lse[g])) return report_non_finite(layer_idx, wave.row, first_qo_head / per_unit);
+    if (!std::isfinite(lse[g])) return pass_.report_non_finite(wave.row, first_qo_head / per_unit);
     for (int64_t c = 0; c < chunks; ++c) factor[c] = std::exp(chunk_max[c] - lse[g]);
   }
   for (int g0 = 0; g0 < group; g0 += per_unit) {
     const int unit = (first_qo_head + g0) / per_unit;
-    Unit& state = unit_of(wave.row, unit);
-    if (!asks_policy(state.role) || !member_of(layer_idx, unit).scans_keys) continue;
+    Unit& state = pass_.unit(wave.row, unit);
+    if (!state.scanned) continue;
     for (int64_t c = 0; c < chunks; ++c) {
       const int64_t first = c * kChunkTokens;
       const int64_t n = std::min(kChunkTokens, num_tokens - first);
       for (int g = g0; g < g0 + per_unit; ++g) {
-        kernels_.scale_add(all_weights + g * wave.tokens + first, all_factors[g * chunk_stride + c], n, g > g0,
-                           importance + first);
+        setup_.kernels.scale_add(all_weights + g * wave.tokens + first, all_factors[g * chunk_stride + c], n, g > g0,
+                                 importance + first);
       }
     }
-    if (policy_.shares_selection && state.role == Role::retrieve) {
+    if (setup_.policy.shares_selection && state.role == Role::retrieve) {
       state.importance.resize(static_cast<size_t>(num_tokens));
       std::copy_n(importance, num_tokens, state.importance.data());
-      if (unit_of(wave.row, 0).scores_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-        select_for_all(layer_idx, row, wave.row, worker);
+      if (pass_.unit(wave.row, 0).scores_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+        select_for_all(wave.row, worker);
     } else {
-      select_unit(layer_idx, row, wave.row, unit, importance, worker);
+      selector_.select(wave.row, unit, importance, worker);
     }
-    if (failed_.load(std::memory_order_relaxed)) return;
+    if (setup_.failure.is_set()) return;
     state.weights.resize(static_cast<size_t>(per_unit * state.n));
     for (int g = 0; g < per_unit; ++g) {
       state.lse_all[g] = lse[g0 + g];
@@ -213,8 +204,8 @@ void DecodeAttention::finish_scan(int64_t layer_idx, const QueryRow& row, const 
       if (state.indices == nullptr) {  // attends to all
         for (int64_t c = 0; c < chunks; ++c) {
           const int64_t first = c * kChunkTokens;
-          kernels_.scale_add(weights + first, factor[c], std::min(kChunkTokens, num_tokens - first), false,
-                             kept + first);
+          setup_.kernels.scale_add(weights + first, factor[c], std::min(kChunkTokens, num_tokens - first), false,
+                                   kept + first);
         }
         continue;
       }

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE
 from offload.ranks.group import TensorParallel
+from offload.ranks.watch import POLL_SECONDS
 
 
 @functools.cache
@@ -124,6 +126,7 @@ class _Trouble:
         self._left -= 1
         if self._left == 0:
             if self._kind == "kill":
+                time.sleep(2 * POLL_SECONDS)  # the other rank has seen this process by then
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("boom in the middle")
 

@@ -400,7 +400,7 @@ def test_bounds_that_cannot_be(
         (["--host-share", "0.5", "--device", "cuda"], 2, "bounds are scored on the CPU, but"),
         (["--host-share", "0.2", "--evictions", "fitted"], 1, "a page of 256 tokens need"),
         (
-            ["--host-share", "0.5", "--policy", "quest", "--evictions", "reconstruct"],
+            ["--host-share", "0.5", "--policy", "quest", "--evictions", "reread"],
             1,
             "reread: condense_by='rereading' leaves",
         ),

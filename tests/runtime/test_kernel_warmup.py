@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import GRAPH, STREAM, greedy, load, small
-from cases.inside import decoder_of, runtime_of
+from cases.inside import decoder_of, least_placement_of, runtime_of
 from cases.tiny_models import random_tokens
 
 from gpu_ops.launch import has_triton, interpreted
@@ -169,8 +169,9 @@ def test_nothing_is_compiled_after_loading(
         compiled.append(fn.name)
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", count)
+    placement = least_placement_of(load(tiny_folders["llama"], policy_named(name), backend))
     state = torch.cuda.get_rng_state()
-    model = load(tiny_folders["llama"], policy_named(name), backend)
+    model = load(tiny_folders["llama"], policy_named(name), backend, placement=placement)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert model.kv_store.host_bytes_used == 0
     compiled.clear()

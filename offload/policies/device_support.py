@@ -91,7 +91,7 @@ class DeviceSupport:
         Args:
             load_keys: gives the keys [num_units, n, head_dim] from a token on.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has `codes`, but no `code_state`")
 
     def build(self, context: BuildContext) -> DeviceBuild:
         """`LayerState.build` alongside a prefill, from tensors on the device that computes it.
@@ -99,7 +99,7 @@ class DeviceSupport:
         Queues its work to the current stream and does not wait for it: the keys and values are
         overwritten after it. Returns what makes the arrays, for when that work is done.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has `builds`, but no `build`")
 
     def copied_heads(self, num_layers: int, num_kv_heads: int) -> int:
         """KV heads of a layer at most of whose keys and values `build` makes copies."""

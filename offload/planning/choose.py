@@ -11,7 +11,8 @@ result depends on nothing but the arguments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +80,24 @@ def choose_placement(model: StepModel | None, room: DeviceRoom) -> HeadPlacement
     # Of equally fast ones that with most on the GPU; `least` where a GPU is slower than the CPU.
     placements = [*map(HeadPlacement, found), least]
     return min(placements, key=lambda placement: round(model.step(placement).milliseconds, 4))
+
+
+def choose_beside_prefill(
+    model: StepModel | None, room: DeviceRoom, prefill_bytes: int
+) -> tuple[HeadPlacement, DeviceRoom]:
+    """The best placement that leaves a prefill its bytes, and the room without them.
+
+    Where that room is too small even for the dense layers: the best placement, and all of the room.
+    The first prompt is read before anything stays on the GPU, so only a second one may not fit.
+
+    Raises:
+        DeviceMemoryError: as `choose_placement` of all of the room.
+    """
+    if room.budget_bytes is not None:
+        beside = replace(room, budget_bytes=room.budget_bytes - prefill_bytes)
+        with contextlib.suppress(DeviceMemoryError):
+            return choose_placement(model, beside), beside
+    return choose_placement(model, room), room
 
 
 def least_placement(work: Workload) -> HeadPlacement:

@@ -18,7 +18,7 @@ from gpu_ops.layout import layout_bytes
 from offload.decode.gpu.placement import HeadPlacement, Place, check_dense_until
 from offload.kv.page_pool import page_shape
 from offload.loading.planned_model import PlannedModel
-from offload.planning.choose import DeviceRoom, choose_placement
+from offload.planning.choose import DeviceRoom, choose_beside_prefill
 from offload.planning.placement_bytes import (
     head_state_bytes,
     prefill_bytes,
@@ -210,16 +210,13 @@ def _check_prefill(request: PlanRequest, prefill: int, limit: int | None) -> Non
 
 def _chosen(model: StepModel, room: DeviceRoom, prefill: int) -> tuple[HeadPlacement, list[str]]:
     """The best placement, and what there is to say about it."""
-    if room.budget_bytes is None:
-        return choose_placement(model, room), []
-    try:
-        beside_prefill = replace(room, budget_bytes=room.budget_bytes - prefill)
-        return choose_placement(model, beside_prefill), []
-    except DeviceMemoryError:
-        return choose_placement(model, room), [
-            "a second prompt of this length does not fit beside what decoding the first keeps on "
-            f"the GPU: prefill takes {format_bytes(prefill)} at its peak"
-        ]
+    placement, used = choose_beside_prefill(model, room, prefill)
+    if used != room or room.budget_bytes is None:
+        return placement, []
+    return placement, [
+        "a second prompt of this length does not fit beside what decoding the first keeps on "
+        f"the GPU: prefill takes {format_bytes(prefill)} at its peak"
+    ]
 
 
 def _given(request: PlanRequest, room: DeviceRoom, limit: int | None) -> HeadPlacement:

@@ -21,7 +21,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.planned_model import PlannedModel
 from offload.models.shape import ModelShape, layer_elements
-from offload.planning.choose import DeviceRoom, choose_placement, least_placement
+from offload.planning.choose import DeviceRoom, choose_beside_prefill, least_placement
 from offload.planning.placement_bytes import head_state_bytes, prefill_bytes
 from offload.planning.profile import MachineProfile, cached_profile, typical_profile
 from offload.planning.step_time import StepModel
@@ -197,15 +197,14 @@ def _placed(policy: Policy, work: Workload, room: Room, *, known: bool) -> HeadP
         num_qo_heads = len(heads) * shape.group_size
         shape = replace(shape, num_kv_heads=len(heads), num_qo_heads=num_qo_heads)
     work = replace(work, shape=shape, policy=policy)
-    left = room.room_bytes
-    if left is not None:
-        left -= prefill_bytes(work, room.prefill_slice_tokens)
     device = None if room.profile is None else room.profile.device
     model = None
     if known and device is not None and room.profile is not None:
         model = StepModel(room.profile, work, on_gpu=True)
     try:
-        return choose_placement(model, DeviceRoom(work, left, device))
+        whole = DeviceRoom(work, room.room_bytes, device)
+        prefill = prefill_bytes(work, room.prefill_slice_tokens)
+        return choose_beside_prefill(model, whole, prefill)[0]
     except DeviceMemoryError:
         return least_placement(work)
 

@@ -14,7 +14,7 @@ import torch
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
-from offload.planning.choose import DeviceRoom, choose_placement, least_placement
+from offload.planning.choose import DeviceRoom, choose_beside_prefill, least_placement
 from offload.planning.placement_bytes import prefill_bytes
 from offload.planning.profile import MachineProfile, cached_profile, typical_profile
 from offload.planning.step_time import StepModel
@@ -48,7 +48,9 @@ class Chooser:
     prefill_slice_tokens: int
     profile: MachineProfile | None
     is_measured: bool = True
-    _known: dict[tuple[int, int, int | None], HeadPlacement] = field(default_factory=dict)
+    _known: dict[tuple[int, int, int | None], tuple[HeadPlacement, DeviceRoom]] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def of(
@@ -78,9 +80,9 @@ class Chooser:
             if len(self._known) == _KEPT_CHOICES:
                 self._known.clear()
             self._known[key] = self._choose(work, room_bytes)
-        wanted = self._known[key]
+        wanted, room = self._known[key]
         had, has = (int((x.places == Place.GPU).sum()) for x in (now, wanted))
-        if abs(has - had) <= _ABOUT * has and self._room(work, room_bytes).holds(now):
+        if abs(has - had) <= _ABOUT * has and room.holds(now):
             return now
         return wanted
 
@@ -95,20 +97,18 @@ class Chooser:
             page_tokens=self.page_tokens,
         )
 
-    def _room(self, work: Workload, room_bytes: int | None) -> DeviceRoom:
-        if room_bytes is not None:
-            room_bytes -= prefill_bytes(work, self.prefill_slice_tokens)
+    def _choose(self, work: Workload, room_bytes: int | None) -> tuple[HeadPlacement, DeviceRoom]:
+        """The placement, and the room that it was chosen for."""
         device = None if self.profile is None else self.profile.device
-        return DeviceRoom(work, room_bytes, device)
-
-    def _choose(self, work: Workload, room_bytes: int | None) -> HeadPlacement:
         model = None
-        if self.profile is not None and self.profile.device is not None:
+        if self.profile is not None and device is not None:
             model = StepModel(self.profile, work, on_gpu=True)
+        room = DeviceRoom(work, room_bytes, device)
+        prefill = prefill_bytes(work, self.prefill_slice_tokens)
         try:
-            return choose_placement(model, self._room(work, room_bytes))
+            return choose_beside_prefill(model, room, prefill)
         except DeviceMemoryError:  # growing says so when it does not fit
-            return least_placement(work)
+            return least_placement(work), room
 
 
 def _rounded_up(kv_len: int) -> int:

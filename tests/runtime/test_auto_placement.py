@@ -168,6 +168,21 @@ def test_the_choice_by_what_fits() -> None:
     assert choose(everything, 1, 65536, 2**20) == least
 
 
+def test_a_room_that_only_the_first_prompt_leaves_is_used() -> None:
+    """The dense layers do not fit beside the prefill of a second prompt, but after the first's."""
+    choose = chooser(make_policy("lychee_decode", retrieval_heads=4))
+    least = nothing_there(choose)
+    prefill = prefill_bytes(choose.workload(1, 65536), choose.prefill_slice_tokens)
+    room = room_for(choose, 65536, 0.6) - prefill
+    dense_layers = DeviceRoom(choose.workload(1, 65536), None).num_bytes(least)
+    choose.prefill_slice_tokens *= 1 + room // prefill  # what is left is less than they need
+    prefill = prefill_bytes(choose.workload(1, 65536), choose.prefill_slice_tokens)
+    assert room - prefill < dense_layers < room
+    chosen = choose(least, 1, 65536, room)
+    assert (chosen.places == Place.GPU).sum() > (least.places == Place.GPU).sum()
+    assert choose(chosen, 1, 65536, room) == chosen
+
+
 def test_a_placement_about_as_good_stays() -> None:
     """New captures cost more than a layer saves."""
     choose = chooser(make_policy("quest", dense_layers=0))
@@ -183,7 +198,7 @@ def test_a_placement_about_as_good_stays() -> None:
     more = np.array(now.places)
     more[31 - layers] = Place.GPU
     assert choose(HeadPlacement(more), 1, 65536, room) == now  # there is no room for it
-    assert choose(now, 1, 65536, room // 2) != now
+    assert choose(now, 1, 65536, room // 4) != now
 
 
 def test_a_little_more_room_is_no_reason_to_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from offload.decode.attention import DecodeAttention
+from offload.decode.decoder import Decoder
 from offload.decode.sampling import SamplingOptions, check_chosen
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, tokens_each
@@ -83,6 +84,11 @@ class Runtime:
             from offload.runtime.kernel_warmup import warm_up
 
             warm_up(self.lean, self._decoder, config.policy, self.store.dtype)
+
+    @property
+    def decoder(self) -> Decoder:
+        """What runs decode steps."""
+        return self._decoder
 
     def run(
         self,

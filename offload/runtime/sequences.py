@@ -74,6 +74,19 @@ class Sequences:
             raise
         return child
 
+    def fork_prefix(self, seq: int, kv_len: int) -> int:
+        """A copy of the first `kv_len` tokens of `seq`, to have others read behind them: what the
+        policy keeps is built anew after that."""
+        child = self.store.fork(seq)
+        try:
+            self.store.truncate(child, kv_len)
+            self._attention.states.fork_to_revise(seq, child, kv_len, keeps_arrays=False)
+            self._attention.states.truncate(child, kv_len)
+        except BaseException:
+            self.free([child])
+            raise
+        return child
+
     def fork_to_correct(self, seq: int, kv_len: int, num_new: int, *, decodes: bool) -> int:
         """A copy of the first `kv_len` tokens of `seq`, to have the others read again, and more.
 

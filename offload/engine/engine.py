@@ -1,0 +1,509 @@
+"""The engine: many requests to one model, which join and leave at every step.
+
+`Engine.step` is where to begin: each decodes one token of every request that has read its prompt,
+and then reads a slice of a prompt, if decoding has had its share of the time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from offload.engine.prefix_tree import PrefixTree
+from offload.engine.request import Request, RequestOutput
+from offload.engine.runner import Runner
+from offload.engine.sampler import Chosen, choose
+from offload.engine.sampling_params import SamplingParams
+from offload.engine.scheduler import Admission, Scheduler
+from offload.engine.text import TextStream
+from offload.system.errors import DeviceMemoryError, HostBudgetError
+from offload.system.memory import format_bytes
+
+logger = logging.getLogger(__name__)
+
+OnOutput = Callable[[RequestOutput], None]
+
+_LEAST_SHARED = 16  # tokens of a prefix: to read fewer is as quick
+_IDLE_SECONDS = 0.05  # until it is looked again whether somebody else gave memory back
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as may."""
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made.
+
+    Attributes:
+        prompt_tokens: that were read; those that were shared are `cached_tokens`.
+        answer_tokens: that were chosen.
+        decode_steps: each of all running requests.
+        read_seconds, decode_seconds: of slices and steps.
+    """
+
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    decode_steps: int = 0
+    read_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+class Engine:
+    """Serves requests with one `OffloadedModel`.
+
+    Call `step` while `has_work`, or `start` a thread that does. Requests may come, and be
+    cancelled, from any thread. A step holds the model's lock; between steps others may use it.
+
+    Args:
+        tokenizer: a fast one of transformers, for text and stop strings; None: token ids only.
+        max_num_seqs: requests that are read and decoded at a time.
+        max_queued: that wait beside them; one more is refused.
+        slice_seconds: that a slice of a prompt takes while others decode.
+        read_share: of the time for prompts while others decode.
+        prefix_caching: prompts that begin as earlier ones share what was read. Pages are given
+            back, the least recently used first, when requests need them.
+
+    Raises:
+        NotImplementedError: a model whose options are of one generation at a time.
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        max_num_seqs: int = 32,
+        max_queued: int = 256,
+        slice_seconds: float = 0.1,
+        read_share: float = 0.4,
+        prefix_caching: bool = True,
+    ) -> None:
+        _check_options(max_num_seqs, max_queued, slice_seconds, read_share)
+        self._runtime = runtime = model._offload
+        _check_model(runtime)
+        self.model, self.tokenizer = model, tokenizer
+        self.stats = EngineStats()
+        self._runner = Runner(runtime)
+        self._scheduler = Scheduler(
+            max_num_seqs=max_num_seqs, slice_seconds=slice_seconds, read_share=read_share
+        )
+        self._max_num_seqs, self._max_queued = max_num_seqs, max_queued
+        self._admission = Admission(runtime.store, runtime.attention.states)
+        self._prefixes = PrefixTree() if prefix_caching else None
+        policy = runtime.config.policy
+        self._is_exact = not policy.selects
+        # The policy wants to see the last queries of a prompt.
+        self._least_read = 1 if self._is_exact else max(1, policy.state.observed_queries)
+        eos = model.generation_config.eos_token_id
+        self._eos = frozenset([] if eos is None else eos if isinstance(eos, list) else [eos])
+        self._inbox = threading.Condition()
+        self._arrived: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._to_cancel: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._begun = (0, 0)  # sequences and tokens that the decoder expects
+
+    def add_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        on_output: OnOutput | None = None,
+    ) -> str:
+        """Have a prompt answered.
+
+        Args:
+            prompt: token ids.
+            request_id: default: a new one, which is returned.
+            on_output: called with every output, in the thread that runs the engine.
+
+        Raises:
+            ValueError: an empty prompt, ids outside the vocabulary, more tokens than the context
+                has, a request id that is in use, stop strings without a tokenizer.
+            HostBudgetError: more than the whole budget of the host.
+            QueueFullError: as many requests wait as may.
+            RuntimeError: the engine was stopped.
+        """
+        request = self._made(prompt, params or SamplingParams(), request_id, on_output)
+        with self._inbox:
+            if self._stopping:
+                raise RuntimeError("the engine was stopped")
+            if request.request_id in self._requests:
+                raise ValueError(f"request_id {request.request_id!r} is in use")
+            if self.num_waiting >= self._max_queued + self._num_free_places:
+                raise QueueFullError(
+                    f"{self.num_waiting} requests wait already, and max_queued is "
+                    f"{self._max_queued}; try again later"
+                )
+            self._requests[request.request_id] = request
+            self._arrived.append(request)
+            self._inbox.notify_all()
+        return request.request_id
+
+    def cancel(self, request_id: str) -> bool:
+        """Have a request end with the reason "cancelled", at the next step; False: it has ended."""
+        with self._inbox:
+            if request_id not in self._requests:
+                return False
+            self._to_cancel.add(request_id)
+            self._inbox.notify_all()
+            return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a request."""
+        with self._inbox:
+            return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are read or decoded."""
+        return len(self._scheduler.reading) + len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not."""
+        return len(self._arrived) + len(self._scheduler.waiting)
+
+    @property
+    def _num_free_places(self) -> int:
+        return max(0, self._max_num_seqs - self.num_running)
+
+    @torch.inference_mode(False)
+    def step(self) -> list[RequestOutput]:
+        """Decode a token of each running request, and read a slice of a prompt if it is time.
+
+        Errors of a request end that request. What `on_output` was called with is returned.
+        """
+        with self._runtime.run_lock.lock:
+            self._runtime.sequences.collect()
+            outputs = self._take_arrived()
+            self._scheduler.admit(self._fits)
+            outputs += self._decode()
+            outputs += self._read()
+        return outputs
+
+    # A thread that steps.
+
+    def start(self) -> Engine:
+        """Step in a thread of its own until `stop`."""
+        with self._inbox:
+            if self._thread is None:
+                self._stopping = False
+                self._thread = threading.Thread(target=self._run, name="offload-engine", daemon=True)
+                self._thread.start()
+        return self
+
+    def stop(self, *, finish: bool = False, timeout: float | None = None) -> None:
+        """No request is taken any more, and the thread ends.
+
+        Args:
+            finish: requests that are there are answered first; else they are cancelled.
+            timeout: seconds until they are cancelled after all.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._inbox:
+            self._stopping = True
+            self._inbox.notify_all()
+            if finish and self._thread is not None:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                self._inbox.wait_for(lambda: not self._requests, left)
+            self._to_cancel.update(self._requests)
+            self._inbox.notify_all()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+            self._thread = None
+        elif thread is None and self.has_work:
+            self.step()
+        self.clear_prefixes()
+
+    def clear_prefixes(self) -> None:
+        """Give back what is kept of prompts that were read."""
+        with self._runtime.run_lock.lock:
+            while self._drop_prefix():
+                pass
+
+    def __enter__(self) -> Engine:
+        return self.start()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop(finish=exc is None)
+
+    def _run(self) -> None:
+        while True:
+            with self._inbox:
+                self._inbox.wait_for(lambda: self._requests or self._stopping)
+                if self._stopping and not self._requests:
+                    return
+            outputs = self.step()
+            if not outputs and not self.num_running:
+                with self._inbox:  # the first request waits for memory that somebody else has
+                    self._inbox.wait(_IDLE_SECONDS)
+
+    # The parts of a step.
+
+    def _take_arrived(self) -> list[RequestOutput]:
+        with self._inbox:
+            self._scheduler.waiting.extend(self._arrived)
+            self._arrived.clear()
+            cancelled = [self._requests[i] for i in self._to_cancel if i in self._requests]
+            self._to_cancel.clear()
+        for request in cancelled:
+            request.finish_reason = "cancelled"
+        return [self._emit(request, request.output()) for request in cancelled]
+
+    def _fits(self, requests: list[Request]) -> bool:
+        """Whether the last of `requests` may join the others."""
+        while not self._admission.fits(requests):
+            if not self._drop_prefix():
+                self._runtime.store.trim()
+                return self._admission.fits(requests)
+        # A power of two, so that the decoder rarely has to place heads anew.
+        count = min(self._max_num_seqs, 1 << (len(requests) - 1).bit_length())
+        longest = max(request.most_tokens for request in requests)
+        if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
+            try:
+                self._runtime.decoder.begin_generation(count, longest)
+            except DeviceMemoryError as error:
+                if len(requests) == 1:
+                    self._emit_error(requests[0], error)
+                return False
+            self._begun = (count, longest)
+        return True
+
+    def _decode(self) -> list[RequestOutput]:
+        running = self._scheduler.running
+        if not running:
+            return []
+        start = time.perf_counter()
+        outputs = self._decode_rows(list(running))
+        seconds = time.perf_counter() - start
+        self._scheduler.was_decoded(seconds)
+        self.stats.decode_steps += 1
+        self.stats.decode_seconds += seconds
+        return outputs
+
+    def _decode_rows(self, rows: list[Request]) -> list[RequestOutput]:
+        """One token of each; where that fails, of each by itself."""
+        seqs = [request.seq for request in rows if request.seq is not None]
+        tokens = [request.answer[-1] for request in rows]
+        greedy = all(request.params.is_greedy for request in rows)
+        try:
+            result = self._runner.decode(seqs, tokens, greedy=greedy)
+        except Exception as error:
+            if len(rows) == 1:
+                return [self._emit_error(rows[0], error)]
+            logger.warning("a step of %d requests failed: %s", len(rows), error)
+            return [output for row in rows for output in self._decode_rows([row])]
+        if greedy:
+            return [
+                self._take(request, None if token < 0 else Chosen(token))
+                for request, token in zip(rows, result.tolist(), strict=True)
+            ]
+        return [self._choose(*row) for row in zip(rows, result, strict=True)]
+
+    def _read(self) -> list[RequestOutput]:
+        found = self._scheduler.next_slice(self._num_left)
+        if found is None:
+            return []
+        request, size = found
+        start = time.perf_counter()
+        try:
+            if request.seq is None:
+                self._begin(request)
+            assert request.seq is not None
+            stop = min(len(request.prompt), request.num_read + size)
+            tokens = request.prompt[request.num_read : stop]
+            logits = self._runner.read(request.seq, tokens)
+        except Exception as error:
+            return [self._emit_error(request, error)]
+        seconds = time.perf_counter() - start
+        self._scheduler.was_read(len(tokens), seconds)
+        self.stats.read_seconds += seconds
+        self.stats.prompt_tokens += len(tokens)
+        request.num_read = stop
+        if not request.is_read:
+            return [self._emit(request, request.output())]
+        self._scheduler.reading.remove(request)
+        self._scheduler.running.append(request)
+        self._keep_prefix(request)
+        return [self._choose(request, logits)]
+
+    # Prefixes.
+
+    def _num_left(self, request: Request) -> int:
+        """Tokens of its prompt that have to be read."""
+        if request.seq is not None:
+            return len(request.prompt) - request.num_read
+        shared = self._shared(request)
+        return len(request.prompt) - (0 if shared is None else shared[1])
+
+    def _shared(self, request: Request) -> tuple[int, int] | None:
+        """A sequence, and how many of its first tokens begin the prompt and need not be read."""
+        found = None if self._prefixes is None else self._prefixes.longest(request.prompt)
+        if found is None:
+            return None
+        seq, shared = found
+        shared = min(shared, len(request.prompt) - self._least_read)
+        return None if shared < _LEAST_SHARED else (seq, shared)
+
+    def _begin(self, request: Request) -> None:
+        shared = self._shared(request)
+        if shared is None:
+            request.seq = self._runner.new()
+            return
+        request.seq = self._runner.fork(*shared)
+        request.num_read = request.num_cached = shared[1]
+        self.stats.cached_tokens += shared[1]
+
+    def _keep_prefix(self, request: Request) -> None:
+        """Its prompt, which was just read, for those that begin as it does."""
+        if self._prefixes is None or request.seq is None:
+            return
+        with suppress(HostBudgetError):
+            seq = self._runner.fork(request.seq, len(request.prompt))
+            self._runner.free(self._prefixes.add(request.prompt, seq))
+
+    def _drop_prefix(self) -> bool:
+        """Give back the prompt that nobody asked for for the longest time."""
+        seq = None if self._prefixes is None else self._prefixes.least_recent()
+        if seq is not None:
+            self._runner.free([seq])
+        return seq is not None
+
+    # Outputs.
+
+    def _choose(self, request: Request, logits: torch.Tensor) -> RequestOutput:
+        try:
+            ends = request.ends if request.params.min_tokens else ()
+            chosen = choose(
+                logits, request.params, request.prompt, request.answer, request.generator, ends
+            )
+        except Exception as error:
+            return self._emit_error(request, error)
+        return self._take(request, chosen)
+
+    def _take(self, request: Request, chosen: Chosen | None) -> RequestOutput:
+        if chosen is None:
+            return self._emit_error(request, RuntimeError("non-finite logits"))
+        self.stats.answer_tokens += 1
+        return self._emit(request, request.take(chosen))
+
+    def _emit_error(self, request: Request, error: BaseException) -> RequestOutput:
+        logger.warning("request %s failed: %s", request.request_id, error)
+        request.finish_reason = "error"
+        return self._emit(request, request.output(error=error))
+
+    def _emit(self, request: Request, output: RequestOutput) -> RequestOutput:
+        """Tell who asked; free what a finished request has."""
+        if request.finish_reason is not None:
+            self._finish(request)
+        if request.on_output is not None:
+            try:
+                request.on_output(output)
+            except Exception as error:
+                logger.exception("on_output of request %s", request.request_id)
+                if request.finish_reason is None:
+                    request.finish_reason = "error"
+                    self._finish(request)
+                return replace(output, finish_reason="error", error=error)
+        return output
+
+    def _finish(self, request: Request) -> None:
+        self._scheduler.remove(request)
+        if request.finish_reason == "error":
+            self.stats.failed += 1
+        elif request.finish_reason == "cancelled":
+            self.stats.cancelled += 1
+        else:
+            self.stats.finished += 1
+        if request.seq is not None:
+            surplus = [request.seq]
+            if self._is_exact and self._prefixes is not None and request.is_read:
+                surplus = self._prefixes.add([*request.prompt, *request.answer[:-1]], request.seq)
+            self._runner.free(surplus)
+            request.seq = None
+        with self._inbox:
+            del self._requests[request.request_id]
+            self._inbox.notify_all()
+
+    def _made(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None,
+        on_output: OnOutput | None,
+    ) -> Request:
+        prompt, vocab_size = [int(token) for token in prompt], self.model.config.vocab_size
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        for token in (*prompt, *params.stop_token_ids, *params.logit_bias):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: Engine(model, tokenizer)")
+        room = self._runtime.lean.shape.max_context - len(prompt) + 1
+        max_tokens = params.max_tokens or max(1, room)
+        self._runtime.check_context(len(prompt) + max_tokens - 1)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        text = None
+        if self.tokenizer is not None:
+            text = TextStream(self.tokenizer, params.stop, prompt)
+        request_id = request_id or f"request-{uuid.uuid4().hex}"
+        request = Request(request_id, prompt, params, max_tokens, ends, text, on_output)
+        most, budget = self._admission.most_bytes(request), self._runtime.store.host_budget_bytes
+        if most > budget:
+            raise HostBudgetError(
+                f"{len(prompt)} tokens of prompt and {max_tokens} of answer need "
+                f"{format_bytes(most)} of host KV cache, but its budget is {format_bytes(budget)}; "
+                "raise max_memory={'cpu': ...} or lower max_tokens"
+            )
+        return request
+
+
+def _check_options(
+    max_num_seqs: int, max_queued: int, slice_seconds: float, read_share: float
+) -> None:
+    if max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
+    if max_queued < 0:
+        raise ValueError(f"max_queued must not be negative, got {max_queued}")
+    if not slice_seconds > 0.0:
+        raise ValueError(f"slice_seconds must be positive, got {slice_seconds}")
+    if not 0.0 < read_share < 1.0:
+        raise ValueError(f"read_share must be between 0 and 1, got {read_share}")
+
+
+def _check_model(runtime: Any) -> None:
+    """Refuse options whose state is of one generation."""
+    options = {
+        "tensor_parallel_size": runtime.ranks,
+        "host_bytes_per_sequence": runtime.sequences.compression,
+        "cache_correction_every": runtime.sequences.corrections,
+        "mean_tokens of hard_kv": runtime.attention.top_p_controller,
+    }
+    for name, value in options.items():
+        if value is not None:
+            raise NotImplementedError(f"an engine cannot run a model with {name}; leave it out")

@@ -1,0 +1,121 @@
+"""A request to an engine, and what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from offload.engine.sampler import Chosen
+from offload.engine.sampling_params import SamplingParams
+from offload.engine.text import TextStream
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What is new of a request.
+
+    Attributes:
+        tokens: chosen since the last output.
+        text: that they add; "" where the engine has no tokenizer.
+        num_read: tokens of the prompt that are read, those that were shared included.
+        num_cached: of these, what was shared with an earlier prompt.
+        finish_reason: of the last output; None: more comes. "stop" for an end-of-sequence token, a
+            stop token or a stop string.
+        error: with the reason "error".
+    """
+
+    request_id: str
+    tokens: tuple[Chosen, ...] = ()
+    text: str = ""
+    num_prompt_tokens: int = 0
+    num_read: int = 0
+    num_cached: int = 0
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """The state of a request.
+
+    Attributes:
+        prompt: token ids.
+        max_tokens: of the answer, as the context has room for.
+        ends: tokens that end the answer.
+        text: None: the engine has no tokenizer.
+        on_output: called with each output in the thread that runs the engine, which waits for it.
+        seq: its sequence of the KV store; None: it waits, or is finished.
+        num_read: tokens of `prompt` in the cache.
+        answer: tokens chosen so far; the last one is not in the cache.
+        generator: of its own random numbers; None: it has no seed.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    ends: frozenset[int]
+    text: TextStream | None
+    on_output: Callable[[RequestOutput], None] | None = None
+    seq: int | None = None
+    num_read: int = 0
+    num_cached: int = 0
+    answer: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if self.params.seed is not None:
+            self.generator = torch.Generator().manual_seed(self.params.seed)
+
+    @property
+    def most_tokens(self) -> int:
+        """That it may come to have in the cache: the last of an answer is not kept."""
+        return len(self.prompt) + self.max_tokens - 1
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it decodes."""
+        return self.num_read == len(self.prompt)
+
+    def take(self, chosen: Chosen) -> RequestOutput:
+        """The next token of the answer, and whether it is the last."""
+        token = chosen.token
+        self.answer.append(token)
+        num_chosen = len(self.answer)
+        may_end = num_chosen > self.params.min_tokens
+        new, ended = "", may_end and token in self.ends
+        if self.text is not None and not ended:
+            new = self.text.add(token)
+        if ended or (self.text is not None and self.text.is_stopped and may_end):
+            self.finish_reason = "stop"
+        elif num_chosen == self.max_tokens:
+            self.finish_reason = "length"
+        if self.text is not None and self.finish_reason is not None:
+            new += self.text.end()
+        return self.output((chosen,), new)
+
+    def output(
+        self,
+        tokens: tuple[Chosen, ...] = (),
+        text: str = "",
+        error: BaseException | None = None,
+    ) -> RequestOutput:
+        """What there is to say now."""
+        return RequestOutput(
+            self.request_id,
+            tokens,
+            text,
+            len(self.prompt),
+            self.num_read,
+            self.num_cached,
+            self.finish_reason,
+            error,
+        )

@@ -1,0 +1,123 @@
+"""The next token of one request from its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.engine.sampling_params import SamplingParams
+
+# Of so many likeliest tokens top_p is tried first: to sort a vocabulary takes 20 times as long.
+_TRIED = 256
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A token, and where they were asked for natural logarithms of probabilities.
+
+    Attributes:
+        logprob: of `token`, by the model's own logits; None: not asked for.
+        likeliest: (token, logprob), the likeliest first.
+    """
+
+    token: int
+    logprob: float | None = None
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+def choose(
+    logits: Tensor,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    generator: torch.Generator | None,
+    ends: Collection[int],
+) -> Chosen:
+    """The next token.
+
+    Args:
+        logits: [vocab_size], of any dtype and device; not changed.
+        answer: the tokens chosen so far.
+        generator: on the CPU; None: torch's own.
+        ends: tokens that `min_tokens` keeps from being chosen.
+
+    Raises:
+        RuntimeError: logits that are not finite, or that a processor leaves without a choice.
+        Whatever a processor raises.
+    """
+    given = logits.float().cpu()
+    if bool(given.isnan().any()) or not bool(given.isfinite().any()):
+        raise RuntimeError("non-finite logits")
+    changed = given
+    if params.changes_logits:
+        changed = _changed(given.clone(), params, prompt, answer, ends)
+    if params.temperature == 0.0:
+        token = int(changed.argmax())
+    else:
+        token = _sample(changed / params.temperature, params, generator)
+    if params.logprobs is None:
+        return Chosen(token)
+    logprobs = given.log_softmax(dim=-1)
+    values, tokens = logprobs.topk(params.logprobs)
+    likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    return Chosen(token, float(logprobs[token]), likeliest)
+
+
+def _changed(
+    logits: Tensor,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    ends: Collection[int],
+) -> Tensor:
+    """Before temperature, in place."""
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor([*prompt, *answer]).unique()
+        values = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(values < 0, values * penalty, values / penalty)
+    if answer and (params.presence_penalty or params.frequency_penalty):
+        tokens, counts = torch.tensor(answer).unique(return_counts=True)
+        logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    for processor in params.logits_processors:
+        result = processor([*prompt, *answer], logits)
+        if result.shape != logits.shape:
+            raise RuntimeError(
+                f"a logits processor returned shape {list(result.shape)}, not {list(logits.shape)}"
+            )
+        logits = result
+    if len(answer) < params.min_tokens and ends:
+        logits[list(ends)] = -torch.inf
+    if bool(logits.isnan().any()) or not bool((logits > -torch.inf).any()):
+        raise RuntimeError("a logits processor left NaN, or no token that may be chosen")
+    return logits
+
+
+def _sample(logits: Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:
+    """By top_k, top_p and min_p, in the order in which transformers' warpers apply."""
+    vocab_size = len(logits)
+    tokens: Tensor | None = None
+    if 0 < params.top_k < vocab_size:
+        logits, tokens = logits.topk(params.top_k)
+    elif params.top_p < 1.0:
+        likeliest, found = logits.topk(min(_TRIED, vocab_size))
+        share = (likeliest - logits.logsumexp(dim=-1)).exp().cumsum(dim=-1)
+        if float(share[-1]) >= params.top_p:
+            kept = share - (likeliest - logits.logsumexp(dim=-1)).exp() < params.top_p
+            logits, tokens = likeliest[kept], found[kept]
+        else:
+            logits, tokens = logits.sort(descending=True)
+    probabilities = logits.softmax(dim=-1)
+    if tokens is not None and params.top_p < 1.0:  # sorted
+        before = probabilities.cumsum(dim=-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= params.top_p, 0.0)
+    if params.min_p > 0.0:
+        least = params.min_p * probabilities.max()
+        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
+    at = torch.multinomial(probabilities, 1, generator=generator)[0]
+    return int(at if tokens is None else tokens[at])

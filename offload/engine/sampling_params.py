@@ -1,0 +1,103 @@
+"""How the tokens of one request are chosen, and where it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+# (ids of prompt and answer so far, float32 logits [vocab_size]) -> logits; may write in place.
+LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+
+MOST_LOGPROBS = 20
+_MOST_STOPS = 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Of one request. Names and defaults are vLLM's, but that an answer has no maximum by itself.
+
+    Attributes:
+        max_tokens: of the answer; None: as many as the context has room for.
+        min_tokens: before which nothing but `max_tokens` ends the answer.
+        temperature: 0 takes the likeliest token.
+        top_k: 0 keeps all.
+        top_p, min_p: 1 and 0 keep all.
+        seed: of this request's own random numbers; None: another each time.
+        stop: strings before which the answer ends; they are not part of it.
+        stop_token_ids: beside the model's end-of-sequence tokens.
+        ignore_eos: those do not end the answer.
+        logprobs: of each token, and so many of the likeliest beside it; None: none.
+        repetition_penalty: of tokens of prompt and answer, as in transformers.
+        presence_penalty, frequency_penalty: of tokens of the answer, as OpenAI defines them.
+        logit_bias: added to the logits of tokens.
+        logits_processors: called in turn, before temperature.
+
+    Raises:
+        ValueError: names what is out of range.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        limits: dict[str, tuple[float, float]] = {
+            "max_tokens": (1, math.inf),
+            "min_tokens": (0, math.inf),
+            "temperature": (0.0, 100.0),
+            "top_k": (0, math.inf),
+            "top_p": (0.0, 1.0),
+            "min_p": (0.0, 1.0),
+            "seed": (-(2**63), 2**63 - 1),
+            "logprobs": (0, MOST_LOGPROBS),
+            "repetition_penalty": (1e-6, 100.0),
+            "presence_penalty": (-2.0, 2.0),
+            "frequency_penalty": (-2.0, 2.0),
+        }
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:  # NaN is not, either
+                upto = "" if most == math.inf else f" and at most {most:g}"
+                raise ValueError(f"{name} must be at least {least:g}{upto}, got {value!r}")
+        if self.top_p == 0.0:
+            raise ValueError("top_p must be more than 0; temperature=0 takes the likeliest token")
+        if len(self.stop) > _MOST_STOPS or not all(self.stop):
+            raise ValueError(
+                f"stop must be at most {_MOST_STOPS} strings that are not empty, got {self.stop!r}"
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
+        for token, bias in self.logit_bias.items():
+            if not math.isfinite(bias):
+                raise ValueError(f"logit_bias of token {token} must be finite, got {bias!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether an argmax of the logits is all there is to do."""
+        return self.temperature == 0.0 and not self.changes_logits and self.logprobs is None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything is done to logits before temperature."""
+        penalised = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return (
+            penalised != (1.0, 0.0, 0.0)
+            or bool(self.logit_bias or self.logits_processors)
+            or self.min_tokens > 0
+        )

@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Any
 from offload.system.version import __version__
 
 if TYPE_CHECKING:
+    from offload.engine.async_engine import AsyncEngine
+    from offload.engine.engine import Engine, QueueFullError
+    from offload.engine.request import RequestOutput
+    from offload.engine.sampling_params import SamplingParams
     from offload.kv.store import HostBudgetError, KVStore
     from offload.loading.names import load_tokenizer
     from offload.policies import ExactTopK, Full, Policy, StreamingLLM
@@ -24,7 +28,9 @@ if TYPE_CHECKING:
     from offload.system.errors import DeviceMemoryError
 
 __all__ = [
+    "AsyncEngine",
     "DeviceMemoryError",
+    "Engine",
     "ExactTopK",
     "Full",
     "HostBudgetError",
@@ -32,7 +38,10 @@ __all__ = [
     "OffloadedCache",
     "OffloadedModel",
     "Policy",
+    "QueueFullError",
+    "RequestOutput",
     "RuntimeConfig",
+    "SamplingParams",
     "StreamingLLM",
     "__version__",
     "available_policies",
@@ -41,7 +50,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsyncEngine": "engine.async_engine",
     "DeviceMemoryError": "system.errors",
+    "Engine": "engine.engine",
     "ExactTopK": "policies",
     "Full": "policies",
     "HostBudgetError": "system.errors",
@@ -49,7 +60,10 @@ _MODULES = {
     "OffloadedCache": "runtime.cache",
     "OffloadedModel": "runtime.model",
     "Policy": "policies",
+    "QueueFullError": "engine.engine",
+    "RequestOutput": "engine.request",
     "RuntimeConfig": "runtime.config",
+    "SamplingParams": "engine.sampling_params",
     "StreamingLLM": "policies",
     "available_policies": "policies",
     "load_tokenizer": "loading.names",

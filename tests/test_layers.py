@@ -21,6 +21,7 @@ kv_compression
 loading decode
 planning
 runtime
+engine
 measuring
 bench
 cli

@@ -7,32 +7,29 @@ and then reads a slice of a prompt, if decoding has had its share of the time.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from offload.engine.prefix_tree import PrefixTree
+from offload.engine.prefixes import Prefixes
 from offload.engine.request import Request, RequestOutput
+from offload.engine.request_maker import RequestMaker
 from offload.engine.runner import Runner
 from offload.engine.sampler import Chosen, choose
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Admission, Scheduler
-from offload.engine.text import TextStream
-from offload.system.errors import DeviceMemoryError, HostBudgetError
-from offload.system.memory import format_bytes
+from offload.system.errors import DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
 OnOutput = Callable[[RequestOutput], None]
 
-_LEAST_SHARED = 16  # tokens of a prefix: to read fewer is as quick
 _IDLE_SECONDS = 0.05  # until it is looked again whether somebody else gave memory back
 
 
@@ -104,13 +101,8 @@ class Engine:
         )
         self._max_num_seqs, self._max_queued = max_num_seqs, max_queued
         self._admission = Admission(runtime.store, runtime.attention.states)
-        self._prefixes = PrefixTree() if prefix_caching else None
-        policy = runtime.config.policy
-        self._is_exact = not policy.selects
-        # The policy wants to see the last queries of a prompt.
-        self._least_read = 1 if self._is_exact else max(1, policy.state.observed_queries)
-        eos = model.generation_config.eos_token_id
-        self._eos = frozenset([] if eos is None else eos if isinstance(eos, list) else [eos])
+        self._prefixes = Prefixes(self._runner, is_enabled=prefix_caching)
+        self._maker = RequestMaker(model, tokenizer, self._admission)
         self._inbox = threading.Condition()
         self._arrived: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -125,6 +117,7 @@ class Engine:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         on_output: OnOutput | None = None,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> str:
         """Have a prompt answered.
 
@@ -132,6 +125,7 @@ class Engine:
             prompt: token ids.
             request_id: default: a new one, which is returned.
             on_output: called with every output, in the thread that runs the engine.
+            is_ready: asked before each token whether it may be chosen now.
 
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, more tokens than the context
@@ -140,7 +134,9 @@ class Engine:
             QueueFullError: as many requests wait as may.
             RuntimeError: the engine was stopped.
         """
-        request = self._made(prompt, params or SamplingParams(), request_id, on_output)
+        request = self._maker.make(
+            prompt, params or SamplingParams(), request_id, on_output, is_ready
+        )
         with self._inbox:
             if self._stopping:
                 raise RuntimeError("the engine was stopped")
@@ -206,7 +202,9 @@ class Engine:
         with self._inbox:
             if self._thread is None:
                 self._stopping = False
-                self._thread = threading.Thread(target=self._run, name="offload-engine", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="offload-engine", daemon=True
+                )
                 self._thread.start()
         return self
 
@@ -237,7 +235,7 @@ class Engine:
     def clear_prefixes(self) -> None:
         """Give back what is kept of prompts that were read."""
         with self._runtime.run_lock.lock:
-            while self._drop_prefix():
+            while self._prefixes.drop():
                 pass
 
     def __enter__(self) -> Engine:
@@ -257,9 +255,8 @@ class Engine:
                 self._inbox.wait_for(lambda: self._requests or self._stopping)
                 if self._stopping and not self._requests:
                     return
-            outputs = self.step()
-            if not outputs and not self.num_running:
-                with self._inbox:  # the first request waits for memory that somebody else has
+            if not self.step():  # all wait: for memory that others have, or for their readers
+                with self._inbox:
                     self._inbox.wait(_IDLE_SECONDS)
 
     # The parts of a step.
@@ -277,7 +274,7 @@ class Engine:
     def _fits(self, requests: list[Request]) -> bool:
         """Whether the last of `requests` may join the others."""
         while not self._admission.fits(requests):
-            if not self._drop_prefix():
+            if not self._prefixes.drop():
                 self._runtime.store.trim()
                 return self._admission.fits(requests)
         # A power of two, so that the decoder rarely has to place heads anew.
@@ -294,11 +291,12 @@ class Engine:
         return True
 
     def _decode(self) -> list[RequestOutput]:
-        running = self._scheduler.running
-        if not running:
+        rows = [request for request in self._scheduler.running if request.is_ready()]
+        if not rows:
+            self._scheduler.was_decoded(math.inf)  # nobody is kept waiting by a slice
             return []
         start = time.perf_counter()
-        outputs = self._decode_rows(list(running))
+        outputs = self._decode_rows(rows)
         seconds = time.perf_counter() - start
         self._scheduler.was_decoded(seconds)
         self.stats.decode_steps += 1
@@ -325,14 +323,15 @@ class Engine:
         return [self._choose(*row) for row in zip(rows, result, strict=True)]
 
     def _read(self) -> list[RequestOutput]:
-        found = self._scheduler.next_slice(self._num_left)
+        found = self._scheduler.next_slice(self._prefixes.num_left)
         if found is None:
             return []
         request, size = found
         start = time.perf_counter()
         try:
             if request.seq is None:
-                self._begin(request)
+                self._prefixes.begin(request)
+                self.stats.cached_tokens += request.num_cached
             assert request.seq is not None
             stop = min(len(request.prompt), request.num_read + size)
             tokens = request.prompt[request.num_read : stop]
@@ -348,50 +347,8 @@ class Engine:
             return [self._emit(request, request.output())]
         self._scheduler.reading.remove(request)
         self._scheduler.running.append(request)
-        self._keep_prefix(request)
+        self._prefixes.keep(request)
         return [self._choose(request, logits)]
-
-    # Prefixes.
-
-    def _num_left(self, request: Request) -> int:
-        """Tokens of its prompt that have to be read."""
-        if request.seq is not None:
-            return len(request.prompt) - request.num_read
-        shared = self._shared(request)
-        return len(request.prompt) - (0 if shared is None else shared[1])
-
-    def _shared(self, request: Request) -> tuple[int, int] | None:
-        """A sequence, and how many of its first tokens begin the prompt and need not be read."""
-        found = None if self._prefixes is None else self._prefixes.longest(request.prompt)
-        if found is None:
-            return None
-        seq, shared = found
-        shared = min(shared, len(request.prompt) - self._least_read)
-        return None if shared < _LEAST_SHARED else (seq, shared)
-
-    def _begin(self, request: Request) -> None:
-        shared = self._shared(request)
-        if shared is None:
-            request.seq = self._runner.new()
-            return
-        request.seq = self._runner.fork(*shared)
-        request.num_read = request.num_cached = shared[1]
-        self.stats.cached_tokens += shared[1]
-
-    def _keep_prefix(self, request: Request) -> None:
-        """Its prompt, which was just read, for those that begin as it does."""
-        if self._prefixes is None or request.seq is None:
-            return
-        with suppress(HostBudgetError):
-            seq = self._runner.fork(request.seq, len(request.prompt))
-            self._runner.free(self._prefixes.add(request.prompt, seq))
-
-    def _drop_prefix(self) -> bool:
-        """Give back the prompt that nobody asked for for the longest time."""
-        seq = None if self._prefixes is None else self._prefixes.least_recent()
-        if seq is not None:
-            self._runner.free([seq])
-        return seq is not None
 
     # Outputs.
 
@@ -439,48 +396,10 @@ class Engine:
             self.stats.cancelled += 1
         else:
             self.stats.finished += 1
-        if request.seq is not None:
-            surplus = [request.seq]
-            if self._is_exact and self._prefixes is not None and request.is_read:
-                surplus = self._prefixes.add([*request.prompt, *request.answer[:-1]], request.seq)
-            self._runner.free(surplus)
-            request.seq = None
+        self._prefixes.end(request)
         with self._inbox:
             del self._requests[request.request_id]
             self._inbox.notify_all()
-
-    def _made(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None,
-        on_output: OnOutput | None,
-    ) -> Request:
-        prompt, vocab_size = [int(token) for token in prompt], self.model.config.vocab_size
-        if not prompt:
-            raise ValueError("the prompt is empty")
-        for token in (*prompt, *params.stop_token_ids, *params.logit_bias):
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: Engine(model, tokenizer)")
-        room = self._runtime.lean.shape.max_context - len(prompt) + 1
-        max_tokens = params.max_tokens or max(1, room)
-        self._runtime.check_context(len(prompt) + max_tokens - 1)
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        text = None
-        if self.tokenizer is not None:
-            text = TextStream(self.tokenizer, params.stop, prompt)
-        request_id = request_id or f"request-{uuid.uuid4().hex}"
-        request = Request(request_id, prompt, params, max_tokens, ends, text, on_output)
-        most, budget = self._admission.most_bytes(request), self._runtime.store.host_budget_bytes
-        if most > budget:
-            raise HostBudgetError(
-                f"{len(prompt)} tokens of prompt and {max_tokens} of answer need "
-                f"{format_bytes(most)} of host KV cache, but its budget is {format_bytes(budget)}; "
-                "raise max_memory={'cpu': ...} or lower max_tokens"
-            )
-        return request
 
 
 def _check_options(

@@ -89,7 +89,7 @@ class PrefixTree:
         return [seq]
 
     def least_recent(self) -> int | None:
-        """The sequence that was not used for the longest time leaves the tree; None: it is empty."""
+        """Take out the sequence that was not used for the longest time; None: it is empty."""
         oldest = min(self._with_seq(), key=lambda path: path[-1].used, default=None)
         if oldest is None:
             return None

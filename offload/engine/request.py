@@ -50,6 +50,7 @@ class Request:
         ends: tokens that end the answer.
         text: None: the engine has no tokenizer.
         on_output: called with each output in the thread that runs the engine, which waits for it.
+        is_ready: whether its next token may be chosen now.
         seq: its sequence of the KV store; None: it waits, or is finished.
         num_read: tokens of `prompt` in the cache.
         answer: tokens chosen so far; the last one is not in the cache.
@@ -63,6 +64,7 @@ class Request:
     ends: frozenset[int]
     text: TextStream | None
     on_output: Callable[[RequestOutput], None] | None = None
+    is_ready: Callable[[], bool] = lambda: True
     seq: int | None = None
     num_read: int = 0
     num_cached: int = 0

@@ -78,9 +78,13 @@ class Runner:
             embedded = self._lean.embed_tokens(ids.to(runtime.device))
             return runtime.decoder.logits(runtime.decoder.decode(embedded, batch, seqs))
 
-        with torch.no_grad(), current_device(runtime.device), without_autocast(runtime.device):
-            # Little work lies between the kernels, and a second thread would wait for a CPU on
-            # which a worker still spins (`Runtime.generation`).
-            with torch_threads(1):
-                this = Pass(self._sequences, seqs, [1] * len(seqs))
-                return runtime.extend(this, compute, prefill=False)
+        # Little work of torch's lies between the kernels, and a second thread of its would wait for
+        # a CPU on which one of our workers still spins (`Runtime.generation`).
+        with (
+            torch.no_grad(),
+            torch_threads(1),
+            current_device(runtime.device),
+            without_autocast(runtime.device),
+        ):
+            this = Pass(self._sequences, seqs, [1] * len(seqs))
+            return runtime.extend(this, compute, prefill=False)

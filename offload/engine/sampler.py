@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -75,12 +76,13 @@ def _changed(
 ) -> Tensor:
     """Before temperature, in place."""
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor([*prompt, *answer]).unique()
+        seen = torch.tensor(sorted({*prompt, *answer}))
         values = logits[seen]
         penalty = params.repetition_penalty
         logits[seen] = torch.where(values < 0, values * penalty, values / penalty)
     if answer and (params.presence_penalty or params.frequency_penalty):
-        tokens, counts = torch.tensor(answer).unique(return_counts=True)
+        counted = Counter(answer)
+        tokens, counts = torch.tensor([*counted]), torch.tensor([*counted.values()])
         logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
     for token, bias in params.logit_bias.items():
         logits[token] += bias

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from offload.engine.request import Request
 from offload.kv.store import KVStore
@@ -46,7 +47,8 @@ class Admission:
 
 
 class Scheduler:
-    """First come, first served; a prompt that one slice reads may go before a long one's rest.
+    """First come, first served; a prompt that one slice reads may go before a long one's rest,
+    unless most of it is the beginning of that one: then it waits, and shares it.
 
     Attributes:
         waiting: requests that were not admitted yet.
@@ -96,7 +98,8 @@ class Scheduler:
         request = self.reading[0]
         if request is self._last:
             for other in self.reading[1 : 1 + _LOOKED_THROUGH]:
-                if num_left(other) <= size:
+                left = num_left(other)
+                if left <= size and 2 * _num_same(other.prompt, request.prompt) < left:
                     request = other
                     break
         self._last = request
@@ -112,3 +115,8 @@ class Scheduler:
     def was_decoded(self, seconds: float) -> None:
         """A step took so long."""
         self._owed -= seconds
+
+
+def _num_same(a: Sequence[int], b: Sequence[int]) -> int:
+    """First tokens that are the same in both."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

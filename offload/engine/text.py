@@ -25,7 +25,9 @@ class TextStream:
         is_stopped: a stop string was found: `text` is all.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()
+    ) -> None:
         self.text, self.is_stopped = "", False
         self._backend, self._stop = tokenizer.backend_tokenizer, stop
         self._longest = max(map(len, stop), default=0)

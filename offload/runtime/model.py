@@ -9,10 +9,11 @@ the cache that `generate()` makes and its loop over greedy tokens are ours.
 from __future__ import annotations
 
 import functools
+import importlib
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -422,12 +423,14 @@ class OffloadedModel(FixedModel):
             )
         return super().save_pretrained(*args, **kwargs)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Behind `generate_batch` and cache_implementation="paged"."""
-        raise NotImplementedError(
-            "generate_batch (continuous batching) is not supported; pass a left-padded batch to "
-            "generate()"
-        )
+    def init_continuous_batching(self, generation_config: Any = None, *_: Any, **__: Any) -> Any:
+        """Behind transformers' `generate_batch`: its interface, on `offload.engine`.
+
+        Its other configs are about memory that we count ourselves.
+        """
+        # By name, because the engine stands on this package.
+        manager = importlib.import_module("offload.engine.continuous_batching")
+        return manager.ContinuousBatchingManager(self, generation_config or self.generation_config)
 
 
 def _offloaded(opened: LoadedModel) -> Any:

@@ -49,3 +49,8 @@ def steps_of(model: Any) -> Any:
 def resident_of(model: Any) -> Any:
     """What the step that was made last holds on the GPU."""
     return steps_of(model).step.resident
+
+
+def allow_host_bytes(model: Any, num_bytes: int) -> None:
+    """Of the KV store's budget."""
+    model.kv_store._pool.ledger.limit_bytes = num_bytes

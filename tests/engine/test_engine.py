@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases.inside import runtime_of
+from cases.inside import allow_host_bytes, states_of
 from cases.tiny_models import random_tokens
 
-from offload import OffloadedModel
+from offload import HostBudgetError, OffloadedModel
 from offload.engine.engine import Engine, QueueFullError
 from offload.engine.request import RequestOutput
+from offload.engine.runner import Runner
 from offload.engine.sampling_params import SamplingParams
 from offload.policies.registry import available_policies, make_policy
 
@@ -73,3 +76,215 @@ def test_a_mix_gets_the_tokens_of_each_alone(tiny_folders: dict[str, Path], name
     engine.stop()
     assert model.kv_store.num_sequences == 0
     assert model.kv_store.host_bytes_used == 0
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folders: dict[str, Path]) -> Any:
+    return load(tiny_folders["llama"])
+
+
+@pytest.fixture
+def engine(model: Any) -> Iterator[Engine]:
+    made = Engine(model, slice_seconds=1e-4)
+    yield made
+    made.stop()
+    assert model.kv_store.num_sequences == 0
+    assert model.kv_store.host_bytes_used == 0
+
+
+def results(engine: Engine) -> dict[str, RequestOutput]:
+    """The last output of each request."""
+    found = {}
+    while engine.has_work:
+        found |= {output.request_id: output for output in engine.step()}
+    return found
+
+
+def test_a_request_that_fails_ends_alone(model: Any, engine: Engine) -> None:
+    prompt, other = prompts_of(60, 40)
+    wanted = alone(model, other)
+
+    def nan(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits.fill_(torch.nan)
+
+    def wrong_shape(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits[1:]
+
+    def fails(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        raise KeyError("in a processor") if len(ids) > 62 else None
+        return logits
+
+    def callback(output: RequestOutput) -> None:
+        if output.tokens:
+            raise OSError("nobody listens")
+
+    for name, processor in (("nan", nan), ("shape", wrong_shape), ("key", fails)):
+        options = {"logits_processors": (processor,), "temperature": 0.0, "max_tokens": 10}
+        engine.add_request(prompt, SamplingParams(**options), name)
+    engine.add_request(prompt, GREEDY, "callback", callback)
+    engine.add_request(other, GREEDY, "good")
+    tokens, errors = [], {}
+    while engine.has_work:
+        for output in engine.step():
+            errors |= {output.request_id: output.error} if output.error else {}
+            tokens += [c.token for c in output.tokens if output.request_id == "good"]
+    assert tokens == wanted
+    assert "NaN" in str(errors["nan"])
+    assert "shape" in str(errors["shape"])
+    assert isinstance(errors["callback"], OSError)
+    assert engine.stats.failed == 4
+
+
+def test_a_step_that_fails_is_done_request_by_request(
+    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(30, 50)
+    wanted = alone(model, prompts[0])
+    decode = Runner.decode
+
+    def failing(self: Runner, seqs: list[int], tokens: list[int], **options: Any) -> Any:
+        if any(self.runtime.store.kv_len(seq) > 52 for seq in seqs):
+            raise RuntimeError("not finite")
+        return decode(self, seqs, tokens, **options)
+
+    monkeypatch.setattr(Runner, "decode", failing)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(prompt, GREEDY, str(number))
+    tokens, failed = [], []
+    while engine.has_work:
+        for output in engine.step():
+            tokens += [c.token for c in output.tokens if output.request_id == "0"]
+            failed += [output.request_id] if output.error else []
+    assert (tokens, failed) == (wanted, ["1"])
+
+
+def test_bad_requests(engine: Engine, tiny_folders: dict[str, Path]) -> None:
+    for prompt, params, words in (
+        ([], GREEDY, "empty"),
+        ([1, 10**6], GREEDY, "token id 1000000 is outside"),
+        ([1], SamplingParams(stop=("x",)), "need a tokenizer"),
+        ([1] * 9000, GREEDY, "exceeds"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.add_request(prompt, params)
+    for options, words in (
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"stop": ("",)}, "stop"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens=3 exceeds"),
+        ({"seed": 2**63}, "seed"),
+        ({"logprobs": 21}, "logprobs"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            SamplingParams(**options)
+    engine.add_request([1, 2], GREEDY, "twice")
+    with pytest.raises(ValueError, match="'twice' is in use"):
+        engine.add_request([1, 2], GREEDY, "twice")
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        Engine(engine.model, max_num_seqs=0)
+    bounded = load(tiny_folders["llama"], "streaming_llm", host_bytes_per_sequence="1MiB")
+    with pytest.raises(NotImplementedError, match="host_bytes_per_sequence"):
+        Engine(bounded)
+
+
+def test_requests_wait_for_a_place_and_then_for_nothing(model: Any) -> None:
+    engine = Engine(model, max_num_seqs=2, max_queued=1)
+    for number in range(3):
+        engine.add_request([1, 2, 3], GREEDY, str(number))
+    with pytest.raises(QueueFullError, match="max_queued is 1"):
+        engine.add_request([1, 2, 3], GREEDY)
+    assert {r.finish_reason for r in results(engine).values()} == {"length"}
+    engine.stop()
+    with pytest.raises(RuntimeError, match="stopped"):
+        engine.add_request([1], GREEDY)
+
+
+def test_requests_wait_for_memory(tiny_folders: dict[str, Path]) -> None:
+    model = load(tiny_folders["llama"], page_tokens=16)
+    store, prompts = model.kv_store, [random_tokens(1, 100, seed=n)[0].tolist() for n in range(6)]
+    wanted = {str(n): alone(model, prompt, 20) for n, prompt in enumerate(prompts)}
+    allow_host_bytes(model, int(2.5 * 128 * store.token_bytes))
+    engine, most = Engine(model), 0
+    params = replace(GREEDY, max_tokens=20)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(prompt, params, str(number))
+    found: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None, output
+            found.setdefault(output.request_id, []).extend(c.token for c in output.tokens)
+        most = max(most, engine.num_running)
+        assert store.host_bytes_used <= store.host_budget_bytes
+    assert (found, most) == (wanted, 2)
+    with pytest.raises(HostBudgetError, match="of answer need"):
+        engine.add_request([1] * 400, params)
+    engine.stop()
+
+
+@pytest.mark.parametrize("name", ["full", "lychee_cluster"])
+def test_cancelling_gives_every_byte_back(tiny_folders: dict[str, Path], name: str) -> None:
+    model, chance = load(tiny_folders["llama"], name), random.Random(1)
+    engine = Engine(model, max_num_seqs=3, slice_seconds=1e-4, prefix_caching=False)
+    prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (20, 90, 160)]
+    wanted = [alone(model, prompt) for prompt in prompts]
+    for _ in range(60):
+        ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+        for _ in range(chance.randrange(12)):
+            engine.step()
+        kept = chance.randrange(3)
+        for i in (i for i in range(3) if i != kept):
+            engine.cancel(ids[i])
+        results(engine)
+        assert model.kv_store.num_sequences == 0 == model.kv_store.host_bytes_used
+        assert states_of(model).held_bytes == 0
+    assert engine.stats.cancelled > 60
+    engine.add_request(prompts[1], GREEDY, "last")
+    assert answers(engine)["last"] == wanted[1]
+
+
+def test_a_thread_answers_and_stops(model: Any) -> None:
+    prompts = prompts_of(20, 90, 33)
+    wanted = [alone(model, prompt) for prompt in prompts]
+    found: dict[str, list[int]] = {"0": [], "1": [], "2": []}
+    ended: list[str | None] = []
+
+    def note(output: RequestOutput) -> None:
+        found[output.request_id] += [chosen.token for chosen in output.tokens]
+        ended.extend([output.finish_reason] if output.finish_reason else [])
+
+    with Engine(model) as engine:
+        for number, prompt in enumerate(prompts):
+            engine.add_request(prompt, GREEDY, str(number), note)
+    assert [*found.values()] == wanted
+    engine = Engine(model).start()
+    engine.add_request(prompts[1], replace(GREEDY, max_tokens=400), "0", note)
+    engine.stop()
+    assert ended == ["length"] * 3 + ["cancelled"]
+    assert model.kv_store.num_sequences == 0
+
+
+def test_a_shared_beginning_is_read_once(model: Any) -> None:
+    engine, shared = Engine(model), prompts_of(200)[0]
+    prompts = [shared + random_tokens(1, 5 + n, seed=n + 1)[0].tolist() for n in range(6)]
+    wanted = {str(n): alone(model, prompt) for n, prompt in enumerate(prompts)}
+    for number, prompt in enumerate(prompts):
+        engine.add_request(prompt, GREEDY, str(number))
+    assert answers(engine) == wanted
+    assert engine.stats.prompt_tokens <= 200 + sum(5 + n for n in range(6))
+    assert engine.stats.cached_tokens >= 5 * 200
+    engine.stop()
+
+
+def test_the_same_seed_gives_the_same_answer_whatever_runs_beside(model: Any) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=7, max_tokens=12)
+    (prompt,) = prompts_of(40)
+    engine = Engine(model)
+    engine.add_request(prompt, params, "alone")
+    first = answers(engine)["alone"]
+    for number, other in enumerate(prompts_of(70, 9)):
+        engine.add_request(other, replace(params, seed=None), str(number))
+    engine.add_request(prompt, params, "beside")
+    assert answers(engine)["beside"] == first
+    engine.stop()

@@ -1,0 +1,294 @@
+"""transformers' interface to continuous batching, on our engine.
+
+`model.init_continuous_batching()` returns the manager; `model.generate_batch(...)` and
+`model.continuous_batching_context_manager(...)` are transformers' own, which use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.logits_process import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from offload.engine.engine import Engine
+from offload.engine.request import RequestOutput
+from offload.engine.sampling_params import SamplingParams
+
+_PER_REQUEST = ("temperature", "top_k", "top_p")
+_UNLIMITED = 2**31
+
+
+class ContinuousBatchingManager:
+    """Answers requests in a background thread, as transformers' class of this name does.
+
+    Args:
+        generation_config: of all requests, but for what they bring themselves.
+        max_num_seqs: requests at a time.
+    """
+
+    warmed_up = True
+
+    def __init__(
+        self, model: Any, generation_config: GenerationConfig, max_num_seqs: int = 32
+    ) -> None:
+        self.model, self.generation_config = model, generation_config
+        self._engine = Engine(model, max_num_seqs=max_num_seqs, max_queued=_UNLIMITED)
+        self._results: queue.Queue[GenerationOutput] = queue.Queue()
+        self._handlers: dict[str, tuple[Callable[[GenerationOutput], Any], Any]] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._started = False
+
+    @property
+    def background_thread_status(self) -> str:
+        """ "running", or "stopped"."""
+        return "running" if self.is_running() else "stopped"
+
+    def warmup(self) -> None:
+        """Nothing: kernels are warm when a model is loaded."""
+
+    def start(self) -> None:
+        """Answer requests from now on."""
+        self._engine.start()
+        self._started = True
+
+    def is_running(self) -> bool:
+        """Whether requests are answered."""
+        return self._started
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Take no more requests, and answer those that there are, unless `hard_stop`."""
+
+        def stop() -> None:
+            self._engine.stop(finish=not hard_stop, timeout=timeout)
+            self._started = False
+
+        if block:
+            stop()
+        else:
+            threading.Thread(target=stop, daemon=True).start()
+
+    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
+        """Wait until a `stop(block=False)` is done."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while self._started and (until is None or time.monotonic() < until):
+            time.sleep(0.01)
+
+    def destroy(self) -> None:
+        """`stop`, if it runs."""
+        if self._started:
+            self.stop(hard_stop=True)
+
+    def pause(self) -> AbstractContextManager[Any]:
+        """Around what needs the model for itself: no step runs meanwhile."""
+        lock: AbstractContextManager[Any] = self.model._offload.run_lock.lock
+        return lock
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **logit_processor_kwargs: Any,
+    ) -> str:
+        """Have a prompt answered; its id. `temperature`, `top_k` and `top_p` may be the request's.
+
+        Raises:
+            As `Engine.add_request`; ValueError for other options of a request.
+        """
+        request_id = f"req_{next(self._numbers)}" if request_id is None else request_id
+        params = self._params(list(input_ids), max_new_tokens, eos_token_id, logit_processor_kwargs)
+        copies = self.generation_config.num_return_sequences or 1
+        ids = [request_id, *(f"{request_id}__child#{i}" for i in range(copies - 1))]
+        for of_copy in ids:
+            answer = _Answer(self, of_copy, list(input_ids), streaming, record_timestamps)
+            self._engine.add_request(input_ids, params, of_copy, answer.on_output)
+        return request_id
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **logit_processor_kwargs: Any,
+    ) -> list[str]:
+        """`add_request` of each. One that is refused fails with the reason as its error."""
+        request_ids = []
+        for input_ids in inputs:
+            request_id = f"req_{next(self._numbers)}"
+            request_ids.append(request_id)
+            try:
+                self.add_request(
+                    input_ids,
+                    request_id,
+                    max_new_tokens,
+                    streaming,
+                    record_timestamps,
+                    **logit_processor_kwargs,
+                )
+            except (ValueError, MemoryError, RuntimeError) as error:
+                failed = _Answer(self, request_id, list(input_ids), streaming, record_timestamps)
+                failed.on_output(RequestOutput(request_id, finish_reason="error", error=error))
+        return request_ids
+
+    def cancel_request(self, request_id: str) -> None:
+        """Have it end; its result has what there is of the answer."""
+        self._engine.cancel(request_id)
+
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
+        """The next result, of this request if given; None if there is none within `timeout`
+        seconds, or another request's comes first."""
+        if self._results.empty() and not self._started:
+            return None
+        try:
+            result = self._results.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if request_id is not None and result.request_id != request_id:
+            self._results.put(result)
+            return None
+        return result
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Results as they come, until it is stopped."""
+        while self._started:
+            result = self.get_result(timeout=0.1)
+            if result is not None:
+                yield result
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """Results of one request, until its last."""
+        while self._started:
+            result = self.get_result(request_id, timeout=0.1)
+            if result is not None:
+                yield result
+                if result.is_finished():
+                    return
+
+    def register_result_handler(
+        self, request_id: str, callback: Callable[[GenerationOutput], Any]
+    ) -> None:
+        """Have results of a request go to `callback` in the running event loop instead."""
+        with self._lock:
+            self._handlers[request_id] = (callback, asyncio.get_running_loop())
+
+    def deliver(self, result: GenerationOutput) -> None:
+        """To its handler, or to `get_result`."""
+        with self._lock:
+            handler = self._handlers.get(result.request_id)
+            if handler is not None and result.is_finished():
+                del self._handlers[result.request_id]
+        if handler is None:
+            self._results.put(result)
+        else:
+            callback, loop = handler
+            loop.call_soon_threadsafe(callback, result)
+
+    def _params(
+        self,
+        input_ids: list[int],
+        max_new_tokens: int | None,
+        eos_token_id: int | list[int] | None,
+        given: dict[str, Any],
+    ) -> SamplingParams:
+        for name in given:
+            if name not in _PER_REQUEST:
+                raise ValueError(
+                    f"unknown option {name!r} of a request; available: {', '.join(_PER_REQUEST)}"
+                )
+        config = copy.deepcopy(self.generation_config)
+        for name, value in given.items():
+            setattr(config, name, getattr(config, name) if value is None else value)
+        if eos_token_id is None:
+            eos_token_id = config.eos_token_id
+        ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+        options: dict[str, Any] = {"temperature": 0.0}
+        self.model._prepare_special_tokens(config, device="cpu")
+        processors = self.model._get_logits_processor(config, input_ids_seq_length=len(input_ids))
+        if config.do_sample:
+            options["temperature"] = 1.0
+            while processors and (option := _own_option(processors[-1])) is not None:
+                options |= option
+                processors.pop()
+        if processors:
+            options["logits_processors"] = (
+                lambda ids, logits: processors(torch.tensor([ids]), logits[None])[0],
+            )
+        return SamplingParams(
+            max_tokens=config.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            stop_token_ids=tuple(token for token in ends if token is not None and token >= 0),
+            ignore_eos=True,
+            **options,
+        )
+
+
+def _own_option(warper: Any) -> dict[str, Any] | None:
+    """As which option of ours the last of transformers' warpers does the same."""
+    if isinstance(warper, TemperatureLogitsWarper):
+        return {"temperature": float(warper.temperature)}
+    if isinstance(warper, TopKLogitsWarper):
+        return {"top_k": int(warper.top_k)}
+    if isinstance(warper, TopPLogitsWarper) and warper.min_tokens_to_keep == 1:
+        return {"top_p": float(warper.top_p)}
+    return None
+
+
+class _Answer:
+    """What has come of a request, as transformers tells it."""
+
+    def __init__(
+        self,
+        manager: ContinuousBatchingManager,
+        request_id: str,
+        prompt: list[int],
+        streaming: bool,
+        record_timestamps: bool,
+    ) -> None:
+        self._manager, self._streaming = manager, streaming
+        self._output = GenerationOutput(
+            request_id, prompt, timestamps=[] if record_timestamps else None
+        )
+
+    def on_output(self, output: RequestOutput) -> None:
+        """Note it, and deliver what is to be delivered."""
+        now, so_far = time.perf_counter(), self._output
+        so_far.generated_tokens += [chosen.token for chosen in output.tokens]
+        if so_far.timestamps is not None:
+            so_far.timestamps += [now] * len(output.tokens)
+        if so_far.lifespan[0] < 0:
+            so_far.lifespan = (now, -1)
+        so_far.status = RequestStatus.DECODING if output.tokens else RequestStatus.PREFILLING
+        if output.finish_reason is not None:
+            failed = output.error is not None
+            so_far.status = RequestStatus.FAILED if failed else RequestStatus.FINISHED
+            so_far.error = str(output.error) if failed else None
+            so_far.lifespan = (so_far.lifespan[0], now)
+        if output.finish_reason is not None or (self._streaming and output.tokens):
+            self._manager.deliver(copy.deepcopy(so_far))

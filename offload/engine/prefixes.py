@@ -1,0 +1,81 @@
+"""Prompts that were read, for those that begin as they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from offload.engine.prefix_tree import PrefixTree
+from offload.engine.request import Request
+from offload.engine.runner import Runner
+from offload.system.errors import HostBudgetError
+
+_LEAST_SHARED = 16  # tokens: to read fewer is as quick
+
+
+class Prefixes:
+    """Sequences of earlier requests, whose first pages others share.
+
+    Only tokens that were read are shared: keys and values of tokens that a policy decoded sparsely
+    are not those of a prompt. Under exact attention the answer is, too.
+
+    Args:
+        is_enabled: else nothing is kept.
+    """
+
+    def __init__(self, runner: Runner, *, is_enabled: bool) -> None:
+        self._runner, self._is_enabled, self._tree = runner, is_enabled, PrefixTree()
+        policy = runner.runtime.config.policy
+        self._is_exact = not policy.selects
+        # The policy wants to see the last queries of a prompt.
+        self._least_read = 1 if self._is_exact else max(1, policy.state.observed_queries)
+
+    def num_left(self, request: Request) -> int:
+        """Tokens of its prompt that have to be read."""
+        if request.seq is not None:
+            return len(request.prompt) - request.num_read
+        shared = self._shared(request.prompt)
+        return len(request.prompt) - (0 if shared is None else shared[1])
+
+    def begin(self, request: Request) -> None:
+        """Give it a sequence, with what of its prompt was read before."""
+        shared = self._shared(request.prompt)
+        if shared is None:
+            request.seq = self._runner.new()
+            return
+        request.seq = self._runner.fork(*shared)
+        request.num_read = request.num_cached = shared[1]
+
+    def keep(self, request: Request) -> None:
+        """Its prompt, which was just read."""
+        if not self._is_enabled or request.seq is None:
+            return
+        with suppress(HostBudgetError):
+            seq = self._runner.fork(request.seq, len(request.prompt))
+            self._runner.free(self._tree.add(request.prompt, seq))
+
+    def end(self, request: Request) -> None:
+        """It is finished: keep its sequence or free it."""
+        if request.seq is None:
+            return
+        surplus = [request.seq]
+        if self._is_enabled and self._is_exact and request.is_read:
+            surplus = self._tree.add([*request.prompt, *request.answer[:-1]], request.seq)
+        self._runner.free(surplus)
+        request.seq = None
+
+    def drop(self) -> bool:
+        """Free what nobody asked for for the longest time; False: there is nothing."""
+        seq = self._tree.least_recent()
+        if seq is not None:
+            self._runner.free([seq])
+        return seq is not None
+
+    def _shared(self, prompt: Sequence[int]) -> tuple[int, int] | None:
+        """A sequence, and how many of its first tokens begin the prompt and need not be read."""
+        found = self._tree.longest(prompt)
+        if found is None:
+            return None
+        seq, shared = found
+        shared = min(shared, len(prompt) - self._least_read)
+        return None if shared < _LEAST_SHARED else (seq, shared)

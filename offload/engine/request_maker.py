@@ -1,0 +1,64 @@
+"""Requests from what callers give, refused here if they could not be answered to their end."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from offload.engine.request import Request, RequestOutput
+from offload.engine.sampling_params import SamplingParams
+from offload.engine.scheduler import Admission
+from offload.engine.text import TextStream
+from offload.system.errors import HostBudgetError
+from offload.system.memory import format_bytes
+
+
+class RequestMaker:
+    """Makes the requests to one model."""
+
+    def __init__(self, model: Any, tokenizer: Any, admission: Admission) -> None:
+        self._model, self._tokenizer, self._admission = model, tokenizer, admission
+        eos = model.generation_config.eos_token_id
+        self._eos = frozenset([] if eos is None else eos if isinstance(eos, list) else [eos])
+
+    def make(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None,
+        on_output: Callable[[RequestOutput], None] | None,
+        is_ready: Callable[[], bool],
+    ) -> Request:
+        """A request that waits.
+
+        Raises:
+            ValueError, HostBudgetError: as `Engine.add_request`.
+        """
+        prompt = [int(token) for token in prompt]
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        vocab_size = self._model.config.vocab_size
+        for token in (*prompt, *params.stop_token_ids, *params.logit_bias):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: Engine(model, tokenizer)")
+        runtime = self._model._offload
+        room = runtime.lean.shape.max_context - len(prompt) + 1
+        max_tokens = params.max_tokens or max(1, room)
+        runtime.check_context(len(prompt) + max_tokens - 1)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        text = None
+        if self._tokenizer is not None:
+            text = TextStream(self._tokenizer, params.stop, prompt)
+        request_id = request_id or f"request-{uuid.uuid4().hex}"
+        request = Request(request_id, prompt, params, max_tokens, ends, text, on_output, is_ready)
+        most, budget = self._admission.most_bytes(request), runtime.store.host_budget_bytes
+        if most > budget:
+            raise HostBudgetError(
+                f"{len(prompt)} tokens of prompt and {max_tokens} of answer need "
+                f"{format_bytes(most)} of host KV cache, but its budget is {format_bytes(budget)}; "
+                "raise max_memory={'cpu': ...} or lower max_tokens"
+            )
+        return request

@@ -74,11 +74,6 @@ GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     ),
 }
 NOT_MEASURED = "*Not measured yet.*"
-OWN_SCRIPTS = {
-    "gpu-plan": "perf.bench_plan",
-    "tradeoff": "perf.bench_tradeoff",
-    "paper-lychee-rules": "perf.papers.lychee_rules",
-}
 DOCS = ROOT / "docs"
 DECODE_PLOT = DOCS / "decode.svg"
 TIME_PLOT = DOCS / "time-per-token.svg"

@@ -79,12 +79,6 @@ def prefill_table(result: dict[str, Any]) -> str:
     return "\n\n".join([title, table(columns, by_engine)])
 
 
-def decode_plot(result: dict[str, Any]) -> str:
-    """The plot that `perf.report` draws of the same results, with its caption."""
-    picture = f"![Decode speed of {result['settings']['model']} by context length](decode.svg)"
-    return f"{picture}\n\n*{LLAMA_CPP_NOTE}*"
-
-
 def startup_table(result: dict[str, Any]) -> str:
     """Seconds of each phase of a fresh process."""
     settings = result["settings"]

@@ -105,7 +105,7 @@ def latency(
     with running():
         from rich import progress as bars
 
-        from offload.bench.latency.run import LatencyRun, run_latency
+        from offload.bench.latency.run import run_latency
         from offload.models.dtypes import DTYPES
         from offload.policies.registry import available_policies
         from offload.system.machine import describe_machine
@@ -124,18 +124,6 @@ def latency(
                 f"--threads {max(thread_counts)}: this process may use {cpus} CPUs only"
             )
         machine = describe_machine() | {"load_average": round(os.getloadavg()[0], 2)}
-        run = LatencyRun(
-            shape=shape,
-            model=model,
-            depths=tuple(sorted(set(depths))),
-            threads=tuple(sorted(set(thread_counts or {1, cpus}))),
-            policies=policies,
-            options=options,
-            batch_size=batch_size,
-            repeats=repeats,
-            dtype=DTYPES[dtype],
-            seed=seed,
-        )
         with quiet_transformers(verbose=False) if model else contextlib.nullcontext():
             bar = bars.Progress(
                 bars.TextColumn("{task.description}"),
@@ -147,22 +135,30 @@ def latency(
             )
             with bar as progress:
                 task = progress.add_task("starting", total=None)
-                result = run_latency(
-                    run,
+                settings, rows = run_latency(
+                    shape=shape,
+                    model=model,
+                    depths=sorted(set(depths)),
+                    threads=sorted(set(thread_counts or {1, cpus})),
+                    policies=policies,
+                    options=options,
+                    batch_size=batch_size,
+                    repeats=repeats,
+                    dtype=DTYPES[dtype],
+                    seed=seed,
                     on_progress=lambda what, done, total: progress.update(
                         task, description=what, completed=done, total=total
                     ),
                 )
         title = (
-            f"{model or shape}, {result.dtype}, batch {batch_size}, "
+            f"{model or shape}, {settings['dtype']}, batch {batch_size}, "
             f"budget {budget_tokens:,} tokens, {machine['isa']}"
         )
-        rows = result.rows()
         if as_json:
-            print_json({"machine": machine, **result.settings(), "rows": rows})
+            print_json({"machine": machine, **settings, "rows": rows})
         else:
-            _print_tables(title, result, rows, wide=wide)
-        for line in result.warnings:
+            _print_tables(title, settings, rows, wide=wide)
+        for line in settings["warnings"]:
             print_marked("warning:", line, "bold yellow")
 
 
@@ -183,8 +179,16 @@ def _options(pairs: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _print_tables(title: str, result: Any, rows: list[dict[str, Any]], *, wide: bool) -> None:
-    from offload.bench.latency.report import CAPTION, WIDE_CAPTION, table_cells, threads_title
+def _print_tables(
+    title: str, settings: dict[str, Any], rows: list[dict[str, Any]], *, wide: bool
+) -> None:
+    from offload.bench.latency.report import (
+        CAPTION,
+        WIDE_CAPTION,
+        statistics_lines,
+        table_cells,
+        threads_title,
+    )
 
     console = stdout()
     console.print(f"{title}\n", style="bold")
@@ -214,5 +218,5 @@ def _print_tables(title: str, result: Any, rows: list[dict[str, Any]], *, wide: 
             table.width = console.measure(table, options=unbounded).maximum
         console.print(table, crop=not wide)
         console.print()
-    console.print(result.describe_statistics())
+    console.print(statistics_lines(settings["statistics"]))
     console.print(f"{CAPTION} {WIDE_CAPTION}" if wide else CAPTION)

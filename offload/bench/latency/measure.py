@@ -291,6 +291,7 @@ class _Turns:
         dense = bool(self._attends_to_all[weights > 0].all())
         bandwidth = bytes_touched / (median * 1e-6)
         reads_all = dense or self._policy.scans_keys
+        scored = min(1.0, counted("scored_tokens") / units / kv_len)
         memory = yardstick.sequential_bandwidth if reads_all else yardstick.gather_bandwidth
         return {
             "policy": name,
@@ -308,9 +309,7 @@ class _Turns:
             "sequential_bandwidth": yardstick.sequential_bandwidth,
             "gather_bandwidth": yardstick.gather_bandwidth,
             "yardstick": "sequential read" if reads_all else "row gather",
-            "candidate_share": 1.0
-            if dense
-            else min(1.0, counted("scored_tokens") / units / kv_len),
+            "candidate_share": 1.0 if dense else scored,
             "attended_tokens": counted("attended_tokens") / units,
             **asdict(quality),
             "dense_share": self.plan.dense_share,

@@ -44,7 +44,7 @@ def plot_time_per_token(gpu: Results, cpu: dict[str, Any], path: Path) -> None:
     _draw(right, _cpu_lines(cpu))
     right.set_title(f"{model}, {cpu['settings']['threads']} CPU threads")
     left.set_ylabel("ms per token, batch 1")
-    save_plot(figure, path, _time_results(gpu, cpu))
+    save_plot(figure, path, time_results(gpu, cpu))
 
 
 def plot_rooms(result: dict[str, Any], path: Path) -> None:
@@ -91,11 +91,6 @@ def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:
         )
         parts.append(_caption("Without", _cpu_lines(cpu), cpu, said))
     return "\n\n".join(parts)
-
-
-def time_plot_is_current(gpu: Results, cpu: dict[str, Any], path: Path) -> bool:
-    """Whether `path` is what `plot_time_per_token` would draw."""
-    return is_current(path, _time_results(gpu, cpu))
 
 
 def is_current(path: Path, results: Any) -> bool:
@@ -176,7 +171,8 @@ def _caption(title: str, lines: _Lines, result: dict[str, Any], more: str = "") 
     )
 
 
-def _time_results(gpu: Results, cpu: dict[str, Any]) -> Any:
+def time_results(gpu: Results, cpu: dict[str, Any]) -> Any:
+    """What `plot_time_per_token` shows."""
     return [decode_rows(gpu), gpu["decode"]["machine"], cpu]
 
 

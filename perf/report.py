@@ -21,7 +21,7 @@ from perf.plots import (
     plot_rooms,
     plot_time_per_token,
     time_per_token_caption,
-    time_plot_is_current,
+    time_results,
 )
 from perf.results_file import ROOT, read_results
 from perf.tables import (
@@ -148,8 +148,8 @@ def plots(*, outdated_only: bool) -> dict[Path, Callable[[], None]]:
             found[path] = partial(draw, result, path)
     if cpu is None or "decode" not in gpu:
         return found
-    if not (outdated_only and time_plot_is_current(gpu, cpu, TIME_PLOT)):
-        found[TIME_PLOT] = lambda: plot_time_per_token(gpu, cpu, TIME_PLOT)
+    if not (outdated_only and is_current(TIME_PLOT, time_results(gpu, cpu))):
+        found[TIME_PLOT] = partial(plot_time_per_token, gpu, cpu, TIME_PLOT)
     return found
 
 

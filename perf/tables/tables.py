@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from offload.bench.eval.output import markdown
 from perf.tables.markdown import (
     LLAMA_CPP_NOTE,
     TIMES,
@@ -13,7 +14,6 @@ from perf.tables.markdown import (
     by_context,
     context_columns,
     known,
-    markdown_table,
     median,
     policy_options_note,
     table,
@@ -55,7 +55,7 @@ def _decode_ratios(rows: Sequence[Row]) -> str:
             of_family = [tokens for name, tokens in speed.items() if name.startswith(family)]
             cells.append(f"{ours / max(of_family):.2f}{TIMES}" if of_family else "")
         lines.append(cells)
-    return markdown_table(columns, lines)
+    return markdown(columns, lines)
 
 
 def prefill_table(result: dict[str, Any]) -> str:

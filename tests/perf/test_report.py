@@ -151,12 +151,12 @@ def test_the_time_plot_belongs_to_its_results(tmp_path: Path) -> None:
     cpu = read_results("decode")
     path = tmp_path / "time.svg"
     assert cpu is not None
-    assert not plots.time_plot_is_current(gpu, cpu, path)
+    assert not plots.is_current(path, plots.time_results(gpu, cpu))
     plots.plot_time_per_token(gpu, cpu, path)
-    assert plots.time_plot_is_current(gpu, cpu, path)
+    assert plots.is_current(path, plots.time_results(gpu, cpu))
     faster = copy.deepcopy(gpu)
     faster["decode"]["rows"][0]["milliseconds"] /= 2
-    assert not plots.time_plot_is_current(faster, cpu, path)
+    assert not plots.is_current(path, plots.time_results(faster, cpu))
 
 
 def test_the_time_plot_is_told_in_words() -> None:

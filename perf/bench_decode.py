@@ -20,7 +20,7 @@ from offload.loading.names import load_tokenizer, resolve_folder
 from offload.policies.registry import available_policies
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
-from perf.engines.engines import PEERS_PYTHON, EngineProcess
+from perf.engines.engine_protocol import PEERS_PYTHON, EngineProcess
 from perf.results_file import Run, script_options
 
 CONTEXTS = (512, 2048, 7168)

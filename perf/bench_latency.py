@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offload.bench.latency.run import LatencyRun, run_latency
+from offload.bench.latency.run import run_latency
 from offload.policies.registry import available_policies, make_policy
 from offload.system.memory import available_cpus
 from perf.results_file import Run, progress_bar, script_options
@@ -30,28 +30,25 @@ def main() -> None:
         name: {} if name == "full" else {"budget_tokens": BUDGET_TOKENS}
         for name in available_policies()
     }
-    depths = tuple(sorted(arguments.depths))
-    all_policies = LatencyRun(
-        shape=SHAPE,
-        model=None,
-        depths=depths,
-        threads=tuple(sorted(arguments.threads)),
-        policies={name: make_policy(name, **of_policy) for name, of_policy in options.items()},
-        options=options,
-        batch_size=1,
-        repeats=arguments.repeats,
-        dtype=torch.bfloat16,
-        seed=0,
-        max_layers=2,
-    )
     with progress_bar("latency", "part") as on_progress:
-        result = run_latency(
-            all_policies, on_progress=lambda _, done, total: on_progress(done, total)
+        found, rows = run_latency(
+            shape=SHAPE,
+            model=None,
+            depths=sorted(arguments.depths),
+            threads=sorted(arguments.threads),
+            policies={name: make_policy(name, **of_policy) for name, of_policy in options.items()},
+            options=options,
+            batch_size=1,
+            repeats=arguments.repeats,
+            dtype=torch.bfloat16,
+            seed=0,
+            max_layers=2,
+            on_progress=lambda _, done, total: on_progress(done, total),
         )
-    for line in result.warnings:
+    for line in found["warnings"]:
         print(f"warning: {line}")
     settings = {"budget_tokens": BUDGET_TOKENS, "seconds": round(run.seconds)}
-    run.write(result.settings() | settings, result.rows())
+    run.write(found | settings, rows)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import json
 import pickle
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from offload.runtime.model_loading import with_calibrated_policy
 from offload.system.memory import available_cpus
 from perf.results_file import start_machine, write_results
 from perf.tradeoff.quality import Judged, answer_all
-from perf.tradeoff.speed import Row, Timed, speed_rows
+from perf.tradeoff.speed import Row, speed_rows
 
 MODEL = "smollm2-135m-instruct-32k"
 LENGTHS = (4096, 8192, 16384, 32768)
@@ -139,21 +138,9 @@ def measure_speed(
     ]
     if not lengths:
         return
-    timed = Timed(
-        model=options.model,
-        policies=policies,
-        labels=list(document.settings["policies"]),
-        dtype=options.dtype,
-        device=device,
-        reads_on=options.reads_on if on_cpu else None,
-        num_threads=options.threads if on_cpu else None,
-        baselines=baselines,
-        num_steps=options.steps,
-        repeats=options.repeats,
-        baseline_steps=options.peer_steps,
-    )
     say(f"speed on {device}, {len(policies)} policies: opening the model")
-    for rows in speed_rows(timed, lengths):
+    labels = list(document.settings["policies"])
+    for rows in speed_rows(options, policies, labels, device, baselines, lengths):
         length = rows[0]["length"]
         document.replace(rows, part="speed", device=device, length=length)
         times = [row["milliseconds"] for row in rows if row["milliseconds"]]
@@ -164,24 +151,13 @@ def measure_quality(
     document: Document, policies: list[Policy], options: argparse.Namespace
 ) -> None:
     """Rows of what the file of answers has, after as many more as there is time for."""
-    judged = Judged(
-        model=options.model,
-        policies=policies,
-        labels=list(document.settings["policies"]),
-        dtype=options.dtype,
-        device=options.quality_device,
-        reads_on=options.reads_on,
-        num_threads=options.quality_threads,
-        num_processes=options.processes,
-        samples=dict.fromkeys(product(options.lengths, options.tasks), options.samples),
-        seed=options.seed,
-        seconds=options.seconds,
-    )
-    ways = {"device": judged.device, "reads_on": judged.reads_on, "seed": judged.seed}
-    document.begin("quality", judged.device, {"--seed": judged.seed, "--reads-on": judged.reads_on})
+    device = options.quality_device
+    ways = {"device": device, "reads_on": options.reads_on, "seed": options.seed}
+    document.begin("quality", device, {"--seed": options.seed, "--reads-on": options.reads_on})
+    judged = Judged(options, policies, list(document.settings["policies"]))
     answers = options.out.with_suffix(".jsonl")
     with RecordFile(answers, {"command": "tradeoff", **document.settings, **ways}) as file:
-        say(f"quality on {judged.device}: {judged.num_processes} processes")
+        say(f"quality on {device}: {options.processes} processes")
 
         def write(length: int) -> str:
             of_length = [record for record in file.records if record["length"] == length]

@@ -34,41 +34,6 @@ _DARK = {INK: "#e6edf3", FAINT: "#848d97", _PAPER: "#0d1117"}
 _Lines = dict[str, list[tuple[int, float, float, float]]]
 
 
-def plot_decode(result: dict[str, Any], path: Path) -> None:
-    """Decode speed by context length, as bars."""
-    pyplot = load_pyplot()
-    rows = result["rows"]
-    contexts = sorted({row["context"] for row in rows})
-    engines = list(dict.fromkeys(row["engine"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(9, 3.4))
-    width = 0.8 / len(engines)
-    for i, engine in enumerate(engines):
-        speeds = [r["decode_tokens_per_second"] for r in rows if r["engine"] == engine]
-        positions = [x + (i - (len(engines) - 1) / 2) * width for x in range(len(contexts))]
-        axes.bar(positions, speeds, width, label=engine, color=_color(engine, engines))
-    axes.set_xticks(range(len(contexts)), [f"{context:,} tokens" for context in contexts])
-    axes.set_ylabel("decode, tokens/s")
-    axes.set_title(f"{result['settings']['model']}, {result['settings']['threads']} CPU threads")
-    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    save_plot(figure, path, result)
-
-
-def plot_training(log: list[Row], path: Path) -> None:
-    """Losses of a training by its minutes: each step, and the mean of the 15 around it."""
-    figure, all_axes = load_pyplot().subplots(1, 3, figsize=(11, 3.2))
-    names = {"tasks": "tasks, nll", "text": "text, nll", "keep": "short text, KL to stock"}
-    minutes = [row["elapsed_s"] / 60 for row in log]
-    for axes, (key, name) in zip(all_axes, names.items(), strict=True):
-        losses = [row[key] for row in log]
-        around = [losses[max(0, i - 7) : i + 8] for i in range(len(losses))]
-        axes.plot(minutes, losses, color="0.8", linewidth=0.8)
-        axes.plot(minutes, [sum(some) / len(some) for some in around])
-        axes.set_title(name)
-        axes.set_xlabel("minutes")
-        axes.set_ylim(bottom=0)
-    save_plot(figure, path, log)
-
-
 def plot_time_per_token(gpu: Results, cpu: dict[str, Any], path: Path) -> None:
     """Milliseconds per token by context: with a GPU at the left, without one at the right."""
     figure, (left, right) = load_pyplot().subplots(1, 2, figsize=(11, 4.8))
@@ -79,7 +44,7 @@ def plot_time_per_token(gpu: Results, cpu: dict[str, Any], path: Path) -> None:
     _draw(right, _cpu_lines(cpu))
     right.set_title(f"{model}, {cpu['settings']['threads']} CPU threads")
     left.set_ylabel("ms per token, batch 1")
-    save_plot(figure, path, _time_results(gpu, cpu))
+    save_plot(figure, path, time_results(gpu, cpu))
 
 
 def plot_rooms(result: dict[str, Any], path: Path) -> None:
@@ -126,11 +91,6 @@ def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:
         )
         parts.append(_caption("Without", _cpu_lines(cpu), cpu, said))
     return "\n\n".join(parts)
-
-
-def time_plot_is_current(gpu: Results, cpu: dict[str, Any], path: Path) -> bool:
-    """Whether `path` is what `plot_time_per_token` would draw."""
-    return is_current(path, _time_results(gpu, cpu))
 
 
 def is_current(path: Path, results: Any) -> bool:
@@ -211,7 +171,8 @@ def _caption(title: str, lines: _Lines, result: dict[str, Any], more: str = "") 
     )
 
 
-def _time_results(gpu: Results, cpu: dict[str, Any]) -> Any:
+def time_results(gpu: Results, cpu: dict[str, Any]) -> Any:
+    """What `plot_time_per_token` shows."""
     return [decode_rows(gpu), gpu["decode"]["machine"], cpu]
 
 

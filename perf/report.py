@@ -8,7 +8,6 @@ measured: few machines have one.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -17,22 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload.loading.gguf import LONG_CONTEXT_ADAPTER
 from perf.plots import (
     is_current,
-    plot_decode,
     plot_rooms,
     plot_time_per_token,
-    plot_training,
     time_per_token_caption,
-    time_plot_is_current,
+    time_results,
 )
 from perf.results_file import ROOT, read_results
 from perf.tables import (
     gpu_tables,
     latency_tables,
-    long_context_tables,
     placement_tables,
+    ruler_tables,
     selection_tables,
     tables,
     tradeoff_tables,
@@ -43,16 +39,14 @@ from perf.tradeoff_plot import plot_tradeoff
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decode": ("decode", tables.decode_table),
-    "decode-plot": ("decode", tables.decode_plot),
     "policy-speed": ("decode-policies", selection_tables.policy_speed_table),
     "prefill": ("decode", tables.prefill_table),
     "gpu-plan": ("gpu-plan", placement_tables.gpu_plan_table),
     "latency": ("latency", latency_tables.latency_table),
     "latency-phases": ("latency", latency_tables.latency_phases_table),
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
-    "long-context": ("long-context", long_context_tables.long_context_table),
-    "ruler": ("ruler", long_context_tables.ruler_table),
-    "ruler-ablation": ("ruler-ablation", long_context_tables.ruler_ablation_table),
+    "ruler": ("ruler", ruler_tables.ruler_table),
+    "ruler-ablation": ("ruler-ablation", ruler_tables.ruler_ablation_table),
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
@@ -74,18 +68,10 @@ GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     ),
 }
 NOT_MEASURED = "*Not measured yet.*"
-OWN_SCRIPTS = {
-    "gpu-plan": "perf.bench_plan",
-    "tradeoff": "perf.bench_tradeoff",
-    "paper-lychee-rules": "perf.papers.lychee_rules",
-}
 DOCS = ROOT / "docs"
-DECODE_PLOT = DOCS / "decode.svg"
 TIME_PLOT = DOCS / "time-per-token.svg"
-TRAINING_PLOT = DOCS / "long-context-training.svg"
 ROOMS_PLOT = DOCS / "rooms.svg"
 TRADEOFF_PLOT = DOCS / "tradeoff.svg"
-TRAINING_LOG = LONG_CONTEXT_ADAPTER / "log.json"
 _SECTION = re.compile(r"<!-- perf:(?P<name>[\w-]+) -->\n.*?<!-- /perf:(?P=name) -->", re.DOTALL)
 _RELATIVE_LINK = re.compile(r"\]\((?!https?:|#)")
 
@@ -153,11 +139,7 @@ def plots(*, outdated_only: bool) -> dict[Path, Callable[[], None]]:
     """What draws each plot whose results there are."""
     cpu, gpu = read_results("decode"), _gpu_results()
     found: dict[Path, Callable[[], None]] = {}
-    log = json.loads(TRAINING_LOG.read_text("utf-8"))
-    if not (outdated_only and is_current(TRAINING_PLOT, log)):
-        found[TRAINING_PLOT] = lambda: plot_training(log, TRAINING_PLOT)
     for name, path, draw in (
-        ("decode", DECODE_PLOT, plot_decode),
         ("gpu-rooms", ROOMS_PLOT, plot_rooms),
         ("tradeoff", TRADEOFF_PLOT, plot_tradeoff),
     ):
@@ -166,8 +148,8 @@ def plots(*, outdated_only: bool) -> dict[Path, Callable[[], None]]:
             found[path] = partial(draw, result, path)
     if cpu is None or "decode" not in gpu:
         return found
-    if not (outdated_only and time_plot_is_current(gpu, cpu, TIME_PLOT)):
-        found[TIME_PLOT] = lambda: plot_time_per_token(gpu, cpu, TIME_PLOT)
+    if not (outdated_only and is_current(TIME_PLOT, time_results(gpu, cpu))):
+        found[TIME_PLOT] = partial(plot_time_per_token, gpu, cpu, TIME_PLOT)
     return found
 
 

@@ -135,14 +135,6 @@ def progress_bar(name: str, unit: str) -> Iterator[Callable[[int, int], None]]:
         yield on_progress
 
 
-def hide_loading_bars() -> None:
-    """Not a bar of transformers for every model that is loaded."""
-    from transformers.utils import logging as transformers_logging
-
-    logging: Any = transformers_logging  # parts of it are untyped
-    logging.disable_progress_bar()
-
-
 def _git(*arguments: str) -> str:
     done = subprocess.run(
         ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False

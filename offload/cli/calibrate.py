@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.calibrate_layers import SweepOptions, calibrate_layers, print_layers
-from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
+from offload.cli.console import make_table, print_json, quiet_transformers, running, stderr, stdout
 from offload.cli.options import AsJson, DType, ModelName, Verbose, check_name
 from offload.system.text_file import read_text_file
 
@@ -296,12 +296,10 @@ def _of_lychee_decode(
 
 
 def _print_table(summary: dict[str, Any], roles: HeadRoles) -> None:
-    from rich.table import Table
-
     mass = summary.get("lookup_mass")
-    table = Table(title=f"Retrieval heads of {summary['model']}", title_justify="left")
-    table.add_column("layer", justify="right")
-    table.add_column("KV heads" if mass is None else "KV heads (attention to the facts)")
+    found = "KV heads" if mass is None else "KV heads (attention to the facts)"
+    title = f"Retrieval heads of {summary['model']}"
+    table = make_table(["layer", found], words=(1,), title=title)
     for layer_idx, row in enumerate(roles.retrieval):
         heads = [head for head, retrieves in enumerate(row) if retrieves]
         if heads:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from offload.cli.console import quiet_transformers, stderr, stdout
+from offload.cli.console import make_table, quiet_transformers, stderr, stdout
 from offload.cli.options import counts
 
 if TYPE_CHECKING:
@@ -128,43 +128,40 @@ def calibrate_layers(
 
 def print_layers(summary: dict[str, Any]) -> None:
     """What a single layer beside the fixed one is worth, and the sets of layers."""
-    from rich.table import Table
-
     budgets = summary["settings"]["budgets"]
-    by_layers: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-    for score in summary["scores"]:
-        by_layers.setdefault(tuple(score["select_layers"]), []).append(score)
+
+    def show(title: str, first: str, names: Sequence[str], rows: Any, **more: Any) -> None:
+        header = [first, *(f"{name}, {budget:,}" for budget in budgets for name in names)]
+        stdout().print(make_table(header, rows, words=(), title=title, **more))
+
     fixed = summary["path"][0]
-    single = Table(
-        title=f"{summary['model']}: layer {fixed[0]} selects, and this one again",
+    show(
+        f"{summary['model']}: layer {fixed[0]} selects, and this one again",
+        "layer",
+        ("KL", "right"),
+        [
+            [str(layers[1]) if layers[1:] else "none", *_cells(scores, "kl", "right")]
+            for layers, scores in sorted(_by_layers(summary["scores"]).items())
+            if layers == fixed or (len(layers) == 2 and layers[0] == fixed[0])
+        ],
         caption="KL of the answers' tokens from full attention; answers right as with it",
-        title_justify="left",
     )
-    _add_columns(single, "layer", budgets, ("KL", "right"))
-    for layers, scores in sorted(by_layers.items()):
-        if layers == fixed or (len(layers) == 2 and layers[0] == fixed[0]):
-            shown = str(layers[1]) if layers[1:] else "none"
-            cells = [cell for x in scores for cell in (f"{x['kl']:.3f}", _share(x["right"]))]
-            single.add_row(shown, *cells)
-    stdout().print(single)
-    found = Table(
-        title=f"On other texts; full attention gives {summary['num_right']} answers right",
-        title_justify="left",
+    why = {
+        summary["select_layers"]: " (chosen)",
+        summary["default_select_layers"]: " (default)",
+    }
+    show(
+        f"On other texts; full attention gives {summary['num_right']} answers right",
+        "select layers",
+        ("KL", "agrees", "right"),
+        [
+            [
+                ",".join(map(str, layers)) + why.get(layers, ""),
+                *_cells(scores, "kl", "agrees", "right"),
+            ]
+            for layers, scores in _by_layers(summary["held_out"]).items()
+        ],
     )
-    _add_columns(found, "select layers", budgets, ("KL", "agrees", "right"))
-    held_out: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-    for score in summary["held_out"]:
-        held_out.setdefault(tuple(score["select_layers"]), []).append(score)
-    for layers, scores in held_out.items():
-        why = {summary["select_layers"]: "chosen", summary["default_select_layers"]: "default"}
-        cells = [
-            cell
-            for x in scores
-            for cell in (f"{x['kl']:.3f}", f"{x['agrees']:.1%}", _share(x["right"]))
-        ]
-        label = ",".join(map(str, layers))
-        found.add_row(f"{label} ({why[layers]})" if layers in why else label, *cells)
-    stdout().print(found)
     written = ",".join(map(str, summary["select_layers"]))
     stdout().print(f"select_layers={written}\nWritten to {summary['output']}")
     if summary["found_by_policy"]:
@@ -215,12 +212,15 @@ def _made_by(settings: SweepSettings) -> str:
     )
 
 
-def _share(right: float | None) -> str:
-    return "" if right is None else f"{right:.0%}"
+def _by_layers(scores: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], list[dict[str, Any]]]:
+    """The scores of each set of layers, one for each budget."""
+    found: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for score in scores:
+        found.setdefault(tuple(score["select_layers"]), []).append(score)
+    return found
 
 
-def _add_columns(table: Any, first: str, budgets: Sequence[int], names: Sequence[str]) -> None:
-    table.add_column(first, justify="right")
-    for budget in budgets:
-        for name in names:
-            table.add_column(f"{name}, {budget:,}", justify="right")
+def _cells(scores: Sequence[dict[str, Any]], *names: str) -> list[str]:
+    forms = {"kl": ".3f", "agrees": ".1%", "right": ".0%"}
+    values = ((name, score[name]) for score in scores for name in names)
+    return ["" if value is None else format(value, forms[name]) for name, value in values]

@@ -7,13 +7,18 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import OverflowMethod
+    from rich.progress import Progress
+    from rich.table import Table
 
 
 def stdout() -> Console:
@@ -32,6 +37,48 @@ def stderr() -> Console:
 def print_marked(mark: str, text: str, style: str) -> None:
     """A line on stderr that begins with a styled word, such as "error:"."""
     stderr().print(Text.assemble((mark, style), " ", text), soft_wrap=True)
+
+
+def make_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str | Text]] = (),
+    *,
+    words: Collection[int] = (0,),
+    no_wrap: bool = False,
+    overflow: OverflowMethod = "ellipsis",
+    **options: Any,
+) -> Table:
+    """A table whose columns `words` stand to the left, the others to the right."""
+    from rich.table import Table
+
+    table = Table(title_justify="left", caption_justify="left", **options)
+    for i, name in enumerate(header):
+        table.add_column(
+            name, justify="left" if i in words else "right", no_wrap=no_wrap, overflow=overflow
+        )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def progress_bar(*, auto_refresh: bool = True) -> Progress:
+    """On stderr, gone when done. Without auto_refresh only `update(refresh=True)` draws it."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    return Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=stderr(),
+        transient=True,
+        auto_refresh=auto_refresh,
+    )
 
 
 def print_json(result: Mapping[str, Any]) -> None:

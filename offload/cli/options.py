@@ -87,9 +87,9 @@ def memory_budgets(pairs: list[str]) -> dict[int | str, int | str] | None:
     return budgets or None
 
 
-def check_name(name: str, available: Sequence[str], *, option: str, kind: str = "") -> None:
-    """A usage error unless the name is `available`."""
-    if name not in available:
+def check_name(name: str | None, available: Sequence[str], *, option: str, kind: str = "") -> None:
+    """A usage error for a name that is given and not `available`."""
+    if name is not None and name not in available:
         raise typer.BadParameter(
             f"unknown {kind}{name!r}; available: {', '.join(available)}", param_hint=option
         )

@@ -11,6 +11,7 @@ import typer
 
 from offload.cli.bench.options import MODEL_SHAPE_NAMES
 from offload.cli.console import (
+    make_table,
     print_json,
     print_marked,
     quiet_transformers,
@@ -318,16 +319,13 @@ def _print_heads(found: Plan) -> None:
 
 
 def _print_bytes(title: str, counted: dict[str, int], limit: int | None) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from offload.system.memory import format_bytes
 
     if not counted:
         return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column(title)
-    table.add_column("", justify="right")
+    table = make_table([title, ""], box=None, padding=(0, 2, 0, 0))
     for name, num_bytes in counted.items():
         if num_bytes:
             table.add_row(name, format_bytes(num_bytes))
@@ -338,13 +336,10 @@ def _print_bytes(title: str, counted: dict[str, int], limit: int | None) -> None
 
 
 def _print_step(found: Plan) -> None:
-    from rich.table import Table
-
     step = found.step
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("predicted, ms per step")
-    for column in ("layers", "linear", "GPU attends", "waits", "merge", "in all"):
-        table.add_column(column, justify="right")
+    columns = ("layers", "linear", "GPU attends", "waits", "merge", "in all")
+    header = ["predicted, ms per step", *columns]
+    table = make_table(header, box=None, padding=(0, 2, 0, 0))
     for row in step.breakdown():
         parts = [row[name] for name in ("linear", "gpu", "exposed", "merge", "total")]
         cells = [f"{us / 1e3:.2f}" for us in parts]

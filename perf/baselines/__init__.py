@@ -1,1 +1,1 @@
-"""Engines that offload is compared with, each in a process of its own (`perf.engines.engines`)."""
+"""Engines that offload is compared with (`perf.engines.engine_protocol`)."""

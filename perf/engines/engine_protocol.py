@@ -1,7 +1,7 @@
-"""What a benchmarked engine's process speaks: one JSON object per line on stdin and stdout.
+"""Engines as child processes, each with its own libraries, threads and environment.
 
-Standard library only, because peers run it from environments without offload. Arguments of the
-process are the model and a JSON object of settings.
+Standard library only, because peers speak from environments without offload: one JSON object per
+line on stdin and stdout. Arguments of the process are the model and a JSON object of settings.
 
     -> {"prefill": [token ids]}   <- {"seconds": s}                  forgets what was before
     -> {"decode": [token ids]}    <- {"seconds": [s per step], "argmax": [token per step]}
@@ -14,10 +14,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 
 
 class Engine(Protocol):
@@ -58,3 +63,57 @@ def _answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
         argmax.append(engine.step(token))
         seconds.append(time.perf_counter() - start)
     return {"seconds": seconds, "argmax": argmax}
+
+
+class EngineProcess:
+    """A running engine; a context manager that ends it.
+
+    Raises:
+        RuntimeError: it ended instead of answering; what it wrote to stderr was shown above.
+    """
+
+    def __init__(
+        self, module: str, model: str, settings: dict[str, Any], python: Path | None = None
+    ) -> None:
+        self._module = module
+        self._process = subprocess.Popen(
+            [str(python or sys.executable), "-m", module, model, json.dumps(settings)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.description = self._answer()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+
+    def prefill(self, tokens: Sequence[int]) -> float:
+        """Start over and read the tokens; seconds."""
+        return float(self._ask({"prefill": list(tokens)})["seconds"])
+
+    def decode(self, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Feed the tokens one by one; (seconds, most likely next token) of each step."""
+        answer = self._ask({"decode": list(tokens)})
+        return answer["seconds"], answer["argmax"]
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._module} ended with exit code {self._end()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _end(self) -> int:
+        self._process.communicate()  # which closes its stdin
+        return self._process.returncode

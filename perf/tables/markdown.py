@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
+
+from offload.bench.eval.output import markdown
 
 Row = dict[str, Any]
 Columns = Mapping[str, str | Callable[[Any], str]]
 DEFAULT_BUDGET_TOKENS = 1024  # of results that do not say it
 TIMES = "\N{MULTIPLICATION SIGN}"
 LLAMA_CPP_NOTE = "llama.cpp runs the GGUF's Q4_1 weights, the others bfloat16."
-
-
-def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A GitHub table, numbers to the right."""
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
 
 
 def table(columns: Columns, rows: Iterable[Any]) -> str:
@@ -29,7 +25,7 @@ def table(columns: Columns, rows: Iterable[Any]) -> str:
     makers = [
         column.format_map if isinstance(column, str) else column for column in columns.values()
     ]
-    return markdown_table(list(columns), [[make(row) for make in makers] for row in rows])
+    return markdown(list(columns), [[make(row) for make in makers] for row in rows])
 
 
 def by_context(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from offload.bench.eval.output import markdown
 from offload.bench.quality.output import COLUMNS, LEGEND, cells
 from perf.tables.markdown import (
     Columns,
-    markdown_table,
     policy_options_note,
     table,
 )
@@ -26,7 +26,7 @@ def selection_table(result: dict[str, Any]) -> str:
         "is compared with exact attention in every sparse layer."
     )
     legend = LEGEND[0].upper() + LEGEND[1:]
-    parts = [title, markdown_table(header, lines), legend, machine_line(result["machine"])]
+    parts = [title, markdown(header, lines), legend, machine_line(result["machine"])]
     return "\n\n".join(parts)
 
 

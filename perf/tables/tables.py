@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from offload.bench.eval.output import markdown
 from perf.tables.markdown import (
     LLAMA_CPP_NOTE,
     TIMES,
@@ -13,7 +14,6 @@ from perf.tables.markdown import (
     by_context,
     context_columns,
     known,
-    markdown_table,
     median,
     policy_options_note,
     table,
@@ -55,7 +55,7 @@ def _decode_ratios(rows: Sequence[Row]) -> str:
             of_family = [tokens for name, tokens in speed.items() if name.startswith(family)]
             cells.append(f"{ours / max(of_family):.2f}{TIMES}" if of_family else "")
         lines.append(cells)
-    return markdown_table(columns, lines)
+    return markdown(columns, lines)
 
 
 def prefill_table(result: dict[str, Any]) -> str:
@@ -77,12 +77,6 @@ def prefill_table(result: dict[str, Any]) -> str:
     }
     by_engine = by_context(rows, lambda row: row["engine"], "context")
     return "\n\n".join([title, table(columns, by_engine)])
-
-
-def decode_plot(result: dict[str, Any]) -> str:
-    """The plot that `perf.report` draws of the same results, with its caption."""
-    picture = f"![Decode speed of {result['settings']['model']} by context length](decode.svg)"
-    return f"{picture}\n\n*{LLAMA_CPP_NOTE}*"
 
 
 def startup_table(result: dict[str, Any]) -> str:

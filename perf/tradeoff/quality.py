@@ -7,12 +7,13 @@ task and length.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
 from multiprocessing.pool import IMapIterator
 from typing import Any
 
@@ -30,24 +31,14 @@ class Judged:
     """What answers, and to what.
 
     Attributes:
+        options: of `perf.bench_tradeoff`: what is asked, where answers are decoded, and for how
+            long.
         labels: of the policies, full attention's "full" first.
-        samples: of each length and task that is asked.
-        device, reads_on: as `RuntimeConfig` and `SharedModel` take them.
-        num_threads: of each process.
-        seconds: after which no answer is waited for.
     """
 
-    model: str
+    options: argparse.Namespace
     policies: Sequence[Policy]
     labels: Sequence[str]
-    dtype: str
-    device: str
-    reads_on: str | None
-    num_threads: int
-    num_processes: int
-    samples: Mapping[Cell, int]
-    seed: int
-    seconds: float
 
 
 class _Process:
@@ -58,24 +49,22 @@ class _Process:
         from offload.loading.names import load_tokenizer
 
         self.judged = judged
-        self._tokenizer: Any = load_tokenizer(judged.model)
+        self._tokenizer: Any = load_tokenizer(judged.options.model)
         self._prose = prose_words(None)
         self._model: Any = None
 
     def make(self, cell: Cell) -> list[Sample]:
         """The samples of a task at a length."""
+        from offload.bench.eval.prompt import text_counter
         from offload.bench.eval.ruler import ruler_samples
-
-        def count_tokens(text: str) -> int:
-            return len(self._tokenizer(text, verbose=False)["input_ids"])
 
         length, task = cell
         return ruler_samples(
             task,
             length,
-            self.judged.samples[cell],
-            seed=self.judged.seed,
-            count_tokens=count_tokens,
+            self.judged.options.samples,
+            seed=self.judged.options.seed,
+            count_tokens=text_counter(self._tokenizer),
             prose=self._prose,
         )
 
@@ -86,16 +75,18 @@ class _Process:
         from offload.runtime.config import runtime_config
         from offload.runtime.shared_model import SharedModel
 
-        judged = self.judged
+        options, labels = self.judged.options, self.judged.labels
         if self._model is None:
             config = runtime_config(
-                dtype=judged.dtype, device=judged.device, num_threads=judged.num_threads
+                dtype=options.dtype,
+                device=options.quality_device,
+                num_threads=options.quality_threads,
             )
             self._model = SharedModel(
-                judged.model, judged.policies, config, reads_on=judged.reads_on
+                options.model, self.judged.policies, config, reads_on=options.reads_on
             )
         chat = uses_chat_template(self._tokenizer, None)
-        return sample, answer_sample(self._model, judged.labels, self._tokenizer, sample, chat=chat)
+        return sample, answer_sample(self._model, labels, self._tokenizer, sample, chat=chat)
 
 
 def answer_all(
@@ -112,9 +103,11 @@ def answer_all(
     Raises:
         RuntimeError: some prompts were not answered; the others are in `file`.
     """
-    end = time.monotonic() + judged.seconds
+    options, end = judged.options, time.monotonic() + judged.options.seconds
     # The longest first: what is left at the end is short.
-    cells = sorted(judged.samples, key=lambda cell: -cell[0])
+    cells = sorted(
+        dict.fromkeys(product(options.lengths, options.tasks)), key=lambda cell: -cell[0]
+    )
     done = file.keys
     with _processes(judged) as (make, answer):
         made = iter(make(cells))
@@ -162,13 +155,13 @@ Map = Callable[[Iterable[Any]], Iterable[Any]]
 @contextmanager
 def _processes(judged: Judged) -> Iterator[tuple[Map, Map]]:
     """What makes the samples of cells, in order, and what answers samples, as they come."""
-    if judged.num_processes == 1:
+    if judged.options.processes == 1:
         own = _Process(judged)
         yield lambda cells: map(own.make, cells), lambda samples: map(own.answer, samples)
         return
     # Spawned: a fork would have this process's threads and its GPU in an unknown state.
     context = multiprocessing.get_context("spawn")
-    with context.Pool(judged.num_processes, _begin, (judged,)) as pool:
+    with context.Pool(judged.options.processes, _begin, (judged,)) as pool:
         yield (
             lambda cells: pool.imap(_make, cells),
             lambda samples: pool.imap_unordered(_answer, samples),
@@ -182,7 +175,7 @@ def _begin(judged: Judged) -> None:
     global _process
     import torch
 
-    torch.set_num_threads(judged.num_threads)
+    torch.set_num_threads(judged.options.quality_threads)
     _process = _Process(judged)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -28,56 +28,42 @@ ROOM = 300
 _KEPT = ("engine", "kv_len", "steps", "milliseconds", "milliseconds_p10", "milliseconds_p90")
 
 
-@dataclass(frozen=True)
-class Timed:
-    """What decodes, and beside whom.
+def speed_rows(
+    options: argparse.Namespace,
+    policies: Sequence[Policy],
+    labels: Sequence[str],
+    device: str,
+    baselines: Sequence[str],
+    lengths: Sequence[int],
+) -> Iterator[list[Row]]:
+    """The rows of each length; a context ends `ROOM` tokens before it.
 
-    Attributes:
+    Args:
+        options: of `perf.bench_tradeoff`; --threads and --reads-on are for a CPU.
         labels: of the policies.
-        device, reads_on: as `RuntimeConfig` and `SharedModel` take them.
-        num_threads: None: as `RuntimeConfig` has it.
-        peers: engines of `offload bench decode`.
-        num_steps: `repeats` times; the first of each are left out. A context ends `ROOM` tokens
-            before its length.
-        peer_steps: of transformers, which is slow.
+        baselines: engines of `offload bench decode`.
     """
-
-    model: str
-    policies: Sequence[Policy]
-    labels: Sequence[str]
-    dtype: str
-    device: str
-    reads_on: str | None
-    num_threads: int | None
-    baselines: Sequence[str]
-    num_steps: int
-    repeats: int
-    baseline_steps: int
-
-
-def speed_rows(timed: Timed, lengths: Sequence[int]) -> Iterator[list[Row]]:
-    """The rows of each length."""
-    config = runtime_config(dtype=timed.dtype, device=timed.device, num_threads=timed.num_threads)
-    shared = SharedModel(timed.model, timed.policies, config, reads_on=timed.reads_on)
+    on_cpu = device == "cpu"
+    num_threads = options.threads if on_cpu else None
+    config = runtime_config(dtype=options.dtype, device=device, num_threads=num_threads)
+    reads_on = options.reads_on if on_cpu else None
+    shared = SharedModel(options.model, policies, config, reads_on=reads_on)
     words = "\n\n".join(stdlib_paragraphs())
-    tokens = torch.tensor(load_tokenizer(timed.model)(words, verbose=False)["input_ids"])
-    text = SharedText(shared, timed.policies, tokens)
-    own = {
-        "device": timed.device,
-        "threads": shared.runtimes[0]._decoder.pool.num_threads,
-    }
+    tokens = torch.tensor(load_tokenizer(options.model)(words, verbose=False)["input_ids"])
+    text = SharedText(shared, policies, tokens)
+    own = {"device": device, "threads": shared.runtimes[0]._decoder.pool.num_threads}
     for length in lengths:
         plan = DecodePlan(
-            policies=timed.policies,
-            kv_lens=[length - ROOM - timed.num_steps],
-            engines=["offload", *timed.baselines],
-            num_steps=timed.num_steps,
-            repeats=timed.repeats,
-            stock_steps=timed.baseline_steps,
-            num_threads=timed.num_threads,
+            policies=policies,
+            kv_lens=[length - ROOM - options.steps],
+            engines=["offload", *baselines],
+            num_steps=options.steps,
+            repeats=options.repeats,
+            stock_steps=options.peer_steps,
+            num_threads=num_threads,
         )
         rows = []
-        runtimes = iter(zip(timed.labels, shared.runtimes, strict=True))
+        runtimes = iter(zip(labels, shared.runtimes, strict=True))
         for measured in measure_engines(cast(DecodeModel, text), plan, ignore):
             row = {"part": "speed", "length": length, "label": measured["engine"], **own}
             row |= {name: measured.get(name) for name in _KEPT}

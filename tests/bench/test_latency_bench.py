@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from offload.bench.latency.measure import PHASES, LatencyMeasurement, measure_latency, steps_needed
+from offload.bench.latency.measure import PHASES, Row, measure_latency, steps_needed
 from offload.bench.latency.plan import plan_layers
-from offload.bench.latency.report import (
-    latency_rows,
-)
+from offload.bench.latency.report import compared
 from offload.bench.latency.workload import LatencyWorkload, TextReader, structured_workload
 from offload.measuring.synthetic.exact_attention import ExactAttention
 from offload.models import ModelShape
@@ -66,39 +64,43 @@ def test_every_policy_end_to_end(workload: LatencyWorkload) -> None:
         on_step=lambda: steps.append(1),
     )
     assert len(steps) == 2 * steps_needed(3)
-    assert [(m.policy, m.num_threads) for m in measured] == [(n, t) for t in (1, 2) for n in names]
-    by_name = {m.policy: m for m in measured if m.num_threads == 1}
+    assert [(m["policy"], m["num_threads"]) for m in measured] == [
+        (n, t) for t in (1, 2) for n in names
+    ]
+    by_name = {m["policy"]: m for m in measured if m["num_threads"] == 1}
     row_bytes = 64 * 4
     # 2 warm-up steps, 3 timed ones: the median is the second of those.
-    assert by_name["full"].bytes_touched == 2 * 2 * (KV_LEN + 4) * row_bytes
-    assert by_name["full"].attended_tokens == KV_LEN + 4
-    assert by_name["exact_topk"].attended_tokens == BUDGET
+    assert by_name["full"]["bytes_touched"] == 2 * 2 * (KV_LEN + 4) * row_bytes
+    assert by_name["full"]["attended_tokens"] == KV_LEN + 4
+    assert by_name["exact_topk"]["attended_tokens"] == BUDGET
     for m in measured:
-        assert m.batch_size == 2
-        assert 0 < m.microseconds_p10 <= m.microseconds <= m.microseconds_p90
-        assert set(m.phases) == {*PHASES, "other"}
-        assert sum(m.phases.values()) >= 0.99 * m.microseconds
-        assert m.bandwidth == pytest.approx(m.bytes_touched / m.microseconds * 1e6)
-        assert m.yardstick_share > 0
-        assert m.relative_error < 1e-4
-        assert 0 < m.mass_kept <= 1 + 1e-6
-        assert 0 <= m.candidate_share <= 1
+        assert m["batch_size"] == 2
+        assert 0 < m["microseconds_p10"] <= m["microseconds"] <= m["microseconds_p90"]
+        assert set(m["phases"]) == {*PHASES, "other"}
+        assert sum(m["phases"].values()) >= 0.99 * m["microseconds"]
+        assert m["bandwidth"] == pytest.approx(m["bytes_touched"] / m["microseconds"] * 1e6)
+        memory = "sequential" if m["yardstick"] == "sequential read" else "gather"
+        share = m["bandwidth"] / m[f"{memory}_bandwidth"]
+        assert m["yardstick_share"] == pytest.approx(share)
+        assert m["relative_error"] < 1e-4
+        assert 0 < m["mass_kept"] <= 1 + 1e-6
+        assert 0 <= m["candidate_share"] <= 1
         # What a policy answers or reuses may be less; nothing attends to more than it may.
-        if m.policy not in ("full", "tidal_decode", "lychee_decode", "per_head"):
-            assert m.attended_tokens <= BUDGET + 128
-            assert m.mass_kept <= by_name["exact_topk"].mass_kept + 1e-6
-    assert by_name["full"].mass_kept == by_name["full"].top_overlap == 1
-    assert by_name["exact_topk"].top_overlap == pytest.approx(1, abs=0.01)
-    assert by_name["streaming_llm"].top_overlap is None
-    assert by_name["exact_topk"].dense_share == 2 / 8
-    assert by_name["quest"].state_share > 0.05
-    assert by_name["full"].yardstick == "sequential read"
-    assert by_name["quest"].yardstick == "row gather"
+        if m["policy"] not in ("full", "tidal_decode", "lychee_decode", "per_head"):
+            assert m["attended_tokens"] <= BUDGET + 128
+            assert m["mass_kept"] <= by_name["exact_topk"]["mass_kept"] + 1e-6
+    assert by_name["full"]["mass_kept"] == by_name["full"]["top_overlap"] == 1
+    assert by_name["exact_topk"]["top_overlap"] == pytest.approx(1, abs=0.01)
+    assert by_name["streaming_llm"]["top_overlap"] is None
+    assert by_name["exact_topk"]["dense_share"] == 2 / 8
+    assert by_name["quest"]["state_share"] > 0.05
+    assert by_name["full"]["yardstick"] == "sequential read"
+    assert by_name["quest"]["yardstick"] == "row gather"
     # The selections of a step do not depend on the number of threads.
     for name in names:
-        one, two = (m for m in measured if m.policy == name)
-        assert one.mass_kept == two.mass_kept
-        assert one.attended_tokens == pytest.approx(two.attended_tokens)
+        one, two = (m for m in measured if m["policy"] == name)
+        assert one["mass_kept"] == two["mass_kept"]
+        assert one["attended_tokens"] == pytest.approx(two["attended_tokens"])
 
 
 def test_the_workload_is_rewound_and_steps_differ(workload: LatencyWorkload) -> None:
@@ -246,33 +248,34 @@ def test_quality_of_selections(exact: ExactAttention) -> None:
     assert per_head.top_overlap == 1
 
 
-def measurement(policy: str, kv_len: int, threads: int, time: float) -> LatencyMeasurement:
-    return LatencyMeasurement(
-        policy=policy,
-        options={"alpha": 0.2} if policy == "lfps" else {},
-        kv_len=kv_len,
-        num_threads=threads,
-        batch_size=1,
-        microseconds=time,
-        microseconds_p10=0.9 * time,
-        microseconds_p90=1.1 * time,
-        microseconds_mean=1.01 * time,
-        phases=dict.fromkeys(PHASES, time / 10) | {"other": time / 2},
-        bytes_touched=1e6,
-        bandwidth=1e12 / time,
-        sequential_bandwidth=20e9 * threads,
-        gather_bandwidth=10e9 * threads**0.5,
-        yardstick="sequential read" if policy == "full" else "row gather",
-        candidate_share=1.0 if policy == "full" else 0.05,
-        attended_tokens=1024.0,
-        top_overlap=None if policy == "full" else 0.8,
-        mass_kept=0.95,
-        answered=0.0,
-        dense_share=0.0 if policy == "full" else 0.25,
-        build_seconds=0.5,
-        state_share=0.01,
-        relative_error=1e-3,
-    )
+def measurement(policy: str, kv_len: int, threads: int, time: float) -> Row:
+    return {
+        "policy": policy,
+        "options": {"alpha": 0.2} if policy == "lfps" else {},
+        "kv_len": kv_len,
+        "num_threads": threads,
+        "batch_size": 1,
+        "microseconds": time,
+        "microseconds_p10": 0.9 * time,
+        "microseconds_p90": 1.1 * time,
+        "microseconds_mean": 1.01 * time,
+        "phases": dict.fromkeys(PHASES, time / 10) | {"other": time / 2},
+        "bytes_touched": 1e6,
+        "bandwidth": 1e12 / time,
+        "sequential_bandwidth": 20e9 * threads,
+        "gather_bandwidth": 10e9 * threads**0.5,
+        "yardstick": "sequential read" if policy == "full" else "row gather",
+        "candidate_share": 1.0 if policy == "full" else 0.05,
+        "attended_tokens": 1024.0,
+        "top_overlap": None if policy == "full" else 0.8,
+        "mass_kept": 0.95,
+        "answered": 0.0,
+        "dense_share": 0.0 if policy == "full" else 0.25,
+        "build_seconds": 0.5,
+        "state_share": 0.01,
+        "relative_error": 1e-3,
+        "yardstick_share": 0.5,
+    }
 
 
 MEASURED = [
@@ -286,14 +289,13 @@ MEASURED = [
 
 
 def test_what_follows_from_measurements() -> None:
-    rows = {(r["policy"], r["kv_len"], r["num_threads"]): r for r in latency_rows(MEASURED)}
+    rows = {(r["policy"], r["kv_len"], r["num_threads"]): r for r in compared(MEASURED)}
     lfps = rows["lfps", 8192, 1]
     assert lfps["speedup_over_full"] == 5
     assert lfps["speedup_over_exact_topk"] is None
     assert lfps["growth"] == 1.6
     assert lfps["thread_speedup"] == lfps["thread_efficiency"] == 1
     assert lfps["all_layers_microseconds"] == 0.25 * 800 + 0.75 * 160
-    assert lfps["yardstick_share"] == pytest.approx(1e12 / 160 / 10e9)
     many = rows["lfps", 8192, 4]
     assert many["thread_speedup"] == 4
     assert many["thread_efficiency"] == pytest.approx(4 / 2)
@@ -322,8 +324,8 @@ def test_a_model_reads_text(tiny_folders: dict[str, Path], stock_models: dict[st
         )
     finally:
         workload.store.close()
-    assert [m.kv_len for m in measured] == [400, 400]
-    assert measured[1].dense_share == pytest.approx(2 / 3)
-    assert measured[1].attended_tokens == BUDGET
+    assert [m["kv_len"] for m in measured] == [400, 400]
+    assert measured[1]["dense_share"] == pytest.approx(2 / 3)
+    assert measured[1]["attended_tokens"] == BUDGET
     with pytest.raises(ValueError, match="exceed the 512 tokens that this model and its text have"):
         reader.workload(kv_len=510, num_steps=3, batch_size=1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -138,20 +138,9 @@ def test_every_answer_is_in_the_rows_when_the_run_is_cut(
 
 
 def judged_by(**changes: Any) -> quality.Judged:
-    options: dict[str, Any] = {
-        "model": "none",
-        "policies": [],
-        "labels": ["full"],
-        "dtype": "float32",
-        "device": "cpu",
-        "reads_on": None,
-        "num_threads": 1,
-        "num_processes": 1,
-        "samples": dict.fromkeys(product([100, 200], ["a", "b"]), 2),
-        "seed": 0,
-        "seconds": 60.0,
-    }
-    return quality.Judged(**options | changes)
+    asked = {"lengths": [100, 200], "tasks": ["a", "b"], "samples": 2} | changes
+    options = argparse.Namespace(**{"processes": 1, "seconds": 60.0} | asked)
+    return quality.Judged(options, [], ["full"])
 
 
 class FakeProcess:
@@ -160,11 +149,11 @@ class FakeProcess:
     now = 0.0
 
     def __init__(self, judged: quality.Judged) -> None:
-        self._samples = judged.samples
+        self._samples = judged.options.samples
 
     def make(self, cell: quality.Cell) -> list[Sample]:
         length, task = cell
-        return [Sample(task, length, i, "", "", ("x",), 1) for i in range(self._samples[cell])]
+        return [Sample(task, length, i, "", "", ("x",), 1) for i in range(self._samples)]
 
     def answer(self, sample: Sample) -> tuple[Sample, Any]:
         FakeProcess.now += 1.0
@@ -182,12 +171,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_take_turns_until_the_time_is_up() -> None:
     file = RecordFile(None, {})
     said: list[str] = []
-    of_a = {(100, "a"): 2, (200, "a"): 2}
-    quality.answer_all(judged_by(samples=of_a, seconds=2.5), file, said.append)
+    quality.answer_all(judged_by(tasks=["a"], seconds=2.5), file, said.append)
     keys = [(record["length"], record["index"]) for record in file.records]
     assert keys == [(200, 0), (100, 0), (200, 1)]
     assert said[-1] == "time is up: 3 of 4 prompts were answered"
-    quality.answer_all(judged_by(samples=of_a), file, said.append)
+    quality.answer_all(judged_by(tasks=["a"]), file, said.append)
     assert len(file.records) == 4
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from perf.bench_decode import Times, contestants, row
-from perf.engines import engines
-from perf.engines.engines import EngineProcess
+from perf.engines import engine_protocol
+from perf.engines.engine_protocol import EngineProcess
 
 COUNTING_ENGINE = '''
 import sys
@@ -35,9 +35,9 @@ serve(Counting)
 
 @pytest.fixture
 def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineProcess:
-    source = textwrap.dedent(COUNTING_ENGINE.format(root=str(engines.ROOT)))
+    source = textwrap.dedent(COUNTING_ENGINE.format(root=str(engine_protocol.ROOT)))
     (tmp_path / "counting.py").write_text(source, encoding="utf-8")
-    monkeypatch.setattr(engines, "ROOT", tmp_path)
+    monkeypatch.setattr(engine_protocol, "ROOT", tmp_path)
     return EngineProcess("counting", "model", {"start": 0})
 
 
@@ -75,4 +75,4 @@ def test_every_contestant_is_a_module_that_exists(monkeypatch: pytest.MonkeyPatc
     assert len({contestant.name for contestant in chosen}) == len(chosen)
     for contestant in chosen:
         path = contestant.module.replace(".", "/") + ".py"
-        assert (engines.ROOT / path).is_file()
+        assert (engine_protocol.ROOT / path).is_file()

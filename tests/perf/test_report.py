@@ -12,7 +12,6 @@ import pytest
 from perf import plots, report, results_file
 from perf.results_file import read_results, write_results
 from perf.tables.tables import (
-    decode_plot,
     decode_table,
     prefill_table,
     startup_table,
@@ -89,7 +88,7 @@ def test_decode_table_has_ratios_of_one_run() -> None:
 
 def test_llama_cpp_never_stands_beside_us_without_its_weights() -> None:
     gpu = {part: read_results(f"gpu-{part}") for part in ("decode", "peers")}
-    captions = [table(DECODE) for table in (decode_table, prefill_table, decode_plot)]
+    captions = [table(DECODE) for table in (decode_table, prefill_table)]
     captions.append(plots.time_per_token_caption(gpu, read_results("decode")))
     for caption in captions:
         assert "llama.cpp runs the GGUF's Q4_1 weights, the others bfloat16." in caption
@@ -152,12 +151,12 @@ def test_the_time_plot_belongs_to_its_results(tmp_path: Path) -> None:
     cpu = read_results("decode")
     path = tmp_path / "time.svg"
     assert cpu is not None
-    assert not plots.time_plot_is_current(gpu, cpu, path)
+    assert not plots.is_current(path, plots.time_results(gpu, cpu))
     plots.plot_time_per_token(gpu, cpu, path)
-    assert plots.time_plot_is_current(gpu, cpu, path)
+    assert plots.is_current(path, plots.time_results(gpu, cpu))
     faster = copy.deepcopy(gpu)
     faster["decode"]["rows"][0]["milliseconds"] /= 2
-    assert not plots.time_plot_is_current(faster, cpu, path)
+    assert not plots.is_current(path, plots.time_results(faster, cpu))
 
 
 def test_the_time_plot_is_told_in_words() -> None:
@@ -170,6 +169,8 @@ def test_the_time_plot_is_told_in_words() -> None:
 
 def test_the_plot_is_the_same_for_the_same_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra perf is not installed")
+    rooms = read_results("gpu-rooms")
+    assert rooms is not None
     for name in ("one.svg", "two.svg"):
-        plots.plot_decode(DECODE, tmp_path / name)
+        plots.plot_rooms(rooms, tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()

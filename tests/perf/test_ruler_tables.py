@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from perf.results_file import read_results
-from perf.tables.long_context_tables import ruler_ablation_table
+from perf.tables.ruler_tables import ruler_ablation_table
 
 
 def row(policy: str, score: float) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
-from offload.policies.registry import available_policies
-from perf.bench_quality import BUDGETS, policies_of_quality
-from perf.tables.selection_tables import (
-    policy_speed_table,
-    selection_table,
-)
+import pytest
+
+from perf import bench_quality
+from perf.tables.selection_tables import policy_speed_table, selection_table
 
 MACHINE: dict[str, Any] = {
     "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0"},
@@ -68,11 +69,16 @@ def test_the_machine_is_named() -> None:
     assert "A CPU, 2 of 4 CPUs, 24 GiB, ISA avx2" in selection_table(SELECTION)
 
 
-def test_every_policy_has_both_budgets() -> None:
-    policies = policies_of_quality(available_policies())
-    for name in available_policies():
-        budgets = [policy.budget_tokens for policy in policies if policy.name == name]
-        assert budgets == ([] if name == "full" else list(BUDGETS))
+def test_the_script_keeps_what_the_command_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "--context 300 --steps 4 --sample-every 2 --budget-tokens 128 --policy quest"
+    given = ["bench_quality", "--output", str(tmp_path), "--commit", "none", *options.split()]
+    monkeypatch.setattr(sys, "argv", given)
+    bench_quality.main()
+    found = json.loads((tmp_path / "selection.json").read_text("utf-8"))
+    assert [row["label"] for row in found["rows"]] == ["full", "quest"]
+    assert "on docstrings of the standard library: 300 tokens are read" in selection_table(found)
 
 
 def test_policy_speed_is_held_against_exact_topk() -> None:

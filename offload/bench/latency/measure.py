@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -37,59 +37,7 @@ WARMUP_STEPS = 2
 JUDGED_STEPS = 1  # after the timed ones: what is chosen there is compared with the exact attention
 
 
-@dataclass(frozen=True)
-class LatencyMeasurement:
-    """One policy at one context length on one number of threads. Times are per token and layer.
-
-    Attributes:
-        microseconds: median over the steps; _p10 and _p90 are percentiles, _mean the mean, which
-            shows what a policy does in some steps only, and what disturbed the machine.
-        phases: microseconds of each of PHASES, the mean over the workers' clocks; `other` is the
-            rest of the median: starting the pool, waiting for the slowest worker.
-        bytes_touched: keys, values and the policy's arrays, read or written.
-        bandwidth: bytes_touched per second of the median.
-        sequential_bandwidth, gather_bandwidth: bytes per second, medians of the same run.
-        yardstick: the one of them that the policy is held against.
-        candidate_share: of the context, whose keys were scored exactly.
-        attended_tokens: per KV head (or query head, if the policy selects for each).
-        top_overlap, mass_kept, answered: see `SelectionQuality`, means over layers and units.
-        dense_share: of the model's layers, that stay dense under the policy and are not measured.
-        build_seconds: of the policy's state, per layer and sequence.
-        state_share: bytes of that state, of the keys' and values' bytes.
-        relative_error: L2, of the outputs against the reference on the same selection.
-    """
-
-    policy: str
-    options: Mapping[str, Any]
-    kv_len: int
-    num_threads: int
-    batch_size: int
-    microseconds: float
-    microseconds_p10: float
-    microseconds_p90: float
-    microseconds_mean: float
-    phases: Mapping[str, float]
-    bytes_touched: float
-    bandwidth: float
-    sequential_bandwidth: float
-    gather_bandwidth: float
-    yardstick: str
-    candidate_share: float
-    attended_tokens: float
-    top_overlap: float | None
-    mass_kept: float
-    answered: float
-    dense_share: float
-    build_seconds: float
-    state_share: float
-    relative_error: float
-
-    @property
-    def yardstick_share(self) -> float:
-        """Of the yardstick's bandwidth; 1.0 is as fast as memory."""
-        if self.yardstick == "row gather":
-            return self.bandwidth / self.gather_bandwidth
-        return self.bandwidth / self.sequential_bandwidth
+Row = dict[str, Any]  # one policy at one context length on one number of threads
 
 
 def measure_latency(
@@ -100,8 +48,28 @@ def measure_latency(
     threads: Sequence[int],
     repeats: int,
     on_step: Callable[[], None] = lambda: None,
-) -> list[LatencyMeasurement]:
+) -> list[Row]:
     """Measure `policies` (by the name to show) on every number of threads.
+
+    Times are per token and layer. A row has
+
+        policy, options, kv_len, num_threads, batch_size
+        microseconds: median over the steps; _p10 and _p90 are percentiles, _mean the mean, which
+            shows what a policy does in some steps only, and what disturbed the machine.
+        phases: microseconds of each of PHASES, the mean over the workers' clocks; `other` is the
+            rest of the median: starting the pool, waiting for the slowest worker.
+        bytes_touched: keys, values and the policy's arrays, read or written.
+        bandwidth: bytes_touched per second of the median.
+        sequential_bandwidth, gather_bandwidth: bytes per second, medians of the same run.
+        yardstick: the one of them that the policy is held against.
+        yardstick_share: of its bandwidth; 1.0 is as fast as memory.
+        candidate_share: of the context, whose keys were scored exactly.
+        attended_tokens: per KV head (or query head, if the policy selects for each).
+        top_overlap, mass_kept, answered: see `SelectionQuality`, means over layers and units.
+        dense_share: of the model's layers, that stay dense under the policy and are not measured.
+        build_seconds: of the policy's state, per layer and sequence.
+        state_share: bytes of that state, of the keys' and values' bytes.
+        relative_error: L2, of the outputs against the reference on the same selection.
 
     Args:
         options: of each policy, to show.
@@ -116,7 +84,7 @@ def measure_latency(
         raise ValueError(f"repeats must be in [1, {most}] for this workload, got {repeats}")
     budgets = [policy.budget_tokens for policy in policies.values() if policy.selects]
     row_tokens = min(workload.kv_len, max(budgets, default=1024))
-    measurements: list[LatencyMeasurement] = []
+    rows: list[Row] = []
     qualities: list[SelectionQuality] = []
     with closing(Yardstick(workload.store, tokens=row_tokens)) as yardstick:
         for num_threads in threads:
@@ -126,13 +94,13 @@ def measure_latency(
                     turns = [_Turns(policy, workload, pool) for policy in policies.values()]
                     _run(workload, turns, yardstick, repeats, on_step)
                     qualities = qualities or _judge(workload, turns, WARMUP_STEPS + repeats)
-                    measurements += [
-                        turn.measurement(name, options.get(name, {}), yardstick, quality)
+                    rows += [
+                        turn.row(name, options.get(name, {}), yardstick, quality)
                         for name, turn, quality in zip(policies, turns, qualities, strict=True)
                     ]
                 finally:
                     workload.rewind()
-    return measurements
+    return rows
 
 
 def _run(
@@ -286,13 +254,13 @@ class _Turns:
             sinks, recent = self._policy.sink_tokens, self._policy.recent_tokens
         return exact.quality(selection, everything, sink_tokens=sinks, recent_tokens=recent)
 
-    def measurement(
+    def row(
         self,
         name: str,
         options: Mapping[str, Any],
         yardstick: Yardstick,
         quality: SelectionQuality,
-    ) -> LatencyMeasurement:
+    ) -> Row:
         """What the turns so far gave."""
         workload, weights = self._workload, self.plan.weights
         per_token = 1 / workload.batch_size
@@ -321,30 +289,35 @@ class _Turns:
         row_bytes = 2 * store.num_kv_heads * store.head_dim * store.dtype.itemsize
         kv_bytes = workload.batch_size * row_bytes * kv_len * workload.num_layers
         dense = bool(self._attends_to_all[weights > 0].all())
-        return LatencyMeasurement(
-            policy=name,
-            options=dict(options),
-            kv_len=kv_len,
-            num_threads=self._num_threads,
-            batch_size=workload.batch_size,
-            microseconds=median,
-            microseconds_p10=p10,
-            microseconds_p90=p90,
-            microseconds_mean=float(np.mean(steps)),
-            phases=phases,
-            bytes_touched=bytes_touched,
-            bandwidth=bytes_touched / (median * 1e-6),
-            sequential_bandwidth=yardstick.sequential_bandwidth,
-            gather_bandwidth=yardstick.gather_bandwidth,
-            yardstick="sequential read" if dense or self._policy.scans_keys else "row gather",
-            candidate_share=1.0 if dense else min(1.0, counted("scored_tokens") / units / kv_len),
-            attended_tokens=counted("attended_tokens") / units,
+        bandwidth = bytes_touched / (median * 1e-6)
+        reads_all = dense or self._policy.scans_keys
+        scored = min(1.0, counted("scored_tokens") / units / kv_len)
+        memory = yardstick.sequential_bandwidth if reads_all else yardstick.gather_bandwidth
+        return {
+            "policy": name,
+            "options": dict(options),
+            "kv_len": kv_len,
+            "num_threads": self._num_threads,
+            "batch_size": workload.batch_size,
+            "microseconds": median,
+            "microseconds_p10": p10,
+            "microseconds_p90": p90,
+            "microseconds_mean": float(np.mean(steps)),
+            "phases": phases,
+            "bytes_touched": bytes_touched,
+            "bandwidth": bandwidth,
+            "sequential_bandwidth": yardstick.sequential_bandwidth,
+            "gather_bandwidth": yardstick.gather_bandwidth,
+            "yardstick": "sequential read" if reads_all else "row gather",
+            "candidate_share": 1.0 if dense else scored,
+            "attended_tokens": counted("attended_tokens") / units,
             **asdict(quality),
-            dense_share=self.plan.dense_share,
-            build_seconds=self._build_seconds / (workload.num_layers * workload.batch_size),
-            state_share=self._attention.states.num_bytes / kv_bytes,
-            relative_error=self._error,
-        )
+            "dense_share": self.plan.dense_share,
+            "build_seconds": self._build_seconds / (workload.num_layers * workload.batch_size),
+            "state_share": self._attention.states.num_bytes / kv_bytes,
+            "relative_error": self._error,
+            "yardstick_share": bandwidth / memory,
+        }
 
     def _of_layer(self, layer_idx: int) -> tuple[list[bool], list[list[int]]]:
         """Whether each unit of the last turn attended to everything, and to what."""

@@ -2,54 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from offload.bench.latency.measure import PHASES, LatencyMeasurement
+from offload.bench.latency.measure import PHASES, Row
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
 
-def latency_rows(measurements: Sequence[LatencyMeasurement]) -> list[dict[str, Any]]:
-    """Each measurement as plain values, with what follows from it and others of the same run.
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """Rows of `measure_latency`, each with what follows from it and others of the same run.
 
-    Beside its fields: yardstick_share; all_layers_microseconds, the mean over all layers of the
-    model, with its dense ones at the time of `full`; speedup_over_full and _exact_topk at the same
-    length and threads; over the fewest threads measured, thread_speedup, and thread_efficiency:
-    that speedup over the ratio of the gather bandwidths; growth of the time over the shortest
-    context. None where the other measurement is missing.
+    Beside its values: all_layers_microseconds, the mean over all layers of the model, with its
+    dense ones at the time of `full`; speedup_over_full and _exact_topk at the same length and
+    threads; over the fewest threads measured, thread_speedup, and thread_efficiency: that speedup
+    over the ratio of the gather bandwidths; growth of the time over the shortest context. None
+    where the other row is missing.
     """
-    by_key = {(m.policy, m.kv_len, m.num_threads): m for m in measurements}
-    fewest = min(m.num_threads for m in measurements)
-    shortest = min(m.kv_len for m in measurements)
+    by_key = {(row["policy"], row["kv_len"], row["num_threads"]): row for row in rows}
+    fewest = min(row["num_threads"] for row in rows)
+    shortest = min(row["kv_len"] for row in rows)
 
-    def row(m: LatencyMeasurement) -> dict[str, Any]:
+    def more(row: Row) -> Row:
+        name, kv_len, threads = row["policy"], row["kv_len"], row["num_threads"]
+
         def ratio(policy: str, kv_len: int, threads: int) -> float | None:
             other = by_key.get((policy, kv_len, threads))
-            return None if other is None else other.microseconds / m.microseconds
+            return None if other is None else other["microseconds"] / row["microseconds"]
 
-        over_full = ratio("full", m.kv_len, m.num_threads)
+        over_full = ratio("full", kv_len, threads)
         all_layers = None
         if over_full is not None:
-            full = by_key["full", m.kv_len, m.num_threads].microseconds
-            all_layers = m.dense_share * full + (1 - m.dense_share) * m.microseconds
-        efficiency = speedup = ratio(m.policy, m.kv_len, fewest)
+            full, dense = by_key["full", kv_len, threads]["microseconds"], row["dense_share"]
+            all_layers = dense * full + (1 - dense) * row["microseconds"]
+        efficiency = speedup = ratio(name, kv_len, fewest)
         if speedup is not None:
-            base = by_key[m.policy, m.kv_len, fewest]
-            efficiency = speedup / (m.gather_bandwidth / base.gather_bandwidth)
-        shorter = ratio(m.policy, shortest, m.num_threads)
-        return asdict(m) | {
-            "yardstick_share": m.yardstick_share,
+            base = by_key[name, kv_len, fewest]
+            efficiency = speedup / (row["gather_bandwidth"] / base["gather_bandwidth"])
+        shorter = ratio(name, shortest, threads)
+        return row | {
             "all_layers_microseconds": all_layers,
             "speedup_over_full": over_full,
-            "speedup_over_exact_topk": ratio("exact_topk", m.kv_len, m.num_threads),
+            "speedup_over_exact_topk": ratio("exact_topk", kv_len, threads),
             "thread_speedup": speedup,
             "thread_efficiency": efficiency,
             "growth": None if shorter is None else 1 / shorter,
         }
 
-    return [row(m) for m in measurements]
+    return [more(row) for row in rows]
 
 
 def threads_title(num_threads: int) -> str:
@@ -57,9 +56,7 @@ def threads_title(num_threads: int) -> str:
     return "1 thread" if num_threads == 1 else f"{num_threads} threads"
 
 
-def table_cells(
-    rows: Sequence[dict[str, Any]], num_threads: int, *, wide: bool = True
-) -> list[list[str]]:
+def table_cells(rows: Sequence[Row], num_threads: int, *, wide: bool = True) -> list[list[str]]:
     """Header and lines of one number of threads, sorted by context; times in microseconds.
 
     Args:
@@ -112,6 +109,17 @@ WIDE_CAPTION = (
     "exactly. overlap: of the choice with the true top-k. growth: over the shortest context. of "
     "memory's: speedup over that of gathers."
 )
+
+
+def statistics_lines(statistics: Mapping[str, Mapping[str, float]]) -> str:
+    """A line per depth: what `run_latency` says of the keys and queries."""
+    return "\n".join(
+        f"keys and queries at {int(depth):,}: sink {of['sink_share']:.0%}, top 2 % hold "
+        f"{of['group_top_mass']:.0%}, last 64 {of['near_share']:.0%}, top tokens kept after "
+        f"1/8/32 steps {of['overlap_1']:.0%}/{of['overlap_8']:.0%}/{of['overlap_32']:.0%}, "
+        f"clustered {of['clustering']:.0%}, LFPS candidates {of['lfps_candidates']:.1%}"
+        for depth, of in statistics.items()
+    )
 
 
 def _times(ratio: float | None) -> str:

@@ -17,16 +17,15 @@ from offload.cli.bench.options import (
     OldModelOption,
     PolicyOptions,
     TextModelName,
-    check_name,
     check_one_source,
     given_model,
-    make_table,
     option_values,
     policy_grid,
     resolved_policies,
 )
 from offload.cli.bench.traced import print_traced
 from offload.cli.console import (
+    make_table,
     no_loading_bars,
     print_json,
     quiet_transformers,
@@ -34,7 +33,7 @@ from offload.cli.console import (
     stderr,
     stdout,
 )
-from offload.cli.options import comma_separated, counts, memory_budgets
+from offload.cli.options import check_name, comma_separated, counts, memory_budgets
 from offload.system.text_file import read_text_file
 
 if TYPE_CHECKING:
@@ -215,9 +214,9 @@ def decode(
     check_one_source(shape, model)
     if text is not None and model is None:
         raise typer.BadParameter("made keys read no text; give a model", param_hint="--text")
-    check_name("--shape", shape, MODEL_SHAPE_NAMES)
-    check_name("--dtype", dtype, DTYPE_NAMES)
-    check_name("--backend", backend, BACKEND_NAMES)
+    check_name(shape, MODEL_SHAPE_NAMES, option="--shape")
+    check_name(dtype, DTYPE_NAMES, option="--dtype")
+    check_name(backend, BACKEND_NAMES, option="--backend")
     if model is not None and (batch_size > 1 or distinct_layers is not None):
         raise typer.BadParameter(
             "a model reads one text; give --shape", param_hint="--batch-size or --distinct-layers"

@@ -19,21 +19,20 @@ from offload.cli.bench.options import (
     PolicyOptions,
     TextModelName,
     ThreadCounts,
-    check_name,
     check_one_source,
     given_model,
-    make_table,
     policy_with_budget,
 )
 from offload.cli.console import (
+    make_table,
     print_json,
     print_marked,
+    progress_bar,
     quiet_transformers,
     running,
-    stderr,
     stdout,
 )
-from offload.cli.options import comma_separated, counts, key_values, policy_options
+from offload.cli.options import check_name, comma_separated, counts, key_values, policy_options
 
 
 def latency(
@@ -93,19 +92,17 @@ def latency(
 
         offload bench latency smollm2-135m-instruct --context 2048,7168 --threads 1 --json
     """
-    check_name("--dtype", dtype, DTYPE_NAMES)
+    check_name(dtype, DTYPE_NAMES, option="--dtype")
     model = given_model(model, old_model)
     check_one_source(shape, model)
     if model is None:
         shape = shape or "llama-3.1-8b"
-        check_name("--shape", shape, LAYER_SHAPE_NAMES)
+        check_name(shape, LAYER_SHAPE_NAMES, option="--shape")
     depths = counts(n_depth, option="--context")
     thread_counts = None if threads is None else counts(threads, option="--threads")
 
     with running():
-        from rich import progress as bars
-
-        from offload.bench.latency.run import LatencyRun, run_latency
+        from offload.bench.latency.run import run_latency
         from offload.models.dtypes import DTYPES
         from offload.policies.registry import available_policies
         from offload.system.machine import describe_machine
@@ -124,45 +121,33 @@ def latency(
                 f"--threads {max(thread_counts)}: this process may use {cpus} CPUs only"
             )
         machine = describe_machine() | {"load_average": round(os.getloadavg()[0], 2)}
-        run = LatencyRun(
-            shape=shape,
-            model=model,
-            depths=tuple(sorted(set(depths))),
-            threads=tuple(sorted(set(thread_counts or {1, cpus}))),
-            policies=policies,
-            options=options,
-            batch_size=batch_size,
-            repeats=repeats,
-            dtype=DTYPES[dtype],
-            seed=seed,
-        )
-        with quiet_transformers(verbose=False) if model else contextlib.nullcontext():
-            bar = bars.Progress(
-                bars.TextColumn("{task.description}"),
-                bars.BarColumn(),
-                bars.MofNCompleteColumn(),
-                bars.TimeElapsedColumn(),
-                console=stderr(),
-                transient=True,
+        quiet = quiet_transformers(verbose=False) if model else contextlib.nullcontext()
+        with quiet, progress_bar() as progress:
+            task = progress.add_task("starting", total=None)
+            settings, rows = run_latency(
+                shape=shape,
+                model=model,
+                depths=sorted(set(depths)),
+                threads=sorted(set(thread_counts or {1, cpus})),
+                policies=policies,
+                options=options,
+                batch_size=batch_size,
+                repeats=repeats,
+                dtype=DTYPES[dtype],
+                seed=seed,
+                on_progress=lambda what, done, total: progress.update(
+                    task, description=what, completed=done, total=total
+                ),
             )
-            with bar as progress:
-                task = progress.add_task("starting", total=None)
-                result = run_latency(
-                    run,
-                    on_progress=lambda what, done, total: progress.update(
-                        task, description=what, completed=done, total=total
-                    ),
-                )
         title = (
-            f"{model or shape}, {result.dtype}, batch {batch_size}, "
+            f"{model or shape}, {settings['dtype']}, batch {batch_size}, "
             f"budget {budget_tokens:,} tokens, {machine['isa']}"
         )
-        rows = result.rows()
         if as_json:
-            print_json({"machine": machine, **result.settings(), "rows": rows})
+            print_json({"machine": machine, **settings, "rows": rows})
         else:
-            _print_tables(title, result, rows, wide=wide)
-        for line in result.warnings:
+            _print_tables(title, settings, rows, wide=wide)
+        for line in settings["warnings"]:
             print_marked("warning:", line, "bold yellow")
 
 
@@ -183,8 +168,16 @@ def _options(pairs: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _print_tables(title: str, result: Any, rows: list[dict[str, Any]], *, wide: bool) -> None:
-    from offload.bench.latency.report import CAPTION, WIDE_CAPTION, table_cells, threads_title
+def _print_tables(
+    title: str, settings: dict[str, Any], rows: list[dict[str, Any]], *, wide: bool
+) -> None:
+    from offload.bench.latency.report import (
+        CAPTION,
+        WIDE_CAPTION,
+        statistics_lines,
+        table_cells,
+        threads_title,
+    )
 
     console = stdout()
     console.print(f"{title}\n", style="bold")
@@ -214,5 +207,5 @@ def _print_tables(title: str, result: Any, rows: list[dict[str, Any]], *, wide: 
             table.width = console.measure(table, options=unbounded).maximum
         console.print(table, crop=not wide)
         console.print()
-    console.print(result.describe_statistics())
+    console.print(statistics_lines(settings["statistics"]))
     console.print(f"{CAPTION} {WIDE_CAPTION}" if wide else CAPTION)

@@ -1,9 +1,9 @@
-"""Options, names, policies and tables that the commands of `offload bench` share."""
+"""Options, names and policies that the commands of `offload bench` share."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +12,6 @@ import typer
 from offload.cli.options import Scalar, key_values, scalar
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from offload.policies import Policy
 
 # offload.bench and offload.models have these, but import torch; tests compare the two.
@@ -52,14 +50,6 @@ ThreadCounts = Annotated[
 ]
 
 
-def check_name(option: str, name: str | None, available: Collection[str]) -> None:
-    """A usage error for a name that is given and not `available`."""
-    if name is not None and name not in available:
-        raise typer.BadParameter(
-            f"unknown {name!r}; available: {', '.join(available)}", param_hint=option
-        )
-
-
 def given_model(model: str | None, old: str | None, default: str | None = None) -> str | None:
     """The model, as an argument or by its old spelling --model; a usage error if both are given."""
     if old is not None and model != default:
@@ -71,25 +61,6 @@ def check_one_source(shape: str | None, model: str | None) -> None:
     """A usage error if both are given."""
     if shape is not None and model is not None:
         raise typer.BadParameter("give one of --shape and a model", param_hint="--shape")
-
-
-def make_table(
-    header: Sequence[str],
-    rows: Iterable[Sequence[str]] = (),
-    *,
-    words: Collection[int] = (0,),
-    no_wrap: bool = False,
-    **options: Any,
-) -> Table:
-    """A table whose columns `words` stand to the left, the others to the right."""
-    from rich.table import Table
-
-    table = Table(title_justify="left", caption_justify="left", **options)
-    for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i in words else "right", no_wrap=no_wrap)
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def option_values(pairs: list[str], *, option: str) -> dict[str, list[Scalar]]:

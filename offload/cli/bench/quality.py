@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from offload.cli.bench.options import AsJson, Threads, make_table, option_values, policy_grid
-from offload.cli.console import no_loading_bars, print_json, quiet_transformers, running, stdout
+from offload.cli.bench.options import AsJson, Threads, option_values, policy_grid
+from offload.cli.console import (
+    make_table,
+    no_loading_bars,
+    print_json,
+    progress_bar,
+    quiet_transformers,
+    running,
+    stdout,
+)
 from offload.cli.eval import options as opt
-from offload.cli.eval.scored import Setup, progress_bar
+from offload.cli.eval.scored import Setup
 from offload.cli.options import DEFAULT_MODEL, ModelName, Verbose, comma_separated, counts
 from offload.policies.registry import available_policies
 

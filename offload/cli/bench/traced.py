@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.cli.bench.options import make_table
-from offload.cli.console import stderr, stdout
+from offload.cli.console import make_table, stderr, stdout
 
 
 def print_traced(row: dict[str, Any]) -> None:

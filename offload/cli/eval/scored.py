@@ -14,15 +14,21 @@ from offload.bench.eval.prompt import prompt_counter, uses_chat_template
 from offload.bench.eval.record_file import Record, RecordFile
 from offload.bench.eval.sample import Item, Sample, key_of
 from offload.bench.eval.summary import cell_rows, summaries
-from offload.cli.console import no_loading_bars, print_json, quiet_transformers, stderr, stdout
+from offload.cli.console import (
+    make_table,
+    no_loading_bars,
+    print_json,
+    progress_bar,
+    quiet_transformers,
+    stderr,
+    stdout,
+)
 from offload.cli.eval.options import Output, Questions, Runs
 from offload.policies.auto import Auto
 from offload.system.machine import describe_machine
 from offload.system.version import __version__
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from offload.bench.eval.bounds import Bound
     from offload.loading.checkpoint import Checkpoint
     from offload.policies import Policy
@@ -286,33 +292,6 @@ def print_tables(tables: Mapping[str, EvalTable], legend: str, shown: str) -> No
         parts = [x for title, table in tables.items() for x in (title, markdown(*table))]
         print("\n\n".join([*filter(None, parts), legend]))
         return
-    from rich.table import Table
-
     for title, (header, rows) in tables.items():
-        table = Table(title=title or None, title_justify="left")
-        for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        stdout().print(table)
+        stdout().print(make_table(header, rows, title=title or None, overflow="fold"))
     stdout().print(legend)
-
-
-def progress_bar(*, auto_refresh: bool = True) -> Progress:
-    """On stderr, gone when done. Without auto_refresh only `update(refresh=True)` draws it."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    return Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=stderr(),
-        transient=True,
-        auto_refresh=auto_refresh,
-    )

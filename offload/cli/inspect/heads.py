@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.console import print_json, quiet_transformers, running, stderr, stdout
+from offload.cli.console import (
+    print_json,
+    progress_bar,
+    quiet_transformers,
+    running,
+    stderr,
+    stdout,
+)
 from offload.cli.options import AsJson, DType, ModelName, Verbose
 
 if TYPE_CHECKING:
@@ -114,7 +121,6 @@ def heads(
 def _measured(
     model: str, dtype: str, num_threads: int | None, input_ids: Any, budget_tokens: int
 ) -> HeadOverlap:
-    from offload.cli.eval.scored import progress_bar
     from offload.policies.lychee_decode.overlap import head_overlap
     from offload.runtime.model import OffloadedModel
 

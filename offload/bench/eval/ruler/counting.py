@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import random
 import string
+from functools import partial
 
 import numpy as np
 
+from offload.bench.eval.fit import first_fitting, grown
 from offload.bench.eval.sample import CountTokens, Sample, TooShort
 from offload.bench.eval.words import all_words
 
@@ -66,39 +68,22 @@ def common_word_samples(
         text, example = _common_text(context), f"{_common_text(example)}{_numbered(common)}"
         return example, text, answer
 
-    size, tokens = _STEP, 0
-    while tokens + COMMON_NEW_TOKENS < length:
-        example, text, answer = draw(size)
-        tokens = count_tokens(f"{example}\n{text} {_numbered(answer)}")
-        if tokens + COMMON_NEW_TOKENS > length:
-            size -= _STEP
-            break
-        size += _STEP
-        if size > len(words):
-            size = len(words)
-            break
+    def tokens_of(num_words: int) -> int:
+        example, text, answer = draw(num_words)
+        return count_tokens(f"{example}\n{text} {_numbered(answer)}")
+
+    room = length - COMMON_NEW_TOKENS
+    size = grown(_STEP, _STEP, room, tokens_of, most=len(words))
     samples = []
     for index in range(num_samples):
-        used = size
-        while True:
-            if used < _NUM_COMMON:
-                raise TooShort(task, length)
-            _, text, answer = draw(used)
-            if count_tokens(text) + COMMON_NEW_TOKENS <= length:
-                break
-            used -= _STEP
+        drawn = first_fitting(draw, size, _STEP, _NUM_COMMON, lambda x: count_tokens(x[1]) <= room)
+        if drawn is None:
+            raise TooShort(task, length)
+        _, text, answer = drawn
         question = text[: text.rfind(" " + COMMON_ANSWER)].strip()
+        outputs = tuple(answer)
         samples.append(
-            Sample(
-                task,
-                length,
-                index,
-                question,
-                COMMON_ANSWER,
-                tuple(answer),
-                COMMON_NEW_TOKENS,
-                delimiter="\n\n",
-            )
+            Sample(task, length, index, question, COMMON_ANSWER, outputs, COMMON_NEW_TOKENS, "\n\n")
         )
     return samples
 
@@ -151,11 +136,11 @@ def frequent_word_samples(
     size -= step
     samples = []
     for index in range(num_samples):
-        vocab, used = coded_words(), size
-        while count_tokens(text := text_of(vocab, used)) > length:
-            used -= step
-            if used <= 0:
-                raise TooShort(task, length)
+        vocab = coded_words()
+        draw = partial(text_of, vocab)
+        text = first_fitting(draw, size, step, 1, lambda x: count_tokens(x) <= length)
+        if text is None:
+            raise TooShort(task, length)
         question = text[: text.rfind(" " + FREQUENT_ANSWER)].strip()
         answer = tuple(vocab[1:4])
         samples.append(

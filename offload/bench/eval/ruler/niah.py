@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from offload.bench.eval.fit import first_fitting, grown
 from offload.bench.eval.sample import CountTokens, Sample, TooShort
 from offload.bench.eval.words import needle_words
 
@@ -81,24 +82,29 @@ def needle_samples(
     kind, rng = TASKS[task], random.Random(seed)
     step = 500 if kind.haystack == "prose" else 25 if length >= 4096 else 5
     num_needles = kind.num_keys * kind.num_values
-    size = max(step, num_needles)
-    tokens = 0
-    while tokens + MAX_NEW_TOKENS < length:
+    room = length - MAX_NEW_TOKENS
+
+    def tokens_of(size: int) -> int:
         text, answers, _ = _draw(kind, size, rng, prose)
         tokens = count_tokens(text + " ".join(answers))
-        if tokens + MAX_NEW_TOKENS > length:
-            size -= step
-            break
-        if kind.haystack == "prose" and size > len(prose):
+        if tokens <= room and kind.haystack == "prose" and size > len(prose):
             raise ValueError(
                 f"{task}: the haystack's {len(prose):,} words are {tokens:,} tokens, too few for "
                 f"{length:,}; give more text by --haystack, or lower --context"
             )
-        size += step
-    size = max(size, num_needles)
+        return tokens
+
+    size = max(grown(max(step, num_needles), step, room, tokens_of), num_needles)
+    least = 1 if kind.haystack == "prose" else num_needles
     samples = []
     for index in range(num_samples):
-        fitting = _draw_fitting(kind, size, step, length, rng, prose, count_tokens)
+        fitting = first_fitting(
+            lambda n: _draw(kind, n, rng, prose),
+            size,
+            step,
+            least,
+            lambda drawn: count_tokens(drawn[0]) <= room,
+        )
         if fitting is None:
             raise TooShort(task, length)
         text, answers, query = fitting
@@ -107,26 +113,6 @@ def needle_samples(
         prefix = f"The special magic {of_kind} for {query} mentioned in the provided text {verb}"
         samples.append(Sample(task, length, index, text, prefix, tuple(answers), MAX_NEW_TOKENS))
     return samples
-
-
-def _draw_fitting(
-    kind: Needles,
-    size: int,
-    step: int,
-    length: int,
-    rng: random.Random,
-    prose: Sequence[str],
-    count_tokens: CountTokens,
-) -> tuple[str, list[str], str] | None:
-    """A draw whose haystack is as large as fits, or None."""
-    num_needles = kind.num_keys * kind.num_values
-    while size > 0:
-        if kind.haystack == "prose" or size >= num_needles:
-            drawn = _draw(kind, size, rng, prose)
-            if count_tokens(drawn[0]) + MAX_NEW_TOKENS <= length:
-                return drawn
-        size -= step
-    return None
 
 
 def _draw(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 import string
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from offload.bench.eval.fit import first_fitting, grown
 from offload.bench.eval.sample import CountTokens, Sample, TooShort
 
 QUESTION = (
@@ -51,56 +53,38 @@ def tracking_samples(
         TooShort: `length` has no room for the worked example and a chain.
     """
     draws = _Draws(random.Random(seed), np.random.RandomState(seed))
-    size = _largest(draws, True, _EXAMPLE_TOKENS, 0, count_tokens)
-    text, names = _draw_fitting(task, draws, True, size, _EXAMPLE_TOKENS, 0, count_tokens)
-    example = text + " " + " ".join(names) + "\n\n"
 
-    example_tokens = count_tokens(example)
-    size = _largest(draws, False, length, example_tokens, count_tokens)
+    def sized(is_example: bool, step: int, room: int) -> Callable[[], tuple[str, list[str]]]:
+        """What draws a text that fits, with as much noise as did at first."""
+
+        def draw(size: int) -> tuple[str, list[str]]:
+            return _draw(draws, is_example, size)
+
+        def tokens_of(size: int) -> int:
+            text, names = draw(size)
+            return count_tokens(f"{text} {names}")
+
+        size = grown(step, step, room, tokens_of)
+
+        def draw_fitting() -> tuple[str, list[str]]:
+            found = first_fitting(draw, size, step, 1, lambda drawn: count_tokens(drawn[0]) <= room)
+            if found is None:
+                raise TooShort(task, length)
+            return found
+
+        return draw_fitting
+
+    text, names = sized(True, _EXAMPLE_STEP, _EXAMPLE_TOKENS - MAX_NEW_TOKENS)()
+    example = text + " " + " ".join(names) + "\n\n"
+    draw = sized(False, _STEP, length - MAX_NEW_TOKENS - count_tokens(example))
     samples = []
     for index in range(num_samples):
-        text, names = _draw_fitting(task, draws, False, size, length, example_tokens, count_tokens)
+        text, names = draw()
         text = _with_other_names(example, draws) + "\n\n" + text
         cut = text.rfind(" Answer: According to the chain(s) of variable assignment")
-        samples.append(
-            Sample(
-                task, length, index, text[:cut], text[cut:].strip(), tuple(names), MAX_NEW_TOKENS
-            )
-        )
+        question, prefix = text[:cut], text[cut:].strip()
+        samples.append(Sample(task, length, index, question, prefix, tuple(names), MAX_NEW_TOKENS))
     return samples
-
-
-def _largest(
-    draws: _Draws, is_example: bool, length: int, beside: int, count_tokens: CountTokens
-) -> int:
-    """Lines of noise that fit `length` tokens, `beside` others among them."""
-    step = _EXAMPLE_STEP if is_example else _STEP
-    size, tokens = step, 0
-    while tokens + MAX_NEW_TOKENS + beside < length:
-        text, names = _draw(draws, is_example, size)
-        tokens = count_tokens(f"{text} {names}")
-        if tokens + MAX_NEW_TOKENS + beside > length:
-            return size - step
-        size += step
-    return size
-
-
-def _draw_fitting(
-    task: str,
-    draws: _Draws,
-    is_example: bool,
-    size: int,
-    length: int,
-    beside: int,
-    count_tokens: CountTokens,
-) -> tuple[str, list[str]]:
-    step = _EXAMPLE_STEP if is_example else _STEP
-    while size > 0:
-        text, names = _draw(draws, is_example, size)
-        if count_tokens(text) + MAX_NEW_TOKENS + beside <= length:
-            return text, names
-        size -= step
-    raise TooShort(task, length)
 
 
 def _draw(draws: _Draws, is_example: bool, size: int) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Tables of the 32K model: what it finds and predicts, and what policies lose on it."""
+"""Tables of what policies lose on RULER, from documents of `offload eval ruler --json`."""
 
 from __future__ import annotations
 
@@ -9,31 +9,6 @@ from typing import Any
 from offload.bench.eval.output import cell_table, markdown, summary_table
 from perf.tables.markdown import by_context, context_columns, table
 from perf.tables.tables import machine_line
-
-_TASKS = {
-    "needle": "one needle, right",
-    "four_keys": "four keys, right",
-    "nll": "nll of the last 512 tokens",
-}
-_MODELS = {"long": "smollm2-135m-instruct-32k", "stock": "smollm2-135m-instruct"}
-
-
-def long_context_table(result: dict[str, Any]) -> str:
-    """A row of each model and task, by context."""
-
-    def cell(row: dict[str, Any]) -> str:
-        return f"{row['nll']:.3f}" if row["task"] == "nll" else f"{row['right']}/{row['prompts']}"
-
-    rows = result["rows"]
-    named = by_context(rows, lambda row: (_MODELS[row["model"]], _TASKS[row["task"]]), "length")
-    columns = {"model": "{name[0]}", "": "{name[1]}"} | context_columns(rows, cell, "length")
-    machine, settings = result["machine"], result["settings"]
-    return (
-        f"Full attention, greedy, by stock transformers on a {machine['gpus'][0]}; trained for "
-        f"{settings['training_minutes']:g} minutes there: {settings['steps']} steps, "
-        f"{settings['tokens'] / 1e6:.0f} million tokens; commit {machine['commit']}.\n\n"
-        f"{table(columns, named)}"
-    )
 
 
 def ruler_table(result: dict[str, Any]) -> str:

@@ -267,7 +267,7 @@ class OffloadedModel(FixedModel):
 
     def offload_stats(self) -> OffloadStats:
         """Tokens, times and KV bytes of the last `generate()`, and the forward passes since."""
-        return self._offload.stats
+        return self._offload.current_generation.stats
 
     def quality(self) -> Quality:
         """How much of the exact attention mass decode steps kept, since the model was loaded.
@@ -319,7 +319,7 @@ class OffloadedModel(FixedModel):
             check_positions(position_ids, shape, past_columns, attended)
         # Beams and samples of one prompt start as equal rows: compute and store them once. Outside
         # of generate() equal rows stand for any: with them lm-eval seeks how large a batch may be.
-        shares = past_columns == 0 and self._offload.generation_now is not None
+        shares = past_columns == 0 and self._offload.current_generation.is_running
         shared_rows = input_ids if shares else None
         batch = pack(shape, attended, position_ids, shared_rows)
         seen = cache.seen_lens if cache is not None and past_columns else [0] * batch.num_sequences
@@ -370,10 +370,10 @@ class OffloadedModel(FixedModel):
         """The stock inputs, without what stock models take and ignore, and what is cached."""
         for name in ("tokenizer", "assistant_tokenizer"):
             kwargs.pop(name, None)
-        generation = self._offload.generation_now
-        is_first = kwargs.get("is_first_iteration")
-        if generation is not None and is_first and kwargs.get("next_sequence_length") is None:
-            given = input_ids if inputs_embeds is None else inputs_embeds
+        if kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is None:
+            given, generation = input_ids, self._offload.current_generation
+            if inputs_embeds is not None:
+                given = inputs_embeds
             kwargs["next_sequence_length"] = generation.num_new_columns(given.shape[1])
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, **kwargs

@@ -131,7 +131,7 @@ class GenerationRequest:
         cache, embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
         # transformers drops a mask of ones, and keeps its length.
         columns = int(generation_config._mask_length if mask is None else mask.shape[1])
-        # Only rows that start with equal ids are packed once (`OffloadedModel._pack`).
+        # Only rows that start with equal ids are packed once (`pack_rows`).
         shared = generation_config.prefill_chunk_size or columns
         if copies == 1 or embeds is not None or (cache is not None and cache.get_seq_length()):
             shared = 0

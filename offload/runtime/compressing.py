@@ -174,7 +174,7 @@ def _bound_of_slots(
         dtype=store.dtype,
     )
 
-    def beside(slots: int) -> int:
+    def other_bytes(slots: int) -> int:
         state.most_tokens = slots
         # While arrays grow, and after a draft, there are two of them; in a pass, of queries. Heads
         # that a GPU holds now may come back to the CPU.
@@ -187,7 +187,7 @@ def _bound_of_slots(
         page_tokens=store.page_tokens,
         policy=policy,
         condensed_share=config.condensed_share,
-        beside=beside,
+        other_bytes=other_bytes,
     )
     state.most_tokens = bound.slots
     return bound
@@ -204,7 +204,7 @@ def _bound_of_pages(config: RuntimeConfig, store: KVStore) -> SequenceBound:
         policy=config.policy,
         condensed_share=0.0,
         by_page=True,
-        beside=lambda slots: CompressionByReconstruction.beside_bytes(
+        other_bytes=lambda slots: CompressionByReconstruction.other_bytes(
             num_units, slots, store.page_tokens
         ),
     )

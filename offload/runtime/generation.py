@@ -202,12 +202,12 @@ class GenerationRequest:
             )
         store = cache.store
         pages = self._pages_needed(cache)
-        beside = 0
+        correcting = 0
         if cache.corrections is not None:
-            beside = cache.corrections.pages(len(self.prompt_lens), self.max_tokens)
+            correcting = cache.corrections.pages(len(self.prompt_lens), self.max_tokens)
             cache.corrections.check_device(len(self.prompt_lens), self.max_tokens)
-        pages += beside
-        state = self._state_bytes_needed(cache, states, builds=builds, corrects=beside > 0)
+        pages += correcting
+        state = self._state_bytes_needed(cache, states, builds=builds, corrects=correcting > 0)
         need = (
             pages * store.page_bytes
             + state

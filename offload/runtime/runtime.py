@@ -66,10 +66,11 @@ class Runtime:
         self.attention = self._decoder.attention
         compression = compression_for(config, self.lean, self.attention, self._decoder.pool)
         self.attention.compression = compression
-        marks, corrections = opened.delimiter_classes, corrections_for(opened, self.store, decoder)
+        classes = opened.delimiter_classes
+        corrections = corrections_for(opened, self.store, decoder)
         told = decoder.forget, decoder.crop
         self.sequences = Sequences(
-            self.store, self.attention, *told, compression, marks, corrections
+            self.store, self.attention, *told, compression, classes, corrections
         )
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
@@ -271,7 +272,7 @@ class Runtime:
             with current_device(self.device):
                 chosen = self._decoder.choose_several(seqs, tokens, position_ids, options, count)
             start += self._count_setup(before)
-            if count > 1:  # nobody has asked for their marks meanwhile
+            if count > 1:  # nobody has read their delimiter classes meanwhile
                 fed = torch.cat([tokens[:, None], chosen[:, :-1]], dim=1)
                 self.sequences.note_text(batch, seqs, fed.flatten())
             return check_chosen(chosen, len(self.lean.layers))

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _SLICE_TOKENS = 16
 _PREFILL_TOKENS = 256  # a product of so many rows takes the kernels of longer prompts
-_LINKS = ((1, 1), (2, 1), (2, 2))  # rows and parts of steps that launch different kernels
+_LINKS = ((1, 1), (2, 1), (2, 2))  # rows and micro-batches of steps that launch different kernels
 
 
 @torch.no_grad()

@@ -86,7 +86,7 @@ class HostLink:
 
 
 def micro_batch_rows(num_rows: int, num_micro_batches: int) -> list[slice]:
-    """Rows 0 .. num_rows cut into parts of about the same size."""
+    """Rows 0 .. num_rows cut into micro-batches of about the same size."""
     bounds = [num_rows * i // num_micro_batches for i in range(num_micro_batches + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 

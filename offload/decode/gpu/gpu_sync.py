@@ -1,4 +1,4 @@
-"""How the GPU asks the CPU side for attention in the middle of a decode step, and waits for it.
+"""How the GPU requests attention of the CPU side in the middle of a decode step, and waits for it.
 
 The only file that knows streams, graphs and flags. A decode step is a function that launches work
 and calls `request_attention(i)` when request i (see `Mailbox`) is written, and `await_reply(i)`

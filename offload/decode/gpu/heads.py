@@ -82,7 +82,7 @@ class DeviceHeads:
         self._scores, self._rows = buffers.pop("scores"), buffers.pop("rows")
         self._partial_out = buffers.pop("partial_out")
         self._partial_lse = buffers.pop("partial_lse")
-        # Parts of a batch publish one after the other, so they share what counts only meanwhile.
+        # Micro-batches publish one after the other, so they share what counts only meanwhile.
         scored = buffers["importance"].shape[1]
         self._top_k = TopKBuffers(TopKLaunch.default(self.selection.shape[2], scored), **buffers)
 

@@ -1,6 +1,6 @@
-"""How many parts the rows of a step should be cut into: by measurement.
+"""How many micro-batches the rows of a step should be cut into: by measurement.
 
-Two parts let the host attend for one while the device computes for the other, but every weight is
+Two of them let the host attend for one while the device computes for the other, but every weight is
 read twice. Which is faster depends on the policy, the lengths, the batch and the machine, and
 changes as contexts grow. So the steps themselves are timed: a few in each way, then the faster way
 for a long time.

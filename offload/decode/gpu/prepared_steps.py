@@ -38,7 +38,7 @@ class PreparedSteps:
         make_handshake: of a coprocessor and its mailbox.
         captures: whether steps are CUDA graphs.
         step: what a step launches, with its buffers and what stays on the GPU in the slots.
-        links: to the host, by rows and parts of the steps that there have been.
+        links: to the host, by rows and micro-batches of the steps that there have been.
         bursts: of several steps; None: some heads are not on the GPU.
 
     Raises:
@@ -76,7 +76,7 @@ class PreparedSteps:
             ) from error
 
     def choose_link(self, slots: Sequence[int], num_micro_batches: int | None) -> HostLink:
-        """Link of the step that fits these slots; None: in as many parts as are fastest."""
+        """Link of the step that fits these slots; None: as many micro-batches as are fastest."""
         num_rows = num_slots(max(slots) + 1)
         if num_micro_batches is None:
             num_micro_batches = self._choice(num_rows).num_micro_batches
@@ -170,7 +170,7 @@ class PreparedSteps:
         )
 
     def make_link(self, num_rows: int, num_micro_batches: int) -> HostLink:
-        """A new one, for steps of so many rows in so many parts."""
+        """A new one, for steps of so many rows in so many micro-batches."""
         requests = [
             (layer_idx, rows.start, rows.stop - rows.start)
             for layer_idx, layer in enumerate(self.layers)

@@ -173,10 +173,10 @@ class Loading:
         str,
         typer.Option(
             metavar="HOW",
-            help="Which tokens stay within --host-bytes-per-sequence. rereading: those that are "
-            "looked up when the text is read a second time, shared out among all heads; keeps what "
-            "nobody has asked for yet; a long prompt takes four times as long. attention: in "
-            "each head those that were asked for last. auto: rereading on a CPU if the policy "
+            help="Which tokens stay within --host-bytes-per-sequence. reconstruction: those that "
+            "are looked up when the text is read a second time, shared out among all heads; keeps "
+            "what nobody has asked for yet; a long prompt takes four times as long. attention: in "
+            "each head those that were asked for last. auto: reconstruction on a CPU if the policy "
             "keeps nothing beside the cache (full, exact_topk …), else attention.",
         ),
     ] = "auto"

@@ -246,14 +246,14 @@ def quality_row(quality: Quality) -> dict[str, Any]:
 
 def _condensed_by(model: Any) -> str:
     """What `condense_by` came to when the model was loaded."""
-    return "rereading" if model._offload.store.per_head_pages else "attention"
+    return "reconstruction" if model._offload.store.per_head_pages else "attention"
 
 
 def condensed_line(row: dict[str, Any], condense_by: str) -> str:
     """What became of a sequence with a bound, in words."""
     if row["seen"] == row["kept"]:
         return f"all {row['seen']:,} tokens are in the cache as they were"
-    if condense_by == "rereading":
+    if condense_by == "reconstruction":
         return (
             f"of {row['seen']:,} tokens a KV head has {row['kept']:,} as they were, on average of "
             f"all heads, and the others are dropped"

@@ -55,7 +55,7 @@ class DecodeAttention(NativeAttention):
 
     Attributes:
         on_attended: called after each `attend` with (layer_idx, step, query, out); for benches.
-        beside: what steps leave to a device: sink tokens, recent tokens, and heads
+        left_to_device: what steps leave to a device: sink tokens, recent tokens, and heads
             [num_layers, num_kv_heads]; None: nothing.
         roles: the policy's, of each [layer, unit]; see `Policy.roles`.
         has_state: whether the policy remembers anything of a sequence.
@@ -69,7 +69,7 @@ class DecodeAttention(NativeAttention):
     """
 
     on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
-    beside: tuple[int, int, npt.NDArray[np.bool_]] | None = None
+    left_to_device: tuple[int, int, npt.NDArray[np.bool_]] | None = None
     compression: KVCompression[Any] | None = None
     roles: npt.NDArray[np.uint8] | None = None
 
@@ -131,7 +131,7 @@ class DecodeAttention(NativeAttention):
             num_qo_heads=num_qo_heads,
             sm_scale=self.sm_scale,
             pool=pool,
-            layers=self._asking_layers(),
+            layers=self._selecting_layers(),
         )
         self.has_state = policy.selects and policy.state.has_arrays
         self.top_p_controller = None
@@ -154,28 +154,28 @@ class DecodeAttention(NativeAttention):
     ) -> None:
         """A device attends to a window of sink and recent tokens, and to all of some heads.
 
-        In layers in which nobody else asks the policy it keeps nothing of sequences.
+        In layers in which it selects for no other heads the policy keeps nothing of sequences.
 
         Args:
             heads, gathered: [num_layers, num_kv_heads]; those of which a device fetches a selection
                 are in both.
         """
-        self.beside = (*window, heads)
-        self.states.layers = self._asking_layers(heads)
+        self.left_to_device = (*window, heads)
+        self.states.layers = self._selecting_layers(heads)
         self._count_heads(heads, gathered)
 
-    def _asking_layers(self, elsewhere: npt.NDArray[np.bool_] | None = None) -> frozenset[int]:
-        """Layers with heads, but those of `elsewhere` [num_layers, num_kv_heads], that ask the
-        policy."""
+    def _selecting_layers(self, elsewhere: npt.NDArray[np.bool_] | None = None) -> frozenset[int]:
+        """Layers with heads, but those of `elsewhere` [num_layers, num_kv_heads], in which
+        the policy selects."""
         if not self.policy.selects:
             return frozenset()
-        asks = self.sparse_layers[:, None]
+        selects = self.sparse_layers[:, None]
         if self.roles is not None:
-            asks = (self.roles == RETRIEVE) | (self.roles == SELECT)
+            selects = (self.roles == RETRIEVE) | (self.roles == SELECT)
         if elsewhere is not None:
-            units = asks.shape[1] // self.num_kv_heads or 1
-            asks = asks & ~np.repeat(elsewhere, units, axis=1)
-        return frozenset(np.flatnonzero(asks.any(axis=1)).tolist())
+            units = selects.shape[1] // self.num_kv_heads or 1
+            selects = selects & ~np.repeat(elsewhere, units, axis=1)
+        return frozenset(np.flatnonzero(selects.any(axis=1)).tolist())
 
     def count_rows(self, step: DecodeStep) -> None:
         """A step was decoded; counts its units while `is_probed`."""

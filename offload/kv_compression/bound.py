@@ -42,7 +42,7 @@ class SequenceBound:
         policy: Policy,
         condensed_share: float = CONDENSED_SHARE,
         by_page: bool = False,
-        beside: Callable[[int], int] = lambda slots: 0,
+        other_bytes: Callable[[int], int] = lambda slots: 0,
     ) -> SequenceBound:
         """The largest that `num_bytes` allow.
 
@@ -50,7 +50,7 @@ class SequenceBound:
             token_bytes: of a token's keys and values in all layers.
             condensed_share: of the slots.
             by_page: heads have whole pages of their own when they were condensed: `low` are these.
-            beside: bytes that are kept of a sequence of so many slots beside its pages.
+            other_bytes: bytes that are kept of a sequence of so many slots beside its pages.
 
         Raises:
             ValueError: there is no room for sinks, recent tokens and a page.
@@ -63,7 +63,7 @@ class SequenceBound:
         fewest = -(-(sinks + recent + max(page_tokens, 16)) // page_tokens)
 
         def need(pages: int) -> int:
-            return pages * page_tokens * token_bytes + beside(pages * page_tokens)
+            return pages * page_tokens * token_bytes + other_bytes(pages * page_tokens)
 
         pages = num_bytes // (page_tokens * token_bytes)
         if pages >= fewest and need(pages) > num_bytes:  # then the most that fit, by halving

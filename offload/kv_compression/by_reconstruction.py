@@ -121,7 +121,7 @@ class CompressionByReconstruction(KVCompression[_Record]):
         self._reconstruct = reconstruct
 
     @staticmethod
-    def beside_bytes(num_units: int, slots: int, page_tokens: int) -> int:
+    def other_bytes(num_units: int, slots: int, page_tokens: int) -> int:
         """Bytes of scores, ids and page tables of a sequence of so many slots.
 
         Args:

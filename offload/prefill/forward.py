@@ -167,7 +167,7 @@ def _run_layers(
                     on_tokens(stop - start)
             stream.write_out(layer_idx)
             if store is not None and on_layer is not None:
-                with stream.beside():
+                with stream.side_stream():
                     for sequence, seq in enumerate(seqs):
                         on_layer(layer_idx, seq, *stream.rows(sequence))
             stream.end(layer_idx)

@@ -165,7 +165,7 @@ class LayerStream:
                         extremes = torch.stack(torch.aminmax(rows))
                         self._is_finite[layer_idx, sequence, side] = extremes.isfinite().all()
 
-    def beside(self) -> contextlib.AbstractContextManager[object]:
+    def side_stream(self) -> contextlib.AbstractContextManager[object]:
         """Where to read a layer that is written out, while the next one computes.
 
         On a device another stream is current there; what is queued to it comes before the buffer

@@ -29,7 +29,7 @@ _PAGE_TOKENS = 64
 
 
 def reconstructs(config: RuntimeConfig, shape: ModelShape) -> bool:
-    """Whether sequences are condensed by rereading; their heads then have different lengths.
+    """Whether sequences are condensed by reconstruction; their heads then have different lengths.
 
     Raises:
         ValueError: it was asked for, and the device or the policy cannot.
@@ -45,10 +45,10 @@ def reconstructs(config: RuntimeConfig, shape: ModelShape) -> bool:
         num_units = shape.num_qo_heads if policy.per_query_head else shape.num_kv_heads
         if what := shares_positions(policy, shape.num_layers, num_units):
             reason = f"policy={policy.name!r} {what}"
-    if reason and config.condense_by == "rereading":
+    if reason and config.condense_by == "reconstruction":
         raise ValueError(
-            f"condense_by='rereading' leaves each KV head tokens of its own, but {reason}; use "
-            "condense_by='attention', or none of device, backend and condensed_share and "
+            f"condense_by='reconstruction' leaves each KV head tokens of its own, but {reason}; "
+            "use condense_by='attention', or none of device, backend and condensed_share and "
             "policy='full' or 'exact_topk'"
         )
     return not reason
@@ -174,7 +174,7 @@ def _bound_of_slots(
         dtype=store.dtype,
     )
 
-    def beside(slots: int) -> int:
+    def other_bytes(slots: int) -> int:
         state.most_tokens = slots
         # While arrays grow, and after a draft, there are two of them; in a pass, of queries. Heads
         # that a GPU holds now may come back to the CPU.
@@ -187,7 +187,7 @@ def _bound_of_slots(
         page_tokens=store.page_tokens,
         policy=policy,
         condensed_share=config.condensed_share,
-        beside=beside,
+        other_bytes=other_bytes,
     )
     state.most_tokens = bound.slots
     return bound
@@ -204,7 +204,7 @@ def _bound_of_pages(config: RuntimeConfig, store: KVStore) -> SequenceBound:
         policy=config.policy,
         condensed_share=0.0,
         by_page=True,
-        beside=lambda slots: CompressionByReconstruction.beside_bytes(
+        other_bytes=lambda slots: CompressionByReconstruction.other_bytes(
             num_units, slots, store.page_tokens
         ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from offload.system.memory import check_max_memory, parse_size
 BACKENDS = ("graph", "stream", "inline")
 _COUNTS = ("prefill_slice_tokens", "page_tokens", "tensor_parallel_size")
 _COUNTS_OR_NONE = ("num_threads", "cache_correction_every")
-CONDENSE_BY = ["auto", "rereading", "attention"]
+CONDENSE_BY = ["auto", "reconstruction", "attention"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class RuntimeConfig:
             is its part of the CPUs.
         prefill_slice_tokens: tokens whose activations exist at one time during prefill.
         page_tokens: tokens in a page of the KV store; of one KV head at most 64, where sequences
-            are condensed by rereading.
+            are condensed by reconstruction.
         backend: how GPU and CPU wait for each other in a decode step, "graph" or "stream" (see
             `gpu_sync`); None is the fastest the GPU can do. "inline" runs the GPU's code path on
             the CPU, for tests and debugging.
@@ -59,13 +60,14 @@ class RuntimeConfig:
         host_bytes_per_sequence: of host memory, whatever its length, that one sequence's KV cache
             and what the policy keeps of it take at most; tokens that attention has left behind are
             condensed (see `offload.kv_compression`). None: no such bound. Not with ranks.
-        condense_by: which tokens stay then. "rereading": those that are looked up when the text is
-            read a second time, of all heads of all layers together. "attention": in each head those
-            that the last tokens have asked for; costs no second reading, and loses what nobody has
-            asked for yet. "auto": the first, on a CPU under a policy that keeps nothing beside the
-            cache, such as `full` or `exact_topk`; else, or with a condensed_share, the second.
+        condense_by: which tokens stay then. "reconstruction": those that are looked up when the
+            text is read a second time, of all heads of all layers together. "attention": in each
+            head those that the last tokens have asked for; costs no second reading, and loses what
+            nobody has asked for yet. "auto": the first, on a CPU under a policy that keeps
+            nothing beside the cache, such as `full` or `exact_topk`; else, or with a
+            condensed_share, the second.
         condensed_share: by attention, of the slots that these bytes hold, for condensed tokens at
-            most; with 0 tokens are dropped instead, as they are by rereading.
+            most; with 0 tokens are dropped instead, as they are by reconstruction.
         cache_correction_every: tokens that were decoded sparsely until they are read again, with
             the next one, by exact attention, and their keys and values replaced (see
             `offload.runtime.correcting`); None: never. Not with ranks, host_bytes_per_sequence,
@@ -189,6 +191,11 @@ def runtime_config(**options: Any) -> RuntimeConfig:
     for name in options:
         if name not in known:
             raise TypeError(f"unknown option {name!r}; available: {', '.join(known)}")
+    if options.get("condense_by") == "rereading":
+        message = "condense_by='rereading' is called 'reconstruction' now"
+        # Of the caller of `OffloadedModel.from_pretrained`, which torch wraps.
+        warnings.warn(message, DeprecationWarning, stacklevel=4)
+        options["condense_by"] = "reconstruction"
     if "policy" in options:
         options["policy"] = make_policy(options["policy"])
     if "dtype" in options:

@@ -1,4 +1,4 @@
-"""What one `generate()` asks for, known before anything of it is computed.
+"""One `generate()`: what it asks for, known before anything is computed, and how far it has come.
 
 transformers counts in columns of the rectangle [batch_size, seq_len], cached ones included, and
 takes a prompt in several forms: the ids of everything with or without a cache of their beginning,
@@ -8,32 +8,41 @@ of columns at which the prompt ends.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from offload.kv.store import HostBudgetError
 from offload.models import LeanModel
 from offload.policies.state import PolicyStates
 from offload.runtime.cache import OffloadedCache
+from offload.runtime.stats import OffloadStats
 from offload.system.memory import format_bytes
 
 
 @dataclass
 class Generation:
-    """A `generate()` that runs.
+    """A `generate()` that runs, or forward passes outside of any.
 
     Attributes:
+        is_running: it is a `generate()`.
+        prefill_threads: of torch while a prompt is prefilled; None: as torch has it.
+        stats: of its forward passes; outside of a `generate()` also of the last one.
         cache: what it continues; None until it is known, and with use_cache=False.
         owns_cache: nobody else has `cache`.
         prompt_columns: where the prompt ends in `cache`; what comes later is decoded.
         gives_all: the columns that are given begin with those that are cached.
     """
 
+    prefill_threads: int | None
+    is_running: bool = False
+    stats: OffloadStats = field(default_factory=OffloadStats)
     cache: OffloadedCache | None = None
     owns_cache: bool = False
     prompt_columns: int = 0
     gives_all: bool = False
+    _last_pass_end: float | None = None
 
     def num_new_columns(self, given_columns: int) -> int | None:
         """How many of the first columns given are new, from the last; None: all are, or the caller
@@ -43,6 +52,39 @@ class Generation:
         if self.gives_all and past_columns and given_columns >= self.prompt_columns:
             return given_columns - past_columns
         return None
+
+    def restart_watch(self) -> None:
+        """The next decode step counts from its own start: something else ran in between."""
+        self._last_pass_end = None
+
+    def count_index(self, seconds: float) -> float:
+        """`seconds` of building what the policy keeps, which do not count as decoding."""
+        self.stats.index_seconds += seconds
+        return self._leave_out(seconds)
+
+    def count_setup(self, seconds: float) -> float:
+        """`seconds` of the decoder's set-up, which do not count as decoding."""
+        self.stats.setup_seconds += seconds
+        return self._leave_out(seconds)
+
+    def _leave_out(self, seconds: float) -> float:
+        if self._last_pass_end is not None:
+            self._last_pass_end += seconds
+        return seconds
+
+    def count_pass(self, phase: str, num_tokens: int, start: float) -> None:
+        """A forward pass of `num_tokens` tokens from `start` to now."""
+        stats, end = self.stats, time.perf_counter()
+        if phase == "correct":
+            stats.correction_seconds += end - start
+        if phase != "prefill":
+            stats.decode_tokens += num_tokens
+            stats.decode_seconds += end - (self._last_pass_end or start)
+        else:
+            stats.prefill_tokens += num_tokens
+            stats.prefill_seconds += end - start
+        # Between the passes of a generation tokens are chosen; between others, anything may happen.
+        self._last_pass_end = end if self.is_running else None
 
 
 @dataclass(frozen=True)
@@ -89,7 +131,7 @@ class GenerationRequest:
         cache, embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
         # transformers drops a mask of ones, and keeps its length.
         columns = int(generation_config._mask_length if mask is None else mask.shape[1])
-        # Only rows that start with equal ids are packed once (`OffloadedModel._pack`).
+        # Only rows that start with equal ids are packed once (`pack_rows`).
         shared = generation_config.prefill_chunk_size or columns
         if copies == 1 or embeds is not None or (cache is not None and cache.get_seq_length()):
             shared = 0
@@ -160,12 +202,12 @@ class GenerationRequest:
             )
         store = cache.store
         pages = self._pages_needed(cache)
-        beside = 0
+        correcting = 0
         if cache.corrections is not None:
-            beside = cache.corrections.pages(len(self.prompt_lens), self.max_tokens)
+            correcting = cache.corrections.pages(len(self.prompt_lens), self.max_tokens)
             cache.corrections.check_device(len(self.prompt_lens), self.max_tokens)
-        pages += beside
-        state = self._state_bytes_needed(cache, states, builds=builds, corrects=beside > 0)
+        pages += correcting
+        state = self._state_bytes_needed(cache, states, builds=builds, corrects=correcting > 0)
         need = (
             pages * store.page_bytes
             + state

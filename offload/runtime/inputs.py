@@ -1,10 +1,15 @@
-"""What a caller hands to `forward` and `generate`: checks that name what disagrees."""
+"""What a caller hands to `forward` and `generate`: checked, and packed without padding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from offload.kv.store import KVStore
+from offload.models.batch import RaggedBatch, pack
+from offload.runtime.cache import OffloadedCache
 
 
 def rows_shape(
@@ -30,6 +35,55 @@ def rows_shape(
             f"{name} must be {expected} and not empty, got {given.dtype} {list(given.shape)}"
         )
     return int(given.shape[0]), int(given.shape[1])
+
+
+def check_cache(cache: Any, store: KVStore) -> None:
+    """Refuse a cache of another kind, or of another model than that of `store`."""
+    if not isinstance(cache, OffloadedCache):
+        raise ValueError(
+            f"past_key_values must be an OffloadedCache, got {type(cache).__name__}, which "
+            "would stay empty; pass past_key_values=model.new_cache()"
+        )
+    if cache.store is not store:
+        raise ValueError("past_key_values belongs to another model")
+
+
+def pack_rows(
+    shape: tuple[int, int],
+    shared_rows: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cache: OffloadedCache | None,
+    check_context: Callable[[int], None],
+) -> RaggedBatch:
+    """The tokens of a call without padding, checked against the mask and the cache.
+
+    Args:
+        shape: (batch_size, seq_len).
+        shared_rows: their ids; rows that start as equal ones, such as beams and samples of one
+            prompt, are then computed and stored once. None: each row is.
+        check_context: of the model, gets the length of each sequence.
+    """
+    batch_size, seq_len = shape
+    past_columns = cache.get_seq_length() if cache is not None else 0
+    past_mask = attended = None
+    if attention_mask is not None:
+        check_mask(attention_mask, batch_size, past_columns, seq_len)
+        past_mask = attention_mask[:, :past_columns] != 0
+        attended = attention_mask[:, past_columns:] != 0
+        if bool(attended.all()):
+            attended = None
+    if cache is not None:
+        cache.check_continues(batch_size, past_mask)
+    if position_ids is None:
+        position_ids = torch.arange(past_columns, past_columns + seq_len)[None]
+    else:
+        check_positions(position_ids, shape, past_columns, attended)
+    batch = pack(shape, attended, position_ids, None if past_columns else shared_rows)
+    seen = cache.seen_lens if cache is not None and past_columns else [0] * batch.num_sequences
+    for num_seen, num_new in zip(seen, batch.num_new_tokens, strict=True):
+        check_context(num_seen + num_new)
+    return batch
 
 
 def check_mask(mask: torch.Tensor, batch_size: int, past_columns: int, seq_len: int) -> None:

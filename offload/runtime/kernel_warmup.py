@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _SLICE_TOKENS = 16
 _PREFILL_TOKENS = 256  # a product of so many rows takes the kernels of longer prompts
-_LINKS = ((1, 1), (2, 1), (2, 2))  # rows and parts of steps that launch different kernels
+_LINKS = ((1, 1), (2, 1), (2, 2))  # rows and micro-batches of steps that launch different kernels
 
 
 @torch.no_grad()
@@ -116,8 +116,8 @@ def warm_up_steps(decoder: DeviceDecoder) -> None:
         if not has_room if ranks is None else ranks.total(int(not has_room))[0]:
             return
         steps = decoder._prepared
-        for num_rows, num_parts in _LINKS:
-            link = steps.make_link(num_rows, num_parts)
+        for num_rows, num_micro_batches in _LINKS:
+            link = steps.make_link(num_rows, num_micro_batches)
             warmed_up = replace(link, gpu_sync=_WarmUpSync(link, decoder))
             steps.step.run_tokens(warmed_up, samples=False)
             if steps.bursts is not None:
@@ -138,7 +138,7 @@ class _WarmUpSync(InlineSync):
         self._has_flags = isinstance(link.gpu_sync, GraphSync)
         self._mailbox, self._device = link.mailbox, decoder.device
 
-    def publish(self, request: int) -> None:
+    def request_attention(self, request: int) -> None:
         if self._has_flags:
             raise_flag(self._mailbox.requests[request, :1], self._device)
 

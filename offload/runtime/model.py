@@ -19,20 +19,20 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.loading.names import HubOptions
-from offload.models.batch import RaggedBatch, pack
 from offload.ranks.group import connect
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.config import runtime_config
+from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.fixed_model import FixedModel
 from offload.runtime.generation import GenerationRequest
 from offload.runtime.inputs import (
+    check_cache,
     check_labels,
-    check_mask,
-    check_positions,
     check_tokens,
     empty_rows,
     keep_positions,
+    pack_rows,
     refuse_unsupported,
     rows_shape,
 )
@@ -45,23 +45,9 @@ from offload.runtime.token_loop import fast_options, generate_tokens
 from offload.system.autocast import without_autocast
 
 if TYPE_CHECKING:
+    from offload.decode.gpu.placement import HeadPlacement
     from offload.kv.store import KVStore
     from offload.policies import Policy
-
-_RUNTIME_OPTIONS = (
-    "prefill_slice_tokens",
-    "page_tokens",
-    "backend",
-    "deadline_seconds",
-    "tensor_parallel_size",
-    "placement",
-    "quality_probe",
-    "quality_floor",
-    "host_bytes_per_sequence",
-    "condense_by",
-    "condensed_share",
-    "cache_correction_every",
-)
 
 
 class OffloadedModel(FixedModel):
@@ -80,7 +66,26 @@ class OffloadedModel(FixedModel):
         device: str | torch.device = "cpu",
         max_memory: dict[int | str, int | str] | None = None,
         num_threads: int | None = None,
-        **kwargs: Any,
+        *,
+        prefill_slice_tokens: int = 8192,
+        page_tokens: int = 256,
+        backend: str | None = None,
+        deadline_seconds: float = 5.0,
+        tensor_parallel_size: int = 1,
+        placement: HeadPlacement | str | Path | None = None,
+        quality_probe: float = 0.0,
+        quality_floor: float | None = None,
+        host_bytes_per_sequence: int | str | None = None,
+        condense_by: str = "auto",
+        condensed_share: float = CONDENSED_SHARE,
+        cache_correction_every: int | None = None,
+        cache_dir: str | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        gguf_file: str | None = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Load a model.
 
@@ -97,36 +102,44 @@ class OffloadedModel(FixedModel):
             max_memory: hard limits such as {"cpu": "96GiB"} (weights and KV cache together), or
                 {0: "20GiB", "cpu": "96GiB"} with a GPU.
             num_threads: CPU threads; default: all this process may use.
-            kwargs: the standard cache_dir, force_download, local_files_only, token, revision and
-                gguf_file; `prefill_slice_tokens`, `page_tokens`, `backend`, `deadline_seconds`,
-                `tensor_parallel_size`, `placement`, `quality_probe`, `quality_floor`,
-                `host_bytes_per_sequence`, `condense_by`, `condensed_share` and
-                `cache_correction_every` of `RuntimeConfig`.
+            prefill_slice_tokens: see `RuntimeConfig`, which describes all options from this one to
+                `cache_correction_every`.
+            cache_dir: as of transformers; so are the options from this one to `gguf_file`.
+            unknown: nothing else is taken.
 
         Raises:
-            TypeError: an unknown keyword argument.
+            TypeError: an unknown keyword argument; names those that there are.
             ValueError, FileNotFoundError, NotImplementedError: an unknown policy or dtype, a model
                 type that is not supported, missing or damaged files.
             HostBudgetError: the weights do not fit `max_memory`. All before weights are read.
         """
-        options = {name: kwargs.pop(name) for name in _RUNTIME_OPTIONS if name in kwargs}
-        hub_options = [option.name for option in fields(HubOptions)]
-        for name in kwargs:
-            if name not in hub_options:
-                known = ", ".join([*hub_options, *_RUNTIME_OPTIONS])
-                raise TypeError(f"unknown keyword argument {name!r}; available: {known}")
+        for name in unknown:
+            known = [option.name for kind in (RuntimeConfig, HubOptions) for option in fields(kind)]
+            raise TypeError(f"unknown keyword argument {name!r}; available: {', '.join(known)}")
+        hub = HubOptions(cache_dir, force_download, local_files_only, token, revision, gguf_file)
         config = runtime_config(
             policy=policy,
             dtype=dtype,
             device=device,
             max_memory=max_memory,
             num_threads=num_threads,
-            **options,
+            prefill_slice_tokens=prefill_slice_tokens,
+            page_tokens=page_tokens,
+            backend=backend,
+            deadline_seconds=deadline_seconds,
+            tensor_parallel_size=tensor_parallel_size,
+            placement=placement,
+            quality_probe=quality_probe,
+            quality_floor=quality_floor,
+            host_bytes_per_sequence=host_bytes_per_sequence,
+            condense_by=condense_by,
+            condensed_share=condensed_share,
+            cache_correction_every=cache_correction_every,
         )
         ranks = connect(config.tensor_parallel_size, config.device)
         together = nullcontext() if ranks is None else ranks.together()
         with together, without_autocast(torch.device(config.device)):
-            return _offloaded(load_model(name_or_path, config, HubOptions(**kwargs), ranks))
+            return _offloaded(load_model(name_or_path, config, hub, ranks))
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     @locked
@@ -183,7 +196,11 @@ class OffloadedModel(FixedModel):
         )
         shape = rows_shape(input_ids, inputs_embeds, self._offload.lean.shape.hidden_size)
         cache = self._cache(past_key_values, use_cache)
-        batch = self._pack(shape, input_ids, attention_mask, position_ids, cache)
+        # Outside of generate() equal rows stand for any: with them lm-eval seeks how large a batch
+        # may be.
+        shares_rows = self._offload.current_generation.is_running
+        rows = (input_ids if shares_rows else None, attention_mask, position_ids)
+        batch = pack_rows(shape, *rows, cache, self._offload.check_context)
         self._offload.check_modules()
         tokens, embeddings = self._embed(batch.columns, input_ids, inputs_embeds)
         if len(empty := empty_rows(attention_mask)):
@@ -268,7 +285,7 @@ class OffloadedModel(FixedModel):
 
     def offload_stats(self) -> OffloadStats:
         """Tokens, times and KV bytes of the last `generate()`, and the forward passes since."""
-        return self._offload.stats
+        return self._offload.current_generation.stats
 
     def quality(self) -> Quality:
         """How much of the exact attention mass decode steps kept, since the model was loaded.
@@ -294,40 +311,6 @@ class OffloadedModel(FixedModel):
         self._offload.sequences.collect_if_idle()
         return self._offload.store
 
-    def _pack(
-        self,
-        shape: tuple[int, int],
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        cache: OffloadedCache | None,
-    ) -> RaggedBatch:
-        """The tokens of this call without padding, checked against the mask and the cache."""
-        batch_size, seq_len = shape
-        past_columns = cache.get_seq_length() if cache is not None else 0
-        past_mask = attended = None
-        if attention_mask is not None:
-            check_mask(attention_mask, batch_size, past_columns, seq_len)
-            past_mask = attention_mask[:, :past_columns] != 0
-            attended = attention_mask[:, past_columns:] != 0
-            if bool(attended.all()):
-                attended = None
-        if cache is not None:
-            cache.check_continues(batch_size, past_mask)
-        if position_ids is None:
-            position_ids = torch.arange(past_columns, past_columns + seq_len)[None]
-        else:
-            check_positions(position_ids, shape, past_columns, attended)
-        # Beams and samples of one prompt start as equal rows: compute and store them once. Outside
-        # of generate() equal rows stand for any: with them lm-eval seeks how large a batch may be.
-        shares = past_columns == 0 and self._offload.generation_now is not None
-        shared_rows = input_ids if shares else None
-        batch = pack(shape, attended, position_ids, shared_rows)
-        seen = cache.seen_lens if cache is not None and past_columns else [0] * batch.num_sequences
-        for num_seen, num_new in zip(seen, batch.num_new_tokens, strict=True):
-            self._offload.check_context(num_seen + num_new)
-        return batch
-
     def _embed(
         self,
         columns: torch.Tensor,
@@ -349,19 +332,10 @@ class OffloadedModel(FixedModel):
         self, past_key_values: OffloadedCache | None, use_cache: bool | None
     ) -> OffloadedCache | None:
         if past_key_values is not None:
-            self._check_cache(past_key_values)
+            check_cache(past_key_values, self._offload.store)
             return past_key_values
         use_cache = self.config.use_cache if use_cache is None else use_cache
         return self.new_cache() if use_cache else None
-
-    def _check_cache(self, cache: Any) -> None:
-        if not isinstance(cache, OffloadedCache):
-            raise ValueError(
-                f"past_key_values must be an OffloadedCache, got {type(cache).__name__}, which "
-                "would stay empty; pass past_key_values=model.new_cache()"
-            )
-        if cache.store is not self._offload.store:
-            raise ValueError("past_key_values belongs to another model")
 
     # How transformers calls us back.
 
@@ -371,10 +345,10 @@ class OffloadedModel(FixedModel):
         """The stock inputs, without what stock models take and ignore, and what is cached."""
         for name in ("tokenizer", "assistant_tokenizer"):
             kwargs.pop(name, None)
-        generation = self._offload.generation_now
-        is_first = kwargs.get("is_first_iteration")
-        if generation is not None and is_first and kwargs.get("next_sequence_length") is None:
-            given = input_ids if inputs_embeds is None else inputs_embeds
+        if kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is None:
+            given, generation = input_ids, self._offload.current_generation
+            if inputs_embeds is not None:
+                given = inputs_embeds
             kwargs["next_sequence_length"] = generation.num_new_columns(given.shape[1])
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, **kwargs
@@ -396,7 +370,7 @@ class OffloadedModel(FixedModel):
         request = GenerationRequest.of(generation_config, model_kwargs, batch_size, drafts=drafts)
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
-            self._check_cache(cache)
+            check_cache(cache, self._offload.store)
             cache._is_user_defined = True  # generate() asks for it
         elif generation_config.use_cache is False:
             self._offload.check_context(request.max_tokens)

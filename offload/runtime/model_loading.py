@@ -51,7 +51,7 @@ class LoadedModel:
         lean: its layers.
         config: as asked for, with the policy that `auto` came to and what it has learned; of ranks,
             this one's.
-        vocabulary_marks: uint8 [vocab_size], text marks for policies that read the text.
+        delimiter_classes: uint8 [vocab_size], for policies that read the text; None: not read.
         num_threads: of the worker pool.
         backend: of the steps of a `DeviceDecoder`; None: the native kernels decode.
         host_kv_bytes, device_kv_bytes: for the KV cache; None: as much as the GPU has.
@@ -139,9 +139,9 @@ def prepare_loaded(
         HostBudgetError, DeviceMemoryError: the weights do not fit.
         NotImplementedError: the backend is not for this model.
     """
-    marks = None
+    classes = None
     if config.policy.state.reads_text and folder is not None:
-        marks = load_delimiter_classes(folder, stock.config.vocab_size)
+        classes = load_delimiter_classes(folder, stock.config.vocab_size)
     lean = rank_view(lean_model_maker(stock.config.model_type)(stock), ranks)
     device, weight_bytes = torch.device(config.device), weight_bytes_of(stock)
     num_threads = worker_threads(
@@ -169,7 +169,7 @@ def prepare_loaded(
         stock=stock,
         lean=lean,
         config=config,
-        delimiter_classes=marks,
+        delimiter_classes=classes,
         num_threads=num_threads,
         backend=backend,
         host_kv_bytes=host_kv_bytes,

@@ -42,16 +42,14 @@ class BatchPart:
         return len(self.sequences) if self.phase == "correct" else self.batch.num_tokens
 
 
-def prompt_columns_of(
-    batch: RaggedBatch, cache: OffloadedCache, generation: Generation | None
-) -> int:
+def prompt_columns_of(batch: RaggedBatch, cache: OffloadedCache, generation: Generation) -> int:
     """How many columns of `batch`, which continues `cache`, are prompt.
 
-    A generation knows where its prompt ends. Without one, a token for each row of a cache is
+    A `generate()` knows where its prompt ends. Without one, a token for each row of a cache is
     decoded, and several are a prompt.
     """
     past_columns, seq_len = cache.get_seq_length(), batch.rows_shape[1]
-    if generation is not None and generation.cache is cache:
+    if generation.cache is cache:
         return max(0, min(generation.prompt_columns - past_columns, seq_len))
     return 0 if past_columns and max(batch.num_new_tokens) == 1 else seq_len
 

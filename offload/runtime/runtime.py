@@ -29,7 +29,6 @@ from offload.runtime.prompt_reading import prefill_for
 from offload.runtime.quality import FloorWatch, Quality, quality_of
 from offload.runtime.sequences import Sequences
 from offload.runtime.slices import run_in_slices
-from offload.runtime.stats import OffloadStats
 from offload.system.autocast import current_device, without_autocast
 from offload.system.interrupts import shielded
 from offload.system.torch_threads import torch_threads
@@ -42,11 +41,14 @@ class Runtime:
 
     Args:
         store: of another runtime of the same model, to share; None: one of its own.
+
+    Attributes:
+        current_generation: what forward passes belong to. Between two `generate()` it is one that
+            does not run, with the statistics of the last.
     """
 
     def __init__(self, opened: LoadedModel, store: KVStore | None = None) -> None:
         self.config = config = opened.config
-        self.stats = OffloadStats()
         self.lean, self.device = opened.lean, opened.device
         self.ranks = self.lean.ranks
         shape = self.lean.shape
@@ -65,16 +67,15 @@ class Runtime:
         self.attention = self._decoder.attention
         compression = compression_for(config, self.lean, self.attention, self._decoder.pool)
         self.attention.compression = compression
-        marks, corrections = opened.delimiter_classes, corrections_for(opened, self.store, decoder)
+        classes = opened.delimiter_classes
+        corrections = corrections_for(opened, self.store, decoder)
         told = decoder.forget, decoder.crop
         self.sequences = Sequences(
-            self.store, self.attention, *told, compression, marks, corrections
+            self.store, self.attention, *told, compression, classes, corrections
         )
         self.run_lock = self.sequences.run_lock
-        self.generation_now: Generation | None = None
+        self.current_generation = Generation(config.num_threads)
         self.on_tokens: OnTokens | None = None  # see `prefill`
-        self._last_pass_end: float | None = None
-        self._prefill_threads = config.num_threads  # None: as torch has it
         self._floor: FloorWatch | None = None
         if config.quality_probe:
             self.attention.start_probe(config.quality_probe, seed=_PROBE_SEED)
@@ -115,12 +116,12 @@ class Runtime:
             compression = self.sequences.compression
             if cache is None or compression is None:
                 return self._run(hidden, batch, cache, tokens)
-            prompt = prompt_columns_of(batch, cache, self.generation_now)
+            prompt = prompt_columns_of(batch, cache, self.current_generation)
             return run_in_slices(self._run, hidden, batch, cache, compression, tokens, prompt)
 
     def run_unattended(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `run`, of tokens [n, hidden_size] that attend to nothing and are not kept."""
-        threads = torch_threads(self._prefill_threads)
+        threads = torch_threads(self.current_generation.prefill_threads)
         with current_device(self.device), without_autocast(self.device), threads, self.together():
             return attend_to_nothing(self.lean, hidden, self._decoder.pool)
 
@@ -142,7 +143,7 @@ class Runtime:
         """
         if self.attention.top_p_controller is not None and not corrects:
             self.attention.top_p_controller.restart()
-        with torch_threads(self._prefill_threads):
+        with torch_threads(self.current_generation.prefill_threads):
             self._decoder.trim()
             for seq in seqs:
                 self._decoder.forget(seq)
@@ -159,7 +160,7 @@ class Runtime:
                 on_tokens=None if corrects else self.on_tokens,
                 device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
             )
-        self.stats.index_seconds += seconds
+        self.current_generation.stats.index_seconds += seconds
         return hidden
 
     def _run(
@@ -179,7 +180,7 @@ class Runtime:
             self._record("prefill", batch.num_tokens, start)
             return hidden, "prefill"
         if prompt_columns is None:
-            prompt_columns = prompt_columns_of(batch, cache, self.generation_now)
+            prompt_columns = prompt_columns_of(batch, cache, self.current_generation)
         parts = parts_of(batch, prompt_columns, self._decoder.max_step_tokens)
         decodes = parts[-1].phase == "decode"
         correction = self.sequences.correction(cache.seqs, batch, tokens, decodes=decodes)
@@ -194,7 +195,7 @@ class Runtime:
                 return self._run_parts(hidden, parts, seqs)
             read = correction.embedded(hidden, self.lean.embed_tokens)
             result = self._run_parts(read, parts, seqs)[correction.is_new]
-            self.stats.corrected_tokens += len(correction.ids)
+            self.current_generation.stats.corrected_tokens += len(correction.ids)
             return result
 
         phase = parts[0].phase
@@ -209,8 +210,9 @@ class Runtime:
         self, hidden: torch.Tensor, parts: Sequence[BatchPart], seqs: list[int]
     ) -> torch.Tensor:
         """Embeddings [num_tokens, hidden_size] through all layers, overwritten."""
+        stats = self.current_generation.stats
         for i, part in enumerate(parts):
-            start = time.perf_counter() - self.sequences.count_condensed(self.stats)
+            start = time.perf_counter() - self.sequences.count_condensed(stats)
             of_part = [seqs[sequence] for sequence in part.sequences]
             if i > 0 and (parts[i - 1].phase, part.phase) == ("prefill", "decode"):
                 self.attention.states.begin_draft(of_part)
@@ -268,7 +270,7 @@ class Runtime:
 
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
-            self.sequences.count_condensed(self.stats)
+            self.sequences.count_condensed(self.current_generation.stats)
             if count == 1:
                 self.sequences.note_text(batch, seqs, tokens)
                 self.sequences.note_decoded(batch, seqs, tokens, position_ids)
@@ -276,7 +278,7 @@ class Runtime:
             with current_device(self.device):
                 chosen = self._decoder.choose_several(seqs, tokens, position_ids, options, count)
             start += self._count_setup(before)
-            if count > 1:  # nobody has asked for their marks meanwhile
+            if count > 1:  # nobody has read their delimiter classes meanwhile
                 fed = torch.cat([tokens[:, None], chosen[:, :-1]], dim=1)
                 self.sequences.note_text(batch, seqs, fed.flatten())
             return check_chosen(chosen, len(self.lean.layers))
@@ -298,7 +300,7 @@ class Runtime:
         with without_autocast(self.device):
             if phase == "decode":
                 return self._decoder.logits(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
-            with torch_threads(self._prefill_threads):
+            with torch_threads(self.current_generation.prefill_threads):
                 logits: torch.Tensor = self.lean.lm_head(self.lean.final_norm(hidden))
             return logits
 
@@ -311,7 +313,7 @@ class Runtime:
 
         In a generation that was done when it began.
         """
-        if self.generation_now is None:
+        if not self.current_generation.is_running:
             self._watch.check()
 
     def close(self) -> None:
@@ -337,13 +339,11 @@ class Runtime:
         2 CPUs: 64 tokens/s instead of 82). An assistant computes in between and keeps its threads.
         """
         with shielded() as exposed:
-            outer = self.generation_now, self.stats, self._prefill_threads
-            if self.generation_now is None:
-                self._prefill_threads = self.config.num_threads or torch.get_num_threads()
-            generation = Generation()
+            outer = self.current_generation
+            threads = outer.prefill_threads or torch.get_num_threads()
+            generation = Generation(threads, is_running=True)
             try:
-                self.generation_now, self.stats = generation, OffloadStats()
-                self._last_pass_end = None
+                self.current_generation = generation
                 with torch_threads(None if has_assistant else 1), exposed(), self.together():
                     if self.ranks is not None:
                         self.ranks.share_random_state(self.device)
@@ -355,10 +355,10 @@ class Runtime:
                     generation.cache.reset()
                 raise
             finally:
-                self.generation_now, stats, self._prefill_threads = outer
-                self._last_pass_end = None
-                if self.generation_now is not None:  # it was within another
-                    self.stats = stats
+                if not outer.is_running:
+                    outer = Generation(self.config.num_threads, stats=generation.stats)
+                self.current_generation = outer
+                outer.restart_watch()
 
     def begin_generation(
         self, request: GenerationRequest, cache: OffloadedCache | None, *, is_draft: bool
@@ -381,7 +381,7 @@ class Runtime:
         if used.bound is not None:
             most = min(most, used.bound.slots)
         self._decoder.begin_generation(len(request.prompt_lens), most)
-        generation, past_columns = self.generation_now or Generation(), used.get_seq_length()
+        generation, past_columns = self.current_generation, used.get_seq_length()
         generation.cache, generation.owns_cache = used, cache is None
         generation.gives_all = request.gives_all
         generation.prompt_columns = request.prompt_columns
@@ -426,37 +426,19 @@ class Runtime:
         seconds it took, which do not count as decoding.
         """
         kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
-        with torch_threads(self._prefill_threads):
+        with torch_threads(self.current_generation.prefill_threads):
             seconds = self.attention.build_states(seqs, kv_lens)
-        self.stats.index_seconds += seconds
-        return self._leave_out(seconds)
+        return self.current_generation.count_index(seconds)
 
     def _count_setup(self, before: float) -> float:
         """Seconds that the decoder took for set-up, since they were `before`."""
-        seconds = self._decoder.setup_seconds - before
-        self.stats.setup_seconds += seconds
-        return self._leave_out(seconds)
-
-    def _leave_out(self, seconds: float) -> float:
-        """`seconds`, which do not count as decoding."""
-        if self._last_pass_end is not None:
-            self._last_pass_end += seconds
-        return seconds
+        return self.current_generation.count_setup(self._decoder.setup_seconds - before)
 
     def _record(self, phase: str, num_tokens: int, start: float) -> None:
-        stats, end = self.stats, time.perf_counter()
-        if phase == "correct":
-            stats.correction_seconds += end - start
-        if phase != "prefill":
-            stats.decode_tokens += num_tokens
-            stats.decode_seconds += end - (self._last_pass_end or start)
-            if self._floor is not None:
-                self._floor.look()
-        else:
-            stats.prefill_tokens += num_tokens
-            stats.prefill_seconds += end - start
+        self.current_generation.count_pass(phase, num_tokens, start)
+        if phase != "prefill" and self._floor is not None:
+            self._floor.look()
+        stats = self.current_generation.stats
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
         stats.kv_device_bytes = max(stats.kv_device_bytes, self._decoder.device_bytes)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
-        # Between the passes of a generation tokens are chosen; between others, anything may happen.
-        self._last_pass_end = None if self.generation_now is None else end

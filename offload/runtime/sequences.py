@@ -29,7 +29,7 @@ class Sequences:
         on_changed: told of each sequence that is freed, or goes on from something else.
         on_cropped: of each that keeps its first tokens, so many.
         compression: keeps each sequence within a bound; None: they have none.
-        vocabulary_marks: uint8 [vocab_size], what the text of each token ends with, where the
+        delimiter_classes: uint8 [vocab_size], what the text of each token ends with, where the
             policy wants to know.
         corrections: of what is decoded sparsely; None: there are none.
 
@@ -151,8 +151,8 @@ class Sequences:
         tokens: Tensor | None,
         positions: Tensor | None = None,
     ) -> None:
-        """What comes, before it is in the store: ids [num_tokens] for KV compression, and marks for
-        the policy. Of those whose ids are not known no marks, that is, no delimiter.
+        """What comes, before it is in the store: ids [num_tokens] for KV compression, and delimiter
+        classes for the policy. A token whose id is not known counts as no delimiter.
 
         Args:
             positions: [num_tokens]; None: the next.
@@ -169,11 +169,11 @@ class Sequences:
         if self._delimiter_classes is None:
             return
         if tokens is None:
-            marks = np.zeros(batch.num_tokens, np.uint8)
+            classes = np.zeros(batch.num_tokens, np.uint8)
         else:
-            marks = self._delimiter_classes[tokens.numpy()]
+            classes = self._delimiter_classes[tokens.numpy()]
         for sequence, start, stop in batch.spans():
-            self._attention.states.append_delimiter_classes(seqs[sequence], marks[start:stop])
+            self._attention.states.append_delimiter_classes(seqs[sequence], classes[start:stop])
 
     def correction(
         self, seqs: Sequence[int], batch: RaggedBatch, tokens: Tensor | None, *, decodes: bool

@@ -61,7 +61,7 @@ def generate_tokens(
             surplus = chosen.shape[1] - kept
             chosen, ended = chosen[:, :kept], ended[:, :kept]
             cache.crop(-surplus)
-            runtime.stats.decode_tokens -= surplus * batch_size
+            runtime.current_generation.stats.decode_tokens -= surplus * batch_size
         chosen = torch.where(unfinished[:, None], chosen, pad)
         text[:, length : length + chosen.shape[1]] = chosen
         length += chosen.shape[1]

@@ -85,6 +85,6 @@ def heads_of(runtime: Runtime) -> dict[str, int]:
         roles = np.full((num_layers, shape.num_kv_heads), SELECT)
         roles[:dense] = DENSE
     heads = {name: int((roles == role).sum()) for name, role in _ROLES.items()}
-    if attention.beside is not None:
-        heads["on_gpu"] = int(attention.beside[2].sum())
+    if attention.left_to_device is not None:
+        heads["on_gpu"] = int(attention.left_to_device[2].sum())
     return {name: count for name, count in heads.items() if count}

@@ -13,6 +13,6 @@ from cases.inside import runtime_of
 def verifying(model: Any, cache: Any) -> Iterator[None]:
     """What comes after `cache` is decoded, as in a generation whose prompt ends there."""
     with runtime_of(model).generation(has_assistant=False):
-        generation = runtime_of(model).generation_now
+        generation = runtime_of(model).current_generation
         generation.cache, generation.prompt_columns = cache, cache.get_seq_length()
         yield

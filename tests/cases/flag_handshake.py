@@ -14,7 +14,7 @@ import torch
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
 from cpu_ops.step_rows import DecodeStep
-from offload.decode.gpu.gpu_sync import Beside, GraphSync, Step
+from offload.decode.gpu.gpu_sync import GraphSync, SideWork, Step
 
 
 class FlagHandshake(GraphSync):
@@ -34,7 +34,7 @@ class FlagHandshake(GraphSync):
         self._finished: Any = _NoEvent()
         self._stream = None  # type: ignore[assignment]
 
-    def publish(self, request: int) -> None:
+    def request_attention(self, request: int) -> None:
         self._requests[request].value = 1
 
     def await_reply(self, request: int) -> None:
@@ -43,10 +43,10 @@ class FlagHandshake(GraphSync):
         self._replies[request].value = 0
 
     @contextmanager
-    def beside(self, lane: int = 0) -> Iterator[Beside]:
-        yield Beside()
+    def side_stream(self, lane: int = 0) -> Iterator[SideWork]:
+        yield SideWork()
 
-    def join(self, work: Beside) -> None:
+    def join(self, work: SideWork) -> None:
         """It is done."""
 
     def prepare(self, key: Hashable, step: Step) -> bool:
@@ -68,7 +68,7 @@ class FlagHandshake(GraphSync):
         @torch.no_grad()
         def run() -> None:
             step()
-            self.publish(-1)
+            self.request_attention(-1)
 
         self._gpu = threading.Thread(target=run, daemon=True)
         self._gpu.start()

@@ -36,9 +36,9 @@ def allow_device_bytes(model: Any, num_bytes: int) -> None:
     decoder_of(model)._device_budget_bytes = num_bytes
 
 
-def split_steps(model: Any, num_parts: int) -> None:
+def split_steps(model: Any, num_micro_batches: int) -> None:
     """Rows of a step take turns, in so many parts."""
-    decoder_of(model)._num_parts = num_parts
+    decoder_of(model)._num_micro_batches = num_micro_batches
 
 
 def steps_of(model: Any) -> Any:

@@ -177,7 +177,7 @@ def test_condensed_in_words() -> None:
     )
     row = {"seen": 90, "kept": 20, "condensed": 0}
     assert condensed_line(row, "attention").endswith("70 dropped")
-    assert condensed_line(row, "rereading") == (
+    assert condensed_line(row, "reconstruction") == (
         "of 90 tokens a KV head has 20 as they were, on average of all heads, and the others are "
         "dropped"
     )
@@ -188,7 +188,7 @@ def test_condensed_by(generate: Any) -> None:
     options = ["-p", "the quick brown fox", "-n", "2"]
     bound = [*options, "--host-bytes-per-sequence", "2MiB"]
     for arguments, by in (
-        (bound, "rereading"),
+        (bound, "reconstruction"),
         ([*bound, "--condense-by", "attention"], "attention"),
         ([*bound, "--policy", "lychee_cluster"], "attention"),
         (options, None),
@@ -196,12 +196,12 @@ def test_condensed_by(generate: Any) -> None:
         result = generate(*arguments, "--json")
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["runs"][0]["condense_by"] == by
-    reconstruction = ["--condense-by", "rereading"]
+    reconstruction = ["--condense-by", "reconstruction"]
     refused = generate(*bound, *reconstruction, "--policy", "lychee_cluster")
     assert refused.exit_code == 1
-    assert "condense_by='rereading' leaves each KV head tokens of its own, but" in refused.stderr
+    assert "condense_by='reconstruction' leaves each KV head tokens of its own" in refused.stderr
     for arguments, message in (
-        ([*options, *reconstruction], "condense_by=rereading needs host_bytes_per_sequence"),
+        ([*options, *reconstruction], "condense_by=reconstruction needs host_bytes_per_sequence"),
         ([*bound, "--condense-by", "magic"], "unknown condense_by 'magic'; available: auto"),
     ):
         refused = generate(*arguments)

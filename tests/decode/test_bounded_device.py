@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bounded(folder: Path) -> Callable[..., Any]:
     def load_bounded(policy: str, device_and_backend: Any, **more: Any) -> Any:
         chosen = "full" if policy == "full" else small(policy)
-        # By rereading there is no GPU.
+        # By reconstruction there is no GPU.
         options = {"host_bytes_per_sequence": BYTES, "condense_by": "attention", "num_threads": 1}
         return load(folder, chosen, device_and_backend, **options, **more)
 

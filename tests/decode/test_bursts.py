@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
-from cases.inside import decoder_of, resident_of, runtime_of
+from cases.inside import decoder_of, resident_of
 from cases.tiny_models import random_tokens
 from transformers.generation.streamers import BaseStreamer
 
@@ -53,7 +53,7 @@ def test_an_answer_in_bursts(model: Any, cpu: Any, monkeypatch: pytest.MonkeyPat
     tokens = random_tokens(2, 50)
     assert torch.equal(greedy(model, tokens, 24), greedy(cpu, tokens, 24))
     assert counts == [7, 7, 7, 2]  # the first comes from the prompt
-    assert runtime_of(model).stats.decode_tokens == 2 * 23
+    assert model.offload_stats().decode_tokens == 2 * 23
 
 
 def test_the_host_has_all_of_it(model: Any, cpu: Any) -> None:

@@ -94,13 +94,13 @@ def test_the_tokens_do_not_depend_on_who_lists(backend, bits, loaded, expected):
     assert model.kv_store.num_sequences == 0
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_rows_of_a_batch(backend, num_parts, loaded, expected):
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_rows_of_a_batch(backend, num_micro_batches, loaded, expected):
     """One has codes from the start, one gets them, in slots that others had before."""
     model = loaded(2, backend)
     decoder = decoder_of(model)
     decoder.place(decoder.placement)
-    split_steps(model, num_parts)
+    split_steps(model, num_micro_batches)
     tokens = torch.zeros(3, 140, dtype=torch.long)
     mask = torch.zeros_like(tokens)
     for order in ((140, 40, 48), (48, 140, 40)):
@@ -178,14 +178,12 @@ def test_lists_are_those_of_the_hosts_codes(
     tokenizer.save_pretrained(tmp_path)
     model = load(tmp_path, sketch(bits, 2.0), device_and_backend)
     place_codes(model)
-    decoder, publish = decoder_of(model), CodeLists.publish
+    decoder, send = decoder_of(model), CodeLists.send_candidates
     num_lists = 0
 
-    def publish_and_check(
-        lists: CodeLists, layer_idx: int, rows: slice, b: Any, mailbox: Any
-    ) -> None:
+    def send_and_check(lists: CodeLists, layer_idx: int, rows: slice, b: Any, mailbox: Any) -> None:
         nonlocal num_lists
-        publish(lists, layer_idx, rows, b, mailbox)
+        send(lists, layer_idx, rows, b, mailbox)
         if model.device.type == "cuda":
             torch.cuda.synchronize()
         for row, position in enumerate(b.positions[rows].tolist()):
@@ -219,7 +217,7 @@ def test_lists_are_those_of_the_hosts_codes(
                 assert scores[left].max() <= kth + slack
                 num_lists += 1
 
-    monkeypatch.setattr(CodeLists, "publish", publish_and_check)
+    monkeypatch.setattr(CodeLists, "send_candidates", send_and_check)
     greedy(model, random_tokens(1, 140), 12)
     assert num_lists == 11 * 2 * 2  # steps, layers, heads
 

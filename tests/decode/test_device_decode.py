@@ -99,7 +99,7 @@ def test_two_parts_give_the_same_tokens(backend, tiny_folders):
     expected = greedy(model, tokens, 40, attention_mask=mask)
     split_steps(model, 2)
     assert torch.equal(greedy(model, tokens, 40, attention_mask=mask), expected)
-    assert {link.num_parts for link in steps_of(model).links.values()} == {1, 2}
+    assert {link.num_micro_batches for link in steps_of(model).links.values()} == {1, 2}
     assert torch.equal(greedy(model, rows[0][None], 40)[0, 200:], expected[0, 200:])
 
 

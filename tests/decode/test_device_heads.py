@@ -27,7 +27,7 @@ from cases.inside import (
 )
 from cases.tiny_models import random_tokens
 
-from offload.decode.gpu.gpu_sync import Beside, InlineSync
+from offload.decode.gpu.gpu_sync import InlineSync, SideWork
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.policies import Policy
@@ -247,14 +247,14 @@ class LateHandshake(InlineSync):
 
     def __init__(self, coprocessor: Any) -> None:
         super().__init__(coprocessor)
-        self.late: list[tuple[int, Beside, list[Callable[[], None]]]] = []
+        self.late: list[tuple[int, SideWork, list[Callable[[], None]]]] = []
 
     @contextmanager
-    def beside(self, lane: int = 0) -> Iterator[Beside]:
-        self.late.append((lane, Beside(), []))
+    def side_stream(self, lane: int = 0) -> Iterator[SideWork]:
+        self.late.append((lane, SideWork(), []))
         yield self.late[-1][1]
 
-    def join(self, work: Beside) -> None:
+    def join(self, work: SideWork) -> None:
         """With all that was launched before it in its lane, and nothing of another."""
         lanes = [lane for lane, other, _ in self.late if other is work]
         while any(other is work for _, other, _ in self.late):
@@ -267,17 +267,17 @@ class LateHandshake(InlineSync):
         assert not self.late, "not joined in its step"
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("kind", ["retrieval", "gathered", "mixed"])
 def test_nothing_overwrites_what_is_read_beside(
-    kind, num_parts, tiny_folders, expected, monkeypatch
+    kind, num_micro_batches, tiny_folders, expected, monkeypatch
 ):
     """Scores and lse of a layer are read until its selection is published; on a GPU that may last
     into the layers below."""
     model = load(tiny_folders["llama"], policies()["lychee_decode"], INLINE.values[0])
     decoder = decoder_of(model)
     decoder.place(placement_of(model, kind))
-    split_steps(model, num_parts)
+    split_steps(model, num_micro_batches)
     handshakes: list[LateHandshake] = []
 
     def make_gpu_sync(backend: str, coprocessor: Any, *args: Any, **options: Any) -> LateHandshake:
@@ -291,7 +291,7 @@ def test_nothing_overwrites_what_is_read_beside(
         return launch
 
     decoder._make_gpu_sync = make_gpu_sync
-    monkeypatch.setattr(DeviceHeads, "publish", later(DeviceHeads.publish))
+    monkeypatch.setattr(DeviceHeads, "send_selection", later(DeviceHeads.send_selection))
     monkeypatch.setattr(DeviceHeads, "gather", later(DeviceHeads.gather))
     tokens = random_tokens(1, 200).repeat(2, 1)
     out = greedy(model, tokens, 50)

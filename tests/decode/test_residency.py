@@ -15,7 +15,6 @@ from cases.inside import (
     allow_device_bytes,
     decoder_of,
     least_placement_of,
-    runtime_of,
     states_of,
     steps_of,
 )
@@ -59,7 +58,7 @@ def test_all_on_the_gpu_is_exact(
         tokens = random_tokens(2, prompt_tokens)
         assert torch.equal(greedy(model, tokens, 40), greedy(full, tokens, 40))
     assert not any(link.request_of for link in steps_of(model).links.values())
-    assert runtime_of(model).stats.policy_host_bytes == 0
+    assert model.offload_stats().policy_host_bytes == 0
     assert decoder.attention.states.num_bytes == 0
 
 

@@ -402,7 +402,7 @@ def test_bounds_that_cannot_be(
         (
             ["--host-share", "0.5", "--policy", "quest", "--evictions", "reread"],
             1,
-            "reread: condense_by='rereading' leaves",
+            "reread: condense_by='reconstruction' leaves",
         ),
     ):
         result = runner.invoke(app, [*ruler, *arguments])

@@ -32,7 +32,7 @@ def test_tiers_fit(num_bytes: int, share: float) -> None:
 
 
 def test_what_is_kept_beside_the_pages_counts() -> None:
-    found = bound(100_000, beside=lambda slots: 5000 + 20 * slots)
+    found = bound(100_000, other_bytes=lambda slots: 5000 + 20 * slots)
     assert found.slots * 120 + 5000 <= 100_000 < (found.slots + 16) * 120 + 5000
 
 
@@ -45,4 +45,4 @@ def test_too_few_bytes() -> None:
     with pytest.raises(ValueError, match="8 sink tokens, 100 recent ones"):
         bound(9600, policy=policy)
     with pytest.raises(ValueError, match="need 14600 bytes"):
-        bound(9600, beside=lambda slots: 5000)
+        bound(9600, other_bytes=lambda slots: 5000)

@@ -19,7 +19,7 @@ SLOTS = PER_SEQUENCE // (64 * TOKEN_BYTES) * 64
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-@pytest.mark.parametrize("condense_by", ["attention", "rereading"])
+@pytest.mark.parametrize("condense_by", ["attention", "reconstruction"])
 def test_resident_memory_stays_within_the_bound(long_folder: Path, condense_by: str) -> None:
     """Resident bytes of a process of its own after each 50 of 50,000 tokens, less what it had when
     the model was loaded and everything had run once: `host_bytes_per_sequence` is what they may
@@ -50,11 +50,11 @@ def test_resident_memory_stays_within_the_bound(long_folder: Path, condense_by: 
 
 
 def beside_bytes(condense_by: str) -> int:
-    """While tokens are condensed. By rereading a layer's rows twice, where a head has no more than
-    all tokens. By attention a layer's rows before and after, those of its KV heads in the type of
-    the model, which is float32 here; their logits; and of all heads and layers an int32 for each
-    slot, and indices of a layer as int64."""
-    if condense_by == "rereading":
+    """While tokens are condensed. By reconstruction a layer's rows twice, where a head has no
+    more than all tokens. By attention a layer's rows before and after, those of its KV heads in
+    the type of the model, which is float32 here; their logits; and of all heads and layers an
+    int32 for each slot, and indices of a layer as int64."""
+    if condense_by == "reconstruction":
         return 2 * NUM_NEW * TOKEN_BYTES // 3
     rows = SLOTS * TOKEN_BYTES // 3 * 7 // 4
     queries = 6 * NUM_QUERIES  # of all heads of a layer

@@ -1,4 +1,4 @@
-"""Sequences that are condensed by rereading: scores, what stays, and what is refused."""
+"""Sequences that are condensed by reconstruction: scores, what stays, and what is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_LAYERS, NUM_KV_HEADS, NUM_QO_HEADS, GROUP = 3, 2, 6, 3
 def reconstruction(bounded: Load) -> Load:
     def load(slots: int | None, policy: Any = "full", **options: Any) -> Any:
         if slots is not None:
-            options = {"condense_by": "rereading"} | options
+            options = {"condense_by": "reconstruction"} | options
         return bounded(slots, policy, **options)
 
     return load
@@ -352,7 +352,7 @@ def test_interrupted_anywhere(reconstruction: Load) -> None:
     ("options", "message"),
     [
         ({"condense_by": "x"}, "unknown condense_by 'x'"),
-        ({"host_bytes_per_sequence": None}, "condense_by=rereading needs host_bytes"),
+        ({"host_bytes_per_sequence": None}, "condense_by=reconstruction needs host_bytes"),
         ({"policy": "lychee_cluster"}, "'lychee_cluster' keeps .* condense_by='attention'"),
         ({"policy": "tidal_decode"}, "'tidal_decode' hands .* condense_by='attention'"),
         ({"backend": "inline"}, "device=.* condense_by='attention'"),
@@ -360,7 +360,7 @@ def test_interrupted_anywhere(reconstruction: Load) -> None:
     ],
 )
 def test_refused(long_folder: Path, options: dict[str, Any], message: str) -> None:
-    options = {"host_bytes_per_sequence": 2**20, "condense_by": "rereading"} | options
+    options = {"host_bytes_per_sequence": 2**20, "condense_by": "reconstruction"} | options
     with pytest.raises(ValueError, match=message):
         OffloadedModel.from_pretrained(long_folder, page_tokens=16, **options)
 
@@ -374,6 +374,14 @@ def test_the_bytes_that_an_error_names_are_enough(reconstruction: Load) -> None:
         reconstruction(SLOTS, host_bytes_per_sequence=int(named[1]) - 1)
     model = reconstruction(SLOTS, host_bytes_per_sequence=int(named[1]))
     assert generate(model, random_tokens(1, 150), 20).shape == (1, 170)
+
+
+def test_the_former_name(long_folder: Path) -> None:
+    options = {"host_bytes_per_sequence": "4MiB", "condense_by": "rereading"}
+    with pytest.warns(DeprecationWarning, match="'rereading' is .* 'reconstruction' now") as caught:
+        model = OffloadedModel.from_pretrained(long_folder, **options)
+    assert caught[0].filename == __file__
+    assert isinstance(compression_of(model), CompressionByReconstruction)
 
 
 def test_auto(bounded: Load) -> None:

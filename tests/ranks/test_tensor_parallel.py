@@ -322,9 +322,9 @@ def test_parts_are_agreed_on():
 
     choice = MicroBatchChoice((1, 2), agree)
     for _ in range(16 + 10):
-        choice.record(choice.num_parts, 1.0 if choice.num_parts == 1 else 2.0)
+        choice.record(choice.num_micro_batches, 1.0 if choice.num_micro_batches == 1 else 2.0)
     assert asked == [1]
-    assert choice.num_parts == 2
+    assert choice.num_micro_batches == 2
 
 
 def test_the_command_starts_its_ranks(tiny_folders, tmp_path, capfd, monkeypatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from cases.tiny_models import make_tiny_model, random_tokens
 from transformers import DynamicCache
 
 from offload import HostBudgetError, OffloadedModel
+from offload.loading.names import HubOptions
 from offload.runtime.config import RuntimeConfig, runtime_config
 
 
@@ -41,7 +44,7 @@ def model(offloaded_models: dict[str, Any]) -> Any:
         ({"max_memory": {"gpu": "1GiB"}}, ValueError, "unknown key 'gpu'"),
         ({"max_memory": {0: "1GiB"}}, ValueError, "device is 'cpu'"),
         ({"max_memory": {"cpu": 1000}}, HostBudgetError, r"weights need .* max_memory\['cpu'\]"),
-        ({"load_in_4bit": True}, TypeError, "unknown keyword argument 'load_in_4bit'"),
+        ({"load_in_4bit": True}, TypeError, "'load_in_4bit'; available: policy, .* gguf_file"),
         ({"torch_dtype": "auto"}, TypeError, "unknown keyword argument 'torch_dtype'"),
     ],
 )
@@ -50,6 +53,14 @@ def test_options(
 ) -> None:
     with pytest.raises(error, match=message):
         OffloadedModel.from_pretrained(tiny_folders["llama"], **options)
+
+
+def test_the_signature_has_all_options_and_their_defaults() -> None:
+    parameters = inspect.signature(OffloadedModel.from_pretrained).parameters
+    options = {field.name: field for kind in (RuntimeConfig, HubOptions) for field in fields(kind)}
+    assert [*parameters] == ["name_or_path", *options, "unknown"]
+    for name in set(options) - {"policy", "dtype", "max_memory"}:  # which may be names, or None
+        assert parameters[name].default == options[name].default, name
 
 
 def test_unknown_runtime_option() -> None:

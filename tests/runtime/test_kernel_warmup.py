@@ -144,8 +144,8 @@ def launch_steps(decoder: DeviceDecoder) -> None:
     for num_slots, kv_len in ((1, 10), (1, 5000), (4, 100), (16, 9000)):
         decoder._make_slots(num_slots, kv_len)
         for num_rows in {1, num_slots // 2 or 1, num_slots}:
-            for num_parts in {1, min(2, num_rows)}:
-                link = decoder._prepared.make_link(num_rows, num_parts)
+            for num_micro_batches in {1, min(2, num_rows)}:
+                link = decoder._prepared.make_link(num_rows, num_micro_batches)
                 link = replace(link, gpu_sync=_WarmUpSync(link, decoder))
                 decoder._prepared.step.run_tokens(link, samples=num_slots == 4)
                 link.gpu_sync.close()

@@ -103,11 +103,12 @@ def test_drafts_are_decoded(stateless: Any, prompt_tokens: int) -> None:
 
 @pytest.mark.parametrize("itself", [True, False])
 def test_an_assistant_drafts(quest: Any, itself: bool) -> None:
-    """A model that is its own assistant keeps where its own prompt ends."""
+    """A model that is its own assistant keeps where its own prompt ends, and its statistics."""
     assistant = quest if itself else make_tiny_model("llama")
     tokens = random_tokens(1, PROMPT)
     expected = greedy(quest, tokens, 20)
     assert torch.equal(greedy(quest, tokens, 20, assistant_model=assistant), expected)
+    assert quest.offload_stats().prefill_tokens == PROMPT
 
 
 def test_a_turn_with_drafts(stateless: Any) -> None:

@@ -148,7 +148,7 @@ def greedy_answer(
             token = step(token)
             tokens.append(int(token))
         steps = position - len(prompt.tokens)
-        stats = runtime.stats
+        stats = runtime.current_generation.stats
         attended = attended_tokens(runtime, steps)
         scored = attended_tokens(runtime, steps, "scored_tokens")
     return Answer(tokens, attended, scored, stats.decode_seconds, stats.index_seconds)

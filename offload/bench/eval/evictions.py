@@ -110,8 +110,8 @@ class Eviction:
         scores: say which stay; None: those of `condense`.
         merges: what does not stay becomes a few condensed tokens; else it is dropped.
         fits: keys of condensed tokens are fitted to the log-sum-exp; else they are means.
-        condense_by: of `RuntimeConfig`; what rereading finds has scores of its own, and the rest is
-            dropped.
+        condense_by: of `RuntimeConfig`; what reconstruction finds has scores of its own, and the
+            rest is dropped.
     """
 
     scores: Callable[..., Tensor] | None = None
@@ -122,7 +122,7 @@ class Eviction:
     @property
     def options(self) -> dict[str, Any]:
         """Of `RuntimeConfig`, for a model with host_bytes_per_sequence."""
-        if self.condense_by == "rereading":  # which has no use for a share
+        if self.condense_by == "reconstruction":  # which has no use for a share
             return {"condense_by": self.condense_by, "condensed_share": CONDENSED_SHARE}
         return {"condense_by": self.condense_by} | ({} if self.merges else {"condensed_share": 0.0})
 
@@ -133,7 +133,7 @@ class Eviction:
 
 
 EVICTIONS = {
-    "reread": Eviction(merges=False, condense_by="rereading"),
+    "reread": Eviction(merges=False, condense_by="reconstruction"),
     "fitted": Eviction(),
     "means": Eviction(fits=False),
     "dropped": Eviction(merges=False),
@@ -156,7 +156,7 @@ def use_eviction(runtime: Runtime, name: str) -> None:
     """Have the sequences of a runtime with a bound, which has its `eviction_options`, condensed as
     one of `EVICTIONS` or AUTO says."""
     compression, attention = runtime.sequences.compression, runtime.attention
-    if name == AUTO or EVICTIONS[name].condense_by == "rereading":
+    if name == AUTO or EVICTIONS[name].condense_by == "reconstruction":
         return
     assert isinstance(compression, CompressionByAttention)
     group_size = attention.num_qo_heads // attention.store.num_kv_heads

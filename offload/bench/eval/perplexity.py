@@ -132,7 +132,7 @@ def _measure(
         for token, target in zip(following, targets, strict=False):
             logits = decode(token).double()
             losses.append(float(logits.logsumexp(-1) - logits[target]))
-        stats = runtime.stats
+        stats = runtime.current_generation.stats
         attended = attended_tokens(runtime, len(losses))
     return {
         "nll": math.fsum(losses),

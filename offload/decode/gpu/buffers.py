@@ -66,28 +66,28 @@ class StepBuffers:
 
 @dataclass(frozen=True)
 class HostLink:
-    """What a step of `num_rows` rows in `num_parts` parts shares with the host.
+    """What a step of `num_rows` rows in `num_micro_batches` shares with the host.
 
     Attributes:
         request_of: number of the request of (layer_idx, first row of the part).
     """
 
     num_rows: int
-    num_parts: int
+    num_micro_batches: int
     mailbox: Mailbox
     coprocessor: Coprocessor
     gpu_sync: GpuSync
     request_of: dict[tuple[int, int], int]
 
     @property
-    def parts(self) -> list[slice]:
+    def micro_batches(self) -> list[slice]:
         """Rows of each part."""
-        return part_rows(self.num_rows, self.num_parts)
+        return micro_batch_rows(self.num_rows, self.num_micro_batches)
 
 
-def part_rows(num_rows: int, num_parts: int) -> list[slice]:
-    """Rows 0 .. num_rows cut into parts of about the same size."""
-    bounds = [num_rows * i // num_parts for i in range(num_parts + 1)]
+def micro_batch_rows(num_rows: int, num_micro_batches: int) -> list[slice]:
+    """Rows 0 .. num_rows cut into micro-batches of about the same size."""
+    bounds = [num_rows * i // num_micro_batches for i in range(num_micro_batches + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 

@@ -97,7 +97,7 @@ class DeviceDecoder:
         self._make_gpu_sync: Callable[..., GpuSync] = make_gpu_sync
         self._deadline_seconds = deadline_seconds
         self._device_budget_bytes = device_budget_bytes
-        self._num_parts = None if backend == "graph" else 1  # None: what proves faster
+        self._num_micro_batches = None if backend == "graph" else 1  # None: what proves faster
         self._keeps_placement = keeps_placement
         self._choose = choose
         self._free_room = FreeRoom(device)
@@ -381,7 +381,7 @@ class DeviceDecoder:
     def _choose_link(self, slots: Sequence[int]) -> HostLink:
         steps, start = self._prepared, time.perf_counter()
         num_links = len(steps.links)
-        link = steps.choose_link(slots, self._num_parts)
+        link = steps.choose_link(slots, self._num_micro_batches)
         if len(steps.links) > num_links:
             self.setup_seconds += time.perf_counter() - start
         return link
@@ -441,7 +441,7 @@ class DeviceDecoder:
         self.attention.count_rows(rows)
         if self.attention.top_p_controller is not None:
             self.attention.top_p_controller.after_step()
-        if self._num_parts is None:
+        if self._num_micro_batches is None:
             steps.record(link, time.perf_counter() - start)
 
     def _make_slots(self, num_sequences: int, kv_len: int) -> None:

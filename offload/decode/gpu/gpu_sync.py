@@ -1,13 +1,13 @@
-"""How the GPU asks the CPU side for attention in the middle of a decode step, and waits for it.
+"""How the GPU requests attention of the CPU side in the middle of a decode step, and waits for it.
 
 The only file that knows streams, graphs and flags. A decode step is a function that launches work
-and calls `publish(i)` when request i (see `Mailbox`) is written, and `await_reply(i)` before it
-launches what reads the answer. Backends with the same results:
+and calls `request_attention(i)` when request i (see `Mailbox`) is written, and `await_reply(i)`
+before it launches what reads the reply. Backends with the same results:
 
-    graph   the step is captured once as one CUDA graph. publish and await_reply become kernels in
-            which one thread raises, or waits for, a flag in mapped host memory; worker threads see
-            the flag, attend and raise the reply. No Python, no host callback, no synchronisation in
-            a step.
+    graph   the step is captured once as one CUDA graph. request_attention and await_reply become
+            kernels in which one thread raises, or waits for, a flag in mapped host memory; worker
+            threads see the flag, attend and raise the reply. No Python, no host callback, no
+            synchronisation in a step.
     stream  the step is launched operation by operation; the calling thread waits for an event per
             request and attends. For debugging, and for steps that cannot be captured.
     inline  no GPU: the calling thread attends where the step awaits the reply.
@@ -32,8 +32,8 @@ Step = Callable[[], None]
 NUM_LANES = 2  # of work beside a step's own
 
 
-class Beside:
-    """Work beside the step's own: what `GpuSync.beside` gives and `join` takes."""
+class SideWork:
+    """Work beside the step's own: what `GpuSync.side_stream` gives and `join` takes."""
 
     def __init__(self) -> None:
         self.done: torch.cuda.Event | None = None
@@ -48,18 +48,18 @@ class GpuSync(Protocol):
 
     name: str
 
-    def publish(self, request: int) -> None:
+    def request_attention(self, request: int) -> None:
         """What the step has launched so far writes request `request`."""
 
     def await_reply(self, request: int) -> None:
         """What the step launches next reads the reply."""
 
-    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
+    def side_stream(self, lane: int = 0) -> AbstractContextManager[SideWork]:
         """What the step launches inside runs beside what it launches afterwards, and after what it
         launched inside before in the same lane, which is below `NUM_LANES`.
         """
 
-    def join(self, work: Beside) -> None:
+    def join(self, work: SideWork) -> None:
         """What the step launches next comes after `work`; each must be joined before its end."""
 
     def prepare(self, key: Hashable, step: Step) -> bool:
@@ -94,16 +94,16 @@ class InlineSync:
     def __init__(self, coprocessor: Coprocessor) -> None:
         self._coprocessor = coprocessor
 
-    def publish(self, request: int) -> None:
+    def request_attention(self, request: int) -> None:
         """Nothing is asynchronous: the request is there."""
 
     def await_reply(self, request: int) -> None:
         self._coprocessor.serve(request)
 
-    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
-        return nullcontext(Beside())
+    def side_stream(self, lane: int = 0) -> AbstractContextManager[SideWork]:
+        return nullcontext(SideWork())
 
-    def join(self, work: Beside) -> None:
+    def join(self, work: SideWork) -> None:
         """It is done."""
 
     def prepare(self, key: Hashable, step: Step) -> bool:
@@ -145,8 +145,8 @@ class SideStream:
         self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def beside(self) -> Iterator[Beside]:
-        work = Beside()
+    def fork(self) -> Iterator[SideWork]:
+        work = SideWork()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield work
@@ -154,7 +154,7 @@ class SideStream:
             work.done.record(self._stream)
 
     @staticmethod
-    def join(work: Beside) -> None:
+    def join(work: SideWork) -> None:
         if work.done is not None:
             torch.cuda.current_stream().wait_event(work.done)
 
@@ -169,20 +169,20 @@ class StreamSync(InlineSync):
 
     def __init__(self, coprocessor: Coprocessor) -> None:
         super().__init__(coprocessor)
-        self._published = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._requested = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._side = [SideStream() for _ in range(NUM_LANES)]
 
-    def publish(self, request: int) -> None:
-        self._published.record()
+    def request_attention(self, request: int) -> None:
+        self._requested.record()
 
     def await_reply(self, request: int) -> None:
-        self._published.synchronize()
+        self._requested.synchronize()
         super().await_reply(request)
 
-    def beside(self, lane: int = 0) -> AbstractContextManager[Beside]:
-        return self._side[lane].beside()
+    def side_stream(self, lane: int = 0) -> AbstractContextManager[SideWork]:
+        return self._side[lane].fork()
 
-    def join(self, work: Beside) -> None:
+    def join(self, work: SideWork) -> None:
         SideStream.join(work)
 
     def _synchronize(self, *, after_error: bool = False) -> None:
@@ -206,14 +206,14 @@ class GraphSync(StreamSync):
         super().__init__(coprocessor)
         self._deadline_seconds = deadline_seconds
         self._requests, self._replies = mailbox.requests[:, :1], mailbox.replies[:, :1]
-        # For the run before a capture, in which the GPU answers itself.
+        # For the run before a capture, in which the GPU replies to itself.
         self._practice = torch.zeros_like(mailbox.requests, pin_memory=True)[:, :1]
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._is_warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def publish(self, request: int) -> None:
+    def request_attention(self, request: int) -> None:
         flags = self._practice if self._is_warming_up else self._requests
         raise_flag(flags[request], self._stream.device)
 
@@ -250,7 +250,7 @@ class GraphSync(StreamSync):
             self._stream.synchronize()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 step()
-                self.publish(-1)
+                self.request_attention(-1)
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph
 
@@ -274,7 +274,7 @@ class GraphSync(StreamSync):
             ) from error
 
     def _drain(self) -> None:
-        """Let the GPU run what was launched, with answers that nobody computed; start afresh."""
+        """Let the GPU run what was launched, with replies that nobody computed; start afresh."""
         self._coprocessor.abort()
         # Anew: the error may have come between a launch and its record.
         self._finished.record(self._stream)

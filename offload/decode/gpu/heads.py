@@ -82,7 +82,7 @@ class DeviceHeads:
         self._scores, self._rows = buffers.pop("scores"), buffers.pop("rows")
         self._partial_out = buffers.pop("partial_out")
         self._partial_lse = buffers.pop("partial_lse")
-        # Parts of a batch publish one after the other, so they share what counts only meanwhile.
+        # Micro-batches publish one after the other, so they share what counts only meanwhile.
         scored = buffers["importance"].shape[1]
         self._top_k = TopKBuffers(TopKLaunch.default(self.selection.shape[2], scored), **buffers)
 
@@ -139,7 +139,7 @@ class DeviceHeads:
     def attend_resident(
         self, layer_idx: int, rows: slice, b: StepBuffers, page_table: Tensor
     ) -> None:
-        """The layer's resident heads, to all tokens; leaves their scores for `publish`."""
+        """The layer's resident heads, to all tokens; leaves their scores for `send_selection`."""
         publishes = bool(self.layers[layer_idx].publishing)
         heads = self._resident[layer_idx]
         num_splits = num_retrieval_splits(len(heads), self._num_multiprocessors)
@@ -159,7 +159,7 @@ class DeviceHeads:
             scores=self._scores_of(layer_idx, rows) if publishes else None,
         )
 
-    def publish(self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox) -> None:
+    def send_selection(self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox) -> None:
         """The heaviest tokens of the heads that `attend_resident` has just scored."""
         policy, rule = self._policy, self._policy.device.top_k()
         assert rule is not None

@@ -1,6 +1,6 @@
-"""How many parts the rows of a step should be cut into: by measurement.
+"""How many micro-batches the rows of a step should be cut into: by measurement.
 
-Two parts let the host attend for one while the device computes for the other, but every weight is
+Two of them let the host attend for one while the device computes for the other, but every weight is
 read twice. Which is faster depends on the policy, the lengths, the batch and the machine, and
 changes as contexts grow. So the steps themselves are timed: a few in each way, then the faster way
 for a long time.
@@ -24,35 +24,35 @@ class MicroBatchChoice:
         agree: what all that take part in the steps make of each one's choice: with ranks, rank 0's.
 
     Attributes:
-        num_parts: for the next step.
+        num_micro_batches: for the next step.
     """
 
     def __init__(self, options: Sequence[int], agree: Callable[[int], int] = int) -> None:
-        self.num_parts = options[0]
+        self.num_micro_batches = options[0]
         self._agree = agree
         self._options = tuple(options)
         self._times: dict[int, list[float]] = {}
         self._steps_until_trial = _SETTLED_STEPS
 
-    def record(self, num_parts: int, seconds: float) -> None:
-        """A step in `num_parts` parts took so long."""
-        if len(self._options) == 1 or num_parts != self.num_parts:
+    def record(self, num_micro_batches: int, seconds: float) -> None:
+        """A step in `num_micro_batches` took so long."""
+        if len(self._options) == 1 or num_micro_batches != self.num_micro_batches:
             return
         if self._steps_until_trial > 0:
             self._steps_until_trial -= 1
             if self._steps_until_trial == 0:
                 self._times = {}
-                self.num_parts = self._options[0]
+                self.num_micro_batches = self._options[0]
             return
-        times = self._times.setdefault(num_parts, [])
+        times = self._times.setdefault(num_micro_batches, [])
         times.append(seconds)
         if len(times) < _TRIAL_STEPS:
             return
         untried = [option for option in self._options if option not in self._times]
         if untried:
-            self.num_parts = untried[0]
+            self.num_micro_batches = untried[0]
             return
-        self.num_parts = self._agree(
+        self.num_micro_batches = self._agree(
             min(self._times, key=lambda option: float(np.median(self._times[option][1:])))
         )
         self._steps_until_trial = _KEPT_STEPS

@@ -11,7 +11,7 @@ import torch
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
 from offload.decode.attention import DecodeAttention
-from offload.decode.gpu.buffers import HostLink, StepBuffers, num_slots, part_rows
+from offload.decode.gpu.buffers import HostLink, StepBuffers, micro_batch_rows, num_slots
 from offload.decode.gpu.bursts import Bursts
 from offload.decode.gpu.gpu_sync import GpuSync
 from offload.decode.gpu.heads import DeviceHeads
@@ -38,7 +38,7 @@ class PreparedSteps:
         make_handshake: of a coprocessor and its mailbox.
         captures: whether steps are CUDA graphs.
         step: what a step launches, with its buffers and what stays on the GPU in the slots.
-        links: to the host, by rows and parts of the steps that there have been.
+        links: to the host, by rows and micro-batches of the steps that there have been.
         bursts: of several steps; None: some heads are not on the GPU.
 
     Raises:
@@ -75,19 +75,19 @@ class PreparedSteps:
                 "the device"
             ) from error
 
-    def choose_link(self, slots: Sequence[int], num_parts: int | None) -> HostLink:
-        """Link of the step that fits these slots; None: in as many parts as are fastest."""
+    def choose_link(self, slots: Sequence[int], num_micro_batches: int | None) -> HostLink:
+        """Link of the step that fits these slots; None: as many micro-batches as are fastest."""
         num_rows = num_slots(max(slots) + 1)
-        if num_parts is None:
-            num_parts = self._choice(num_rows).num_parts
-        num_parts = min(num_parts, num_rows)
-        if (num_rows, num_parts) not in self.links:
-            self.links[num_rows, num_parts] = self.make_link(num_rows, num_parts)
-        return self.links[num_rows, num_parts]
+        if num_micro_batches is None:
+            num_micro_batches = self._choice(num_rows).num_micro_batches
+        num_micro_batches = min(num_micro_batches, num_rows)
+        if (num_rows, num_micro_batches) not in self.links:
+            self.links[num_rows, num_micro_batches] = self.make_link(num_rows, num_micro_batches)
+        return self.links[num_rows, num_micro_batches]
 
     def record(self, link: HostLink, seconds: float) -> None:
         """A step took so long: `choose_link` learns from it."""
-        self._choice(link.num_rows).record(link.num_parts, seconds)
+        self._choice(link.num_rows).record(link.num_micro_batches, seconds)
 
     def close(self) -> None:
         """End the threads of the links, and drop what was captured."""
@@ -169,13 +169,13 @@ class PreparedSteps:
             budget=budget,
         )
 
-    def make_link(self, num_rows: int, num_parts: int) -> HostLink:
-        """A new one, for steps of so many rows in so many parts."""
+    def make_link(self, num_rows: int, num_micro_batches: int) -> HostLink:
+        """A new one, for steps of so many rows in so many micro-batches."""
         requests = [
             (layer_idx, rows.start, rows.stop - rows.start)
             for layer_idx, layer in enumerate(self.layers)
             if layer.host
-            for rows in part_rows(num_rows, num_parts)
+            for rows in micro_batch_rows(num_rows, num_micro_batches)
         ]
         lists = self.step.lists
         selection = self.step.heads.selection if lists is None else lists.selection
@@ -207,4 +207,4 @@ class PreparedSteps:
         )
         gpu_sync = self.make_gpu_sync(coprocessor, mailbox)
         request_of = {(layer, first): i for i, (layer, first, _) in enumerate(requests)}
-        return HostLink(num_rows, num_parts, mailbox, coprocessor, gpu_sync, request_of)
+        return HostLink(num_rows, num_micro_batches, mailbox, coprocessor, gpu_sync, request_of)

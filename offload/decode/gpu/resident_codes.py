@@ -303,7 +303,9 @@ class CodeLists:
             for i, heads in resident.heads.items()
         }
 
-    def publish(self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox) -> None:
+    def send_candidates(
+        self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox
+    ) -> None:
         """The candidates of the layer's heads with codes, here and in the mailbox."""
         shape, resident, heads = self._shape, self._resident, self._heads[layer_idx]
         lists = TopKLists(

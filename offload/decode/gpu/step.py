@@ -5,8 +5,8 @@ slot, and reads everything that changes from step to step (positions, page table
 memory, so that it can be captured once and replayed for any lengths. Rows whose position is -1 are
 not in use.
 
-The rows of a step may go through the layers in two parts that take turns, so that the host attends
-for one while the device computes for the other:
+The rows of a step may go through the layers in two micro-batches that take turns, so that the
+host attends for one while the device computes for the other:
 
     device   … mlp A 3, qkv A 4 | mlp B 3, qkv B 4 | mlp A 4, qkv A 5 | …
     host     … attend B 3       | attend A 4       | attend B 4       | …
@@ -24,7 +24,7 @@ from gpu_ops.paged_attention import paged_decode_attention
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.window_attention import window_attention
 from offload.decode.gpu.buffers import HostLink, StepBuffers
-from offload.decode.gpu.gpu_sync import Beside
+from offload.decode.gpu.gpu_sync import SideWork
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.linear import DeviceWeights, LinearPath, linear_path
 from offload.decode.gpu.resident_codes import CodeLists
@@ -32,19 +32,19 @@ from offload.decode.gpu.resident_kv import ResidentKV
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 
-_PUBLISHING, _GATHERING = 0, 1  # lanes of side streams
+_SENDING, _GATHERING = 0, 1  # lanes of side streams
 
 
 @dataclass
-class _Part:
+class _MicroBatch:
     """Some rows on their way through the layers, and what runs beside them and was not joined."""
 
     rows: slice
     x: Tensor  # [n, hidden_size]
     rope: tuple[Tensor, Tensor]  # cos, sin: [n, head_dim]
     linears: LinearPath
-    publishing: Beside | None = None  # a selection to the mailbox
-    gathering: list[Beside] = field(default_factory=list)  # rows of a layer's heads from the host
+    selection: SideWork | None = None  # on its way to the mailbox
+    gathering: list[SideWork] = field(default_factory=list)  # rows of a layer's heads from the host
 
 
 @dataclass
@@ -111,34 +111,34 @@ class DeviceStep:
         rope_positions = b.rope_positions[None, : link.num_rows].clamp(min=0)
         tables = self.model.rotary_emb(b.hidden[: link.num_rows], rope_positions)
         cos, sin = (table[0].contiguous() for table in tables)
-        parts = [
-            _Part(rows, b.hidden[rows], (cos[rows], sin[rows]), self._linears(rows))
-            for rows in link.parts
+        batches = [
+            _MicroBatch(rows, b.hidden[rows], (cos[rows], sin[rows]), self._linears(rows))
+            for rows in link.micro_batches
         ]
         for layer_idx in range(num_layers + 1):
-            for part in parts:
+            for batch in batches:
                 if layer_idx > 0:
-                    self.attend_and_finish(layer_idx - 1, part, link)
+                    self.attend_and_finish(layer_idx - 1, batch, link)
                 if layer_idx < num_layers:
-                    self.project_and_publish(layer_idx, part, link)
-        for part in parts:
-            self._join_publishing(part, link)
-            part.linears.finish(part.x)
+                    self.project_and_send(layer_idx, batch, link)
+        for batch in batches:
+            self._join_selection(batch, link)
+            batch.linears.finish(batch.x)
 
-    def project_and_publish(self, layer_idx: int, part: _Part, link: HostLink) -> None:
+    def project_and_send(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """q, k and v of a layer, to wherever they are needed."""
-        b, rows, layer = self.buffers, part.rows, self.weights.layers[layer_idx]
+        b, rows, layer = self.buffers, batch.rows, self.weights.layers[layer_idx]
         window = self.resident.windows.get(layer_idx)
         page_table = self.resident.page_tables.get(layer_idx)
 
         placed = self.heads.layers[layer_idx]
 
-        qkv = part.linears.qkv(layer, part.x)
+        qkv = batch.linears.qkv(layer, batch.x)
         if self.after_projection is not None:
             self.after_projection(layer_idx, rows.start, qkv, b.positions[rows])
         rope_publish(
             qkv,
-            *part.rope,
+            *batch.rope,
             b.positions[rows],
             num_kv_heads=self.model.shape.num_kv_heads,
             q_norm=layer.q_norm,
@@ -160,20 +160,20 @@ class DeviceStep:
         self._mark("linear", layer_idx)
         lists = self.lists if placed.coded else None
         if lists is not None:
-            lists.publish(layer_idx, rows, b, link.mailbox)
+            lists.send_candidates(layer_idx, rows, b, link.mailbox)
             self._mark("candidates", layer_idx)
         if placed.host:
-            self._join_publishing(part, link)
-            link.gpu_sync.publish(link.request_of[layer_idx, rows.start])
+            self._join_selection(batch, link)
+            link.gpu_sync.request_attention(link.request_of[layer_idx, rows.start])
         if lists is not None:  # while the host attends
             lists.append(layer_idx, rows, b, self.resident.windows[layer_idx])
 
-    def attend_and_finish(self, layer_idx: int, part: _Part, link: HostLink) -> None:
+    def attend_and_finish(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """The rest of a layer."""
-        b, rows, layer = self.buffers, part.rows, self.weights.layers[layer_idx]
+        b, rows, layer = self.buffers, batch.rows, self.weights.layers[layer_idx]
         shape, attended = self.model.shape, b.attended[rows]
         if self.heads.layers[layer_idx].is_resident:
-            self.gather_ahead(layer_idx + 1, part, link, early=True)
+            self.gather_ahead(layer_idx + 1, batch, link, early=True)
             paged_decode_attention(
                 b.queries[layer_idx, rows],
                 self.resident.page_tables[layer_idx][rows],
@@ -187,15 +187,15 @@ class DeviceStep:
             )
             self._mark("attention", layer_idx)
         else:
-            self.attend_in_parts(layer_idx, part, link)
-        self.gather_ahead(layer_idx + 1, part, link, early=False)
-        part.linears.add_attention(layer, part.x, attended)
-        part.linears.add_mlp(layer, part.x)
+            self.attend_to_sources(layer_idx, batch, link)
+        self.gather_ahead(layer_idx + 1, batch, link, early=False)
+        batch.linears.add_attention(layer, batch.x, attended)
+        batch.linears.add_mlp(layer, batch.x)
 
-    def attend_in_parts(self, layer_idx: int, part: _Part, link: HostLink) -> None:
+    def attend_to_sources(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """The GPU's heads and windows here; what else the policy chooses, the host meanwhile."""
-        self._join_publishing(part, link)  # which reads the scores and lse that are written here
-        b, rows, placed = self.buffers, part.rows, self.heads.layers[layer_idx]
+        self._join_selection(batch, link)  # which reads the scores and lse that are written here
+        b, rows, placed = self.buffers, batch.rows, self.heads.layers[layer_idx]
         out, lse = b.window_out[rows], b.window_lse[rows]
         host_out, host_lse = b.no_out[rows], b.no_lse[rows]
         if placed.has_window:
@@ -212,12 +212,12 @@ class DeviceStep:
             self.heads.attend_resident(layer_idx, rows, b, self.resident.page_tables[layer_idx])
             self._mark("attention", layer_idx)
         if placed.publishing:
-            with link.gpu_sync.beside(_PUBLISHING) as part.publishing:
-                self.heads.publish(layer_idx, rows, b, link.mailbox)
-        for gathering in part.gathering:
+            with link.gpu_sync.side_stream(_SENDING) as batch.selection:
+                self.heads.send_selection(layer_idx, rows, b, link.mailbox)
+        for gathering in batch.gathering:
             link.gpu_sync.join(gathering)
-        part.gathering.clear()
-        self.gather_ahead(layer_idx + 1, part, link, early=True)
+        batch.gathering.clear()
+        self.gather_ahead(layer_idx + 1, batch, link, early=True)
         if placed.gathered:
             self.heads.attend_gathered(layer_idx, rows, b)
             self._mark("gathered", layer_idx)
@@ -228,23 +228,25 @@ class DeviceStep:
         merge_state(out, lse, host_out, host_lse, b.attended[rows])
         self._mark("merge", layer_idx)
 
-    def gather_ahead(self, layer_idx: int, part: _Part, link: HostLink, *, early: bool) -> None:
+    def gather_ahead(
+        self, layer_idx: int, batch: _MicroBatch, link: HostLink, *, early: bool
+    ) -> None:
         """Fetch rows of a layer's gathered heads, while the layer above attends, or is finished."""
         if layer_idx == len(self.heads.layers):
             return
         placed = self.heads.layers[layer_idx]
         if (placed.num_early if early else len(placed.gathered) - placed.num_early) == 0:
             return
-        # What was just published comes first in its lane; the others need not wait for it.
-        with link.gpu_sync.beside(_GATHERING if early else _PUBLISHING) as gathering:
+        # The selection comes first in its lane; the others need not wait for it.
+        with link.gpu_sync.side_stream(_GATHERING if early else _SENDING) as gathering:
             tables = self.resident.host_pages.tables
-            self.heads.gather(layer_idx, part.rows, self.buffers.positions, tables, early=early)
-        part.gathering.append(gathering)
+            self.heads.gather(layer_idx, batch.rows, self.buffers.positions, tables, early=early)
+        batch.gathering.append(gathering)
 
-    def _join_publishing(self, part: _Part, link: HostLink) -> None:
-        if part.publishing is not None:
-            link.gpu_sync.join(part.publishing)
-            part.publishing = None
+    def _join_selection(self, batch: _MicroBatch, link: HostLink) -> None:
+        if batch.selection is not None:
+            link.gpu_sync.join(batch.selection)
+            batch.selection = None
 
     def _linears(self, rows: slice) -> LinearPath:
         key = (rows.start, rows.stop)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
-from offload.decode.gpu.gpu_sync import Beside, SideStream
+from offload.decode.gpu.gpu_sync import SideStream, SideWork
 from offload.measuring.machine.kernels import (
     PAGE_TOKENS,
     RECENT,
@@ -37,11 +37,11 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._side = SideStream() if device.type == "cuda" else None
-        self._work: Beside | None = None
+        self._work: SideWork | None = None
 
     def fork(self, call: Call) -> None:
         """Start `call` beside what follows."""
-        with contextlib.nullcontext() if self._side is None else self._side.beside() as self._work:
+        with contextlib.nullcontext() if self._side is None else self._side.fork() as self._work:
             call()
 
     def join(self) -> None:

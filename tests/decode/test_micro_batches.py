@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.decode.gpu.buffers import part_rows
+from offload.decode.gpu.buffers import micro_batch_rows
 from offload.decode.gpu.micro_batches import MicroBatchChoice
 
 
@@ -12,7 +12,7 @@ def run(choice: MicroBatchChoice, seconds: dict[int, float], num_steps: int) -> 
     """The parts of each step, if steps take so long; the first of a kind takes a capture longer."""
     used, seen = [], set()
     for _ in range(num_steps):
-        parts = choice.num_parts
+        parts = choice.num_micro_batches
         used.append(parts)
         choice.record(parts, seconds[parts] + (0.0 if parts in seen else 1.0))
         seen.add(parts)
@@ -39,6 +39,6 @@ def test_one_way_needs_no_trial():
 
 
 def test_parts_cover_the_rows():
-    assert part_rows(4, 2) == [slice(0, 2), slice(2, 4)]
-    assert part_rows(5, 2) == [slice(0, 2), slice(2, 5)]
-    assert part_rows(3, 1) == [slice(0, 3)]
+    assert micro_batch_rows(4, 2) == [slice(0, 2), slice(2, 4)]
+    assert micro_batch_rows(5, 2) == [slice(0, 2), slice(2, 5)]
+    assert micro_batch_rows(3, 1) == [slice(0, 3)]

@@ -102,20 +102,17 @@ def _changed(
 
 def _sample(logits: Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:
     """By top_k, top_p and min_p, in the order in which transformers' warpers apply."""
-    vocab_size = len(logits)
-    tokens: Tensor | None = None
-    if 0 < params.top_k < vocab_size:
+    tokens: Tensor | None = None  # of `logits`, the likeliest first; None: all, by their ids
+    if 0 < params.top_k < len(logits):
         logits, tokens = logits.topk(params.top_k)
-    elif params.top_p < 1.0:
-        likeliest, found = logits.topk(min(_TRIED, vocab_size))
-        share = (likeliest - logits.logsumexp(dim=-1)).exp().cumsum(dim=-1)
-        if float(share[-1]) >= params.top_p:
-            kept = share - (likeliest - logits.logsumexp(dim=-1)).exp() < params.top_p
-            logits, tokens = likeliest[kept], found[kept]
-        else:
-            logits, tokens = logits.sort(descending=True)
-    probabilities = logits.softmax(dim=-1)
-    if tokens is not None and params.top_p < 1.0:  # sorted
+    whole = logits.logsumexp(dim=-1)
+    if params.top_p < 1.0 and tokens is None:
+        likeliest, tokens = logits.topk(min(_TRIED, len(logits)))
+        if float((likeliest - whole).exp().sum()) < params.top_p:
+            likeliest, tokens = logits.sort(descending=True)
+        logits = likeliest
+    probabilities = (logits - whole).exp()
+    if params.top_p < 1.0:
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= params.top_p, 0.0)
     if params.min_p > 0.0:

@@ -13,7 +13,7 @@ import importlib
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast

@@ -46,6 +46,7 @@ class EngineStats:
         answer_tokens: that were chosen.
         decode_steps: each of all running requests.
         read_seconds, decode_seconds: of slices and steps.
+        step_seconds: of all that `Engine.step` does; `pass_seconds` of it the model takes.
     """
 
     finished: int = 0
@@ -57,6 +58,8 @@ class EngineStats:
     decode_steps: int = 0
     read_seconds: float = 0.0
     decode_seconds: float = 0.0
+    step_seconds: float = 0.0
+    pass_seconds: float = 0.0
 
 
 class Engine:
@@ -188,11 +191,14 @@ class Engine:
         Errors of a request end that request. What `on_output` was called with is returned.
         """
         with self._runtime.run_lock.lock:
+            start = time.perf_counter()
             self._runtime.sequences.collect()
             outputs = self._take_arrived()
             self._scheduler.admit(self._fits)
             outputs += self._decode()
             outputs += self._read()
+            self.stats.step_seconds += time.perf_counter() - start
+            self.stats.pass_seconds = self._runner.seconds
         return outputs
 
     # A thread that steps.

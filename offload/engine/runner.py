@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,10 +19,14 @@ from offload.system.torch_threads import torch_threads
 
 
 class Runner:
-    """Runs sequences of `runtime`, whose `run_lock` the caller has."""
+    """Runs sequences of `runtime`, whose `run_lock` the caller has.
+
+    Attributes:
+        seconds: of all passes so far.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+        self.runtime, self.seconds = runtime, 0.0
         self._sequences, self._lean = runtime.sequences, runtime.lean
 
     def new(self) -> int:
@@ -50,7 +56,12 @@ class Runner:
             self._sequences.note_text(batch, seqs, ids, positions)
             return runtime.prefill(embedded, batch, seqs)
 
-        with torch.no_grad(), current_device(runtime.device), without_autocast(runtime.device):
+        with (
+            self._timed(),
+            torch.no_grad(),
+            current_device(runtime.device),
+            without_autocast(runtime.device),
+        ):
             embedded = self._lean.embed_tokens(ids.to(runtime.device))
             this = Pass(self._sequences, [seq], [len(ids)])
             on_device = runtime.attention.builds_in_prefill(runtime.device)
@@ -81,6 +92,7 @@ class Runner:
         # Little work of torch's lies between the kernels, and a second thread of its would wait for
         # a CPU on which one of our workers still spins (`Runtime.generation`).
         with (
+            self._timed(),
             torch.no_grad(),
             torch_threads(1),
             current_device(runtime.device),
@@ -88,3 +100,11 @@ class Runner:
         ):
             this = Pass(self._sequences, seqs, [1] * len(seqs))
             return runtime.extend(this, compute, prefill=False)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from offload.cli.bench import decode, latency, quality
+from offload.cli.bench import decode, latency, quality, serve
 from offload.cli.commands import add_command, command_group
 
 app = command_group(help="Measure kernels, policies and whole decode steps on this machine.")
 
-for command in (decode.decode, latency.latency, quality.quality):
+for command in (decode.decode, latency.latency, quality.quality, serve.serve):
     add_command(app, command)
 for old, new in (
     ("budget", quality.quality),

@@ -1,0 +1,88 @@
+"""What requests that decode keep of their pace while somebody's long prompt is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from offload.bench.serve.load import Load, Prompts
+from offload.bench.serve.server import Server
+
+NUM_DECODING = 4
+SHORT_TOKENS = 128  # of their prompts
+_READ = "read"
+
+
+def measure_pace(server: Server, load: Load, prompts: Prompts, most_tokens: int) -> dict[str, Any]:
+    """Four requests decode alone, then beside a prompt until its first token is there.
+
+    Args:
+        load: `prompts` are of it; each decodes `answer_tokens` alone.
+        most_tokens: that a prompt and its answer may have.
+
+    Raises:
+        ValueError: an answer came to its end before the prompt was read.
+        RuntimeError: a request failed.
+    """
+    size = min(SHORT_TOKENS, load.prompt_tokens[1])
+    answer_tokens = min(most_tokens - size, load.answer_tokens + load.prompt_tokens[1])
+    names = [f"decodes {i}" for i in range(NUM_DECODING)]
+    times: dict[str, list[float]] = {name: [] for name in (*names, _READ)}
+
+    def collect(until: Callable[[], bool]) -> None:
+        while not until():
+            event = server.receive(0.5)
+            if event is None:
+                continue
+            times[event.request_id] += [event.time] * event.num_tokens
+            if event.error is not None:
+                raise RuntimeError(f"a request failed: {event.error}")
+            if event.is_last and event.request_id != _READ:
+                raise ValueError(
+                    f"an answer of {answer_tokens} tokens ended before the prompt was read; lower "
+                    "--prompt-tokens or --answer-tokens"
+                )
+
+    def have(num_tokens: int) -> Callable[[], bool]:
+        """Each of the four has so many tokens."""
+        return lambda: min(len(times[name]) for name in names) >= num_tokens
+
+    for i, name in enumerate(names):
+        server.send(name, prompts.of(i + 1, 0)[-size:], answer_tokens)
+    collect(have(1))
+    begun = time.perf_counter()
+    collect(have(1 + load.answer_tokens))
+    sent = time.perf_counter()
+    server.send(_READ, prompts.of(0, 0), 1)
+    collect(lambda: bool(times[_READ]))
+    (read,) = times[_READ][:1]
+    collect(lambda: all(times[name][-1] > read for name in names))
+    for name in names:
+        server.cancel(name)
+    of_all = [times[name] for name in names]
+    alone, beside = _pace(of_all, begun, sent), _pace(of_all, sent, read)
+    return {
+        "alone_tokens_per_second": alone,
+        "beside_tokens_per_second": beside,
+        "kept_share": beside / alone,
+        "alone_gap_ms_longest": _longest(of_all, begun, sent),
+        "beside_gap_ms_longest": _longest(of_all, sent, read),
+        "ttft_ms": 1e3 * (read - sent),
+    }
+
+
+def _pace(of_all: list[list[float]], start: float, end: float) -> float:
+    """Tokens per second of all together."""
+    return sum(start < at <= end for times in of_all for at in times) / (end - start)
+
+
+def _longest(of_all: list[list[float]], start: float, end: float) -> float:
+    """Milliseconds between two tokens of one request that lie in this time, in part or whole."""
+    return 1e3 * max(
+        after - before
+        for times in of_all
+        for before, after in pairwise(times)
+        if after > start and before < end
+    )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from offload.bench.serve.load import Answer, Load, Prompts, Text, drive
-from offload.bench.serve.pace import NUM_DECODING, SHORT_TOKENS, measure_pace
+from offload.bench.serve.pace import NUM_DECODING, SHORT_TOKENS, measure_pace, most_needed
 from offload.bench.serve.server import OffloadServer, Server, TransformersServer
 from offload.loading.checkpoint import Checkpoint, check_checkpoint
 from offload.loading.names import resolve_folder
@@ -128,15 +128,14 @@ def measure_paces(
     Raises:
         ValueError: as `measure_loads`.
     """
-    most = check_length(served, load.most_tokens)
+    longest = most_needed(load, check_length(served, load.most_tokens))
     served = replace(served, max_num_seqs=max(served.max_num_seqs, NUM_DECODING + 1))
     prompts = Prompts(text, load)
     for engine in engines:
         with served.opened(engine) as (opener, about):
             _warm_up(opener, load, text)
-            longest = min(most, SHORT_TOKENS + load.most_tokens)
             with closing(opener(NUM_DECODING + 1, longest)) as server:
-                found = measure_pace(server, load, prompts, most)
+                found = measure_pace(server, load, prompts, longest)
                 on_request(engine)
                 yield about | {"prompt_tokens": load.prompt_tokens[1]} | found | server.costs()
             del opener

@@ -15,19 +15,27 @@ SHORT_TOKENS = 128  # of their prompts
 _READ = "read"
 
 
+def most_needed(load: Load, most_tokens: int) -> int:
+    """Tokens of the longest of the requests, where a prompt and its answer may have `most_tokens`.
+
+    Answers go on until the prompt is read, whose slices may be small.
+    """
+    return min(most_tokens, SHORT_TOKENS + load.answer_tokens + 4 * load.prompt_tokens[1])
+
+
 def measure_pace(server: Server, load: Load, prompts: Prompts, most_tokens: int) -> dict[str, Any]:
     """Four requests decode alone, then beside a prompt until its first token is there.
 
     Args:
         load: `prompts` are of it; each decodes `answer_tokens` alone.
-        most_tokens: that a prompt and its answer may have.
+        most_tokens: `most_needed`.
 
     Raises:
         ValueError: an answer came to its end before the prompt was read.
         RuntimeError: a request failed.
     """
     size = min(SHORT_TOKENS, load.prompt_tokens[1])
-    answer_tokens = min(most_tokens - size, load.answer_tokens + load.prompt_tokens[1])
+    answer_tokens = most_tokens - size
     names = [f"decodes {i}" for i in range(NUM_DECODING)]
     times: dict[str, list[float]] = {name: [] for name in (*names, _READ)}
 

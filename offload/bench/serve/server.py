@@ -117,8 +117,8 @@ class OffloadServer:
 class TransformersServer:
     """Continuous batching as transformers has it, but for the size of its cache.
 
-    By default that is most of the machine's memory. Here it has room for twice what may run: its
-    scheduler leaves a part free.
+    By default that is most of the machine's memory. Here it has room for what may run, and for what
+    its scheduler leaves free.
 
     Args:
         stock: a stock model.
@@ -130,7 +130,7 @@ class TransformersServer:
     def __init__(
         self, stock: Any, *, max_num_seqs: int, most_tokens: int, prefix_caching: bool
     ) -> None:
-        num_blocks = 2 * max_num_seqs * math.ceil(most_tokens / _PAGE_TOKENS)
+        num_blocks = math.ceil(1.25 * max_num_seqs * math.ceil(most_tokens / _PAGE_TOKENS))
         config = ContinuousBatchingConfig(
             page_size=_PAGE_TOKENS,
             num_blocks=num_blocks,

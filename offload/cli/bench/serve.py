@@ -295,7 +295,7 @@ def _measure(served: Served, engines: list[str], loads: list[Load], asked: Reque
 
 def _print_loads(model: str, rows: list[Row]) -> None:
     asked = {
-        "engine": [_engine(row) for row in rows],
+        "engine": [row["engine"] for row in rows],
         "clients": [f"{row['clients'] or row['rate']:,}" for row in rows],
         "prompt": [_range(row["prompt_tokens"]) for row in rows],
         "answer": [f"{row['answer_tokens']:,}" for row in rows],
@@ -323,7 +323,7 @@ def _print_loads(model: str, rows: list[Row]) -> None:
 
 def _print_paces(model: str, rows: list[Row]) -> None:
     asked = {
-        "engine": [_engine(row) for row in rows],
+        "engine": [row["engine"] for row in rows],
         "prompt": [f"{row['prompt_tokens']:,}" for row in rows],
     }
     found = {
@@ -344,6 +344,8 @@ def _print_columns(
     title: str, asked: dict[str, list[str]], found: dict[str, list[str]], legend: str
 ) -> None:
     """What all rows have in common stands in the title."""
+    from rich.box import SIMPLE_HEAD
+
     varies = {name: cells for name, cells in asked.items() if len(set(cells)) > 1}
     if title:
         title = ", ".join(
@@ -353,15 +355,13 @@ def _print_columns(
     words = [i for i, name in enumerate(columns) if name == "engine"]
     lines = zip(*columns.values(), strict=True)
     table = make_table(list(columns), lines, words=words, title=title, caption=legend)
+    table.box, table.padding = SIMPLE_HEAD, (0, 1, 0, 0)
     stdout().print(table)
 
 
 def _title(model: str, rows: Sequence[Row]) -> str:
-    return f"{model}, {rows[0]['dtype']}"
-
-
-def _engine(row: Row) -> str:
-    return f"{row['engine']}, {row['policy']}" if row["policy"] else str(row["engine"])
+    policies = [f"policy {row['policy']}" for row in rows if row["policy"]]
+    return ", ".join([model, rows[0]["dtype"], *policies[:1]])
 
 
 def _range(tokens: Sequence[int]) -> str:

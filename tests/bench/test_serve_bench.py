@@ -210,7 +210,7 @@ def test_what_is_refused(arguments: list[str]) -> None:
     assert token_ranges("512,128-2048", option="") == [(512, 512), (128, 2048)]
     for added, words in {
         "--clients 1 --rate 2": "give one of --clients and --rate",
-        "--prompt-tokens 20-10": "ends before it begins",
+        "--prompt-tokens 20-10": "20 is more than 10",
         "--prompt-tokens x": "expected integers",
         "--engines vllm": "available: offload, transformers",
         "--pace --plot x.png": "no picture",

@@ -144,7 +144,8 @@ class TransformersServer:
         self._manager = stock.init_continuous_batching(greedy, config)
         self._manager.start()
         self._num_received: dict[str, int] = {}
-        self._cache_bytes = cache_bytes(stock, kv_len=num_blocks * _PAGE_TOKENS)
+        on_host = stock.device.type == "cpu"
+        self._host_bytes = on_host * cache_bytes(stock, kv_len=num_blocks * _PAGE_TOKENS)
 
     def send(self, request_id: str, prompt: Sequence[int], num_tokens: int) -> None:
         self._num_received[request_id] = 0
@@ -167,7 +168,7 @@ class TransformersServer:
         self._manager.cancel_request(request_id)
 
     def costs(self) -> dict[str, Any]:
-        return {"cached_tokens": None, "own_share": None, "kv_host_bytes": self._cache_bytes}
+        return {"cached_tokens": None, "own_share": None, "kv_host_bytes": self._host_bytes}
 
     def close(self) -> None:
         self._manager.stop(hard_stop=True)

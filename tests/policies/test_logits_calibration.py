@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from cases.attention_cases import built
 from cases.coprocessor_cases import SMALL, Shape, World, normal
 from cases.seeded import new_rng
-from test_quest import built
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import HardKV, Policy, Quest

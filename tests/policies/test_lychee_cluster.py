@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cases.attention_cases import built
 from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, LycheeIndex, Stream, check_index
 
 from offload.policies.layer_state import State
@@ -349,25 +350,13 @@ def test_growing_keeps_the_index_and_widens_links(policy, pool):
 )
 def test_index_bytes(options, share, head_dim, pool):
     """Of the keys and values, of text in pieces of 13 tokens."""
-    from offload.policies.layer_state import BuildContext
-
     kv_len, heads = 8192, 3
     keys = torch.randn(heads, kv_len, head_dim).to(torch.bfloat16)
     marks = np.full(kv_len, 0x40, np.uint8)
     marks[12::13] = 2
     marks[13::13] = 0
     policy = make_policy("lychee_cluster", **options)
-    context = BuildContext(
-        layer_idx=2,
-        keys=keys,
-        values=keys,
-        queries=keys[:, :0],
-        sm_scale=1.0,
-        capacity_tokens=kv_len + 1,
-        text_marks=marks,
-        pool=pool,
-    )
-    index = LycheeIndex(policy.state.build(context))
+    index = LycheeIndex(built(policy, keys, text_marks=marks, pool=pool))
     length = 13 if policy.paper else 13 / 3
     assert index.indexed_end / index.num_chunks == pytest.approx(length, rel=0.08)
     assert index.index_bytes <= share * 2 * keys.numel() * 2

@@ -107,15 +107,6 @@ def test_beams_fork_and_reorder_the_state(model):
     assert torch.equal(one, model.generate(tokens, num_beams=1, do_sample=False, max_new_tokens=20))
 
 
-def test_rejected_drafts_leave_no_trace_in_what_is_attended(model):
-    """Prompt lookup decodes several rows at once and cuts the sequence back."""
-    tokens = random_tokens(1, 60).repeat(1, 4)
-    out = greedy(model, tokens, 40, prompt_lookup_num_tokens=4)
-    assert out.shape[1] <= 280
-    assert torch.isfinite(model(out[:, :-1]).logits).all()
-    assert model.kv_store.num_sequences == 0
-
-
 def test_turns_continue_a_cache(model):
     """A second prompt after sparse decoding is prefilled exactly, and its state built again."""
     first, second = random_tokens(1, LONG), random_tokens(1, 40)

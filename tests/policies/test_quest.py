@@ -6,46 +6,25 @@ import numpy as np
 import pytest
 import torch
 from cases.attention_cases import (
+    GROUP_SIZE,
     TOLERANCE,
-    Cache,
     attend,
+    built,
     grow_by_one,
-    random_queries,
+    make_case,
     relative_error,
 )
 from cases.seeded import new_rng
 
 from offload.policies import Quest
 from offload.policies.key_bounds import page_bounds, split_query
-from offload.policies.layer_state import BuildContext, State
+from offload.policies.layer_state import State
 from offload.policies.quest import expand_pages
 from offload.policies.registry import make_policy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}
-GROUP_SIZE = 3
 ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # of scores
-
-
-def make_case(dtype=torch.float32, kv_len=600, **options) -> tuple[Cache, torch.Tensor]:
-    rng = new_rng()
-    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, **options)
-    return cache, random_queries(rng, 60, 2 * GROUP_SIZE, cache.store.head_dim, dtype)
-
-
-def built(policy: Quest, keys: torch.Tensor, capacity_tokens: int = 0) -> State:
-    """The policy's arrays for keys [num_kv_heads, kv_len, head_dim]."""
-    context = BuildContext(
-        layer_idx=0,
-        keys=keys,
-        values=keys,
-        queries=keys[:, :0],
-        sm_scale=1.0,
-        capacity_tokens=capacity_tokens or keys.shape[1] + 1,
-        text_marks=None,
-        pool=None,
-    )
-    return policy.state.build(context)
 
 
 def bounds_of(arrays: State, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -221,19 +200,6 @@ def test_appended_bounds_are_those_of_a_new_build(dtype, head_dim, pool):
     fresh = built(policy, keys)
     for ours, theirs in zip(bounds_of(arrays, dtype), bounds_of(fresh, dtype), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def test_state_grows_beyond_its_capacity():
-    policy = Quest(**OPTIONS)
-    keys = torch.randn(3, 200, 192)
-    small, large = built(policy, keys, 201), built(policy, keys, 5000)
-    before = {name: array.copy() for name, array in small.items()}
-    grown = policy.state.grow(0, small, 5000)
-    assert grown.keys() == large.keys()
-    for name, array in grown.items():
-        np.testing.assert_array_equal(array, large[name])
-        assert array.dtype == large[name].dtype
-        np.testing.assert_array_equal(small[name], before[name])  # as they were
 
 
 def test_truncated_pages_are_bounded_anew(pool):

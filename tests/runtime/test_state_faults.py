@@ -122,25 +122,6 @@ def test_prompt_lookup_gives_the_greedy_tokens(model):
     assert torch.equal(*plain_and_drafted(model, 60, prompt_lookup_num_tokens=4))
 
 
-# Short prompts pass the budget, and with it the point where state is built, within a draft.
-@pytest.mark.parametrize("prompt_tokens", [LONG, 58])
-def test_rejected_rows_do_not_teach(model, prompt_tokens):
-    cache = model.new_cache()
-    model(random_tokens(1, prompt_tokens), past_key_values=cache)
-    plain = copy.deepcopy(cache)
-    text = random_tokens(1, 30, seed=4)
-    at = 0
-    for seed, (accepted, rejected) in enumerate([(1, 7), (4, 2), (9, 1), (3, 0), (1, 3), (2, 4)]):
-        tokens = text[:, at : at + accepted]
-        drafted(model, cache, tokens, rejected, seed)
-        steps(model, plain, tokens)
-        at += accepted
-    # Linear layers of several rows sum in another order; of the same rows: test_draft_rows.
-    torch.testing.assert_close(
-        *(steps(model, c, text[:, at:]) for c in (cache, plain)), rtol=1e-4, atol=1e-4
-    )
-
-
 def test_rows_that_a_device_helped_to_attend_are_learnt_from_again(model, backend):
     """Single steps of one draft: sinks and recent tokens are attended elsewhere."""
     if backend is None:

@@ -86,9 +86,8 @@ def test_shapes(device: str, dtype: torch.dtype, head_dim: int, group_size: int)
     check(device, dtype, [50, 0, 1], head_dim=head_dim, group_size=group_size, heads=(0, 2))
 
 
-@pytest.mark.parametrize("kv_len", [1, 15, 16, 17, 31, 32, 33, 64, 67, 130])
-def test_lengths(device: str, kv_len: int) -> None:
-    check(device, torch.float32, [kv_len])
+def test_lengths(device: str) -> None:
+    check(device, torch.float32, [1, 15, 16, 17, 31, 32, 33, 64, 67, 130])
 
 
 @pytest.mark.parametrize("heads", [(0,), (3,), (0, 1), (1, 3), (0, 1, 2, 3)])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases.attention_cases import relative_error
 from cases.lychee_cases import LycheeIndex
+from cases.pairwise import pairwise
 from cases.prefill_cases import run_prefill, store_for, tiny_lean_model
 from cases.seeded import new_rng
 
@@ -84,9 +85,10 @@ def pairs_of(arrays: State, others: State) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [32, 128, 256])
-@pytest.mark.parametrize("kv_len", [15, 100, 700])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "kv_len"),
+    pairwise([torch.float32, torch.float16, torch.bfloat16], [32, 128, 256], [15, 100, 700]),
+)
 def test_quest(device, dtype, head_dim, kv_len, pool):
     policy = make_policy("quest", budget_tokens=80)
     context = context_of(new_rng(), pool, kv_len, head_dim, dtype)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases.attention_cases import assert_same_arrays, build_context
-from cases.coprocessor_cases import SMALL, Shape, World, normal
+from cases.coprocessor_cases import SMALL, Shape, World, worlds_alike
 from cases.profile_cases import machine_profile, workload
 from cases.seeded import new_rng
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,18 +40,8 @@ def per_head(retrieves: np.ndarray, head_dim: int = 32, **options: Any) -> PerHe
     return replace(policy, head_roles=HeadRoles.of(retrieves, head_dim=head_dim), is_part=True)
 
 
-def worlds(policies: list[Policy], pool: WorkerPool, shape: Shape = HEADS) -> list[World]:
-    """The same sequences under each policy."""
-    made = [World.random(new_rng(), shape, policy, pool, KV_LENS) for policy in policies]
-    first = made[0]
-    queries = normal(new_rng(), shape.num_qo_heads, 32, shape.head_dim)
-    for world in made:
-        world.keys, world.values = list(first.keys), list(first.values)
-        for seq, keys, values in zip(world.seqs, first.keys, first.values, strict=True):
-            for layer_idx in range(shape.num_layers):
-                world.store.append(seq, layer_idx, keys[layer_idx], values[layer_idx], start=0)
-                world.attention.record_queries(seq, layer_idx, queries, keys.shape[1])
-    return made
+def worlds(policies: list[Policy], pool: WorkerPool) -> list[World]:
+    return worlds_alike(policies, HEADS, pool, KV_LENS)
 
 
 def decode(worlds: list[World], num_steps: int) -> list[list[tuple[Any, Any]]]:

@@ -17,7 +17,7 @@ from cases.attention_cases import (
 from cases.seeded import new_rng
 
 from offload.policies import Quest
-from offload.policies.key_bounds import page_bounds, split_query
+from offload.policies.key_bounds import split_query
 from offload.policies.layer_state import State
 from offload.policies.quest import expand_pages
 from offload.policies.registry import make_policy
@@ -84,13 +84,6 @@ def test_split_query_sums_the_signs_apart():
     query[1, 5] = np.nan
     split_query(query.reshape(-1), 3, 8, split)
     assert np.isnan(split).sum() == 1
-
-
-def test_page_bounds_are_the_extremes_of_each_element():
-    keys = new_rng().standard_normal((16, 8)).astype(np.float32)
-    bounds = np.empty(16, np.float32)
-    page_bounds(keys.reshape(-1), 16, 8, bounds)
-    np.testing.assert_array_equal(bounds, np.concatenate([keys.max(0), keys.min(0)]))
 
 
 @pytest.mark.parametrize(

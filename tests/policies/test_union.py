@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases.attention_cases import assert_same_arrays, build_context
-from cases.coprocessor_cases import SMALL, Shape, World
+from cases.coprocessor_cases import SMALL, Shape, World, worlds_alike
 from cases.profile_cases import machine_profile, workload
 from cases.seeded import new_rng
 
@@ -35,18 +35,7 @@ def small(name):
 
 
 def worlds(policies: list[Policy], pool: WorkerPool) -> list[World]:
-    """The same sequences and queries under each policy."""
-    made = []
-    for policy in policies:
-        world = World.random(new_rng(), SINGLE, policy, pool, KV_LENS)
-        world.record_random_queries(new_rng(), KV_LENS)
-        made.append(world)
-    for world in made[1:]:
-        world.keys, world.values = list(made[0].keys), list(made[0].values)
-        for seq, keys, values in zip(world.seqs, world.keys, world.values, strict=True):
-            for layer_idx in range(SINGLE.num_layers):
-                world.store.append(seq, layer_idx, keys[layer_idx], values[layer_idx], start=0)
-    return made
+    return worlds_alike(policies, SINGLE, pool, KV_LENS)
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (0, 5), (7, 0), (1, 1), (300, 40), (500, 500)])

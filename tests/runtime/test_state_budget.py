@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from cases.attention_cases import built
-from cases.device_cases import small
+from cases.device_cases import load_in_room, small
 from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
 
-from offload import OffloadedModel
 from offload.kv.store import HostBudgetError
 from offload.policies.head_roles import HeadRoles
 from offload.policies.layer_state import StateShape
@@ -27,13 +26,7 @@ LONG = 220
 
 
 def load(folder: Any, name: str, room: int | None = None) -> Any:
-    """With `room` bytes beside the weights."""
-    options = {"policy": small(name), "dtype": "float32", "num_threads": 1, "page_tokens": 16}
-    model = OffloadedModel.from_pretrained(folder, **options)
-    if room is None:
-        return model
-    weights = sum({w.data_ptr(): w.nbytes for w in model.parameters()}.values())
-    return OffloadedModel.from_pretrained(folder, max_memory={"cpu": weights + room}, **options)
+    return load_in_room(folder, small(name), room)
 
 
 def state_of(model: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.device_cases import small
+from cases.device_cases import small, steps
 from cases.drafts import verifying
 from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
@@ -61,14 +61,6 @@ def nan_in_layer(model: Any, layer_idx: int) -> Iterator[None]:
         yield
     finally:
         weight.copy_(kept)
-
-
-def steps(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of each of `tokens` [1, n], decoded one by one."""
-    rows = [
-        model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(tokens.shape[1])
-    ]
-    return torch.cat(rows, dim=1)
 
 
 def check_same_from_here(model: Any, cache: Any, unharmed: Any, num_tokens: int = 20) -> None:

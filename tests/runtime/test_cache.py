@@ -23,6 +23,21 @@ def next_logits(model: Any, cache: Any, batch_size: int, mask: torch.Tensor | No
         return model(token, attention_mask=mask, past_key_values=cache).logits
 
 
+def test_crop_of_padded_rows(llama_pair: Pair) -> None:
+    """Columns are cropped, padding among them."""
+    stock, offloaded = llama_pair
+    tokens, mask = random_tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :9], mask[1, 14:] = 0, 0
+    logits = []
+    for model, cache in ((stock, DynamicCache()), (offloaded, offloaded.new_cache())):
+        with torch.no_grad():
+            model(tokens, attention_mask=mask, past_key_values=cache)
+        cache.crop(-4)
+        logits.append(next_logits(model, cache, 2, mask[:, :16]))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert cache.kv_lens == [8, 15]
+
+
 def test_crop_refuses_a_length(llama_pair: Pair) -> None:
     with pytest.raises(ValueError, match="0 or less, got 5"):
         llama_pair[1].new_cache().crop(5)

@@ -335,7 +335,7 @@ class Engine:
             assert request.seq is not None
             stop = min(len(request.prompt), request.num_read + size)
             tokens = request.prompt[request.num_read : stop]
-            logits = self._runner.read(request.seq, tokens)
+            logits = self._runner.read(request.seq, tokens, is_last=stop == len(request.prompt))
         except Exception as error:
             return [self._emit_error(request, error)]
         seconds = time.perf_counter() - start

@@ -23,7 +23,7 @@ SLOTS = 192
 
 
 @pytest.mark.parametrize(
-    ("policy", "by"), [("full", "attention"), ("exact_topk", "attention"), ("full", "rereading")]
+    ("policy", "by"), [("full", "attention"), ("exact_topk", "attention"), ("full", "reconstruction")]
 )
 def test_a_bound_that_is_not_reached_changes_nothing(bounded: Load, policy: str, by: str) -> None:
     chosen = policy if policy == "full" else make_policy(policy, budget_tokens=80)
@@ -79,7 +79,7 @@ def test_never_more_than_the_bound_by_rereading(
 ) -> None:
     chosen: Any = policy if policy == "full" else make_policy("exact_topk", budget_tokens=96)
     chosen = make_policy(policy, inner=chosen) if policy == "hard_kv" else chosen
-    model = bounded(SLOTS, chosen, condense_by="rereading")
+    model = bounded(SLOTS, chosen, condense_by="reconstruction")
     bound, cache = compression_of(model).bound, model.new_cache()
     used = bytes_after_each_pass(model, cache, monkeypatch)
     drafts = {"prompt_lookup_num_tokens": draft} if draft else {}
@@ -151,7 +151,7 @@ def test_heads_of_a_layer_one_by_one(bounded: Load, monkeypatch: pytest.MonkeyPa
         assert torch.equal(at_once, alone)
 
 
-@pytest.mark.parametrize("by", ["attention", "rereading"])
+@pytest.mark.parametrize("by", ["attention", "reconstruction"])
 def test_a_fork_goes_its_own_way(bounded: Load, by: str) -> None:
     """Pages that both have are left alone by the one that is condensed."""
     model = bounded(SLOTS, condense_by=by)

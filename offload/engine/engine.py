@@ -86,8 +86,8 @@ class Engine:
         *,
         max_num_seqs: int = 32,
         max_queued: int = 256,
-        slice_seconds: float = 0.1,
-        read_share: float = 0.4,
+        slice_seconds: float = 0.15,
+        read_share: float = 0.45,
         prefix_caching: bool = True,
     ) -> None:
         _check_options(max_num_seqs, max_queued, slice_seconds, read_share)

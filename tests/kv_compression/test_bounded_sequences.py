@@ -23,7 +23,8 @@ SLOTS = 192
 
 
 @pytest.mark.parametrize(
-    ("policy", "by"), [("full", "attention"), ("exact_topk", "attention"), ("full", "reconstruction")]
+    ("policy", "by"),
+    [("full", "attention"), ("exact_topk", "attention"), ("full", "reconstruction")],
 )
 def test_a_bound_that_is_not_reached_changes_nothing(bounded: Load, policy: str, by: str) -> None:
     chosen = policy if policy == "full" else make_policy(policy, budget_tokens=80)

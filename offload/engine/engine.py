@@ -25,6 +25,7 @@ from offload.engine.sampler import Chosen, choose
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Admission, Scheduler
 from offload.system.errors import DeviceMemoryError
+from offload.system.interrupts import shielded
 
 logger = logging.getLogger(__name__)
 
@@ -185,9 +186,10 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Decode a token of each running request, and read a slice of a prompt if it is time.
 
-        Errors of a request end that request. What `on_output` was called with is returned.
+        Errors of a request end that request. What `on_output` was called with is returned. Ctrl-C
+        comes behind the step.
         """
-        with self._runtime.run_lock.lock:
+        with self._runtime.run_lock.lock, shielded():
             self._runtime.sequences.collect()
             outputs = self._take_arrived()
             self._scheduler.admit(self._fits)
@@ -255,7 +257,16 @@ class Engine:
                 self._inbox.wait_for(lambda: self._requests or self._stopping)
                 if self._stopping and not self._requests:
                     return
-            if not self.step():  # all wait: for memory that others have, or for their readers
+            try:
+                has_outputs = bool(self.step())
+            except BaseException as error:
+                logger.exception("the engine's thread ends")
+                with self._inbox:
+                    self._stopping, failed = True, [*self._requests.values()]
+                for request in failed:
+                    self._emit_error(request, error)
+                return
+            if not has_outputs:  # all wait: for memory that others have, or for their readers
                 with self._inbox:
                     self._inbox.wait(_IDLE_SECONDS)
 

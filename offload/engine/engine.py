@@ -285,6 +285,8 @@ class Engine:
     def _fits(self, requests: list[Request]) -> bool:
         """Whether the last of `requests` may join the others."""
         while not self._admission.fits(requests):
+            if not self._admission.fits(requests, self._prefixes.num_pages):
+                return False  # prefixes are kept for others
             if not self._prefixes.drop():
                 self._runtime.store.trim()
                 return self._admission.fits(requests)
@@ -294,9 +296,9 @@ class Engine:
         if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
             try:
                 self._runtime.decoder.begin_generation(count, longest)
-            except DeviceMemoryError as error:
-                if len(requests) == 1:
-                    self._emit_error(requests[0], error)
+            except Exception as error:
+                if len(requests) == 1 or not isinstance(error, DeviceMemoryError):
+                    self._emit_error(requests[-1], error)
                 return False
             self._begun = (count, longest)
         return True

@@ -218,7 +218,7 @@ def _add_gathered(places: UInt8Array, model: StepModel, room: DeviceRoom) -> Non
     is found first.
     """
     work = room.work
-    eligible = may_be_gathered(work.policy, work.roles(), places)
+    eligible = may_be_gathered(work.policy, work.roles(), places) & (places == Place.CPU)
     wanted = [_best_count(places, eligible, layer_idx, model) for layer_idx in range(len(places))]
     for most in range(max(wanted, default=0), 0, -1):
         trial = places.copy()

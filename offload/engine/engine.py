@@ -74,6 +74,9 @@ class Engine:
         prefix_caching: prompts that begin as earlier ones share what was read. Pages are given
             back, the least recently used first, when requests need them.
 
+    Attributes:
+        failure: of a step, outside of any request; it ended the thread and all requests.
+
     Raises:
         NotImplementedError: a model whose options are of one generation at a time.
         ValueError: an argument out of range.
@@ -109,6 +112,7 @@ class Engine:
         self._to_cancel: set[str] = set()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self.failure: BaseException | None = None
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
 
     def add_request(
@@ -132,12 +136,14 @@ class Engine:
                 has, a request id that is in use, stop strings without a tokenizer.
             HostBudgetError: more than the whole budget of the host.
             QueueFullError: as many requests wait as may.
-            RuntimeError: the engine was stopped.
+            RuntimeError: the engine was stopped, or its thread ended by `failure`.
         """
         request = self._maker.make(
             prompt, params or SamplingParams(), request_id, on_output, is_ready
         )
         with self._inbox:
+            if self.failure is not None:
+                raise RuntimeError(f"the engine failed: {self.failure}") from self.failure
             if self._stopping:
                 raise RuntimeError("the engine was stopped")
             if request.request_id in self._requests:
@@ -166,6 +172,11 @@ class Engine:
         """Whether there is a request."""
         with self._inbox:
             return bool(self._requests)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together that the model can have."""
+        return int(self._runtime.lean.shape.max_context)
 
     @property
     def num_running(self) -> int:
@@ -255,9 +266,27 @@ class Engine:
                 self._inbox.wait_for(lambda: self._requests or self._stopping)
                 if self._stopping and not self._requests:
                     return
-            if not self.step():  # all wait: for memory that others have, or for their readers
+            try:
+                outputs = self.step()
+            except Exception as error:
+                logger.exception("the engine failed")
+                self._fail(error)
+                return
+            if not outputs:  # all wait: for memory that others have, or for their readers
                 with self._inbox:
                     self._inbox.wait(_IDLE_SECONDS)
+
+    def _fail(self, error: Exception) -> None:
+        """End all requests, and take no more."""
+        with self._inbox:
+            self.failure = error
+            requests = [*self._requests.values()]
+            self._requests.clear()
+            self._inbox.notify_all()
+        for request in requests:
+            request.finish_reason = "error"
+            if request.on_output is not None:
+                request.on_output(request.output(error=error))
 
     # The parts of a step.
 

@@ -75,6 +75,9 @@ class Engine:
         prefix_caching: prompts that begin as earlier ones share what was read. Pages are given
             back, the least recently used first, when requests need them.
 
+    Attributes:
+        failure: of a step, outside of any request; it ended the thread and all requests.
+
     Raises:
         NotImplementedError: a model whose options are of one generation at a time.
         ValueError: an argument out of range.
@@ -110,6 +113,7 @@ class Engine:
         self._to_cancel: set[str] = set()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self.failure: BaseException | None = None
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
 
     def add_request(
@@ -133,12 +137,14 @@ class Engine:
                 has, a request id that is in use, stop strings without a tokenizer.
             HostBudgetError: more than the whole budget of the host.
             QueueFullError: as many requests wait as may.
-            RuntimeError: the engine was stopped.
+            RuntimeError: the engine was stopped, or its thread ended by `failure`.
         """
         request = self._maker.make(
             prompt, params or SamplingParams(), request_id, on_output, is_ready
         )
         with self._inbox:
+            if self.failure is not None:
+                raise RuntimeError(f"the engine failed: {self.failure}") from self.failure
             if self._stopping:
                 raise RuntimeError("the engine was stopped")
             if request.request_id in self._requests:
@@ -167,6 +173,11 @@ class Engine:
         """Whether there is a request."""
         with self._inbox:
             return bool(self._requests)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together that the model can have."""
+        return int(self._runtime.lean.shape.max_context)
 
     @property
     def num_running(self) -> int:
@@ -260,15 +271,20 @@ class Engine:
             try:
                 has_outputs = bool(self.step())
             except BaseException as error:
-                logger.exception("the engine's thread ends")
-                with self._inbox:
-                    self._stopping, failed = True, [*self._requests.values()]
-                for request in failed:
-                    self._emit_error(request, error)
+                logger.exception("the engine failed")
+                self._fail(error)
                 return
             if not has_outputs:  # all wait: for memory that others have, or for their readers
                 with self._inbox:
                     self._inbox.wait(_IDLE_SECONDS)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all requests, and take no more."""
+        with self._inbox:
+            self.failure = error
+            requests = [*self._requests.values()]
+        for request in requests:
+            self._emit_error(request, error)
 
     # The parts of a step.
 
@@ -284,12 +300,14 @@ class Engine:
 
     def _fits(self, requests: list[Request]) -> bool:
         """Whether the last of `requests` may join the others."""
+        if not self._admission.fits(requests):
+            self._runtime.store.trim()
+        if len(requests) > 1 and not self._admission.fits(requests, self._prefixes.num_pages):
+            return False  # prefixes are kept until they are all that is in the way
         while not self._admission.fits(requests):
-            if not self._admission.fits(requests, self._prefixes.num_pages):
-                return False  # prefixes are kept for others
             if not self._prefixes.drop():
-                self._runtime.store.trim()
-                return self._admission.fits(requests)
+                return False
+            self._runtime.store.trim()
         # A power of two, so that the decoder rarely has to place heads anew.
         count = min(self._max_num_seqs, 1 << (len(requests) - 1).bit_length())
         longest = max(request.most_tokens for request in requests)

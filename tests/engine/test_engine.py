@@ -304,7 +304,7 @@ def test_a_fault_of_the_engine_itself_ends_all_requests(
         engine.add_request([1, 2, 3], GREEDY, None, lambda output: errors.append(output.error))
     engine.start().stop(finish=True, timeout=20)
     assert [type(error) for error in errors] == [ZeroDivisionError] * 3
-    with pytest.raises(RuntimeError, match="stopped"):
+    with pytest.raises(RuntimeError, match="the engine failed: a bug"):
         engine.add_request([1], GREEDY)
 
 

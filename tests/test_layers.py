@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -129,3 +130,20 @@ def test_what_transformers_loads_runs_no_code_of_a_checkpoint() -> None:
                 trusting.append(f"{path.relative_to(root)}:{node.lineno}")
     assert found >= 7
     assert not trusting, "\n".join(trusting)
+
+
+def test_few_files_know_the_policy() -> None:
+    """Outside of the rooms whose business it is, who is given one, and who fetches it from afar."""
+    root = Path(__file__).parents[1] / "offload"
+    business = ("policies", "cli", "bench", "measuring")
+    files = [p for p in root.rglob("*.py") if p.relative_to(root).parts[0] not in business]
+    texts = {path: path.read_text() for path in files}
+    given = [p for p, text in texts.items() if re.search(r"\bpolicy: (str \| )?Policy\b", text)]
+    fetched = [
+        f"{path.name}: {found}"
+        for path, text in texts.items()
+        for found in re.findall(r"\b[a-z_]+\.[a-z_]+\.policy\b", text)
+        if not re.match(r"(self|cls)\.(policy|config)\b", found)
+    ]
+    assert len(given) <= 20
+    assert len(fetched) <= 8, fetched

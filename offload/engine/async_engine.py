@@ -32,9 +32,10 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of a request, of its prompt's slices first. It is cancelled if nobody reads on.
+        """Outputs of a request. It is cancelled if nobody reads on.
 
-        A reader who is 64 outputs behind is waited for.
+        The first, which has nothing, says at once that the request was accepted; the next ones are
+        of its prompt's slices. A reader who is 64 outputs behind is waited for.
 
         Raises:
             As `Engine.add_request`, and the error that ended the request.
@@ -52,6 +53,7 @@ class AsyncEngine:
             is_ready=lambda: unread.qsize() < _MOST_UNREAD,
         )
         try:
+            yield RequestOutput(request_id, num_prompt_tokens=len(prompt))
             while True:
                 output = await unread.get()
                 if output.error is not None:

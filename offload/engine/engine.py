@@ -25,6 +25,7 @@ from offload.engine.sampler import Chosen, choose
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Admission, Scheduler
 from offload.system.errors import DeviceMemoryError
+from offload.system.interrupts import shielded
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,9 @@ class Engine:
         prefix_caching: prompts that begin as earlier ones share what was read. Pages are given
             back, the least recently used first, when requests need them.
 
+    Attributes:
+        failure: of a step, outside of any request; it ended the thread and all requests.
+
     Raises:
         NotImplementedError: a model whose options are of one generation at a time.
         ValueError: an argument out of range.
@@ -89,8 +93,8 @@ class Engine:
         *,
         max_num_seqs: int = 32,
         max_queued: int = 256,
-        slice_seconds: float = 0.1,
-        read_share: float = 0.4,
+        slice_seconds: float = 0.15,
+        read_share: float = 0.45,
         prefix_caching: bool = True,
     ) -> None:
         _check_options(max_num_seqs, max_queued, slice_seconds, read_share)
@@ -112,6 +116,7 @@ class Engine:
         self._to_cancel: set[str] = set()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self.failure: BaseException | None = None
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
 
     def add_request(
@@ -135,12 +140,14 @@ class Engine:
                 has, a request id that is in use, stop strings without a tokenizer.
             HostBudgetError: more than the whole budget of the host.
             QueueFullError: as many requests wait as may.
-            RuntimeError: the engine was stopped.
+            RuntimeError: the engine was stopped, or its thread ended by `failure`.
         """
         request = self._maker.make(
             prompt, params or SamplingParams(), request_id, on_output, is_ready
         )
         with self._inbox:
+            if self.failure is not None:
+                raise RuntimeError(f"the engine failed: {self.failure}") from self.failure
             if self._stopping:
                 raise RuntimeError("the engine was stopped")
             if request.request_id in self._requests:
@@ -171,6 +178,11 @@ class Engine:
             return bool(self._requests)
 
     @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together that the model can have."""
+        return int(self._runtime.lean.shape.max_context)
+
+    @property
     def num_running(self) -> int:
         """Requests that are read or decoded."""
         return len(self._scheduler.reading) + len(self._scheduler.running)
@@ -188,9 +200,10 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Decode a token of each running request, and read a slice of a prompt if it is time.
 
-        Errors of a request end that request. What `on_output` was called with is returned.
+        Errors of a request end that request. What `on_output` was called with is returned. Ctrl-C
+        comes behind the step.
         """
-        with self._runtime.run_lock.lock:
+        with self._runtime.run_lock.lock, shielded():
             start = time.perf_counter()
             self._runtime.sequences.collect()
             outputs = self._take_arrived()
@@ -261,9 +274,23 @@ class Engine:
                 self._inbox.wait_for(lambda: self._requests or self._stopping)
                 if self._stopping and not self._requests:
                     return
-            if not self.step():  # all wait: for memory that others have, or for their readers
+            try:
+                has_outputs = bool(self.step())
+            except BaseException as error:
+                logger.exception("the engine failed")
+                self._fail(error)
+                return
+            if not has_outputs:  # all wait: for memory that others have, or for their readers
                 with self._inbox:
                     self._inbox.wait(_IDLE_SECONDS)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all requests, and take no more."""
+        with self._inbox:
+            self.failure = error
+            requests = [*self._requests.values()]
+        for request in requests:
+            self._emit_error(request, error)
 
     # The parts of a step.
 
@@ -279,19 +306,23 @@ class Engine:
 
     def _fits(self, requests: list[Request]) -> bool:
         """Whether the last of `requests` may join the others."""
+        if not self._admission.fits(requests):
+            self._runtime.store.trim()
+        if len(requests) > 1 and not self._admission.fits(requests, self._prefixes.num_pages):
+            return False  # prefixes are kept until they are all that is in the way
         while not self._admission.fits(requests):
             if not self._prefixes.drop():
-                self._runtime.store.trim()
-                return self._admission.fits(requests)
+                return False
+            self._runtime.store.trim()
         # A power of two, so that the decoder rarely has to place heads anew.
         count = min(self._max_num_seqs, 1 << (len(requests) - 1).bit_length())
         longest = max(request.most_tokens for request in requests)
         if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
             try:
                 self._runtime.decoder.begin_generation(count, longest)
-            except DeviceMemoryError as error:
-                if len(requests) == 1:
-                    self._emit_error(requests[0], error)
+            except Exception as error:
+                if len(requests) == 1 or not isinstance(error, DeviceMemoryError):
+                    self._emit_error(requests[-1], error)
                 return False
             self._begun = (count, longest)
         return True
@@ -341,7 +372,7 @@ class Engine:
             assert request.seq is not None
             stop = min(len(request.prompt), request.num_read + size)
             tokens = request.prompt[request.num_read : stop]
-            logits = self._runner.read(request.seq, tokens)
+            logits = self._runner.read(request.seq, tokens, is_last=stop == len(request.prompt))
         except Exception as error:
             return [self._emit_error(request, error)]
         seconds = time.perf_counter() - start

@@ -64,6 +64,12 @@ class Prefixes:
         self._runner.free(surplus)
         request.seq = None
 
+    @property
+    def num_pages(self) -> int:
+        """Pages, at least, that would be free without what is kept."""
+        store = self._runner.runtime.store
+        return sum(map(store.num_unshared_pages, self._tree.seqs()))
+
     def drop(self) -> bool:
         """Free what nobody asked for for the longest time; False: there is nothing."""
         seq = self._tree.least_recent()

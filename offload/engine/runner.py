@@ -41,8 +41,11 @@ class Runner:
         """Give back what sequences have."""
         self._sequences.free(seqs)
 
-    def read(self, seq: int, tokens: Sequence[int]) -> Tensor:
-        """Read some more of a prompt: float logits [vocab_size] of the token after it.
+    def read(self, seq: int, tokens: Sequence[int], *, is_last: bool) -> Tensor:
+        """Read some more of a prompt: logits [vocab_size] of the token after it.
+
+        Args:
+            is_last: decoding comes next, and not more of the prompt.
 
         Raises:
             HostBudgetError, RuntimeError, ValueError: as `Runtime.run`; the sequence is as before.
@@ -54,7 +57,7 @@ class Runner:
 
         def compute(seqs: list[int]) -> Tensor:
             self._sequences.note_text(batch, seqs, ids, positions)
-            return runtime.prefill(embedded, batch, seqs)
+            return runtime.prefill(embedded, batch, seqs, builds=builds)
 
         with (
             self._timed(),
@@ -64,8 +67,8 @@ class Runner:
         ):
             embedded = self._lean.embed_tokens(ids.to(runtime.device))
             this = Pass(self._sequences, [seq], [len(ids)])
-            on_device = runtime.attention.builds_in_prefill(runtime.device)
-            hidden = runtime.extend(this, compute, prefill=True, builds=on_device)
+            builds = is_last and runtime.attention.builds_in_prefill(runtime.device)
+            hidden = runtime.extend(this, compute, prefill=True, builds=builds)
             return runtime.logits(hidden[-1:], "prefill")[0]
 
     def decode(self, seqs: Sequence[int], tokens: Sequence[int], *, greedy: bool) -> Tensor:

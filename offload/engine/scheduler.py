@@ -25,8 +25,12 @@ class Admission:
         pages = self._pages(request.most_tokens)
         return pages * self._store.page_bytes + 2 * self._states(request)
 
-    def fits(self, requests: Iterable[Request]) -> bool:
-        """Whether all of them can go on to their ends together."""
+    def fits(self, requests: Iterable[Request], freed_pages: int = 0) -> bool:
+        """Whether all of them can go on to their ends together.
+
+        Args:
+            freed_pages: that others could give back.
+        """
         pages = states = grows = 0
         for request in requests:
             pages += self._pages(request.most_tokens)
@@ -36,7 +40,8 @@ class Admission:
                 pages -= self._store.num_own_pages(request.seq) * self._store.num_page_rows
                 states -= self._policy_states.bytes_of([request.seq])
         need = pages * self._store.page_bytes + max(0, states) + grows
-        return need <= self._store.left_bytes(pages)
+        freed = freed_pages * self._store.page_bytes
+        return need <= self._store.left_bytes(pages) + freed
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._store.page_tokens) * self._store.num_page_rows

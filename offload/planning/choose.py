@@ -217,7 +217,8 @@ def _add_gathered(places: UInt8Array, model: StepModel, room: DeviceRoom) -> Non
     All layers use one buffer, as wide as the layer that fetches most needs it: how wide it may be
     is found first.
     """
-    eligible = may_be_gathered(room.work.policy, room.work.roles(), places)
+    work = room.work
+    eligible = may_be_gathered(work.policy, work.roles(), places) & (places == Place.CPU)
     wanted = [_best_count(places, eligible, layer_idx, model) for layer_idx in range(len(places))]
     for most in range(max(wanted, default=0), 0, -1):
         trial = places.copy()
@@ -233,7 +234,8 @@ def _add_codes(places: UInt8Array, room: DeviceRoom) -> None:
     """Let the GPU list candidates for the CPU's heads whose keys have codes, in as many layers as
     fit, the first ones first.
     """
-    eligible = has_codes(room.work.policy, room.work.roles()) & (places == Place.CPU)
+    work = room.work
+    eligible = has_codes(work.policy, work.roles()) & (places == Place.CPU)
     layers = np.flatnonzero(eligible.any(axis=1))
     low, high = 0, len(layers)
     while low < high:  # what they take grows with each

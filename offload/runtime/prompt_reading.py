@@ -20,6 +20,7 @@ def prefill_for(
     seqs: Sequence[int],
     *,
     corrects: bool,
+    builds: bool,
     **options: Any,
 ) -> tuple[Tensor, float]:
     """`prefill`, whose queries the policies see, and during which they build on a GPU.
@@ -28,36 +29,37 @@ def prefill_for(
         attentions: of the policies, all of one store.
         seqs: no policy hears of none.
         corrects: what the policies have is revised, and nothing built.
+        builds: False: policies build nothing, as more of the prompt comes.
         options: of `prefill`.
 
     Returns:
         [num_tokens, hidden_size], and the seconds of the host that building took.
     """
-    observers, builds = list[OnQueries](), list[PrefillBuild]()
+    observers, running = list[OnQueries](), list[PrefillBuild]()
     if seqs and not corrects:
         observers = [x for x in (a.on_prefill_queries for a in attentions) if x is not None]
         news = zip(seqs, batch.num_new_tokens, strict=True)
         kv_lens = [attentions[0].store.kv_len(seq) + num_new for seq, num_new in news]
-        building = [a for a in attentions if a.builds_in_prefill(hidden.device)]
+        building = [a for a in attentions if builds and a.builds_in_prefill(hidden.device)]
         found = [attention.prefill_build(seqs, kv_lens) for attention in building]
-        builds = [build for build in found if build is not None]
+        running = [build for build in found if build is not None]
     hidden = prefill(
         hidden=hidden,
         batch=batch,
         seqs=seqs,
         on_queries=_in_turn(observers),
-        on_layer=_in_turn([build.on_layer for build in builds]),
-        copied_heads=max((build.copied_heads for build in builds), default=0),
+        on_layer=_in_turn([build.on_layer for build in running]),
+        copied_heads=max((build.copied_heads for build in running), default=0),
         **options,
     )
-    for build in builds:
+    for build in running:
         build.finish()
     for attention in attentions:
         for seq, num_new in zip(seqs, batch.num_new_tokens, strict=False):  # or no seqs
             if corrects:
                 attention.states.revise(seq, num_new)
             attention.states.end_prefill(seq)
-    return hidden, sum(build.host_seconds for build in builds)
+    return hidden, sum(build.host_seconds for build in running)
 
 
 def _in_turn(called: Sequence[Callable[..., None]]) -> Callable[..., None] | None:

@@ -133,6 +133,7 @@ class Runtime:
         *,
         attentions: Sequence[DecodeAttention] | None = None,
         corrects: bool = False,
+        builds: bool = True,
     ) -> torch.Tensor:
         """Embeddings [num_tokens, hidden_size] of new tokens through all layers, overwritten.
 
@@ -140,6 +141,7 @@ class Runtime:
             seqs: with room reserved in the store, which the caller commits; none: nothing is kept.
             attentions: of the policies that will decode after it; None: this runtime's own.
             corrects: tokens that were decoded are read again.
+            builds: what policies build on a GPU during a prefill; False: more of the prompt comes.
         """
         if self.attention.top_p_controller is not None and not corrects:
             self.attention.top_p_controller.restart()
@@ -153,6 +155,7 @@ class Runtime:
                 batch,
                 seqs,
                 corrects=corrects,
+                builds=builds,
                 model=self.lean,
                 store=self.store if seqs else None,
                 slice_tokens=self.config.prefill_slice_tokens,

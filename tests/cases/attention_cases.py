@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from cases import kernel_references as reference
+from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
 from offload.policies import Full, Policy
+from offload.policies.layer_state import BuildContext, State
 
+GROUP_SIZE = 3
 # Relative L2 of the output: rounding of what is stored, and of the weights for bf16 dot products.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
@@ -134,6 +138,35 @@ def attend(
     return out.double().numpy().reshape(shape), lse.double().numpy()
 
 
+def make_case(
+    dtype: torch.dtype = torch.float32, kv_len: int = 600, rows: int = 60, **options: Any
+) -> tuple[Cache, torch.Tensor]:
+    """A cache in small pages, and query rows in groups of GROUP_SIZE heads."""
+    rng = new_rng()
+    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, **options)
+    heads, head_dim = cache.store.num_kv_heads * GROUP_SIZE, cache.store.head_dim
+    return cache, random_queries(rng, rows, heads, head_dim, dtype)
+
+
+def build_context(keys: torch.Tensor, **given: Any) -> BuildContext:
+    """Of keys [num_kv_heads, kv_len, head_dim], which are the values, too."""
+    options = {"layer_idx": 1, "keys": keys, "values": keys, "queries": keys[:, :0]}
+    options |= {"sm_scale": 0.2, "capacity_tokens": keys.shape[1] + 1}
+    return BuildContext(**options | {"text_marks": None, "pool": None} | given)
+
+
+def built(policy: Policy, keys: torch.Tensor, **given: Any) -> State:
+    """The policy's arrays for keys [num_kv_heads, kv_len, head_dim]."""
+    return policy.state.build(build_context(keys, **given))
+
+
+def assert_same_arrays(actual: State, expected: State) -> None:
+    assert actual.keys() == expected.keys()
+    for name, array in expected.items():
+        assert actual[name].dtype == array.dtype
+        np.testing.assert_array_equal(actual[name], array, name)
+
+
 def grow_by_one(
     cache: Cache,
     attention: DecodeAttention,
@@ -151,32 +184,6 @@ def grow_by_one(
     attend(attention, [seq], [kv_len], query)
     cache.store.commit([seq], [1])
     return attention.last_selection()
-
-
-def attend_csr(
-    attention: DecodeAttention, cache: Cache, query: torch.Tensor, selection: list[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Attend one row to the sorted tokens of each unit, KV heads or query heads.
-
-    Returns float64 o [heads, head_dim] and lse, and of each query head the weights of its tokens.
-    """
-    heads = attention.num_qo_heads
-    out = torch.full((heads, attention.head_dim), float("nan"), dtype=query.dtype)
-    lse = torch.full((heads,), float("nan"))
-    lengths = [len(tokens) for tokens in selection for _ in range(heads // len(selection))]
-    weights = torch.full((sum(lengths),), float("nan"))
-    attention.native.attend_csr(
-        query.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
-        int(cache.store.page_table(cache.seq)[cache.layer_idx].ctypes.data),
-        cache.kv_len,
-        np.cumsum([0, *(len(tokens) for tokens in selection)]),
-        np.concatenate(selection).astype(np.int32),
-        weights.data_ptr(),
-    )
-    of_heads = [of_head.numpy() for of_head in weights.split(lengths)]
-    return out.double().numpy(), lse.double().numpy(), of_heads
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:

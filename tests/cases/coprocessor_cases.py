@@ -194,6 +194,20 @@ class World:
         return out, lse
 
 
+def worlds_alike(
+    policies: Sequence[Policy], shape: Shape, pool: WorkerPool, kv_lens: Sequence[int]
+) -> list[World]:
+    """The same sequences and queries under each policy."""
+    made = [World.random(new_rng(), shape, policy, pool, kv_lens) for policy in policies]
+    for world in made:
+        world.record_random_queries(new_rng(), kv_lens)
+        world.keys, world.values = list(made[0].keys), list(made[0].values)
+        for seq, keys, values in zip(world.seqs, world.keys, world.values, strict=True):
+            for layer_idx in range(shape.num_layers):
+                world.store.append(seq, layer_idx, keys[layer_idx], values[layer_idx], start=0)
+    return made
+
+
 def normal(rng: np.random.Generator, *shape: int) -> Tensor:
     return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
 

@@ -64,6 +64,17 @@ def load(
     return model
 
 
+def load_in_room(folder: Path, policy: Policy | str, room_bytes: int | None) -> Any:
+    """On the CPU, with so many bytes for KV and what the policy keeps, beside the weights."""
+    options: dict[str, Any] = {"policy": policy, "dtype": "float32", "num_threads": 1}
+    model = OffloadedModel.from_pretrained(folder, page_tokens=16, **options)
+    if room_bytes is None:
+        return model
+    weights = sum({weight.data_ptr(): weight.nbytes for weight in model.parameters()}.values())
+    options["max_memory"] = {"cpu": weights + room_bytes}
+    return OffloadedModel.from_pretrained(folder, page_tokens=16, **options)
+
+
 def keep_least_on_gpu(model: Any) -> None:
     """Of a model with a GPU, only the heads that its policy needs there."""
     decoder = decoder_of(model)
@@ -82,6 +93,12 @@ def greedy(model: Any, tokens: torch.Tensor, max_new_tokens: int, **options: Any
         **{"do_sample": False, "eos_token_id": None, "max_new_tokens": max_new_tokens, **options},
     )
     return out.cpu()
+
+
+def steps(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits [rows, n, vocab_size] of each column of `tokens`, decoded one by one."""
+    columns = tokens.split(1, dim=1)
+    return torch.cat([model(x, past_key_values=cache).logits for x in columns], dim=1)
 
 
 def check_works(model: Any, stock: Any, prompt_tokens: int = 40) -> None:

@@ -56,6 +56,13 @@ def test_the_python_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @NEEDS_MODEL
+def test_the_engine_example(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "how-to" / "many-requests.md").read_text()
+    exec(compile(python_blocks(page)[0], "many-requests.md", "exec"), {})
+    assert "The capital of France is Paris." in capsys.readouterr().out
+
+
+@NEEDS_MODEL
 def test_the_tutorial(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     for example in python_blocks(TUTORIAL):

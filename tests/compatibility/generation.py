@@ -326,7 +326,6 @@ OPTIONS = [
     Feature(
         "continuous batching (`generate_batch`)",
         lambda side: len(side.model.generate_batch([[1, 2, 3]], max_new_tokens=3)),
-        "not written yet",
         reference=lambda side: 1,  # the stock model takes a minute
     ),
 ]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,6 +23,7 @@ from cases.coprocessor_cases import (
     launch,
     started,
 )
+from cases.processes import run_program
 from cases.seeded import new_rng
 
 from cpu_ops.coprocessor import CoprocessorError
@@ -284,12 +282,5 @@ print(status, np.isfinite(gpu.outputs[-1]).all())
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on():
     """The thread stays in the parent; serving synchronously works in both."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    result = run_program(FORK)
     assert result.stdout.split() == ["0", "True"], result.stderr

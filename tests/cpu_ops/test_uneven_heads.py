@@ -271,17 +271,6 @@ def test_counts_are_of_what_heads_have(pool):
     )
 
 
-def test_selections_do_not_depend_on_threads(pool):
-    rng = new_rng()
-    pages, seqs, kv_lens, queries = make_step(rng, torch.bfloat16)
-    five = WorkerPool(5)
-    attentions = [pages.attention(p, SELECTING["exact_topk"]) for p in (pool, five)]
-    outs = [attend(attention, seqs, kv_lens, queries)[0] for attention in attentions]
-    assert attentions[0].last_selection() == attentions[1].last_selection()
-    assert relative_error(outs[1], outs[0]) < TOLERANCE[torch.bfloat16]
-    five.close()
-
-
 def test_layers_are_timed_on_their_own_tokens(pool):
     pages, seqs, kv_lens, queries = make_step(new_rng(), torch.float32)
     attention = pages.attention(pool, SELECTING["exact_topk"])

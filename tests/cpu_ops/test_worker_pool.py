@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases.processes import run_program
 from cases.seeded import new_rng
 
 from cpu_ops import native
@@ -151,14 +150,7 @@ print(status, torch.equal(linear(pool, x), expected))
 
 def test_a_forked_child_works_on_its_own():
     """The child has no worker threads: it runs alone, may close, may start a pool of its own."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    result = run_program(FORK)
     assert result.stdout.split() == ["0", "True"], result.stderr
 
 
@@ -176,14 +168,7 @@ except RuntimeError as error:
 
 def test_a_limit_of_threads_is_an_error() -> None:
     """… and those that were started have ended."""
-    result = subprocess.run(
-        [sys.executable, "-c", LIMITED],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    result = run_program(LIMITED)
     assert result.stdout.startswith("num_threads is 5000, but only "), result.stderr
     assert result.stdout.endswith("give fewer, or raise the limit of threads or of memory 0\n")
 

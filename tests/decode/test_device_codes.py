@@ -18,9 +18,7 @@ from cases.inside import (
     decoder_of,
     keep_placement,
     least_placement_of,
-    resident_of,
     split_steps,
-    steps_of,
 )
 from cases.tiny_models import make_tiny_model, random_tokens
 
@@ -220,26 +218,6 @@ def test_lists_are_those_of_the_hosts_codes(
     monkeypatch.setattr(CodeLists, "send_candidates", send_and_check)
     greedy(model, random_tokens(1, 140), 12)
     assert num_lists == 11 * 2 * 2  # steps, layers, heads
-
-
-def test_room_grows_with_the_context(backend, tiny_folders, expected, monkeypatch):
-    monkeypatch.setattr("offload.decode.gpu.buffers._MIN_SCORE_TOKENS", 16)
-    model = load(tiny_folders["llama"], sketch(), backend)
-    place_codes(model)
-    assert torch.equal(greedy(model, random_tokens(1, 40), 24), expected(2, 40))
-    assert steps_of(model).max_tokens == 64
-    assert torch.equal(greedy(model, random_tokens(1, 140), 24), expected(2, 140))
-    assert steps_of(model).max_tokens == 256
-
-
-def test_memory_of_finished_sequences_goes_back(backend, tiny_folders):
-    model = load(tiny_folders["llama"], sketch(), backend)
-    place_codes(model)
-    held = []
-    for num_tokens in (300, 60, 300):
-        greedy(model, random_tokens(1, num_tokens), 3)
-        held.append(resident_of(model).num_bytes)
-    assert held[0] == held[2] > held[1]
 
 
 def test_codes_that_do_not_fit(backend, tiny_folders, caplog):

@@ -71,16 +71,11 @@ def test_full_attention_gives_the_stock_tokens(
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_policy_gives_the_tokens_of_the_cpu_backend(backend, name, loaded):
-    tokens = random_tokens(1, 220)
-    expected = greedy(loaded(name, ("cpu", None)), tokens, 60)
-    assert torch.equal(greedy(loaded(name, backend), tokens, 60), expected)
-
-
-@pytest.mark.parametrize("name", SPARSE)
-def test_a_prompt_below_the_budget_grows_beyond_it(backend, name, loaded):
-    tokens = random_tokens(1, 9)
-    expected = greedy(loaded(name, ("cpu", None)), tokens, 110)
-    assert torch.equal(greedy(loaded(name, backend), tokens, 110), expected)
+    """Of a prompt beyond the budget, and of one that grows beyond it."""
+    for prompt_tokens, num_new in ((220, 60), (9, 110)):
+        tokens = random_tokens(1, prompt_tokens)
+        expected = greedy(loaded(name, ("cpu", None)), tokens, num_new)
+        assert torch.equal(greedy(loaded(name, backend), tokens, num_new), expected)
 
 
 @pytest.mark.parametrize("name", ["full", "exact_topk", "lychee_cluster"])

@@ -8,16 +8,14 @@ from __future__ import annotations
 import gc
 import logging
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, check_works, greedy, load, small
 from cases.inside import allow_device_bytes, decoder_of
+from cases.processes import run_program
 from cases.tiny_models import random_tokens
 
 from cpu_ops.coprocessor import CoprocessorError
@@ -319,14 +317,7 @@ print("end", flush=True)
 
 
 def in_a_process(program: str, *arguments: object) -> list[str]:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    result = run_program(program, *arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -340,22 +331,7 @@ def test_a_worker_that_is_stuck_for_good(driven_backend, tiny_folders, stock):
     assert lines[2:] == [str(greedy(stock, tokens, 20)[0].tolist()), "end"]
 
 
-# Several models, several processes.
-
-
-def test_two_models_take_turns(backend, model, tiny_folders, stock_models):
-    other = load(tiny_folders["qwen3"], "full", backend)
-    prompts = [random_tokens(1, 40), random_tokens(1, 70)]
-    models, names = [model, other], ["llama", "qwen3"]
-    caches = [each.new_cache() for each in models]
-    texts = list(prompts)
-    for _ in range(3):
-        for i in range(2):
-            texts[i] = greedy(models[i], texts[i], 5, past_key_values=caches[i])
-    for i in range(2):
-        assert torch.equal(texts[i], greedy(stock_models[names[i]], prompts[i], 15))
-    with pytest.raises(ValueError, match="belongs to another model"):
-        greedy(other, prompts[0], 5, past_key_values=model.new_cache())
+# Several processes.
 
 
 FORK = """

@@ -21,7 +21,6 @@ from cases.inside import (
     decoder_of,
     keep_placement,
     least_placement_of,
-    resident_of,
     split_steps,
     steps_of,
 )
@@ -153,17 +152,6 @@ def test_a_context_beyond_the_room_for_scores_gets_more(
     decoder.place(decoder.placement)
     assert torch.equal(greedy(model, random_tokens(1, 30), 50), expected("lychee_decode", 30))
     assert steps_of(model).max_tokens == 128
-
-
-def test_a_prefill_gets_the_memory_of_finished_sequences(backend, tiny_folders):
-    model = load(tiny_folders["llama"], "full", backend)
-    decoder = decoder_of(model)
-    decoder.place(placement_of(model, "retrieval"))
-    held = []
-    for num_tokens in (480, 30, 480, 30):  # the second has slots and tables that the first made
-        greedy(model, random_tokens(2, num_tokens), 4)
-        held.append(resident_of(model).num_bytes)
-    assert held[0] == held[2] > held[1] == held[3]
 
 
 def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(

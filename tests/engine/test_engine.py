@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -288,3 +289,40 @@ def test_the_same_seed_gives_the_same_answer_whatever_runs_beside(model: Any) ->
     engine.add_request(prompt, params, "beside")
     assert answers(engine)["beside"] == first
     engine.stop()
+
+
+def test_a_fault_of_the_engine_itself_ends_all_requests(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Any, fits: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("offload.engine.scheduler.Scheduler.admit", fails)
+    errors: list[BaseException | None] = []
+    engine = Engine(model)
+    for _ in range(3):
+        engine.add_request([1, 2, 3], GREEDY, None, lambda output: errors.append(output.error))
+    engine.start().stop(finish=True, timeout=20)
+    assert [type(error) for error in errors] == [ZeroDivisionError] * 3
+    with pytest.raises(RuntimeError, match="the engine failed: a bug"):
+        engine.add_request([1], GREEDY)
+
+
+def test_ctrl_c_comes_behind_a_step(model: Any, engine: Engine) -> None:
+    prompts, interrupts = prompts_of(60, 40), 0
+    wanted = {str(n): alone(model, prompt) for n, prompt in enumerate(prompts)}
+    found: dict[str, list[int]] = {}
+
+    def note(output: RequestOutput) -> None:
+        found.setdefault(output.request_id, []).extend(c.token for c in output.tokens)
+        signal.raise_signal(signal.SIGINT)
+
+    for number, prompt in enumerate(prompts):
+        engine.add_request(prompt, GREEDY, str(number), note)
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert found == wanted
+    assert interrupts > 10

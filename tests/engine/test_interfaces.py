@@ -46,6 +46,8 @@ def test_async_for(model: Any, wanted: list[list[int]]) -> None:
             found = await asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS))
             with pytest.raises(ValueError, match="empty"):
                 await answer(engine, [])
+            accepted = await anext(engine.generate(PROMPTS[1], GREEDY))
+            assert (accepted.num_prompt_tokens, accepted.num_read) == (90, 0)
             async for output in engine.generate(PROMPTS[1], GREEDY):  # who leaves is not served on
                 if output.tokens:
                     break
@@ -62,8 +64,11 @@ def test_a_reader_who_is_behind_is_waited_for(model: Any) -> None:
         async with AsyncEngine(Engine(model)) as engine:
             outputs = engine.generate(PROMPTS[0], params)
             await anext(outputs)
-            await asyncio.sleep(0.5)
-            chosen = engine.engine.stats.answer_tokens
+            chosen, before = 0, -1
+            while chosen == 0 or chosen > before:
+                before = chosen
+                await asyncio.sleep(0.3)
+                chosen = engine.engine.stats.answer_tokens
             await outputs.aclose()
             return chosen
 
@@ -80,6 +85,26 @@ def test_an_error_ends_the_loop(model: Any) -> None:
             with pytest.raises(KeyError, match="in a processor"):
                 async for _ in engine.generate(PROMPTS[0], params):
                     pass
+
+    asyncio.run(main())
+
+
+def test_a_step_that_fails_ends_all_requests_and_the_engine(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Engine) -> None:
+        raise OSError("the device is gone")
+
+    async def main() -> None:
+        engine = Engine(model)
+        async with AsyncEngine(engine) as served:
+            outputs = served.generate(PROMPTS[0], GREEDY)
+            monkeypatch.setattr(Engine, "step", fails)
+            with pytest.raises(OSError, match="is gone"):
+                _ = [output async for output in outputs]
+            assert isinstance(engine.failure, OSError)
+            with pytest.raises(RuntimeError, match="the engine failed: the device is gone"):
+                await anext(served.generate(PROMPTS[1], GREEDY))
 
     asyncio.run(main())
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases.host_pages import HostPages, Selections
 from cases.operands import DTYPES, TOLERANCE, assert_close, attention, poisoned, random
+from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
 from gpu_ops.gather_rows import gather_rows
@@ -125,9 +126,9 @@ def check(device: str, dtype: torch.dtype, *arguments: Any, **options: Any) -> N
     step.check(2 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("group_size", [1, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group_size"), pairwise(DTYPES, [64, 128], [1, 3, 4, 7]), ids=str
+)
 def test_shapes(device: str, dtype: torch.dtype, head_dim: int, group_size: int) -> None:
     middle = [[33, 7, 40], [9, 9, 9]]
     check(device, dtype, middle, head_dim=head_dim, group_size=group_size, inactive=(1,))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases.operands import DTYPES, TOLERANCE, assert_close, poisoned, random
+from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
 from gpu_ops.rope_publish import rope_publish
@@ -89,12 +90,13 @@ class Step:
         return rotated[0].flatten(1), torch.stack((rotated[1], v), dim=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 3), (128, 4), (96, 1)])
-@pytest.mark.parametrize("has_norm", [False, True])
-def test_rotates(
-    device: str, dtype: torch.dtype, head_dim: int, group_size: int, has_norm: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "has_norm"),
+    pairwise(DTYPES, [(64, 3), (128, 4), (96, 1)], [False, True]),
+    ids=str,
+)
+def test_rotates(device: str, dtype: torch.dtype, sizes: tuple[int, int], has_norm: bool) -> None:
+    head_dim, group_size = sizes
     step = Step(
         device, dtype, [5, -1, 0], head_dim=head_dim, group_size=group_size, has_norm=has_norm
     )
@@ -169,21 +171,17 @@ class RowPages:
         assert torch.equal(self.pages.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(3, 64), (1, 96), (2, 128)])
+PLACES = [(held, True) for held in ("all heads", "some heads", "no heads")]
+PLACES += [(held, False) for held in ("all heads", "some heads")]
+
+
 @pytest.mark.parametrize(
-    ("on_gpu", "on_host"),
-    [
-        ("all heads", False),
-        ("some heads", False),
-        ("no heads", True),
-        ("all heads", True),
-        ("some heads", True),
-    ],
+    ("dtype", "shape", "places"), pairwise(DTYPES, [(3, 64), (1, 96), (2, 128)], PLACES), ids=str
 )
 def test_pages(
-    device: str, dtype: torch.dtype, num_kv_heads: int, head_dim: int, on_gpu: str, on_host: bool
+    device: str, dtype: torch.dtype, shape: tuple[int, int], places: tuple[str, bool]
 ) -> None:
+    (num_kv_heads, head_dim), (on_gpu, on_host) = shape, places
     positions = [0, PAGE_TOKENS - 1, PAGE_TOKENS, -1, 3 * PAGE_TOKENS + 5, 4 * PAGE_TOKENS - 1]
     sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
     step = Step(device, dtype, positions, has_norm=True, **sizes)

@@ -1,6 +1,7 @@
 """The KV store case by case: layout, what is written and read back, what is refused."""
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
@@ -115,22 +116,21 @@ class TestLayout:
 
 
 class TestAppendAndGather:
-    @pytest.mark.parametrize("start", range(6))
-    @pytest.mark.parametrize("num_tokens", range(7))
-    def test_any_range(self, start, num_tokens):
+    def test_any_range(self):
         store = make_store()
         seq = store.new_sequence()
         written = write_tokens(store, seq, 13)
-        keys, values = store.gather(seq, 1, start, start + num_tokens)
-        assert keys.is_contiguous()
-        assert keys.shape == values.shape == (HEADS, num_tokens, HEAD_DIM)
-        expected = written[1][:, start : start + num_tokens].transpose(1, 2)
-        assert torch.equal(torch.stack([keys, values]), expected)
-        replacement = random_rows(num_tokens, store)
-        store.append(seq, 1, replacement, -replacement, start=start)
-        written[1][0, start : start + num_tokens] = replacement
-        written[1][1, start : start + num_tokens] = -replacement
-        assert_same(read_tokens(store, seq), written)
+        for start, num_tokens in itertools.product(range(6), range(7)):
+            tokens = slice(start, start + num_tokens)
+            keys, values = store.gather(seq, 1, tokens.start, tokens.stop)
+            assert keys.is_contiguous()
+            assert keys.shape == values.shape == (HEADS, num_tokens, HEAD_DIM)
+            expected = written[1][:, tokens].transpose(1, 2)
+            assert torch.equal(torch.stack([keys, values]), expected)
+            replacement = random_rows(num_tokens, store)
+            store.append(seq, 1, replacement, -replacement, start=start)
+            written[1][:, tokens] = torch.stack([replacement, -replacement])
+            assert_same(read_tokens(store, seq), written)
 
     def test_views_of_a_fused_projection(self):
         store = make_store()

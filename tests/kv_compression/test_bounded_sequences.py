@@ -22,29 +22,24 @@ Load = Callable[..., Any]
 SLOTS = 192
 
 
-@pytest.mark.parametrize("policy", ["full", "exact_topk"])
-def test_a_bound_that_is_not_reached_changes_nothing(bounded: Load, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "by"),
+    [("full", "attention"), ("exact_topk", "attention"), ("full", "reconstruction")],
+)
+def test_a_bound_that_is_not_reached_changes_nothing(bounded: Load, policy: str, by: str) -> None:
     chosen = policy if policy == "full" else make_policy(policy, budget_tokens=80)
     tokens = random_tokens(2, 100)
     expected = generate(bounded(None, chosen), tokens, 80)
-    model = bounded(SLOTS, chosen)
+    model = bounded(SLOTS, chosen, condense_by=by)
     cache = model.new_cache()
     assert torch.equal(generate(model, tokens, 80, past_key_values=cache), expected)
     assert [(row.seen, row.kept, row.condensed) for row in cache.tokens] == [(179, 179, 0)] * 2
     assert model.offload_stats().condensed_tokens == 0
 
 
-@pytest.mark.parametrize("policy", ["full", "exact_topk", "lychee_cluster", "lfps", "sketch"])
-@pytest.mark.parametrize("draft", [0, 6])
-def test_never_more_than_the_bound(
-    bounded: Load, policy: str, draft: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pages, the window of queries, and all that a policy keeps, after every pass."""
-    chosen = policy if policy == "full" else make_policy(policy, budget_tokens=96)
-    per_sequence = 2**20 if policy == "full" else 9 * 2**19
-    model = bounded(None, chosen, host_bytes_per_sequence=per_sequence)
-    compression, states = compression_of(model), states_of(model)
-    bound, cache, used = compression.bound, model.new_cache(), []
+def bytes_after_each_pass(model: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of pages, of what chooses between tokens, and of all that a policy keeps."""
+    compression, states, used = compression_of(model), states_of(model), []
     commit = type(states).commit
 
     def watched(self: Any, seqs: Any) -> None:
@@ -52,6 +47,19 @@ def test_never_more_than_the_bound(
         used.append(cache.store.host_bytes_used + self.held_bytes + compression.held_bytes)
 
     monkeypatch.setattr(type(states), "commit", watched)
+    return used
+
+
+@pytest.mark.parametrize("policy", ["full", "exact_topk", "lychee_cluster", "lfps", "sketch"])
+@pytest.mark.parametrize("draft", [0, 6])
+def test_never_more_than_the_bound(
+    bounded: Load, policy: str, draft: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = policy if policy == "full" else make_policy(policy, budget_tokens=96)
+    per_sequence = 2**20 if policy == "full" else 9 * 2**19
+    model = bounded(None, chosen, host_bytes_per_sequence=per_sequence)
+    bound, cache = compression_of(model).bound, model.new_cache()
+    used = bytes_after_each_pass(model, cache, monkeypatch)
     text = random_tokens(1, 60).repeat(1, bound.slots // 60)  # it repeats: drafts are accepted
     num_new = bound.freed + bound.slots - text.shape[1] + 20
     drafts = {"prompt_lookup_num_tokens": draft} if draft else {}
@@ -63,6 +71,27 @@ def test_never_more_than_the_bound(
     assert row.condensed >= 2 * bound.new_condensed
     assert model.offload_stats().condensed_tokens == row.seen - cache.kv_lens[0]
     assert draft or cache.store.page_bytes * 3 * bound.slots // 16 <= max(used)
+
+
+@pytest.mark.parametrize("policy", ["full", "exact_topk", "hard_kv"])
+@pytest.mark.parametrize("draft", [0, 6])
+def test_never_more_than_the_bound_by_rereading(
+    bounded: Load, policy: str, draft: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: Any = policy if policy == "full" else make_policy("exact_topk", budget_tokens=96)
+    chosen = make_policy(policy, inner=chosen) if policy == "hard_kv" else chosen
+    model = bounded(SLOTS, chosen, condense_by="reconstruction")
+    bound, cache = compression_of(model).bound, model.new_cache()
+    used = bytes_after_each_pass(model, cache, monkeypatch)
+    drafts = {"prompt_lookup_num_tokens": draft} if draft else {}
+    generate(model, random_tokens(1, 50).repeat(1, 8), 150, past_key_values=cache, **drafts)
+    assert max(used) <= runtime_of(model).config.host_bytes_per_sequence
+    (row,), seq = cache.tokens, cache.seqs[0]
+    assert (row.seen, row.condensed) == (549, 0)
+    lens = cache.kv_lens[0] - cache.store.starts(seq)
+    assert lens.sum() == row.kept * lens.size
+    assert row.kept <= bound.slots
+    assert lens.min() >= bound.sinks + bound.recent
 
 
 def test_a_prompt_longer_than_the_bound(bounded: Load) -> None:
@@ -123,16 +152,19 @@ def test_heads_of_a_layer_one_by_one(bounded: Load, monkeypatch: pytest.MonkeyPa
         assert torch.equal(at_once, alone)
 
 
-def test_a_fork_goes_its_own_way(bounded: Load) -> None:
+@pytest.mark.parametrize("by", ["attention", "reconstruction"])
+def test_a_fork_goes_its_own_way(bounded: Load, by: str) -> None:
     """Pages that both have are left alone by the one that is condensed."""
-    model, tokens = bounded(SLOTS), random_tokens(1, SLOTS)
+    model = bounded(SLOTS, condense_by=by)
     cache = model.new_cache()
+    tokens = random_tokens(1, cache.bound.slots)
     with torch.no_grad():
         model(tokens, past_key_values=cache)
     before = rows_of(cache)
     fork = copy.deepcopy(cache)
     logits = step(model, fork)
-    assert fork.kv_lens[0] < SLOTS == cache.kv_lens[0]
+    assert model.offload_stats().condensed_tokens > 0
+    assert cache.kv_lens[0] == tokens.shape[1]
     for now, then in zip(rows_of(cache), before, strict=True):
         assert torch.equal(now, then)
     assert torch.equal(step(model, cache), logits)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases.processes import run_program
 
 from offload import OffloadedModel
 
@@ -66,12 +65,5 @@ leave.set()
 
 
 def test_a_forked_child_does_not_wait_for_a_load_of_its_parent() -> None:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    result = run_program(FORK)
     assert (result.stdout, result.returncode) == ("7\n", 0), result.stderr

@@ -215,53 +215,6 @@ def test_units_may_be_query_heads(dtype, pool):
     assert arrays_of(attention, cache.seq)["log"][:, :4].tolist() == [[4] * 4] * (2 * GROUP_SIZE)
 
 
-@dataclass(frozen=True)
-class TopKPerQueryHead(ExactTopK):
-    per_query_head: ClassVar[bool] = True
-
-
-def test_scanning_policies_may_select_per_query_head(pool):
-    cache, queries = make_case()
-    policy = TopKPerQueryHead(**OPTIONS)
-    attention = cache.attention(pool, GROUP_SIZE, policy)
-    out, lse = attend(attention, [cache.seq], [400], queries[:1])
-    heads = queries[0].double().numpy().reshape(-1, 64)
-    _, _, weights = reference.attention(heads, cache.keys, cache.values, sm_scale=0.125)
-    selection = attention.last_selection()
-    for weight, tokens in zip(weights, selection, strict=True):
-        assert tokens[2:-4] == list(2 + reference.top_k(weight[2:396], 26))
-    expected, expected_lse, _ = reference.attention(
-        heads, cache.keys, cache.values, sm_scale=0.125, selection=selection
-    )
-    assert relative_error(out[0], expected) < TOLERANCE[torch.float32]
-    np.testing.assert_allclose(lse[0], expected_lse, atol=1e-5)
-
-
-@callback
-def select(pointer: Any) -> int:
-    return -1
-
-
-@dataclass(frozen=True)
-class Refusing(SparsePolicy):
-    name: ClassVar[str] = "refusing"
-    select: ClassVar[Callback | None] = select
-
-
-@dataclass(frozen=True)
-class RefusingAfterScan(Refusing):
-    scans_keys: ClassVar[bool] = True
-
-
-@pytest.mark.parametrize("policy", [Refusing, RefusingAfterScan])
-def test_a_failing_select_is_an_error(policy, pool):
-    cache, queries = make_case()
-    with pytest.raises(RuntimeError, match="layer 1, query row 0"):
-        attend(
-            cache.attention(pool, GROUP_SIZE, policy(**OPTIONS)), [cache.seq], [400], queries[:1]
-        )
-
-
 @pytest.mark.parametrize(
     "change",
     [

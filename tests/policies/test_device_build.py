@@ -10,9 +10,9 @@ import pytest
 import torch
 from cases.attention_cases import relative_error
 from cases.lychee_cases import LycheeIndex
+from cases.pairwise import pairwise
 from cases.prefill_cases import run_prefill, store_for, tiny_lean_model
 from cases.seeded import new_rng
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_ops import clustering
 from gpu_ops.chunk_clusters import chunk_boxes
@@ -85,9 +85,10 @@ def pairs_of(arrays: State, others: State) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [32, 128, 256])
-@pytest.mark.parametrize("kv_len", [15, 100, 700])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "kv_len"),
+    pairwise([torch.float32, torch.float16, torch.bfloat16], [32, 128, 256], [15, 100, 700]),
+)
 def test_quest(device, dtype, head_dim, kv_len, pool):
     policy = make_policy("quest", budget_tokens=80)
     context = context_of(new_rng(), pool, kv_len, head_dim, dtype)
@@ -244,43 +245,6 @@ def test_spherical_kmeans(device, n, k, pool, monkeypatch):
         np.testing.assert_array_equal(labels, expected_labels)
 
 
-@pytest.mark.parametrize(("paper", "levels"), [(False, 1), (True, 2)])
-def test_an_index_takes_few_launches(paper, levels, monkeypatch, pool):
-    """Each is a few microseconds of the device, however short the prompt, in each layer."""
-
-    class Launches(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            views = ("view", "expand", "slice", "select", "transpose", "squeeze", "empty", "alias")
-            self.count += not any(word in str(function) for word in views)
-            return function(*args, **(kwargs or {}))
-
-    launches = Launches()
-
-    def as_kernel(name, num_kernels, result=None):
-        def call(*args):
-            launches.count += num_kernels
-            return result(*args) if result is not None else None
-
-        monkeypatch.setattr(f"offload.policies.lychee_cluster.index_on_device.{name}", call)
-
-    def no_means(keys, starts):
-        points = torch.empty(len(keys), len(starts) - 1, keys.shape[2])
-        return points, points, points
-
-    as_kernel("chunk_boxes", 1, no_means)
-    as_kernel("fill_empty", 1)
-    as_kernel("mean_directions", 2)
-    as_kernel("covering_radii", 3, lambda *args: torch.empty_like(args[-1]))
-    policy = make_policy("lychee_cluster", budget_tokens=81, paper=paper)
-    context = context_of(new_rng(), pool)
-    with launches:
-        policy.device.build(context)
-    least = 5 * levels * policy.iterations
-    assert least <= launches.count <= least + 80
-
-
 def test_a_chunk_less_context(pool):
     policy = make_policy("lychee_cluster", budget_tokens=81)
     context = context_of(new_rng(), pool, 70)
@@ -361,18 +325,10 @@ def test_a_policy_without_it_is_built_later(pool):
     assert attention.states.ensure(seq, 121).layers[1]
 
 
-def test_nothing_is_built_within_the_budget(pool):
+@pytest.mark.parametrize(("name", "options"), [("quest", {"budget_tokens": 90}), ("full", {})])
+def test_nothing_to_build_of_short_or_dense_sequences(name, options, pool):
     _, lean = tiny_lean_model()
-    store = store_for(lean)
-    policy = make_policy("quest", budget_tokens=90, dense_layers=1)
-    attention = DecodeAttention(policy, store, num_qo_heads=lean.shape.num_qo_heads, pool=pool)
+    store, num_qo_heads = store_for(lean), lean.shape.num_qo_heads
+    policy = make_policy(name, **options)
+    attention = DecodeAttention(policy, store, num_qo_heads=num_qo_heads, pool=pool)
     assert attention.prefill_build([store.new_sequence()], [50]) is None
-
-
-def test_dense_policies_have_nothing_to_build(pool):
-    _, lean = tiny_lean_model()
-    store = store_for(lean)
-    attention = DecodeAttention(
-        make_policy("full"), store, num_qo_heads=lean.shape.num_qo_heads, pool=pool
-    )
-    assert attention.prefill_build([], []) is None

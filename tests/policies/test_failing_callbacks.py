@@ -129,6 +129,17 @@ def test_a_bad_choice_fails_the_step(choose: Any, asked: str, pool: WorkerPool) 
     check_failure(policy, message, pool)
 
 
+@pytest.mark.parametrize("scans", [False, True])
+def test_a_choice_below_zero_says_that_numbers_are_not_finite(
+    scans: bool, pool: WorkerPool
+) -> None:
+    def select(pointer: Any) -> int:
+        return -1
+
+    message = "non-finite attention in layer 1, query row 0"
+    check_failure(custom({"select": select}, scans=scans), message, pool)
+
+
 def test_candidates_without_an_address_fail_the_step(pool: WorkerPool) -> None:
     def propose(pointer: Any) -> int:
         return 3

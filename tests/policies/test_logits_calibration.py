@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from cases.attention_cases import built
 from cases.coprocessor_cases import SMALL, Shape, World, normal
 from cases.seeded import new_rng
-from test_quest import built
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import HardKV, Policy, Quest
@@ -35,6 +35,12 @@ FIRST, LAST = SMALL["sink_tokens"], SMALL["recent_tokens"]
 OPTIONS: dict[str, Any] = SMALL | {"budget_tokens": 100}
 
 
+def summed_weights(keys: torch.Tensor, queries: torch.Tensor, num_later: int) -> np.ndarray:
+    """float64, of all but the last keys, over the queries of a group."""
+    scores = 0.5 * queries.double() @ keys[: len(keys) - num_later].double().T
+    return scores.softmax(-1).sum(0).numpy()
+
+
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99])
 def test_what_exact_attention_needs(top_p):
     rng, n, group, kv_len = new_rng(), 6, 2, 90
@@ -43,11 +49,8 @@ def test_what_exact_attention_needs(top_p):
     found = needed_tokens(keys, queries, sm_scale=0.5, top_p=top_p, **sizes)
     for head in range(2):
         for i in range(n):
-            length = kv_len - n + i + 1
-            weights = np.zeros(length)
-            for query in queries[group * head : group * (head + 1), i].double().numpy():
-                logits = np.exp(0.5 * keys[head, :length].double().numpy() @ query)
-                weights += logits / logits.sum()
+            weights = summed_weights(keys[head], queries[group * head :][:group, i], n - i - 1)
+            length = len(weights)
             free = -np.sort(-weights[FIRST : length - LAST])
             mass = weights.sum() - free.sum()
             count = 0
@@ -71,11 +74,8 @@ def test_what_is_needed_in_the_order_of_blocks():
     loose = 0
     for head in range(2):
         for i in range(n):
-            length = kv_len - n + i + 1
-            weights = np.zeros(length)
-            for query in queries[group * head : group * (head + 1), i].double().numpy():
-                logits = np.exp(0.5 * keys[head, :length].double().numpy() @ query)
-                weights += logits / logits.sum()
+            weights = summed_weights(keys[head], queries[group * head :][:group, i], n - i - 1)
+            length = len(weights)
             last = min(int(starts[-1]), length - LAST)  # from here on all are attended
             mass = weights[:FIRST].sum() + weights[last:].sum()
             free = -np.sort(-weights[FIRST:last])

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cases.attention_cases import Cache, random_queries
-from cases.coprocessor_cases import SMALL, Shape, World, normal
+from cases.attention_cases import assert_same_arrays, build_context
+from cases.coprocessor_cases import SMALL, Shape, World, worlds_alike
 from cases.profile_cases import machine_profile, workload
-from cases.reuse_cases import GROUP_SIZE, check_top_k, importance_of, step_through
 from cases.seeded import new_rng
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,18 +40,8 @@ def per_head(retrieves: np.ndarray, head_dim: int = 32, **options: Any) -> PerHe
     return replace(policy, head_roles=HeadRoles.of(retrieves, head_dim=head_dim), is_part=True)
 
 
-def worlds(policies: list[Policy], pool: WorkerPool, shape: Shape = HEADS) -> list[World]:
-    """The same sequences under each policy."""
-    made = [World.random(new_rng(), shape, policy, pool, KV_LENS) for policy in policies]
-    first = made[0]
-    queries = normal(new_rng(), shape.num_qo_heads, 32, shape.head_dim)
-    for world in made:
-        world.keys, world.values = list(first.keys), list(first.values)
-        for seq, keys, values in zip(world.seqs, first.keys, first.values, strict=True):
-            for layer_idx in range(shape.num_layers):
-                world.store.append(seq, layer_idx, keys[layer_idx], values[layer_idx], start=0)
-                world.attention.record_queries(seq, layer_idx, queries, keys.shape[1])
-    return made
+def worlds(policies: list[Policy], pool: WorkerPool) -> list[World]:
+    return worlds_alike(policies, HEADS, pool, KV_LENS)
 
 
 def decode(worlds: list[World], num_steps: int) -> list[list[tuple[Any, Any]]]:
@@ -63,23 +53,21 @@ def decode(worlds: list[World], num_steps: int) -> list[list[tuple[Any, Any]]]:
     return results
 
 
-@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster", "quest", "exact_topk", "union"])
+@pytest.mark.parametrize(
+    "rest", ["lfps", "lychee_cluster", "quest", "quest of chunks", "exact_topk", "union", None]
+)
 @pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
-def test_without_retrieval_heads_it_is_the_rest(rest, retrieval, pool):
-    options = SMALL | {"dense_layers": 0}
-    ours = per_head(np.zeros((3, 4), bool), rest=rest, retrieval=retrieval, dense_layers=0)
-    for (out, chosen), (expected, selections) in decode(
-        worlds([ours, make_policy(rest, **options)], pool), 5
-    ):
-        assert torch.equal(out, expected)
-        assert chosen == selections
-
-
-def test_a_rest_that_is_made_of_another(pool):
-    """Its arrays are those that its callbacks have."""
-    options = {"rest": "quest", "chunks": True}
-    ours = per_head(np.zeros((3, 4), bool), retrieval="full", **options)
-    alone = make_policy("quest", chunks=True, **SMALL)
+def test_heads_of_one_kind(rest, retrieval, pool):
+    """Without retrieval heads it is the rest, and without others (None) the retrieval."""
+    name, _, of_chunks = (rest or retrieval).partition(" ")
+    options: dict[str, Any] = {"chunks": True} if of_chunks else {}
+    alone = (
+        Full() if name == "full" else make_policy(name, **SMALL | {"dense_layers": 0}, **options)
+    )
+    if rest is not None:
+        options["rest"] = name
+    retrieves = np.full((3, 4), rest is None)
+    ours = per_head(retrieves, retrieval=retrieval, dense_layers=0, **options)
     for (out, chosen), (expected, selections) in decode(worlds([ours, alone], pool), 5):
         assert torch.equal(out, expected)
         assert chosen == selections
@@ -89,15 +77,6 @@ def test_a_rest_per_query_head_needs_roles():
     policy = make_policy("per_head", rest="lfps", granularity="query_head")
     with pytest.raises(ValueError, match="selects per query head, so that head_roles must say"):
         policy.roles(30, 9)
-
-
-@pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
-def test_with_retrieval_heads_only_it_is_the_retrieval(retrieval, pool):
-    alone = Full() if retrieval == "full" else ExactTopK(**SMALL | {"dense_layers": 0})
-    ours = per_head(np.ones((3, 4), bool), rest="lfps", retrieval=retrieval)
-    for (out, chosen), (expected, selections) in decode(worlds([ours, alone], pool), 3):
-        assert torch.equal(out, expected)
-        assert chosen == selections
 
 
 @pytest.mark.parametrize("rest", ["lfps", "lychee_cluster"])
@@ -114,29 +93,6 @@ def test_each_head_does_as_it_would_alone(rest, retrieval, pool):
         expected = torch.where(retrieves, heads[2], heads[1])
         # Pieces of a layer are cut, and merge, otherwise.
         torch.testing.assert_close(heads[0], expected, rtol=2e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster", "quest"])
-@pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
-def test_mixed_layers_against_float64(rest, retrieval, pool):
-    """What was attended, as the selections say; those of exact_topk are the heaviest tokens."""
-    rng = new_rng()
-    retrieves = np.array([[1, 1], [0, 1], [1, 0]], bool)
-    policy = per_head(retrieves, 64, rest=rest, retrieval=retrieval)
-    cache = Cache.random(rng, kv_len=400, num_layers=3, page_tokens=16)
-    attention = cache.attention(pool, GROUP_SIZE, policy)
-    for layer_idx in range(3):
-        attention.record_queries(cache.seq, layer_idx, torch.randn(6, 32, 64), 400)
-    queries = [random_queries(rng, 1, 6, 64, torch.float32) for _ in range(3)]
-    selections = step_through(cache, attention, queries, [400])
-    for layer_idx, retrieving in ((1, 1), (2, 0)):
-        tokens = selections[layer_idx][0]
-        assert 0 < len(tokens[1 - retrieving]) <= 48
-        if retrieval == "full":
-            assert tokens[retrieving] == []
-            continue
-        importance = importance_of(cache, queries[layer_idx][0], layer_idx, 400)[retrieving]
-        check_top_k(tokens[retrieving], importance, policy, 48 - 12)
 
 
 @pytest.mark.parametrize("rest", ["lfps", "lychee_cluster", "union"])
@@ -176,35 +132,27 @@ def test_forks_and_shorter_sequences(rest, pool):
         assert chosen == selections
 
 
+def apart(policy: PerHead, context: BuildContext, build: Callable[[Policy, Any], Any]) -> Any:
+    """What each member builds of its own heads in layer 1 of MIXED."""
+    arrays = {}
+    group = context.queries.view(4, 3, *context.queries.shape[1:])
+    for name, heads in (("rest", [0, 2]), ("retrieval", [1, 3])):
+        keys, queries = context.keys[heads], group[heads].flatten(0, 1)
+        own = replace(context, keys=keys, values=keys, queries=queries)
+        built = build(getattr(policy, name), own)
+        arrays |= {f"{name}.{array}": x for array, x in built.items()}
+    return arrays
+
+
+def context_of_heads(pool: WorkerPool) -> BuildContext:
+    queries, keys = torch.randn(12, 32, 32), torch.randn(4, 500, 32)
+    return build_context(keys, queries=queries, capacity_tokens=600, pool=pool, num_layers=3)
+
+
 def test_arrays_are_of_a_members_own_heads_only(pool):
-    policy = per_head(MIXED, rest="lfps", retrieval="quest")
-    keys = torch.randn(4, 500, 32)
-    context = BuildContext(
-        layer_idx=1,
-        keys=keys,
-        values=keys,
-        queries=torch.randn(12, 32, 32),
-        sm_scale=0.2,
-        capacity_tokens=600,
-        text_marks=None,
-        pool=pool,
-        num_layers=3,
-    )
-    built = policy.state.build(context)
-    group = context.queries.view(4, 3, 32, 32)
-    for prefix, heads, member in (
-        ("rest.", [0, 2], policy.rest),
-        ("retrieval.", [1, 3], policy.retrieval),
-    ):
-        alone = member.state.build(
-            replace(
-                context, keys=keys[heads], values=keys[heads], queries=group[heads].flatten(0, 1)
-            )
-        )
-        own = {name: x for name, x in built.items() if name.startswith(prefix)}
-        assert len(own) == len(alone)
-        for name, x in alone.items():
-            np.testing.assert_array_equal(own[prefix + name], x)
+    policy, context = per_head(MIXED, rest="lfps", retrieval="quest"), context_of_heads(pool)
+    expected = apart(policy, context, lambda member, own: member.state.build(own))
+    assert_same_arrays(policy.state.build(context), expected)
     policy = per_head(np.ones((3, 4), bool), rest="lfps", retrieval="quest")
     assert {name.split(".")[0] for name in policy.state.build(context)} == {"retrieval"}
 
@@ -224,37 +172,14 @@ class Indexed(TorchDispatchMode):
 
 @pytest.mark.parametrize("rest", ["lfps", "lychee_cluster"])
 def test_a_device_builds_of_each_member_its_own_heads(rest, pool):
-    policy = per_head(MIXED, rest=rest)
+    policy, context = per_head(MIXED, rest=rest), context_of_heads(pool)
     assert policy.device.builds
-    keys = torch.randn(4, 500, 32)
-    context = BuildContext(
-        layer_idx=1,
-        keys=keys,
-        values=keys,
-        queries=torch.randn(12, 32, 32),
-        sm_scale=0.2,
-        capacity_tokens=600,
-        text_marks=None,
-        pool=pool,
-        num_layers=3,
-    )
-    expected = {}
-    for prefix, heads, member in (
-        ("rest.", [0, 2], policy.rest),
-        ("retrieval.", [1, 3], policy.retrieval),
-    ):
-        queries = context.queries.view(4, 3, 32, 32)[heads].flatten(0, 1)
-        own = replace(context, keys=keys[heads], values=keys[heads], queries=queries)
-        alone = member.device.build(own)()
-        expected |= {prefix + name: x for name, x in alone.items()}
+    expected = apart(policy, context, lambda member, own: member.device.build(own)())
     with Indexed() as indexed:
         finish = policy.device.build(context)
     # The host would wait for a list of heads to get to the device.
     assert not [shape for shape in indexed.shapes if len(shape) > 2 and shape[0] == 4]
-    built = finish()
-    assert built.keys() == expected.keys()
-    for name, x in expected.items():
-        np.testing.assert_array_equal(built[name], x)
+    assert_same_arrays(finish(), expected)
 
 
 def test_copies_of_heads_are_counted():

@@ -1,15 +1,14 @@
-"""Every policy inside a model: batches, beams, rejected drafts and turns."""
+"""Every policy inside a model: full budgets, batches, cropped caches."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases.device_cases import small
-from cases.inside import runtime_of, states_of
+from cases.inside import runtime_of
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
@@ -53,14 +52,6 @@ def test_a_budget_that_holds_everything_is_full_attention(name, folder, prompt_t
     assert torch.equal(greedy(load(folder, small(name, 256)), tokens, 40), expected)
 
 
-def test_a_prompt_below_the_budget_grows_beyond_it(model):
-    """State is built in the middle of a generation, from the queries of decode steps."""
-    out = greedy(model, random_tokens(1, 9), 120)
-    assert out.shape == (1, 129)
-    assert model.kv_store.num_sequences == 0
-    assert states_of(model).num_bytes == 0
-
-
 def test_queries_are_kept_in_native_steps(folder):
     """LFPS builds its tables from them: the same as of layers that attend one by one."""
     kept, texts = [], []
@@ -95,40 +86,6 @@ def test_rows_of_a_batch_do_not_see_each_other(model):
     for i, row in enumerate(rows):
         alone = greedy(model, row, 24)
         assert torch.equal(together[i, width:], alone[0, row.shape[1] :])
-
-
-def test_beams_fork_and_reorder_the_state(model):
-    tokens = random_tokens(1, LONG)
-    out = model.generate(
-        tokens, num_beams=3, num_return_sequences=2, do_sample=False, max_new_tokens=20
-    )
-    assert out.shape[0] == 2
-    one = model.generate(tokens, num_beams=1, do_sample=False, max_new_tokens=20)
-    assert torch.equal(one, model.generate(tokens, num_beams=1, do_sample=False, max_new_tokens=20))
-
-
-def test_rejected_drafts_leave_no_trace_in_what_is_attended(model):
-    """Prompt lookup decodes several rows at once and cuts the sequence back."""
-    tokens = random_tokens(1, 60).repeat(1, 4)
-    out = greedy(model, tokens, 40, prompt_lookup_num_tokens=4)
-    assert out.shape[1] <= 280
-    assert torch.isfinite(model(out[:, :-1]).logits).all()
-    assert model.kv_store.num_sequences == 0
-
-
-def test_turns_continue_a_cache(model):
-    """A second prompt after sparse decoding is prefilled exactly, and its state built again."""
-    first, second = random_tokens(1, LONG), random_tokens(1, 40)
-    cache = model.new_cache()
-    model(first, past_key_values=cache)
-    for _ in range(5):
-        model(random_tokens(1, 1), past_key_values=cache)
-    branch = copy.deepcopy(cache)
-    logits = [model(second, past_key_values=c).logits for c in (cache, branch)]
-    assert torch.equal(logits[0], logits[1])
-    token = logits[0][:, -1:].argmax(-1)
-    steps = [model(token, past_key_values=c).logits for c in (cache, branch)]
-    torch.testing.assert_close(steps[0], steps[1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_cut_cache_goes_on(model):

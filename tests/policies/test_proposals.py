@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 from cases import kernel_references as reference
-from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, relative_error
+from cases.attention_cases import (
+    GROUP_SIZE,
+    TOLERANCE,
+    Cache,
+    attend,
+    make_case,
+    random_queries,
+    relative_error,
+)
 from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
@@ -31,7 +39,6 @@ from offload.policies.callback import (
 from offload.policies.layer_state import LayerState
 from offload.policies.layouts import NumberLayout, StateLayout
 
-GROUP_SIZE = 3
 HEAD_DIM = 64
 OPTIONS = {"budget_tokens": 40, "sink_tokens": 3, "recent_tokens": 7, "dense_layers": 0}
 THIRDS, NUMBERS = StateLayout(tokens=np.int32, appended=np.int32), NumberLayout("answers")
@@ -107,12 +114,6 @@ def pool(request):
     pool.close()
 
 
-def make_case(kv_len: int, dtype: torch.dtype = torch.float32, rows: int = 1):
-    rng = new_rng()
-    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16)
-    return cache, random_queries(rng, rows, 2 * GROUP_SIZE, HEAD_DIM, dtype)
-
-
 def thirds(kv_len: int) -> np.ndarray:
     return np.array([t for t in range(3, kv_len - 7) if t % 3 == 0])
 
@@ -120,7 +121,7 @@ def thirds(kv_len: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kv_len", [41, 300, 3001])
 def test_the_heaviest_candidates_are_attended(kv_len, dtype, pool):
-    cache, queries = make_case(kv_len, dtype)
+    cache, queries = make_case(dtype, kv_len, rows=1)
     attention = cache.attention(pool, GROUP_SIZE, EveryThird(**OPTIONS))
     out, lse = attend(attention, [cache.seq], [kv_len], queries)
     selection = [np.array(tokens) for tokens in attention.last_selection()]
@@ -141,7 +142,7 @@ def test_the_heaviest_candidates_are_attended(kv_len, dtype, pool):
 
 
 def test_select_chooses_positions_among_the_candidates(pool):
-    cache, queries = make_case(500)
+    cache, queries = make_case(kv_len=500, rows=1)
     attention = cache.attention(pool, GROUP_SIZE, FirstThirds(**OPTIONS))
     out, _ = attend(attention, [cache.seq], [500], queries)
     wanted = [0, 1, 2, *thirds(500)[:30].tolist(), *range(493, 500)]
@@ -151,7 +152,7 @@ def test_select_chooses_positions_among_the_candidates(pool):
 
 
 def test_a_policy_may_answer_for_a_unit(pool):
-    cache, queries = make_case(500)
+    cache, queries = make_case(kv_len=500, rows=1)
     attention = cache.attention(pool, GROUP_SIZE, EveryThird(**OPTIONS, answers=True))
     out, lse = attend(attention, [cache.seq], [500], queries)
     selection = attention.last_selection()
@@ -167,7 +168,7 @@ def test_a_policy_may_answer_for_a_unit(pool):
 
 
 def test_profile_counts_bytes_and_tokens(pool):
-    cache, queries = make_case(500)
+    cache, queries = make_case(kv_len=500, rows=1)
     attention = cache.attention(pool, GROUP_SIZE, EveryThird(**OPTIONS))
     attention.start_profile()
     attend(attention, [cache.seq], [500], queries)
@@ -255,7 +256,7 @@ def test_roles_that_cannot_be_followed_are_refused(table, message, pool):
         def roles(self, num_layers, num_units):
             return np.array(table, np.uint8)
 
-    cache, _ = make_case(50)
+    cache, _ = make_case(kv_len=50, rows=1)
     if message is None:
         cache.attention(pool, GROUP_SIZE, Strange(**OPTIONS))
         return
@@ -268,7 +269,7 @@ def test_retrieving_needs_a_scan(pool):
         def roles(self, num_layers, num_units):
             return np.full((num_layers, num_units), RETRIEVE, np.uint8)
 
-    cache, _ = make_case(50)
+    cache, _ = make_case(kv_len=50, rows=1)
     with pytest.raises(ValueError, match="does not scan keys"):
         cache.attention(pool, GROUP_SIZE, Strange(**OPTIONS))
 
@@ -310,7 +311,7 @@ class Rows(SparsePolicy):
 
 def test_row_primitives(pool):
     """load_keys, store_rows and score_rows against NumPy, through a policy's select."""
-    cache, queries = make_case(200, torch.bfloat16)
+    cache, queries = make_case(torch.bfloat16, 200, rows=1)
     probe = Rows(**OPTIONS)
     attention = cache.attention(pool, GROUP_SIZE, probe)
     attend(attention, [cache.seq], [200], queries)

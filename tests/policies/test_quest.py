@@ -6,46 +6,25 @@ import numpy as np
 import pytest
 import torch
 from cases.attention_cases import (
+    GROUP_SIZE,
     TOLERANCE,
-    Cache,
     attend,
+    built,
     grow_by_one,
-    random_queries,
+    make_case,
     relative_error,
 )
 from cases.seeded import new_rng
 
 from offload.policies import Quest
-from offload.policies.key_bounds import page_bounds, split_query
-from offload.policies.layer_state import BuildContext, State
+from offload.policies.key_bounds import split_query
+from offload.policies.layer_state import State
 from offload.policies.quest import expand_pages
 from offload.policies.registry import make_policy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}
-GROUP_SIZE = 3
 ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # of scores
-
-
-def make_case(dtype=torch.float32, kv_len=600, **options) -> tuple[Cache, torch.Tensor]:
-    rng = new_rng()
-    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, **options)
-    return cache, random_queries(rng, 60, 2 * GROUP_SIZE, cache.store.head_dim, dtype)
-
-
-def built(policy: Quest, keys: torch.Tensor, capacity_tokens: int = 0) -> State:
-    """The policy's arrays for keys [num_kv_heads, kv_len, head_dim]."""
-    context = BuildContext(
-        layer_idx=0,
-        keys=keys,
-        values=keys,
-        queries=keys[:, :0],
-        sm_scale=1.0,
-        capacity_tokens=capacity_tokens or keys.shape[1] + 1,
-        text_marks=None,
-        pool=None,
-    )
-    return policy.state.build(context)
 
 
 def bounds_of(arrays: State, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -107,13 +86,6 @@ def test_split_query_sums_the_signs_apart():
     assert np.isnan(split).sum() == 1
 
 
-def test_page_bounds_are_the_extremes_of_each_element():
-    keys = new_rng().standard_normal((16, 8)).astype(np.float32)
-    bounds = np.empty(16, np.float32)
-    page_bounds(keys.reshape(-1), 16, 8, bounds)
-    np.testing.assert_array_equal(bounds, np.concatenate([keys.max(0), keys.min(0)]))
-
-
 @pytest.mark.parametrize(
     ("pages", "budget", "last", "expected"),
     [
@@ -154,32 +126,20 @@ def test_no_key_beats_the_bound_of_its_page(dtype, head_dim):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_len", [97, 100, 116, 131, 132, 133, 600])
-def test_selection_is_the_reference(dtype, kv_len, pool):
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])  # wide ones take two products
+def test_selection_is_the_reference(head_dim, dtype, pool):
     policy = Quest(**OPTIONS)
-    cache, queries = make_case(dtype)
+    cache, queries = make_case(dtype, head_dim=head_dim)
     attention = cache.attention(pool, GROUP_SIZE, policy)
-    for row in range(4):
+    for row, kv_len in enumerate([97, 100, 116, 131, 132, 133, *[600] * 4]):
         query = queries[row : row + 1]
-        attend(attention, [cache.seq], [kv_len], query)
+        out, _ = attend(attention, [cache.seq], [kv_len], query)
         heads = query.double().numpy().reshape(2, GROUP_SIZE, -1)
-        for head, tokens in enumerate(attention.last_selection()):
+        selection = attention.last_selection()
+        for head, tokens in enumerate(selection):
             check_selection(policy, tokens, heads[head], cache.keys[head], kv_len, ROUNDING[dtype])
-
-
-@pytest.mark.parametrize("head_dim", [128, 192, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_wide_heads_take_two_products(head_dim, dtype, pool):
-    policy = Quest(**OPTIONS)
-    cache, queries = make_case(dtype, kv_len=300, head_dim=head_dim)
-    attention = cache.attention(pool, GROUP_SIZE, policy)
-    out, _ = attend(attention, [cache.seq], [300], queries[:1])
-    heads = queries[0].double().numpy().reshape(2, GROUP_SIZE, -1)
-    selection = attention.last_selection()
-    for head, tokens in enumerate(selection):
-        check_selection(policy, tokens, heads[head], cache.keys[head], 300, ROUNDING[dtype])
-    expected, _, _ = cache.reference(queries[:1], 1, [np.array(tokens) for tokens in selection])
-    assert relative_error(out[0], expected) < TOLERANCE[dtype]
+        expected, _, _ = cache.expected(query, kv_len, [np.array(x) for x in selection])
+        assert relative_error(out[0], expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("recent_tokens", [1, 5, 16, 31])
@@ -221,19 +181,6 @@ def test_appended_bounds_are_those_of_a_new_build(dtype, head_dim, pool):
     fresh = built(policy, keys)
     for ours, theirs in zip(bounds_of(arrays, dtype), bounds_of(fresh, dtype), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def test_state_grows_beyond_its_capacity():
-    policy = Quest(**OPTIONS)
-    keys = torch.randn(3, 200, 192)
-    small, large = built(policy, keys, 201), built(policy, keys, 5000)
-    before = {name: array.copy() for name, array in small.items()}
-    grown = policy.state.grow(0, small, 5000)
-    assert grown.keys() == large.keys()
-    for name, array in grown.items():
-        np.testing.assert_array_equal(array, large[name])
-        assert array.dtype == large[name].dtype
-        np.testing.assert_array_equal(small[name], before[name])  # as they were
 
 
 def test_truncated_pages_are_bounded_anew(pool):

@@ -5,41 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases.attention_cases import Cache, attend, grow_by_one, random_queries
+from cases.attention_cases import GROUP_SIZE, Cache, attend, built, grow_by_one, make_case
 from cases.seeded import new_rng
 
 from cpu_ops.codes import CODE_BLOCK
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Sketch
-from offload.policies.layer_state import BuildContext, State
+from offload.policies.layer_state import State
 from offload.policies.registry import make_policy
 from offload.policies.sketch.codes import LEVELS, encode_rows, rotate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}
-GROUP_SIZE = 3
 HEAD_DIMS = [16, 48, 64, 80, 96, 128, 192, 256]
-
-
-def make_case(dtype=torch.float32, kv_len=600, **options) -> tuple[Cache, torch.Tensor]:
-    rng = new_rng()
-    cache = Cache.random(rng, kv_len=kv_len, dtype=dtype, page_tokens=16, **options)
-    return cache, random_queries(rng, 60, 2 * GROUP_SIZE, cache.store.head_dim, dtype)
-
-
-def built(policy: Sketch, keys: torch.Tensor, pool: WorkerPool, capacity_tokens: int = 0) -> State:
-    """The policy's arrays for keys [num_kv_heads, kv_len, head_dim]."""
-    context = BuildContext(
-        layer_idx=0,
-        keys=keys,
-        values=keys,
-        queries=keys[:, :0],
-        sm_scale=1.0,
-        capacity_tokens=capacity_tokens or keys.shape[1] + 1,
-        text_marks=None,
-        pool=pool,
-    )
-    return policy.state.build(context)
 
 
 def rotation(head_dim: int) -> np.ndarray:
@@ -78,7 +56,7 @@ def test_codes_are_the_nearest_levels(bits, dtype, head_dim, pool):
     """Of keys less their mean; the product of such a key and its own code is exact."""
     rng = new_rng()
     keys = torch.from_numpy(3 * rng.standard_normal((2, 331, head_dim))).to(dtype)
-    arrays = built(Sketch(**OPTIONS, bits=bits), keys, pool)
+    arrays = built(Sketch(**OPTIONS, bits=bits), keys, pool=pool)
     assert (arrays["encoded"] == 331).all()
     means = keys.double().mean(1, keepdim=True).numpy()
     np.testing.assert_allclose(arrays["mean"][:, None], means, rtol=1e-4, atol=1e-5)
@@ -100,7 +78,7 @@ def test_codes_are_the_nearest_levels(bits, dtype, head_dim, pool):
 
 def test_equal_keys_have_no_codes(pool):
     """What they have is their mean."""
-    arrays = built(Sketch(**OPTIONS), torch.ones(1, 200, 64), pool)
+    arrays = built(Sketch(**OPTIONS), torch.ones(1, 200, 64), pool=pool)
     assert not arrays["scales"].any()
 
 
@@ -176,7 +154,7 @@ def check_codes(policy: Sketch, cache: Cache, arrays: State, seq: int, pool: Wor
     """They are those of a new build with the same mean, bit for bit."""
     keys, _ = cache.store.gather(seq, 1)
     kv_len = keys.shape[1]
-    fresh = built(policy, keys, pool)
+    fresh = built(policy, keys, pool=pool)
     for head in range(len(keys)):
         rows, codes = keys[head].float().numpy(), fresh["codes"][head].reshape(-1)
         mean, levels, scales = arrays["mean"][head], fresh["levels"], fresh["scales"][head]
@@ -214,19 +192,6 @@ def test_appended_cut_and_forked_codes_are_those_of_a_new_build(bits, dtype, hea
     for row in range(51, 55):
         step(row, cache.seq)
         step(row, child)
-
-
-def test_state_grows_beyond_its_capacity(pool):
-    policy = Sketch(**OPTIONS)
-    keys = torch.randn(3, 200, 192)
-    small, large = built(policy, keys, pool, 201), built(policy, keys, pool, 5000)
-    before = {name: array.copy() for name, array in small.items()}
-    grown = policy.state.grow(0, small, 5000)
-    assert grown.keys() == large.keys()
-    for name, array in grown.items():
-        np.testing.assert_array_equal(array, large[name])
-        assert array.dtype == large[name].dtype
-        np.testing.assert_array_equal(small[name], before[name])  # as they were
 
 
 @pytest.mark.parametrize("bits", [1, 2])

@@ -10,14 +10,13 @@ import pytest
 import torch
 from cases.reuse_cases import (
     GROUP_SIZE,
-    NUM_LAYERS,
     check_top_k,
     importance_of,
     make_case,
     step_through,
 )
 
-from offload.policies import ExactTopK, Full, LycheeDecode, Quest, StreamingLLM, TidalDecode
+from offload.policies import ExactTopK, Full, LycheeDecode, Quest, TidalDecode
 from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, SparsePolicy
 from offload.policies.callback import Callback, callback, read_context, view_float32
 from offload.policies.registry import make_policy
@@ -194,21 +193,3 @@ def test_heads_below_one_that_answered_keep_sinks_and_window(pool):
         for layer_idx, query in enumerate(queries[:3]):
             attention.attend(layer_idx, step, query, torch.empty_like(query))
         assert attention.last_selection() == [[*range(4), *range(kv_len - 8, kv_len)]] * 2
-
-
-def test_streaming_inside_is_streaming(pool):
-    inner = StreamingLLM(budget_tokens=48, sink_tokens=4, dense_layers=1)
-    cache, queries = make_case()
-    attention = cache.attention(pool, GROUP_SIZE, TidalDecode(inner, select_layers=(1,)))
-    selections = step_through(cache, attention, queries, [400])
-    assert selections[1:] == [[[[*range(4), *range(356, 400)]] * 2]] * 5
-
-
-def test_rows_within_the_budget_are_dense(pool):
-    policy = TidalDecode(ExactTopK(**SMALL), select_layers=(1,))
-    cache, queries = make_case(rows=2)
-    attention = cache.attention(pool, GROUP_SIZE, policy)
-    selections = step_through(cache, attention, queries, [48, 49])
-    for layer_idx in range(NUM_LAYERS):
-        assert selections[layer_idx][0] == [[], []]
-    assert all(len(tokens) == 48 for tokens in selections[2][1])

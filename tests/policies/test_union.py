@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.coprocessor_cases import SMALL, Shape, World
+from cases.attention_cases import assert_same_arrays, build_context
+from cases.coprocessor_cases import SMALL, Shape, World, worlds_alike
 from cases.profile_cases import machine_profile, workload
 from cases.seeded import new_rng
 
@@ -16,7 +17,6 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.planning.step_time import StepModel
 from offload.policies import LFPS, ExactTopK, LycheeCluster, LycheeDecode, Policy, Union
 from offload.policies.base import in_every_layer
-from offload.policies.layer_state import BuildContext
 from offload.policies.members import of_member
 from offload.policies.registry import make_policy
 from offload.policies.union.layout import NAMES
@@ -35,18 +35,7 @@ def small(name):
 
 
 def worlds(policies: list[Policy], pool: WorkerPool) -> list[World]:
-    """The same sequences and queries under each policy."""
-    made = []
-    for policy in policies:
-        world = World.random(new_rng(), SINGLE, policy, pool, KV_LENS)
-        world.record_random_queries(new_rng(), KV_LENS)
-        made.append(world)
-    for world in made[1:]:
-        world.keys, world.values = list(made[0].keys), list(made[0].values)
-        for seq, keys, values in zip(world.seqs, world.keys, world.values, strict=True):
-            for layer_idx in range(SINGLE.num_layers):
-                world.store.append(seq, layer_idx, keys[layer_idx], values[layer_idx], start=0)
-    return made
+    return worlds_alike(policies, SINGLE, pool, KV_LENS)
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (0, 5), (7, 0), (1, 1), (300, 40), (500, 500)])
@@ -80,10 +69,7 @@ def test_of_a_policy_and_itself_it_is_that_policy(name, pool):
         world.attention.states.arrays_of(world.seqs[0]).layers[2] for world in (ours, other)
     )
     for member in NAMES:
-        own = of_member(known, member)
-        assert own.keys() == apart.keys()
-        for array, x in own.items():
-            np.testing.assert_array_equal(x, apart[array])
+        assert_same_arrays(of_member(known, member), apart)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +140,8 @@ def test_arrays_of_both(pool):
     """As each builds them, on the host and alongside a prefill, and with more room."""
     policy = make_policy("union", **SMALL)
     assert policy.device.builds
-    context = BuildContext(
-        layer_idx=1,
-        keys=torch.randn(2, 500, 32),
-        values=torch.randn(2, 500, 32),
-        queries=torch.randn(6, 32, 32),
-        sm_scale=0.2,
-        capacity_tokens=600,
-        text_marks=None,
-        pool=pool,
-    )
+    keys, queries = torch.randn(2, 500, 32), torch.randn(6, 32, 32)
+    context = build_context(keys, queries=queries, capacity_tokens=600, pool=pool)
     built, on_device = policy.state.build(context), policy.device.build(context)()
     grown = policy.state.grow(1, built, 900)
     assert grown["candidates"].shape == (2, 900)
@@ -174,10 +152,7 @@ def test_arrays_of_both(pool):
             (on_device, part.device.build(context)()),
             (grown, part.state.grow(1, part.state.build(context), 900)),
         ):
-            own = of_member(arrays, name)
-            assert own.keys() == expected.keys()
-            for array, x in expected.items():
-                np.testing.assert_array_equal(own[array], x)
+            assert_same_arrays(of_member(arrays, name), expected)
 
 
 def test_a_plan_counts_both():

@@ -17,9 +17,10 @@ from cases.tiny_models import make_tiny_model
 
 from offload import OffloadedModel
 from offload.decode.gpu.placement import HeadPlacement, Place, may_be_gathered, may_stay_on_gpu
+from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import DeviceRoom, least_placement
 from offload.planning.placement_bytes import prefill_bytes
-from offload.planning.profile import MachineProfile
+from offload.planning.profile import MachineProfile, typical_profile
 from offload.policies import Policy
 from offload.policies.base import RETRIEVE
 from offload.policies.head_roles import HeadRoles
@@ -166,6 +167,18 @@ def test_the_choice_by_what_fits() -> None:
     assert (choose(half, 16, 8192, room).places == Place.GPU).sum() < 24
     # Nothing fits: as without a choice.
     assert choose(everything, 1, 65536, 2**20) == least
+
+
+@pytest.mark.parametrize("name", ["tidal_decode", "lychee_decode"])
+def test_every_choice_is_one_that_the_policy_allows(name: str) -> None:
+    """Heads of whole layers on the GPU are not fetched as well."""
+    policy, shape = make_policy(name), MODEL_SHAPES["llama-3.1-8b"]
+    choose = Chooser(policy, shape, torch.bfloat16, 256, 8192, typical_profile(15))
+    least = least_placement(choose.workload(4, 36768))
+    for gib in (3.0, 7.5, 12.0):
+        chosen = choose(least, 4, 36768, int(gib * 2**30))
+        chosen.check_policy(policy, shape.num_qo_heads)
+        assert (chosen.places == Place.GATHER).any()
 
 
 def test_a_room_that_only_the_first_prompt_leaves_is_used() -> None:

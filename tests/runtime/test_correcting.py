@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.device_cases import small
+from cases.device_cases import small, steps
 from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
 
@@ -49,14 +49,6 @@ def model(folder: Path) -> Any:
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def steps(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [rows, n, vocab_size] of each column of `tokens`, decoded one by one."""
-    found = [
-        model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(tokens.shape[1])
-    ]
-    return torch.cat(found, dim=1)
 
 
 def read(model: Any, tokens: torch.Tensor, **options: Any) -> tuple[Any, torch.Tensor]:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import INLINE, NATIVE, greedy, load, small
+from cases.processes import run_program
 from cases.tiny_models import random_tokens
 
 from offload.system.torch_threads import torch_threads
@@ -175,15 +175,8 @@ greedy(model, tokens, 2, streamer=Calls(lambda piece: piece == 1 and fork()))
 def test_fork(llama_pair: tuple[Any, Any], tiny_folders: dict[str, Path]) -> None:
     """A child of a process whose other thread runs the model is told so, and does not wait for a
     thread that it does not have; other children go on, one of the thread that runs it too."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK, str(tiny_folders["llama"])],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:."},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    found_in = f"{Path(__file__).parent}:."
+    result = run_program(FORK, tiny_folders["llama"], PYTHONPATH=found_in)
     assert result.returncode == 0, result.stderr
     refused, *rest = result.stdout.splitlines()
     assert refused.startswith("error this process was forked while another thread was running")

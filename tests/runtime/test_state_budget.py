@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import small
+from cases.attention_cases import built
+from cases.device_cases import load_in_room, small
 from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
 
-from cpu_ops.worker_pool import WorkerPool
-from offload import OffloadedModel
 from offload.kv.store import HostBudgetError
 from offload.policies.head_roles import HeadRoles
-from offload.policies.layer_state import BuildContext, StateShape
+from offload.policies.layer_state import StateShape
 from offload.policies.registry import make_policy
 from offload.policies.state import capacity_for
 
@@ -27,13 +26,7 @@ LONG = 220
 
 
 def load(folder: Any, name: str, room: int | None = None) -> Any:
-    """With `room` bytes beside the weights."""
-    options = {"policy": small(name), "dtype": "float32", "num_threads": 1, "page_tokens": 16}
-    model = OffloadedModel.from_pretrained(folder, **options)
-    if room is None:
-        return model
-    weights = sum({w.data_ptr(): w.nbytes for w in model.parameters()}.values())
-    return OffloadedModel.from_pretrained(folder, max_memory={"cpu": weights + room}, **options)
+    return load_in_room(folder, small(name), room)
 
 
 def state_of(model: Any) -> int:
@@ -42,23 +35,14 @@ def state_of(model: Any) -> int:
 
 @pytest.mark.parametrize("name", ["lfps", "quest", "lychee_cluster", "sketch", "union"])
 @pytest.mark.parametrize("num_tokens", [100, 9000])
-def test_the_bytes_counted_beforehand_are_the_most_there_are(name, num_tokens):
-    policy, generator, pool = small(name), torch.Generator().manual_seed(0), WorkerPool(1)
-    keys, values = torch.randn(2, 2, num_tokens, 32, generator=generator)
-    context = BuildContext(
-        layer_idx=1,
-        keys=keys,
-        values=values,
-        queries=torch.randn(6, 32, 32, generator=generator),
-        sm_scale=0.2,
-        capacity_tokens=capacity_for(num_tokens),
-        text_marks=None,
-        pool=pool,
-    )
-    arrays = policy.state.build(context)
-    pool.close()
+def test_the_bytes_counted_beforehand_are_the_most_there_are(name, num_tokens, pool):
+    policy, generator = small(name), torch.Generator().manual_seed(0)
+    keys = torch.randn(2, num_tokens, 32, generator=generator)
+    queries = torch.randn(6, 32, 32, generator=generator)
+    capacity = capacity_for(num_tokens)
+    arrays = built(policy, keys, queries=queries, capacity_tokens=capacity, pool=pool)
     made = sum(array.nbytes for array in arrays.values())
-    counted = policy.state.num_bytes(StateShape(6, 2, 32, 4, capacity_for(num_tokens)))
+    counted = policy.state.num_bytes(StateShape(6, 2, 32, 4, capacity))
     assert 0.3 * counted < made <= counted
     if name not in ("lychee_cluster", "union"):  # whose chunks may be twice as long as the shortest
         assert made == counted
@@ -72,18 +56,9 @@ def test_the_bytes_of_per_head_are_those_of_each_members_own_heads():
     keys = torch.randn(2, 9000, 32, generator=torch.Generator().manual_seed(0))
     shape = StateShape(6, 2, 32, 4, capacity_for(9000), num_layers=3)
     for layer_idx in range(3):
-        context = BuildContext(
-            layer_idx=layer_idx,
-            keys=keys,
-            values=keys,
-            queries=torch.randn(6, 32, 32),
-            sm_scale=0.2,
-            capacity_tokens=shape.capacity_tokens,
-            text_marks=None,
-            pool=None,
-            num_layers=3,
-        )
-        made = sum(array.nbytes for array in policy.state.build(context).values())
+        given = {"layer_idx": layer_idx, "num_layers": 3, "queries": torch.randn(6, 32, 32)}
+        arrays = built(policy, keys, capacity_tokens=shape.capacity_tokens, **given)
+        made = sum(array.nbytes for array in arrays.values())
         assert policy.state.num_bytes(replace(shape, layer_idx=layer_idx)) == made > 0
 
 

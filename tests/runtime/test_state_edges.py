@@ -10,23 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases.device_cases import small
+from cases.device_cases import load_in_room, small, steps
 from cases.drafts import verifying
 from cases.inside import states_of
 from cases.tiny_models import make_tiny_model, random_tokens
 
-from offload import HostBudgetError, OffloadedModel
+from offload import HostBudgetError
 
 
 def load(folder: Path, policy: str, room_bytes: int | None = None, budget: int = 64) -> Any:
-    """With `room_bytes` for KV and what the policy keeps."""
-    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "page_tokens": 16}
-    options["policy"] = small(policy, budget) if policy != "full" else policy
-    model = OffloadedModel.from_pretrained(folder, **options)
-    if room_bytes is not None:
-        weights = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}
-        options["max_memory"] = {"cpu": sum(weights.values()) + room_bytes}
-        model = OffloadedModel.from_pretrained(folder, **options)
+    model = load_in_room(folder, small(policy, budget) if policy != "full" else "full", room_bytes)
     model.generation_config.eos_token_id = None
     return model
 
@@ -34,12 +27,6 @@ def load(folder: Path, policy: str, room_bytes: int | None = None, budget: int =
 @pytest.fixture(scope="module")
 def lfps(tiny_folders: dict[str, Path]) -> Any:
     return load(tiny_folders["llama"], "lfps")
-
-
-def steps(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of `tokens` [1, n], decoded one by one."""
-    each = [model(token[:, None], past_key_values=cache).logits for token in tokens.unbind(1)]
-    return torch.cat(each, dim=1)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])

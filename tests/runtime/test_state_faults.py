@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.device_cases import small
+from cases.device_cases import small, steps
 from cases.drafts import verifying
 from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
@@ -63,14 +63,6 @@ def nan_in_layer(model: Any, layer_idx: int) -> Iterator[None]:
         weight.copy_(kept)
 
 
-def steps(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of each of `tokens` [1, n], decoded one by one."""
-    rows = [
-        model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(tokens.shape[1])
-    ]
-    return torch.cat(rows, dim=1)
-
-
 def check_same_from_here(model: Any, cache: Any, unharmed: Any, num_tokens: int = 20) -> None:
     tokens = random_tokens(1, num_tokens, seed=9)
     assert cache.kv_lens == unharmed.kv_lens
@@ -120,25 +112,6 @@ def plain_and_drafted(model: Any, max_new_tokens: int, **drafts: Any) -> list[to
 
 def test_prompt_lookup_gives_the_greedy_tokens(model):
     assert torch.equal(*plain_and_drafted(model, 60, prompt_lookup_num_tokens=4))
-
-
-# Short prompts pass the budget, and with it the point where state is built, within a draft.
-@pytest.mark.parametrize("prompt_tokens", [LONG, 58])
-def test_rejected_rows_do_not_teach(model, prompt_tokens):
-    cache = model.new_cache()
-    model(random_tokens(1, prompt_tokens), past_key_values=cache)
-    plain = copy.deepcopy(cache)
-    text = random_tokens(1, 30, seed=4)
-    at = 0
-    for seed, (accepted, rejected) in enumerate([(1, 7), (4, 2), (9, 1), (3, 0), (1, 3), (2, 4)]):
-        tokens = text[:, at : at + accepted]
-        drafted(model, cache, tokens, rejected, seed)
-        steps(model, plain, tokens)
-        at += accepted
-    # Linear layers of several rows sum in another order; of the same rows: test_draft_rows.
-    torch.testing.assert_close(
-        *(steps(model, c, text[:, at:]) for c in (cache, plain)), rtol=1e-4, atol=1e-4
-    )
 
 
 def test_rows_that_a_device_helped_to_attend_are_learnt_from_again(model, backend):

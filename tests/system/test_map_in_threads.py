@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from cases.processes import run_program
 
 from offload.system.map_in_threads import map_in_threads
 
@@ -24,14 +21,7 @@ threading.Thread(target=late).start()
 
 
 def test_after_the_main_thread_has_ended() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", LATE],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    result = run_program(LATE)
     assert (result.stdout, result.stderr) == (f"{200 << 20} 0\n", "")
 
 

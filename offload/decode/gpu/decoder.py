@@ -80,6 +80,7 @@ class DeviceDecoder:
         choose: PlacementChooser | None = None,
     ) -> None:
         self.model, self.store, self.device = model, store, device
+        self._policy = policy
         self.pool = WorkerPool(num_threads)
         self.attention = DecodeAttention(
             policy,
@@ -127,7 +128,7 @@ class DeviceDecoder:
         Raises:
             ValueError: a placement of another model, or that the policy does not allow.
         """
-        policy = self.attention.policy
+        policy = self._policy
         num_kv_heads = self.store.num_kv_heads
         placement.check_model(num_layers=len(self.model.layers), num_kv_heads=num_kv_heads)
         placement.check_policy(policy, self.model.shape.num_qo_heads)
@@ -264,7 +265,7 @@ class DeviceDecoder:
     def _check_room(self, placement: HeadPlacement, num_sequences: int, kv_len: int) -> None:
         """Raises DeviceMemoryError where the budget cannot hold its pages."""
         heads = int((placement.places == Place.GPU).sum())
-        shape = CodeShape.of(self.attention.policy, self.model.shape, self.store.page_tokens)
+        shape = CodeShape.of(self._policy, self.model.shape, self.store.page_tokens)
         codes = 0
         if shape is not None and kv_len > shape.budget_tokens:
             codes = sum(shape.page_bytes(count) for count in placement.counts(Place.CODES))
@@ -323,7 +324,7 @@ class DeviceDecoder:
         """Placements that need less of the GPU, as many on all ranks: the codes go first."""
         least = self._least_placement()
         less = [self.placement.without_codes(), least]
-        if CodeShape.of(self.attention.policy, self.model.shape, self.store.page_tokens) is None:
+        if CodeShape.of(self._policy, self.model.shape, self.store.page_tokens) is None:
             less = [least]
         if self.model.ranks is None:
             if self._choose is not None:
@@ -376,7 +377,7 @@ class DeviceDecoder:
 
     def _least_placement(self) -> HeadPlacement:
         heads = self.attention.num_qo_heads, self.store.num_kv_heads
-        return HeadPlacement(least_places(self.attention.policy, len(self.model.layers), *heads))
+        return HeadPlacement(least_places(self._policy, len(self.model.layers), *heads))
 
     def _choose_link(self, slots: Sequence[int]) -> HostLink:
         steps, start = self._prepared, time.perf_counter()

@@ -22,6 +22,7 @@ loading decode
 planning
 runtime
 engine
+serve
 measuring
 bench
 cli

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from offload.engine.checks import check_model, check_options
 from offload.engine.prefixes import Prefixes
 from offload.engine.request import Request, RequestOutput
 from offload.engine.request_maker import RequestMaker
@@ -93,16 +94,16 @@ class Engine:
         read_share: float = 0.4,
         prefix_caching: bool = True,
     ) -> None:
-        _check_options(max_num_seqs, max_queued, slice_seconds, read_share)
+        check_options(max_num_seqs, max_queued, slice_seconds, read_share)
         self._runtime = runtime = model._offload
-        _check_model(runtime)
+        check_model(runtime)
         self.model, self.tokenizer = model, tokenizer
         self.stats = EngineStats()
         self._runner = Runner(runtime)
         self._scheduler = Scheduler(
             max_num_seqs=max_num_seqs, slice_seconds=slice_seconds, read_share=read_share
         )
-        self._max_num_seqs, self._max_queued = max_num_seqs, max_queued
+        self.max_num_seqs, self.max_queued = max_num_seqs, max_queued
         self._admission = Admission(runtime.store, runtime.attention.states)
         self._prefixes = Prefixes(self._runner, is_enabled=prefix_caching)
         self._maker = RequestMaker(model, tokenizer, self._admission)
@@ -148,10 +149,10 @@ class Engine:
                 raise RuntimeError("the engine was stopped")
             if request.request_id in self._requests:
                 raise ValueError(f"request_id {request.request_id!r} is in use")
-            if self.num_waiting >= self._max_queued + self._num_free_places:
+            if self.num_waiting >= self.max_queued + self._num_free_places:
                 raise QueueFullError(
                     f"{self.num_waiting} requests wait already, and max_queued is "
-                    f"{self._max_queued}; try again later"
+                    f"{self.max_queued}; try again later"
                 )
             self._requests[request.request_id] = request
             self._arrived.append(request)
@@ -190,7 +191,7 @@ class Engine:
 
     @property
     def _num_free_places(self) -> int:
-        return max(0, self._max_num_seqs - self.num_running)
+        return max(0, self.max_num_seqs - self.num_running)
 
     @torch.inference_mode(False)
     def step(self) -> list[RequestOutput]:
@@ -307,7 +308,7 @@ class Engine:
                 self._runtime.store.trim()
                 return self._admission.fits(requests)
         # A power of two, so that the decoder rarely has to place heads anew.
-        count = min(self._max_num_seqs, 1 << (len(requests) - 1).bit_length())
+        count = min(self.max_num_seqs, 1 << (len(requests) - 1).bit_length())
         longest = max(request.most_tokens for request in requests)
         if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
             try:
@@ -364,7 +365,13 @@ class Engine:
             assert request.seq is not None
             stop = min(len(request.prompt), request.num_read + size)
             tokens = request.prompt[request.num_read : stop]
-            logits = self._runner.read(request.seq, tokens)
+            hidden = self._runner.read(request.seq, tokens)
+            if request.params.prompt_logprobs is not None:
+                following = request.prompt[request.num_read + 1 : stop + 1]
+                request.prompt_scores = self._runner.scores(
+                    hidden, following, request.params.prompt_logprobs
+                )
+            logits = self._runner.logits(hidden[-1:])[0]
         except Exception as error:
             return [self._emit_error(request, error)]
         seconds = time.perf_counter() - start
@@ -429,29 +436,3 @@ class Engine:
         with self._inbox:
             del self._requests[request.request_id]
             self._inbox.notify_all()
-
-
-def _check_options(
-    max_num_seqs: int, max_queued: int, slice_seconds: float, read_share: float
-) -> None:
-    if max_num_seqs < 1:
-        raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
-    if max_queued < 0:
-        raise ValueError(f"max_queued must not be negative, got {max_queued}")
-    if not slice_seconds > 0.0:
-        raise ValueError(f"slice_seconds must be positive, got {slice_seconds}")
-    if not 0.0 < read_share < 1.0:
-        raise ValueError(f"read_share must be between 0 and 1, got {read_share}")
-
-
-def _check_model(runtime: Any) -> None:
-    """Refuse options whose state is of one generation."""
-    options = {
-        "tensor_parallel_size": runtime.ranks,
-        "host_bytes_per_sequence": runtime.sequences.compression,
-        "cache_correction_every": runtime.sequences.corrections,
-        "mean_tokens of hard_kv": runtime.attention.top_p_controller,
-    }
-    for name, value in options.items():
-        if value is not None:
-            raise NotImplementedError(f"an engine cannot run a model with {name}; leave it out")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.decode.sampling import SamplingOptions
+from offload.engine.sampler import Chosen, score
 from offload.models.batch import pack, tokens_each
 from offload.runtime.passes import Pass
 from offload.runtime.runtime import Runtime
@@ -36,7 +37,7 @@ class Runner:
         self._sequences.free(seqs)
 
     def read(self, seq: int, tokens: Sequence[int]) -> Tensor:
-        """Read some more of a prompt: float logits [vocab_size] of the token after it.
+        """Read some more of a prompt: hidden states [num_tokens, hidden_size] for `logits`.
 
         Raises:
             HostBudgetError, RuntimeError, ValueError: as `Runtime.run`; the sequence is as before.
@@ -54,8 +55,20 @@ class Runner:
             embedded = self._lean.embed_tokens(ids.to(runtime.device))
             this = Pass(self._sequences, [seq], [len(ids)])
             on_device = runtime.attention.builds_in_prefill(runtime.device)
-            hidden = runtime.extend(this, compute, prefill=True, builds=on_device)
-            return runtime.logits(hidden[-1:], "prefill")[0]
+            return runtime.extend(this, compute, prefill=True, builds=on_device)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float logits [n, vocab_size] of the tokens after those that were read."""
+        device = self.runtime.device
+        with torch.no_grad(), current_device(device), without_autocast(device):
+            return self.runtime.logits(hidden, "prefill")
+
+    def scores(
+        self, hidden: Tensor, tokens: Sequence[int], num_likeliest: int
+    ) -> tuple[Chosen, ...]:
+        """Of the tokens that follow those that were read, one by one: logits are large."""
+        rows = zip(hidden.split(1), tokens, strict=False)  # nothing follows the prompt's last
+        return tuple(score(self.logits(row)[0], token, num_likeliest) for row, token in rows)
 
     def decode(self, seqs: Sequence[int], tokens: Sequence[int], *, greedy: bool) -> Tensor:
         """The likeliest next tokens int64 [n] if `greedy`, else logits [n, vocab_size].

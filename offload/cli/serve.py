@@ -148,7 +148,4 @@ def serve(
                 loaded, tokenizer, max_num_seqs=load.max_num_seqs, max_queued=load.max_queued
             )
             served = Served(AsyncEngine(engine), listening.served_model_name or model)
-            server = Server(
-                served, access, on_start=lambda url: stderr().print(f"serving at {url}")
-            )
-            server.run()
+            Server(served, access, lambda url: stderr().print(f"serving at {url}")).run()

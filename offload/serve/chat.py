@@ -35,7 +35,15 @@ class Texts:
         self._byte_of = {c: b for b, c in pairs.items()} if is_byte_level else {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; other threads run meanwhile."""
+        """Token ids; other threads run meanwhile.
+
+        Raises:
+            ApiError: half of a surrogate pair, which JSON can have.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ApiError(400, f"the prompt is no text: {error.reason}") from error
         (encoded,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
 

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from offload.engine.engine import QueueFullError
+from offload.engine.sampling_params import SamplingParams
 from offload.system.errors import HostBudgetError
 
 _TYPES = {
@@ -41,6 +42,7 @@ class ApiError(HTTPException):
         headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status)
         super().__init__(status, message, headers)
         kind = _TYPES.get(status, "invalid_request_error")
+        message = message.encode(errors="backslashreplace").decode()
         self.body: dict[str, Any] = {
             "error": {"message": message, "type": kind, "param": param, "code": code} | details
         }
@@ -73,7 +75,8 @@ def of_engine(error: BaseException) -> ApiError:
     if isinstance(error, HostBudgetError):
         return ApiError(400, str(error), code="exceed_host_budget_error")
     if isinstance(error, ValueError):
-        return ApiError(400, str(error), param=str(error).split(" ")[0].rstrip(":"))
+        first = str(error).split(" ")[0]
+        return ApiError(400, str(error), param=first if hasattr(SamplingParams(), first) else None)
     return ApiError(503, str(error) or type(error).__name__)
 
 
@@ -96,10 +99,10 @@ def install(app: FastAPI) -> None:
             message = str(first["ctx"]["error"])
         else:
             message = first["msg"]
-        field = ".".join(where)
-        return ApiError(
-            400, f"{field}: {message}" if field else message, param=where[0] if where else None
-        ).response()
+        field, param = ".".join(where), where[0] if where else None
+        if first["type"] == "extra_forbidden":
+            param = None  # which may be no text
+        return ApiError(400, f"{field}: {message}" if field else message, param=param).response()
 
     @app.exception_handler(Exception)
     async def of_defect(request: Request, error: Exception) -> JSONResponse:

@@ -160,6 +160,12 @@ class Completion(Format):
             text, scored = of_prompt + text, [Chosen(ids[0]), *choice.prompt_scores, *scored]
         return {"text": text, "logprobs": self._logprobs(choice.index, scored) if wants else None}
 
+    def _key(self, token: int) -> str:
+        """Halves of characters differ, as OpenAI spells them."""
+        data = self.texts.token_bytes(token)
+        name = data.decode(errors="replace")
+        return "bytes:" + str(data)[2:-1] if "\ufffd" in name else name
+
     def _prompt(self, choice: Choice) -> tuple[list[int], str]:
         return self._prompts[choice.index // self._n]
 
@@ -176,7 +182,7 @@ class Completion(Format):
             "top_logprobs": [
                 None
                 if c.logprob is None
-                else {self.token_text(token): _finite(value) for token, value in c.likeliest}
+                else {self._key(token): _finite(value) for token, value in c.likeliest}
                 for c in tokens
             ],
             "text_offset": offsets,

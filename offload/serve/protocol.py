@@ -169,7 +169,7 @@ class ChatRequest(Sampled):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
     tools: Annotated[list[Any], _only([])] = []

@@ -67,8 +67,8 @@ class Runner:
         self, hidden: Tensor, tokens: Sequence[int], num_likeliest: int
     ) -> tuple[Chosen, ...]:
         """Of the tokens that follow those that were read, one by one: logits are large."""
-        rows = zip(hidden.split(1), tokens, strict=False)  # nothing follows the prompt's last
-        return tuple(score(self.logits(row)[0], token, num_likeliest) for row, token in rows)
+        rows = zip(hidden, tokens, strict=False)  # nothing follows the prompt's last
+        return tuple(score(self.logits(row[None])[0], token, num_likeliest) for row, token in rows)
 
     def decode(self, seqs: Sequence[int], tokens: Sequence[int], *, greedy: bool) -> Tensor:
         """The likeliest next tokens int64 [n] if `greedy`, else logits [n, vocab_size].

@@ -89,6 +89,25 @@ def test_a_full_queue_is_a_429(serve: Serve) -> None:
         until(lambda: http.get("/load").json()["server_load"] == 0)
 
 
+def test_more_load_than_there_is_room_for(serve: Serve) -> None:
+    """Every answer is the one that its prompt gets alone, or a 429."""
+    with serve(max_num_seqs=3, max_queued=6) as server:
+        url = f"{server.url}/v1/completions"
+        bodies = [
+            {"prompt": f"number {i % 10}, of some length", "max_tokens": 30, "temperature": 0}
+            for i in range(80)
+        ]
+        wanted = [httpx.post(url, json=body).json()["choices"] for body in bodies[:10]]
+        with ThreadPoolExecutor(40) as pool:
+            found = [*pool.map(lambda body: httpx.post(url, json=body, timeout=30), bodies)]
+        for i, answer in enumerate(found):
+            assert answer.status_code in (200, 429)
+            assert answer.status_code == 429 or answer.json()["choices"] == wanted[i % 10]
+        codes = [answer.status_code for answer in found]
+        assert codes.count(200) >= 9
+        assert 429 in codes
+
+
 def test_keys_and_limits(serve: Serve) -> None:
     access = Access(
         port=0,

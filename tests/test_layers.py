@@ -23,6 +23,7 @@ loading decode
 planning
 runtime
 engine
+serve
 measuring
 bench
 cli

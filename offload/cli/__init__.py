@@ -17,10 +17,11 @@ from offload.cli.commands import add_command, command_group
 from offload.cli.env import env
 from offload.cli.generate import generate
 from offload.cli.plan import plan
+from offload.cli.serve import serve
 from offload.system.version import __version__
 
 app = command_group(name="offload", pretty_exceptions_show_locals=False)
-for command in (generate, plan, env, calibrate):
+for command in (generate, serve, plan, env, calibrate):
     add_command(app, command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(eval_commands.app, name="eval")

@@ -41,8 +41,11 @@ class AsyncEngine:
             As `Engine.add_request`, and the error that ended the request.
         """
         loop, unread = asyncio.get_running_loop(), asyncio.Queue[RequestOutput]()
+        num_sent = num_taken = 0  # the queue's size would lag behind
 
         def on_output(output: RequestOutput) -> None:
+            nonlocal num_sent
+            num_sent += 1
             loop.call_soon_threadsafe(unread.put_nowait, output)
 
         request_id = self.engine.add_request(
@@ -50,12 +53,13 @@ class AsyncEngine:
             params,
             request_id,
             on_output,
-            is_ready=lambda: unread.qsize() < _MOST_UNREAD,
+            is_ready=lambda: num_sent - num_taken < _MOST_UNREAD,
         )
         try:
             yield RequestOutput(request_id, num_prompt_tokens=len(prompt))
             while True:
                 output = await unread.get()
+                num_taken += 1
                 if output.error is not None:
                     raise output.error
                 yield output

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from offload.engine.checks import check_model, check_options
 from offload.engine.prefixes import Prefixes
 from offload.engine.request import Request, RequestOutput
 from offload.engine.request_maker import RequestMaker
@@ -97,16 +98,16 @@ class Engine:
         read_share: float = 0.45,
         prefix_caching: bool = True,
     ) -> None:
-        _check_options(max_num_seqs, max_queued, slice_seconds, read_share)
+        check_options(max_num_seqs, max_queued, slice_seconds, read_share)
         self._runtime = runtime = model._offload
-        _check_model(runtime)
+        check_model(runtime)
         self.model, self.tokenizer = model, tokenizer
         self.stats = EngineStats()
         self._runner = Runner(runtime)
         self._scheduler = Scheduler(
             max_num_seqs=max_num_seqs, slice_seconds=slice_seconds, read_share=read_share
         )
-        self._max_num_seqs, self._max_queued = max_num_seqs, max_queued
+        self.max_num_seqs, self.max_queued = max_num_seqs, max_queued
         self._admission = Admission(runtime.store, runtime.attention.states)
         self._prefixes = Prefixes(self._runner, is_enabled=prefix_caching)
         self._maker = RequestMaker(model, tokenizer, self._admission)
@@ -152,10 +153,10 @@ class Engine:
                 raise RuntimeError("the engine was stopped")
             if request.request_id in self._requests:
                 raise ValueError(f"request_id {request.request_id!r} is in use")
-            if self.num_waiting >= self._max_queued + self._num_free_places:
+            if self.num_waiting >= self.max_queued + self._num_free_places:
                 raise QueueFullError(
                     f"{self.num_waiting} requests wait already, and max_queued is "
-                    f"{self._max_queued}; try again later"
+                    f"{self.max_queued}; try again later"
                 )
             self._requests[request.request_id] = request
             self._arrived.append(request)
@@ -194,7 +195,7 @@ class Engine:
 
     @property
     def _num_free_places(self) -> int:
-        return max(0, self._max_num_seqs - self.num_running)
+        return max(0, self.max_num_seqs - self.num_running)
 
     @torch.inference_mode(False)
     def step(self) -> list[RequestOutput]:
@@ -315,7 +316,7 @@ class Engine:
                 return False
             self._runtime.store.trim()
         # A power of two, so that the decoder rarely has to place heads anew.
-        count = min(self._max_num_seqs, 1 << (len(requests) - 1).bit_length())
+        count = min(self.max_num_seqs, 1 << (len(requests) - 1).bit_length())
         longest = max(request.most_tokens for request in requests)
         if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
             try:
@@ -360,32 +361,56 @@ class Engine:
         return [self._choose(*row) for row in zip(rows, result, strict=True)]
 
     def _read(self) -> list[RequestOutput]:
-        found = self._scheduler.next_slice(self._prefixes.num_left)
-        if found is None:
+        parts = self._scheduler.next_slice(self._prefixes.num_left)
+        if not parts:
             return []
-        request, size = found
         start = time.perf_counter()
-        try:
-            if request.seq is None:
-                self._prefixes.begin(request)
-                self.stats.cached_tokens += request.num_cached
-            assert request.seq is not None
-            stop = min(len(request.prompt), request.num_read + size)
-            tokens = request.prompt[request.num_read : stop]
-            logits = self._runner.read(request.seq, tokens, is_last=stop == len(request.prompt))
-        except Exception as error:
-            return [self._emit_error(request, error)]
-        seconds = time.perf_counter() - start
-        self._scheduler.was_read(len(tokens), seconds)
+        outputs = self._read_parts(parts)
+        seconds, num_tokens = time.perf_counter() - start, sum(size for _, size in parts)
+        self._scheduler.was_read(num_tokens, seconds)
         self.stats.read_seconds += seconds
-        self.stats.prompt_tokens += len(tokens)
+        self.stats.prompt_tokens += num_tokens
+        return outputs
+
+    def _read_parts(self, parts: list[tuple[Request, int]]) -> list[RequestOutput]:
+        """Some tokens of each prompt; where that fails, of each by itself."""
+        spans: list[tuple[Request, int, int]] = []
+        try:
+            for request, size in parts:
+                if request.seq is None:
+                    self._prefixes.begin(request)
+                    self.stats.cached_tokens += request.num_cached
+                spans.append((request, request.num_read, request.num_read + size))
+            hidden = self._runner.read(
+                [(r.seq, r.prompt[a:b]) for r, a, b in spans if r.seq is not None],
+                builds=any(stop == len(request.prompt) for request, _, stop in spans),
+            )
+        except Exception as error:
+            if len(parts) == 1:
+                return [self._emit_error(parts[0][0], error)]
+            logger.warning("a slice of %d prompts failed: %s", len(parts), error)
+            return [output for part in parts for output in self._read_parts([part])]
+        return [self._was_read(*span, x) for span, x in zip(spans, hidden, strict=True)]
+
+    def _was_read(
+        self, request: Request, start: int, stop: int, hidden: torch.Tensor
+    ) -> RequestOutput:
         request.num_read = stop
-        if not request.is_read:
-            return [self._emit(request, request.output())]
+        try:
+            if request.params.prompt_logprobs is not None:
+                following = request.prompt[start + 1 : stop + 1]
+                request.prompt_scores = self._runner.scores(
+                    hidden, following, request.params.prompt_logprobs
+                )
+            if not request.is_read:
+                return self._emit(request, request.output())
+            logits = self._runner.logits(hidden[-1:])[0]
+        except Exception as error:
+            return self._emit_error(request, error)
         self._scheduler.reading.remove(request)
         self._scheduler.running.append(request)
         self._prefixes.keep(request)
-        return [self._choose(request, logits)]
+        return self._choose(request, logits)
 
     # Outputs.
 
@@ -437,29 +462,3 @@ class Engine:
         with self._inbox:
             del self._requests[request.request_id]
             self._inbox.notify_all()
-
-
-def _check_options(
-    max_num_seqs: int, max_queued: int, slice_seconds: float, read_share: float
-) -> None:
-    if max_num_seqs < 1:
-        raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
-    if max_queued < 0:
-        raise ValueError(f"max_queued must not be negative, got {max_queued}")
-    if not slice_seconds > 0.0:
-        raise ValueError(f"slice_seconds must be positive, got {slice_seconds}")
-    if not 0.0 < read_share < 1.0:
-        raise ValueError(f"read_share must be between 0 and 1, got {read_share}")
-
-
-def _check_model(runtime: Any) -> None:
-    """Refuse options whose state is of one generation."""
-    options = {
-        "tensor_parallel_size": runtime.ranks,
-        "host_bytes_per_sequence": runtime.sequences.compression,
-        "cache_correction_every": runtime.sequences.corrections,
-        "mean_tokens of hard_kv": runtime.attention.top_p_controller,
-    }
-    for name, value in options.items():
-        if value is not None:
-            raise NotImplementedError(f"an engine cannot run a model with {name}; leave it out")

@@ -39,7 +39,7 @@ class PrefixTree:
     def __len__(self) -> int:
         return sum(1 for _ in self._with_seq())
 
-    def longest(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+    def longest(self, tokens: Sequence[int] | Tokens) -> tuple[int, int] | None:
         """(a sequence, how many of its first tokens are the first of `tokens`); None: no token.
 
         The sequence counts as used now.
@@ -50,7 +50,7 @@ class PrefixTree:
             child = node.children.get(int(ids[shared]))
             if child is None:
                 break
-            same = _num_equal(child.tokens, ids[shared:])
+            same = num_equal(child.tokens, ids[shared:])
             node, shared = child, shared + same
             if same < len(child.tokens):
                 break
@@ -79,7 +79,7 @@ class PrefixTree:
                 leaf = _Node(ids[at:].copy(), seq=seq, used=next(self._clock))
                 node.children[int(ids[at])] = leaf
                 return surplus
-            same = _num_equal(child.tokens, ids[at:])
+            same = num_equal(child.tokens, ids[at:])
             at += same
             if same < len(child.tokens):
                 if at == len(ids):
@@ -123,7 +123,8 @@ def _split(parent: _Node, child: _Node, size: int) -> _Node:
     return middle
 
 
-def _num_equal(a: Tokens, b: Tokens) -> int:
+def num_equal(a: Tokens, b: Tokens) -> int:
+    """First tokens that are the same in both."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n

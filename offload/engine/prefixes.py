@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 
 from offload.engine.prefix_tree import PrefixTree
@@ -34,12 +33,12 @@ class Prefixes:
         """Tokens of its prompt that have to be read."""
         if request.seq is not None:
             return len(request.prompt) - request.num_read
-        shared = self._shared(request.prompt)
+        shared = self._shared(request)
         return len(request.prompt) - (0 if shared is None else shared[1])
 
     def begin(self, request: Request) -> None:
         """Give it a sequence, with what of its prompt was read before."""
-        shared = self._shared(request.prompt)
+        shared = self._shared(request)
         if shared is None:
             request.seq = self._runner.new()
             return
@@ -77,8 +76,11 @@ class Prefixes:
             self._runner.free([seq])
         return seq is not None
 
-    def _shared(self, prompt: Sequence[int]) -> tuple[int, int] | None:
+    def _shared(self, request: Request) -> tuple[int, int] | None:
         """A sequence, and how many of its first tokens begin the prompt and need not be read."""
+        if request.params.prompt_logprobs is not None:
+            return None  # all of it is read
+        prompt = request.prompt
         found = self._tree.longest(prompt)
         if found is None:
             return None

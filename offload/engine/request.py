@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 
 from offload.engine.sampler import Chosen
@@ -23,6 +24,8 @@ class RequestOutput:
     Attributes:
         tokens: chosen since the last output.
         text: that they add; "" where the engine has no tokenizer.
+        prompt_scores: tokens of the prompt that were read since the last output, after its first,
+            where `prompt_logprobs` asks for them.
         num_read: tokens of the prompt that are read, those that were shared included.
         num_cached: of these, what was shared with an earlier prompt.
         finish_reason: of the last output; None: more comes. "stop" for an end-of-sequence token, a
@@ -38,6 +41,7 @@ class RequestOutput:
     num_cached: int = 0
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
+    prompt_scores: tuple[Chosen, ...] = ()
 
 
 @dataclass(eq=False)
@@ -45,7 +49,7 @@ class Request:
     """The state of a request.
 
     Attributes:
-        prompt: token ids.
+        prompt: token ids; `ids` are the same.
         max_tokens: of the answer, as the context has room for.
         ends: tokens that end the answer.
         text: None: the engine has no tokenizer.
@@ -55,6 +59,7 @@ class Request:
         num_read: tokens of `prompt` in the cache.
         answer: tokens chosen so far; the last one is not in the cache.
         generator: of its own random numbers; None: it has no seed.
+        prompt_scores: that no output has had.
     """
 
     request_id: str
@@ -72,8 +77,10 @@ class Request:
     finish_reason: FinishReason | None = None
     arrived: float = field(default_factory=time.monotonic)
     generator: torch.Generator | None = None
+    prompt_scores: tuple[Chosen, ...] = ()
 
     def __post_init__(self) -> None:
+        self.ids = np.asarray(self.prompt, np.int64)
         if self.params.seed is not None:
             self.generator = torch.Generator().manual_seed(self.params.seed)
 
@@ -111,6 +118,7 @@ class Request:
         error: BaseException | None = None,
     ) -> RequestOutput:
         """What there is to say now."""
+        scores, self.prompt_scores = self.prompt_scores, ()
         return RequestOutput(
             self.request_id,
             tokens,
@@ -120,4 +128,5 @@ class Request:
             self.num_cached,
             self.finish_reason,
             error,
+            scores,
         )

@@ -6,12 +6,14 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from offload.decode.sampling import SamplingOptions
-from offload.models.batch import pack, tokens_each
+from offload.engine.sampler import Chosen, score
+from offload.models.batch import RaggedBatch, tokens_each
 from offload.runtime.passes import Pass
 from offload.runtime.runtime import Runtime
 from offload.system.autocast import current_device, without_autocast
@@ -41,19 +43,30 @@ class Runner:
         """Give back what sequences have."""
         self._sequences.free(seqs)
 
-    def read(self, seq: int, tokens: Sequence[int], *, is_last: bool) -> Tensor:
-        """Read some more of a prompt: logits [vocab_size] of the token after it.
+    def read(
+        self, parts: Sequence[tuple[int, Sequence[int]]], *, builds: bool
+    ) -> tuple[Tensor, ...]:
+        """Read some more of prompts: of each, hidden states [num_tokens, hidden_size] for `logits`.
 
         Args:
-            is_last: decoding comes next, and not more of the prompt.
+            parts: sequences, and their next tokens.
+            builds: a GPU builds what the policy keeps: some prompt is read to its end.
 
         Raises:
-            HostBudgetError, RuntimeError, ValueError: as `Runtime.run`; the sequence is as before.
+            HostBudgetError, RuntimeError, ValueError: as `Runtime.run`; all are as before.
         """
-        runtime, ids = self.runtime, torch.tensor(tokens)
-        first = runtime.store.kv_len(seq)
-        positions = torch.arange(first, first + len(ids))
-        batch = pack((1, len(ids)), None, positions[None])
+        runtime, sizes = self.runtime, [len(tokens) for _, tokens in parts]
+        ids = torch.tensor([token for _, tokens in parts for token in tokens])
+        firsts = [runtime.store.kv_len(seq) for seq, _ in parts]
+        spans = zip(firsts, sizes, strict=True)
+        positions = torch.cat([torch.arange(first, first + size) for first, size in spans])
+        batch = RaggedBatch(
+            indptr=[0, *accumulate(sizes)],
+            columns=torch.arange(len(ids)),
+            position_ids=positions,
+            sequence_of_row=[*range(len(parts))],
+            rows_shape=(1, len(ids)),
+        )
 
         def compute(seqs: list[int]) -> Tensor:
             self._sequences.note_text(batch, seqs, ids, positions)
@@ -66,10 +79,24 @@ class Runner:
             without_autocast(runtime.device),
         ):
             embedded = self._lean.embed_tokens(ids.to(runtime.device))
-            this = Pass(self._sequences, [seq], [len(ids)])
-            builds = is_last and runtime.attention.builds_in_prefill(runtime.device)
-            hidden = runtime.extend(this, compute, prefill=True, builds=builds)
-            return runtime.logits(hidden[-1:], "prefill")[0]
+            this = Pass(self._sequences, [seq for seq, _ in parts], sizes)
+            on_device = builds and runtime.attention.builds_in_prefill(runtime.device)
+            hidden = runtime.extend(this, compute, prefill=True, builds=on_device)
+        ends = pairwise(batch.indptr)
+        return tuple(hidden[start:stop] for start, stop in ends)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float logits [n, vocab_size] of the tokens after those that were read."""
+        device = self.runtime.device
+        with self._timed(), torch.no_grad(), current_device(device), without_autocast(device):
+            return self.runtime.logits(hidden, "prefill")
+
+    def scores(
+        self, hidden: Tensor, tokens: Sequence[int], num_likeliest: int
+    ) -> tuple[Chosen, ...]:
+        """Of the tokens that follow those that were read, one by one: logits are large."""
+        rows = zip(hidden, tokens, strict=False)  # nothing follows the prompt's last
+        return tuple(score(self.logits(row[None])[0], token, num_likeliest) for row, token in rows)
 
     def decode(self, seqs: Sequence[int], tokens: Sequence[int], *, greedy: bool) -> Tensor:
         """The likeliest next tokens int64 [n] if `greedy`, else logits [n, vocab_size].

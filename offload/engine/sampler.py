@@ -59,10 +59,13 @@ def choose(
         token = int(changed.argmax())
     else:
         token = _sample(changed / params.temperature, params, generator)
-    if params.logprobs is None:
-        return Chosen(token)
-    logprobs = given.log_softmax(dim=-1)
-    values, tokens = logprobs.topk(params.logprobs)
+    return Chosen(token) if params.logprobs is None else score(given, token, params.logprobs)
+
+
+def score(logits: Tensor, token: int, num_likeliest: int) -> Chosen:
+    """A token with its logprob by `logits` [vocab_size], and the likeliest beside it."""
+    logprobs = logits.float().cpu().log_softmax(dim=-1)
+    values, tokens = logprobs.topk(num_likeliest)
     likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
     return Chosen(token, float(logprobs[token]), likeliest)
 

@@ -30,6 +30,7 @@ class SamplingParams:
         stop_token_ids: beside the model's end-of-sequence tokens.
         ignore_eos: those do not end the answer.
         logprobs: of each token, and so many of the likeliest beside it; None: none.
+        prompt_logprobs: as `logprobs`, of the prompt's tokens after the first.
         repetition_penalty: of tokens of prompt and answer, as in transformers.
         presence_penalty, frequency_penalty: of tokens of the answer, as OpenAI defines them.
         logit_bias: added to the logits of tokens.
@@ -50,6 +51,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -66,6 +68,7 @@ class SamplingParams:
             "min_p": (0.0, 1.0),
             "seed": (-(2**63), 2**63 - 1),
             "logprobs": (0, MOST_LOGPROBS),
+            "prompt_logprobs": (0, MOST_LOGPROBS),
             "repetition_penalty": (1e-6, 100.0),
             "presence_penalty": (-2.0, 2.0),
             "frequency_penalty": (-2.0, 2.0),

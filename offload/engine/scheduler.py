@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Iterator
 
+from offload.engine.prefix_tree import num_equal
 from offload.engine.request import Request
 from offload.kv.store import KVStore
 from offload.policies.state import PolicyStates
 
 _LEAST_SLICE = 16  # tokens; fewer take as long
-_LOOKED_THROUGH = 8  # prompts behind the first, for one that a single slice reads
+_LOOKED_THROUGH = 8  # prompts behind the first, for such as fit a slice
 
 
 class Admission:
@@ -52,8 +52,8 @@ class Admission:
 
 
 class Scheduler:
-    """First come, first served; a prompt that one slice reads may go before a long one's rest,
-    unless most of it is the beginning of that one: then it waits, and shares it.
+    """First come, first served, several prompts in a slice. Half of it is for short prompts behind
+    a long one. A prompt whose beginning is just being read waits, and shares that.
 
     Attributes:
         waiting: requests that were not admitted yet.
@@ -90,25 +90,32 @@ class Scheduler:
             if request in requests:
                 requests.remove(request)
 
-    def next_slice(self, num_left: Callable[[Request], int]) -> tuple[Request, int] | None:
-        """Of which prompt how many tokens are read now; None: decoding has its turn.
+    def next_slice(self, num_left: Callable[[Request], int]) -> list[tuple[Request, int]]:
+        """Of which prompts how many tokens are read now; none: decoding has its turn.
 
         Args:
             num_left: tokens of a prompt that have to be read.
         """
         if not self.reading or (self.running and self._owed > 0.0):
-            return None
+            return []
         seconds = self._slice_seconds * (1 if self.running else 2)
-        size = max(_LEAST_SLICE, int(seconds / self._token_seconds))
-        request = self.reading[0]
-        if request is self._last:
-            for other in self.reading[1 : 1 + _LOOKED_THROUGH]:
-                left = num_left(other)
-                if left <= size and 2 * _num_same(other.prompt, request.prompt) < left:
-                    request = other
-                    break
-        self._last = request
-        return request, min(size, num_left(request))
+        size = left = max(_LEAST_SLICE, int(seconds / self._token_seconds))
+        parts: dict[Request, int] = {}
+        first, *others = self.reading[: 1 + _LOOKED_THROUGH]
+        if first is self._last:  # its rest leaves half of the slice to those that fit in there
+            for request in others:
+                num_tokens = num_left(request)
+                if num_tokens <= left - size // 2 and not _shares(
+                    [first, *parts], request, num_left
+                ):
+                    parts[request] = num_tokens
+                    left -= num_tokens
+        self._last = first
+        for request in (first, *others):
+            if left > 0 and request not in parts and not _shares(parts, request, num_left):
+                parts[request] = min(left, num_left(request))
+                left -= parts[request]
+        return [*parts.items()]
 
     def was_read(self, num_tokens: int, seconds: float) -> None:
         """A slice took so long."""
@@ -122,6 +129,12 @@ class Scheduler:
         self._owed -= seconds
 
 
-def _num_same(a: Sequence[int], b: Sequence[int]) -> int:
-    """First tokens that are the same in both."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+def _shares(
+    others: Iterable[Request], request: Request, num_left: Callable[[Request], int]
+) -> bool:
+    """Whether most of what has to be read of a prompt is the beginning of one that is being read:
+    it waits for that."""
+    if request.seq is not None:
+        return False
+    left = num_left(request)
+    return any(2 * num_equal(other.ids, request.ids) >= left for other in others)

@@ -42,7 +42,7 @@ def test_a_section_that_is_gone_is_an_error(site_pages: ModuleType) -> None:
 
 def test_the_reference_has_every_command(site_pages: ModuleType) -> None:
     text = site_pages.commands()
-    alone = ("generate", "plan", "env", "calibrate")
+    alone = ("generate", "serve", "plan", "env", "calibrate")
     for command in (*alone, "bench decode", "bench quality", "inspect heads"):
         assert f"# `offload {command}`\n" in text
     assert "--tensor-parallel-size N`" in text

@@ -32,17 +32,22 @@ OLD = {
         "generate": [],
         "plan": [],
     },
-    "--threads": {"calibrate": ["--num-threads"], "generate": ["--num-threads"]},
+    "--threads": {
+        "calibrate": ["--num-threads"],
+        "generate": ["--num-threads"],
+        "serve": ["--num-threads"],
+    },
     "--option": {
         "bench serve": ["--policy-option"],
         "generate": ["--policy-option"],
         "plan": ["--policy-option"],
+        "serve": ["--policy-option"],
     },
 }
 VALUES = {"--context": "700", "--threads": "1", "--option": "lfps.alpha=0.5"}
 # calibrate's policy is whose heads or layers it chooses: it has no options.
 WITH_POLICY = {
-    *("generate", "plan"),
+    *("generate", "plan", "serve"),
     *(f"bench {x}" for x in ("budget", "decode", "latency", "pipeline", "quality", "selection")),
     "bench serve",
     *(f"eval {x}" for x in ("needle", "perplexity", "ruler", "structured")),
@@ -80,14 +85,15 @@ def test_each_has_its_one_spelling(name: str) -> None:
         assert old not in spellings
         assert old not in shown
     has_cpu = name != "env"
-    has_context = has_cpu and name != "bench serve"  # whose prompts and answers have lengths
+    # Prompts and answers of the last have lengths.
+    has_context = name not in ("env", "serve", "bench serve")
     assert ("--context" in spellings) == (name in OLD["--context"]) == has_context
     assert ("--threads" in spellings) == has_cpu
     assert ("--option" in spellings) == (name in WITH_POLICY)
     with_budget = WITH_POLICY | {"calibrate", "inspect heads"}
     assert ("--budget-tokens" in spellings) == (name in with_budget)
     assert ("--policy" in spellings) == (name in WITH_POLICY or name == "calibrate")
-    assert "--json" in spellings
+    assert ("--json" in spellings) == (name != "serve")
     arguments = [p.name for p in COMMANDS[name].params if p.param_type_name == "argument"]
     assert arguments == ([] if name == "env" else ["model"])
 

@@ -1,0 +1,151 @@
+"""`offload serve`: an OpenAI server."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+from offload.cli.console import print_marked, quiet_transformers, running, stderr
+from offload.cli.generate import Loading
+from offload.cli.options import DEFAULT_MODEL, ModelName, PolicyChoice, Verbose, memory_budgets
+from offload.policies.registry import make_policy
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Chosen(PolicyChoice):
+    """The policy."""
+
+    panel: ClassVar[str] = "How it runs"
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much at a time."""
+
+    panel: ClassVar[str] = "How much at a time"
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Requests that are read and decoded at a time.")
+    ] = 32
+    max_queued: Annotated[
+        int, typer.Option(min=0, help="Requests that wait beside them; one more gets a 429.")
+    ] = 256
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request's body.")] = 32 * 2**20
+    shutdown_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="After SIGTERM requests that run have so long to finish; new ones get a 503.",
+        ),
+    ] = 30.0
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where, and to whom."""
+
+    panel: ClassVar[str] = "Who may ask"
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is all of them.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is a free one.")] = 8000
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=r"What requests call the model. \[default: as MODEL]"),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY", envvar="OFFLOAD_API_KEY", help="Which requests must bring. Repeatable."
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A file of keys, one in a line.")
+    ] = None
+    public_models: Annotated[
+        bool, typer.Option("--public-models", help="/v1/models needs no key.")
+    ] = False
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="A web site whose pages may ask. Repeatable."),
+    ] = None
+
+    def api_keys(self) -> tuple[str, ...]:
+        """From both options.
+
+        Raises:
+            ValueError: an empty key, or a file without one.
+        """
+        keys = [*(self.api_key or [])]
+        if self.api_key_file is not None:
+            lines = self.api_key_file.read_text("utf-8").split()
+            if not lines:
+                raise ValueError(f"{self.api_key_file} has no key")
+            keys += lines
+        if not all(key.strip() for key in keys):
+            raise ValueError("an API key is empty")
+        return tuple(keys)
+
+
+def serve(
+    model: ModelName = DEFAULT_MODEL,
+    *,
+    chosen: Chosen,
+    loading: Loading,
+    load: Load,
+    listening: Listening,
+    verbose: Verbose = False,
+) -> None:
+    """Answer requests over HTTP as an OpenAI server does, many at a time.
+
+    A chat page is at [bold]/[/bold], and what it counts at [bold]/metrics[/bold]. Ctrl-C or SIGTERM
+    ends it when the requests that run are finished.
+
+    [bold]Examples[/bold]
+
+        offload serve smollm2-135m-instruct
+
+        offload serve ./Qwen3-0.6B --max-memory cpu=32GiB --max-num-seqs 16
+
+    For other machines, with keys from a file:
+
+        offload serve ./Llama-3.1-8B-Instruct --device cuda --host 0.0.0.0
+        --api-key-file keys.txt
+    """
+    options = chosen.options()
+    arguments = asdict(loading) | {"max_memory": memory_budgets(loading.max_memory or [])}
+    with running(verbose=verbose):
+        try:
+            from offload.serve.app import Served
+            from offload.serve.server import Access, Server
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{error}; pip install 'offload[serve]'") from error
+        from offload.engine.async_engine import AsyncEngine
+        from offload.engine.engine import Engine
+        from offload.loading.names import load_tokenizer
+        from offload.runtime.model import OffloadedModel
+
+        access = Access(
+            listening.host,
+            listening.port,
+            listening.api_keys(),
+            listening.public_models,
+            load.max_body_bytes,
+            tuple(listening.cors_origin or ()),
+            load.shutdown_seconds,
+        )
+        if not access.api_keys and access.host not in _LOOPBACK:
+            print_marked("warning:", f"everybody who reaches {access.host} may ask", "bold yellow")
+        with quiet_transformers(verbose=verbose):
+            tokenizer = load_tokenizer(model)
+            policy = make_policy(chosen.policy, **options)
+            loaded = OffloadedModel.from_pretrained(model, policy=policy, **arguments)
+            engine = Engine(
+                loaded, tokenizer, max_num_seqs=load.max_num_seqs, max_queued=load.max_queued
+            )
+            served = Served(AsyncEngine(engine), listening.served_model_name or model)
+            Server(served, access, lambda url: stderr().print(f"serving at {url}")).run()

@@ -1,0 +1,1 @@
+"""An engine behind OpenAI's HTTP interface; the extra `serve` has what it needs."""

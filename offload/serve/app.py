@@ -1,0 +1,228 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from offload.engine.async_engine import AsyncEngine
+from offload.serve.answers import Answers, Choice, Job
+from offload.serve.chat import Texts
+from offload.serve.errors import ApiError, context_error, install, of_engine
+from offload.serve.formats import Chat, Completion, Format
+from offload.serve.metrics import Metrics
+from offload.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampled,
+    TokenizeRequest,
+)
+from offload.serve.streaming import AnswerStream
+from offload.system.version import __version__
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class Served:
+    """An engine that is served under a name."""
+
+    engine: AsyncEngine
+    name: str
+
+    def __post_init__(self) -> None:
+        model = self.engine.engine.model
+        eos = model.generation_config.eos_token_id
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        self.texts = Texts(self.engine.engine.tokenizer, model.config.vocab_size, ends)
+        self.metrics = Metrics(self.engine.engine)
+        self.started = int(time.time())
+
+    @property
+    def max_context(self) -> int:
+        """Tokens."""
+        return self.engine.engine.max_context
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model's name."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; available: {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def answer(
+        self, request: Request, body: Sampled, prompts: Sequence[list[int]], form: Format
+    ) -> Response:
+        """Each prompt `n` times, streamed or not."""
+        jobs = [Job(ids, params) for ids in prompts for params in self._params(body)]
+        for ids in prompts:
+            if len(ids) + (body.most_tokens or 1) - 1 > self.max_context:
+                raise context_error(len(ids), body.most_tokens, self.max_context)
+        answers = await Answers.start(self.engine, jobs, self.metrics)
+        choices = [
+            Choice(i, self.texts.special, num_prompt_tokens=len(job.prompt))
+            for i, job in enumerate(jobs)
+        ]
+        if body.stream:
+            return AnswerStream(answers, choices, form)
+        try:
+            await while_connected(request, _collect(answers, choices))
+        finally:
+            await answers.close()
+        return JSONResponse(form.whole(choices))
+
+    def _params(self, body: Sampled) -> list[Any]:
+        try:
+            return [body.sampling(number) for number in range(body.n)]
+        except ValueError as error:
+            raise of_engine(error) from error
+
+
+async def _collect(answers: Answers, choices: Sequence[Choice]) -> None:
+    async for index, output in answers:
+        choices[index].take(output)
+
+
+async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
+    """The result of `work`, which is cancelled when the client leaves.
+
+    Raises:
+        ApiError: it left, and nobody reads this.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.ensure_future(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise ApiError(499, "the client closed the connection")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def create_app(served: Served) -> FastAPI:
+    """The application, which starts the engine and stops it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        served.engine.engine.start()
+        yield
+        await served.engine.stop()
+
+    app = FastAPI(title="offload", version=__version__, lifespan=lifespan)
+    install(app)
+    engine, texts = served.engine.engine, served.texts
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        served.check_model(body.model)
+        ids = await asyncio.to_thread(texts.chat_ids, body.messages)
+        return await served.answer(request, body, [ids], Chat(body, served.name, texts))
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        served.check_model(body.model)
+        if not body.prompts or not all(body.prompts):
+            raise ApiError(400, "prompt: it is empty", param="prompt")
+
+        def prompt(given: str | list[int]) -> tuple[list[int], str]:
+            if isinstance(given, str):
+                return texts.encode(given), given
+            return given, texts.decode(given)
+
+        prompts = [await asyncio.to_thread(prompt, given) for given in body.prompts]
+        form = Completion(body, served.name, texts, prompts)
+        return await served.answer(request, body, [ids for ids, _ in prompts], form)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        served.check_model(name)
+        return model_card()
+
+    def model_card() -> dict[str, Any]:
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": served.started,
+            "owned_by": "offload",
+            "max_model_len": served.max_context,
+        }
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        served.check_model(body.model)
+        if body.messages:
+            tokens = await asyncio.to_thread(texts.chat_ids, body.messages)
+        else:
+            special = body.add_special_tokens
+            tokens = await asyncio.to_thread(
+                texts.encode, body.prompt or "", add_special_tokens=special
+            )
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": served.max_context}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        served.check_model(body.model)
+        return {"prompt": await asyncio.to_thread(texts.decode, body.tokens)}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        if engine.failure is not None:
+            raise ApiError(503, f"the engine failed: {engine.failure}")
+        return {"status": "ok"}
+
+    @app.get("/ping")
+    async def ping() -> dict[str, str]:
+        return await health()
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        running, waiting = engine.num_running, engine.num_waiting
+        return {"server_load": running + waiting, "running": running, "waiting": waiting}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/props")
+    async def props() -> dict[str, Any]:
+        return {
+            "model": served.name,
+            "version": __version__,
+            "n_ctx": served.max_context,
+            "policy": engine.model.policy.name,
+            "max_num_seqs": engine.max_num_seqs,
+            "max_queued": engine.max_queued,
+            "kv_host_bytes": engine.model.kv_store.host_bytes_used,
+            "kv_host_budget_bytes": engine.model.kv_store.host_budget_bytes,
+            "chat_template": texts.tokenizer.chat_template,
+        }
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(Path(__file__).with_name("page.html"))
+
+    return app

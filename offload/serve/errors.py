@@ -1,0 +1,109 @@
+"""Every error as OpenAI's error object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from offload.engine.engine import QueueFullError
+from offload.engine.sampling_params import SamplingParams
+from offload.system.errors import HostBudgetError
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+class ApiError(HTTPException):
+    """An answer with an error status.
+
+    Args:
+        param: the field of the request that is at fault.
+        details: further fields of the error object.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        **details: Any,
+    ) -> None:
+        headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status)
+        super().__init__(status, message, headers)
+        kind = _TYPES.get(status, "invalid_request_error")
+        message = message.encode(errors="backslashreplace").decode()
+        self.body: dict[str, Any] = {
+            "error": {"message": message, "type": kind, "param": param, "code": code} | details
+        }
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, self.status_code, self.headers)
+
+
+def context_error(num_prompt_tokens: int, max_tokens: int | None, max_context: int) -> ApiError:
+    """A prompt, or it and the answer, beyond the model's context."""
+    answer = f" and {max_tokens} of answer" if max_tokens else ""
+    code = "exceed_context_size_error"
+    return ApiError(
+        400,
+        f"{num_prompt_tokens} tokens of prompt{answer} exceed the context of {max_context} tokens",
+        code=code,
+        type=code,
+        n_prompt_tokens=num_prompt_tokens,
+        n_ctx=max_context,
+    )
+
+
+def of_engine(error: BaseException) -> ApiError:
+    """What an error of the engine is to a client."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, HostBudgetError):
+        return ApiError(400, str(error), code="exceed_host_budget_error")
+    if isinstance(error, ValueError):
+        first = str(error).split(" ")[0]
+        return ApiError(400, str(error), param=first if hasattr(SamplingParams(), first) else None)
+    return ApiError(503, str(error) or type(error).__name__)
+
+
+def install(app: FastAPI) -> None:
+    """Have the errors of all routes answered so."""
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> JSONResponse:
+        if not isinstance(error, ApiError):  # routing, and bodies that are no JSON
+            error = ApiError(error.status_code, str(error.detail))
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def of_validation(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = [str(part) for part in first["loc"][1:]]
+        if first["type"] == "extra_forbidden":
+            message = f"unknown field {where[-1]!r}"
+        elif first["type"] == "value_error":
+            message = str(first["ctx"]["error"])
+        else:
+            message = first["msg"]
+        field, param = ".".join(where), where[0] if where else None
+        if first["type"] == "extra_forbidden":
+            param = None  # which may be no text
+        return ApiError(400, f"{field}: {message}" if field else message, param=param).response()
+
+    @app.exception_handler(Exception)
+    async def of_defect(request: Request, error: Exception) -> JSONResponse:
+        return ApiError(500, "internal error; the server's log has it").response()

@@ -1,0 +1,193 @@
+"""Answers as OpenAI's JSON: chat and completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from offload.engine.sampler import Chosen
+from offload.serve.answers import Choice
+from offload.serve.chat import Texts
+from offload.serve.protocol import ChatRequest, CompletionRequest, Sampled
+
+_LEAST_LOGPROB = -9999.0  # JSON has no -inf
+
+
+class Format:
+    """What all objects of one answer share.
+
+    Args:
+        n: choices of each prompt.
+    """
+
+    kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(self, request: Sampled, model: str, texts: Texts) -> None:
+        self.request, self.texts, self._n = request, texts, request.n
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The answer in one piece."""
+        made = [
+            {"index": c.index, **self.content(c), "finish_reason": c.finish_reason} for c in choices
+        ]
+        return {**self._head, "object": self.kind, "choices": made, "usage": self.usage(choices)}
+
+    def chunk(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """A part of a streamed answer."""
+        return {**self._head, "object": self.chunk_kind, "choices": choices, **fields}
+
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """A prompt counts once, however many choices are its."""
+        firsts = choices[:: self._n]
+        prompt, answer = (
+            sum(c.num_prompt_tokens for c in firsts),
+            sum(c.num_tokens for c in choices),
+        )
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached for c in firsts)},
+        }
+
+    def first(self, choice: Choice) -> dict[str, Any] | None:
+        """Of the first chunk of a choice; None: there is nothing to say."""
+        raise NotImplementedError
+
+    def content(self, choice: Choice) -> dict[str, Any]:
+        """Of a whole choice."""
+        raise NotImplementedError
+
+    def delta(self, choice: Choice, text: str, tokens: Sequence[Chosen]) -> dict[str, Any]:
+        """What is new of a choice."""
+        raise NotImplementedError
+
+    def token_text(self, token: int) -> str:
+        """Half characters are replacement characters here."""
+        return self.texts.token_bytes(token).decode(errors="replace")
+
+
+class Chat(Format):
+    """Of /v1/chat/completions."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    request: ChatRequest
+
+    def first(self, choice: Choice) -> dict[str, Any]:
+        """The role, once."""
+        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+
+    def content(self, choice: Choice) -> dict[str, Any]:
+        """A message."""
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(choice.shown)}
+
+    def delta(self, choice: Choice, text: str, tokens: Sequence[Chosen]) -> dict[str, Any]:
+        """A part of it."""
+        return {"delta": {"content": text} if text else {}, "logprobs": self._logprobs(tokens)}
+
+    def _logprobs(self, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+        if self.request.num_logprobs is None:
+            return None
+        content = [
+            self._entry(chosen.token, chosen.logprob)
+            | {"top_logprobs": [self._entry(*likely) for likely in chosen.likeliest]}
+            for chosen in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        data = self.texts.token_bytes(token)
+        return {
+            "token": data.decode(errors="replace"),
+            "logprob": _finite(logprob),
+            "bytes": [*data],
+        }
+
+
+class Completion(Format):
+    """Of /v1/completions.
+
+    Args:
+        prompts: token ids, and their text.
+    """
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+    request: CompletionRequest
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        model: str,
+        texts: Texts,
+        prompts: Sequence[tuple[list[int], str]],
+    ) -> None:
+        super().__init__(request, model, texts)
+        self._prompts = prompts
+        self._offsets: dict[int, int] = {}  # in the text, by choice
+
+    def first(self, choice: Choice) -> dict[str, Any] | None:
+        """The prompt, where it is echoed. With logprobs it has to be read first: see `delta`."""
+        if not self.request.echo or self.request.num_logprobs is not None:
+            return None
+        return {"text": self._prompt(choice)[1], "logprobs": None}
+
+    def content(self, choice: Choice) -> dict[str, Any]:
+        """Text."""
+        return self.delta(choice, choice.text, choice.shown, is_first=True)
+
+    def delta(
+        self,
+        choice: Choice,
+        text: str,
+        tokens: Sequence[Chosen],
+        *,
+        is_first: bool = False,
+    ) -> dict[str, Any]:
+        """A part of it."""
+        wants = self.request.num_logprobs is not None
+        scored: list[Chosen] = [*tokens]
+        is_first = is_first or (wants and choice.index not in self._offsets)
+        if self.request.echo and is_first:
+            ids, of_prompt = self._prompt(choice)
+            text, scored = of_prompt + text, [Chosen(ids[0]), *choice.prompt_scores, *scored]
+        return {"text": text, "logprobs": self._logprobs(choice.index, scored) if wants else None}
+
+    def _key(self, token: int) -> str:
+        """Halves of characters differ, as OpenAI spells them."""
+        data = self.texts.token_bytes(token)
+        name = data.decode(errors="replace")
+        return "bytes:" + str(data)[2:-1] if "\ufffd" in name else name
+
+    def _prompt(self, choice: Choice) -> tuple[list[int], str]:
+        return self._prompts[choice.index // self._n]
+
+    def _logprobs(self, index: int, tokens: Sequence[Chosen]) -> dict[str, Any]:
+        names = [self.token_text(chosen.token) for chosen in tokens]
+        offsets, at = [], self._offsets.get(index, 0)
+        for name in names:
+            offsets.append(at)
+            at += len(name)
+        self._offsets[index] = at
+        return {
+            "tokens": names,
+            "token_logprobs": [None if c.logprob is None else _finite(c.logprob) for c in tokens],
+            "top_logprobs": [
+                None
+                if c.logprob is None
+                else {self._key(token): _finite(value) for token, value in c.likeliest}
+                for c in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _finite(logprob: float | None) -> float:
+    return _LEAST_LOGPROB if logprob is None else max(logprob, _LEAST_LOGPROB)

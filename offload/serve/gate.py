@@ -1,0 +1,82 @@
+"""Before every route: who may come in, with how much, and whether we close."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection, Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from offload.serve.errors import ApiError
+
+PUBLIC = ("/", "/health", "/ping")
+
+
+class Gate:
+    """An ASGI middleware.
+
+    Args:
+        api_keys: one of them must come as bearer; none: everybody may come in.
+        public: paths that need no key.
+
+    Attributes:
+        is_closing: requests are refused.
+        num_inside: that are being answered.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Sequence[str] = (),
+        public: Collection[str] = PUBLIC,
+        max_body_bytes: int,
+    ) -> None:
+        self._app, self._public, self._max_body_bytes = app, public, max_body_bytes
+        self._keys = [key.encode() for key in api_keys]
+        self.is_closing, self.num_inside = False, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As an ASGI application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        self.num_inside += 1
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            self.num_inside -= 1
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._keys and scope["path"] not in self._public:
+            kind, _, given = headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not self._is_key(given.strip().encode()):
+                raise ApiError(401, "missing or wrong API key", code="invalid_api_key")
+        if self.is_closing and scope["method"] == "POST":
+            raise ApiError(503, "the server is shutting down")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            raise self._too_large()
+
+    def _is_key(self, given: bytes) -> bool:
+        return sum(hmac.compare_digest(key, given) for key in self._keys) > 0
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body has more than {self._max_body_bytes} bytes")

@@ -1,0 +1,67 @@
+"""What Prometheus is told: the engine's counts, read when it asks, and times of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from offload.engine.engine import Engine
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class _OfEngine(Collector):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client calls it."""
+        stats, store = self._engine.stats, self._engine.model.kv_store
+        requests = CounterMetricFamily("offload_requests", "Requests by their end.", labels=["end"])
+        for end in ("finished", "failed", "cancelled"):
+            requests.add_metric([end], getattr(stats, end))
+        yield requests
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens that were read.", stats.prompt_tokens),
+            ("cached_tokens", "Prompt tokens shared with earlier prompts.", stats.cached_tokens),
+            ("answer_tokens", "Tokens that were chosen.", stats.answer_tokens),
+            ("decode_steps", "Steps, each of all running requests.", stats.decode_steps),
+            ("read_seconds", "Time spent on prompts.", stats.read_seconds),
+            ("decode_seconds", "Time spent on steps.", stats.decode_seconds),
+        ):
+            yield CounterMetricFamily(f"offload_{name}", text, value=value)
+        for name, text, value in (
+            ("requests_running", "Requests that are read or decoded.", self._engine.num_running),
+            ("requests_waiting", "Requests that wait.", self._engine.num_waiting),
+            ("kv_host_bytes", "Bytes of KV cache in host memory.", store.host_bytes_used),
+            ("kv_host_budget_bytes", "Bytes it may take.", store.host_budget_bytes),
+        ):
+            yield GaugeMetricFamily(f"offload_{name}", text, value=value)
+
+
+class Metrics:
+    """Of one server.
+
+    Attributes:
+        first_token: seconds from a request's acceptance to its first token.
+        answer: seconds to its last.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_OfEngine(engine))
+        self.first_token = Histogram(
+            "offload_first_token_seconds",
+            "Time to the first token of a choice.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.answer = Histogram(
+            "offload_answer_seconds",
+            "Time to the last token of a choice.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )

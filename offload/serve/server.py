@@ -1,0 +1,93 @@
+"""uvicorn, and how it ends: requests that run are finished, those that come are refused."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from offload.serve.app import Served, create_app
+from offload.serve.gate import PUBLIC, Gate
+
+
+@dataclass(frozen=True)
+class Access:
+    """Where the server listens, and to whom.
+
+    Attributes:
+        shutdown_seconds: in which requests may finish after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    public_models: bool = False
+    max_body_bytes: int = 32 * 2**20
+    cors_origins: tuple[str, ...] = ()
+    shutdown_seconds: float = 30.0
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGTERM or SIGINT; a second one does not wait for requests."""
+
+    def __init__(
+        self,
+        served: Served,
+        access: Access,
+        on_start: Callable[[str], None] = lambda url: None,
+    ) -> None:
+        self._served, self._on_start = served, on_start
+        self.gate = Gate(
+            create_app(served),
+            api_keys=access.api_keys,
+            public=(*PUBLIC, "/v1/models") if access.public_models else PUBLIC,
+            max_body_bytes=access.max_body_bytes,
+        )
+        app: ASGIApp = self.gate
+        if access.cors_origins:
+            origins = list(access.cors_origins)
+            app = CORSMiddleware(
+                app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+            )
+        self._shutdown_seconds, self._until = access.shutdown_seconds, 0.0
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=access.host,
+                port=access.port,
+                ws="none",
+                access_log=False,
+                log_config=None,
+                timeout_graceful_shutdown=2,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, and say where it listens."""
+        await super().startup(sockets)
+        host, port, *_ = self.servers[0].sockets[0].getsockname()
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._on_start(self.url)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to close; the loop's next tick sees it."""
+        if self.gate.is_closing:
+            self.should_exit = True
+        else:
+            self._until = time.monotonic() + self._shutdown_seconds
+            self.gate.is_closing = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end now."""
+        if self.gate.is_closing and (self.gate.num_inside == 0 or time.monotonic() >= self._until):
+            self.should_exit = True
+        if await super().on_tick(counter):
+            await self._served.engine.stop()  # streams that run end with an error
+            return True
+        return False

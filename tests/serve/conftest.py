@@ -1,0 +1,88 @@
+"""A server of a tiny model on a free port, and clients of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from cases.tiny_models import byte_tokenizer, make_tiny_model
+
+from offload import AsyncEngine, Engine, OffloadedModel
+from offload.serve.app import Served
+from offload.serve.server import Access, Server
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}"
+    "{% if not loop.last or m.role != 'assistant' %}{{ '\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+Serve = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def serve_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama of 4,096 positions whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("serve") / "tiny"
+    make_tiny_model("llama", max_position_embeddings=4096).save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def served_model(serve_folder: Path) -> Any:
+    return OffloadedModel.from_pretrained(serve_folder, dtype="float32", num_threads=1)
+
+
+@contextmanager
+def serving(model: Any, access: Access | None = None, **options: Any) -> Iterator[Server]:
+    """A server in a thread."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    engine = Engine(model, tokenizer, **options)
+    server = Server(Served(AsyncEngine(engine), "tiny"), access or Access(port=0))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until = time.monotonic() + 20
+        while not server.started and time.monotonic() < until:
+            time.sleep(0.01)
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def server(served_model: Any) -> Iterator[Server]:
+    with serving(served_model) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def serve(served_model: Any) -> Serve:
+    """`serving` of another server with the same model."""
+    return lambda *access, **options: serving(served_model, *access, **options)

@@ -1,0 +1,191 @@
+"""/v1/completions, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+FEW: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+ASCII = {str(token): -100.0 for token in [*range(94, 320)]}
+
+
+def ask(client: openai.OpenAI, prompt: Any, **options: Any) -> Any:
+    return client.completions.create(prompt=prompt, **(FEW | options))
+
+
+def text(client: openai.OpenAI, prompt: Any, **options: Any) -> str:
+    return ask(client, prompt, **options).choices[0].text
+
+
+def test_prompts_of_all_kinds(client: openai.OpenAI, http: httpx.Client) -> None:
+    ids = http.post("/tokenize", json={"prompt": "hello you"}).json()["tokens"]
+    others = http.post("/tokenize", json={"prompt": "good day"}).json()
+    assert others["count"] == len(others["tokens"]) == 8
+    assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "hello you"}
+    one, two = text(client, "hello you"), text(client, "good day")
+    assert text(client, ids) == one
+    for prompts in (
+        ["hello you", "good day"],
+        [ids, others["tokens"]],
+        [ids, "good day"],
+        ["hello you", others["tokens"]],
+    ):
+        answer = ask(client, prompts)
+        assert [choice.text for choice in answer.choices] == [one, two]
+        assert answer.usage.prompt_tokens == len(ids) + 8
+    four = ask(client, ["hello you", "good day"], n=2, temperature=1, seed=1, logit_bias=ASCII)
+    assert [choice.index for choice in four.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in four.choices}) == 4
+    assert four.usage.prompt_tokens == len(ids) + 8
+    assert four.usage.completion_tokens == 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [5000]}, "5000 is outside the vocabulary"),
+        ({"prompt": [-1]}, "-1 is outside the vocabulary"),
+        ({"prompt": [10**30]}, "vocabulary"),
+        ({}, "prompt"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "logit_bias": {"5000": 1}}, "5000 is outside the vocabulary"),
+        ({"prompt": "a", "messages": []}, "messages"),
+    ],
+)
+def test_bodies_that_are_refused(http: httpx.Client, body: Any, words: str) -> None:
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+
+
+def test_tokenize_refuses(http: httpx.Client) -> None:
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/tokenize", {"content": "a"}),
+        ("/detokenize", {"tokens": [5000]}),
+        ("/detokenize", {"tokens": "a"}),
+    ):
+        assert http.post(path, json=body).status_code == 400
+
+
+def test_streamed_text_is_the_whole(client: openai.OpenAI) -> None:
+    prompts = ["hello you", "good day"]
+    whole = ask(client, prompts, n=2, temperature=1.0, seed=5, max_tokens=30, echo=True)
+    streamed = [""] * 4
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 30, "echo": True}
+    for chunk in ask(client, prompts, n=2, stream=True, **options):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == [choice.text for choice in whole.choices]
+    assert all(text.startswith(prompts[i // 2]) for i, text in enumerate(streamed))
+
+
+def test_what_runs_beside_changes_nothing(client: openai.OpenAI) -> None:
+    options = {"temperature": 1.0, "seed": 11, "max_tokens": 24}
+    sampled, greedy = text(client, "one", **options), text(client, "two", max_tokens=24)
+    many = ask(client, ["two", *"abcdefgh"], max_tokens=24)
+    assert many.choices[0].text == greedy
+    beside = client.completions.create(
+        model="tiny", prompt=[*"abcd"], max_tokens=200, stream=True, temperature=1.0
+    )
+    next(beside)
+    assert text(client, "one", **options) == sampled
+    beside.close()
+
+
+def test_cached_tokens(client: openai.OpenAI) -> None:
+    prompt = "a beginning that nobody else has, of some length"
+    first = ask(client, prompt).usage
+    second = ask(client, prompt + " more").usage
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert second.prompt_tokens_details.cached_tokens >= first.prompt_tokens - 1
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    assert ask(client, "hello").choices[0].logprobs is None
+    for k in (0, 3):
+        (choice,) = ask(client, "hello", logprobs=k, logit_bias=ASCII).choices
+        logprobs = choice.logprobs
+        assert "".join(logprobs.tokens) == choice.text
+        assert [len(top) for top in logprobs.top_logprobs] == [k] * 8
+        assert logprobs.text_offset == [*range(8)]
+
+
+def test_echo_with_logprobs_scores_the_prompt(
+    client: openai.OpenAI, http: httpx.Client, served_model: Any
+) -> None:
+    prompt = "a prompt that is long enough to be shared with an earlier one"
+    text(client, prompt)
+    ids = http.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+    options: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 3, "logit_bias": ASCII}
+    (choice,) = ask(client, prompt, **options).choices
+    scores = choice.logprobs
+    assert choice.text.startswith(prompt)
+    assert "".join(scores.tokens) == choice.text
+    assert scores.token_logprobs[0] is None
+    assert scores.top_logprobs[0] is None
+    assert len(scores.tokens) == len(ids) + 3
+    with torch.no_grad():
+        logits = served_model(torch.tensor([ids])).logits[0]
+    wanted = logits[:-1].log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    torch.testing.assert_close(
+        torch.tensor(scores.token_logprobs[1 : len(ids)]), wanted, atol=1e-3, rtol=1e-3
+    )
+    chunks = [*ask(client, prompt, stream=True, **options)]
+    assert "".join(c.choices[0].text for c in chunks) == choice.text
+    streamed = [t for c in chunks for t in (c.choices[0].logprobs.token_logprobs or [])]
+    assert streamed == scores.token_logprobs
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"[1, 2]", "application/json", 400),
+        (b'"text"', "application/json", 400),
+        (b"null", "application/json", 400),
+        (b"{", "application/json", 400),
+        (b"", "application/json", 400),
+        (b"\xff\xfe", "application/json", 400),
+        (b'{"prompt": "a"}', "text/plain", 400),
+        (b"prompt=a", "application/x-www-form-urlencoded", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "application/json", 400),
+        (b'{"prompt": "a", "temperature": NaN}', "application/json", 400),
+        (b'{"prompt": "a", "temperature": 1e999}', "application/json", 400),
+        (b'{"prompt": "\\ud800"}', "application/json", 400),
+        (b'{"prompt": "a", "\\ud800": 1}', "application/json", 400),
+        (b'{"prompt": "a", "stop": ["\\ud800"], "n": 0}', "application/json", 400),
+    ],
+)
+def test_bodies_that_are_no_request(
+    http: httpx.Client, content: bytes, kind: str, status: int
+) -> None:
+    answer = http.post("/v1/completions", content=content, headers={"Content-Type": kind})
+    assert answer.status_code == status, answer.text
+    assert json.loads(answer.text)["error"]["type"] == "invalid_request_error"
+
+
+def test_other_paths_and_methods(http: httpx.Client) -> None:
+    for answer, status in (
+        (http.get("/nothing"), 404),
+        (http.get("/v1/chat/completions"), 405),
+        (http.get("/v1/models/other"), 404),
+    ):
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]

@@ -1,0 +1,292 @@
+"""Load, those who leave, keys and limits, and how a server ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serve.conftest import Serve
+
+from offload import Engine
+from offload.serve.server import Access, Server
+
+LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 3000, "ignore_eos": True}
+SHORT: dict[str, Any] = {"prompt": "hello", "max_tokens": 2}
+
+
+def until(holds: Callable[[], bool], seconds: float = 10.0) -> float:
+    """Seconds until it holds."""
+    start = time.monotonic()
+    while not holds():
+        assert time.monotonic() - start < seconds
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+def engine_of(server: Server) -> Engine:
+    return server._served.engine.engine
+
+
+def raw(server: Server, body: str) -> socket.socket:
+    """A connection on which a completion is asked for."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_who_leaves_is_not_served_on(server: Server, stream: bool, half: bool) -> None:
+    engine = engine_of(server)
+    until(lambda: not engine.has_work)
+    body = json.dumps(LONG | {"stream": stream})
+    with raw(server, body) as connection:
+        until(lambda: engine.num_running == 1)
+        if half:
+            connection.shutdown(socket.SHUT_WR)
+            assert until(lambda: not engine.has_work) < 1.0
+    assert until(lambda: not engine.has_work) < 1.0
+
+
+def test_many_who_leave(server: Server, http: httpx.Client) -> None:
+    for _ in range(200):
+        raw(server, json.dumps(LONG)).close()
+    start = time.monotonic()
+    assert http.post("/v1/completions", json=SHORT).status_code == 200
+    assert time.monotonic() - start < 5.0
+    assert until(lambda: not engine_of(server).has_work) < 5.0
+
+
+def test_a_full_queue_is_a_429(serve: Serve) -> None:
+    with serve(max_num_seqs=1, max_queued=1) as server, httpx.Client(base_url=server.url) as http:
+        with raw(server, json.dumps(LONG | {"n": 2})):
+            until(lambda: http.get("/load").json()["server_load"] == 2)
+            answer = http.post("/v1/completions", json=SHORT)
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        until(lambda: http.get("/load").json()["server_load"] == 0)
+        assert http.post("/v1/completions", json=SHORT).status_code == 200
+        refused = http.post("/v1/completions", json=SHORT | {"n": 3})
+        assert refused.status_code == 429  # all of them, or none
+        until(lambda: http.get("/load").json()["server_load"] == 0)
+
+
+def test_more_load_than_there_is_room_for(serve: Serve) -> None:
+    """Every answer is the one that its prompt gets alone, or a 429."""
+    with serve(max_num_seqs=3, max_queued=6) as server:
+        url = f"{server.url}/v1/completions"
+        bodies = [
+            {"prompt": f"number {i % 10}, of some length", "max_tokens": 30, "temperature": 0}
+            for i in range(80)
+        ]
+        wanted = [httpx.post(url, json=body).json()["choices"] for body in bodies[:10]]
+        with ThreadPoolExecutor(40) as pool:
+            found = [*pool.map(lambda body: httpx.post(url, json=body, timeout=30), bodies)]
+        for i, answer in enumerate(found):
+            assert answer.status_code in (200, 429)
+            assert answer.status_code == 429 or answer.json()["choices"] == wanted[i % 10]
+        codes = [answer.status_code for answer in found]
+        assert codes.count(200) >= 9
+        assert 429 in codes
+
+
+def test_keys_and_limits(serve: Serve) -> None:
+    access = Access(
+        port=0,
+        api_keys=("first", "second"),
+        max_body_bytes=1000,
+        cors_origins=("http://a.example",),
+    )
+    with serve(access) as server, httpx.Client(base_url=server.url) as http:
+        for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "first"}):
+            answer = http.get("/v1/models", headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["type"] == "authentication_error"
+            assert http.post("/v1/completions", json=SHORT, headers=headers).status_code == 401
+        for path in ("/health", "/ping", "/"):
+            assert http.get(path).status_code == 200
+        http.headers["Authorization"] = "Bearer second"
+        assert http.post("/v1/completions", json=SHORT).status_code == 200
+        large = b'{"prompt": "' + b"x" * 1000 + b'"}'
+        assert http.post("/v1/completions", content=large).status_code == 413
+        kind = {"Content-Type": "application/json"}
+        chunked = http.post("/v1/completions", content=iter([large]), headers=kind)
+        assert chunked.status_code == 413
+        assert chunked.json()["error"]["message"] == "the body has more than 1000 bytes"
+        for origin, allowed in (("http://a.example", True), ("http://b.example", False)):
+            answer = http.get("/health", headers={"Origin": origin})
+            assert ("access-control-allow-origin" in answer.headers) == allowed
+    with serve(Access(port=0, api_keys=("first",), public_models=True)) as server:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 200
+
+
+def test_what_a_server_says_of_itself(server: Server, http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    props = http.get("/props").json()
+    assert (props["model"], props["n_ctx"], props["max_num_seqs"]) == ("tiny", 4096, 32)
+    prompt = "metrics count what was shared with an earlier prompt"
+    for _ in range(2):
+        http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})
+
+    def metric(name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    assert metric("offload_cached_tokens_total") >= len(prompt) - 2
+    assert metric('offload_requests_total{end="finished"}') >= 2
+    assert metric("offload_first_token_seconds_count") >= 2
+    assert metric("offload_requests_running") == 0
+    page = http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert not re.search(r"""(src|href)=["']?https?:""", page.text)
+    assert http.get("/openapi.json").status_code == 200
+
+
+def test_a_dead_engine_is_a_503(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Engine) -> None:
+        raise OSError("the device is gone")
+
+    with serve() as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        monkeypatch.setattr(Engine, "step", fails)
+        for _ in range(2):
+            answer = http.post("/v1/completions", json=SHORT)
+            assert answer.status_code == 503
+            assert "the device is gone" in answer.json()["error"]["message"]
+        assert http.get("/health").status_code == 503
+        assert http.get("/metrics").status_code == 200
+        monkeypatch.undo()
+
+
+def test_an_error_in_a_stream_is_its_last_event(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> None:
+        raise KeyError("in the sampler")
+
+    with serve() as server:
+        monkeypatch.setattr("offload.engine.engine.choose", fails)
+        body = SHORT | {"stream": True, "temperature": 0.5}
+        events = httpx.post(f"{server.url}/v1/completions", json=body).text.split("\n\n")
+        assert "in the sampler" in events[-3]
+        assert events[-2] == "data: [DONE]"
+
+
+def test_ping_answers_while_a_long_prompt_is_tokenised(server: Server, http: httpx.Client) -> None:
+    with ThreadPoolExecutor() as pool:
+        body = {"prompt": "he is a word " * 30_000}
+        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        longest = 0.0
+        while not asked.done():
+            start = time.monotonic()
+            assert http.get("/ping").status_code == 200
+            longest = max(longest, time.monotonic() - start)
+        assert asked.result().json()["error"]["code"] == "exceed_context_size_error"
+    assert longest < 1.0
+
+
+def test_a_stream_is_never_silent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first byte comes at once, and others every second while nothing is chosen."""
+    step = Engine.step
+
+    def slow(self: Engine) -> Any:
+        time.sleep(2.5)
+        return step(self)
+
+    with serve() as server:
+        monkeypatch.setattr(Engine, "step", slow)
+        start, came, lines = time.monotonic(), [], []
+        body = SHORT | {"stream": True, "max_tokens": 1}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as answer:
+            came.append(time.monotonic() - start)
+            for line in answer.iter_lines():
+                came.append(time.monotonic() - start)
+                lines.append(line)
+        monkeypatch.undo()
+    assert came[0] < 1.0
+    assert max(b - a for a, b in pairwise(came)) < 2.0
+    assert any(line.startswith(": ping, 0 of 4 prompt tokens read") for line in lines)
+
+
+def test_the_end_of_a_server(serve: Serve) -> None:
+    """What runs is finished, what comes is refused."""
+    with serve() as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        body = LONG | {"max_tokens": 600}
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(
+                httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+            )
+        )
+        thread.start()
+        until(lambda: engine_of(server).num_running == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        refused = http.post("/v1/completions", json=SHORT)
+        assert refused.status_code == 503
+        thread.join()
+        assert answers[0].json()["usage"]["completion_tokens"] == 600
+
+
+def test_the_end_comes_in_time(serve: Serve) -> None:
+    with serve(Access(port=0, shutdown_seconds=0.2)) as server, ThreadPoolExecutor() as pool:
+        streamed = LONG | {"stream": True}
+        url = f"{server.url}/v1/completions"
+        whole = pool.submit(httpx.post, url, json=LONG, timeout=30)
+        parts = pool.submit(httpx.post, url, json=streamed, timeout=30)
+        until(lambda: engine_of(server).num_running == 2)
+        start = time.monotonic()
+        server.handle_exit(signal.SIGTERM, None)
+        assert whole.result().status_code == 503
+        assert "shutting down" in parts.result().text
+        assert time.monotonic() - start < 3.0
+
+
+def test_the_command(serve_folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("secret\n")
+    command = ["serve", serve_folder, "--port", "0", "--api-key-file", keys, "--threads", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "offload", *map(str, command)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"COLUMNS": "300"},
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            found = re.search(r"serving at (http://127\.0\.0\.1:\d+)", line)
+            if found:
+                break
+        assert found is not None
+        answer = httpx.post(
+            f"{found[1]}/v1/completions", json=SHORT, headers={"Authorization": "Bearer secret"}
+        )
+        assert answer.json()["model"] == str(serve_folder)
+        assert httpx.get(f"{found[1]}/v1/models").status_code == 401
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        assert process.wait(10) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()

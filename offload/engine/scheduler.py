@@ -10,7 +10,9 @@ from offload.engine.request import Request
 from offload.kv.store import KVStore
 from offload.policies.state import PolicyStates
 
-_LEAST_SLICE = 16  # tokens; fewer take as long
+# Tokens of a slice at least, while others decode and while nobody does: fewer take about as long.
+_LEAST = {True: 64, False: 256}
+_MOST = 2**16
 _LOOKED_THROUGH = 8  # prompts behind the first, for such as fit a slice
 
 
@@ -66,8 +68,11 @@ class Scheduler:
         self.reading: list[Request] = []
         self.running: list[Request] = []
         self._max_num_seqs = max_num_seqs
-        self._slice_seconds, self._read_share = slice_seconds, read_share
-        self._token_seconds = slice_seconds / 64  # of reading, until it was measured
+        # Nobody waits for a slice while nobody decodes, but for a request that is cancelled.
+        self._slice_seconds = {True: slice_seconds, False: 3 * slice_seconds}
+        self._read_share = read_share
+        self._sizes = dict(_LEAST)  # of slices that take so long
+        self._decodes = False  # somebody, when the last slice began
         self._owed = 0.0  # seconds of decoding before the next slice
         self._last: Request | None = None  # whose slice was read
 
@@ -98,8 +103,8 @@ class Scheduler:
         """
         if not self.reading or (self.running and self._owed > 0.0):
             return []
-        seconds = self._slice_seconds * (1 if self.running else 2)
-        size = left = max(_LEAST_SLICE, int(seconds / self._token_seconds))
+        self._decodes = bool(self.running)
+        size = left = self._sizes[self._decodes]
         parts: dict[Request, int] = {}
         first, *others = self.reading[: 1 + _LOOKED_THROUGH]
         if first is self._last:  # its rest leaves half of the slice to those that fit in there
@@ -118,10 +123,12 @@ class Scheduler:
         return [*parts.items()]
 
     def was_read(self, num_tokens: int, seconds: float) -> None:
-        """A slice took so long."""
-        # Few tokens take as long as some more do.
-        measured = seconds / max(num_tokens, _LEAST_SLICE)
-        self._token_seconds += 0.5 * (measured - self._token_seconds)
+        """A slice took so long: the next one is as much larger or smaller."""
+        decodes = self._decodes
+        size, wanted = self._sizes[decodes], self._slice_seconds[decodes]
+        if 2 * num_tokens >= size:  # else a prompt's end says little
+            size = int(size * min(2.0, max(0.5, wanted / seconds)))
+            self._sizes[decodes] = min(_MOST, max(_LEAST[decodes], size))
         self._owed = seconds * (1.0 - self._read_share) / self._read_share
 
     def was_decoded(self, seconds: float) -> None:

@@ -31,6 +31,7 @@ class AsyncEngine:
         prompt: Sequence[int],
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        session_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of a request, of its prompt's slices first. It is cancelled if nobody reads on.
 
@@ -50,6 +51,7 @@ class AsyncEngine:
             request_id,
             on_output,
             is_ready=lambda: unread.qsize() < _MOST_UNREAD,
+            session_id=session_id,
         )
         try:
             while True:

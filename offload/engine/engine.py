@@ -24,6 +24,7 @@ from offload.engine.runner import Runner
 from offload.engine.sampler import Chosen, choose
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Admission, Scheduler
+from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
 from offload.system.errors import DeviceMemoryError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 OnOutput = Callable[[RequestOutput], None]
 
 _IDLE_SECONDS = 0.05  # until it is looked again whether somebody else gave memory back
+_SAVING_SECONDS = 0.01  # of each step in which requests are answered
 
 
 class QueueFullError(RuntimeError):
@@ -73,6 +75,8 @@ class Engine:
         read_share: of the time for prompts while others decode.
         prefix_caching: prompts that begin as earlier ones share what was read. Pages are given
             back, the least recently used first, when requests need them.
+        sessions: what is kept of the requests of a session for the next one, in memory and on disk;
+            `stop` saves them.
 
     Raises:
         NotImplementedError: a model whose options are of one generation at a time.
@@ -89,6 +93,7 @@ class Engine:
         slice_seconds: float = 0.1,
         read_share: float = 0.4,
         prefix_caching: bool = True,
+        sessions: Sessions | None = None,
     ) -> None:
         _check_options(max_num_seqs, max_queued, slice_seconds, read_share)
         self._runtime = runtime = model._offload
@@ -102,6 +107,9 @@ class Engine:
         self._max_num_seqs, self._max_queued = max_num_seqs, max_queued
         self._admission = Admission(runtime.store, runtime.attention.states)
         self._prefixes = Prefixes(self._runner, is_enabled=prefix_caching)
+        self.sessions = sessions
+        if sessions is not None:
+            sessions.open(runtime)
         self._maker = RequestMaker(model, tokenizer, self._admission)
         self._inbox = threading.Condition()
         self._arrived: list[Request] = []
@@ -118,6 +126,7 @@ class Engine:
         request_id: str | None = None,
         on_output: OnOutput | None = None,
         is_ready: Callable[[], bool] = lambda: True,
+        session_id: str | None = None,
     ) -> str:
         """Have a prompt answered.
 
@@ -126,10 +135,14 @@ class Engine:
             request_id: default: a new one, which is returned.
             on_output: called with every output, in the thread that runs the engine.
             is_ready: asked before each token whether it may be chosen now.
+            session_id: of the prompt, only what the session's last request and its answer do not
+                begin with is read. Needs `sessions`.
 
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, more tokens than the context
-                has, a request id that is in use, stop strings without a tokenizer.
+                has, a request id that is in use, stop strings without a tokenizer, a session id
+                that is none or that the engine keeps no sessions for.
+            SessionInUseError: a request of this session has not ended.
             HostBudgetError: more than the whole budget of the host.
             QueueFullError: as many requests wait as may.
             RuntimeError: the engine was stopped.
@@ -137,11 +150,19 @@ class Engine:
         request = self._maker.make(
             prompt, params or SamplingParams(), request_id, on_output, is_ready
         )
+        if session_id is not None:
+            if self.sessions is None:
+                raise ValueError("session_id needs Engine(..., sessions=Sessions(folder))")
+            request.session_id = check_session_id(session_id)
         with self._inbox:
             if self._stopping:
                 raise RuntimeError("the engine was stopped")
             if request.request_id in self._requests:
                 raise ValueError(f"request_id {request.request_id!r} is in use")
+            if session_id is not None and any(
+                other.session_id == session_id for other in self._requests.values()
+            ):
+                raise SessionInUseError(f"session {session_id!r} has a request that has not ended")
             if self.num_waiting >= self._max_queued + self._num_free_places:
                 raise QueueFullError(
                     f"{self.num_waiting} requests wait already, and max_queued is "
@@ -193,6 +214,8 @@ class Engine:
             self._scheduler.admit(self._fits)
             outputs += self._decode()
             outputs += self._read()
+            if self.sessions is not None:
+                self.sessions.work(_SAVING_SECONDS)
         return outputs
 
     # A thread that steps.
@@ -213,7 +236,8 @@ class Engine:
 
         Args:
             finish: requests that are there are answered first; else they are cancelled.
-            timeout: seconds until they are cancelled after all.
+            timeout: seconds until they are cancelled after all, and sessions that are not saved
+                are given up.
         """
         until = None if timeout is None else time.monotonic() + timeout
         with self._inbox:
@@ -231,6 +255,9 @@ class Engine:
         elif thread is None and self.has_work:
             self.step()
         self.clear_prefixes()
+        if self.sessions is not None:
+            with self._runtime.run_lock.lock:
+                self.sessions.close(None if until is None else max(0.0, until - time.monotonic()))
 
     def clear_prefixes(self) -> None:
         """Give back what is kept of prompts that were read."""
@@ -252,12 +279,17 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._inbox:
-                self._inbox.wait_for(lambda: self._requests or self._stopping)
+                self._inbox.wait_for(lambda: self._requests or self._stopping or self._saves)
                 if self._stopping and not self._requests:
                     return
-            if not self.step():  # all wait: for memory that others have, or for their readers
+            # All wait: for memory that others have, or for their readers.
+            if not self.step() and not self._saves:
                 with self._inbox:
                     self._inbox.wait(_IDLE_SECONDS)
+
+    @property
+    def _saves(self) -> bool:
+        return self.sessions is not None and self.sessions.has_work
 
     # The parts of a step.
 
@@ -273,10 +305,15 @@ class Engine:
 
     def _fits(self, requests: list[Request]) -> bool:
         """Whether the last of `requests` may join the others."""
-        while not self._admission.fits(requests):
-            if not self._prefixes.drop():
+        newest, sessions = requests[-1], self.sessions
+        seq = None if sessions is None else sessions.seq_of(newest)
+        while not self._admission.fits(requests, seq):
+            spilt = sessions is not None and sessions.spill(keeps=newest.session_id)
+            if not spilt and not self._prefixes.drop():
                 self._runtime.store.trim()
-                return self._admission.fits(requests)
+                if not self._admission.fits(requests, seq):
+                    return False
+                break
         # A power of two, so that the decoder rarely has to place heads anew.
         count = min(self._max_num_seqs, 1 << (len(requests) - 1).bit_length())
         longest = max(request.most_tokens for request in requests)
@@ -288,6 +325,8 @@ class Engine:
                     self._emit_error(requests[0], error)
                 return False
             self._begun = (count, longest)
+        if sessions is not None:
+            sessions.attach(newest)
         return True
 
     def _decode(self) -> list[RequestOutput]:
@@ -329,9 +368,10 @@ class Engine:
         request, size = found
         start = time.perf_counter()
         try:
+            if request.seq is None and self.sessions is not None:
+                self.sessions.begin(request)
             if request.seq is None:
                 self._prefixes.begin(request)
-                self.stats.cached_tokens += request.num_cached
             assert request.seq is not None
             stop = min(len(request.prompt), request.num_read + size)
             tokens = request.prompt[request.num_read : stop]
@@ -345,6 +385,7 @@ class Engine:
         request.num_read = stop
         if not request.is_read:
             return [self._emit(request, request.output())]
+        self.stats.cached_tokens += request.num_cached
         self._scheduler.reading.remove(request)
         self._scheduler.running.append(request)
         self._prefixes.keep(request)
@@ -396,6 +437,8 @@ class Engine:
             self.stats.cancelled += 1
         else:
             self.stats.finished += 1
+        if self.sessions is not None:
+            self.sessions.keep(request)
         self._prefixes.end(request)
         with self._inbox:
             del self._requests[request.request_id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -121,6 +122,11 @@ def _split(parent: _Node, child: _Node, size: int) -> _Node:
     middle.children[int(child.tokens[0])] = child
     parent.children[int(middle.tokens[0])] = middle
     return middle
+
+
+def num_same(a: Sequence[int], b: Sequence[int]) -> int:
+    """First tokens that are the same in both."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _num_equal(a: Tokens, b: Tokens) -> int:

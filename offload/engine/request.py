@@ -24,7 +24,7 @@ class RequestOutput:
         tokens: chosen since the last output.
         text: that they add; "" where the engine has no tokenizer.
         num_read: tokens of the prompt that are read, those that were shared included.
-        num_cached: of these, what was shared with an earlier prompt.
+        num_cached: of these, what was there of an earlier prompt, or of the session.
         finish_reason: of the last output; None: more comes. "stop" for an end-of-sequence token, a
             stop token or a stop string.
         error: with the reason "error".
@@ -55,6 +55,8 @@ class Request:
         num_read: tokens of `prompt` in the cache.
         answer: tokens chosen so far; the last one is not in the cache.
         generator: of its own random numbers; None: it has no seed.
+        session_id: that keeps its sequence for the next request.
+        continues_session: it began with the sequence of an earlier one.
     """
 
     request_id: str
@@ -72,6 +74,8 @@ class Request:
     finish_reason: FinishReason | None = None
     arrived: float = field(default_factory=time.monotonic)
     generator: torch.Generator | None = None
+    session_id: str | None = None
+    continues_session: bool = False
 
     def __post_init__(self) -> None:
         if self.params.seed is not None:

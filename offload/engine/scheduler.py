@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Sequence
 
+from offload.engine.prefix_tree import num_same
 from offload.engine.request import Request
 from offload.kv.store import KVStore
 from offload.policies.state import PolicyStates
@@ -25,16 +25,17 @@ class Admission:
         pages = self._pages(request.most_tokens)
         return pages * self._store.page_bytes + 2 * self._states(request)
 
-    def fits(self, requests: Iterable[Request]) -> bool:
-        """Whether all of them can go on to their ends together."""
+    def fits(self, requests: Sequence[Request], seq: int | None = None) -> bool:
+        """Whether all of them can go on to their ends together; the last one from `seq`."""
         pages = states = grows = 0
         for request in requests:
             pages += self._pages(request.most_tokens)
             states += self._states(request)
             grows = max(grows, self._states(request))  # a copy is made of one at a time
-            if request.seq is not None:
-                pages -= self._store.num_own_pages(request.seq) * self._store.num_page_rows
-                states -= self._policy_states.bytes_of([request.seq])
+            own = seq if request.seq is None and request is requests[-1] else request.seq
+            if own is not None:
+                pages -= self._store.num_own_pages(own) * self._store.num_page_rows
+                states -= self._policy_states.bytes_of([own])
         need = pages * self._store.page_bytes + max(0, states) + grows
         return need <= self._store.left_bytes(pages)
 
@@ -99,7 +100,7 @@ class Scheduler:
         if request is self._last:
             for other in self.reading[1 : 1 + _LOOKED_THROUGH]:
                 left = num_left(other)
-                if left <= size and 2 * _num_same(other.prompt, request.prompt) < left:
+                if left <= size and 2 * num_same(other.prompt, request.prompt) < left:
                     request = other
                     break
         self._last = request
@@ -115,8 +116,3 @@ class Scheduler:
     def was_decoded(self, seconds: float) -> None:
         """A step took so long."""
         self._owed -= seconds
-
-
-def _num_same(a: Sequence[int], b: Sequence[int]) -> int:
-    """First tokens that are the same in both."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -226,9 +226,8 @@ def _read_state(
         reader.check(name, dtype, (shape[0], min(shape[1], int(newest)), store.head_dim))
         saved.queries[int(layer)] = _tensor(reader, name, store.dtype), int(newest)
     for name in reader.tensors:
-        of_row, kind, *rest = name.split(".", 3)
-        if (of_row, kind) == (str(row), "state"):
-            layer, of_layer = rest
+        if name.startswith(f"{row}.state."):
+            layer, of_layer = name.split(".", 3)[2:]
             array = reader.read_array(name)
             record = numbers["records"].get(f"{layer}.{of_layer}")
             if record is not None:

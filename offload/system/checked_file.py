@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ class CheckedReader:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError) as error:
             raise SessionMiss(f"{path} cannot be read: {error}") from None
-        self._path, self._file = path, os.fdopen(descriptor, "rb", buffering=0)
+        self._path, self._descriptor = path, descriptor
         try:
             self._read_header()
         except BaseException:
@@ -154,7 +155,7 @@ class CheckedReader:
         self.close()
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._descriptor)
 
     def check(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         """Refuse a tensor that is missing, or is another than expected."""
@@ -182,17 +183,17 @@ class CheckedReader:
             raise self._miss(f"{name} is of bfloat16")
         return self.read(name).view(np.dtype(dtype)).reshape(shape)
 
-    def check_all(self) -> None:
-        """Read all tensors.
-
-        Raises:
-            SessionMiss: one is damaged.
-        """
-        for name in self.tensors:
-            self.read(name)
+    def copy(self) -> CheckedFile:
+        """The same file, whose tensors are read, and so checked, when they are written."""
+        names = {code: name for name, code in _NAMES.items()}
+        entries = [
+            Entry(name, names[code], shape, partial(self.read, name))
+            for name, (code, shape) in self.tensors.items()
+        ]
+        return CheckedFile(self.metadata, entries)
 
     def _read_header(self) -> None:
-        status = os.fstat(self._file.fileno())
+        status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise self._miss("it is not a file")
         self.num_bytes = size = status.st_size
@@ -237,7 +238,7 @@ class CheckedReader:
         view, done = memoryview(data), 0
         while done < num_bytes:
             try:
-                read = os.preadv(self._file.fileno(), [view[done:]], begin + done)
+                read = os.preadv(self._descriptor, [view[done:]], begin + done)
             except OSError as error:
                 raise self._miss(str(error)) from None
             if not read:

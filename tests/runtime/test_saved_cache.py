@@ -94,7 +94,7 @@ def test_safetensors_reads_it(saved: tuple[Any, Path]) -> None:
         assert file.get_tensor("0.kv.0").shape == (2, 2, 41, 32)
 
 
-def assert_miss(model: Any, path: Path, reason: str = "") -> None:
+def assert_miss(model: Any, path: Path, reason: str | None = None) -> None:
     used, held = model.kv_store.host_bytes_used, model._offload.attention.states.held_bytes
     with pytest.raises(SessionMiss, match=reason):
         OffloadedCache.load(model, path)

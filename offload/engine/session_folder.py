@@ -12,7 +12,6 @@ from pathlib import Path
 
 from offload.runtime.saving import saved_rows
 from offload.system.checked_file import CheckedFile, CheckedReader
-from offload.system.errors import SessionMiss
 from offload.system.memory import format_bytes
 
 _SUFFIX = ".safetensors"

@@ -34,7 +34,7 @@ def fingerprint(
         size = flat.numel()
         places = [place * max(0, size - _BLOCK) // _NUM_BLOCKS for place in range(_NUM_BLOCKS + 1)]
         blocks = [flat[place : place + _BLOCK] for place in dict.fromkeys(places)]
-        weights.update(bytes_of(torch.cat(blocks).cpu()))
+        weights.update(bytes_of(torch.cat(blocks).cpu()).data)
     facts = {
         key: value
         for key, value in config.to_dict().items()

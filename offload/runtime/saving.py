@@ -243,5 +243,3 @@ def _tensor(reader: CheckedReader, name: str, dtype: torch.dtype) -> torch.Tenso
         reader.read(name)
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(reader.read(name)).view(dtype).view(shape)
-
-

@@ -87,8 +87,9 @@ class CheckedFile:
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         end = 0
         sizes = [(each.name, _NAMES[each.dtype], each.shape, each.num_bytes) for each in entries]
-        shape = (len(entries) + 1, _DIGEST_BYTES)
-        for name, code, shape, num_bytes in [*sizes, (_CHECKSUMS, "U8", shape, math.prod(shape))]:
+        checksums = (len(entries) + 1, _DIGEST_BYTES)
+        sizes.append((_CHECKSUMS, "U8", checksums, math.prod(checksums)))
+        for name, code, shape, num_bytes in sizes:
             offsets = [end, end + num_bytes]
             header[name] = {"dtype": code, "shape": list(shape), "data_offsets": offsets}
             end += num_bytes
@@ -224,18 +225,16 @@ class CheckedReader:
         if start + end != self.num_bytes:
             raise ValueError(f"{self.num_bytes} bytes, not {start + end}")
         expected = "U8", (len(self.tensors), _DIGEST_BYTES)
-        if self.tensors.pop(_CHECKSUMS) != expected or _CHECKSUMS != [*header][-1]:
+        if self.tensors.pop(_CHECKSUMS) != expected or [*header][-1] != _CHECKSUMS:
             raise ValueError("no checksums")
         begin, stop, _ = self._places.pop(_CHECKSUMS)
         found = self._read_at(begin, stop - begin).tobytes()
-        self._digests = [
-            found[i : i + _DIGEST_BYTES] for i in range(0, len(found), _DIGEST_BYTES)
-        ]
+        self._digests = [found[i : i + _DIGEST_BYTES] for i in range(0, len(found), _DIGEST_BYTES)]
 
     def _read_at(self, begin: int, num_bytes: int) -> Bytes:
         """Not more than the file has."""
         data = np.empty(num_bytes, np.uint8)
-        view, done = memoryview(data), 0
+        view, done = memoryview(data.data), 0
         while done < num_bytes:
             try:
                 read = os.preadv(self._descriptor, [view[done:]], begin + done)

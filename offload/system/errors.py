@@ -31,5 +31,5 @@ class HostBudgetError(_OutOfMemoryError):
     """The host KV store would grow beyond its budget, or beyond the memory that is left."""
 
 
-class SessionMiss(ValueError):  # noqa: N818 - as a cache misses
+class SessionMiss(ValueError):
     """A saved session cannot be taken up; the message says why. Nothing has changed."""

@@ -108,7 +108,9 @@ def test_the_same_bytes_and_one_token_after_a_restart(model: Any, tmp_path: Path
     engine.stop()
     saved = (tmp_path / "s.safetensors").read_bytes()
     engine = Engine(model, sessions=Sessions(tmp_path))
-    again, output = ask(engine, [*PROMPT, answer[0]], params=SamplingParams(temperature=0.0, max_tokens=1))
+    _, output = ask(
+        engine, [*PROMPT, answer[0]], params=SamplingParams(temperature=0.0, max_tokens=1)
+    )
     assert output.num_cached == len(PROMPT)
     engine.stop()
     engine = Engine(model, sessions=Sessions(tmp_path / "b"))
@@ -238,7 +240,8 @@ from offload import Engine, OffloadedModel, SamplingParams
 from offload.engine.sessions import Sessions
 model = OffloadedModel.from_pretrained(sys.argv[1], policy="full", dtype="float32")
 with Engine(model, sessions=Sessions(sys.argv[2])) as engine:
-    engine.add_request(list(range(100)), SamplingParams(temperature=0, max_tokens=5), session_id="s")
+    params = SamplingParams(temperature=0, max_tokens=5)
+    engine.add_request(list(range(100)), params, session_id="s")
     while not os.path.exists(os.path.join(sys.argv[2], "s.safetensors")):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)

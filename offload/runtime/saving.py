@@ -30,6 +30,7 @@ from offload.runtime.sequences import Sequences
 from offload.system.checked_file import Bytes, CheckedFile, CheckedReader, Entry, bytes_of
 from offload.system.errors import HostBudgetError, SessionMiss
 from offload.system.memory import format_bytes
+from offload.system.torch_threads import torch_threads
 
 FORMAT = "offload-session-1"
 
@@ -101,7 +102,8 @@ def _entries(store: KVStore, row: int, seq: int, saved: SavedState) -> Iterator[
 
     def keys_and_values(layer_idx: int) -> Bytes:
         both = torch.empty(shape, dtype=store.dtype)
-        store.gather(seq, layer_idx, out=(both[0], both[1]))
+        with torch_threads(1):
+            store.gather(seq, layer_idx, out=(both[0], both[1]))
         return bytes_of(both)
 
     for layer_idx in range(store.num_layers):
@@ -148,7 +150,8 @@ def read_sequences(
     sequences.check_saves()
     rows = list[SavedRow]()
     try:
-        with CheckedReader(path) as reader:
+        # Copies are small: with more threads they would wait for each other.
+        with torch_threads(1), CheckedReader(path) as reader:
             found = saved_rows(reader)
             _check_fingerprint(reader, fingerprint or sequences.fingerprint())
             for row, numbers in enumerate(found):

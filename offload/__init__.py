@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from offload.runtime.cache import OffloadedCache
     from offload.runtime.config import RuntimeConfig
     from offload.runtime.model import OffloadedModel
-    from offload.system.errors import DeviceMemoryError
+    from offload.system.errors import DeviceMemoryError, SessionMiss
 
 __all__ = [
     "AsyncEngine",
@@ -42,6 +42,7 @@ __all__ = [
     "RequestOutput",
     "RuntimeConfig",
     "SamplingParams",
+    "SessionMiss",
     "StreamingLLM",
     "__version__",
     "available_policies",
@@ -64,6 +65,7 @@ _MODULES = {
     "RequestOutput": "engine.request",
     "RuntimeConfig": "runtime.config",
     "SamplingParams": "engine.sampling_params",
+    "SessionMiss": "system.errors",
     "StreamingLLM": "policies",
     "available_policies": "policies",
     "load_tokenizer": "loading.names",

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from offload.cli import bench, inspect
+from offload.cli import bench, inspect, sessions
 from offload.cli import eval as eval_commands
 from offload.cli.calibrate import calibrate
 from offload.cli.commands import add_command, command_group
@@ -26,6 +26,7 @@ for command in (generate, serve, plan, env, calibrate):
 app.add_typer(bench.app, name="bench")
 app.add_typer(eval_commands.app, name="eval")
 app.add_typer(inspect.app, name="inspect")
+app.add_typer(sessions.app, name="sessions")
 
 
 def _print_version(wanted: bool) -> None:

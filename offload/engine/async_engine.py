@@ -31,6 +31,7 @@ class AsyncEngine:
         prompt: Sequence[int],
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        session_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of a request. It is cancelled if nobody reads on.
 
@@ -54,6 +55,7 @@ class AsyncEngine:
             request_id,
             on_output,
             is_ready=lambda: num_sent - num_taken < _MOST_UNREAD,
+            session_id=session_id,
         )
         try:
             yield RequestOutput(request_id, num_prompt_tokens=len(prompt))

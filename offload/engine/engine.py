@@ -25,6 +25,7 @@ from offload.engine.runner import Runner
 from offload.engine.sampler import Chosen, choose
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Admission, Scheduler
+from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
 from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 OnOutput = Callable[[RequestOutput], None]
 
 _IDLE_SECONDS = 0.05  # until it is looked again whether somebody else gave memory back
+_SAVING_SECONDS = 0.01  # of each step in which requests are answered
 
 
 class QueueFullError(RuntimeError):
@@ -78,6 +80,8 @@ class Engine:
         read_share: of the time for prompts while others decode.
         prefix_caching: prompts that begin as earlier ones share what was read. Pages are given
             back, the least recently used first, when requests need them.
+        sessions: what is kept of the requests of a session for the next one, in memory and on disk;
+            `stop` saves them.
 
     Attributes:
         failure: of a step, outside of any request; it ended the thread and all requests.
@@ -97,6 +101,7 @@ class Engine:
         slice_seconds: float = 0.15,
         read_share: float = 0.45,
         prefix_caching: bool = True,
+        sessions: Sessions | None = None,
     ) -> None:
         check_options(max_num_seqs, max_queued, slice_seconds, read_share)
         self._runtime = runtime = model._offload
@@ -110,6 +115,9 @@ class Engine:
         self.max_num_seqs, self.max_queued = max_num_seqs, max_queued
         self._admission = Admission(runtime.store, runtime.attention.states)
         self._prefixes = Prefixes(self._runner, is_enabled=prefix_caching)
+        self.sessions = sessions
+        if sessions is not None:
+            sessions.open(runtime)
         self._maker = RequestMaker(model, tokenizer, self._admission)
         self._inbox = threading.Condition()
         self._arrived: list[Request] = []
@@ -127,6 +135,7 @@ class Engine:
         request_id: str | None = None,
         on_output: OnOutput | None = None,
         is_ready: Callable[[], bool] = lambda: True,
+        session_id: str | None = None,
     ) -> str:
         """Have a prompt answered.
 
@@ -135,10 +144,14 @@ class Engine:
             request_id: default: a new one, which is returned.
             on_output: called with every output, in the thread that runs the engine.
             is_ready: asked before each token whether it may be chosen now.
+            session_id: of the prompt, only what the session's last request and its answer do not
+                begin with is read. Needs `sessions`.
 
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, more tokens than the context
-                has, a request id that is in use, stop strings without a tokenizer.
+                has, a request id that is in use, stop strings without a tokenizer, a session id
+                that is none or that the engine keeps no sessions for.
+            SessionInUseError: a request of this session has not ended.
             HostBudgetError: more than the whole budget of the host.
             QueueFullError: as many requests wait as may.
             RuntimeError: the engine was stopped, or its thread ended by `failure`.
@@ -146,6 +159,10 @@ class Engine:
         request = self._maker.make(
             prompt, params or SamplingParams(), request_id, on_output, is_ready
         )
+        if session_id is not None:
+            if self.sessions is None:
+                raise ValueError("session_id needs Engine(..., sessions=Sessions(folder))")
+            request.session_id = check_session_id(session_id)
         with self._inbox:
             if self.failure is not None:
                 raise RuntimeError(f"the engine failed: {self.failure}") from self.failure
@@ -153,6 +170,10 @@ class Engine:
                 raise RuntimeError("the engine was stopped")
             if request.request_id in self._requests:
                 raise ValueError(f"request_id {request.request_id!r} is in use")
+            if session_id is not None and any(
+                other.session_id == session_id for other in self._requests.values()
+            ):
+                raise SessionInUseError(f"session {session_id!r} has a request that has not ended")
             if self.num_waiting >= self.max_queued + self._num_free_places:
                 raise QueueFullError(
                     f"{self.num_waiting} requests wait already, and max_queued is "
@@ -211,6 +232,8 @@ class Engine:
             self._scheduler.admit(self._fits)
             outputs += self._decode()
             outputs += self._read()
+            if self.sessions is not None:
+                self.sessions.work(_SAVING_SECONDS)
             self.stats.step_seconds += time.perf_counter() - start
             self.stats.pass_seconds = self._runner.seconds
         return outputs
@@ -233,7 +256,8 @@ class Engine:
 
         Args:
             finish: requests that are there are answered first; else they are cancelled.
-            timeout: seconds until they are cancelled after all.
+            timeout: seconds until they are cancelled after all, and sessions that are not saved
+                are given up.
         """
         until = None if timeout is None else time.monotonic() + timeout
         with self._inbox:
@@ -251,6 +275,9 @@ class Engine:
         elif thread is None and self.has_work:
             self.step()
         self.clear_prefixes()
+        if self.sessions is not None:
+            with self._runtime.run_lock.lock:
+                self.sessions.close(None if until is None else max(0.0, until - time.monotonic()))
 
     def clear_prefixes(self) -> None:
         """Give back what is kept of prompts that were read."""
@@ -272,7 +299,7 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._inbox:
-                self._inbox.wait_for(lambda: self._requests or self._stopping)
+                self._inbox.wait_for(lambda: self._requests or self._stopping or self._saves)
                 if self._stopping and not self._requests:
                     return
             try:
@@ -281,7 +308,8 @@ class Engine:
                 logger.exception("the engine failed")
                 self._fail(error)
                 return
-            if not has_outputs:  # all wait: for memory that others have, or for their readers
+            # All wait: for memory that others have, or for their readers.
+            if not has_outputs and not self._saves:
                 with self._inbox:
                     self._inbox.wait(_IDLE_SECONDS)
 
@@ -292,6 +320,10 @@ class Engine:
             requests = [*self._requests.values()]
         for request in requests:
             self._emit_error(request, error)
+
+    @property
+    def _saves(self) -> bool:
+        return self.sessions is not None and self.sessions.has_work
 
     # The parts of a step.
 
@@ -307,11 +339,18 @@ class Engine:
 
     def _fits(self, requests: list[Request]) -> bool:
         """Whether the last of `requests` may join the others."""
-        if not self._admission.fits(requests):
+        newest, sessions = requests[-1], self.sessions
+        seq = None if sessions is None else sessions.seq_of(newest)
+        if not self._admission.fits(requests, seq):
             self._runtime.store.trim()
-        if len(requests) > 1 and not self._admission.fits(requests, self._prefixes.num_pages):
-            return False  # prefixes are kept until they are all that is in the way
-        while not self._admission.fits(requests):
+        while not self._admission.fits(requests, seq):
+            if sessions is not None and sessions.spill(keeps=newest.session_id):
+                continue
+            # Prefixes are kept until they are all that is in the way.
+            if len(requests) > 1 and not self._admission.fits(
+                requests, seq, self._prefixes.num_pages
+            ):
+                return False
             if not self._prefixes.drop():
                 return False
             self._runtime.store.trim()
@@ -326,6 +365,8 @@ class Engine:
                     self._emit_error(requests[-1], error)
                 return False
             self._begun = (count, longest)
+        if sessions is not None:
+            sessions.attach(newest)
         return True
 
     def _decode(self) -> list[RequestOutput]:
@@ -369,7 +410,6 @@ class Engine:
         seconds, num_tokens = time.perf_counter() - start, sum(size for _, size in parts)
         self._scheduler.was_read(num_tokens, seconds)
         self.stats.read_seconds += seconds
-        self.stats.prompt_tokens += num_tokens
         return outputs
 
     def _read_parts(self, parts: list[tuple[Request, int]]) -> list[RequestOutput]:
@@ -377,10 +417,9 @@ class Engine:
         spans: list[tuple[Request, int, int]] = []
         try:
             for request, size in parts:
-                if request.seq is None:
-                    self._prefixes.begin(request)
-                    self.stats.cached_tokens += request.num_cached
-                spans.append((request, request.num_read, request.num_read + size))
+                self._begin(request)
+                stop = min(len(request.prompt), request.num_read + size)
+                spans.append((request, request.num_read, stop))
             hidden = self._runner.read(
                 [(r.seq, r.prompt[a:b]) for r, a, b in spans if r.seq is not None],
                 builds=any(stop == len(request.prompt) for request, _, stop in spans),
@@ -392,10 +431,19 @@ class Engine:
             return [output for part in parts for output in self._read_parts([part])]
         return [self._was_read(*span, x) for span, x in zip(spans, hidden, strict=True)]
 
+    def _begin(self, request: Request) -> None:
+        """Give it a sequence, with what there is of its session or of others' prompts."""
+        if request.seq is None:
+            if self.sessions is not None:
+                self.sessions.begin(request)
+            if request.seq is None:
+                self._prefixes.begin(request)
+
     def _was_read(
         self, request: Request, start: int, stop: int, hidden: torch.Tensor
     ) -> RequestOutput:
         request.num_read = stop
+        self.stats.prompt_tokens += stop - start
         try:
             if request.params.prompt_logprobs is not None:
                 following = request.prompt[start + 1 : stop + 1]
@@ -407,6 +455,7 @@ class Engine:
             logits = self._runner.logits(hidden[-1:])[0]
         except Exception as error:
             return self._emit_error(request, error)
+        self.stats.cached_tokens += request.num_cached
         self._scheduler.reading.remove(request)
         self._scheduler.running.append(request)
         self._prefixes.keep(request)
@@ -458,6 +507,8 @@ class Engine:
             self.stats.cancelled += 1
         else:
             self.stats.finished += 1
+        if self.sessions is not None:
+            self.sessions.keep(request)
         self._prefixes.end(request)
         with self._inbox:
             del self._requests[request.request_id]

@@ -49,6 +49,8 @@ class Prefixes:
         """Its prompt, which was just read."""
         if not self._is_enabled or request.seq is None:
             return
+        if request.continues_session and not self._is_exact:
+            return  # some of it was decoded
         with suppress(HostBudgetError):
             seq = self._runner.fork(request.seq, len(request.prompt))
             self._runner.free(self._tree.add(request.prompt, seq))

@@ -27,7 +27,7 @@ class RequestOutput:
         prompt_scores: tokens of the prompt that were read since the last output, after its first,
             where `prompt_logprobs` asks for them.
         num_read: tokens of the prompt that are read, those that were shared included.
-        num_cached: of these, what was shared with an earlier prompt.
+        num_cached: of these, what was there of an earlier prompt, or of the session.
         finish_reason: of the last output; None: more comes. "stop" for an end-of-sequence token, a
             stop token or a stop string.
         error: with the reason "error".
@@ -60,6 +60,8 @@ class Request:
         answer: tokens chosen so far; the last one is not in the cache.
         generator: of its own random numbers; None: it has no seed.
         prompt_scores: that no output has had.
+        session_id: that keeps its sequence for the next request.
+        continues_session: it began with the sequence of an earlier one.
     """
 
     request_id: str
@@ -78,6 +80,8 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     generator: torch.Generator | None = None
     prompt_scores: tuple[Chosen, ...] = ()
+    session_id: str | None = None
+    continues_session: bool = False
 
     def __post_init__(self) -> None:
         self.ids = np.asarray(self.prompt, np.int64)

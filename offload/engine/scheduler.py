@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from offload.engine.prefix_tree import num_equal
 from offload.engine.request import Request
@@ -27,10 +27,13 @@ class Admission:
         pages = self._pages(request.most_tokens)
         return pages * self._store.page_bytes + 2 * self._states(request)
 
-    def fits(self, requests: Iterable[Request], freed_pages: int = 0) -> bool:
+    def fits(
+        self, requests: Sequence[Request], seq: int | None = None, freed_pages: int = 0
+    ) -> bool:
         """Whether all of them can go on to their ends together.
 
         Args:
+            seq: that the last one goes on from; None: from nothing.
             freed_pages: that others could give back.
         """
         pages = states = grows = 0
@@ -38,9 +41,10 @@ class Admission:
             pages += self._pages(request.most_tokens)
             states += self._states(request)
             grows = max(grows, self._states(request))  # a copy is made of one at a time
-            if request.seq is not None:
-                pages -= self._store.num_own_pages(request.seq) * self._store.num_page_rows
-                states -= self._policy_states.bytes_of([request.seq])
+            own = seq if request.seq is None and request is requests[-1] else request.seq
+            if own is not None:
+                pages -= self._store.num_own_pages(own) * self._store.num_page_rows
+                states -= self._policy_states.bytes_of([own])
         need = pages * self._store.page_bytes + max(0, states) + grows
         freed = freed_pages * self._store.page_bytes
         return need <= self._store.left_bytes(pages) + freed

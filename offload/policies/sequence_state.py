@@ -104,6 +104,17 @@ class RecentQueries:
         slots = torch.arange(kv_len - count, kv_len, device=self._ring.device)
         return self._ring[:, slots % self._ring.shape[1]]
 
+    def kept(self) -> Tensor:
+        """[num_qo_heads, n, head_dim]: all valid ones, oldest first, up to that of kv_len - 1."""
+        slots = torch.arange(self.kv_len - self._count, self.kv_len, device=self._ring.device)
+        return self._ring[:, slots % self._ring.shape[1]]
+
+    def put_back(self, queries: Tensor, kv_len: int) -> None:
+        """Keep what `kept` has given, and nothing else."""
+        self.kv_len = kv_len - queries.shape[1]
+        self._count = 0
+        self.append(queries, kv_len)
+
     def to(self, device: torch.device) -> None:
         """Keep them on `device` from now on."""
         if self._ring.device != device:

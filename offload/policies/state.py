@@ -27,6 +27,7 @@ from offload.policies.base import Policy
 from offload.policies.layer_state import BuildContext, State
 from offload.policies.remembered import Before, DraftRows, Remembered, copies_of, reach
 from offload.policies.revised import Revised
+from offload.policies.saved_state import SavedState, saved_state
 from offload.policies.sequence_state import LayerArrays, RecentQueries, capacity_for
 from offload.policies.state_bytes import StateBytes, held_bytes
 
@@ -292,6 +293,30 @@ class PolicyStates:
             copied.queries = copies_of(known.queries)
         copied.marks = known.marks.copy()
         self._known[child] = copied
+
+    def save(self, seq: int) -> SavedState:
+        """What `restore` takes: the arrays themselves, until the next forward pass."""
+        return saved_state(self._known[seq])
+
+    def restore(self, seq: int, saved: SavedState) -> None:
+        """Remember of a new sequence what `save` has given, and keep its arrays.
+
+        Raises:
+            ValueError: other arrays or layers than the policy has.
+        """
+        known = self._known[seq] = Remembered()
+        known.marks.append(saved.marks)
+        if not {*saved.layers, *saved.queries} <= self._observed:
+            raise ValueError(f"layers {sorted({*saved.layers, *saved.queries})}")
+        if saved.layers:
+            if not self._has_state:
+                raise ValueError(f"policy {self.policy.name!r} keeps no arrays")
+            layers = [saved.layers.get(i, {}) for i in range(self._store.num_layers)]
+            known.arrays = self._layer_arrays(layers, saved.capacity_tokens)
+        if saved.queries:
+            known.queries = {layer_idx: self._no_queries() for layer_idx in saved.queries}
+        for layer_idx, (queries, kv_len) in saved.queries.items():
+            known.queries[layer_idx].put_back(queries, kv_len)  # type: ignore[index]
 
     def revise(self, seq: int, num_new: int) -> None:
         """In the store there are `num_new` tokens behind those of `seq`, old ones anew and more."""

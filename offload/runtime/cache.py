@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,6 +24,7 @@ from offload.kv_compression.bound import SequenceBound
 from offload.models.batch import RaggedBatch
 from offload.runtime.correcting import Correction, Corrections
 from offload.runtime.passes import Pass
+from offload.runtime.saving import file_of, read_sequences
 from offload.runtime.sequences import Sequences
 from offload.system.interrupts import shielded
 
@@ -108,6 +110,48 @@ class OffloadedCache(Cache):
         self.reset()
         self._seqs.extend(seqs)
         self._num_columns = self.store.kv_len(seqs[0]) + self._dropped(seqs[0])
+
+    @torch.inference_mode(False)
+    def save(self, path: str | Path) -> None:
+        """Write all rows to a file in safetensors' format: keys and values, and what the policy
+        keeps. `load` goes on from it with the same tokens. The file is there whole, or not at all.
+
+        Raises:
+            ValueError: the cache has no tokens.
+            NotImplementedError: more belongs to the cache than its rows (ranks, a bound of bytes,
+                corrections, mean_tokens).
+            OSError: it cannot be written.
+        """
+        if not self._seqs:
+            raise ValueError("the cache has no tokens to save")
+        with self._sequences.run_lock.lock:
+            attended = None if self._attended is None else self.attended
+            for _ in file_of(self._sequences, self._seqs, attended=attended).write(Path(path)):
+                pass
+
+    @classmethod
+    @torch.inference_mode(False)
+    def load(cls, model: Any, path: str | Path) -> OffloadedCache:
+        """The cache that `save` has written to a file.
+
+        Raises:
+            SessionMiss: a file of another model, dtype, policy or version, one that is damaged or
+                is none, or there is no room for it; the message says which.
+            NotImplementedError: as `save`.
+        """
+        runtime = model._offload
+        cache = cls(runtime.sequences)
+        with runtime.run_lock.lock:
+            runtime.sequences.collect()
+            rows, attended = read_sequences(
+                runtime.sequences, Path(path), runtime.lean.shape.max_context
+            )
+            cache._seqs.extend(row.seq for row in rows)
+        if attended is not None:
+            cache._attended, cache._num_columns = attended, attended.shape[1]
+        elif rows:
+            cache._num_columns = max(cache.kv_lens)
+        return cache
 
     # What the model calls around a forward pass.
 

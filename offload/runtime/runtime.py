@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from offload.runtime.cache import OffloadedCache
 from offload.runtime.compressing import compression_for, page_tokens_of, reconstructs
 from offload.runtime.correcting import corrections_for
 from offload.runtime.decoders import make_decoder
+from offload.runtime.fingerprint import fingerprint
 from offload.runtime.generation import Generation, GenerationRequest, check_context
 from offload.runtime.model_loading import LoadedModel
 from offload.runtime.module_watch import ModuleWatch
@@ -72,6 +74,14 @@ class Runtime:
         told = decoder.forget, decoder.crop
         self.sequences = Sequences(
             self.store, self.attention, *told, compression, classes, corrections
+        )
+        self.sequences.has_ranks = self.ranks is not None
+        self.sequences.fingerprint = partial(
+            fingerprint,
+            dict(opened.stock.named_parameters()),
+            opened.stock.config,
+            config.policy,
+            self.store,
         )
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)

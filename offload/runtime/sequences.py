@@ -16,6 +16,7 @@ from offload.decode.draft_rows import attend_again
 from offload.kv.store import KVStore
 from offload.kv_compression.base import Exposed, KVCompression
 from offload.models.batch import RaggedBatch
+from offload.policies.state import PolicyStates
 from offload.runtime.correcting import Correction, Corrections
 from offload.runtime.run_lock import RunLock
 from offload.runtime.stats import OffloadStats
@@ -35,6 +36,8 @@ class Sequences:
 
     Attributes:
         run_lock: which the caller has, except for `free_later` and `collect_if_idle`.
+        has_ranks: other processes have the other heads of each sequence.
+        fingerprint: of what a saved sequence depends on.
     """
 
     def __init__(
@@ -54,7 +57,32 @@ class Sequences:
         self._attention = attention
         self._on_changed, self._on_cropped = on_changed, on_cropped
         self._unreachable: deque[int] = deque()
+        self.has_ranks = False
+        self.fingerprint: Callable[[], dict[str, str]] = dict
         self.run_lock = RunLock()
+
+    @property
+    def states(self) -> PolicyStates:
+        """What the policy remembers of them."""
+        return self._attention.states
+
+    def check_saves(self) -> None:
+        """Refuse to save or to restore where more belongs to a sequence than a file has.
+
+        Raises:
+            NotImplementedError: names the option of the model.
+        """
+        options = {
+            "tensor_parallel_size": self.has_ranks or None,
+            "host_bytes_per_sequence": self.compression,
+            "cache_correction_every": self.corrections,
+            "mean_tokens of hard_kv": self._attention.top_p_controller,
+        }
+        for name, value in options.items():
+            if value is not None:
+                raise NotImplementedError(
+                    f"a cache of a model with {name} cannot be saved or loaded; leave it out"
+                )
 
     def new(self) -> int:
         """An empty sequence."""

@@ -29,3 +29,7 @@ class DeviceMemoryError(_OutOfMemoryError):
 
 class HostBudgetError(_OutOfMemoryError):
     """The host KV store would grow beyond its budget, or beyond the memory that is left."""
+
+
+class SessionMiss(ValueError):
+    """A saved session cannot be taken up; the message says why. Nothing has changed."""

@@ -1,0 +1,246 @@
+"""What requests leave for the next request of their session: in host memory, and on disk."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from offload.engine.prefix_tree import num_equal
+from offload.engine.request import Request
+from offload.engine.session_folder import SessionFolder, check_session_id
+from offload.runtime.runtime import Runtime
+from offload.runtime.saving import file_of, read_sequences
+from offload.system.errors import SessionMiss
+from offload.system.memory import host_memory_limit_bytes
+
+__all__ = ["SessionInUseError", "Sessions", "check_session_id"]
+
+logger = logging.getLogger(__name__)
+
+_LEAST_KEPT = 16  # tokens: to read fewer is as quick
+
+
+class SessionInUseError(RuntimeError):
+    """A request of this session has not ended yet."""
+
+
+@dataclass(eq=False)
+class _Session:
+    """A session in host memory.
+
+    Attributes:
+        tokens: ids of those in the cache.
+        is_saved: its file is as it is, or cannot be written.
+    """
+
+    seq: int
+    tokens: list[int]
+    is_saved: bool = False
+
+
+@dataclass
+class SessionStats:
+    """Counts since the sessions were made.
+
+    Attributes:
+        memory_hits, disk_hits: requests that went on from there.
+        misses: requests that went on from nothing, new sessions included.
+        saved: files that were written.
+    """
+
+    memory_hits: int = 0
+    disk_hits: int = 0
+    misses: int = 0
+    saved: int = 0
+    last_miss: str = ""
+
+
+class Sessions:
+    """Keeps the sequence of a session's last request for the next one, for `Engine(sessions=...)`.
+
+    A session that is idle is written to a file of `folder`, in parts between the engine's steps,
+    and stays in memory, too, until the limit of it is reached: then the one that was not used for
+    the longest time leaves memory. What is in files outlives the process, however that ends.
+
+    A prompt that does not go on as the session does keeps what is the same. What cannot be taken
+    up is read again, and `SessionStats.last_miss` says why.
+
+    Args:
+        host_limit_bytes: of KV cache of idle sessions, within the host's budget; None: half of
+            that. They give way to running requests in any case.
+        disk_limit_bytes: of files in the folder; None: no limit.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        host_limit_bytes: int | None = None,
+        disk_limit_bytes: int | None = None,
+    ) -> None:
+        self.folder = SessionFolder(folder, disk_limit_bytes)
+        self.stats = SessionStats()
+        if host_limit_bytes is None:
+            host_limit_bytes = host_memory_limit_bytes() // 2
+        if host_limit_bytes < 0:
+            raise ValueError(f"host_limit_bytes must not be negative, got {host_limit_bytes}")
+        self._host_limit_bytes = host_limit_bytes
+        self._in_memory: dict[str, _Session] = {}  # the least recently used first
+        self._running: tuple[_Session, Iterator[None]] | None = None  # what is being written
+
+    def open(self, runtime: Runtime) -> None:
+        """Be those of an engine, from now on.
+
+        Raises:
+            NotImplementedError: sequences of such a model cannot be saved.
+        """
+        runtime.sequences.check_saves()
+        self._runtime, self._fingerprint = runtime, runtime.sequences.fingerprint()
+
+    # The methods below are called by the engine, which has the model's lock.
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the KV cache of those in memory, and of what the policy keeps of them."""
+        return sum(self._bytes_of(session) for session in self._in_memory.values())
+
+    def attach(self, request: Request) -> None:
+        """Give a request the sequence of its session, if that is in memory."""
+        session_id = request.session_id
+        if session_id is None or request.seq is not None or session_id not in self._in_memory:
+            return
+        session = self._in_memory.pop(session_id)
+        self._give_up_writing(session)
+        if self._continue(request, session):
+            self.stats.memory_hits += 1
+
+    def begin(self, request: Request) -> None:
+        """Give a request the sequence of its session, if that is on disk."""
+        session_id = request.session_id
+        if session_id is None:
+            return
+        try:
+            rows, _ = read_sequences(
+                self._runtime.sequences,
+                self.folder.path(session_id),
+                self._runtime.lean.shape.max_context,
+                self._fingerprint,
+            )
+        except SessionMiss as miss:
+            self._miss(session_id, str(miss))
+            return
+        if len(rows) != 1 or rows[0].tokens is None:
+            self._runtime.sequences.free(row.seq for row in rows)
+            self._miss(session_id, "a cache of several rows, or without token ids")
+            return
+        self.folder.touch(session_id)
+        if self._continue(request, _Session(rows[0].seq, rows[0].tokens.tolist())):
+            self.stats.disk_hits += 1
+
+    def keep(self, request: Request) -> None:
+        """Take the sequence of a request that has ended."""
+        if request.session_id is None or request.seq is None:
+            return
+        tokens = [*request.prompt[: request.num_read], *request.answer[:-1]]
+        num_tokens = self._runtime.store.kv_len(request.seq)
+        if request.finish_reason == "error" or num_tokens != len(tokens):
+            return
+        session = _Session(request.seq, tokens)
+        request.seq = None
+        self._in_memory[request.session_id] = session
+        while self._in_memory and self.host_bytes > self._host_limit_bytes:
+            self.spill()
+
+    def seq_of(self, request: Request) -> int | None:
+        """The sequence of its session, if that is in memory."""
+        session = self._in_memory.get(request.session_id or "")
+        return None if session is None else session.seq
+
+    def spill(self, keeps: str | None = None) -> bool:
+        """Have the session that was not used for the longest time on disk only; False: there is
+        none in memory but `keeps`."""
+        session_id = next((found for found in self._in_memory if found != keeps), None)
+        if session_id is None:
+            return False
+        session = self._in_memory[session_id]
+        while not session.is_saved:
+            self._write_some(session_id, session)
+        del self._in_memory[session_id]
+        self._runtime.sequences.free([session.seq])
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are sessions to be written."""
+        return any(not session.is_saved for session in self._in_memory.values())
+
+    def work(self, seconds: float) -> None:
+        """Write for about so long what is in memory only."""
+        until = time.monotonic() + seconds
+        for session_id, session in self._in_memory.items():
+            while not session.is_saved:
+                self._write_some(session_id, session)
+                if time.monotonic() >= until:
+                    return
+
+    def close(self, seconds: float | None = None) -> None:
+        """Write for so long what is in memory only, then give all memory back."""
+        self.work(float("inf") if seconds is None else seconds)
+        for session in self._in_memory.values():
+            self._give_up_writing(session)
+            if not session.is_saved:
+                logger.warning("a session of %d tokens was not saved", len(session.tokens))
+            self._runtime.sequences.free([session.seq])
+        self._in_memory.clear()
+
+    def _continue(self, request: Request, session: _Session) -> bool:
+        """Have a request go on from what it shares with a session, whose sequence becomes its."""
+        kept = min(
+            num_equal(np.asarray(session.tokens, np.int64), request.ids), len(request.prompt) - 1
+        )
+        if kept < min(_LEAST_KEPT, len(session.tokens)):
+            self._runtime.sequences.free([session.seq])
+            self._miss(str(request.session_id), f"the prompt shares {kept} tokens with it")
+            return False
+        if kept < len(session.tokens):
+            self._runtime.sequences.truncate(session.seq, kept)
+        request.seq, request.num_read, request.num_cached = session.seq, kept, kept
+        request.continues_session = True
+        return True
+
+    def _miss(self, session_id: str, reason: str) -> None:
+        self.stats.misses += 1
+        self.stats.last_miss = f"{session_id}: {reason}"
+        logger.info("session %s", self.stats.last_miss)
+
+    def _write_some(self, session_id: str, session: _Session) -> None:
+        """The next part of a session's file. One that fails is not tried again."""
+        if self._running is None or self._running[0] is not session:
+            if self._running is not None:
+                self._give_up_writing(self._running[0])
+            tokens = [session.tokens]
+            sequences, fingerprint = self._runtime.sequences, self._fingerprint
+            file = file_of(sequences, [session.seq], tokens, fingerprint=fingerprint)
+            self._running = session, self.folder.write(session_id, file)
+        try:
+            next(self._running[1])
+            return
+        except StopIteration:
+            self.stats.saved += 1
+        except OSError as error:
+            logger.warning("session %s was not saved: %s", session_id, error)
+        session.is_saved, self._running = True, None
+
+    def _give_up_writing(self, session: _Session) -> None:
+        if self._running is not None and self._running[0] is session:
+            self._running[1].close()  # type: ignore[attr-defined]
+            self._running = None
+
+    def _bytes_of(self, session: _Session) -> int:
+        store = self._runtime.store
+        num_pages = -(-store.kv_len(session.seq) // store.page_tokens) * store.num_page_rows
+        return num_pages * store.page_bytes + self._runtime.sequences.states.bytes_of([session.seq])

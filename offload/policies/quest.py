@@ -212,9 +212,7 @@ class PageState(LayerState):
         np.minimum(pages, self._pages_of(kv_len), out=pages)
         return True
 
-    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        """As `truncate`: bounds say nothing of steps."""
-        return self.truncate(layer_idx, arrays, kv_len)
+    rewind = truncate  # bounds say nothing of steps
 
     def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
         """Bounds of the pages that have such tokens."""

@@ -217,9 +217,7 @@ class ChunkState(LayerState):
             chunks[head] = int(known.sum())
         return True
 
-    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        """As `truncate`: bounds say nothing of steps."""
-        return self.truncate(layer_idx, arrays, kv_len)
+    rewind = truncate  # bounds say nothing of steps
 
     def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
         """Bounds of the chunks that have such tokens, which end where they did."""

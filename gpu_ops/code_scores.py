@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu_ops.early_launch import await_inputs
 from gpu_ops.launch import jit, jit_for_any, next_power_of_2, tl
-from gpu_ops.layout import Layout, allocate
+from gpu_ops.layout import Layout
 from gpu_ops.score_bins import BINS, count_bins, score_bin
 from gpu_ops.top_k_candidates import SIZES
 
@@ -91,21 +91,6 @@ class CodeQuery:
             "bins": ((max_rows, num_heads, BINS), torch.int32),
             "arrivals": ((max_rows, num_heads), torch.int32),
         }
-
-    @classmethod
-    def allocate(
-        cls,
-        max_rows: int,
-        num_heads: int,
-        num_qo_heads: int,
-        group_size: int,
-        head_dim: int,
-        bits: int,
-        device: torch.device | str,
-    ) -> CodeQuery:
-        """Buffers of `layout`."""
-        layout = cls.layout(max_rows, num_heads, num_qo_heads, group_size, head_dim, bits)
-        return cls(**allocate(layout, device))
 
 
 def code_blocks(group_size: int, head_dim: int, bits: int) -> tuple[int, int, int]:

@@ -29,15 +29,11 @@ class GatherLaunch:
         programs: in all, of whatever is gathered.
         tile_bytes: keys and values that a program has in flight at a time.
         num_warps: of a program.
-        heads_first: whether programs that run together read the same part of the context of all
-            heads, rather than other parts of the same head. Pages hold the tokens of all heads, so
-            that the former stays within fewer of them.
     """
 
     programs: int = 4
     tile_bytes: int = 65536
     num_warps: int = 16
-    heads_first: bool = True
 
     def __post_init__(self) -> None:
         if self.programs < 1:
@@ -76,7 +72,6 @@ def gathered_tokens(
 def locate_tile(
     row: tl.tensor,
     tile: tl.tensor,
-    num_tiles: tl.tensor,  # of a head
     selection: tl.tensor,
     counts: tl.tensor,
     page_table: tl.tensor,
@@ -94,20 +89,16 @@ def locate_tile(
     HEAD_DIM: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
     """The tile's tokens: (addresses of their keys, elements into `out`'s keys, which exist)."""
-    if HEADS_FIRST:
-        slot, start = tile % NUM_HEADS, tile // NUM_HEADS * BLOCK_T
-    else:
-        per_head = tl.maximum(num_tiles, 1)
-        slot, start = tile // per_head, tile % per_head * BLOCK_T
-    exists = slot < NUM_HEADS
-    kv_head = tl.load(heads + slot, mask=exists, other=0)
+    # The same part of the context of all heads: pages hold the tokens of all, so that programs that
+    # run together stay within few of them.
+    slot, start = tile % NUM_HEADS, tile // NUM_HEADS * BLOCK_T
+    kv_head = tl.load(heads + slot)
     num_tokens = gathered_tokens(counts, positions, row, kv_head, capacity, FIXED_TOKENS, NUM_UNITS)
     index = start + tl.arange(0, BLOCK_T)
-    present = (index < num_tokens) & exists
+    present = index < num_tokens
     unit = kv_head if NUM_UNITS > 1 else kv_head * 0
     chosen = selection + (row * NUM_UNITS + unit) * budget_tokens + SINK_TOKENS
     token = tl.load(chosen + index, mask=present, other=0)
@@ -139,7 +130,6 @@ def gather_rows_kernel(
     HEAD_DIM: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -160,7 +150,6 @@ def gather_rows_kernel(
         source, target, present = locate_tile(
             row,
             first,
-            num_tiles,
             *sources,
             NUM_HEADS,
             FIRST_SLOT,
@@ -171,7 +160,6 @@ def gather_rows_kernel(
             HEAD_DIM,
             ROW_BYTES,
             PAGE_TOKENS,
-            HEADS_FIRST,
             BLOCK_T,
         )
         for tile in range(first, num_tiles * NUM_HEADS, num_programs):
@@ -186,7 +174,6 @@ def gather_rows_kernel(
             source, target, present = locate_tile(
                 row,
                 tile + num_programs,
-                num_tiles,
                 *sources,
                 NUM_HEADS,
                 FIRST_SLOT,
@@ -197,7 +184,6 @@ def gather_rows_kernel(
                 HEAD_DIM,
                 ROW_BYTES,
                 PAGE_TOKENS,
-                HEADS_FIRST,
                 BLOCK_T,
             )
             tl.store(k_out, k, mask=inside)
@@ -282,7 +268,6 @@ def gather_rows(
         head_dim,
         row_bytes,
         page_tokens,
-        launch.heads_first,
         next_power_of_2(num_heads),
         launch.tile_tokens(row_bytes),
         next_power_of_2(head_dim),

@@ -90,7 +90,6 @@ def gemv(
     norm: tuple[Tensor, float] | None = None,
     glu: bool = False,
     residual: Tensor | None = None,
-    launch: tuple[int, int, int] | None = None,
 ) -> None:
     """out = g(f(x) @ weight.T + bias) + residual.
 
@@ -107,7 +106,6 @@ def gemv(
         bias: [rows of weight].
         norm: (weight [in_features], eps) of an RMSNorm of x.
         residual: [1, out_features], added last.
-        launch: another than `launch_shape`'s, for benches.
     """
     check_dtype("x", x)
     dtype, device = x.dtype, x.device
@@ -131,7 +129,7 @@ def gemv(
         out.copy_(gemv_reference(x, weight, bias, norm, glu, residual))
         return
     norm_weight, eps = (None, 0.0) if norm is None else norm
-    block_n, block_k, num_warps = launch or launch_shape(num_in, x.element_size(), glu=glu)
+    block_n, block_k, num_warps = launch_shape(num_in, x.element_size(), glu=glu)
     gemv_kernel[(-(-num_out // block_n),)](
         x,
         weight,

@@ -16,7 +16,6 @@ each of its query heads, half a megabyte that a single multiprocessor would read
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
 from gpu_ops.launch import jit_for_any, next_power_of_2, runs_kernel, tl
 from gpu_ops.online_softmax import (
     MIN_GROUP,
+    NUM_STAGES,
     load_query,
     merge_states,
     score_tile,
@@ -50,27 +50,6 @@ _MAX_TILES_PER_SPLIT = 8
 _MERGE_PROGRAMS = 256  # that the merge has at least, by parts of a head's output
 _MERGED_ELEMENTS = 4096  # of the pieces of a head, that a program has in registers at once
 _PARTIAL_DIMS = "[n, num_qo_heads, num_splits, head_dim]"
-
-
-@dataclass(frozen=True)
-class SplitLaunch:
-    """How a split is computed.
-
-    Args:
-        tile_tokens: keys that are loaded together, a power of two of at least 16; a page may be
-            smaller.
-        num_warps: of a program.
-        num_stages: of the loop over tiles; one tile less is in flight.
-    """
-
-    tile_tokens: int
-    num_warps: int = 4
-    num_stages: int = 3
-
-    @classmethod
-    def default(cls, head_dim: int, itemsize: int) -> SplitLaunch:
-        """What two programs on each multiprocessor have the shared memory for."""
-        return cls(tile_tokens(head_dim, itemsize))
 
 
 @jit_for_any("min_tiles")
@@ -192,22 +171,19 @@ def num_kv_splits(num_kv_heads: int, num_multiprocessors: int) -> int:
     return max(1, min(_MAX_SPLITS, programs // num_kv_heads))
 
 
-def num_retrieval_splits(
-    num_heads: int, num_multiprocessors: int, *, per_multiprocessor: int | None = None
-) -> int:
+def num_retrieval_splits(num_heads: int, num_multiprocessors: int) -> int:
     """Splits with which `num_heads` KV heads of one row fill the GPU.
 
     Args:
         num_heads: retrieval heads of the layer; scratch for several layers takes their smallest
             and is viewed with the splits of each.
-        per_multiprocessor: programs on a multiprocessor; None: two.
 
     Raises:
         ValueError: unless there is at least one head.
     """
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
-    programs = (per_multiprocessor or _PROGRAMS_PER_MULTIPROCESSOR) * num_multiprocessors
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
     return max(1, min(_MAX_RETRIEVAL_SPLITS, programs // num_heads))
 
 
@@ -225,7 +201,6 @@ def retrieval_attention(
     out: Tensor,
     lse: Tensor | None = None,
     scores: Tensor | None = None,
-    launch: SplitLaunch | None = None,
 ) -> None:
     """Attend to all tokens [0, position] of each row with the query heads of some KV heads.
 
@@ -248,7 +223,6 @@ def retrieval_attention(
         scores: None, or float32 [n, H, group_size, max_tokens], written for the tokens
             [0, position]: query times key times sm_scale, in base 2, that is times log2(e). A token
             has the weight 2**score / e**lse.
-        launch: how a split is computed; None: as suits a Hopper GPU.
     """
     check_dtype("query", query)
     check_dims("partial_out", partial_out, _PARTIAL_DIMS)
@@ -293,8 +267,9 @@ def retrieval_attention(
         return retrieval_attention_reference(
             *operands, group_size, page_shape, sm_scale, out, lse, scores
         )
-    launch = launch or SplitLaunch.default(head_dim, query.element_size())
-    block_t, block_d = min(page_tokens, launch.tile_tokens), next_power_of_2(head_dim)
+    # What two programs on each multiprocessor have the shared memory for.
+    block_t = min(page_tokens, tile_tokens(head_dim, query.element_size()))
+    block_d = next_power_of_2(head_dim)
     splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT), num_qo_heads, group_size, head_dim)
     early = can_launch_early(query)  # the merge, while the splits run
     paged_attention_kernel[(num_splits, num_heads, n)](
@@ -312,8 +287,8 @@ def retrieval_attention(
         block_t,
         block_d,
         early,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        num_warps=4,
+        num_stages=NUM_STAGES,
     )
     parts = min(block_d // 16, max(1, _MERGE_PROGRAMS // (n * num_heads * group_size)))
     merged_d = block_d // next_power_of_2(parts)

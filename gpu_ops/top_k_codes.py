@@ -179,39 +179,9 @@ def top_k_codes(
         maxnreg=launch.max_registers,
         **early_option(early),
     )
-    select_scored(
-        positions,
-        heads,
-        group_size=group_size,
-        scratch=scratch,
-        buffers=buffers,
-        lists=lists,
-        launch=launch,
-        early=early,
-    )
-
-
-def select_scored(
-    positions: Tensor,
-    heads: Tensor,
-    *,
-    group_size: int,
-    scratch: CodeQuery,
-    buffers: TopKBuffers,
-    lists: TopKLists,
-    launch: CodeLaunch,
-    early: bool,
-) -> None:
-    """The third launch of `top_k_codes`, whose arguments these are: of the scores that are there.
-
-    Args:
-        early: whether it may start before the launch before it is done.
-    """
-    segments, num_heads = buffers.launch.segments, len(heads)
-    found = buffers.candidates.view(torch.int32)
-    waits = positions.is_cuda or compiles()
-    for phase in (None,) if waits else (1, 2):
-        select_scored_kernel[(segments, num_heads, len(positions))](
+    segments, found = buffers.launch.segments, buffers.candidates.view(torch.int32)
+    for phase in (None,) if packed else (1, 2):  # interpreted programs cannot wait for each other
+        select_scored_kernel[(segments, num_heads, n)](
             scratch.offsets,
             positions,
             heads,
@@ -231,7 +201,7 @@ def select_scored(
             lists.ratio,
             num_heads,
             lists.selection.shape[1],
-            scratch.offsets.shape[1],
+            num_qo_heads,
             group_size,
             next_power_of_2(group_size),
             segments,

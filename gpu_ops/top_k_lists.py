@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_ops.checks import check_reachable, check_tensor
-from gpu_ops.early_launch import early_option
-from gpu_ops.launch import next_power_of_2, pointer
-from gpu_ops.top_k_candidates import SCORE_ALIGNMENT, TopKBuffers, candidates_kernel
-from gpu_ops.top_k_select import select_tokens_kernel
-
-_ENDS = 512  # sinks and recent tokens: one for each thread
+from gpu_ops.top_k_candidates import SCORE_ALIGNMENT, TopKBuffers
 
 
 @dataclass(frozen=True)
@@ -97,79 +92,6 @@ class TopKLists:
         if buffers.importance.device != device:
             raise ValueError(f"buffers must be on {device}, got {buffers.importance.device}")
 
-    def launch(
-        self,
-        scores: Tensor,
-        lse: Tensor,
-        positions: Tensor,
-        heads: Tensor,
-        buffers: TopKBuffers,
-        *,
-        num_lists: int,
-        group_size: int,
-        early: bool,
-    ) -> None:
-        """Find them, once `buffers` hold importance and maxima.
-
-        Args:
-            scores: as of `top_k_tokens`.
-            lse: float32 [n, num_qo_heads]; where that of a list's query heads is not finite, there
-                is no list.
-        """
-        n, num_qo_heads = lse.shape
-        num_heads, launch = len(heads), buffers.launch
-        heads_of_list = num_heads // num_lists * group_size
-        stride = buffers.importance.shape[1]
-        found = (buffers.candidates, buffers.lengths)
-        candidates_kernel[(launch.segments, num_lists, n)](
-            positions,
-            buffers.importance,
-            buffers.maxima,
-            *found,
-            stride,
-            *self.sizes,
-            self.ratio,
-            num_lists,
-            launch.chunk_tokens,
-            launch.max_groups,
-            launch.max_level,
-            launch.segments,
-            launch.segment_tile,
-            early,
-            num_warps=launch.num_warps[1],
-            **early_option(early),
-        )
-        select_tokens_kernel[(num_lists, n)](
-            scores,
-            lse,
-            positions,
-            heads,
-            *found,
-            self.selection,
-            self.counts,
-            pointer(self.host_selection),
-            pointer(self.host_counts),
-            scores.shape[3],
-            stride,
-            *self.sizes,
-            self.ratio,
-            None if self.top_p is None else self.top_p * heads_of_list,
-            None if self.threshold is None else bits_at_most(self.threshold * heads_of_list),
-            num_heads,
-            num_lists,
-            self.selection.shape[1],
-            num_qo_heads,
-            group_size,
-            next_power_of_2(heads_of_list),
-            launch.segments,
-            launch.segment_tile,
-            launch.tile,
-            min(launch.tile, _ENDS),
-            early,
-            num_warps=launch.num_warps[2],
-            **early_option(early),
-        )
-
     def write(
         self,
         target: tuple[int, int],
@@ -215,9 +137,3 @@ class TopKLists:
         if self.host_selection is not None and self.host_counts is not None:
             self.host_selection[target] = self.selection[target]
             self.host_counts[target] = count
-
-
-def bits_at_most(x: float) -> int:
-    """Bits of the largest float32 that does not exceed x, which is above 0."""
-    rounded = torch.tensor(x, dtype=torch.float64).float()
-    return int(rounded.view(torch.int32)) - int(float(rounded) > x)

@@ -23,9 +23,12 @@ from torch import Tensor
 
 from gpu_ops.checks import check_dims, check_tensor
 from gpu_ops.early_launch import can_launch_early, early_option
-from gpu_ops.launch import runs_kernel
-from gpu_ops.top_k_candidates import TopKBuffers, importance_kernel
+from gpu_ops.launch import next_power_of_2, pointer, runs_kernel
+from gpu_ops.top_k_candidates import TopKBuffers, candidates_kernel, importance_kernel
 from gpu_ops.top_k_lists import TopKLists
+from gpu_ops.top_k_select import select_tokens_kernel
+
+_ENDS = 512  # sinks and recent tokens that are looked at together: one for each thread
 
 
 def top_k_tokens(
@@ -93,7 +96,8 @@ def top_k_tokens(
     lists.check(n, num_lists, out_lists, max_tokens, buffers, device)
     if not runs_kernel(scores):
         return top_k_tokens_reference(scores, lse, positions, heads, shared, lists)
-    launch = buffers.launch
+    launch, stride = buffers.launch, buffers.importance.shape[1]
+    found = (buffers.candidates, buffers.lengths)
     early = can_launch_early(scores)  # each while the kernel before it runs, if the GPU can
     importance_kernel[(-(-max_tokens // launch.chunk_tokens), num_lists, n)](
         scores,
@@ -103,7 +107,7 @@ def top_k_tokens(
         buffers.importance,
         buffers.maxima,
         max_tokens,
-        buffers.importance.shape[1],
+        stride,
         *lists.sizes,
         num_heads,
         num_lists,
@@ -116,15 +120,54 @@ def top_k_tokens(
         num_warps=launch.num_warps[0],
         **early_option(early),
     )
-    lists.launch(
+    heads_of_list = num_heads // num_lists * group_size
+    candidates_kernel[(launch.segments, num_lists, n)](
+        positions,
+        buffers.importance,
+        buffers.maxima,
+        *found,
+        stride,
+        *lists.sizes,
+        ratio,
+        num_lists,
+        launch.chunk_tokens,
+        launch.max_groups,
+        launch.max_level,
+        launch.segments,
+        launch.segment_tile,
+        early,
+        num_warps=launch.num_warps[1],
+        **early_option(early),
+    )
+    select_tokens_kernel[(num_lists, n)](
         scores,
         lse,
         positions,
         heads,
-        buffers,
-        num_lists=num_lists,
-        group_size=group_size,
-        early=early,
+        *found,
+        selection,
+        counts,
+        pointer(host_selection),
+        pointer(host_counts),
+        max_tokens,
+        stride,
+        *lists.sizes,
+        ratio,
+        None if top_p is None else top_p * heads_of_list,
+        None if threshold is None else bits_at_most(threshold * heads_of_list),
+        num_heads,
+        num_lists,
+        out_lists,
+        num_qo_heads,
+        group_size,
+        next_power_of_2(heads_of_list),
+        launch.segments,
+        launch.segment_tile,
+        launch.tile,
+        min(launch.tile, _ENDS),
+        early,
+        num_warps=launch.num_warps[2],
+        **early_option(early),
     )
 
 
@@ -148,3 +191,9 @@ def top_k_tokens_reference(
             )
             target = (row, 0 if shared else int(heads[i]))
             lists.write(target, of_tokens, is_known=is_known, heads_of_list=of_list.numel())
+
+
+def bits_at_most(x: float) -> int:
+    """Bits of the largest float32 that does not exceed x, which is above 0."""
+    rounded = torch.tensor(x, dtype=torch.float64).float()
+    return int(rounded.view(torch.int32)) - int(float(rounded) > x)

@@ -12,10 +12,11 @@ result depends on nothing but the arguments.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from offload.decode.gpu.placement import (
     BoolArray,
@@ -129,23 +130,26 @@ def _check_dense(placement: HeadPlacement, room: DeviceRoom) -> None:
     )
 
 
+def _most_that_fit(most: int, placed: Callable[[int], UInt8Array], room: DeviceRoom) -> int:
+    """The largest count up to `most` whose places fit; what they take grows with it, and 0 fits."""
+    fails = lambda count: not room.holds(HeadPlacement(placed(count)))  # noqa: E731
+    return bisect_left(range(1, most + 1), True, key=fails)
+
+
 def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> UInt8Array:
     """As many layers of a policy that selects nothing as fit, the first ones first."""
-    low, high = 0, len(places)
-    while low < high:  # the most whole layers: what they take grows with each
-        middle = (low + high + 1) // 2
-        trial = places.copy()
-        trial[:middle] = Place.GPU
-        low, high = (middle, high) if room.holds(HeadPlacement(trial)) else (low, middle - 1)
-    places[:low] = Place.GPU
-    if low < len(places):
-        for head in range(places.shape[1] - 1):
-            trial = places.copy()
-            trial[low, head] = Place.GPU
-            if not room.holds(HeadPlacement(trial)):
-                break
-            places = trial
-    return places
+
+    def with_first(layers: int, heads: int = 0) -> UInt8Array:
+        trial: UInt8Array = places.copy()
+        trial[:layers] = Place.GPU
+        trial[layers : layers + 1, :heads] = Place.GPU
+        return trial
+
+    layers = _most_that_fit(len(places), with_first, room)
+    if layers == len(places):
+        return with_first(layers)
+    most_heads = places.shape[1] - 1
+    return with_first(layers, _most_that_fit(most_heads, lambda n: with_first(layers, n), room))
 
 
 def _add_retrieving(places: UInt8Array, model: StepModel | None, room: DeviceRoom) -> None:
@@ -175,14 +179,10 @@ def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) 
         trial[num_layers - count :] = Place.GPU
         return trial
 
-    low, high = 0, num_layers
-    while low < high:  # the most that fit: what they take grows with each
-        middle = (low + high + 1) // 2
-        fits = room.holds(HeadPlacement(with_last(middle)))
-        low, high = (middle, high) if fits else (low, middle - 1)
-    counts = {low}
+    most = _most_that_fit(num_layers, with_last, room)
+    counts = {most}
     if model is not None:
-        counts |= set(range(0, low, -(-num_layers // _TRIED_COUNTS)))
+        counts |= set(range(0, most, -(-num_layers // _TRIED_COUNTS)))
     found = []
     for count in sorted(counts, reverse=True):
         trial = with_last(count)
@@ -237,21 +237,14 @@ def _add_codes(places: UInt8Array, room: DeviceRoom) -> None:
     work = room.work
     eligible = has_codes(work.policy, work.roles()) & (places == Place.CPU)
     layers = np.flatnonzero(eligible.any(axis=1))
-    low, high = 0, len(layers)
-    while low < high:  # what they take grows with each
-        middle = (low + high + 1) // 2
-        holds = room.holds(HeadPlacement(_with_codes(places, eligible, layers[:middle])))
-        low, high = (middle, high) if holds else (low, middle - 1)
-    places[:] = _with_codes(places, eligible, layers[:low])
 
+    def with_first(count: int) -> UInt8Array:
+        coded: UInt8Array = places.copy()
+        for layer_idx in layers[:count]:
+            coded[layer_idx, eligible[layer_idx]] = Place.CODES
+        return coded
 
-def _with_codes(
-    places: UInt8Array, eligible: BoolArray, layers: npt.NDArray[np.int64]
-) -> UInt8Array:
-    coded: UInt8Array = places.copy()
-    for layer_idx in layers:
-        coded[layer_idx, eligible[layer_idx]] = Place.CODES
-    return coded
+    places[:] = with_first(_most_that_fit(len(layers), with_first, room))
 
 
 def _best_count(places: UInt8Array, eligible: BoolArray, layer_idx: int, model: StepModel) -> int:

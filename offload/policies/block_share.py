@@ -7,13 +7,11 @@ built (`logits_calibration`). Tokens behind the last block stay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,7 +30,7 @@ from offload.policies.callback import (
 )
 from offload.policies.compiled import cached_njit
 from offload.policies.device_support import DeviceSupport
-from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
+from offload.policies.layer_state import BuildContext, State, StateShape
 from offload.policies.layouts import NumberLayout, StateLayout
 from offload.policies.logits_calibration import (
     WINDOW_QUERIES,
@@ -42,8 +40,7 @@ from offload.policies.logits_calibration import (
     needed_tokens,
     share_of,
 )
-from offload.policies.members import joined, of_member
-from offload.policies.revised import Revised
+from offload.policies.members import MembersState, joined
 from offload.policies.wrapped import WrappedPolicy
 
 OWN = StateLayout(
@@ -175,19 +172,6 @@ def past_blocks(
     return Blocks(scores, tokens * (ends <= newest + 1), torch.from_numpy(starts).long())
 
 
-class _Arrays(StateLayout):
-    """Its own, then those of the policy that ranks."""
-
-    def __init__(self, inner: StateLayout) -> None:
-        self._inner = inner
-
-    def __len__(self) -> int:
-        return len(OWN) + len(self._inner)
-
-    def addresses(self, state: Mapping[str, npt.NDArray[Any]]) -> list[int]:
-        return OWN.addresses(_own(dict(state))) + self._inner.addresses(of_member(state, "inner"))
-
-
 class _Numbers(NumberLayout):
     """What its callbacks call, then the numbers of the policy that ranks."""
 
@@ -200,17 +184,14 @@ class _Numbers(NumberLayout):
         return [*map(float, (inner.select.address, inner.append.address)), *of_inner]
 
 
-class ShareState(LayerState):
+class ShareState(MembersState):
     """Temperatures, and the arrays of the policy that ranks."""
 
-    observed_queries = WINDOW_QUERIES
     policy: BlockShare
 
     def __init__(self, policy: BlockShare) -> None:
-        super().__init__(policy)
-        inner = policy.inner.state
-        assert inner.layout is not None
-        self.layout, self.reads_text = _Arrays(inner.layout), inner.reads_text
+        super().__init__(policy, {"inner": policy.inner}, OWN)
+        self.observed_queries = WINDOW_QUERIES
 
     def build(self, context: BuildContext) -> State:
         """The arrays of `inner`, and temperatures from the queries that were kept.
@@ -246,24 +227,8 @@ class ShareState(LayerState):
         return own | joined({"inner": arrays})
 
     def num_bytes(self, shape: StateShape) -> int:
-        return (
-            self.policy.inner.state.num_bytes(shape)
-            + 16
-            + shape.num_kv_heads * 8 * (1 + self.policy.max_tokens)
-        )
-
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        grown = self.policy.inner.state.grow(layer_idx, of_member(arrays, "inner"), capacity_tokens)
-        return _own(arrays) | joined({"inner": grown})
-
-    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        return self.policy.inner.state.truncate(layer_idx, of_member(arrays, "inner"), kv_len)
-
-    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        return self.policy.inner.state.rewind(layer_idx, of_member(arrays, "inner"), kv_len)
-
-    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
-        return self.policy.inner.state.revise(layer_idx, of_member(arrays, "inner"), revised)
+        own = 16 + shape.num_kv_heads * 8 * (1 + self.policy.max_tokens)
+        return super().num_bytes(shape) + own
 
 
 @dataclass(frozen=True)
@@ -304,7 +269,3 @@ class BlockShare(WrappedPolicy):
     @property
     def members(self) -> tuple[Policy, ...]:
         return (self,)
-
-
-def _own(arrays: State) -> State:
-    return {name: x for name, x in arrays.items() if "." not in name}

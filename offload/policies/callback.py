@@ -23,47 +23,15 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from cpu_ops import _native
 from offload.policies.callback_errors import ERROR_BYTES, compile_callback
 
-# The fields of cpp/attention/policy.h's PolicyContext; a test compares the offsets.
+# The fields of cpp/attention/policy.h's PolicyContext, in its order.
+_OFFSETS = _native.policy_context_offsets()
 CONTEXT_DTYPE = np.dtype(
     [
-        ("layer_idx", np.int64),
-        ("unit", np.int64),
-        ("kv_head", np.int64),
-        ("group_size", np.int64),
-        ("head_dim", np.int64),
-        ("kv_len", np.int64),
-        ("first", np.int64),
-        ("last", np.int64),
-        ("budget_tokens", np.int64),
-        ("num_candidates", np.int64),
-        ("sm_scale", np.float64),
-        ("parameters", np.int64),
-        ("query", np.int64),
-        ("importance", np.int64),
-        ("indices", np.int64),
-        ("num_indices", np.int64),
-        ("weights", np.int64),
-        ("candidates", np.int64),
-        ("output", np.int64),
-        ("lse", np.int64),
-        ("text_marks", np.int64),
-        ("bytes_touched", np.int64),
-        ("may_defer", np.int64),
-        ("arrays", np.int64),
-        ("score_tokens", np.int64),
-        ("top_k", np.int64),
-        ("score_rows", np.int64),
-        ("rank_rows", np.int64),
-        ("top_codes", np.int64),
-        ("load_keys", np.int64),
-        ("store_rows", np.int64),
-        ("filter_at_least", np.int64),
-        ("block_scores", np.int64),
-        ("block_starts", np.int64),
-        ("num_blocks", np.int64),
-        ("error", np.int64),
+        (name, np.float64 if name == "sm_scale" else np.int64)
+        for name in sorted(_OFFSETS, key=_OFFSETS.__getitem__)
     ]
 )
 CACHE_LINE = 64

@@ -12,42 +12,35 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.made_files import (
-    SHAPE_KEYS,
-    check_made_for,
-    check_shape_keys,
-    read_made_file,
-)
+from offload.policies.made_files import SHAPE_KEYS, MadeFile, read_made_file
 
 BoolArray = npt.NDArray[np.bool_]
 
 _FORMAT = "offload-head-roles-2"
 _OLD_FORMAT = "offload-head-roles-1"  # is still read; it did not know of checkpoints
 _KEYS = ("model_type", *SHAPE_KEYS, "checkpoint", "made_by", "retrieval")
-_MAKE = "make roles for it with `offload calibrate`"
 
 
 @dataclass(frozen=True)
-class HeadRoles:
+class HeadRoles(MadeFile):
     """Roles of every KV head of one model.
 
     Attributes:
-        model_type: transformers' name of the architecture, such as "llama"; "" fits any.
-        num_layers, num_kv_heads, head_dim: shape of the model.
         retrieval: [num_layers][num_kv_heads], True for retrieval heads.
-        made_by: how the roles were chosen, for people.
-        checkpoint: name of the weights they were made for (`loading.names.checkpoint_name`); ""
-            is unknown and fits any.
-        source: the file they were read from, for messages; "" if there is none.
+        The others: see `MadeFile`.
 
     Raises:
         ValueError: a `retrieval` of another shape.
     """
+
+    kind: ClassVar[str] = "roles file"
+    bare_kind: ClassVar[str] = "head roles"
+    remedy: ClassVar[str] = "make roles for it with `offload calibrate`"
 
     model_type: str
     num_layers: int
@@ -59,10 +52,7 @@ class HeadRoles:
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        texts = (self.model_type, self.checkpoint, self.made_by)
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{self._name}: model_type, checkpoint and made_by must be strings")
-        check_shape_keys(self, self._name)
+        self._check_made()
         rows = self.retrieval
         if not isinstance(rows, (tuple, list)) or len(rows) != self.num_layers:
             got = f"{len(rows)} rows" if isinstance(rows, (tuple, list)) else repr(rows)
@@ -116,35 +106,6 @@ class HeadRoles:
         """Retrieval heads below layer 0, where every head is one."""
         return int(self.array[1:].sum())
 
-    def check(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        model_type: str | None = None,
-        checkpoint: str = "",
-    ) -> None:
-        """Refuse a model that these roles are not for, or weights of its shape that they are not.
-
-        Args:
-            model_type: None leaves it unchecked.
-            checkpoint: as the attribute.
-
-        Raises:
-            ValueError: names the file, what it is for, and what the model has.
-        """
-        check_made_for(
-            self,
-            self._name,
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            model_type=model_type,
-            checkpoint=checkpoint,
-            remedy=_MAKE,
-        )
-
     def check_first_layer(self) -> None:
         """Refuse sparse heads in layer 0, for policies whose sparse heads reuse."""
         sparse = [head for head, retrieves in enumerate(self.retrieval[0]) if not retrieves]
@@ -175,12 +136,8 @@ class HeadRoles:
         hint = f"; write one with `offload calibrate MODEL -o {path}`"
         old = [key for key in _KEYS if key != "checkpoint"]
         formats = {_FORMAT: _KEYS, _OLD_FORMAT: old}
-        document = read_made_file(path, "roles file", formats, hint=hint)
+        document = read_made_file(path, cls.kind, formats, hint=hint)
         return cls(**document, source=str(path))
-
-    @property
-    def _name(self) -> str:
-        return f"roles file {self.source}" if self.source else "head roles"
 
 
 def evenly_spaced_heads(

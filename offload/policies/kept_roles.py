@@ -6,13 +6,18 @@ A calibration takes seconds, and always finds the same heads.
 from __future__ import annotations
 
 import logging
-import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from offload.policies.calibration import Calibration
 from offload.policies.checkpoint_names import embedded_part, key_part
 from offload.policies.head_roles import HeadRoles
 from offload.system.cache_folder import cache_folder
+
+if TYPE_CHECKING:
+    from offload.models.base import LeanModel
 
 _CALIBRATION = "1"  # change it when other heads are found than by older versions
 
@@ -65,19 +70,73 @@ def keep_roles(policy: str, roles: HeadRoles, retrieval_heads: int, first_layers
     if not key:
         return
     try:
-        target = _cached(policy) / _file_name(key, retrieval_heads, first_layers)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may do the same: a file is there as a whole or not at all.
-        with tempfile.TemporaryDirectory(prefix=".roles-", dir=target.parent) as temporary:
-            whole = Path(temporary) / target.name
-            roles.save(whole)
-            whole.replace(target)
+        roles.keep(_cached(policy) / _file_name(key, retrieval_heads, first_layers))
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         logger.info(
             "calibrated heads are not kept (%s); set OFFLOAD_CACHE to a folder that can be written "
             "to",
             error,
         )
+
+
+class RolesCalibration(Calibration):
+    """Which heads retrieve, of a policy with `head_roles` and `with_roles`.
+
+    Attributes:
+        first_retrieve: all heads of the first layers do.
+    """
+
+    first_retrieve = False
+
+    def wanted(self, num_layers: int, num_kv_heads: int) -> tuple[int, int]:
+        """How many retrieval heads are to be found, after so many first layers."""
+        raise NotImplementedError
+
+    def find(
+        self, lean: LeanModel, model_type: str, load_tokenizer: Callable[[], Any]
+    ) -> HeadRoles | None:
+        """Calibrates; None where the model is too small for it."""
+        raise NotImplementedError
+
+    def learn(
+        self,
+        make_lean: Callable[[], LeanModel],
+        model_type: str,
+        load_tokenizer: Callable[[], Any],
+        checkpoint: Callable[[], str],
+    ) -> Any:
+        """With roles of the model, if it has none; they are kept for the next time.
+
+        Raises:
+            ValueError: it has roles of another model or of other weights, or more retrieval heads
+                than it may.
+        """
+        policy, lean = self.policy, make_lean()
+        shape = lean.shape
+        policy.check_model(**shape.heads)
+        if isinstance(policy.head_roles, HeadRoles):
+            name = checkpoint()
+            policy.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
+            return policy
+        kept = self.with_kept(checkpoint, model_type, **shape.kv_heads)
+        if kept is not policy:
+            return kept
+        roles = self.find(lean, model_type, load_tokenizer)
+        if roles is None:
+            return policy
+        roles = replace(roles, checkpoint=checkpoint())
+        keep_roles(policy.name, roles, *self.wanted(shape.num_layers, shape.num_kv_heads))
+        return policy.with_roles(roles)
+
+    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Any:
+        """With roles that a calibration has found, if it has none."""
+        policy = self.policy
+        if isinstance(policy.head_roles, HeadRoles):
+            return policy
+        wanted = self.wanted(shape["num_layers"], shape["num_kv_heads"])
+        of_model = {**shape, "model_type": model_type, "first_retrieve": self.first_retrieve}
+        kept = kept_roles(policy.name, checkpoint(), *wanted, **of_model)
+        return policy if kept is None else policy.with_roles(kept)
 
 
 def _of_package(policy: str) -> Path:

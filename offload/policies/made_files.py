@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from offload.policies.checkpoint_names import same_checkpoint
 from offload.system.json_file import read_json
@@ -12,72 +13,104 @@ from offload.system.json_file import read_json
 SHAPE_KEYS = ("num_layers", "num_kv_heads", "head_dim")
 
 
-class Made(Protocol):
-    """What such a file holds.
+class MadeFile:
+    """What such a file holds; a frozen dataclass that has these and what was found.
 
     Attributes:
-        model_type: transformers' name of the architecture; "" fits any.
-        checkpoint: name of the weights (`loading.names.checkpoint_name`); "" fits any.
+        kind: what errors call the file, before its path; bare_kind: what was made without one.
+        remedy: what to do where it is for another model.
+        model_type: transformers' name of the architecture, such as "llama"; "" fits any.
+        num_layers, num_kv_heads, head_dim: shape of the model.
+        made_by: how it was chosen, for people.
+        checkpoint: name of the weights it was made for (`loading.names.checkpoint_name`); "" is
+            unknown and fits any.
+        source: the file that it was read from, for messages; "" if there is none.
     """
+
+    kind: ClassVar[str]
+    bare_kind: ClassVar[str]
+    remedy: ClassVar[str]
+
+    if TYPE_CHECKING:
+        model_type: str
+        num_layers: int
+        num_kv_heads: int
+        head_dim: int
+        made_by: str
+        checkpoint: str
+        source: str
 
     @property
-    def model_type(self) -> str: ...
-    @property
-    def checkpoint(self) -> str: ...
+    def _name(self) -> str:
+        return f"{self.kind} {self.source}" if self.source else self.bare_kind
 
+    def _check_made(self) -> None:
+        """Refuse texts that are none, and a shape that none is."""
+        texts = (self.model_type, self.checkpoint, self.made_by)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{self._name}: model_type, checkpoint and made_by must be strings")
+        for key in SHAPE_KEYS:
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(
+                    f"{self._name}: {key} must be an integer of at least 1, got {value!r}"
+                )
 
-def check_shape_keys(made: Made, name: str) -> None:
-    """Refuse a shape that none is.
+    def check(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        model_type: str | None = None,
+        checkpoint: str = "",
+    ) -> None:
+        """Refuse a model that it was not made for, or weights of its shape that it was not.
 
-    Args:
-        name: of what was made, for messages.
-    """
-    for key in SHAPE_KEYS:
-        value = getattr(made, key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: {key} must be an integer of at least 1, got {value!r}")
+        Args:
+            model_type: None leaves it unchecked.
+            checkpoint: as the attribute.
 
+        Raises:
+            ValueError: names the file, what it is for, and what the model has.
+        """
+        wanted: dict[str, int | str] = {
+            "num_layers": num_layers,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
+        if model_type is not None and self.model_type:
+            wanted = {"model_type": model_type, **wanted}
+        if all(getattr(self, key) == value for key, value in wanted.items()):
+            if not same_checkpoint(self.checkpoint, checkpoint):
+                raise ValueError(
+                    f"{self._name} was made for other weights of this shape: those of checkpoint "
+                    f"{self.checkpoint}, but this model is checkpoint {checkpoint}; {self.remedy}"
+                )
+            return
+        ours = ", ".join(f"{key}={getattr(self, key)}" for key in wanted)
+        theirs = ", ".join(f"{key}={value}" for key, value in wanted.items())
+        raise ValueError(
+            f"{self._name} was made for another model: it says {ours}, this model has {theirs}; "
+            f"{self.remedy}"
+        )
 
-def check_made_for(
-    made: Made,
-    name: str,
-    *,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    model_type: str | None,
-    checkpoint: str,
-    remedy: str,
-) -> None:
-    """Refuse a model that it was not made for, or weights of its shape that it was not.
+    def keep(self, path: Path) -> None:
+        """`save`, with the folder that the file lies in: as a whole or not at all, whoever reads it
+        meanwhile.
 
-    Args:
-        name: of what was made, for messages.
-        model_type: None leaves it unchecked.
-        remedy: what to do instead.
+        Raises:
+            OSError: it cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".made-", dir=path.parent) as temporary:
+            whole = Path(temporary) / path.name
+            self.save(whole)
+            whole.replace(path)
 
-    Raises:
-        ValueError: names the file, what it is for, and what the model has.
-    """
-    wanted: dict[str, int | str] = {
-        "num_layers": num_layers,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-    }
-    if model_type is not None and made.model_type:
-        wanted = {"model_type": model_type, **wanted}
-    if all(getattr(made, key) == value for key, value in wanted.items()):
-        if not same_checkpoint(made.checkpoint, checkpoint):
-            raise ValueError(
-                f"{name} was made for other weights of this shape: those of checkpoint "
-                f"{made.checkpoint}, but this model is checkpoint {checkpoint}; {remedy}"
-            )
-        return
-    ours = ", ".join(f"{key}={getattr(made, key)}" for key in wanted)
-    theirs = ", ".join(f"{key}={value}" for key, value in wanted.items())
-    raise ValueError(
-        f"{name} was made for another model: it says {ours}, this model has {theirs}; {remedy}"
-    )
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        raise NotImplementedError
 
 
 def read_made_file(

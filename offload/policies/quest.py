@@ -13,12 +13,17 @@ more than all of them with 2 % of the tokens.
 
 Pages begin after the sink tokens, so that a sink's large key does not lift its page. Bounds take a
 sixteenth of the bytes of keys and values.
+
+With chunks=True the runs of tokens that share bounds are structure-aware chunks, not pages, as in
+LycheeCluster's pilot study (arXiv 2603.08453, section 3.1). They end where the text does (see
+`lychee_cluster.chunks`), between half a page and one and a half of them, so that they are about as
+long as pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -27,7 +32,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.base import Policy
 from offload.policies.blocks import BlockPolicy
 from offload.policies.callback import (
     Callback,
@@ -37,6 +41,7 @@ from offload.policies.callback import (
     top_k,
     view_float32,
     view_int32,
+    view_uint8,
 )
 from offload.policies.compiled import cached_njit
 from offload.policies.device_build import to_host
@@ -54,49 +59,60 @@ from offload.policies.key_bounds import (
     take_last,
 )
 from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
-from offload.policies.layouts import StateLayout, reader
-from offload.policies.quest_chunks import ChunkedQuest
+from offload.policies.layouts import NumberLayout, StateLayout, reader
+from offload.policies.lychee_cluster.chunks import chunk_length, cut_chunks
 from offload.policies.revised import Revised
 
 STATE = StateLayout(
     **BOUNDS,
-    pages=np.int32,  # [num_kv_heads] that have bounds
-    starts=np.int32,  # [max_runs + 1]: first tokens of pages
+    runs=np.int32,  # [num_kv_heads] that have bounds
+    # [1 or num_kv_heads, max_runs + 1]: first tokens, then where the last one ends.
+    starts=np.int32,
     sizes=np.int32,  # SIZES
 )
-SIZES = ("page_tokens", *BOUNDS_SIZES)
-read_state, read_sizes = STATE.read, reader(SIZES, np.int32)
+SIZES = ("starts_stride", *BOUNDS_SIZES)  # 0: all heads have the same starts
+NUMBERS = NumberLayout("min_tokens", "max_tokens")
+read_state, read_sizes, read_numbers = STATE.read, reader(SIZES, np.int32), NUMBERS.read
 
 
 @cached_njit()
-def expand_pages(
-    pages: Any, scores: Any, first: Any, last: Any, page_tokens: Any, budget: Any, indices: Any
-) -> Any:
-    """Tokens of the chosen pages, cut to the budget at the end of the page of lowest bound.
+def keep_budget(runs: Any, scores: Any, starts: Any, last: Any, budget: Any, indices: Any) -> Any:
+    """Tokens of the best runs up to the budget, ascending; the last one is cut at its end.
 
     Args:
-        pages: ascending page numbers; page p begins at token first + p * page_tokens.
-        scores: bound of every page.
+        runs: ascending numbers of the best runs, at least as many as the budget has room for;
+            those that are not kept become -1.
+        scores: bound of every run.
+        starts: first token of every run, then where the last one ends.
         last: no token from here on.
 
     Returns:
         how many tokens were written to `indices`.
     """
     total = 0
-    weakest = -1
-    for i in range(len(pages)):
-        begin = first + pages[i] * page_tokens
-        total += min(begin + page_tokens, last) - begin
-        if weakest < 0 or scores[pages[i]] <= scores[weakest]:
-            weakest = pages[i]
-    cut = max(0, total - budget)
+    for i in range(len(runs)):
+        total += min(starts[runs[i] + 1], last) - starts[runs[i]]
+    cut = -1  # the run that is cut
+    while total > budget and cut < 0:
+        weakest = -1
+        for i in range(len(runs)):
+            run = runs[i]
+            if run >= 0 and (weakest < 0 or scores[run] <= scores[runs[weakest]]):
+                weakest = i
+        length = min(starts[runs[weakest] + 1], last) - starts[runs[weakest]]
+        if total - length >= budget:
+            runs[weakest] = -1
+            total -= length
+        else:
+            cut = runs[weakest]
     count = 0
-    for i in range(len(pages)):
-        begin = first + pages[i] * page_tokens
-        end = min(begin + page_tokens, last)
-        if pages[i] == weakest:
-            end -= cut
-        for token in range(begin, end):
+    for i in range(len(runs)):
+        if runs[i] < 0:
+            continue
+        end = min(starts[runs[i] + 1], last)
+        if runs[i] == cut:
+            end -= total - budget
+        for token in range(starts[runs[i]], end):
             indices[count] = token
             count += 1
     return count
@@ -105,130 +121,165 @@ def expand_pages(
 @callback
 def select(pointer: Any) -> int:
     ctx = read_context(pointer)
-    state = read_state(ctx.arrays)
+    state, numbers = read_state(ctx.arrays), read_numbers(ctx.parameters)
     sizes = read_sizes(state.sizes)
-    page_tokens = sizes.page_tokens
+    starts_at = offset_floats(state.starts, ctx.kv_head * sizes.starts_stride)
+    starts = view_int32(starts_at, sizes.max_runs + 1)
 
-    # Tokens that no complete page holds: a few, if the recent window is shorter than a page.
-    with_bounds = view_int32(state.pages, ctx.kv_head + 1)[ctx.kv_head]
-    full_pages = min((ctx.kv_len - ctx.first) // page_tokens, with_bounds)
-    last_paged = min(ctx.last, ctx.first + full_pages * page_tokens)
-    num_loose = min(ctx.last - last_paged, ctx.budget_tokens)
+    # Rows of one step see only what there was before them.
+    whole = view_int32(state.runs, ctx.kv_head + 1)[ctx.kv_head]
+    while whole > 0 and starts[whole] > ctx.kv_len:
+        whole -= 1
+    # Tokens that no whole run holds: a few, if the recent window is shorter than a run.
+    last = min(ctx.last, starts[whole])
+    num_loose = min(ctx.last - last, ctx.budget_tokens)
     budget = ctx.budget_tokens - num_loose
-    num_pages = (last_paged - ctx.first + page_tokens - 1) // page_tokens
+    num_runs = whole
+    while num_runs > 0 and starts[num_runs - 1] >= last:
+        num_runs -= 1
     count: int = 0
-    if budget > 0 and num_pages > 0:
-        scores_at = score_bounds(pointer, ctx, state, sizes, num_pages)
-        hand_over(ctx, scores_at, state.starts, num_pages)
-        pages_at = offset_floats(state.chosen, ctx.kv_head * sizes.max_runs)
-        wanted = min((budget + page_tokens - 1) // page_tokens, num_pages)
-        chosen = top_k(pointer, ctx.top_k, scores_at, num_pages, wanted, pages_at)
+    if budget > 0 and num_runs > 0:
+        scores_at = score_bounds(pointer, ctx, state, sizes, num_runs)
+        hand_over(ctx, scores_at, starts_at, num_runs)
+        chosen_at = offset_floats(state.chosen, ctx.kv_head * sizes.max_runs)
+        # All but the last run, which the recent window may cut, have min_tokens.
+        wanted = min(budget // int(numbers.min_tokens) + 2, num_runs)
+        chosen = top_k(pointer, ctx.top_k, scores_at, num_runs, wanted, chosen_at)
         if chosen < 0:
             return -1
+        runs, scores = view_int32(chosen_at, chosen), view_float32(scores_at, num_runs)
         indices = view_int32(ctx.indices, budget)
-        # The recent window cuts the last page: if that was chosen, another page may be needed.
-        short = num_pages * page_tokens - (last_paged - ctx.first)
-        missing = budget - (chosen * page_tokens - short)
-        pages = view_int32(pages_at, chosen)
-        if missing > 0 and chosen < num_pages and pages[chosen - 1] == num_pages - 1:
-            chosen = top_k(pointer, ctx.top_k, scores_at, num_pages, wanted + 1, pages_at)
-            pages = view_int32(pages_at, chosen)
-        scores = view_float32(scores_at, num_pages)
-        count = expand_pages(pages, scores, ctx.first, last_paged, page_tokens, budget, indices)
+        count = keep_budget(runs, scores, starts, last, budget, indices)
     count = take_last(ctx, count, num_loose)
     return count
 
 
 @callback
 def append(pointer: Any) -> None:
-    """Bounds of the pages that the newest token completes: one in `page_tokens` steps."""
+    """Bounds of the runs that the newest token completes: one in about `page_tokens` steps."""
     ctx = read_context(pointer)
-    state = read_state(ctx.arrays)
+    state, numbers = read_state(ctx.arrays), read_numbers(ctx.parameters)
     sizes = read_sizes(state.sizes)
-    page_tokens = sizes.page_tokens
-    pages = view_int32(state.pages, ctx.kv_head + 1)
-    page = pages[ctx.kv_head]
-    while ctx.first + (page + 1) * page_tokens <= ctx.kv_len and page < sizes.max_runs:
-        first = ctx.first + page * page_tokens
-        store_bounds(pointer, ctx, state, sizes, page, first, page_tokens, page_tokens)
-        page += 1
-    pages[ctx.kv_head] = page
+    shortest, longest = int(numbers.min_tokens), int(numbers.max_tokens)
+    starts_at = offset_floats(state.starts, ctx.kv_head * sizes.starts_stride)
+    starts = view_int32(starts_at, sizes.max_runs + 1)
+    runs = view_int32(state.runs, ctx.kv_head + 1)
+    run = runs[ctx.kv_head]
+    marks = view_uint8(ctx.text_marks, ctx.kv_len if ctx.text_marks != 0 else 0)
+    while starts[run] + longest <= ctx.kv_len and run < sizes.max_runs:
+        first = starts[run]
+        length = chunk_length(marks, first, ctx.kv_len, shortest, longest)
+        store_bounds(pointer, ctx, state, sizes, run, first, length, longest)
+        run += 1
+        starts[run] = first + length
+    runs[ctx.kv_head] = run
 
 
-class PageState(LayerState):
-    """Bounds of pages."""
+class BoundsState(LayerState):
+    """Bounds of pages or chunks."""
 
     layout = STATE
     policy: Quest
 
+    def __init__(self, policy: Quest) -> None:
+        super().__init__(policy)
+        self.reads_text = policy.chunks
+
     def build(self, context: BuildContext) -> State:
-        """Bounds of all complete pages after the sinks."""
-        return self.arrays(self.bounds(context.keys), context.capacity_tokens)
-
-    def bounds(self, keys: Tensor) -> Tensor:
-        """[num_kv_heads, num_pages, 2 * head_dim]: maxima, then minima."""
-        return self._page_bounds(keys[:, self.policy.sink_tokens :])
-
-    def _page_bounds(self, keys: Tensor) -> Tensor:
-        """The same of keys that begin with a page."""
-        policy = self.policy
-        num_pages = keys.shape[1] // policy.page_tokens
-        pages = keys[:, : num_pages * policy.page_tokens].view(
-            len(keys), num_pages, policy.page_tokens, keys.shape[2]
+        """Bounds of all runs after the sinks that no later token could cut otherwise."""
+        policy, keys = self.policy, context.keys
+        if not policy.chunks:
+            return self.arrays_of_pages(self.page_bounds(keys), context.capacity_tokens)
+        starts = cut_chunks(
+            context.text_marks,
+            policy.sink_tokens,
+            keys.shape[1],
+            policy.min_tokens,
+            policy.max_tokens,
         )
-        if keys.device.type == "cpu":
-            extremes = _reduce(torch.maximum, pages), _reduce(torch.minimum, pages)
-        else:
-            extremes = pages.amax(2), pages.amin(2)
-        return torch.cat(extremes, dim=-1)
+        bounds = torch.empty(len(keys), len(starts) - 1, 2 * keys.shape[2], dtype=keys.dtype)
+        lengths = np.diff(starts)
+        for length in np.unique(lengths).tolist():
+            of_length = np.flatnonzero(lengths == length)
+            tokens = torch.from_numpy(starts[of_length][:, None] + np.arange(length))
+            # [num_kv_heads, chunks, length, head_dim]
+            bounds[:, torch.from_numpy(of_length)] = _extremes(keys[:, tokens])
+        heads = np.tile(starts.astype(np.int32), (len(keys), 1))
+        runs = np.full(len(keys), len(starts) - 1, np.int32)
+        return self._arrays(bounds_of(bounds), heads, runs, context.capacity_tokens)
 
-    def arrays(self, rows: Tensor, capacity_tokens: int) -> State:
+    def page_bounds(self, keys: Tensor) -> Tensor:
+        """[num_kv_heads, num_pages, 2 * head_dim]: maxima, then minima, of all whole pages."""
+        tokens, sinks = self.policy.page_tokens, self.policy.sink_tokens
+        num_pages = max(0, keys.shape[1] - sinks) // tokens
+        pages = keys[:, sinks : sinks + num_pages * tokens]
+        return _extremes(pages.view(len(keys), num_pages, tokens, keys.shape[2]))
+
+    def arrays_of_pages(self, rows: Tensor, capacity_tokens: int) -> State:
         num_kv_heads, num_pages, _ = rows.shape
-        pages = np.full(num_kv_heads, num_pages, np.int32)
-        return self._with_room(bounds_of(rows), pages, capacity_tokens)
+        starts = np.full((1, 1), self.policy.sink_tokens, np.int32)
+        runs = np.full(num_kv_heads, num_pages, np.int32)
+        return self._arrays(bounds_of(rows), starts, runs, capacity_tokens)
 
-    def _with_room(
-        self, bounds: npt.NDArray[Any], pages: npt.NDArray[np.int32], capacity_tokens: int
+    def _arrays(
+        self,
+        bounds: npt.NDArray[Any],
+        starts: npt.NDArray[np.int32],
+        runs: npt.NDArray[np.int32],
+        capacity_tokens: int,
     ) -> State:
-        """All arrays, for these bounds [num_kv_heads, parts, num_pages, width] and more."""
+        """All arrays, for these bounds [num_kv_heads, parts, runs, width] and more."""
         policy = self.policy
-        max_pages = max(1, bounds.shape[2], self._pages_of(capacity_tokens))
-        arrays = bounds_arrays(bounds, max_pages, policy.page_tokens, [policy.page_tokens])
-        starts = policy.sink_tokens + policy.page_tokens * np.arange(max_pages + 1, dtype=np.int32)
-        return arrays | {"pages": pages, "starts": starts}
+        max_runs = max(bounds.shape[2], self._max_runs(capacity_tokens))
+        all_starts = np.zeros((len(starts), max_runs + 1), np.int32)
+        if policy.chunks:
+            all_starts[:, : starts.shape[1]] = starts
+        else:
+            all_starts += policy.sink_tokens + policy.page_tokens * np.arange(
+                max_runs + 1, dtype=np.int32
+            )
+        stride = max_runs + 1 if policy.chunks else 0
+        arrays = bounds_arrays(bounds, max_runs, policy.max_tokens, [stride])
+        return arrays | {"runs": runs, "starts": all_starts}
 
     def num_bytes(self, shape: StateShape) -> int:
-        max_pages = max(1, self._pages_of(shape.capacity_tokens))
-        shared = bounds_bytes(shape, max_pages, self.policy.page_tokens)
-        return shared + 4 * shape.num_kv_heads + 4 * (max_pages + 1) + 4 * len(SIZES)
+        max_runs = self._max_runs(shape.capacity_tokens)
+        shared = bounds_bytes(shape, max_runs, self.policy.max_tokens)
+        heads = shape.num_kv_heads if self.policy.chunks else 1
+        return shared + 4 * shape.num_kv_heads + 4 * heads * (max_runs + 1) + 4 * len(SIZES)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
         """The same bounds with room for `capacity_tokens` tokens."""
-        return self._with_room(arrays["bounds"], arrays["pages"].copy(), capacity_tokens)
+        runs = arrays["runs"].copy()
+        return self._arrays(arrays["bounds"], arrays["starts"], runs, capacity_tokens)
 
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        """Pages that are no longer complete lose their bounds; `append` makes them anew."""
-        pages = arrays["pages"]
-        np.minimum(pages, self._pages_of(kv_len), out=pages)
+        """Runs that other tokens could end otherwise lose their bounds; `append` makes new ones."""
+        known = arrays["starts"][:, :-1] + self.policy.max_tokens <= kv_len
+        for head, count in enumerate(arrays["runs"].tolist()):
+            arrays["runs"][head] = known[head % len(known), :count].sum()
         return True
 
-    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        """As `truncate`: bounds say nothing of steps."""
-        return self.truncate(layer_idx, arrays, kv_len)
+    rewind = truncate  # bounds say nothing of steps
 
     def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
-        """Bounds of the pages that have such tokens."""
-        page = self._pages_of(revised.first)
-        keys = revised.load_keys(self.policy.sink_tokens + page * self.policy.page_tokens)
-        bounds = bounds_of(self._page_bounds(keys))
-        stop = min(page + bounds.shape[2], arrays["bounds"].shape[2])
-        arrays["bounds"][:, :, page:stop] = bounds[:, :, : stop - page]
-        arrays["pages"][:] = stop
+        """Bounds of the runs that have such tokens: chunks end where they did, and all pages that
+        are whole now have some."""
+        policy, runs = self.policy, arrays["runs"]
+        if not policy.chunks:
+            whole = max(0, revised.kv_len - policy.sink_tokens) // policy.page_tokens
+            runs[:] = min(whole, arrays["bounds"].shape[2])
+        starts, num_runs = arrays["starts"][0], int(runs[0])
+        run = int(np.searchsorted(starts[1 : num_runs + 1], revised.first, side="right"))
+        begin = int(starts[run])
+        keys = revised.load_keys(begin)
+        for i in range(run, num_runs):
+            of_run = keys[:, None, starts[i] - begin : starts[i + 1] - begin]
+            arrays["bounds"][:, :, i] = bounds_of(_extremes(of_run))[:, :, 0]
         return True
 
-    def _pages_of(self, num_tokens: int) -> int:
-        """Complete pages of so many tokens."""
-        return max(0, num_tokens - self.policy.sink_tokens) // self.policy.page_tokens
+    def _max_runs(self, capacity_tokens: int) -> int:
+        return max(1, max(0, capacity_tokens - self.policy.sink_tokens) // self.policy.min_tokens)
 
 
 class PageDevice(DeviceSupport):
@@ -239,9 +290,9 @@ class PageDevice(DeviceSupport):
 
     def build(self, context: BuildContext) -> DeviceBuild:
         """The same, with the bounds taken on the device."""
-        pages = PageState(self.policy)
-        bounds, capacity_tokens = to_host(pages.bounds(context.keys)), context.capacity_tokens
-        return lambda: pages.arrays(bounds, capacity_tokens)
+        state = BoundsState(self.policy)
+        bounds, capacity_tokens = to_host(state.page_bounds(context.keys)), context.capacity_tokens
+        return lambda: state.arrays_of_pages(bounds, capacity_tokens)
 
 
 @dataclass(frozen=True)
@@ -253,17 +304,16 @@ class Quest(BlockPolicy):
 
     Args:
         page_tokens: tokens that share a bound.
-        chunks: bounds of chunks that end where the text does, of about as many tokens (see
-            `quest_chunks`), instead of pages.
+        chunks: bounds of chunks that end where the text does, of about as many tokens, instead of
+            pages.
     """
 
     name: ClassVar[str] = "quest"
     select: ClassVar[Callback | None] = select
     append: ClassVar[Callback | None] = append
-    state = cached_property(lambda self: self.members[0].state if self.chunks else PageState(self))
-    device = cached_property(
-        lambda self: self.members[0].device if self.chunks else PageDevice(self)
-    )
+    number_layout: ClassVar[NumberLayout | None] = NUMBERS
+    state = cached_property(BoundsState)
+    device = cached_property(lambda self: (DeviceSupport if self.chunks else PageDevice)(self))
 
     page_tokens: int = 16
     chunks: bool = False
@@ -277,20 +327,31 @@ class Quest(BlockPolicy):
         if not isinstance(self.chunks, bool):
             raise ValueError(f"chunks must be true or false, got {self.chunks!r}")
 
-    @cached_property
-    def members(self) -> tuple[Policy, ...]:
-        """Another one over chunks."""
-        if not self.chunks:
-            return (self,)
-        options = {option.name: getattr(self, option.name) for option in fields(ChunkedQuest)}
-        return (ChunkedQuest(**options),)
+    @property
+    def min_tokens(self) -> int:
+        """The fewest tokens of a run."""
+        return max(1, self.page_tokens // 2) if self.chunks else self.page_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of a run."""
+        return 2 * self.page_tokens - self.min_tokens
 
     def block_scores(
         self, arrays: State, queries: Tensor, sm_scale: float
     ) -> tuple[Tensor, npt.NDArray[np.int32]]:
-        num_pages = int(arrays["pages"][0])
-        scores = past_scores(arrays, queries, sm_scale, num_pages)
-        return scores, arrays["starts"][: num_pages + 1]
+        num_runs = int(arrays["runs"][0])
+        scores = past_scores(arrays, queries, sm_scale, num_runs)
+        return scores, arrays["starts"][0, : num_runs + 1]
+
+
+def _extremes(runs: Tensor) -> Tensor:
+    """[num_kv_heads, num_runs, n, head_dim] -> [.., 2 * head_dim]: maxima, then minima."""
+    if runs.device.type == "cpu":
+        extremes = _reduce(torch.maximum, runs), _reduce(torch.minimum, runs)
+    else:
+        extremes = runs.amax(2), runs.amin(2)
+    return torch.cat(extremes, dim=-1)
 
 
 def _reduce(pick: Callable[[Tensor, Tensor], Tensor], pages: Tensor) -> Tensor:

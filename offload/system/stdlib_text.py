@@ -65,6 +65,16 @@ def _module_docstrings(module: str) -> tuple[str, ...]:
     return tuple(_docstrings(ast.parse(path.read_text(encoding="utf-8"))))
 
 
+def stdlib_prose(num_tokens: int) -> str:
+    """The first of `stdlib_docstrings()`: so many tokens of any tokenizer, if there are as many."""
+    text = ""
+    for docstring in stdlib_docstrings():
+        text += docstring + _SEPARATOR
+        if len(text) > 12 * num_tokens:  # more than any tokenizer needs for prose
+            break
+    return text
+
+
 def stdlib_docstrings() -> Iterator[str]:
     """Yield the standard library's long docstrings, deterministic for one Python version.
 

@@ -28,6 +28,7 @@ from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from gpu_ops.gemv import gemv
 from gpu_ops.greedy import greedy_tokens
+from gpu_ops.layout import allocate
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import (
@@ -225,6 +226,7 @@ def score_codes_all(
     """The operators on codes of keys, once."""
     num_qo_heads, max_tokens = num_kv_heads * group_size, 131072
     heads = torch.arange(num_kv_heads, dtype=torch.int32)
+    layout = CodeQuery.layout(1, num_kv_heads, num_qo_heads, group_size, head_dim, bits)
     append_codes(
         torch.zeros(1, 2, num_kv_heads, 80, head_dim, dtype=dtype),
         torch.zeros(head_dim, head_dim),
@@ -250,9 +252,7 @@ def score_codes_all(
         page_tokens=256,
         sm_scale=0.125,
         level=1.0,
-        scratch=CodeQuery.allocate(
-            1, num_kv_heads, num_qo_heads, group_size, head_dim, bits, "cpu"
-        ),
+        scratch=CodeQuery(**allocate(layout, "cpu")),
         buffers=TopKBuffers.allocate(num_kv_heads, max_tokens, 2048, "cpu"),
         lists=TopKLists(
             16,

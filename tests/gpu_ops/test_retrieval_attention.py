@@ -10,7 +10,7 @@ import torch
 from cases.operands import DTYPES, TOLERANCE, Pages, assert_close, attention, poisoned, random
 from cases.seeded import new_rng
 
-from gpu_ops.paged_attention import SplitLaunch, num_retrieval_splits, retrieval_attention
+from gpu_ops.paged_attention import num_retrieval_splits, retrieval_attention
 
 
 def check(
@@ -26,7 +26,6 @@ def check(
     num_splits: int = 4,
     with_scores: bool = True,
     tolerance: float | None = None,
-    launch: SplitLaunch | None = None,
 ) -> None:
     rng = new_rng()
     n, num_qo_heads, sm_scale = len(kv_lens), num_kv_heads * group_size, head_dim**-0.5
@@ -53,7 +52,6 @@ def check(
         out=out,
         lse=lse,
         scores=scores if with_scores else None,
-        launch=launch,
     )
     others = [head for head in range(num_kv_heads) if head not in heads]
     of_out, of_lse = out.view(n, num_kv_heads, -1), lse.view(n, num_kv_heads, -1)
@@ -111,7 +109,7 @@ def test_splits(device: str, num_splits: int, with_scores: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_of_several_tiles(device: str, dtype: torch.dtype) -> None:
-    check(device, dtype, [1, 255, 256, 257, 600], page_tokens=256, launch=SplitLaunch(32, 4, 3))
+    check(device, dtype, [1, 255, 256, 257, 600], page_tokens=256)
 
 
 @pytest.mark.cuda
@@ -141,7 +139,6 @@ def test_real_sizes(
 def test_number_of_splits() -> None:
     assert num_retrieval_splits(8, 132) == 33  # two programs on each multiprocessor
     assert num_retrieval_splits(1, 132) == 264
-    assert num_retrieval_splits(1, 132, per_multiprocessor=3) == 396
     assert num_retrieval_splits(64, 16) == 1
     with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
         num_retrieval_splits(0, 132)

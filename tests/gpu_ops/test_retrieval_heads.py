@@ -10,7 +10,7 @@ import torch
 from cases.operands import TOLERANCE, Pages, assert_close, attention, random
 from cases.seeded import new_rng
 
-from gpu_ops.paged_attention import SplitLaunch, num_retrieval_splits, retrieval_attention
+from gpu_ops.paged_attention import num_retrieval_splits, retrieval_attention
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
 
@@ -55,7 +55,6 @@ class Step:
         top_k = TopKLaunch.default(budget_tokens)
         if device == "cpu":
             top_k = TopKLaunch(16, 64, 4, 16, 64)
-        self.split = SplitLaunch.default(HEAD_DIM, self.dtype.itemsize)
         self.buffers = TopKBuffers.allocate(4, max_tokens, budget_tokens, device, launch=top_k)
         lists = 1 if shared else NUM_KV_HEADS
         self.selection = torch.zeros(2, lists, budget_tokens, dtype=torch.int32, device=device)
@@ -83,7 +82,6 @@ class Step:
             out=self.out,
             lse=self.lse,
             scores=self.scores,
-            launch=self.split,
         )
         top_k_tokens(
             self.scores,

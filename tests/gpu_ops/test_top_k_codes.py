@@ -14,6 +14,7 @@ from cases.seeded import new_rng
 
 from cpu_ops.codes import score_codes
 from gpu_ops.code_scores import CodeLaunch, CodeQuery, code_page_bytes
+from gpu_ops.layout import allocate
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_codes import key_of, top_k_codes
 from gpu_ops.top_k_lists import TopKLists
@@ -85,9 +86,8 @@ class Case:
         self.positions = torch.tensor(kv_lens, device=device) - 1
         self.head_list = torch.tensor(heads, dtype=torch.int32, device=device)
         max_tokens = self.table.shape[1] * page_tokens
-        self.scratch = CodeQuery.allocate(
-            n, num_heads, self.num_qo_heads, group_size, head_dim, bits, device
-        )
+        layout = CodeQuery.layout(n, num_heads, self.num_qo_heads, group_size, head_dim, bits)
+        self.scratch = CodeQuery(**allocate(layout, device))
         self.buffers = TopKBuffers.allocate(
             n * num_heads, max_tokens, sizes[2], device, launch=launch
         )

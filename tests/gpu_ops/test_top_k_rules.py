@@ -11,7 +11,8 @@ import torch
 from cases.top_k_cases import LAUNCHES, SMALL, Case
 
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
-from gpu_ops.top_k_lists import TopKLists, bits_at_most
+from gpu_ops.top_k_lists import TopKLists
+from gpu_ops.top_k_tokens import bits_at_most
 from offload.policies.lychee_decode.policy import enough_for_share
 
 RULES = [{"top_p": 0.5}, {"threshold": 0.01}, {"ratio": 0.1}]

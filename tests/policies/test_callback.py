@@ -78,7 +78,7 @@ def arrays_of(attention: DecodeAttention, seq: int, layer_idx: int = 1) -> State
     return arrays.layers[layer_idx]
 
 
-def test_context_offsets_are_those_of_the_header():
+def test_the_context_has_no_gaps():
     fields = CONTEXT_DTYPE.fields
     assert fields is not None
     offsets = {name: entry[1] for name, entry in fields.items()}

@@ -19,7 +19,7 @@ from cases.seeded import new_rng
 from offload.policies import Quest
 from offload.policies.key_bounds import split_query
 from offload.policies.layer_state import State
-from offload.policies.quest import expand_pages
+from offload.policies.quest import keep_budget
 from offload.policies.registry import make_policy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -32,7 +32,7 @@ def bounds_of(arrays: State, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray
     bounds = arrays["bounds"]
     raw = torch.from_numpy(bounds.view(np.int16) if dtype == torch.bfloat16 else bounds)
     rows = raw.view(dtype).double().numpy().transpose(0, 2, 1, 3)
-    rows = rows.reshape(*rows.shape[:2], -1)[:, : arrays["pages"][0]]
+    rows = rows.reshape(*rows.shape[:2], -1)[:, : arrays["runs"][0]]
     head_dim = rows.shape[-1] // 2
     return rows[..., :head_dim], rows[..., head_dim:]
 
@@ -97,10 +97,11 @@ def test_split_query_sums_the_signs_apart():
         ([], 3, 100, []),
     ],
 )
-def test_expand_pages(pages, budget, last, expected):
+def test_pages_are_cut_to_the_budget(pages, budget, last, expected):
     scores = np.array([1.0, 5.0, 3.0], np.float32)
     indices = np.full(8, -1, np.int32)
-    count = expand_pages(np.array(pages, np.int32), scores, 2, last, 4, budget, indices)
+    starts = np.array([2, 6, 10, 14], np.int32)
+    count = keep_budget(np.array(pages, np.int32), scores, starts, last, budget, indices)
     assert list(indices[:count]) == expected
 
 
@@ -176,7 +177,7 @@ def test_appended_bounds_are_those_of_a_new_build(dtype, head_dim, pool):
         key, value = (torch.from_numpy(rng.standard_normal((2, head_dim))).to(dtype) for _ in "kv")
         grow_by_one(cache, attention, queries[step : step + 1], key, value)
         arrays = attention.states.arrays_of(cache.seq).layers[1]
-        assert list(arrays["pages"]) == [(151 + step - 4) // 16] * 2
+        assert list(arrays["runs"]) == [(151 + step - 4) // 16] * 2
     keys, _ = cache.store.gather(cache.seq, 1)
     fresh = built(policy, keys)
     for ours, theirs in zip(bounds_of(arrays, dtype), bounds_of(fresh, dtype), strict=True):
@@ -192,7 +193,7 @@ def test_truncated_pages_are_bounded_anew(pool):
     attention.states.truncate(cache.seq, 300)
     cache.store.truncate(cache.seq, 300)
     arrays = attention.states.arrays_of(cache.seq).layers[1]
-    assert list(arrays["pages"]) == [18, 18]
+    assert list(arrays["runs"]) == [18, 18]
     rng = new_rng()
     for step in range(60):
         key, value = (torch.from_numpy(9 * rng.standard_normal((2, 64))).float() for _ in "kv")

@@ -13,7 +13,7 @@ from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, Stream
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Quest
 from offload.policies.lychee_cluster.chunks import cut_chunks
-from offload.policies.quest_chunks import ChunkedQuest, keep_budget
+from offload.policies.quest import keep_budget
 from offload.policies.registry import make_policy
 
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 30, "dense_layers": 0}
@@ -23,7 +23,7 @@ POLICY = Quest(**OPTIONS, chunks=True)
 def starts_of(stream: Stream) -> np.ndarray:
     """Of the chunks that have bounds, and the end of the last."""
     arrays = stream.attention.states.arrays_of(stream.seq).layers[0]
-    (count,) = set(arrays["chunks"].tolist())
+    (count,) = set(arrays["runs"].tolist())
     assert (arrays["starts"][0, : count + 1] == arrays["starts"][1, : count + 1]).all()
     return arrays["starts"][0, : count + 1]
 
@@ -70,7 +70,7 @@ def test_the_best_chunks_are_attended(kv_len: int, text: bool, pool: WorkerPool)
     keys, values = stream.store.gather(stream.seq, 0)
     context = attention.states.build_context(stream.seq, 0, keys, values, stream.kv_len)
     fresh = POLICY.state.build(replace(context, capacity_tokens=stream.kv_len))
-    count = int(fresh["chunks"][0])
+    count = int(fresh["runs"][0])
     assert starts_of(stream).tolist() == fresh["starts"][0, : count + 1].tolist()
     np.testing.assert_array_equal(arrays["bounds"][:, :, :count], fresh["bounds"][:, :, :count])
 
@@ -97,15 +97,15 @@ def test_a_cut_sequence_cuts_its_chunks_anew(pool: WorkerPool) -> None:
 
 
 def test_the_state_grows() -> None:
-    policy = ChunkedQuest(**OPTIONS)
+    policy = POLICY
     bounds = np.arange(2 * 2 * 3 * 8, dtype=np.float32).reshape(2, 2, 3, 8)
     starts = np.tile(np.array([4, 12, 30, 41], np.int32), (2, 1))
-    small = policy.state._arrays(bounds, starts, 60)
+    small = policy.state._arrays(bounds, starts, np.full(2, 3, np.int32), 60)
     grown = policy.state.grow(0, small, 600)
     assert grown["bounds"].shape[2] == (600 - 4) // 8
     np.testing.assert_array_equal(grown["bounds"][:, :, :3], bounds)
     assert grown["starts"][1, :4].tolist() == [4, 12, 30, 41]
-    assert grown["chunks"].tolist() == small["chunks"].tolist()
+    assert grown["runs"].tolist() == small["runs"].tolist()
 
 
 def test_keep_budget() -> None:
@@ -119,7 +119,6 @@ def test_keep_budget() -> None:
 
 
 def test_options() -> None:
-    assert make_policy("quest", chunks=True).members == (ChunkedQuest(),)
     assert make_policy("tidal_decode", inner=POLICY).members == POLICY.members
     with pytest.raises(ValueError, match="chunks must be true or false, got 1"):
         make_policy("quest", chunks=1)

@@ -125,8 +125,8 @@ def test_what_is_kept_of_new_keys(folder: Path, name: str) -> None:
     for ours, of_layer in zip(revised, built, strict=True):
         for key in compared if ours else ():
             if name == "quest":
-                pages = int(ours["pages"][0])
-                assert pages == int(of_layer["pages"][0]) > PROMPT // 16
+                pages = int(ours["runs"][0])
+                assert pages == int(of_layer["runs"][0]) > PROMPT // 16
                 assert (ours[key][:, :, :pages] == of_layer[key][:, :, :pages]).all()
             else:
                 assert (ours["encoded"] == stop).all()

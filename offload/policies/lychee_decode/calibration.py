@@ -44,7 +44,7 @@ from offload.policies.lychee_decode.choice import FloatArray, choose_retrieval_h
 from offload.prefill.forward import OnQueries, prefill
 from offload.system.autocast import without_autocast
 from offload.system.progress import Progress
-from offload.system.stdlib_text import stdlib_docstrings
+from offload.system.stdlib_text import stdlib_prose
 
 logger = logging.getLogger(__name__)
 
@@ -278,12 +278,7 @@ def keys_of_text(
 
 def calibration_tokens(tokenizer: Any, num_tokens: int, text: str | None = None) -> Tensor:
     """int64 [<= num_tokens]: the first tokens of `text`, or of the standard docstrings."""
-    if text is None:
-        text = ""
-        for docstring in stdlib_docstrings():
-            text += docstring + "\n\n"
-            if len(text) > 12 * num_tokens:  # more than any tokenizer needs for prose
-                break
+    text = stdlib_prose(num_tokens) if text is None else text
     encoded = tokenizer(text, truncation=True, max_length=num_tokens, return_tensors="pt")
     tokens: Tensor = encoded["input_ids"][0]
     return tokens

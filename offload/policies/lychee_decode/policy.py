@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import RETRIEVE, REUSE, Policy, SparsePolicy
-from offload.policies.calibration import Calibration
+from offload.policies.base import RETRIEVE, REUSE, SparsePolicy
 from offload.policies.callback import (
     Callback,
     callback,
@@ -38,7 +37,7 @@ from offload.policies.head_roles import (
     evenly_spaced_heads,
     roles_from,
 )
-from offload.policies.kept_roles import keep_roles, kept_roles
+from offload.policies.kept_roles import RolesCalibration
 from offload.policies.layouts import NumberLayout
 
 if TYPE_CHECKING:
@@ -117,54 +116,24 @@ class RuleOnDevice(DeviceSupport):
         return DeviceTopK(policy.ratio, policy.top_p, policy.threshold)
 
 
-class RolesCalibration(Calibration):
+class LycheeDecodeCalibration(RolesCalibration):
     """Which heads retrieve."""
 
     policy: LycheeDecode
+    first_retrieve = True
 
-    def learn(
-        self,
-        make_lean: Callable[[], LeanModel],
-        model_type: str,
-        load_tokenizer: Callable[[], Any],
-        checkpoint: Callable[[], str],
-    ) -> Policy:
-        """With `calibrated_roles` of the model, if it has none; they are kept for the next time.
+    def wanted(self, num_layers: int, num_kv_heads: int) -> tuple[int, int]:
+        count = self.policy.retrieval_heads
+        if count is None:
+            count = default_retrieval_heads(num_layers, num_kv_heads)
+        return count, _FIRST_LAYERS
 
-        Raises:
-            ValueError: it has roles of another model, or of other weights.
-        """
+    def find(
+        self, lean: LeanModel, model_type: str, load_tokenizer: Callable[[], Any]
+    ) -> HeadRoles | None:
         from offload.policies.lychee_decode.calibration import calibrated_roles
 
-        policy = self.policy
-        lean = make_lean()
-        shape = lean.shape
-        policy.check_model(**shape.heads)
-        if isinstance(policy.head_roles, HeadRoles):
-            name = checkpoint()
-            policy.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
-            return policy
-        kept = self.with_kept(checkpoint, model_type, **shape.kv_heads)
-        if kept is not policy:
-            return kept
-        roles = calibrated_roles(lean, model_type, load_tokenizer, policy.retrieval_heads)
-        if roles is None:
-            return policy
-        roles = replace(roles, checkpoint=checkpoint())
-        keep_roles(policy.name, roles, roles.num_retrieval_heads, _FIRST_LAYERS)
-        return policy.with_roles(roles)
-
-    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
-        """With roles that a calibration has found, if it has none."""
-        policy = self.policy
-        if isinstance(policy.head_roles, HeadRoles):
-            return policy
-        wanted = policy.retrieval_heads
-        if wanted is None:
-            wanted = default_retrieval_heads(shape["num_layers"], shape["num_kv_heads"])
-        of_model = {**shape, "model_type": model_type, "first_retrieve": True}
-        kept = kept_roles(policy.name, checkpoint(), wanted, _FIRST_LAYERS, **of_model)
-        return policy if kept is None else policy.with_roles(kept)
+        return calibrated_roles(lean, model_type, load_tokenizer, self.policy.retrieval_heads)
 
 
 @dataclass(frozen=True)
@@ -194,7 +163,7 @@ class LycheeDecode(SparsePolicy):
     select: ClassVar[Callback | None] = select
     number_layout: ClassVar[NumberLayout | None] = NUMBERS
     device = cached_property(RuleOnDevice)
-    calibration = cached_property(RolesCalibration)
+    calibration = cached_property(LycheeDecodeCalibration)
 
     dense_layers: int = 0
     head_roles: str | Path | HeadRoles | None = None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.system.stdlib_text import stdlib_docstrings
+from offload.system.stdlib_text import stdlib_prose
 
 LOOKUP_TOKENS = 2048
 MIN_LOOKUP_TOKENS = 1024  # shorter texts have no room for the facts, their questions and distance
@@ -74,20 +74,12 @@ def lookup_texts(tokenizer: Any, num_tokens: int) -> list[tuple[Tensor, list[Loo
         num_tokens: at most so many, at least MIN_LOOKUP_TOKENS.
     """
     rng = random.Random(0)
-    prose = _prose(tokenizer, len(_KINDS) * num_tokens)
+    room = len(_KINDS) * num_tokens
+    prose = _encode(tokenizer, stdlib_prose(room))[:room]
     return [
         _lookup_text(kind, tokenizer, prose[i * num_tokens :], num_tokens, rng)
         for i, kind in enumerate(_KINDS)
     ]
-
-
-def _prose(tokenizer: Any, num_tokens: int) -> list[int]:
-    text = ""
-    for docstring in stdlib_docstrings():
-        text += docstring + "\n\n"
-        if len(text) > 12 * num_tokens:  # more than any tokenizer needs for prose
-            break
-    return _encode(tokenizer, text)[:num_tokens]
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -21,10 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.policies.base import DENSE, NO_MEMBER, SELECT, Policy
-from offload.policies.calibration import Calibration
 from offload.policies.full import Full
 from offload.policies.head_roles import BoolArray, HeadRoles, roles_from
-from offload.policies.kept_roles import keep_roles, kept_roles
+from offload.policies.kept_roles import RolesCalibration
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.per_head.heads import (
     check_retrieval_heads,
@@ -48,55 +47,24 @@ _SHARED = (
 )
 
 
-class PerHeadCalibration(Calibration):
+class PerHeadCalibration(RolesCalibration):
     """Which heads retrieve."""
 
     policy: PerHead
 
-    def learn(
-        self,
-        make_lean: Callable[[], LeanModel],
-        model_type: str,
-        load_tokenizer: Callable[[], Any],
-        checkpoint: Callable[[], str],
-    ) -> Policy:
-        """With retrieval heads of the model, if it has no roles; they are kept for the next time.
+    def wanted(self, num_layers: int, num_kv_heads: int) -> tuple[int, int]:
+        count, dense_layers = self.policy.retrieval_heads, self.policy.dense_layers
+        if count is None:
+            count = default_retrieval_heads(num_layers, num_kv_heads, dense_layers)
+        return count, dense_layers
 
-        Raises:
-            ValueError: it has roles of another model or of other weights, or more retrieval heads
-                than a sixth.
-        """
+    def find(
+        self, lean: LeanModel, model_type: str, load_tokenizer: Callable[[], Any]
+    ) -> HeadRoles | None:
         from offload.policies.per_head.calibration import calibrated_roles
 
-        policy = self.policy
-        lean = make_lean()
-        shape = lean.shape
-        policy.check_model(**shape.heads)
-        if isinstance(policy.head_roles, HeadRoles):
-            name = checkpoint()
-            policy.head_roles.check(**shape.kv_heads, model_type=model_type, checkpoint=name)
-            return policy
-        kept = self.with_kept(checkpoint, model_type, **shape.kv_heads)
-        if kept is not policy:
-            return kept
-        count = policy.calibrated_heads(shape.num_layers, shape.num_kv_heads)
-        wanted = count, policy.dense_layers
-        roles = calibrated_roles(lean, model_type, load_tokenizer, *wanted)
-        if roles is None:
-            return policy
-        roles = replace(roles, checkpoint=checkpoint())
-        keep_roles(policy.name, roles, *wanted)
-        return policy.with_roles(roles)
-
-    def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
-        """With retrieval heads that a calibration has found, if it has no roles."""
-        policy = self.policy
-        if isinstance(policy.head_roles, HeadRoles):
-            return policy
-        wanted = policy.calibrated_heads(shape["num_layers"], shape["num_kv_heads"])
-        of_model = {**shape, "model_type": model_type}
-        kept = kept_roles(policy.name, checkpoint(), wanted, policy.dense_layers, **of_model)
-        return policy if kept is None else policy.with_roles(kept)
+        wanted = self.wanted(lean.shape.num_layers, lean.shape.num_kv_heads)
+        return calibrated_roles(lean, model_type, load_tokenizer, *wanted)
 
 
 @forwards("rest", *_SHARED)
@@ -242,12 +210,6 @@ class PerHead(Policy):
             retrieval=self.retrieval.of_heads(heads, **shape),
             is_part=True,
         )
-
-    def calibrated_heads(self, num_layers: int, num_kv_heads: int) -> int:
-        """How many a calibration makes retrieval heads."""
-        if self.retrieval_heads is not None:
-            return self.retrieval_heads
-        return default_retrieval_heads(num_layers, num_kv_heads, self.dense_layers)
 
     def _spaced(self, num_layers: int, num_kv_heads: int) -> BoolArray:
         return spaced_heads(num_layers, num_kv_heads, self.dense_layers, self.retrieval_heads)

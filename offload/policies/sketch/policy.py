@@ -208,9 +208,7 @@ class SketchState(LayerState):
         np.minimum(encoded, kv_len, out=encoded)
         return True
 
-    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        """As `truncate`: codes say nothing of steps."""
-        return self.truncate(layer_idx, arrays, kv_len)
+    rewind = truncate  # codes say nothing of steps
 
     def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
         """Codes of their own for such tokens."""

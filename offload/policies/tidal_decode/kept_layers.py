@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,7 @@ def keep_layers(layers: SelectLayers, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Who loads the model meanwhile finds the whole file, or the one before.
-    with tempfile.TemporaryDirectory(prefix=".layers-", dir=path.parent) as temporary:
-        whole = Path(temporary) / path.name
-        layers.save(whole)
-        whole.replace(path)
+    layers.keep(path)
 
 
 def kept_path(checkpoint: str, dense_layers: int) -> Path | None:

@@ -9,14 +9,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from offload.policies.made_files import (
-    SHAPE_KEYS,
-    check_made_for,
-    check_shape_keys,
-    read_made_file,
-)
+from offload.policies.made_files import SHAPE_KEYS, MadeFile, read_made_file
 
 # (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
 # SmolLM2-135M: layers of heads that copy (`head_calibration`), by right answers; mass misleads:
@@ -30,22 +25,21 @@ _SWEEP = "offload calibrate MODEL --policy tidal_decode"
 
 
 @dataclass(frozen=True)
-class SelectLayers:
+class SelectLayers(MadeFile):
     """The select layers of one model.
 
     Attributes:
-        model_type: transformers' name of the architecture, such as "llama"; "" fits any.
-        num_layers, num_kv_heads, head_dim: shape of the model.
         select_layers: ascending.
         dense_layers: so many first layers attended to everything beside them.
-        made_by: how they were chosen, for people.
-        checkpoint: name of the weights they were found for (`loading.names.checkpoint_name`); ""
-            is unknown and fits any.
-        source: the file they were read from, for messages; "" if there is none.
+        The others: see `MadeFile`.
 
     Raises:
-        ValueError: layers that such a model does not have, or `check_layers` refuses.
+        ValueError: layers that such a model does not have, or `checked_layers` refuses.
     """
+
+    kind: ClassVar[str] = "layers file"
+    bare_kind: ClassVar[str] = "select layers"
+    remedy: ClassVar[str] = f"find layers for it with `{_SWEEP}`, or give their numbers"
 
     model_type: str
     num_layers: int
@@ -58,10 +52,7 @@ class SelectLayers:
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        texts = (self.model_type, self.checkpoint, self.made_by)
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{self._name}: model_type, checkpoint and made_by must be strings")
-        check_shape_keys(self, self._name)
+        self._check_made()
         dense = self.dense_layers
         if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
             raise ValueError(
@@ -76,35 +67,6 @@ class SelectLayers:
 
     def __str__(self) -> str:
         return ",".join(map(str, self.select_layers))
-
-    def check(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        model_type: str | None = None,
-        checkpoint: str = "",
-    ) -> None:
-        """Refuse a model that these layers are not of, or weights of its shape that they are not.
-
-        Args:
-            model_type: None leaves it unchecked.
-            checkpoint: as the attribute.
-
-        Raises:
-            ValueError: names the file, what it is for, and what the model has.
-        """
-        check_made_for(
-            self,
-            self._name,
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            model_type=model_type,
-            checkpoint=checkpoint,
-            remedy=f"find layers for it with `{_SWEEP}`, or give their numbers",
-        )
 
     def save(self, path: str | Path) -> None:
         """Write them as JSON."""
@@ -124,12 +86,8 @@ class SelectLayers:
                 names the file.
         """
         hint = f"; write one with `{_SWEEP} -o {path}`"
-        document = read_made_file(path, "layers file", {_FORMAT: _KEYS}, hint=hint)
+        document = read_made_file(path, cls.kind, {_FORMAT: _KEYS}, hint=hint)
         return cls(**document, source=str(path))
-
-    @property
-    def _name(self) -> str:
-        return f"layers file {self.source}" if self.source else "select layers"
 
 
 def default_select_layers(num_layers: int, num_kv_heads: int, dense_layers: int) -> tuple[int, ...]:

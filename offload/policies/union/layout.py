@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from offload.policies.layouts import NumberLayout, StateLayout, reader
-from offload.policies.members import MemberLayouts
-
-if TYPE_CHECKING:
-    from offload.policies.base import Policy
 
 NAMES = ("first", "second")  # of the members
 OWN = StateLayout(
@@ -27,20 +21,6 @@ read_own = OWN.read
 # its arrays and numbers begin.
 MEMBER = ("prepare", "propose", "select", "observe", "append", "first_array", "first_number")
 read_member = reader(MEMBER, np.float64)
-
-
-class UnionArrays(StateLayout):
-    """Its own arrays, then those of its members."""
-
-    def __init__(self, members: Mapping[str, Policy]) -> None:
-        self._members = MemberLayouts(members)
-
-    def __len__(self) -> int:
-        return len(OWN) + len(self._members)
-
-    def addresses(self, state: Mapping[str, npt.NDArray[Any]]) -> list[int]:
-        own = {name: x for name, x in state.items() if "." not in name}
-        return OWN.addresses(own) + self._members.addresses(state)
 
 
 class UnionNumbers(NumberLayout):

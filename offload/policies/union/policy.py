@@ -14,82 +14,47 @@ attended and which tokens are new.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from offload.policies.base import Policy
 from offload.policies.callback import Callback
-from offload.policies.device_support import DeviceBuild, DeviceSupport
-from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
+from offload.policies.layer_state import State, StateShape
 from offload.policies.layouts import NumberLayout
 from offload.policies.lfps.policy import LFPS
 from offload.policies.lychee_cluster.policy import LycheeCluster
-from offload.policies.members import context_of, joined, of_member
-from offload.policies.revised import Revised
+from offload.policies.members import MembersDevice, MembersState
 from offload.policies.union import step
-from offload.policies.union.layout import FOUND, NAMES, UnionArrays, UnionNumbers
+from offload.policies.union.layout import FOUND, NAMES, OWN, UnionNumbers
 from offload.policies.wrapped import forwards
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SAME = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
 
 
-class UnionState(LayerState):
+class UnionState(MembersState):
     """The arrays of both, and room for their candidates."""
 
     policy: Union
 
     def __init__(self, policy: Union) -> None:
-        super().__init__(policy)
-        states = [part.state for part in policy.parts.values()]
-        self.layout = UnionArrays(policy.parts)
-        self.observed_queries = max(state.observed_queries for state in states)
-        self.reads_text = any(state.reads_text for state in states)
+        super().__init__(policy, policy.parts, OWN)
 
-    def build(self, context: BuildContext) -> State:
-        """The arrays of both."""
-        heads = np.arange(len(context.keys))
-        states = {
-            name: part.state.build(context_of(context, heads, part))
-            for name, part in self.policy.parts.items()
-            if part.state.has_arrays
-        }
-        return _own_arrays(len(heads), context.capacity_tokens) | joined(states)
+    def joined(self, states: Mapping[str, State], num_units: int, capacity_tokens: int) -> State:
+        return _own_arrays(num_units, capacity_tokens) | super().joined(
+            states, num_units, capacity_tokens
+        )
 
     def num_bytes(self, shape: StateShape) -> int:
-        of_parts = sum(part.state.num_bytes(shape) for part in self.policy.parts.values())
-        return of_parts + shape.num_kv_heads * (8 * FOUND + 4 * shape.capacity_tokens)
+        own = shape.num_kv_heads * (8 * FOUND + 4 * shape.capacity_tokens)
+        return super().num_bytes(shape) + own
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        grown = {
-            name: part.state.grow(layer_idx, of_member(arrays, name), capacity_tokens)
-            for name, part in self.policy.parts.items()
-        }
-        return _own_arrays(len(arrays["found"]), capacity_tokens) | joined(grown)
-
-    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        return all(
-            part.state.truncate(layer_idx, of_member(arrays, name), kv_len)
-            for name, part in self.policy.parts.items()
-        )
-
-    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        return all(
-            part.state.rewind(layer_idx, of_member(arrays, name), kv_len)
-            for name, part in self.policy.parts.items()
-        )
-
-    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
-        return all(
-            part.state.revise(layer_idx, of_member(arrays, name), revised)
-            for name, part in self.policy.parts.items()
-            if part.state.has_arrays
-        )
+        grown = super().grow(layer_idx, arrays, capacity_tokens)
+        return grown | _own_arrays(len(arrays["found"]), capacity_tokens)
 
     def read_bytes(
         self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
@@ -108,36 +73,6 @@ class UnionState(LayerState):
             looked_at += num_bytes
             rereads_keys |= reconstructs
         return looked_at, rereads_keys
-
-
-class UnionDevice(DeviceSupport):
-    """What it can do for both."""
-
-    policy: Union
-
-    def __init__(self, policy: Union) -> None:
-        super().__init__(policy)
-        parts = policy.parts.values()
-        self.builds = all(part.device.builds or not part.state.has_arrays for part in parts)
-
-    def build(self, context: BuildContext) -> DeviceBuild:
-        """The same."""
-        heads, capacity_tokens = np.arange(len(context.keys)), context.capacity_tokens
-        finishing = {
-            name: part.device.build(context_of(context, heads, part))
-            for name, part in self.policy.parts.items()
-            if part.state.has_arrays
-        }
-
-        def finish() -> State:
-            states = {name: finish_part() for name, finish_part in finishing.items()}
-            return _own_arrays(len(heads), capacity_tokens) | joined(states)
-
-        return finish
-
-    def warm_up_kernels(self, keys: Tensor) -> None:
-        for part in self.policy.parts.values():
-            part.device.warm_up_kernels(keys)
 
 
 def _of_either(name: str) -> Any:
@@ -173,7 +108,7 @@ class Union(Policy):
     observe: ClassVar[Any] = _of_either("observe")
     append: ClassVar[Any] = _of_either("append")
     state = cached_property(UnionState)
-    device = cached_property(UnionDevice)
+    device = cached_property(MembersDevice)
 
     first: Policy = field(default_factory=LFPS)
     second: Policy = field(default_factory=LycheeCluster)

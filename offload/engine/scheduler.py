@@ -71,7 +71,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.reading: list[Request] = []
         self.running: list[Request] = []
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         # Nobody waits for a slice while nobody decodes, but for a request that is cancelled.
         self._slice_seconds = {True: slice_seconds, False: 3 * slice_seconds}
         self._read_share = read_share
@@ -86,9 +86,14 @@ class Scheduler:
     def __iter__(self) -> Iterator[Request]:
         yield from (*self.running, *self.reading, *self.waiting)
 
+    @property
+    def num_running(self) -> int:
+        """Requests that are read or decoded."""
+        return len(self.reading) + len(self.running)
+
     def admit(self, fits: Callable[[list[Request]], bool]) -> None:
         """Move requests from `waiting` to `reading` while there is room."""
-        while self.waiting and len(self.reading) + len(self.running) < self._max_num_seqs:
+        while self.waiting and self.num_running < self.max_num_seqs:
             if not fits([*self.running, *self.reading, self.waiting[0]]):
                 return
             self.reading.append(self.waiting.popleft())

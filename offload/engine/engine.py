@@ -53,6 +53,9 @@ class Engine:
             back, the least recently used first, when requests need them.
         sessions: what is kept of the requests of a session for the next one, in memory and on disk;
             `stop` saves them.
+        overcommit: requests are admitted as if answers were so many times shorter than they may be.
+            Where memory then runs out, the youngest request makes room: its sequence goes to a
+            temporary folder, and it goes on with the same tokens when others have ended.
 
     Attributes:
         failure: of a step, outside of any request; it ended the thread and all requests.
@@ -73,8 +76,9 @@ class Engine:
         read_share: float = 0.45,
         prefix_caching: bool = True,
         sessions: Sessions | None = None,
+        overcommit: float = 1.0,
     ) -> None:
-        check_options(max_num_seqs, max_queued, slice_seconds, read_share)
+        check_options(max_num_seqs, max_queued, slice_seconds, read_share, overcommit)
         self._runtime = runtime = model._offload
         check_model(runtime)
         self.model, self.tokenizer = model, tokenizer
@@ -86,7 +90,7 @@ class Engine:
         prefixes = Prefixes(runner, is_enabled=prefix_caching)
         if sessions is not None:
             sessions.open(runtime)
-        self._steps = Steps(runner, scheduler, prefixes, sessions, self._forget)
+        self._steps = Steps(runner, scheduler, prefixes, sessions, self._forget, overcommit)
         self._maker = RequestMaker(model, tokenizer, self._steps.admission)
         self._inbox = threading.Condition()
         self._arrived: list[Request] = []
@@ -242,7 +246,8 @@ class Engine:
             self._thread = None
         elif thread is None and self.has_work:
             self.step()
-        self.clear_prefixes()
+        with self._runtime.run_lock.lock:
+            self._steps.close()
         if self.sessions is not None:
             with self._runtime.run_lock.lock:
                 self.sessions.close(None if until is None else max(0.0, until - time.monotonic()))

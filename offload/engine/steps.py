@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from offload.engine.preemption import Preempted
 from offload.engine.prefixes import Prefixes
 from offload.engine.request import Request, RequestOutput
 from offload.engine.runner import Runner
 from offload.engine.sampler import Chosen, choose
 from offload.engine.scheduler import Admission, Scheduler
 from offload.engine.sessions import Sessions
-from offload.system.errors import DeviceMemoryError
+from offload.system.errors import DeviceMemoryError, HostBudgetError, SessionMiss
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class EngineStats:
     Attributes:
         prompt_tokens: that were read; those that were shared are `cached_tokens`.
         answer_tokens: that were chosen.
+        preempted: times that a running request made room for others.
         decode_steps: each of all running requests.
         read_seconds, decode_seconds: of slices and steps.
         step_seconds: of all that `Engine.step` does; `pass_seconds` of it the model takes.
@@ -38,6 +40,7 @@ class EngineStats:
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
+    preempted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
@@ -62,10 +65,12 @@ class Steps:
         prefixes: Prefixes,
         sessions: Sessions | None,
         on_finished: Callable[[Request], None],
+        overcommit: float,
     ) -> None:
         self.scheduler, self.prefixes, self.stats = scheduler, prefixes, EngineStats()
         runtime = runner.runtime
-        self.admission = Admission(runtime.store, runtime.attention.states)
+        self.admission = Admission(runtime.store, runtime.attention.states, overcommit)
+        self._preempted = Preempted(runtime)
         self._runner, self._sessions, self._on_finished = runner, sessions, on_finished
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
         self._outputs: list[RequestOutput] = []
@@ -114,7 +119,14 @@ class Steps:
                     self.emit_error(requests[-1], error)
                 return False
             self._begun = (count, longest)
-        if sessions is not None:
+        if newest.is_preempted:
+            try:
+                self._preempted.restore(newest)
+            except SessionMiss as miss:
+                if len(requests) == 1:
+                    self.emit_error(newest, miss)
+                return False
+        elif sessions is not None:
             sessions.attach(newest)
         return True
 
@@ -137,6 +149,12 @@ class Steps:
         greedy = all(request.params.is_greedy for request in rows)
         try:
             result = self._runner.decode(seqs, tokens, greedy=greedy)
+        except HostBudgetError as error:
+            if self._make_room():
+                self._decode_rows([row for row in rows if row.seq is not None])
+            else:
+                self.emit_error(rows[-1], error)
+            return
         except Exception as error:
             if len(rows) == 1:
                 self.emit_error(rows[0], error)
@@ -152,6 +170,28 @@ class Steps:
                 self.emit_error(request, RuntimeError("non-finite logits"))
             else:
                 self._take(request, Chosen(of_row))
+
+    def close(self) -> None:
+        """Give back what is kept of prompts that were read, and for requests that have ended."""
+        while self.prefixes.drop():
+            pass
+        self._preempted.close()
+
+    def _make_room(self) -> bool:
+        """More came than was expected: prefixes go, then the youngest request waits on disk."""
+        if self.prefixes.drop():
+            self._runner.runtime.store.trim()
+            return True
+        request = self.scheduler.preempt()
+        if request is None:
+            return False
+        try:
+            self._preempted.save(request)
+        except OSError as error:
+            self.emit_error(request, error)
+        self.stats.preempted += 1
+        self._runner.runtime.store.trim()
+        return True
 
     def _read(self) -> None:
         parts = self.scheduler.next_slice(self.prefixes.num_left)
@@ -176,6 +216,8 @@ class Steps:
                 builds=any(stop == len(request.prompt) for request, _, stop in spans),
             )
         except Exception as error:
+            if isinstance(error, HostBudgetError) and self._make_room():
+                return  # the next step reads them
             if len(parts) == 1:
                 self.emit_error(parts[0][0], error)
                 return
@@ -263,4 +305,5 @@ class Steps:
         if self._sessions is not None:
             self._sessions.keep(request)
         self.prefixes.end(request)
+        self._preempted.forget(request)
         self._on_finished(request)

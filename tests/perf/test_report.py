@@ -162,7 +162,7 @@ def test_the_time_plot_belongs_to_its_results(tmp_path: Path) -> None:
 def test_the_time_plot_is_told_in_words() -> None:
     gpu = {part: read_results(f"gpu-{part}") for part in ("decode", "peers")}
     with_a_gpu = plots.time_per_token_caption(gpu, None)
-    assert re.search(r"at 131,072 tokens: transformers, KV offloaded [\d.]+ ms", with_a_gpu)
+    assert re.search(r"at 131,072 tokens: transformers, KV offloaded [\d.,]+ ms", with_a_gpu)
     assert re.search(r"Of [\d.]+ GiB of keys and values, offload", with_a_gpu)
     assert gpu["decode"]["machine"]["commit"][:12] in with_a_gpu
 

@@ -177,7 +177,7 @@ def serve(
         from offload.loading.names import load_tokenizer
         from offload.runtime.model import OffloadedModel
 
-        sizes = kept.sizes()
+        folder, sizes = kept.session_dir, kept.sizes()
         access = Access(
             listening.host,
             listening.port,
@@ -198,7 +198,7 @@ def serve(
                 tokenizer,
                 max_num_seqs=load.max_num_seqs,
                 max_queued=load.max_queued,
-                sessions=kept.session_dir and Sessions(kept.session_dir, *sizes),
+                sessions=None if folder is None else Sessions(folder, *sizes),
             )
             name = listening.served_model_name or model
             served = Served(AsyncEngine(engine), name, load.shutdown_seconds)

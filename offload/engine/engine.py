@@ -125,7 +125,6 @@ class Engine:
         self._to_cancel: set[str] = set()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._num_between = 0  # threads that want the model's lock before the next step
         self.failure: BaseException | None = None
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
 
@@ -194,7 +193,7 @@ class Engine:
             return True
 
     def remove_session(self, session_id: str) -> bool:
-        """Forget a session, in memory and on disk, before the next step; False: there is none.
+        """Forget a session, in memory and on disk, between two steps; False: there is none.
 
         Raises:
             ValueError: an id that is none, or the engine keeps no sessions.
@@ -202,17 +201,10 @@ class Engine:
         """
         if self.sessions is None:
             raise ValueError("this needs Engine(..., sessions=Sessions(folder))")
-        with self._inbox:
-            self._num_between += 1
-        try:
-            with self._runtime.run_lock.lock:
-                with self._inbox:
-                    self._check_unused(session_id)
-                return self.sessions.remove(session_id)
-        finally:
+        with self._runtime.run_lock.lock:
             with self._inbox:
-                self._num_between -= 1
-                self._inbox.notify_all()
+                self._check_unused(session_id)
+            return self.sessions.remove(session_id)
 
     def _check_unused(self, session_id: str | None) -> None:
         if session_id is not None and any(
@@ -326,7 +318,6 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._inbox:
-                self._inbox.wait_for(lambda: not self._num_between)
                 self._inbox.wait_for(lambda: self._requests or self._stopping or self._saves)
                 if self._stopping and not self._requests:
                     return

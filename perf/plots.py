@@ -12,13 +12,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from offload.bench.decode.engines import GRAPH, OURS, STOCK, STOCK_OFFLOADED
+from offload.bench.decode.engines import GRAPH, OURS, STOCK_COMPILED, STOCK_OFFLOADED
 from offload.system.memory import format_bytes
 from perf.tables.gpu_tables import Results, decode_rows, engine_name
 from perf.tables.markdown import DEFAULT_BUDGET_TOKENS, LLAMA_CPP_NOTE, Row
 
 _HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges", GRAPH: "Greens"}
-_GPU_ENGINES = (STOCK_OFFLOADED, STOCK, GRAPH, OURS)
+_GPU_ENGINES = (STOCK_OFFLOADED, STOCK_COMPILED, GRAPH, OURS)
 _GPU_POLICIES = ("tidal_decode", "lychee_cluster", "lfps")
 _CPU_ENGINES = (
     *("transformers", "transformers, static cache", "llama.cpp", "llama.cpp, flash attention"),

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def check_options(
-    max_num_seqs: int, max_queued: int, slice_seconds: float, read_share: float
+    max_num_seqs: int, max_queued: int, slice_seconds: float, read_share: float, overcommit: float
 ) -> None:
     """Refuse arguments out of range."""
     if max_num_seqs < 1:
@@ -17,6 +17,8 @@ def check_options(
         raise ValueError(f"slice_seconds must be positive, got {slice_seconds}")
     if not 0.0 < read_share < 1.0:
         raise ValueError(f"read_share must be between 0 and 1, got {read_share}")
+    if not overcommit >= 1.0:
+        raise ValueError(f"overcommit must be at least 1, got {overcommit}")
 
 
 def check_model(runtime: Any) -> None:

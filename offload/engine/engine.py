@@ -7,11 +7,9 @@ and then reads a slice of a prompt, if decoding has had its share of the time.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -22,11 +20,10 @@ from offload.engine.prefixes import Prefixes
 from offload.engine.request import Request, RequestOutput
 from offload.engine.request_maker import RequestMaker
 from offload.engine.runner import Runner
-from offload.engine.sampler import Chosen, choose
 from offload.engine.sampling_params import SamplingParams
-from offload.engine.scheduler import Admission, Scheduler
+from offload.engine.scheduler import Scheduler
 from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
-from offload.system.errors import DeviceMemoryError
+from offload.engine.steps import EngineStats, Steps
 from offload.system.interrupts import shielded
 
 logger = logging.getLogger(__name__)
@@ -34,36 +31,10 @@ logger = logging.getLogger(__name__)
 OnOutput = Callable[[RequestOutput], None]
 
 _IDLE_SECONDS = 0.05  # until it is looked again whether somebody else gave memory back
-_SAVING_SECONDS = 0.01  # of each step in which requests are answered
 
 
 class QueueFullError(RuntimeError):
     """As many requests wait as may."""
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine was made.
-
-    Attributes:
-        prompt_tokens: that were read; those that were shared are `cached_tokens`.
-        answer_tokens: that were chosen.
-        decode_steps: each of all running requests.
-        read_seconds, decode_seconds: of slices and steps.
-        step_seconds: of all that `Engine.step` does; `pass_seconds` of it the model takes.
-    """
-
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    answer_tokens: int = 0
-    decode_steps: int = 0
-    read_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    step_seconds: float = 0.0
-    pass_seconds: float = 0.0
 
 
 class Engine:
@@ -82,6 +53,9 @@ class Engine:
             back, the least recently used first, when requests need them.
         sessions: what is kept of the requests of a session for the next one, in memory and on disk;
             `stop` saves them.
+        overcommit: requests are admitted as if answers were so many times shorter than they may be.
+            Where memory then runs out, the youngest request makes room: its sequence goes to a
+            temporary folder, and it goes on with the same tokens when others have ended.
 
     Attributes:
         failure: of a step, outside of any request; it ended the thread and all requests.
@@ -102,23 +76,22 @@ class Engine:
         read_share: float = 0.45,
         prefix_caching: bool = True,
         sessions: Sessions | None = None,
+        overcommit: float = 1.0,
     ) -> None:
-        check_options(max_num_seqs, max_queued, slice_seconds, read_share)
+        check_options(max_num_seqs, max_queued, slice_seconds, read_share, overcommit)
         self._runtime = runtime = model._offload
         check_model(runtime)
         self.model, self.tokenizer = model, tokenizer
-        self.stats = EngineStats()
-        self._runner = Runner(runtime)
-        self._scheduler = Scheduler(
+        self.max_num_seqs, self.max_queued, self.sessions = max_num_seqs, max_queued, sessions
+        scheduler = Scheduler(
             max_num_seqs=max_num_seqs, slice_seconds=slice_seconds, read_share=read_share
         )
-        self.max_num_seqs, self.max_queued = max_num_seqs, max_queued
-        self._admission = Admission(runtime.store, runtime.attention.states)
-        self._prefixes = Prefixes(self._runner, is_enabled=prefix_caching)
-        self.sessions = sessions
+        runner = Runner(runtime)
+        prefixes = Prefixes(runner, is_enabled=prefix_caching)
         if sessions is not None:
             sessions.open(runtime)
-        self._maker = RequestMaker(model, tokenizer, self._admission)
+        self._steps = Steps(runner, scheduler, prefixes, sessions, self._forget, overcommit)
+        self._maker = RequestMaker(model, tokenizer, self._steps.admission)
         self._inbox = threading.Condition()
         self._arrived: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -126,7 +99,6 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.failure: BaseException | None = None
-        self._begun = (0, 0)  # sequences and tokens that the decoder expects
 
     def add_request(
         self,
@@ -213,6 +185,11 @@ class Engine:
             raise SessionInUseError(f"session {session_id!r} has a request that has not ended")
 
     @property
+    def stats(self) -> EngineStats:
+        """Counts since the engine was made."""
+        return self._steps.stats
+
+    @property
     def has_work(self) -> bool:
         """Whether there is a request."""
         with self._inbox:
@@ -226,12 +203,12 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests that are read or decoded."""
-        return len(self._scheduler.reading) + len(self._scheduler.running)
+        return self._steps.scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
         """Requests that are not."""
-        return len(self._arrived) + len(self._scheduler.waiting)
+        return len(self._arrived) + len(self._steps.scheduler.waiting)
 
     @property
     def _num_free_places(self) -> int:
@@ -245,17 +222,12 @@ class Engine:
         comes behind the step.
         """
         with self._runtime.run_lock.lock, shielded():
-            start = time.perf_counter()
-            self._runtime.sequences.collect()
-            outputs = self._take_arrived()
-            self._scheduler.admit(self._fits)
-            outputs += self._decode()
-            outputs += self._read()
-            if self.sessions is not None:
-                self.sessions.work(_SAVING_SECONDS)
-            self.stats.step_seconds += time.perf_counter() - start
-            self.stats.pass_seconds = self._runner.seconds
-        return outputs
+            with self._inbox:
+                arrived, self._arrived = self._arrived, []
+                self._steps.scheduler.waiting.extend(arrived)
+                cancelled = [self._requests[i] for i in self._to_cancel if i in self._requests]
+                self._to_cancel.clear()
+            return self._steps.run(cancelled)
 
     # A thread that steps.
 
@@ -293,7 +265,8 @@ class Engine:
             self._thread = None
         elif thread is None and self.has_work:
             self.step()
-        self.clear_prefixes()
+        with self._runtime.run_lock.lock:
+            self._steps.close()
         if self.sessions is not None:
             with self._runtime.run_lock.lock:
                 self.sessions.close(None if until is None else max(0.0, until - time.monotonic()))
@@ -301,7 +274,7 @@ class Engine:
     def clear_prefixes(self) -> None:
         """Give back what is kept of prompts that were read."""
         with self._runtime.run_lock.lock:
-            while self._prefixes.drop():
+            while self._steps.prefixes.drop():
                 pass
 
     def __enter__(self) -> Engine:
@@ -338,197 +311,14 @@ class Engine:
             self.failure = error
             requests = [*self._requests.values()]
         for request in requests:
-            self._emit_error(request, error)
+            self._steps.emit_error(request, error)
+
+    def _forget(self, request: Request) -> None:
+        """It is finished."""
+        with self._inbox:
+            del self._requests[request.request_id]
+            self._inbox.notify_all()
 
     @property
     def _saves(self) -> bool:
         return self.sessions is not None and self.sessions.has_work
-
-    # The parts of a step.
-
-    def _take_arrived(self) -> list[RequestOutput]:
-        with self._inbox:
-            self._scheduler.waiting.extend(self._arrived)
-            self._arrived.clear()
-            cancelled = [self._requests[i] for i in self._to_cancel if i in self._requests]
-            self._to_cancel.clear()
-        for request in cancelled:
-            request.finish_reason = "cancelled"
-        return [self._emit(request, request.output()) for request in cancelled]
-
-    def _fits(self, requests: list[Request]) -> bool:
-        """Whether the last of `requests` may join the others."""
-        newest, sessions = requests[-1], self.sessions
-        seq = None if sessions is None else sessions.seq_of(newest)
-        if not self._admission.fits(requests, seq):
-            self._runtime.store.trim()
-        while not self._admission.fits(requests, seq):
-            if sessions is not None and sessions.spill(keeps=newest.session_id):
-                continue
-            # Prefixes are kept until they are all that is in the way.
-            if len(requests) > 1 and not self._admission.fits(
-                requests, seq, self._prefixes.num_pages
-            ):
-                return False
-            if not self._prefixes.drop():
-                return False
-            self._runtime.store.trim()
-        # A power of two, so that the decoder rarely has to place heads anew.
-        count = min(self.max_num_seqs, 1 << (len(requests) - 1).bit_length())
-        longest = max(request.most_tokens for request in requests)
-        if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
-            try:
-                self._runtime.decoder.begin_generation(count, longest)
-            except Exception as error:
-                if len(requests) == 1 or not isinstance(error, DeviceMemoryError):
-                    self._emit_error(requests[-1], error)
-                return False
-            self._begun = (count, longest)
-        if sessions is not None:
-            sessions.attach(newest)
-        return True
-
-    def _decode(self) -> list[RequestOutput]:
-        rows = [request for request in self._scheduler.running if request.is_ready()]
-        if not rows:
-            self._scheduler.was_decoded(math.inf)  # nobody is kept waiting by a slice
-            return []
-        start = time.perf_counter()
-        outputs = self._decode_rows(rows)
-        seconds = time.perf_counter() - start
-        self._scheduler.was_decoded(seconds)
-        self.stats.decode_steps += 1
-        self.stats.decode_seconds += seconds
-        return outputs
-
-    def _decode_rows(self, rows: list[Request]) -> list[RequestOutput]:
-        """One token of each; where that fails, of each by itself."""
-        seqs = [request.seq for request in rows if request.seq is not None]
-        tokens = [request.answer[-1] for request in rows]
-        greedy = all(request.params.is_greedy for request in rows)
-        try:
-            result = self._runner.decode(seqs, tokens, greedy=greedy)
-        except Exception as error:
-            if len(rows) == 1:
-                return [self._emit_error(rows[0], error)]
-            logger.warning("a step of %d requests failed: %s", len(rows), error)
-            return [output for row in rows for output in self._decode_rows([row])]
-        if greedy:
-            return [
-                self._take(request, None if token < 0 else Chosen(token))
-                for request, token in zip(rows, result.tolist(), strict=True)
-            ]
-        return [self._choose(*row) for row in zip(rows, result, strict=True)]
-
-    def _read(self) -> list[RequestOutput]:
-        parts = self._scheduler.next_slice(self._prefixes.num_left)
-        if not parts:
-            return []
-        start = time.perf_counter()
-        outputs = self._read_parts(parts)
-        seconds, num_tokens = time.perf_counter() - start, sum(size for _, size in parts)
-        self._scheduler.was_read(num_tokens, seconds)
-        self.stats.read_seconds += seconds
-        return outputs
-
-    def _read_parts(self, parts: list[tuple[Request, int]]) -> list[RequestOutput]:
-        """Some tokens of each prompt; where that fails, of each by itself."""
-        spans: list[tuple[Request, int, int]] = []
-        try:
-            for request, size in parts:
-                self._begin(request)
-                stop = min(len(request.prompt), request.num_read + size)
-                spans.append((request, request.num_read, stop))
-            hidden = self._runner.read(
-                [(r.seq, r.prompt[a:b]) for r, a, b in spans if r.seq is not None],
-                builds=any(stop == len(request.prompt) for request, _, stop in spans),
-            )
-        except Exception as error:
-            if len(parts) == 1:
-                return [self._emit_error(parts[0][0], error)]
-            logger.warning("a slice of %d prompts failed: %s", len(parts), error)
-            return [output for part in parts for output in self._read_parts([part])]
-        return [self._was_read(*span, x) for span, x in zip(spans, hidden, strict=True)]
-
-    def _begin(self, request: Request) -> None:
-        """Give it a sequence, with what there is of its session or of others' prompts."""
-        if request.seq is None:
-            if self.sessions is not None:
-                self.sessions.begin(request)
-            if request.seq is None:
-                self._prefixes.begin(request)
-
-    def _was_read(
-        self, request: Request, start: int, stop: int, hidden: torch.Tensor
-    ) -> RequestOutput:
-        request.num_read = stop
-        self.stats.prompt_tokens += stop - start
-        try:
-            if request.params.prompt_logprobs is not None:
-                following = request.prompt[start + 1 : stop + 1]
-                request.prompt_scores = self._runner.scores(
-                    hidden, following, request.params.prompt_logprobs
-                )
-            if not request.is_read:
-                return self._emit(request, request.output())
-            logits = self._runner.logits(hidden[-1:])[0]
-        except Exception as error:
-            return self._emit_error(request, error)
-        self.stats.cached_tokens += request.num_cached
-        self._scheduler.reading.remove(request)
-        self._scheduler.running.append(request)
-        self._prefixes.keep(request)
-        return self._choose(request, logits)
-
-    # Outputs.
-
-    def _choose(self, request: Request, logits: torch.Tensor) -> RequestOutput:
-        try:
-            ends = request.ends if request.params.min_tokens else ()
-            chosen = choose(
-                logits, request.params, request.prompt, request.answer, request.generator, ends
-            )
-        except Exception as error:
-            return self._emit_error(request, error)
-        return self._take(request, chosen)
-
-    def _take(self, request: Request, chosen: Chosen | None) -> RequestOutput:
-        if chosen is None:
-            return self._emit_error(request, RuntimeError("non-finite logits"))
-        self.stats.answer_tokens += 1
-        return self._emit(request, request.take(chosen))
-
-    def _emit_error(self, request: Request, error: BaseException) -> RequestOutput:
-        logger.warning("request %s failed: %s", request.request_id, error)
-        request.finish_reason = "error"
-        return self._emit(request, request.output(error=error))
-
-    def _emit(self, request: Request, output: RequestOutput) -> RequestOutput:
-        """Tell who asked; free what a finished request has."""
-        if request.finish_reason is not None:
-            self._finish(request)
-        if request.on_output is not None:
-            try:
-                request.on_output(output)
-            except Exception as error:
-                logger.exception("on_output of request %s", request.request_id)
-                if request.finish_reason is None:
-                    request.finish_reason = "error"
-                    self._finish(request)
-                return replace(output, finish_reason="error", error=error)
-        return output
-
-    def _finish(self, request: Request) -> None:
-        self._scheduler.remove(request)
-        if request.finish_reason == "error":
-            self.stats.failed += 1
-        elif request.finish_reason == "cancelled":
-            self.stats.cancelled += 1
-        else:
-            self.stats.finished += 1
-        if self.sessions is not None:
-            self.sessions.keep(request)
-        self._prefixes.end(request)
-        with self._inbox:
-            del self._requests[request.request_id]
-            self._inbox.notify_all()

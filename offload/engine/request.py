@@ -61,6 +61,7 @@ class Request:
         generator: of its own random numbers; None: it has no seed.
         prompt_scores: that no output has had.
         session_id: that keeps its sequence for the next request.
+        is_preempted: its sequence is on disk until there is room.
         continues_session: it began with the sequence of an earlier one.
     """
 
@@ -82,6 +83,7 @@ class Request:
     prompt_scores: tuple[Chosen, ...] = ()
     session_id: str | None = None
     continues_session: bool = False
+    is_preempted: bool = False
 
     def __post_init__(self) -> None:
         self.ids = np.asarray(self.prompt, np.int64)

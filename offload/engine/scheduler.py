@@ -17,10 +17,14 @@ _LOOKED_THROUGH = 8  # prompts behind the first, for such as fit a slice
 
 
 class Admission:
-    """Counts what requests may come to take of the host's budget."""
+    """Counts what requests may come to take of the host's budget.
 
-    def __init__(self, store: KVStore, states: PolicyStates) -> None:
-        self._store, self._policy_states = store, states
+    Args:
+        overcommit: as of `Engine`.
+    """
+
+    def __init__(self, store: KVStore, states: PolicyStates, overcommit: float) -> None:
+        self._store, self._policy_states, self._overcommit = store, states, overcommit
 
     def most_bytes(self, request: Request) -> int:
         """Of a request at its end, when nobody else is there."""
@@ -38,7 +42,7 @@ class Admission:
         """
         pages = states = grows = 0
         for request in requests:
-            pages += self._pages(request.most_tokens)
+            pages += self._pages(self._expected_tokens(request))
             states += self._states(request)
             grows = max(grows, self._states(request))  # a copy is made of one at a time
             own = seq if request.seq is None and request is requests[-1] else request.seq
@@ -48,6 +52,14 @@ class Admission:
         need = pages * self._store.page_bytes + max(0, states) + grows
         freed = freed_pages * self._store.page_bytes
         return need <= self._store.left_bytes(pages) + freed
+
+    def _expected_tokens(self, request: Request) -> int:
+        """That it has at its end, or in its next page if it has more than was expected."""
+        if self._overcommit == 1.0:
+            return request.most_tokens
+        expected = len(request.prompt) + int(request.max_tokens / self._overcommit)
+        now = len(request.prompt) + len(request.answer)
+        return min(request.most_tokens, max(expected, now + self._store.page_tokens))
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._store.page_tokens) * self._store.num_page_rows
@@ -71,7 +83,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.reading: list[Request] = []
         self.running: list[Request] = []
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         # Nobody waits for a slice while nobody decodes, but for a request that is cancelled.
         self._slice_seconds = {True: slice_seconds, False: 3 * slice_seconds}
         self._read_share = read_share
@@ -86,12 +98,27 @@ class Scheduler:
     def __iter__(self) -> Iterator[Request]:
         yield from (*self.running, *self.reading, *self.waiting)
 
+    @property
+    def num_running(self) -> int:
+        """Requests that are read or decoded."""
+        return len(self.reading) + len(self.running)
+
     def admit(self, fits: Callable[[list[Request]], bool]) -> None:
         """Move requests from `waiting` to `reading` while there is room."""
-        while self.waiting and len(self.reading) + len(self.running) < self._max_num_seqs:
+        while self.waiting and self.num_running < self.max_num_seqs:
             if not fits([*self.running, *self.reading, self.waiting[0]]):
                 return
-            self.reading.append(self.waiting.popleft())
+            request = self.waiting.popleft()
+            (self.running if request.is_read else self.reading).append(request)
+
+    def preempt(self) -> Request | None:
+        """The youngest running request waits again, before all others; None: there is one only."""
+        if len(self.running) < 2:
+            return None
+        request = max(self.running, key=lambda request: request.arrived)
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+        return request
 
     def remove(self, request: Request) -> None:
         """It is finished."""

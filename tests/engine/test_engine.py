@@ -326,3 +326,22 @@ def test_ctrl_c_comes_behind_a_step(model: Any, engine: Engine) -> None:
             interrupts += 1
     assert found == wanted
     assert interrupts > 10
+
+
+@pytest.mark.parametrize("name", ["full", "lychee_cluster", "quest"])
+def test_requests_that_make_room_go_on_with_the_same_tokens(
+    tiny_folders: dict[str, Path], name: str
+) -> None:
+    model = load(tiny_folders["llama"], name, page_tokens=16)
+    store, prompts = model.kv_store, [random_tokens(1, 60, seed=n)[0].tolist() for n in range(6)]
+    params = replace(GREEDY, max_tokens=200)
+    wanted = {str(n): alone(model, prompt, 200) for n, prompt in enumerate(prompts)}
+    room = 3 * 272 * store.token_bytes + 3 * states_of(model).bytes.most_at(260)
+    allow_host_bytes(model, room)
+    engine = Engine(model, overcommit=8.0)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(prompt, params, str(number))
+    assert answers(engine) == wanted
+    assert engine.stats.preempted > 0
+    engine.stop()
+    assert model.kv_store.num_sequences == 0

@@ -189,7 +189,7 @@ def test_an_error_in_a_stream_is_its_last_event(
         raise KeyError("in the sampler")
 
     with serve() as server:
-        monkeypatch.setattr("offload.engine.engine.choose", fails)
+        monkeypatch.setattr("offload.engine.steps.choose", fails)
         body = SHORT | {"stream": True, "temperature": 0.5}
         events = httpx.post(f"{server.url}/v1/completions", json=body).text.split("\n\n")
         assert "in the sampler" in events[-3]

@@ -1,0 +1,58 @@
+"""Requests that make room for others, on disk, and go on later with the same tokens."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from offload.engine.request import Request
+from offload.runtime.runtime import Runtime
+from offload.runtime.saving import file_of, read_sequences
+
+
+class Preempted:
+    """Sequences of running requests, in a temporary folder until `close`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def save(self, request: Request) -> None:
+        """Take a request's sequence out of memory.
+
+        Raises:
+            OSError: no room on the disk; it has its sequence still.
+        """
+        sequences = self._runtime.sequences
+        assert request.seq is not None
+        for _ in file_of(sequences, [request.seq]).write(self._path(request)):
+            pass
+        sequences.free([request.seq])
+        request.seq, request.is_preempted = None, True
+
+    def restore(self, request: Request) -> None:
+        """Give it back.
+
+        Raises:
+            SessionMiss: it does not fit into memory, or the file was damaged.
+        """
+        most_tokens = self._runtime.lean.shape.max_context
+        (row,), _ = read_sequences(self._runtime.sequences, self._path(request), most_tokens)
+        request.seq, request.is_preempted = row.seq, False
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """It goes on, or has ended."""
+        if self._folder is not None:
+            self._path(request).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _path(self, request: Request) -> Path:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="offload-preempted-")
+        return Path(self._folder.name, f"{id(request)}.safetensors")

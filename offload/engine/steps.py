@@ -1,0 +1,309 @@
+"""What a step of the engine does, between the requests that come and the outputs that go."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload.engine.preemption import Preempted
+from offload.engine.prefixes import Prefixes
+from offload.engine.request import Request, RequestOutput
+from offload.engine.runner import Runner
+from offload.engine.sampler import Chosen, choose
+from offload.engine.scheduler import Admission, Scheduler
+from offload.engine.sessions import Sessions
+from offload.system.errors import DeviceMemoryError, HostBudgetError, SessionMiss
+
+logger = logging.getLogger(__name__)
+
+_SAVING_SECONDS = 0.01  # of each step in which requests are answered
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made.
+
+    Attributes:
+        prompt_tokens: that were read; those that were shared are `cached_tokens`.
+        answer_tokens: that were chosen.
+        preempted: times that a running request made room for others.
+        decode_steps: each of all running requests.
+        read_seconds, decode_seconds: of slices and steps.
+        step_seconds: of all that `Engine.step` does; `pass_seconds` of it the model takes.
+    """
+
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    preempted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    decode_steps: int = 0
+    read_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    step_seconds: float = 0.0
+    pass_seconds: float = 0.0
+
+
+class Steps:
+    """Steps of one engine, whose model's lock the caller has.
+
+    Args:
+        on_finished: told of each request that has ended.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        prefixes: Prefixes,
+        sessions: Sessions | None,
+        on_finished: Callable[[Request], None],
+        overcommit: float,
+    ) -> None:
+        self.scheduler, self.prefixes, self.stats = scheduler, prefixes, EngineStats()
+        runtime = runner.runtime
+        self.admission = Admission(runtime.store, runtime.attention.states, overcommit)
+        self._preempted = Preempted(runtime)
+        self._runner, self._sessions, self._on_finished = runner, sessions, on_finished
+        self._begun = (0, 0)  # sequences and tokens that the decoder expects
+        self._outputs: list[RequestOutput] = []
+
+    def run(self, cancelled: Iterable[Request]) -> list[RequestOutput]:
+        """One step: its outputs."""
+        start, self._outputs = time.perf_counter(), []
+        self._runner.runtime.sequences.collect()
+        for request in cancelled:
+            request.finish_reason = "cancelled"
+            self._emit(request, request.output())
+        self.scheduler.admit(self._fits)
+        self._decode()
+        self._read()
+        if self._sessions is not None:
+            self._sessions.work(_SAVING_SECONDS)
+        self.stats.step_seconds += time.perf_counter() - start
+        self.stats.pass_seconds = self._runner.seconds
+        return self._outputs
+
+    def _fits(self, requests: list[Request]) -> bool:
+        """Whether the last of `requests` may join the others."""
+        newest, sessions = requests[-1], self._sessions
+        seq = None if sessions is None else sessions.seq_of(newest)
+        if not self.admission.fits(requests, seq):
+            self._runner.runtime.store.trim()
+        while not self.admission.fits(requests, seq):
+            if sessions is not None and sessions.spill(keeps=newest.session_id):
+                continue
+            # Prefixes are kept until they are all that is in the way.
+            if len(requests) > 1 and not self.admission.fits(
+                requests, seq, self.prefixes.num_pages
+            ):
+                return False
+            if not self.prefixes.drop():
+                return False
+            self._runner.runtime.store.trim()
+        # A power of two, so that the decoder rarely has to place heads anew.
+        count = min(self.scheduler.max_num_seqs, 1 << (len(requests) - 1).bit_length())
+        longest = max(request.most_tokens for request in requests)
+        if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
+            try:
+                self._runner.runtime.decoder.begin_generation(count, longest)
+            except Exception as error:
+                if len(requests) == 1 or not isinstance(error, DeviceMemoryError):
+                    self.emit_error(requests[-1], error)
+                return False
+            self._begun = (count, longest)
+        if newest.is_preempted:
+            try:
+                self._preempted.restore(newest)
+            except SessionMiss as miss:
+                if len(requests) == 1:
+                    self.emit_error(newest, miss)
+                return False
+        elif sessions is not None:
+            sessions.attach(newest)
+        return True
+
+    def _decode(self) -> None:
+        rows = [request for request in self.scheduler.running if request.is_ready()]
+        if not rows:
+            self.scheduler.was_decoded(math.inf)  # nobody is kept waiting by a slice
+            return
+        start = time.perf_counter()
+        self._decode_rows(rows)
+        seconds = time.perf_counter() - start
+        self.scheduler.was_decoded(seconds)
+        self.stats.decode_steps += 1
+        self.stats.decode_seconds += seconds
+
+    def _decode_rows(self, rows: list[Request]) -> None:
+        """One token of each; where that fails, of each by itself."""
+        seqs = [request.seq for request in rows if request.seq is not None]
+        tokens = [request.answer[-1] for request in rows]
+        greedy = all(request.params.is_greedy for request in rows)
+        try:
+            result = self._runner.decode(seqs, tokens, greedy=greedy)
+        except HostBudgetError as error:
+            if self._make_room():
+                self._decode_rows([row for row in rows if row.seq is not None])
+            else:
+                self.emit_error(rows[-1], error)
+            return
+        except Exception as error:
+            if len(rows) == 1:
+                self.emit_error(rows[0], error)
+                return
+            logger.warning("a step of %d requests failed: %s", len(rows), error)
+            for row in rows:
+                self._decode_rows([row])
+            return
+        for request, of_row in zip(rows, result.tolist() if greedy else result, strict=True):
+            if not greedy:
+                self._choose(request, of_row)
+            elif of_row < 0:
+                self.emit_error(request, RuntimeError("non-finite logits"))
+            else:
+                self._take(request, Chosen(of_row))
+
+    def close(self) -> None:
+        """Give back what is kept of prompts that were read, and for requests that have ended."""
+        while self.prefixes.drop():
+            pass
+        self._preempted.close()
+
+    def _make_room(self) -> bool:
+        """More came than was expected: prefixes go, then the youngest request waits on disk."""
+        if self.prefixes.drop():
+            self._runner.runtime.store.trim()
+            return True
+        request = self.scheduler.preempt()
+        if request is None:
+            return False
+        try:
+            self._preempted.save(request)
+        except OSError as error:
+            self.emit_error(request, error)
+        self.stats.preempted += 1
+        self._runner.runtime.store.trim()
+        return True
+
+    def _read(self) -> None:
+        parts = self.scheduler.next_slice(self.prefixes.num_left)
+        if not parts:
+            return
+        start = time.perf_counter()
+        self._read_parts(parts)
+        seconds, num_tokens = time.perf_counter() - start, sum(size for _, size in parts)
+        self.scheduler.was_read(num_tokens, seconds)
+        self.stats.read_seconds += seconds
+
+    def _read_parts(self, parts: list[tuple[Request, int]]) -> None:
+        """Some tokens of each prompt; where that fails, of each by itself."""
+        spans: list[tuple[Request, int, int]] = []
+        try:
+            for request, size in parts:
+                self._begin(request)
+                stop = min(len(request.prompt), request.num_read + size)
+                spans.append((request, request.num_read, stop))
+            hidden = self._runner.read(
+                [(r.seq, r.prompt[a:b]) for r, a, b in spans if r.seq is not None],
+                builds=any(stop == len(request.prompt) for request, _, stop in spans),
+            )
+        except Exception as error:
+            if isinstance(error, HostBudgetError) and self._make_room():
+                return  # the next step reads them
+            if len(parts) == 1:
+                self.emit_error(parts[0][0], error)
+                return
+            logger.warning("a slice of %d prompts failed: %s", len(parts), error)
+            for part in parts:
+                self._read_parts([part])
+            return
+        for (request, start, stop), of_prompt in zip(spans, hidden, strict=True):
+            self._was_read(request, start, stop, of_prompt)
+
+    def _begin(self, request: Request) -> None:
+        """Give it a sequence, with what there is of its session or of others' prompts."""
+        if request.seq is None:
+            if self._sessions is not None:
+                self._sessions.begin(request)
+            if request.seq is None:
+                self.prefixes.begin(request)
+
+    def _was_read(self, request: Request, start: int, stop: int, hidden: torch.Tensor) -> None:
+        request.num_read = stop
+        self.stats.prompt_tokens += stop - start
+        try:
+            if request.params.prompt_logprobs is not None:
+                following = request.prompt[start + 1 : stop + 1]
+                request.prompt_scores = self._runner.scores(
+                    hidden, following, request.params.prompt_logprobs
+                )
+            if not request.is_read:
+                self._emit(request, request.output())
+                return
+            logits = self._runner.logits(hidden[-1:])[0]
+        except Exception as error:
+            self.emit_error(request, error)
+            return
+        self.stats.cached_tokens += request.num_cached
+        self.scheduler.reading.remove(request)
+        self.scheduler.running.append(request)
+        self.prefixes.keep(request)
+        self._choose(request, logits)
+
+    def _choose(self, request: Request, logits: torch.Tensor) -> None:
+        try:
+            ends = request.ends if request.params.min_tokens else ()
+            chosen = choose(
+                logits, request.params, request.prompt, request.answer, request.generator, ends
+            )
+        except Exception as error:
+            self.emit_error(request, error)
+            return
+        self._take(request, chosen)
+
+    def _take(self, request: Request, chosen: Chosen) -> None:
+        self.stats.answer_tokens += 1
+        self._emit(request, request.take(chosen))
+
+    def emit_error(self, request: Request, error: BaseException) -> None:
+        """End a request."""
+        logger.warning("request %s failed: %s", request.request_id, error)
+        request.finish_reason = "error"
+        self._emit(request, request.output(error=error))
+
+    def _emit(self, request: Request, output: RequestOutput) -> None:
+        """Tell who asked; free what a finished request has."""
+        if request.finish_reason is not None:
+            self._finish(request)
+        if request.on_output is not None:
+            try:
+                request.on_output(output)
+            except Exception as error:
+                logger.exception("on_output of request %s", request.request_id)
+                if request.finish_reason is None:
+                    request.finish_reason = "error"
+                    self._finish(request)
+                output = replace(output, finish_reason="error", error=error)
+        self._outputs.append(output)
+
+    def _finish(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        if request.finish_reason == "error":
+            self.stats.failed += 1
+        elif request.finish_reason == "cancelled":
+            self.stats.cancelled += 1
+        else:
+            self.stats.finished += 1
+        if self._sessions is not None:
+            self._sessions.keep(request)
+        self.prefixes.end(request)
+        self._preempted.forget(request)
+        self._on_finished(request)

@@ -201,5 +201,5 @@ def serve(
                 sessions=None if folder is None else Sessions(folder, *sizes),
             )
             name = listening.served_model_name or model
-            served = Served(AsyncEngine(engine), name, load.shutdown_seconds)
+            served = Served(AsyncEngine(engine), name, flush_seconds=load.shutdown_seconds)
             Server(served, access, lambda url: stderr().print(f"serving at {url}")).run()

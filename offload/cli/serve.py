@@ -39,9 +39,55 @@ class Load:
         float,
         typer.Option(
             min=0.0,
-            help="After SIGTERM requests that run have so long to finish; new ones get a 503.",
+            help="After SIGTERM requests that run have so long to finish, then sessions so long to "
+            "be written; new requests get a 503.",
         ),
     ] = 30.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Between requests of a session."""
+
+    panel: ClassVar[str] = "What is kept of sessions"
+    session_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Requests may name a session (session_id), which is kept here and goes on after "
+            "a restart.",
+        ),
+    ] = None
+    session_disk: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help=r"Limit of the folder: 200GiB. \[default: none]"),
+    ] = None
+    session_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help=r"Host memory of idle sessions, within --max-memory. \[default: half of what is "
+            "free]",
+        ),
+    ] = None
+
+    def sizes(self) -> tuple[int | None, int | None]:
+        """Of memory and disk, in bytes.
+
+        Raises:
+            ValueError: a size that is none, or without a folder.
+        """
+        from offload.system.memory import parse_size
+
+        sizes = {"--session-memory": self.session_memory, "--session-disk": self.session_disk}
+        for name, size in sizes.items():
+            if size is not None and self.session_dir is None:
+                raise ValueError(f"{name} needs --session-dir")
+        memory, disk = (
+            None if size is None else parse_size(int(size) if size.isdecimal() else size, name=name)
+            for name, size in sizes.items()
+        )
+        return memory, disk
 
 
 @dataclass(frozen=True)
@@ -97,6 +143,7 @@ def serve(
     chosen: Chosen,
     loading: Loading,
     load: Load,
+    kept: Kept,
     listening: Listening,
     verbose: Verbose = False,
 ) -> None:
@@ -126,9 +173,11 @@ def serve(
             raise ValueError(f"{error}; pip install 'offload[serve]'") from error
         from offload.engine.async_engine import AsyncEngine
         from offload.engine.engine import Engine
+        from offload.engine.sessions import Sessions
         from offload.loading.names import load_tokenizer
         from offload.runtime.model import OffloadedModel
 
+        folder, sizes = kept.session_dir, kept.sizes()
         access = Access(
             listening.host,
             listening.port,
@@ -145,7 +194,12 @@ def serve(
             policy = make_policy(chosen.policy, **options)
             loaded = OffloadedModel.from_pretrained(model, policy=policy, **arguments)
             engine = Engine(
-                loaded, tokenizer, max_num_seqs=load.max_num_seqs, max_queued=load.max_queued
+                loaded,
+                tokenizer,
+                max_num_seqs=load.max_num_seqs,
+                max_queued=load.max_queued,
+                sessions=None if folder is None else Sessions(folder, *sizes),
             )
-            served = Served(AsyncEngine(engine), listening.served_model_name or model)
+            name = listening.served_model_name or model
+            served = Served(AsyncEngine(engine), name, flush_seconds=load.shutdown_seconds)
             Server(served, access, lambda url: stderr().print(f"serving at {url}")).run()

@@ -134,6 +134,8 @@ class Engine:
         if session_id is not None:
             if self.sessions is None:
                 raise ValueError("session_id needs Engine(..., sessions=Sessions(folder))")
+            if request.params.prompt_logprobs is not None:
+                raise ValueError("prompt_logprobs has all of a prompt read; give no session_id")
             request.session_id = check_session_id(session_id)
         with self._inbox:
             if self.failure is not None:
@@ -142,10 +144,7 @@ class Engine:
                 raise RuntimeError("the engine was stopped")
             if request.request_id in self._requests:
                 raise ValueError(f"request_id {request.request_id!r} is in use")
-            if session_id is not None and any(
-                other.session_id == session_id for other in self._requests.values()
-            ):
-                raise SessionInUseError(f"session {session_id!r} has a request that has not ended")
+            self._check_unused(session_id)
             if self.num_waiting >= self.max_queued + self._num_free_places:
                 raise QueueFullError(
                     f"{self.num_waiting} requests wait already, and max_queued is "
@@ -164,6 +163,26 @@ class Engine:
             self._to_cancel.add(request_id)
             self._inbox.notify_all()
             return True
+
+    def remove_session(self, session_id: str) -> bool:
+        """Forget a session, in memory and on disk, between two steps; False: there is none.
+
+        Raises:
+            ValueError: an id that is none, or the engine keeps no sessions.
+            SessionInUseError: a request of this session has not ended.
+        """
+        if self.sessions is None:
+            raise ValueError("this needs Engine(..., sessions=Sessions(folder))")
+        with self._runtime.run_lock.lock:
+            with self._inbox:
+                self._check_unused(session_id)
+            return self.sessions.remove(session_id)
+
+    def _check_unused(self, session_id: str | None) -> None:
+        if session_id is not None and any(
+            request.session_id == session_id for request in self._requests.values()
+        ):
+            raise SessionInUseError(f"session {session_id!r} has a request that has not ended")
 
     @property
     def stats(self) -> EngineStats:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -35,11 +37,13 @@ class _Session:
 
     Attributes:
         tokens: ids of those in the cache.
+        num_bytes: of its KV cache, and of what the policy keeps of it.
         is_saved: its file is as it is, or cannot be written.
     """
 
     seq: int
     tokens: list[int]
+    num_bytes: int = 0
     is_saved: bool = False
 
 
@@ -51,13 +55,30 @@ class SessionStats:
         memory_hits, disk_hits: requests that went on from there.
         misses: requests that went on from nothing, new sessions included.
         saved: files that were written.
+        spilled: sessions that left memory, and are on disk only.
     """
 
     memory_hits: int = 0
     disk_hits: int = 0
     misses: int = 0
     saved: int = 0
+    spilled: int = 0
     last_miss: str = ""
+
+
+@dataclass(frozen=True)
+class SessionEntry:
+    """A session that no request uses now.
+
+    Attributes:
+        num_tokens: None: its file is damaged.
+        where: it would be taken up from.
+    """
+
+    session_id: str
+    num_tokens: int | None
+    num_bytes: int
+    where: Literal["memory", "disk"]
 
 
 class Sessions:
@@ -101,12 +122,27 @@ class Sessions:
         runtime.sequences.check_saves()
         self._runtime, self._fingerprint = runtime, runtime.sequences.fingerprint()
 
-    # The methods below are called by the engine, which has the model's lock.
-
     @property
     def host_bytes(self) -> int:
         """Of the KV cache of those in memory, and of what the policy keeps of them."""
-        return sum(self._bytes_of(session) for session in self._in_memory.values())
+        return sum(session.num_bytes for session in list(self._in_memory.values()))
+
+    def entries(self) -> list[SessionEntry]:
+        """Those in memory and on disk, by their ids. Any thread may ask."""
+        in_memory, found = dict(self._in_memory), list[SessionEntry]()
+        for session_id, session in in_memory.items():
+            size = len(session.tokens), session.num_bytes
+            found.append(SessionEntry(session_id, *size, "memory"))
+        for saved in self.folder.sessions():
+            if saved.session_id in in_memory:
+                continue
+            num_tokens = None
+            with suppress(SessionMiss):
+                num_tokens = self.folder.num_tokens(saved.session_id)
+            found.append(SessionEntry(saved.session_id, num_tokens, saved.num_bytes, "disk"))
+        return sorted(found, key=lambda entry: entry.session_id)
+
+    # The methods below are called by the engine, which has the model's lock.
 
     def attach(self, request: Request) -> None:
         """Give a request the sequence of its session, if that is in memory."""
@@ -149,7 +185,7 @@ class Sessions:
         num_tokens = self._runtime.store.kv_len(request.seq)
         if request.finish_reason == "error" or num_tokens != len(tokens):
             return
-        session = _Session(request.seq, tokens)
+        session = _Session(request.seq, tokens, self._bytes_of(request.seq))
         request.seq = None
         self._in_memory[request.session_id] = session
         while self._in_memory and self.host_bytes > self._host_limit_bytes:
@@ -171,6 +207,23 @@ class Sessions:
             self._write_some(session_id, session)
         del self._in_memory[session_id]
         self._runtime.sequences.free([session.seq])
+        self.stats.spilled += 1
+        return True
+
+    def remove(self, session_id: str) -> bool:
+        """Forget a session, in memory and on disk; False: there is none.
+
+        Raises:
+            ValueError: as `check_session_id`.
+        """
+        path, session = self.folder.path(session_id), self._in_memory.pop(session_id, None)
+        if session is not None:
+            self._give_up_writing(session)
+            self._runtime.sequences.free([session.seq])
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return session is not None
         return True
 
     @property
@@ -240,7 +293,7 @@ class Sessions:
             self._running[1].close()  # type: ignore[attr-defined]
             self._running = None
 
-    def _bytes_of(self, session: _Session) -> int:
+    def _bytes_of(self, seq: int) -> int:
         store = self._runtime.store
-        num_pages = -(-store.kv_len(session.seq) // store.page_tokens) * store.num_page_rows
-        return num_pages * store.page_bytes + self._runtime.sequences.states.bytes_of([session.seq])
+        num_pages = -(-store.kv_len(seq) // store.page_tokens) * store.num_page_rows
+        return num_pages * store.page_bytes + self._runtime.sequences.states.bytes_of([seq])

@@ -23,6 +23,7 @@ class Job:
 
     prompt: Sequence[int]
     params: SamplingParams
+    session_id: str | None = None
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Answers:
         streams = []
         try:
             for job in jobs:
-                streams.append(engine.generate(job.prompt, job.params))
+                streams.append(engine.generate(job.prompt, job.params, session_id=job.session_id))
                 await anext(streams[-1])
         except BaseException as error:
             for stream in streams:

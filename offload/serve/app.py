@@ -15,6 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from offload.engine.async_engine import AsyncEngine
+from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
 from offload.serve.answers import Answers, Choice, Job
 from offload.serve.chat import Texts
 from offload.serve.errors import ApiError, context_error, install, of_engine
@@ -35,10 +36,15 @@ _T = TypeVar("_T")
 
 @dataclass
 class Served:
-    """An engine that is served under a name."""
+    """An engine that is served under a name.
+
+    Attributes:
+        flush_seconds: in which sessions are written at the end.
+    """
 
     engine: AsyncEngine
     name: str
+    flush_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         model = self.engine.engine.model
@@ -67,7 +73,10 @@ class Served:
         self, request: Request, body: Sampled, prompts: Sequence[list[int]], form: Format
     ) -> Response:
         """Each prompt `n` times, streamed or not."""
-        jobs = [Job(ids, params) for ids in prompts for params in self._params(body)]
+        session_id = self._session_id(request, body.session_id)
+        jobs = [Job(ids, params, session_id) for ids in prompts for params in self._params(body)]
+        if session_id is not None and len(jobs) > 1:
+            raise ApiError(400, "a session has one answer to one prompt", param="session_id")
         for ids in prompts:
             if len(ids) + (body.most_tokens or 1) - 1 > self.max_context:
                 raise context_error(len(ids), body.most_tokens, self.max_context)
@@ -84,11 +93,44 @@ class Served:
             await answers.close()
         return JSONResponse(form.whole(choices))
 
+    async def stop(self) -> None:
+        """What runs is cancelled, and sessions are written."""
+        await self.engine.stop(timeout=self.flush_seconds)
+
+    def sessions(self) -> Sessions:
+        """Those of the engine, or a 400."""
+        sessions = self.engine.engine.sessions
+        if sessions is None:
+            raise ApiError(
+                400,
+                "this server keeps no sessions; start it with --session-dir FOLDER",
+                param="session_id",
+            )
+        return sessions
+
+    def _session_id(self, request: Request, of_body: str | None) -> str | None:
+        """By the body or the header."""
+        given = {*request.headers.getlist("X-Session-ID"), *([of_body] if of_body else [])}
+        if not given:
+            return None
+        self.sessions()
+        if len(given) > 1:
+            message = "session_id and the header X-Session-ID differ"
+            raise ApiError(400, message, param="session_id")
+        return _checked_id(given.pop())
+
     def _params(self, body: Sampled) -> list[Any]:
         try:
             return [body.sampling(number) for number in range(body.n)]
         except ValueError as error:
             raise of_engine(error) from error
+
+
+def _checked_id(session_id: str) -> str:
+    try:
+        return check_session_id(session_id)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="session_id") from error
 
 
 async def _collect(answers: Answers, choices: Sequence[Choice]) -> None:
@@ -126,7 +168,7 @@ def create_app(served: Served) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         served.engine.engine.start()
         yield
-        await served.engine.stop()
+        await served.stop()
 
     app = FastAPI(title="offload", version=__version__, lifespan=lifespan)
     install(app)
@@ -170,6 +212,34 @@ def create_app(served: Served) -> FastAPI:
             "owned_by": "offload",
             "max_model_len": served.max_context,
         }
+
+    @app.get("/v1/sessions")
+    async def sessions() -> dict[str, Any]:
+        entries = await asyncio.to_thread(served.sessions().entries)
+        return {
+            "object": "list",
+            "data": [
+                {
+                    "id": entry.session_id,
+                    "object": "session",
+                    "tokens": entry.num_tokens,
+                    "bytes": entry.num_bytes,
+                    "where": entry.where,
+                }
+                for entry in entries
+            ],
+        }
+
+    @app.delete("/v1/sessions/{session_id:path}")
+    async def remove_session(session_id: str) -> dict[str, Any]:
+        served.sessions()
+        try:
+            found = await asyncio.to_thread(engine.remove_session, _checked_id(session_id))
+        except SessionInUseError as error:
+            raise of_engine(error) from error
+        if not found:
+            raise ApiError(404, f"there is no session {session_id!r}", param="session_id")
+        return {"id": session_id, "object": "session", "deleted": True}
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

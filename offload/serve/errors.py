@@ -11,11 +11,13 @@ from starlette.exceptions import HTTPException
 
 from offload.engine.engine import QueueFullError
 from offload.engine.sampling_params import SamplingParams
+from offload.engine.sessions import SessionInUseError
 from offload.system.errors import HostBudgetError
 
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
+    409: "conflict_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
@@ -72,6 +74,8 @@ def of_engine(error: BaseException) -> ApiError:
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, SessionInUseError):
+        return ApiError(409, str(error), param="session_id", code="session_in_use")
     if isinstance(error, HostBudgetError):
         return ApiError(400, str(error), code="exceed_host_budget_error")
     if isinstance(error, ValueError):

@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from offload.engine.engine import Engine
+from offload.engine.sessions import Sessions
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -24,9 +25,15 @@ class _OfEngine(Collector):
         for end in ("finished", "failed", "cancelled"):
             requests.add_metric([end], getattr(stats, end))
         yield requests
+        if self._engine.sessions is not None:
+            yield from _of_sessions(self._engine.sessions)
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens that were read.", stats.prompt_tokens),
-            ("cached_tokens", "Prompt tokens shared with earlier prompts.", stats.cached_tokens),
+            (
+                "cached_tokens",
+                "Prompt tokens that were there.",
+                stats.cached_tokens,
+            ),
             ("answer_tokens", "Tokens that were chosen.", stats.answer_tokens),
             ("decode_steps", "Steps, each of all running requests.", stats.decode_steps),
             ("read_seconds", "Time spent on prompts.", stats.read_seconds),
@@ -40,6 +47,24 @@ class _OfEngine(Collector):
             ("kv_host_budget_bytes", "Bytes it may take.", store.host_budget_bytes),
         ):
             yield GaugeMetricFamily(f"offload_{name}", text, value=value)
+
+
+def _of_sessions(sessions: Sessions) -> Iterator[Metric]:
+    stats = sessions.stats
+    hits = CounterMetricFamily(
+        "offload_session_hits", "Requests that went on from a session.", labels=["where"]
+    )
+    hits.add_metric(["memory"], stats.memory_hits)
+    hits.add_metric(["disk"], stats.disk_hits)
+    yield hits
+    for name, text, value in (
+        ("session_misses", "Requests whose session was not there, or did not fit.", stats.misses),
+        ("sessions_saved", "Session files that were written.", stats.saved),
+        ("sessions_spilled", "Sessions that left memory for the disk.", stats.spilled),
+    ):
+        yield CounterMetricFamily(f"offload_{name}", text, value=value)
+    text = "Bytes of idle sessions in host memory."
+    yield GaugeMetricFamily("offload_session_host_bytes", text, value=sessions.host_bytes)
 
 
 class Metrics:

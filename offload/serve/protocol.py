@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from offload.engine.sampling_params import MOST_LOGPROBS, SamplingParams
+from offload.engine.sessions import check_session_id
 
 _T = TypeVar("_T")
 Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
@@ -76,6 +77,7 @@ class Sampled(_Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
+    session_id: Annotated[str, AfterValidator(check_session_id)] | None = None
     # Labels of the client's.
     user: str | None = None
     metadata: dict[str, str] = {}

@@ -88,6 +88,6 @@ class Server(uvicorn.Server):
         if self.gate.is_closing and (self.gate.num_inside == 0 or time.monotonic() >= self._until):
             self.should_exit = True
         if await super().on_tick(counter):
-            await self._served.engine.stop()  # streams that run end with an error
+            await self._served.stop()  # streams that run end with an error
             return True
         return False

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from offload.serve.answers import Answers, Choice
 from offload.serve.errors import ApiError
 from offload.serve.formats import Format
+
+logger = logging.getLogger(__name__)
+
+SEND_SECONDS = 30.0  # a client that has not read for so long is taken for one that left
 
 
 class AnswerStream(EventSourceResponse):
@@ -24,12 +30,15 @@ class AnswerStream(EventSourceResponse):
             ping=1,
             ping_message_factory=lambda: ServerSentEvent(comment=_progress(choices)),
             sep="\n",
+            send_timeout=SEND_SECONDS,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an ASGI application."""
         try:
             await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            logger.info("a client did not read its stream for %g seconds", SEND_SECONDS)
         finally:
             await self._answers.close()
 

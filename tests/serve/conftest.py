@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +66,34 @@ def serving(model: Any, access: Access | None = None, **options: Any) -> Iterato
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+@contextmanager
+def serving_process(folder: Path, *options: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`offload serve` and its URL; killed at the end if it runs."""
+    command = ["serve", folder, "--port", 0, "--threads", 1, "--dtype", "float32", *options]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "offload", *map(str, command)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"COLUMNS": "300"},
+    )
+    assert process.stderr is not None
+    with process.stderr:
+        try:
+            said = list[str]()
+            for line in process.stderr:
+                said.append(line)
+                found = re.search(r"serving at (http://127\.0\.0\.1:\d+)", line)
+                if found:
+                    break
+            else:
+                raise AssertionError("".join(said))
+            yield process, found[1]
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="session")

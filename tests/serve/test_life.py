@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serve.conftest import Serve
+from serve.conftest import Serve, serving_process
 
 from offload import Engine
 from offload.serve.server import Access, Server
@@ -63,6 +59,16 @@ def test_who_leaves_is_not_served_on(server: Server, stream: bool, half: bool) -
             connection.shutdown(socket.SHUT_WR)
             assert until(lambda: not engine.has_work) < 1.0
     assert until(lambda: not engine.has_work) < 1.0
+
+
+def test_who_does_not_read_is_not_served_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.serve.streaming.SEND_SECONDS", 0.5)
+    with serve() as server:
+        server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with raw(server, json.dumps(LONG | {"stream": True, "logprobs": 20, "n": 4})):
+            until(lambda: engine_of(server).num_running == 4)
+            until(lambda: not engine_of(server).has_work)
+        assert engine_of(server).stats.cancelled == 4
 
 
 def test_many_who_leave(server: Server, http: httpx.Client) -> None:
@@ -262,31 +268,10 @@ def test_the_end_comes_in_time(serve: Serve) -> None:
 def test_the_command(serve_folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("secret\n")
-    command = ["serve", serve_folder, "--port", "0", "--api-key-file", keys, "--threads", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "offload", *map(str, command)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"COLUMNS": "300"},
-    )
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            found = re.search(r"serving at (http://127\.0\.0\.1:\d+)", line)
-            if found:
-                break
-        assert found is not None
-        answer = httpx.post(
-            f"{found[1]}/v1/completions", json=SHORT, headers={"Authorization": "Bearer secret"}
-        )
+    with serving_process(serve_folder, "--api-key-file", keys) as (process, url):
+        headers = {"Authorization": "Bearer secret"}
+        answer = httpx.post(f"{url}/v1/completions", json=SHORT, headers=headers)
         assert answer.json()["model"] == str(serve_folder)
-        assert httpx.get(f"{found[1]}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/v1/models").status_code == 401
         process.send_signal(signal.SIGTERM)
-        process.stderr.read()
         assert process.wait(10) == 0
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        process.wait()
-        if process.stderr is not None:
-            process.stderr.close()

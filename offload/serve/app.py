@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +15,12 @@ from fastapi.responses import FileResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from offload.engine.async_engine import AsyncEngine
+from offload.engine.sampling_params import SamplingParams
 from offload.serve.answers import Answers, Choice, Job
 from offload.serve.chat import Texts
 from offload.serve.errors import ApiError, context_error, install, of_engine
 from offload.serve.formats import Chat, Completion, Format
+from offload.serve.grammars import Grammars, Mask, SchemaLimits
 from offload.serve.metrics import Metrics
 from offload.serve.protocol import (
     ChatRequest,
@@ -39,12 +41,15 @@ class Served:
 
     engine: AsyncEngine
     name: str
+    schema_limits: SchemaLimits = field(default_factory=SchemaLimits)
 
     def __post_init__(self) -> None:
         model = self.engine.engine.model
         eos = model.generation_config.eos_token_id
         ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        self.texts = Texts(self.engine.engine.tokenizer, model.config.vocab_size, ends)
+        tokenizer, vocab_size = self.engine.engine.tokenizer, model.config.vocab_size
+        self.texts = Texts(tokenizer, vocab_size, ends)
+        self._grammars = Grammars(tokenizer, vocab_size, ends, self.schema_limits)
         self.metrics = Metrics(self.engine.engine)
         self.started = int(time.time())
 
@@ -67,10 +72,17 @@ class Served:
         self, request: Request, body: Sampled, prompts: Sequence[list[int]], form: Format
     ) -> Response:
         """Each prompt `n` times, streamed or not."""
-        jobs = [Job(ids, params) for ids in prompts for params in self._params(body)]
+        params = self._params(body)
         for ids in prompts:
             if len(ids) + (body.most_tokens or 1) - 1 > self.max_context:
                 raise context_error(len(ids), body.most_tokens, self.max_context)
+        jobs = [Job(ids, each) for ids in prompts for each in params]
+        for constraint in body.constraints():
+            matcher = await self._grammars.compile(constraint)
+            jobs = [
+                Job(job.prompt, replace(job.params, logits_processors=(Mask(matcher.deep_copy()),)))
+                for job in jobs
+            ]
         answers = await Answers.start(self.engine, jobs, self.metrics)
         choices = [
             Choice(i, self.texts.special, num_prompt_tokens=len(job.prompt))
@@ -84,7 +96,7 @@ class Served:
             await answers.close()
         return JSONResponse(form.whole(choices))
 
-    def _params(self, body: Sampled) -> list[Any]:
+    def _params(self, body: Sampled) -> list[SamplingParams]:
         try:
             return [body.sampling(number) for number in range(body.n)]
         except ValueError as error:
@@ -135,7 +147,9 @@ def create_app(served: Served) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         served.check_model(body.model)
-        ids = await asyncio.to_thread(texts.chat_ids, body.messages)
+        ids = await asyncio.to_thread(
+            texts.chat_ids, body.messages, body.usable_tools, reads_calls=body.reads_calls
+        )
         return await served.answer(request, body, [ids], Chat(body, served.name, texts))
 
     @app.post("/v1/completions")

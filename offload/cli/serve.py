@@ -36,7 +36,7 @@ class Load:
     ] = 256
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request's body.")] = 32 * 2**20
     max_schema_bytes: Annotated[
-        int, typer.Option(min=1, help="Of the schemas and grammars of a request.")
+        int, typer.Option(min=1, max=2**20, help="Of the schemas and grammars of a request.")
     ] = 64 * 2**10
     max_schema_depth: Annotated[
         int, typer.Option(min=1, help="How deep a request's schemas may nest.")

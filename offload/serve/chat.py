@@ -111,7 +111,7 @@ class Texts:
                     tokenize=False,
                 )
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except (TemplateError, ValueError, TypeError, RecursionError) as error:
             raise ApiError(
                 400, f"messages: the chat template says: {error}", param="messages"
             ) from error

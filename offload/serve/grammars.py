@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,13 +52,6 @@ class Grammars:
         Raises:
             ApiError: too large, wrong, not supported, or nothing satisfies it.
         """
-        size, limits = len(constraint.grammar.encode(errors="replace")), self._limits
-        if size > limits.max_bytes:
-            raise _refused(constraint, f"{size} bytes are more than {limits.max_bytes}")
-        if not _is_within(constraint.given, limits.max_depth):
-            raise _refused(constraint, f"it is more than {limits.max_depth} levels deep")
-        if not self._ends:
-            raise _refused(constraint, "the model has no end-of-sequence token")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._compile, constraint)
 
@@ -80,9 +73,20 @@ class Grammars:
         )
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
+        if not self._ends:
+            raise _refused(constraint, "the model has no end-of-sequence token")
+        level = [constraint.schemas]
+        for _ in range(self._limits.max_depth + 1):
+            level = [item for value in level for item in _items(value, constraint)]
+        if level:
+            raise _refused(constraint, f"it is more than {self._limits.max_depth} levels deep")
+        grammar = constraint.grammar()
+        size = len(grammar.encode(errors="replace"))
+        if size > self._limits.max_bytes:
+            raise _refused(constraint, f"{size} bytes are more than {self._limits.max_bytes}")
         matcher = LLMatcher(
             self._tokenizer,
-            constraint.grammar,
+            grammar,
             log_level=0,
             limits=LLParserLimits(verbose_errors=False),
         )
@@ -120,19 +124,16 @@ def _is_stuck(matcher: LLMatcher) -> bool:
     return matcher.is_stopped() and not matcher.is_accepting()
 
 
-def _is_within(value: Any, depth: int) -> bool:
-    """Whether JSON is not nested deeper."""
-    level = [value]
-    for _ in range(depth + 1):
-        level = [
-            item
-            for each in level
-            if isinstance(each, (dict, list))
-            for item in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
-            return True
-    return False
+def _items(value: Any, constraint: Constraint) -> Iterable[Any]:
+    """Of JSON; what llguidance accepts in it and does not keep to is refused."""
+    if isinstance(value, (int, float)) and abs(value) > 2**53:
+        raise _refused(constraint, f"{value} is beyond 2**53, where numbers are not exact")
+    if isinstance(value, dict):
+        least = value.get("minProperties", 0)
+        if isinstance(least, (int, float)) and least > 1:  # one name twice would do
+            raise _refused(constraint, "minProperties beyond 1 is not supported; see required")
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _refused(constraint: Constraint, reason: str) -> ApiError:

@@ -233,8 +233,8 @@ class ChatRequest(Sampled):
         if not functions:
             return super().constraints()
         schemas = [(function.name, function.parameters) for function in functions]
-        given = [schema for _, schema in schemas]
-        return [*super().constraints(), Constraint("tools", given, calls_grammar(schemas))]
+        made = Constraint("tools", [each for _, each in schemas], lambda: calls_grammar(schemas))
+        return [*super().constraints(), made]
 
     @property
     def stops(self) -> tuple[str, ...]:

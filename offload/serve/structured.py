@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,16 +19,17 @@ _OPTIONS = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"( 
 
 @dataclass(frozen=True)
 class Constraint:
-    """A grammar of answers.
+    """What an answer must be.
 
     Attributes:
         field: of the request, which asks for it.
-        given: what the field has.
+        schemas: JSON that `grammar` has.
+        grammar: made where there is time for it.
     """
 
     field: str
-    given: Any
-    grammar: str
+    schemas: Any
+    grammar: Callable[[], str]
 
 
 class JsonSchema(Body):
@@ -57,7 +58,7 @@ class ResponseFormat(Body):
         if self.type == "text":
             return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
-        return Constraint("response_format", schema, f"start: {json_rule(schema)}")
+        return Constraint("response_format", schema, lambda: f"start: {json_rule(schema)}")
 
 
 class StructuredOutputs(Body):
@@ -76,15 +77,17 @@ class StructuredOutputs(Body):
         return self
 
     def constraint(self) -> Constraint:
-        """A grammar is taken as it is."""
-        grammar = self.grammar or ""
+        """As `ResponseFormat.constraint`."""
+        return Constraint("structured_outputs", self.schema_, self._grammar)
+
+    def _grammar(self) -> str:
         if self.schema_ is not None:
-            grammar = f"start: {json_rule(self.schema_)}"
-        elif self.regex is not None:
-            grammar = LLMatcher.grammar_from_regex(self.regex)
-        elif self.choice is not None:
-            grammar = "start: " + " | ".join(map(json.dumps, self.choice))
-        return Constraint("structured_outputs", self.schema_, grammar)
+            return f"start: {json_rule(self.schema_)}"
+        if self.regex is not None:
+            return LLMatcher.grammar_from_regex(self.regex)
+        if self.choice is not None:
+            return "start: " + " | ".join(map(json.dumps, self.choice))
+        return self.grammar or ""
 
 
 def json_rule(schema: dict[str, Any]) -> str:

@@ -125,6 +125,8 @@ def nested(depth: int) -> dict[str, Any]:
         (schema({"not": {}, "x-guidance": {"lenient": True}}), "Unimplemented keys"),
         (schema({"enum": []}), "Unsatisfiable"),
         (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no answer"),
+        (schema({"type": "integer", "minimum": 2**60}), "beyond 2"),
+        (schema({"type": "object", "minProperties": 2}), "minProperties"),
         (schema({"$ref": "http://127.0.0.1/schema"}), "does not fetch"),
         (schema({"pattern": "(", "type": "string"}), "unclosed group"),
         (schema({"title": "x" * 70_000}), "more than 65536"),
@@ -158,6 +160,23 @@ def test_long_chains_do_not_end_the_process(http: httpx.Client) -> None:
     alls = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(1_300)}
     chain = {"$ref": "#/$defs/a0", "$defs": alls | {"a1300": {"const": 1}}}
     assert texts(http, **schema(chain)) == ["1"] * 4
+
+
+@pytest.mark.parametrize("depth", [200, 400, 900, 5_000, 100_000])
+def test_deep_schemas_are_refused(http: httpx.Client, depth: int) -> None:
+    deep = '{"items":' * depth + "{}" + "}" * depth
+    tools = [{"type": "function", "function": {"name": "f", "parameters": "DEEP"}}]
+    for fields in (
+        schema("DEEP"),
+        outputs(json="DEEP"),
+        {"tools": tools},
+        {"tools": tools, "tool_choice": "required"},
+    ):
+        text = json.dumps(body(max_tokens=1, **fields)).replace('"DEEP"', deep)
+        headers = {"Content-Type": "application/json"}
+        answer = http.post("/v1/chat/completions", content=text, headers=headers)
+        is_auto = fields == {"tools": tools}  # of which nothing is compiled
+        assert answer.status_code == 400 or (is_auto and answer.status_code == 200)
 
 
 def test_limits_are_options(serve: Serve) -> None:

@@ -73,7 +73,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, text: str) -> Iterator[None]:
     grammar = f"start: {json.dumps(text)}"
     with monkeypatch.context() as patched:
         patched.setattr(
-            ChatRequest, "constraints", lambda self: [Constraint("tools", None, grammar)]
+            ChatRequest, "constraints", lambda self: [Constraint("tools", None, lambda: grammar)]
         )
         yield
 

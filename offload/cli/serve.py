@@ -35,6 +35,12 @@ class Load:
         int, typer.Option(min=0, help="Requests that wait beside them; one more gets a 429.")
     ] = 256
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request's body.")] = 32 * 2**20
+    max_schema_bytes: Annotated[
+        int, typer.Option(min=1, max=2**20, help="Of the schemas and grammars of a request.")
+    ] = 64 * 2**10
+    max_schema_depth: Annotated[
+        int, typer.Option(min=1, help="How deep a request's schemas may nest.")
+    ] = 64
     shutdown_seconds: Annotated[
         float,
         typer.Option(
@@ -168,6 +174,7 @@ def serve(
     with running(verbose=verbose):
         try:
             from offload.serve.app import Served
+            from offload.serve.grammars import SchemaLimits
             from offload.serve.server import Access, Server
         except ModuleNotFoundError as error:
             raise ValueError(f"{error}; pip install 'offload[serve]'") from error
@@ -200,6 +207,10 @@ def serve(
                 max_queued=load.max_queued,
                 sessions=None if folder is None else Sessions(folder, *sizes),
             )
-            name = listening.served_model_name or model
-            served = Served(AsyncEngine(engine), name, flush_seconds=load.shutdown_seconds)
+            served = Served(
+                AsyncEngine(engine),
+                listening.served_model_name or model,
+                schema_limits=SchemaLimits(load.max_schema_bytes, load.max_schema_depth),
+                flush_seconds=load.shutdown_seconds,
+            )
             Server(served, access, lambda url: stderr().print(f"serving at {url}")).run()

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,11 +15,13 @@ from fastapi.responses import FileResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from offload.engine.async_engine import AsyncEngine
+from offload.engine.sampling_params import SamplingParams
 from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
 from offload.serve.answers import Answers, Choice, Job
 from offload.serve.chat import Texts
 from offload.serve.errors import ApiError, context_error, install, of_engine
 from offload.serve.formats import Chat, Completion, Format
+from offload.serve.grammars import Grammars, Mask, SchemaLimits
 from offload.serve.metrics import Metrics
 from offload.serve.protocol import (
     ChatRequest,
@@ -45,12 +47,15 @@ class Served:
     engine: AsyncEngine
     name: str
     flush_seconds: float = 30.0
+    schema_limits: SchemaLimits = field(default_factory=SchemaLimits)
 
     def __post_init__(self) -> None:
         model = self.engine.engine.model
         eos = model.generation_config.eos_token_id
         ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        self.texts = Texts(self.engine.engine.tokenizer, model.config.vocab_size, ends)
+        tokenizer, vocab_size = self.engine.engine.tokenizer, model.config.vocab_size
+        self.texts = Texts(tokenizer, vocab_size, ends)
+        self._grammars = Grammars(tokenizer, vocab_size, ends, self.schema_limits)
         self.metrics = Metrics(self.engine.engine)
         self.started = int(time.time())
 
@@ -73,13 +78,20 @@ class Served:
         self, request: Request, body: Sampled, prompts: Sequence[list[int]], form: Format
     ) -> Response:
         """Each prompt `n` times, streamed or not."""
-        session_id = self._session_id(request, body.session_id)
-        jobs = [Job(ids, params, session_id) for ids in prompts for params in self._params(body)]
-        if session_id is not None and len(jobs) > 1:
+        session_id, params = self._session_id(request, body.session_id), self._params(body)
+        if session_id is not None and len(prompts) * len(params) > 1:
             raise ApiError(400, "a session has one answer to one prompt", param="session_id")
         for ids in prompts:
             if len(ids) + (body.most_tokens or 1) - 1 > self.max_context:
                 raise context_error(len(ids), body.most_tokens, self.max_context)
+        jobs = [Job(ids, each, session_id) for ids in prompts for each in params]
+        for constraint in body.constraints():
+            matcher = await self._grammars.compile(constraint)
+            masks = [Mask(matcher.deep_copy()) for _ in jobs]
+            jobs = [
+                replace(job, params=replace(job.params, logits_processors=(mask,)))
+                for job, mask in zip(jobs, masks, strict=True)
+            ]
         answers = await Answers.start(self.engine, jobs, self.metrics)
         choices = [
             Choice(i, self.texts.special, num_prompt_tokens=len(job.prompt))
@@ -119,7 +131,7 @@ class Served:
             raise ApiError(400, message, param="session_id")
         return _checked_id(given.pop())
 
-    def _params(self, body: Sampled) -> list[Any]:
+    def _params(self, body: Sampled) -> list[SamplingParams]:
         try:
             return [body.sampling(number) for number in range(body.n)]
         except ValueError as error:
@@ -177,7 +189,9 @@ def create_app(served: Served) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         served.check_model(body.model)
-        ids = await asyncio.to_thread(texts.chat_ids, body.messages)
+        ids = await asyncio.to_thread(
+            texts.chat_ids, body.messages, body.usable_tools, reads_calls=body.reads_calls
+        )
         return await served.answer(request, body, [ids], Chat(body, served.name, texts))
 
     @app.post("/v1/completions")

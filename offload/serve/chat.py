@@ -12,6 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from offload.serve.errors import ApiError
 from offload.serve.protocol import Message
+from offload.serve.tools import OPEN, Tool
 
 
 class Texts:
@@ -71,27 +72,49 @@ class Texts:
             return bytes([int(name[3:5], 16)])
         return str(name.replace("\u2581", " ")).encode()
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def chat_ids(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, reads_calls: bool = False
+    ) -> list[int]:
         """By the chat template; a last message of the assistant is continued.
 
+        Args:
+            reads_calls: the model must write calls of tools in a way that is known here.
+
         Raises:
-            ApiError: there is no template, or it refuses the messages.
+            ApiError: there is no template, or it refuses the messages, or it cannot tell of tools.
         """
         if not self.tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions")
+        plain = [tool.model_dump(exclude={"function": {"strict"}}) for tool in tools]
+        text = self._rendered(messages, plain)
+        if plain:
+            if text == self._rendered(messages, []):
+                raise ApiError(400, "tools: the chat template ignores them", param="tools")
+            if reads_calls and OPEN not in self.tokenizer.get_chat_template(tools=plain):
+                raise ApiError(
+                    400,
+                    f"tool_choice: the chat template has no {OPEN} blocks, and other calls are not "
+                    "read; 'required' and a named tool are possible",
+                    param="tool_choice",
+                )
+        return self.encode(text, add_special_tokens=False)
+
+    def _rendered(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> str:
         continued = messages[-1].role == "assistant"
         try:
-            text = self.tokenizer.apply_chat_template(
-                [_plain(message) for message in messages],
-                add_generation_prompt=not continued,
-                continue_final_message=continued,
-                tokenize=False,
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [_plain(message) for message in messages],
+                    tools=tools or None,
+                    add_generation_prompt=not continued,
+                    continue_final_message=continued,
+                    tokenize=False,
+                )
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except (TemplateError, ValueError, TypeError, RecursionError) as error:
             raise ApiError(
                 400, f"messages: the chat template says: {error}", param="messages"
             ) from error
-        return self.encode(text, add_special_tokens=False)
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -99,4 +122,7 @@ def _plain(message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
-    return {"role": message.role, "content": content} | (message.model_extra or {})
+    plain = {"role": message.role, "content": content} | (message.model_extra or {})
+    if message.tool_calls:
+        plain["tool_calls"] = [call.plain() for call in message.tool_calls]
+    return plain

@@ -11,6 +11,7 @@ from offload.engine.sampler import Chosen
 from offload.serve.answers import Choice
 from offload.serve.chat import Texts
 from offload.serve.protocol import ChatRequest, CompletionRequest, Sampled
+from offload.serve.tools import CallBlocks, CallReader, ForcedCall
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -35,7 +36,8 @@ class Format:
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """The answer in one piece."""
         made = [
-            {"index": c.index, **self.content(c), "finish_reason": c.finish_reason} for c in choices
+            {"index": c.index, **self.content(c), "finish_reason": self.finish_reason(c)}
+            for c in choices
         ]
         return {**self._head, "object": self.kind, "choices": made, "usage": self.usage(choices)}
 
@@ -69,6 +71,10 @@ class Format:
         """What is new of a choice."""
         raise NotImplementedError
 
+    def finish_reason(self, choice: Choice) -> str | None:
+        """As OpenAI names it, after `content` or `delta`."""
+        return choice.finish_reason
+
     def token_text(self, token: int) -> str:
         """Half characters are replacement characters here."""
         return self.texts.token_bytes(token).decode(errors="replace")
@@ -80,18 +86,50 @@ class Chat(Format):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     request: ChatRequest
 
+    def __init__(self, request: ChatRequest, model: str, texts: Texts) -> None:
+        super().__init__(request, model, texts)
+        self._readers: dict[int, CallReader] = {}  # by choice
+
     def first(self, choice: Choice) -> dict[str, Any]:
         """The role, once."""
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def content(self, choice: Choice) -> dict[str, Any]:
         """A message."""
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        text, _ = self._read(choice, choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        calls = self._reader(choice).calls
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
         return {"message": message, "logprobs": self._logprobs(choice.shown)}
 
     def delta(self, choice: Choice, text: str, tokens: Sequence[Chosen]) -> dict[str, Any]:
         """A part of it."""
-        return {"delta": {"content": text} if text else {}, "logprobs": self._logprobs(tokens)}
+        text, calls = self._read(choice, text)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = calls
+        return {"delta": delta, "logprobs": self._logprobs(tokens)}
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        """Calls are a reason of their own."""
+        if choice.finish_reason == "stop" and self._reader(choice).calls:
+            return "tool_calls"
+        return choice.finish_reason
+
+    def _reader(self, choice: Choice) -> CallReader:
+        if choice.index not in self._readers:
+            self._readers[choice.index] = (
+                ForcedCall()
+                if self.request.forced_tools
+                else CallBlocks([tool.function.name for tool in self.request.usable_tools])
+            )
+        return self._readers[choice.index]
+
+    def _read(self, choice: Choice, text: str) -> tuple[str, list[dict[str, Any]]]:
+        if not self.request.usable_tools:
+            return text, []
+        return self._reader(choice).take(text, choice.finish_reason)
 
     def _logprobs(self, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
         if self.request.num_logprobs is None:

@@ -1,62 +1,32 @@
-"""What requests may have. A field that is not here is refused, as is one that is not supported yet
-unless it has its default value."""
+"""What requests may have."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from offload.engine.sampling_params import MOST_LOGPROBS, SamplingParams
 from offload.engine.sessions import check_session_id
+from offload.serve.bodies import Body, only
+from offload.serve.structured import Constraint, ResponseFormat, StructuredOutputs, calls_grammar
+from offload.serve.tools import CLOSE, NamedTool, Tool, ToolCall
 
-_T = TypeVar("_T")
 Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Ids = list[int]
 
 
-def _only(*values: Any) -> AfterValidator:
-    """A field that has no other effect than its default."""
-
-    def check(value: _T) -> _T:
-        if not any(value == each and type(value) is type(each) for each in values):
-            raise ValueError("this is not supported yet; leave it out")
-        return value
-
-    return AfterValidator(check)
-
-
-class _Body(BaseModel):
-    """null is as good as nothing."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {k: v for k, v in data.items() if v is not None or k not in cls.model_fields}
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Of a streamed answer."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Annotated[bool, _only(False)] = False
+    include_obfuscation: Annotated[bool, only(False)] = False
 
 
-class Sampled(_Body):
+class Sampled(Body):
     """What chat and completions have in common."""
 
     model: str | None = None
@@ -82,11 +52,11 @@ class Sampled(_Body):
     user: str | None = None
     metadata: dict[str, str] = {}
     safety_identifier: str | None = None
-    store: Annotated[bool, _only(False)] = False
-    service_tier: Annotated[str, _only("auto", "default")] = "auto"
+    store: Annotated[bool, only(False)] = False
+    service_tier: Annotated[str, only("auto", "default")] = "auto"
     prompt_cache_key: str | None = None  # beginnings are shared anyway
-    # Structured output comes here: fields that `sampling` turns into logits_processors.
-    response_format: Annotated[dict[str, Any] | None, _only({"type": "text"})] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -101,6 +71,33 @@ class Sampled(_Body):
         if not self.stream and (self.stream_options or self.return_progress):
             raise ValueError("stream_options and return_progress need stream=true")
         return self
+
+    @model_validator(mode="after")
+    def _may_end(self) -> Sampled:
+        constraints = self.constraints()
+        if len(constraints) > 1:
+            raise ValueError(
+                f"{constraints[0].field} and {constraints[1].field} exclude each other"
+            )
+        if constraints and (self.ignore_eos or self.min_tokens):
+            raise ValueError(
+                f"ignore_eos and min_tokens exclude {constraints[0].field}, which says where the "
+                "answer ends"
+            )
+        return self
+
+    def constraints(self) -> list[Constraint]:
+        """What the answer must be, of which there may be one."""
+        made = [
+            None if field is None else field.constraint()
+            for field in (self.response_format, self.structured_outputs)
+        ]
+        return [constraint for constraint in made if constraint is not None]
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings before which the answer ends."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def most_tokens(self) -> int | None:
@@ -131,7 +128,7 @@ class Sampled(_Body):
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop=self.stops,
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_logprobs if self.echoes else None,
@@ -145,7 +142,7 @@ class Sampled(_Body):
         return replace(params, seed=(params.seed + number + 2**63) % 2**64 - 2**63)
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
@@ -159,10 +156,11 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not (self.model_extra or {}).get("tool_calls"):
+        if self.content is None and not self.tool_calls:
             raise ValueError("a message needs content")
         return self
 
@@ -174,17 +172,17 @@ class ChatRequest(Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[Any], _only([])] = []
-    tool_choice: Annotated[Any, _only("none")] = None
-    parallel_tool_calls: Annotated[bool, _only(True)] = True
-    functions: Annotated[list[Any], _only([])] = []
-    function_call: Annotated[Any, _only("none")] = None
-    modalities: Annotated[list[str], _only(["text"])] = ["text"]
-    audio: Annotated[Any, _only()] = None
-    prediction: Annotated[Any, _only()] = None
-    reasoning_effort: Annotated[Any, _only()] = None
-    verbosity: Annotated[Any, _only()] = None
-    web_search_options: Annotated[Any, _only()] = None
+    tools: Annotated[list[Tool], Field(max_length=128)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    functions: Annotated[list[Any], only([])] = []
+    function_call: Annotated[Any, only("none")] = None
+    modalities: Annotated[list[str], only(["text"])] = ["text"]
+    audio: Annotated[Any, only()] = None
+    prediction: Annotated[Any, only()] = None
+    reasoning_effort: Annotated[Any, only()] = None
+    verbosity: Annotated[Any, only()] = None
+    web_search_options: Annotated[Any, only()] = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
@@ -192,7 +190,59 @@ class ChatRequest(Sampled):
             raise ValueError("top_logprobs needs logprobs=true")
         if len(self.messages) > 1 and {m.role for m in self.messages[-2:]} == {"assistant"}:
             raise ValueError("messages end with two of the assistant; one can be continued")
+        if self.messages[-1].role == "assistant" and self.messages[-1].tool_calls:
+            raise ValueError("messages end with tool_calls; their results must follow")
         return self
+
+    @model_validator(mode="after")
+    def _tools(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools]
+        if len({*names}) < len(names):
+            raise ValueError("two of the tools have one name")
+        choice = self.tool_choice
+        if not self.tools and choice not in ("none", "auto"):
+            raise ValueError("tool_choice needs tools")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"tool_choice names {choice.function.name!r}, which tools lack")
+        if self.reads_calls and super().constraints():
+            raise ValueError(
+                "tools and a format of the answer exclude each other; tool_choice='none' goes with "
+                "both"
+            )
+        return self
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Those that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether the model may call, and need not."""
+        return self.tool_choice == "auto" and bool(self.tools)
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """One of which must be called."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [tool for tool in self.tools if tool.function.name == choice.function.name]
+        return self.tools if choice == "required" else []
+
+    def constraints(self) -> list[Constraint]:
+        """As `Sampled.constraints`; a call that must be is one, too."""
+        functions = [tool.function for tool in self.forced_tools]
+        if not functions:
+            return super().constraints()
+        schemas = [(function.name, function.parameters) for function in functions]
+        made = Constraint("tools", [each for _, each in schemas], lambda: calls_grammar(schemas))
+        return [*super().constraints(), made]
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """As `Sampled.stops`; a single call ends the answer."""
+        single = self.reads_calls and not self.parallel_tool_calls
+        return (*super().stops, CLOSE) if single else super().stops
 
     @property
     def most_tokens(self) -> int | None:
@@ -213,8 +263,8 @@ class CompletionRequest(Sampled):
     max_tokens: int | None = 16
     echo: bool = False
     logprobs: Logprobs | None = None
-    best_of: Annotated[int, _only(1)] = 1
-    suffix: Annotated[str, _only()] = ""
+    best_of: Annotated[int, only(1)] = 1
+    suffix: Annotated[str, only()] = ""
 
     @property
     def echoes(self) -> bool:
@@ -237,7 +287,7 @@ class CompletionRequest(Sampled):
         return self.logprobs
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """POST /tokenize, as vLLM has it: a prompt, or messages."""
 
     model: str | None = None
@@ -252,7 +302,7 @@ class TokenizeRequest(_Body):
         return self
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None

@@ -57,7 +57,7 @@ async def _events(
     continuous = options is not None and options.continuous_usage_stats
 
     def chunk(choice: Choice, content: dict[str, Any]) -> dict[str, str]:
-        made = {"index": choice.index, **content, "finish_reason": choice.finish_reason}
+        made = {"index": choice.index, **content, "finish_reason": form.finish_reason(choice)}
         usage = {"usage": form.usage(choices) if continuous else None}
         return _event(form.chunk([made], **(usage if has_usage or continuous else {})))
 

@@ -20,12 +20,14 @@ from cases.tiny_models import byte_tokenizer, make_tiny_model
 
 from offload import AsyncEngine, Engine, OffloadedModel
 from offload.serve.app import Served
+from offload.serve.grammars import SchemaLimits
 from offload.serve.server import Access, Server
 
 TEMPLATE = (
+    "{% if tools %}[tools]{{ tools | tojson }}, to be called in <tool_call>{% endif %}"
     "{% for m in messages %}"
-    "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "[{{ m.role }}]{{ m.content }}"
+    "{% if m.role == 'developer' %}{{ raise_exception('nobody develops') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}"
     "{% if not loop.last or m.role != 'assistant' %}{{ '\\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
@@ -49,12 +51,20 @@ def served_model(serve_folder: Path) -> Any:
 
 
 @contextmanager
-def serving(model: Any, access: Access | None = None, **options: Any) -> Iterator[Server]:
+def serving(
+    model: Any,
+    access: Access | None = None,
+    *,
+    template: str = TEMPLATE,
+    limits: SchemaLimits | None = None,
+    **options: Any,
+) -> Iterator[Server]:
     """A server in a thread."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     engine = Engine(model, tokenizer, **options)
-    server = Server(Served(AsyncEngine(engine), "tiny"), access or Access(port=0))
+    served = Served(AsyncEngine(engine), "tiny", limits or SchemaLimits())
+    server = Server(served, access or Access(port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -72,7 +72,7 @@ def test_messages(client: openai.OpenAI, http: httpx.Client) -> None:
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         [{"role": "user", "content": 5}],
         [*HELLO, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
-        [{"role": "tool", "content": "the template refuses"}],
+        [{"role": "developer", "content": "the template refuses"}],
     ],
 )
 def test_messages_that_are_refused(http: httpx.Client, messages: Any) -> None:
@@ -103,8 +103,8 @@ def test_messages_that_are_refused(http: httpx.Client, messages: Any) -> None:
         ("logit_bias", {"1": "x"}),
         ("top_logprobs", 5),
         ("stream_options", {"include_usage": True}),
-        ("response_format", {"type": "json_object"}),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("response_format", {"type": "xml"}),
+        ("tools", [{"type": "custom", "custom": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("functions", [{}]),
         ("store", True),

@@ -1,0 +1,187 @@
+"""Tools of a chat, and calls of them in answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from offload.serve.bodies import Body
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_HEAD = re.compile(r'\{"name": "([\w-]+)", "arguments": ')
+_NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(Body):
+    """A tool; `strict` changes nothing."""
+
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] = _NOTHING
+    strict: bool = False
+
+
+class Tool(Body):
+    """Functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """One that is named."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Called(BaseModel):
+    """A function in an earlier answer."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_json(cls, arguments: str) -> str:
+        try:
+            json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise ValueError("it must be JSON") from error
+        return arguments
+
+
+class ToolCall(BaseModel):
+    """A call in an earlier answer."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"] = "function"
+    function: Called
+
+    def plain(self) -> dict[str, Any]:
+        """As templates take it: the arguments are not a string."""
+        function = self.function.model_dump()
+        function["arguments"] = json.loads(self.function.arguments)
+        return self.model_dump() | {"function": function}
+
+
+class CallReader:
+    """An answer as it comes, apart into what is said and what is called.
+
+    Attributes:
+        calls: as OpenAI has them, so far.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def take(self, text: str, finish_reason: str | None) -> tuple[str, list[dict[str, Any]]]:
+        """What is new of both; calls are as in a streamed delta."""
+        raise NotImplementedError
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        call = {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        self.calls.append(call)
+        return {"index": len(self.calls) - 1, **call}
+
+
+class ForcedCall(CallReader):
+    """An answer by `calls_grammar`; arguments are handed on as they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._text, self._start = "", 0
+
+    def take(self, text: str, finish_reason: str | None) -> tuple[str, list[dict[str, Any]]]:
+        """Without the last brace, which is not of the arguments."""
+        self._text += text
+        deltas = []
+        if not self.calls:
+            head = _HEAD.match(self._text)
+            if head is None:
+                return "", []
+            deltas.append(self._call(head[1], ""))
+            self._start = head.end()
+        stop = len(self._text)
+        if finish_reason is None or _is_json(self._text):
+            stop -= 1
+        new = self._text[self._start : stop]
+        if not new:
+            return "", deltas
+        self._start = stop
+        self.calls[0]["function"]["arguments"] += new
+        return "", [*deltas, {"index": 0, "function": {"arguments": new}}]
+
+
+class CallBlocks(CallReader):
+    """An answer with <tool_call> blocks, as Hermes and Qwen write them.
+
+    A block that is no call of one of the tools remains text.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self._names, self._held, self._is_inside = names, "", False
+
+    def take(self, text: str, finish_reason: str | None) -> tuple[str, list[dict[str, Any]]]:
+        """White space before a block is not said; a call is handed on as a whole."""
+        self._held += text
+        said = ""
+        deltas: list[dict[str, Any]] = []
+        while (at := self._held.find(CLOSE if self._is_inside else OPEN)) >= 0:
+            if self._is_inside:
+                more, calls = self._block(self._held[:at], CLOSE)
+                said, deltas = said + more, deltas + calls
+                self._held = self._held[at + len(CLOSE) :]
+            else:
+                said += self._held[:at].rstrip()
+                self._held = self._held[at + len(OPEN) :]
+            self._is_inside = not self._is_inside
+        if finish_reason is not None:
+            rest, self._held = self._held, ""
+            if self._is_inside:  # ended by the stop string that `CLOSE` may be
+                more, calls = self._block(rest, "")
+                return said + more, deltas + calls
+            return said + (rest.rstrip() if self.calls else rest), deltas
+        if not self._is_inside:
+            size = next(n for n in range(len(OPEN), -1, -1) if self._held.endswith(OPEN[:n]))
+            ready = self._held[: len(self._held) - size].rstrip()
+            said, self._held = said + ready, self._held[len(ready) :]
+        return said, deltas
+
+    def _block(self, block: str, close: str) -> tuple[str, list[dict[str, Any]]]:
+        try:
+            call = json.loads(block)
+            name, arguments = call["name"], call["arguments"]
+            if name in self._names and isinstance(arguments, dict):
+                return "", [self._call(name, json.dumps(arguments, ensure_ascii=False))]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass
+        return OPEN + block + close, []
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -42,6 +42,7 @@ class Served:
 
     Attributes:
         flush_seconds: in which sessions are written at the end.
+        schema_limits: of what an answer is to keep to.
     """
 
     engine: AsyncEngine

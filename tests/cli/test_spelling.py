@@ -84,9 +84,9 @@ def test_each_has_its_one_spelling(name: str) -> None:
     for old in (*OLD_SPELLINGS, "--model"):
         assert old not in spellings
         assert old not in shown
-    has_cpu = name != "env"
-    # Prompts and answers of the last have lengths.
-    has_context = name not in ("env", "serve", "bench serve")
+    has_cpu = name != "env" and not name.startswith("sessions ")
+    # Prompts and answers of servers have lengths.
+    has_context = has_cpu and name not in ("serve", "bench serve")
     assert ("--context" in spellings) == (name in OLD["--context"]) == has_context
     assert ("--threads" in spellings) == has_cpu
     assert ("--option" in spellings) == (name in WITH_POLICY)

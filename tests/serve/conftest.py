@@ -63,7 +63,7 @@ def serving(
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     engine = Engine(model, tokenizer, **options)
-    served = Served(AsyncEngine(engine), "tiny", limits or SchemaLimits())
+    served = Served(AsyncEngine(engine), "tiny", schema_limits=limits or SchemaLimits())
     server = Server(served, access or Access(port=0))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -34,7 +34,14 @@ class Load:
     max_queued: Annotated[
         int, typer.Option(min=0, help="Requests that wait beside them; one more gets a 429.")
     ] = 256
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request's body.")] = 32 * 2**20
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request's body.")] = 8 * 2**20
+    default_max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of a chat's answer without max_tokens, as far as the context has room.",
+        ),
+    ] = None
     max_schema_bytes: Annotated[
         int, typer.Option(min=1, max=2**20, help="Of the schemas and grammars of a request.")
     ] = 64 * 2**10
@@ -212,5 +219,6 @@ def serve(
                 listening.served_model_name or model,
                 schema_limits=SchemaLimits(load.max_schema_bytes, load.max_schema_depth),
                 flush_seconds=load.shutdown_seconds,
+                default_max_tokens=load.default_max_tokens,
             )
             Server(served, access, lambda url: stderr().print(f"serving at {url}")).run()

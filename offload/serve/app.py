@@ -42,6 +42,7 @@ class Served:
 
     Attributes:
         flush_seconds: in which sessions are written at the end.
+        default_max_tokens: of a chat's answer that has no max_tokens; None: as the engine has it.
         schema_limits: of what an answer is to keep to.
     """
 
@@ -49,6 +50,7 @@ class Served:
     name: str
     flush_seconds: float = 30.0
     schema_limits: SchemaLimits = field(default_factory=SchemaLimits)
+    default_max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         model = self.engine.engine.model
@@ -75,6 +77,18 @@ class Served:
                 code="model_not_found",
             )
 
+    def check_number(self, num_prompts: int, n: int) -> None:
+        """Refuse what would not fit in an empty queue, either."""
+        most = self.engine.engine.max_num_seqs + self.engine.engine.max_queued
+        if num_prompts * n > most:
+            message = f"{num_prompts} prompts with n={n}: this server takes at most {most} answers"
+            raise ApiError(400, f"{message} of a request", param="n")
+
+    def check_context(self, num_tokens: int, body: Sampled) -> None:
+        """Refuse a prompt that has no room for its answer."""
+        if num_tokens + (body.most_tokens or 1) - 1 > self.max_context:
+            raise context_error(num_tokens, body.most_tokens, self.max_context)
+
     async def answer(
         self, request: Request, body: Sampled, prompts: Sequence[list[int]], form: Format
     ) -> Response:
@@ -83,9 +97,12 @@ class Served:
         if session_id is not None and len(prompts) * len(params) > 1:
             raise ApiError(400, "a session has one answer to one prompt", param="session_id")
         for ids in prompts:
-            if len(ids) + (body.most_tokens or 1) - 1 > self.max_context:
-                raise context_error(len(ids), body.most_tokens, self.max_context)
-        jobs = [Job(ids, each, session_id) for ids in prompts for each in params]
+            self.check_context(len(ids), body)
+        jobs = [
+            Job(ids, self._limited(each, len(ids)), session_id)
+            for ids in prompts
+            for each in params
+        ]
         for constraint in body.constraints():
             matcher = await self._grammars.compile(constraint)
             masks = [Mask(matcher.deep_copy()) for _ in jobs]
@@ -139,6 +156,14 @@ class Served:
             raise of_engine(error) from error
 
 
+    def _limited(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        if params.max_tokens is not None or self.default_max_tokens is None:
+            return params
+        room = self.max_context - num_prompt_tokens + 1
+        most = max(min(self.default_max_tokens, room), params.min_tokens)
+        return replace(params, max_tokens=most)
+
+
 def _checked_id(session_id: str) -> str:
     try:
         return check_session_id(session_id)
@@ -190,6 +215,7 @@ def create_app(served: Served) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         served.check_model(body.model)
+        served.check_number(1, body.n)
         ids = await asyncio.to_thread(
             texts.chat_ids, body.messages, body.usable_tools, reads_calls=body.reads_calls
         )
@@ -200,10 +226,12 @@ def create_app(served: Served) -> FastAPI:
         served.check_model(body.model)
         if not body.prompts or not all(body.prompts):
             raise ApiError(400, "prompt: it is empty", param="prompt")
+        served.check_number(len(body.prompts), body.n)
 
         def prompt(given: str | list[int]) -> tuple[list[int], str]:
             if isinstance(given, str):
                 return texts.encode(given), given
+            served.check_context(len(given), body)
             return given, texts.decode(given)
 
         prompts = [await asyncio.to_thread(prompt, given) for given in body.prompts]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     field_validator,
     model_validator,
 )
@@ -22,7 +24,10 @@ from offload.serve.tools import CLOSE, NamedTool, Tool, ToolCall
 
 Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-Ids = list[int]
+# One wrong item is enough: a list of millions would be as many errors, and seconds.
+Ids = Annotated[list[int], Field(max_length=2**21, fail_fast=True)]
+_LARGEST_BIAS = 100.0
+_LEAST_TEMPERATURE = 1e-5  # logits divided by less may overflow
 
 
 class StreamOptions(Body):
@@ -47,9 +52,9 @@ class Sampled(Body):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: StopString | list[StopString] = []
+    stop: StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)] = []
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    logit_bias: dict[str, float] = {}
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] = {}
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -68,9 +73,11 @@ class Sampled(Body):
     @field_validator("logit_bias")
     @classmethod
     def _ids(cls, biases: dict[str, float]) -> dict[str, float]:
-        for token in biases:
+        for token, bias in biases.items():
             if not token.isdecimal():
                 raise ValueError(f"token ids are the keys, got {token!r}")
+            if abs(bias) > _LARGEST_BIAS:
+                raise ValueError(f"biases are from -100 to 100, got {bias:g} of token {token}")
         return biases
 
     @model_validator(mode="after")
@@ -130,8 +137,8 @@ class Sampled(Body):
         params = SamplingParams(
             max_tokens=self.most_tokens,
             min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
+            temperature=0.0 if 0 < self.temperature < _LEAST_TEMPERATURE else self.temperature,
+            top_k=0 if self.top_k == -1 else self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
@@ -175,7 +182,7 @@ class Message(BaseModel):
 class ChatRequest(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=2**14, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
@@ -263,10 +270,23 @@ class ChatRequest(Sampled):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+def _kind(prompt: Any) -> str:
+    """By the first item: that of a union tries all."""
+    if not isinstance(prompt, list):
+        return "text"
+    return "ids" if prompt and isinstance(prompt[0], int) else "prompts"
+
+
+_Prompts = Annotated[list[str | Ids], Field(max_length=128, fail_fast=True)]
+
+
 class CompletionRequest(Sampled):
     """POST /v1/completions."""
 
-    prompt: str | Ids | list[str | Ids]
+    prompt: Annotated[
+        Annotated[str, Tag("text")] | Annotated[Ids, Tag("ids")] | Annotated[_Prompts, Tag("prompts")],
+        Discriminator(_kind),
+    ]
     max_tokens: int | None = 16
     echo: bool = False
     logprobs: Logprobs | None = None
@@ -283,10 +303,9 @@ class CompletionRequest(Sampled):
         """Those that were given, of which there may be one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        ids = [token for token in self.prompt if isinstance(token, int)]
-        if ids:
-            return [ids]
-        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+        if _kind(self.prompt) == "ids":
+            return [cast("Ids", self.prompt)]
+        return cast("list[str | Ids]", self.prompt)
 
     @property
     def num_logprobs(self) -> int | None:

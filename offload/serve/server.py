@@ -28,7 +28,7 @@ class Access:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     public_models: bool = False
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 8 * 2**20
     cors_origins: tuple[str, ...] = ()
     shutdown_seconds: float = 30.0
 

@@ -13,6 +13,7 @@ from offload.engine.engine import Engine
 from offload.engine.request import RequestOutput
 from offload.engine.sampler import Chosen
 from offload.engine.sampling_params import SamplingParams
+from offload.engine.sessions import SessionInUseError
 from offload.serve.errors import ApiError, of_engine
 from offload.serve.metrics import Metrics
 
@@ -123,6 +124,8 @@ class Answers:
         while self._left:
             index, output = await self._queue.get()
             if isinstance(output, Exception):
+                if isinstance(output, SessionInUseError):
+                    raise of_engine(output) from output
                 status = 500 if self._engine.failure is None else 503
                 raise ApiError(status, f"{type(output).__name__}: {output}") from output
             assert isinstance(output, RequestOutput)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +35,10 @@ from offload.serve.protocol import (
 from offload.serve.streaming import AnswerStream
 from offload.system.version import __version__
 
+logger = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
+_GRACE_SECONDS = 10.0  # a step may take so long beyond the time for sessions
 
 
 @dataclass
@@ -123,9 +128,21 @@ class Served:
             await answers.close()
         return JSONResponse(form.whole(choices))
 
-    async def stop(self) -> None:
-        """What runs is cancelled, and sessions are written."""
-        await self.engine.stop(timeout=self.flush_seconds)
+    async def stop(self, is_forced: Callable[[], bool] = lambda: False) -> bool:
+        """What runs is cancelled, and sessions are written; False: not in time, or forced.
+
+        Then a step still runs, or a file is written, in threads that end with the process.
+        """
+        until = time.monotonic() + self.flush_seconds + _GRACE_SECONDS
+        thread = threading.Thread(
+            target=self.engine.engine.stop, kwargs={"timeout": self.flush_seconds}, daemon=True
+        )
+        thread.start()
+        while thread.is_alive() and not is_forced() and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        if thread.is_alive():
+            logger.warning("the engine has not stopped yet; what it does is given up")
+        return not thread.is_alive()
 
     def sessions(self) -> Sessions:
         """Those of the engine, or a 400."""
@@ -154,7 +171,6 @@ class Served:
             return [body.sampling(number) for number in range(body.n)]
         except ValueError as error:
             raise of_engine(error) from error
-
 
     def _limited(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         if params.max_tokens is not None or self.default_max_tokens is None:

@@ -108,6 +108,10 @@ def install(app: FastAPI) -> None:
             param = None  # which may be no text
         return ApiError(400, f"{field}: {message}" if field else message, param=param).response()
 
+    @app.exception_handler(RecursionError)
+    async def of_depth(request: Request, error: RecursionError) -> JSONResponse:
+        return ApiError(400, "the body is nested too deeply").response()
+
     @app.exception_handler(Exception)
     async def of_defect(request: Request, error: Exception) -> JSONResponse:
         return ApiError(500, "internal error; the server's log has it").response()

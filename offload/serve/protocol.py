@@ -284,7 +284,9 @@ class CompletionRequest(Sampled):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        Annotated[str, Tag("text")] | Annotated[Ids, Tag("ids")] | Annotated[_Prompts, Tag("prompts")],
+        Annotated[str, Tag("text")]
+        | Annotated[Ids, Tag("ids")]
+        | Annotated[_Prompts, Tag("prompts")],
         Discriminator(_kind),
     ]
     max_tokens: int | None = 16

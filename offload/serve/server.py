@@ -22,6 +22,9 @@ class Access:
 
     Attributes:
         shutdown_seconds: in which requests may finish after SIGTERM.
+
+    Raises:
+        ValueError: a key that no header can have.
     """
 
     host: str = "127.0.0.1"
@@ -32,9 +35,13 @@ class Access:
     cors_origins: tuple[str, ...] = ()
     shutdown_seconds: float = 30.0
 
+    def __post_init__(self) -> None:
+        if not all(key.isascii() for key in self.api_keys):
+            raise ValueError("an API key has a character that is not ASCII; clients cannot send it")
+
 
 class Server(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT; a second one does not wait for requests."""
+    """Serves until SIGTERM or SIGINT; a second one waits for nothing."""
 
     def __init__(
         self,
@@ -78,7 +85,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to close; the loop's next tick sees it."""
         if self.gate.is_closing:
-            self.should_exit = True
+            self.should_exit = self.force_exit = True
         else:
             self._until = time.monotonic() + self._shutdown_seconds
             self.gate.is_closing = True
@@ -88,6 +95,8 @@ class Server(uvicorn.Server):
         if self.gate.is_closing and (self.gate.num_inside == 0 or time.monotonic() >= self._until):
             self.should_exit = True
         if await super().on_tick(counter):
-            await self._served.stop()  # streams that run end with an error
+            # Streams that run end with an error.
+            if not await self._served.stop(lambda: self.force_exit):
+                self.force_exit = True
             return True
         return False

@@ -57,13 +57,19 @@ def serving(
     *,
     template: str = TEMPLATE,
     limits: SchemaLimits | None = None,
+    default_max_tokens: int | None = None,
     **options: Any,
 ) -> Iterator[Server]:
     """A server in a thread."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     engine = Engine(model, tokenizer, **options)
-    served = Served(AsyncEngine(engine), "tiny", schema_limits=limits or SchemaLimits())
+    served = Served(
+        AsyncEngine(engine),
+        "tiny",
+        schema_limits=limits or SchemaLimits(),
+        default_max_tokens=default_max_tokens,
+    )
     server = Server(served, access or Access(port=0))
     thread = threading.Thread(target=server.run)
     thread.start()

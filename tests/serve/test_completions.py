@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -64,6 +65,13 @@ def test_prompts_of_all_kinds(client: openai.OpenAI, http: httpx.Client) -> None
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "logit_bias": {"5000": 1}}, "5000 is outside the vocabulary"),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "from -100 to 100"),
+        ({"prompt": "a", "logit_bias": {"5": -1e300}}, "from -100 to 100"),
+        ({"prompt": "a", "temperature": -1e-6}, "temperature"),
+        ({"prompt": "a", "top_k": -2}, "top_k"),
+        ({"prompt": ["a"] * 129}, "at most 128"),
+        ({"prompt": [[1]] * 100, "n": 3}, "100 prompts with n=3"),
+        ({"prompt": "a", "stop": ["a"] * 65}, "stop"),
         ({"prompt": "a", "messages": []}, "messages"),
     ],
 )
@@ -71,6 +79,27 @@ def test_bodies_that_are_refused(http: httpx.Client, body: Any, words: str) -> N
     answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
+
+
+def test_values_that_others_take_for_none(client: openai.OpenAI) -> None:
+    greedy = text(client, "hello")
+    assert text(client, "hello", temperature=1e-300) == greedy
+    assert text(client, "hello", extra_body={"top_k": -1, "stop": None}) == greedy
+    options = {"temperature": 1.0, "seed": 3}
+    off = text(client, "hello", extra_body={"top_k": -1}, **options)
+    assert off == text(client, "hello", **options)
+
+
+@pytest.mark.parametrize("items", [b"[1]", b"[]", b'"a"', b"1", b"[[1]]", b"null"])
+@pytest.mark.parametrize("first", [b"[1]", b"1"])
+def test_a_large_body_holds_nobody_up(http: httpx.Client, items: bytes, first: bytes) -> None:
+    many = b",".join([first, *[items] * (7 * 2**20 // (len(items) + 1))])
+    headers = {"Content-Type": "application/json"}
+    start = time.monotonic()
+    answer = http.post("/v1/completions", content=b'{"prompt": [%s]}' % many, headers=headers)
+    assert answer.status_code == 400
+    assert len(answer.text) < 1000
+    assert time.monotonic() - start < 5.0
 
 
 def test_tokenize_refuses(http: httpx.Client) -> None:

@@ -19,6 +19,8 @@ import pytest
 from serve.conftest import Serve, serving_process
 
 from offload import Engine
+from offload.engine.sessions import SessionInUseError
+from offload.serve.chat import Texts
 from offload.serve.server import Access, Server
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 3000, "ignore_eos": True}
@@ -90,9 +92,11 @@ def test_a_full_queue_is_a_429(serve: Serve) -> None:
             assert answer.json()["error"]["type"] == "rate_limit_error"
         until(lambda: http.get("/load").json()["server_load"] == 0)
         assert http.post("/v1/completions", json=SHORT).status_code == 200
-        refused = http.post("/v1/completions", json=SHORT | {"n": 3})
-        assert refused.status_code == 429  # all of them, or none
-        until(lambda: http.get("/load").json()["server_load"] == 0)
+        for body in ({"n": 3}, {"prompt": ["a", "b", "c"]}):  # for which there is never room
+            refused = http.post("/v1/completions", json=SHORT | body)
+            assert refused.status_code == 400
+            assert "at most 2 answers" in refused.json()["error"]["message"]
+        assert http.get("/load").json()["server_load"] == 0
 
 
 def test_more_load_than_there_is_room_for(serve: Serve) -> None:
@@ -144,6 +148,28 @@ def test_keys_and_limits(serve: Serve) -> None:
         assert httpx.get(f"{server.url}/v1/models").status_code == 200
 
 
+def test_keys_are_ascii() -> None:
+    with pytest.raises(ValueError, match="not ASCII"):
+        Access(api_keys=("plain", "schlüssel"))
+
+
+def test_a_chat_has_the_servers_most_tokens(serve: Serve) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+
+    def num_tokens(server: Server, **fields: Any) -> int:
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body | fields, timeout=30)
+        return int(answer.json()["usage"]["completion_tokens"])
+
+    with serve(default_max_tokens=5) as server:
+        assert num_tokens(server) == 5
+        assert num_tokens(server, max_tokens=3) == 3
+        assert num_tokens(server, max_completion_tokens=7) == 7
+        assert num_tokens(server, min_tokens=6) == 6
+    with serve(default_max_tokens=10**9) as server:
+        long = [{"role": "user", "content": "x" * 4060}]
+        assert 1 < num_tokens(server, messages=long) < 30
+
+
 def test_what_a_server_says_of_itself(server: Server, http: httpx.Client) -> None:
     assert http.get("/health").json() == {"status": "ok"}
     props = http.get("/props").json()
@@ -180,6 +206,36 @@ def test_a_dead_engine_is_a_503(serve: Serve, monkeypatch: pytest.MonkeyPatch) -
         assert http.get("/health").status_code == 503
         assert http.get("/metrics").status_code == 200
         monkeypatch.undo()
+
+
+def test_health_of_a_failed_engine(serve: Serve) -> None:
+    with serve() as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        engine_of(server).failure = OSError("the device is gone")
+        for path in ("/health", "/ping"):
+            answer = http.get(path)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+        assert http.get("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(SessionInUseError("s is in use"), 409), (RecursionError(), 400)]
+)
+def test_errors_of_others_are_the_clients(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise error
+
+    late = isinstance(error, SessionInUseError)
+    with serve() as server:
+        if late:
+            monkeypatch.setattr("offload.engine.steps.choose", fails)
+        else:
+            monkeypatch.setattr(Texts, "chat_ids", fails)
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0.5}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=20)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
 
 
 def test_an_error_in_a_stream_is_its_last_event(
@@ -263,6 +319,34 @@ def test_the_end_comes_in_time(serve: Serve) -> None:
         assert whole.result().status_code == 503
         assert "shutting down" in parts.result().text
         assert time.monotonic() - start < 3.0
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_step_that_hangs_ends_with_the_server(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, is_second: bool
+) -> None:
+    """After a while, or at once with a second signal."""
+    entered, released, step = threading.Event(), threading.Event(), Engine.step
+
+    def hangs(self: Engine) -> Any:
+        entered.set()
+        released.wait(30)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", hangs)
+    monkeypatch.setattr("offload.serve.app._GRACE_SECONDS", 60.0 if is_second else 0.5)
+    with serve(Access(port=0, shutdown_seconds=0.1)) as server:
+        server._served.flush_seconds = 0.1
+        engine = engine_of(server)
+        with raw(server, json.dumps(LONG)):
+            assert entered.wait(10)
+            server.handle_exit(signal.SIGTERM, None)
+            if is_second:
+                time.sleep(0.5)
+                server.handle_exit(signal.SIGTERM, None)
+            until(lambda: server.force_exit and not server.servers[0].is_serving(), 4.0)
+    released.set()
+    until(lambda: engine._thread is None)
 
 
 def test_the_command(serve_folder: Path, tmp_path: Path) -> None:

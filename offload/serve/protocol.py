@@ -18,14 +18,14 @@ from pydantic import (
 
 from offload.engine.sampling_params import MOST_LOGPROBS, SamplingParams
 from offload.engine.sessions import check_session_id
-from offload.serve.bodies import Body, only
+from offload.serve.bodies import Body, at_most, only
 from offload.serve.structured import Constraint, ResponseFormat, StructuredOutputs, calls_grammar
 from offload.serve.tools import CLOSE, NamedTool, Tool, ToolCall
 
 Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-# One wrong item is enough: a list of millions would be as many errors, and seconds.
-Ids = Annotated[list[int], Field(max_length=2**21, fail_fast=True)]
+Ids = Annotated[list[int], at_most(2**21)]
+_MOST_MESSAGES = 2**14
 _LARGEST_BIAS = 100.0
 _LEAST_TEMPERATURE = 1e-5  # logits divided by less may overflow
 
@@ -52,9 +52,9 @@ class Sampled(Body):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)] = []
+    stop: StopString | Annotated[list[StopString], at_most(64)] = []
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] = {}
+    logit_bias: dict[str, float] = {}
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -169,8 +169,8 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Annotated[list[TextPart], at_most(_MOST_MESSAGES)] | None = None
+    tool_calls: Annotated[list[ToolCall], at_most(1024)] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
@@ -182,16 +182,16 @@ class Message(BaseModel):
 class ChatRequest(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=2**14, fail_fast=True)]
+    messages: Annotated[list[Message], at_most(_MOST_MESSAGES, least=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] = []
+    tools: Annotated[list[Tool], at_most(128)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     functions: Annotated[list[Any], only([])] = []
     function_call: Annotated[Any, only("none")] = None
-    modalities: Annotated[list[str], only(["text"])] = ["text"]
+    modalities: Annotated[list[str], at_most(1), only(["text"])] = ["text"]
     audio: Annotated[Any, only()] = None
     prediction: Annotated[Any, only()] = None
     reasoning_effort: Annotated[Any, only()] = None
@@ -277,7 +277,7 @@ def _kind(prompt: Any) -> str:
     return "ids" if prompt and isinstance(prompt[0], int) else "prompts"
 
 
-_Prompts = Annotated[list[str | Ids], Field(max_length=128, fail_fast=True)]
+_Prompts = Annotated[list[str | Ids], at_most(128)]
 
 
 class CompletionRequest(Sampled):
@@ -320,7 +320,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], at_most(_MOST_MESSAGES)] | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

@@ -10,11 +10,14 @@ from typing import Annotated, Any, Literal
 from llguidance import LLMatcher
 from pydantic import Field, model_validator
 
-from offload.serve.bodies import Body
+from offload.serve.bodies import Body, at_most
 
 # A schema's own "x-guidance" has no effect: a keyword that is not enforced is refused. White space
 # is a blank, or a new line and its indent: a weak model would never come to an end of it.
 _OPTIONS = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"( |\n *)?"}
+
+
+_Choice = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class StructuredOutputs(Body):
 
     schema_: dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    choice: Annotated[list[_Choice], at_most(2**14, least=1)] | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")

@@ -90,13 +90,33 @@ def test_values_that_others_take_for_none(client: openai.OpenAI) -> None:
     assert off == text(client, "hello", **options)
 
 
-@pytest.mark.parametrize("items", [b"[1]", b"[]", b'"a"', b"1", b"[[1]]", b"null"])
-@pytest.mark.parametrize("first", [b"[1]", b"1"])
-def test_a_large_body_holds_nobody_up(http: httpx.Client, items: bytes, first: bytes) -> None:
-    many = b",".join([first, *[items] * (7 * 2**20 // (len(items) + 1))])
+@pytest.mark.parametrize(
+    ("path", "body", "item"),
+    [
+        ("completions", b'{"prompt": [%s]}', b"[1]"),
+        ("completions", b'{"prompt": [%s]}', b"[]"),
+        ("completions", b'{"prompt": [%s]}', b"1"),
+        ("completions", b'{"prompt": [1, %s]}', b'""'),
+        ("completions", b'{"prompt": "a", "stop": [%s]}', b'""'),
+        ("completions", b'{"prompt": "a", "logit_bias": {%s}}', b'"%d": ""'),
+        ("completions", b'{"prompt": "a", "metadata": {%s}}', b'"%d": 1'),
+        ("completions", b'{"prompt": "a", "structured_outputs": {"choice": [%s]}}', b'""'),
+        ("completions", b"{%s}", b'"%d": 1'),
+        ("chat/completions", b'{"messages": [%s]}', b"1"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": [%s]}]}', b"1"),
+        ("chat/completions", b'{"messages": [{"role": "user", "tool_calls": [%s]}]}', b"1"),
+        ("chat/completions", b'{"messages": [], "tools": [%s], "n": 0}', b"1"),
+        ("chat/completions", b'{"messages": [], "modalities": [%s]}', b"1"),
+    ],
+)
+def test_a_large_body_holds_nobody_up(
+    http: httpx.Client, path: str, body: bytes, item: bytes
+) -> None:
+    number = 7 * 2**20 // (len(item) + 7)
+    many = b",".join(item % i if b"%" in item else item for i in range(number))
     headers = {"Content-Type": "application/json"}
     start = time.monotonic()
-    answer = http.post("/v1/completions", content=b'{"prompt": [%s]}' % many, headers=headers)
+    answer = http.post(f"/v1/{path}", content=body % many, headers=headers)
     assert answer.status_code == 400
     assert len(answer.text) < 1000
     assert time.monotonic() - start < 5.0

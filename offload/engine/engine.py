@@ -98,6 +98,7 @@ class Engine:
         self._to_cancel: set[str] = set()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._until: float | None = None  # when sessions have to be written
         self.failure: BaseException | None = None
 
     def add_request(
@@ -251,24 +252,32 @@ class Engine:
                 are given up.
         """
         until = None if timeout is None else time.monotonic() + timeout
+        thread = self._thread
+        is_own = thread is threading.current_thread()
         with self._inbox:
-            self._stopping = True
+            self._stopping, self._until = True, until
             self._inbox.notify_all()
-            if finish and self._thread is not None:
+            if finish and thread is not None and not is_own:
                 left = None if until is None else max(0.0, until - time.monotonic())
                 self._inbox.wait_for(lambda: not self._requests, left)
-            self._to_cancel.update(self._requests)
+            if not (finish and is_own):
+                self._to_cancel.update(self._requests)
             self._inbox.notify_all()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if is_own:  # called by a callback: the thread closes when it is done
+            return
+        if thread is not None:
             thread.join()
             self._thread = None
-        elif thread is None and self.has_work:
+        elif self.has_work:
             self.step()
+        self._close()
+
+    def _close(self) -> None:
+        """Give all memory back; nothing is left to do when it is called again."""
+        until = self._until
         with self._runtime.run_lock.lock:
             self._steps.close()
-        if self.sessions is not None:
-            with self._runtime.run_lock.lock:
+            if self.sessions is not None:
                 self.sessions.close(None if until is None else max(0.0, until - time.monotonic()))
 
     def clear_prefixes(self) -> None:
@@ -289,11 +298,12 @@ class Engine:
         self.stop(finish=exc is None)
 
     def _run(self) -> None:
+        """Of the thread."""
         while True:
             with self._inbox:
                 self._inbox.wait_for(lambda: self._requests or self._stopping or self._saves)
                 if self._stopping and not self._requests:
-                    return
+                    break
             try:
                 has_outputs = bool(self.step())
             except BaseException as error:
@@ -304,14 +314,21 @@ class Engine:
             if not has_outputs and not self._saves:
                 with self._inbox:
                     self._inbox.wait(_IDLE_SECONDS)
+        self._close()
 
     def _fail(self, error: BaseException) -> None:
         """End all requests, and take no more."""
         with self._inbox:
             self.failure = error
             requests = [*self._requests.values()]
-        for request in requests:
-            self._steps.emit_error(request, error)
+            self._arrived.clear()
+        with self._runtime.run_lock.lock:
+            for request in requests:
+                try:
+                    self._steps.emit_error(request, error)
+                except Exception:  # the others are told, too
+                    logger.exception("request %s could not be ended", request.request_id)
+                    self._requests.pop(request.request_id, None)
 
     def _forget(self, request: Request) -> None:
         """It is finished."""

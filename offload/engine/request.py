@@ -108,8 +108,8 @@ class Request:
         may_end = num_chosen > self.params.min_tokens
         new, ended = "", may_end and token in self.ends
         if self.text is not None and not ended:
-            new = self.text.add(token)
-        if ended or (self.text is not None and self.text.is_stopped and may_end):
+            new = self.text.add(token, may_stop=may_end)
+        if ended or (self.text is not None and self.text.is_stopped):
             self.finish_reason = "stop"
         elif num_chosen == self.max_tokens:
             self.finish_reason = "length"

@@ -51,10 +51,13 @@ class RequestMaker:
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         text = None
         if self._tokenizer is not None:
-            text = TextStream(self._tokenizer, params.stop, prompt)
+            text = TextStream(self._tokenizer, tuple(params.stop or ()), prompt)
+        if params.max_tokens is None:  # as many as the host has room for
+            max_tokens = self._admission.most_answer(len(prompt), max_tokens)
         request_id = request_id or f"request-{uuid.uuid4().hex}"
         request = Request(request_id, prompt, params, max_tokens, ends, text, on_output, is_ready)
-        most, budget = self._admission.most_bytes(request), runtime.store.host_budget_bytes
+        budget = runtime.store.host_budget_bytes
+        most = self._admission.most_bytes(request.most_tokens)
         if most > budget:
             raise HostBudgetError(
                 f"{len(prompt)} tokens of prompt and {max_tokens} of answer need "

@@ -13,9 +13,11 @@ LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 
 MOST_LOGPROBS = 20
 _MOST_STOPS = 64
+_GREEDY_BELOW = 1e-5
+_MOST_BIAS = 100.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingParams:
     """Of one request. Names and defaults are vLLM's, but that an answer has no maximum by itself.
 
@@ -23,10 +25,10 @@ class SamplingParams:
         max_tokens: of the answer; None: as many as the context has room for.
         min_tokens: before which nothing but `max_tokens` ends the answer.
         temperature: 0 takes the likeliest token.
-        top_k: 0 keeps all.
+        top_k: 0, and -1 as in vLLM, keep all.
         top_p, min_p: 1 and 0 keep all.
         seed: of this request's own random numbers; None: another each time.
-        stop: strings before which the answer ends; they are not part of it.
+        stop: one string or several before which the answer ends; they are not part of it.
         stop_token_ids: beside the model's end-of-sequence tokens.
         ignore_eos: those do not end the answer.
         logprobs: of each token, and so many of the likeliest beside it; None: none.
@@ -47,8 +49,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -56,9 +58,16 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logits_processors: tuple[LogitsProcessor, ...] = ()
+    logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
+        self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        self.stop_token_ids = tuple(self.stop_token_ids or ())
+        self.logits_processors = tuple(self.logits_processors or ())
+        self.logit_bias = self.logit_bias or {}
+        self.top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's "keep all"
+        if 0.0 < self.temperature < _GREEDY_BELOW:  # to divide by it would overflow
+            self.temperature = 0.0
         limits: dict[str, tuple[float, float]] = {
             "max_tokens": (1, math.inf),
             "min_tokens": (0, math.inf),
@@ -87,8 +96,11 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
         for token, bias in self.logit_bias.items():
-            if not math.isfinite(bias):
-                raise ValueError(f"logit_bias of token {token} must be finite, got {bias!r}")
+            if not abs(bias) <= _MOST_BIAS:
+                raise ValueError(
+                    f"logit_bias of token {token} must be at most {_MOST_BIAS:g} either way, got "
+                    f"{bias!r}"
+                )
 
     @property
     def is_greedy(self) -> bool:

@@ -13,6 +13,7 @@ from offload.policies.state import PolicyStates
 # Tokens of a slice at least, while others decode and while nobody does: fewer take about as long.
 _LEAST = {True: 64, False: 256}
 _MOST = 2**16
+_ANSWER_TOKENS = 1024  # that are expected where a request has no maximum
 _LOOKED_THROUGH = 8  # prompts behind the first, for such as fit a slice
 
 
@@ -26,10 +27,20 @@ class Admission:
     def __init__(self, store: KVStore, states: PolicyStates, overcommit: float) -> None:
         self._store, self._policy_states, self._overcommit = store, states, overcommit
 
-    def most_bytes(self, request: Request) -> int:
-        """Of a request at its end, when nobody else is there."""
-        pages = self._pages(request.most_tokens)
-        return pages * self._store.page_bytes + 2 * self._states(request)
+    def most_bytes(self, num_tokens: int) -> int:
+        """Of a request that comes to so many tokens, when nobody else is there."""
+        pages = self._pages(num_tokens)
+        return pages * self._store.page_bytes + 2 * self._states(num_tokens)
+
+    def most_answer(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Tokens of an answer that fit when nobody else is there: 1 .. `max_tokens`."""
+        budget = self._store.host_budget_bytes
+        few, many = 1, max_tokens + 1
+        while many - few > 1:
+            middle = (few + many) // 2
+            fits = self.most_bytes(prompt_tokens + middle - 1) <= budget
+            few, many = (middle, many) if fits else (few, middle)
+        return few
 
     def fits(
         self, requests: Sequence[Request], seq: int | None = None, freed_pages: int = 0
@@ -43,8 +54,9 @@ class Admission:
         pages = states = grows = 0
         for request in requests:
             pages += self._pages(self._expected_tokens(request))
-            states += self._states(request)
-            grows = max(grows, self._states(request))  # a copy is made of one at a time
+            of_request = self._states(request.most_tokens)
+            states += of_request
+            grows = max(grows, of_request)  # a copy is made of one at a time
             own = seq if request.seq is None and request is requests[-1] else request.seq
             if own is not None:
                 pages -= self._store.num_own_pages(own) * self._store.num_page_rows
@@ -54,19 +66,20 @@ class Admission:
         return need <= self._store.left_bytes(pages) + freed
 
     def _expected_tokens(self, request: Request) -> int:
-        """That it has at its end, or in its next page if it has more than was expected."""
-        if self._overcommit == 1.0:
-            return request.most_tokens
-        expected = len(request.prompt) + int(request.max_tokens / self._overcommit)
-        now = len(request.prompt) + len(request.answer)
-        return min(request.most_tokens, max(expected, now + self._store.page_tokens))
+        """That it has at its end, or in its next pages if it has more than was expected."""
+        of_answer = request.max_tokens
+        if request.params.max_tokens is None:
+            of_answer = min(of_answer, _ANSWER_TOKENS)
+        expected = len(request.prompt) + int(of_answer / self._overcommit)
+        now = len(request.prompt) + len(request.answer) + 2 * self._store.page_tokens
+        return min(request.most_tokens, max(expected, now))
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._store.page_tokens) * self._store.num_page_rows
 
-    def _states(self, request: Request) -> int:
+    def _states(self, num_tokens: int) -> int:
         num_bytes = self._policy_states.bytes
-        return num_bytes.most_at(request.most_tokens) + num_bytes.of_queries
+        return num_bytes.most_at(num_tokens) + num_bytes.of_queries
 
 
 class Scheduler:

@@ -284,7 +284,7 @@ class Sessions:
             return
         except StopIteration:
             self.stats.saved += 1
-        except OSError as error:
+        except Exception as error:
             logger.warning("session %s was not saved: %s", session_id, error)
         session.is_saved, self._running = True, None
 

@@ -73,6 +73,7 @@ class Steps:
         self._preempted = Preempted(runtime)
         self._runner, self._sessions, self._on_finished = runner, sessions, on_finished
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
+        self._others = runtime.current_generation
         self._outputs: list[RequestOutput] = []
 
     def run(self, cancelled: Iterable[Request]) -> list[RequestOutput]:
@@ -111,6 +112,9 @@ class Steps:
         # A power of two, so that the decoder rarely has to place heads anew.
         count = min(self.scheduler.max_num_seqs, 1 << (len(requests) - 1).bit_length())
         longest = max(request.most_tokens for request in requests)
+        others = self._runner.runtime.current_generation
+        if others is not self._others:  # somebody else has had the decoder meanwhile
+            self._others, self._begun = others, (0, 0)
         if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
             try:
                 self._runner.runtime.decoder.begin_generation(count, longest)
@@ -144,6 +148,8 @@ class Steps:
 
     def _decode_rows(self, rows: list[Request]) -> None:
         """One token of each; where that fails, of each by itself."""
+        if not rows:
+            return
         seqs = [request.seq for request in rows if request.seq is not None]
         tokens = [request.answer[-1] for request in rows]
         greedy = all(request.params.is_greedy for request in rows)
@@ -178,8 +184,9 @@ class Steps:
         self._preempted.close()
 
     def _make_room(self) -> bool:
-        """More came than was expected: prefixes go, then the youngest request waits on disk."""
-        if self.prefixes.drop():
+        """More came than was expected: prefixes go, then idle sessions, then the youngest request
+        waits on disk."""
+        if self.prefixes.drop() or (self._sessions is not None and self._sessions.spill()):
             self._runner.runtime.store.trim()
             return True
         request = self.scheduler.preempt()
@@ -187,7 +194,7 @@ class Steps:
             return False
         try:
             self._preempted.save(request)
-        except OSError as error:
+        except Exception as error:
             self.emit_error(request, error)
         self.stats.preempted += 1
         self._runner.runtime.store.trim()
@@ -271,7 +278,12 @@ class Steps:
 
     def _take(self, request: Request, chosen: Chosen) -> None:
         self.stats.answer_tokens += 1
-        self._emit(request, request.take(chosen))
+        try:
+            output = request.take(chosen)
+        except Exception as error:
+            self.emit_error(request, error)
+            return
+        self._emit(request, output)
 
     def emit_error(self, request: Request, error: BaseException) -> None:
         """End a request."""

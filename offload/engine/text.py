@@ -34,12 +34,18 @@ class TextStream:
         self._stream = DecodeStream(ids=list(prompt[-_PROMPT_TOKENS:]), skip_special_tokens=True)
         self._held = ""
 
-    def add(self, token: int) -> str:
-        """What the next token adds to `text`."""
-        new = self._stream.step(self._backend, token)
+    def add(self, token: int, *, may_stop: bool = True) -> str:
+        """What the next token adds to `text`; not looked for stop strings unless it `may_stop`."""
+        try:
+            new = self._stream.step(self._backend, token)
+        except Exception:  # bytes that are no character, and then others: go on behind them
+            self._stream = DecodeStream(skip_special_tokens=True)
+            new = self._stream.step(self._backend, token)
         if self.is_stopped or not new:
             return ""
         new, self._held = self._held + new, ""
+        if not may_stop:
+            return self._append(new)
         ends = [at for at in (new.find(stop) for stop in self._stop) if at >= 0]
         if ends:
             self.is_stopped = True

@@ -89,7 +89,7 @@ class StructuredOutputs(Body):
         if self.regex is not None:
             return LLMatcher.grammar_from_regex(self.regex)
         if self.choice is not None:
-            return "start: " + " | ".join(map(json.dumps, self.choice))
+            return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, self.choice))
         return self.grammar or ""
 
 

@@ -63,7 +63,11 @@ def _commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _commands(of_child, f"{name} {child}")
 
 
-COMMANDS = dict(_commands(typer.main.get_command(app)))
+COMMANDS = {  # of files, not of models
+    name: command
+    for name, command in _commands(typer.main.get_command(app))
+    if not name.startswith("sessions ")
+}
 
 
 def _options(name: str) -> list[Any]:
@@ -84,7 +88,7 @@ def test_each_has_its_one_spelling(name: str) -> None:
     for old in (*OLD_SPELLINGS, "--model"):
         assert old not in spellings
         assert old not in shown
-    has_cpu = name != "env" and not name.startswith("sessions ")
+    has_cpu = name != "env"
     # Prompts and answers of servers have lengths.
     has_context = has_cpu and name not in ("serve", "bench serve")
     assert ("--context" in spellings) == (name in OLD["--context"]) == has_context

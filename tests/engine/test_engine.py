@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases.inside import allow_host_bytes, states_of
-from cases.tiny_models import random_tokens
+from cases.tiny_models import byte_tokenizer, random_tokens
 
 from offload import HostBudgetError, OffloadedModel
 from offload.engine.engine import Engine, QueueFullError
@@ -345,3 +345,54 @@ def test_requests_that_make_room_go_on_with_the_same_tokens(
     assert engine.stats.preempted > 0
     engine.stop()
     assert model.kv_store.num_sequences == 0
+
+
+def test_a_request_without_a_maximum_takes_what_there_is(tiny_folders: dict[str, Path]) -> None:
+    model = load(tiny_folders["llama"], page_tokens=16)
+    allow_host_bytes(model, 6 * 16 * model.kv_store.token_bytes)
+    engine = Engine(model)
+    for number in range(2):
+        engine.add_request([1, 2, 3 + number], replace(GREEDY, max_tokens=None), str(number))
+    tokens = answers(engine)
+    assert [len(of_request) for of_request in tokens.values()] == [94, 94]
+    engine.stop()
+
+
+def test_stop_in_a_callback_ends_the_thread(model: Any) -> None:
+    engine = Engine(model)
+    reasons = []
+
+    def note(output: RequestOutput) -> None:
+        if output.tokens and not reasons:
+            engine.stop()
+        reasons.extend([output.finish_reason] if output.finish_reason else [])
+
+    engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=300), None, note)
+    engine.start()
+    engine._thread.join(20)
+    assert not engine._thread.is_alive()
+    assert reasons == ["cancelled"]
+    assert model.kv_store.num_sequences == 0
+
+
+def test_an_error_in_the_text_ends_one_request(tiny_folders: dict[str, Path]) -> None:
+    engine = Engine(load(tiny_folders["llama"]), byte_tokenizer())
+
+    def fails(token: int, **options: Any) -> str:
+        raise ValueError("no text")
+
+    engine.add_request([1, 2, 3], GREEDY, "good")
+    bad = engine.add_request([1, 2, 4], GREEDY, "bad")
+    engine._requests[bad].text.add = fails
+    last = results(engine)
+    assert last["good"].finish_reason == "length"
+    assert str(last["bad"].error) == "no text"
+    engine.stop()
+
+
+def test_params_are_taken_as_others_write_them() -> None:
+    params = SamplingParams(stop="ab", top_k=-1, temperature=1e-40)
+    assert (params.stop, params.top_k, params.temperature) == (("ab",), 0, 0.0)
+    assert SamplingParams(stop=None).stop == ()
+    with pytest.raises(ValueError, match="logit_bias"):
+        SamplingParams(logit_bias={1: 1e300})

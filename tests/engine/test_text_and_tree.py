@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 from cases.tiny_models import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    PreTrainedTokenizerFast,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -122,3 +124,22 @@ def test_the_tree_finds_what_a_list_finds() -> None:
 def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def test_broken_bytes_do_not_end_the_text() -> None:
+    """As of a tokenizer with byte fallback: bytes that are no character, then a letter."""
+    vocabulary = {"<unk>": 0, "a": 1, "<0xE2>": 2, "<0x0A>": 3}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    stream = TextStream(PreTrainedTokenizerFast(tokenizer_object=backend), ("aa",), [1])
+    text = "".join(stream.add(token) for token in (3, 2, 1, 2, 1)) + stream.end()
+    assert text.startswith("\n")
+    assert text.endswith("a")
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    stream = TextStream(byte_tokenizer(), ("b",))
+    ids = byte_tokenizer()("abcb", add_special_tokens=False)["input_ids"]
+    for number, token in enumerate(ids):
+        stream.add(token, may_stop=number > 1)
+    assert (stream.text, stream.is_stopped) == ("abc", True)

@@ -68,6 +68,7 @@ def texts(http: httpx.Client, **fields: Any) -> list[str]:
         (schema({"const": {"a": [1, None]}}), lambda text: json.loads(text) == {"a": [1, None]}),
         (schema({"enum": ["x", 7, False]}), lambda text: json.loads(text) in ("x", 7, False)),
         (outputs(regex="[a-c]{3}-é?[0-9]+z"), re.compile("[a-c]{3}-é?[0-9]+z").fullmatch),
+        (outputs(choice=[f"a{i}" for i in range(4_000)]), re.compile("a[0-9]{1,4}").fullmatch),
         (outputs(choice=['say "yes"', "né\n"]), lambda text: text in ('say "yes"', "né\n")),
         (
             outputs(grammar='start: pair+\npair: "(" pair? ")"'),
@@ -153,13 +154,22 @@ def test_what_is_refused(http: httpx.Client, fields: dict[str, Any], words: str)
         assert re.search(words, answer.json()["error"]["message"])
 
 
-def test_long_chains_do_not_end_the_process(http: httpx.Client) -> None:
-    """Each level of a grammar is a level of recursion in llguidance."""
+def test_what_llguidance_would_die_of(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each level of a grammar is a level of recursion, and intersections grow without bounds."""
+    monkeypatch.setattr("offload.serve.grammars._TRIAL_SECONDS", 1)
     rules = "".join(f"a{i}:a{i + 1}\n" for i in range(5_000))
-    assert texts(http, **outputs(grammar=f'start:a0\n{rules}a5000:"x"')) == ["x"] * 4
-    alls = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(1_300)}
-    chain = {"$ref": "#/$defs/a0", "$defs": alls | {"a1300": {"const": 1}}}
-    assert texts(http, **schema(chain)) == ["1"] * 4
+    patterns = [{"type": "string", "pattern": f"x{i}"} for i in range(50)]
+    for fields, words in (
+        (outputs(grammar=f'start:a0\n{rules}a5000:"x"'), "too complex"),
+        (schema({"allOf": patterns}), "more than 1 seconds"),
+        (outputs(regex="\ud800"), "structured_outputs"),
+        (outputs(grammar='start: "\ud800"'), "structured_outputs"),
+    ):
+        text, headers = json.dumps(body(**fields)), {"Content-Type": "application/json"}
+        answer = http.post("/v1/chat/completions", content=text, headers=headers)
+        assert answer.status_code == 400, answer.text
+        assert words in answer.json()["error"]["message"]
+    assert texts(http, **outputs(regex="ab")) == ["ab"] * 4
 
 
 @pytest.mark.parametrize("depth", [200, 400, 900, 5_000, 100_000])

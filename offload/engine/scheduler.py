@@ -11,7 +11,7 @@ from offload.kv.store import KVStore
 from offload.policies.state import PolicyStates
 
 # Tokens of a slice at least, while others decode and while nobody does: fewer take about as long.
-_LEAST = {True: 64, False: 256}
+_LEAST = {True: 32, False: 256}
 _MOST = 2**16
 _ANSWER_TOKENS = 1024  # that are expected where a request has no maximum
 _LOOKED_THROUGH = 8  # prompts behind the first, for such as fit a slice

@@ -402,6 +402,11 @@ class OffloadedModel(FixedModel):
 
         Its other configs are about memory that we count ourselves.
         """
+        if self._offload.run_lock.is_mine:
+            raise NotImplementedError(
+                'continuous batching within generate(), as cache_implementation="paged" wants it: '
+                "its thread would wait for this one for ever; call model.generate_batch(...)"
+            )
         # By name, because the engine stands on this package.
         manager = importlib.import_module("offload.engine.continuous_batching")
         return manager.ContinuousBatchingManager(self, generation_config or self.generation_config)

@@ -37,6 +37,11 @@ class RunLock:
         self.lock: threading.RLock | _LostLock = threading.RLock()
         _all_locks.add(self)
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the lock."""
+        return not isinstance(self.lock, _LostLock) and bool(self.lock._is_owned())  # type: ignore[attr-defined]
+
     def _after_fork(self) -> None:
         # Who holds a lock here, but for the thread that forked, stayed in the parent.
         if self.lock.acquire(blocking=False):

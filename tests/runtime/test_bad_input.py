@@ -149,7 +149,7 @@ def test_cache_of_another_model(model: Any, offloaded_models: dict[str, Any]) ->
     [
         ({"cache_implementation": "quantized"}, ValueError, "cache_implementation='quantized'"),
         ({"past_key_values": DynamicCache()}, ValueError, r"got DynamicCache, .*new_cache\(\)"),
-        ({"cache_implementation": "paged"}, NotImplementedError, "continuous batching"),
+        ({"cache_implementation": "paged"}, NotImplementedError, "call model.generate_batch"),
         ({"max_new_tokens": 600}, ValueError, "of 609 tokens exceeds the 512.*max_position_emb"),
         ({"attention_mask": torch.tensor([[1] * 9 + [0]])}, ValueError, "padding on the left"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases.inside import allow_host_bytes, states_of
-from cases.tiny_models import byte_tokenizer, random_tokens
+from cases.tiny_models import byte_tokenizer, random_tokens, save_long_model
 
 from offload import HostBudgetError, OffloadedModel
 from offload.engine.engine import Engine, QueueFullError
@@ -55,12 +55,33 @@ def load(folder: Path, name: str = "full", **options: Any) -> Any:
     return OffloadedModel.from_pretrained(folder, policy=policy, dtype="float32", **options)
 
 
-@pytest.mark.parametrize("name", [name for name in available_policies() if name != "auto"])
-def test_a_mix_gets_the_tokens_of_each_alone(tiny_folders: dict[str, Path], name: str) -> None:
-    model = load(tiny_folders["llama"], name)
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_long_model(tmp_path_factory.mktemp("long"))
+
+
+def some_prompts() -> list[list[int]]:
     prompts = prompts_of(1, 70, 41, 9, 150, 33, 200)
-    prompts.append(prompts[4][:120] + prompts[0])  # shares a beginning
-    prompts.append(prompts[4])
+    return [*prompts, prompts[4][:120] + prompts[0], prompts[4]]  # some share a beginning
+
+
+def many_prompts() -> list[list[int]]:
+    chance = random.Random(0)
+    prompts = prompts_of(1, 4000, *(chance.randint(1, 4000) for _ in range(46)))
+    shared = [prompts[chance.randrange(48)] for _ in range(16)]
+    return prompts + [
+        prompt[: chance.randint(1, len(prompt))] + prompts[0] * 9 for prompt in shared
+    ]
+
+
+@pytest.mark.parametrize(
+    "make_prompts", [some_prompts, pytest.param(many_prompts, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", [name for name in available_policies() if name != "auto"])
+def test_a_mix_gets_the_tokens_of_each_alone(
+    long_folder: Path, name: str, make_prompts: Callable[[], list[list[int]]]
+) -> None:
+    model, prompts = load(long_folder, name), make_prompts()
     wanted = {str(i): alone(model, prompt) for i, prompt in enumerate(prompts)}
     engine = Engine(model, max_num_seqs=4, slice_seconds=1e-4)
     order, chance, found = list(wanted), random.Random(0), dict[str, list[int]]()
@@ -224,13 +245,16 @@ def test_requests_wait_for_memory(tiny_folders: dict[str, Path]) -> None:
     engine.stop()
 
 
+@pytest.mark.parametrize("num_rounds", [20, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["full", "lychee_cluster"])
-def test_cancelling_gives_every_byte_back(tiny_folders: dict[str, Path], name: str) -> None:
+def test_cancelling_gives_every_byte_back(
+    tiny_folders: dict[str, Path], name: str, num_rounds: int
+) -> None:
     model, chance = load(tiny_folders["llama"], name), random.Random(1)
     engine = Engine(model, max_num_seqs=3, slice_seconds=1e-4, prefix_caching=False)
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (20, 90, 160)]
     wanted = [alone(model, prompt) for prompt in prompts]
-    for _ in range(60):
+    for _ in range(num_rounds):
         ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
         for _ in range(chance.randrange(12)):
             engine.step()
@@ -240,7 +264,7 @@ def test_cancelling_gives_every_byte_back(tiny_folders: dict[str, Path], name: s
         results(engine)
         assert model.kv_store.num_sequences == 0 == model.kv_store.host_bytes_used
         assert states_of(model).held_bytes == 0
-    assert engine.stats.cancelled > 60
+    assert engine.stats.cancelled > num_rounds
     engine.add_request(prompts[1], GREEDY, "last")
     assert answers(engine)["last"] == wanted[1]
 

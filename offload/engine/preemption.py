@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from offload.engine.request import Request
 from offload.runtime.runtime import Runtime
-from offload.runtime.saving import file_of, read_sequences
+from offload.runtime.saving import file_of, read_in_parts
+
+_ON_DISK = "/var/tmp"  # "/tmp" is often memory
 
 
 class Preempted:
@@ -30,14 +34,16 @@ class Preempted:
         sequences.free([request.seq])
         request.seq, request.is_preempted = None, True
 
-    def restore(self, request: Request) -> None:
-        """Give it back.
+    def restore(self, request: Request) -> Iterator[None]:
+        """Give it back, in parts.
 
         Raises:
             SessionMiss: it does not fit into memory, or the file was damaged.
         """
         most_tokens = self._runtime.lean.shape.max_context
-        (row,), _ = read_sequences(self._runtime.sequences, self._path(request), most_tokens)
+        (row,), _ = yield from read_in_parts(
+            self._runtime.sequences, self._path(request), most_tokens
+        )
         request.seq, request.is_preempted = row.seq, False
         self.forget(request)
 
@@ -54,5 +60,6 @@ class Preempted:
 
     def _path(self, request: Request) -> Path:
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="offload-preempted-")
+            folder = None if "TMPDIR" in os.environ or not os.path.isdir(_ON_DISK) else _ON_DISK
+            self._folder = tempfile.TemporaryDirectory(prefix="offload-preempted-", dir=folder)
         return Path(self._folder.name, f"{id(request)}.safetensors")

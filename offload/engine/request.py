@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,6 +61,7 @@ class Request:
         generator: of its own random numbers; None: it has no seed.
         prompt_scores: that no output has had.
         session_id: that keeps its sequence for the next request.
+        restoring: brings its sequence back from disk, in parts; None: it has come, or none will.
         is_preempted: its sequence is on disk until there is room.
         continues_session: it began with the sequence of an earlier one.
     """
@@ -83,6 +84,7 @@ class Request:
     prompt_scores: tuple[Chosen, ...] = ()
     session_id: str | None = None
     continues_session: bool = False
+    restoring: Iterator[None] | None = None
     is_preempted: bool = False
 
     def __post_init__(self) -> None:

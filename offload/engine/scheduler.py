@@ -88,12 +88,14 @@ class Scheduler:
 
     Attributes:
         waiting: requests that were not admitted yet.
+        restoring: those whose sequences come back from disk.
         reading: those whose prompts are being read, or come next.
         running: those that decode.
     """
 
     def __init__(self, *, max_num_seqs: int, slice_seconds: float, read_share: float) -> None:
         self.waiting: deque[Request] = deque()
+        self.restoring: list[Request] = []
         self.reading: list[Request] = []
         self.running: list[Request] = []
         self.max_num_seqs = max_num_seqs
@@ -106,23 +108,30 @@ class Scheduler:
         self._last: Request | None = None  # whose slice was read
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.reading) + len(self.running)
+        return len(self.waiting) + self.num_running
 
     def __iter__(self) -> Iterator[Request]:
-        yield from (*self.running, *self.reading, *self.waiting)
+        yield from (*self.running, *self.reading, *self.restoring, *self.waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests that are read or decoded."""
-        return len(self.reading) + len(self.running)
+        """Requests that are restored, read or decoded."""
+        return len(self.restoring) + len(self.reading) + len(self.running)
 
     def admit(self, fits: Callable[[list[Request]], bool]) -> None:
         """Move requests from `waiting` to `reading` while there is room."""
         while self.waiting and self.num_running < self.max_num_seqs:
-            if not fits([*self.running, *self.reading, self.waiting[0]]):
+            if not fits([*self.running, *self.reading, *self.restoring, self.waiting[0]]):
                 return
             request = self.waiting.popleft()
-            (self.running if request.is_read else self.reading).append(request)
+            if request.restoring is None:
+                self.begin(request)
+            else:
+                self.restoring.append(request)
+
+    def begin(self, request: Request) -> None:
+        """Its sequence is as far as it comes: it decodes, or is read from there."""
+        (self.running if request.is_read else self.reading).append(request)
 
     def preempt(self) -> Request | None:
         """The youngest running request waits again, before all others; None: there is one only."""
@@ -135,7 +144,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """It is finished."""
-        for requests in (self.running, self.reading, self.waiting):
+        for requests in (self.running, self.reading, self.restoring, self.waiting):
             if request in requests:
                 requests.remove(request)
 

@@ -16,9 +16,8 @@ from offload.engine.prefix_tree import num_equal
 from offload.engine.request import Request
 from offload.engine.session_folder import SessionFolder, check_session_id
 from offload.runtime.runtime import Runtime
-from offload.runtime.saving import file_of, read_sequences
+from offload.runtime.saving import file_of, read_in_parts
 from offload.system.errors import SessionMiss
-from offload.system.memory import host_memory_limit_bytes
 
 __all__ = ["SessionInUseError", "Sessions", "check_session_id"]
 
@@ -85,8 +84,9 @@ class Sessions:
     """Keeps the sequence of a session's last request for the next one, for `Engine(sessions=...)`.
 
     A session that is idle is written to a file of `folder`, in parts between the engine's steps,
-    and stays in memory, too, until the limit of it is reached: then the one that was not used for
-    the longest time leaves memory. What is in files outlives the process, however that ends.
+    and stays in memory, too, until the limit of it is reached: then, once it is written, the one
+    that was not used for the longest time leaves memory. It comes back in parts between steps, too.
+    What is in files outlives the process, however that ends.
 
     A prompt that does not go on as the session does keeps what is the same. What cannot be taken
     up is read again, and `SessionStats.last_miss` says why.
@@ -105,11 +105,9 @@ class Sessions:
     ) -> None:
         self.folder = SessionFolder(folder, disk_limit_bytes)
         self.stats = SessionStats()
-        if host_limit_bytes is None:
-            host_limit_bytes = host_memory_limit_bytes() // 2
-        if host_limit_bytes < 0:
+        if host_limit_bytes is not None and host_limit_bytes < 0:
             raise ValueError(f"host_limit_bytes must not be negative, got {host_limit_bytes}")
-        self._host_limit_bytes = host_limit_bytes
+        self._given_limit_bytes = host_limit_bytes
         self._in_memory: dict[str, _Session] = {}  # the least recently used first
         self._running: tuple[_Session, Iterator[None]] | None = None  # what is being written
 
@@ -121,6 +119,8 @@ class Sessions:
         """
         runtime.sequences.check_saves()
         self._runtime, self._fingerprint = runtime, runtime.sequences.fingerprint()
+        of_budget, given = runtime.store.host_budget_bytes // 2, self._given_limit_bytes
+        self._host_limit_bytes = of_budget if given is None else given
 
     @property
     def host_bytes(self) -> int:
@@ -154,13 +154,11 @@ class Sessions:
         if self._continue(request, session):
             self.stats.memory_hits += 1
 
-    def begin(self, request: Request) -> None:
-        """Give a request the sequence of its session, if that is on disk."""
-        session_id = request.session_id
-        if session_id is None:
-            return
+    def restore(self, request: Request) -> Iterator[None]:
+        """Give a request the sequence of its session, in parts, if that is on disk."""
+        session_id = str(request.session_id)
         try:
-            rows, _ = read_sequences(
+            rows, _ = yield from read_in_parts(
                 self._runtime.sequences,
                 self.folder.path(session_id),
                 self._runtime.lean.shape.max_context,
@@ -188,27 +186,29 @@ class Sessions:
         session = _Session(request.seq, tokens, self._bytes_of(request.seq))
         request.seq = None
         self._in_memory[request.session_id] = session
-        while self._in_memory and self.host_bytes > self._host_limit_bytes:
-            self.spill()
 
     def seq_of(self, request: Request) -> int | None:
         """The sequence of its session, if that is in memory."""
         session = self._in_memory.get(request.session_id or "")
         return None if session is None else session.seq
 
-    def spill(self, keeps: str | None = None) -> bool:
-        """Have the session that was not used for the longest time on disk only; False: there is
-        none in memory but `keeps`."""
-        session_id = next((found for found in self._in_memory if found != keeps), None)
-        if session_id is None:
-            return False
-        session = self._in_memory[session_id]
-        while not session.is_saved:
-            self._write_some(session_id, session)
-        del self._in_memory[session_id]
-        self._runtime.sequences.free([session.seq])
-        self.stats.spilled += 1
-        return True
+    def has_others(self, session_id: str | None) -> bool:
+        """Whether a session but this one is in memory."""
+        return any(found != session_id for found in self._in_memory)
+
+    def spill(self, keeps: str | None = None, *, writes: bool = True) -> bool:
+        """Have on disk only the session that was not used for the longest time, of those that are
+        saved, or else, if it `writes`, of all but `keeps`; False: there is none."""
+        others = {i: session for i, session in self._in_memory.items() if i != keeps}
+        saved = {i: session for i, session in others.items() if session.is_saved}
+        for session_id, session in (saved or (others if writes else {})).items():
+            while not session.is_saved:
+                self._write_some(session_id, session)
+            del self._in_memory[session_id]
+            self._runtime.sequences.free([session.seq])
+            self.stats.spilled += 1
+            return True
+        return False
 
     def remove(self, session_id: str) -> bool:
         """Forget a session, in memory and on disk; False: there is none.
@@ -229,16 +229,18 @@ class Sessions:
     @property
     def has_work(self) -> bool:
         """Whether there are sessions to be written."""
-        return any(not session.is_saved for session in self._in_memory.values())
+        return any(not session.is_saved for session in [*self._in_memory.values()])
 
     def work(self, seconds: float) -> None:
-        """Write for about so long what is in memory only."""
+        """Write for about so long what is in memory only; beyond the limit, what is saved goes."""
         until = time.monotonic() + seconds
-        for session_id, session in self._in_memory.items():
+        for session_id, session in [*self._in_memory.items()]:
             while not session.is_saved:
-                self._write_some(session_id, session)
                 if time.monotonic() >= until:
                     return
+                self._write_some(session_id, session)
+            if self.host_bytes > self._host_limit_bytes:
+                self.spill(writes=False)
 
     def close(self, seconds: float | None = None) -> None:
         """Write for so long what is in memory only, then give all memory back."""

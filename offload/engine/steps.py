@@ -21,7 +21,9 @@ from offload.system.errors import DeviceMemoryError, HostBudgetError, SessionMis
 
 logger = logging.getLogger(__name__)
 
-_SAVING_SECONDS = 0.01  # of each step in which requests are answered
+# Of each step in which requests are answered.
+_SAVING_SECONDS = 0.01
+_RESTORING_SECONDS = 0.03
 
 
 @dataclass
@@ -84,6 +86,7 @@ class Steps:
             request.finish_reason = "cancelled"
             self._emit(request, request.output())
         self.scheduler.admit(self._fits)
+        self._restore()
         self._decode()
         self._read()
         if self._sessions is not None:
@@ -99,8 +102,10 @@ class Steps:
         if not self.admission.fits(requests, seq):
             self._runner.runtime.store.trim()
         while not self.admission.fits(requests, seq):
-            if sessions is not None and sessions.spill(keeps=newest.session_id):
-                continue
+            if sessions is not None and sessions.has_others(newest.session_id):
+                if sessions.spill(newest.session_id, writes=False):
+                    continue
+                return False  # until one is written
             # Prefixes are kept until they are all that is in the way.
             if len(requests) > 1 and not self.admission.fits(
                 requests, seq, self.prefixes.num_pages
@@ -124,15 +129,34 @@ class Steps:
                 return False
             self._begun = (count, longest)
         if newest.is_preempted:
-            try:
-                self._preempted.restore(newest)
-            except SessionMiss as miss:
-                if len(requests) == 1:
-                    self.emit_error(newest, miss)
-                return False
-        elif sessions is not None:
+            newest.restoring = self._preempted.restore(newest)
+        elif sessions is not None and newest.session_id is not None:
             sessions.attach(newest)
+            if newest.seq is None:
+                newest.restoring = sessions.restore(newest)
         return True
+
+    def _restore(self) -> None:
+        """Some of what is on disk; all of it, while nobody decodes."""
+        seconds = _RESTORING_SECONDS if self.scheduler.running else math.inf
+        until = time.perf_counter() + seconds
+        for request in [*self.scheduler.restoring]:
+            assert request.restoring is not None
+            try:
+                for _ in request.restoring:
+                    if time.perf_counter() >= until:
+                        return
+            except SessionMiss as miss:
+                self.scheduler.remove(request)
+                request.restoring = None
+                if self.scheduler.num_running:  # which give memory back
+                    self.scheduler.waiting.appendleft(request)
+                else:
+                    self.emit_error(request, miss)
+                continue
+            self.scheduler.restoring.remove(request)
+            request.restoring = None
+            self.scheduler.begin(request)
 
     def _decode(self) -> None:
         rows = [request for request in self.scheduler.running if request.is_ready()]
@@ -236,12 +260,9 @@ class Steps:
             self._was_read(request, start, stop, of_prompt)
 
     def _begin(self, request: Request) -> None:
-        """Give it a sequence, with what there is of its session or of others' prompts."""
+        """Give it a sequence, with what there is of others' prompts."""
         if request.seq is None:
-            if self._sessions is not None:
-                self._sessions.begin(request)
-            if request.seq is None:
-                self.prefixes.begin(request)
+            self.prefixes.begin(request)
 
     def _was_read(self, request: Request, start: int, stop: int, hidden: torch.Tensor) -> None:
         request.num_read = stop
@@ -308,6 +329,8 @@ class Steps:
 
     def _finish(self, request: Request) -> None:
         self.scheduler.remove(request)
+        if request.restoring is not None:
+            request.restoring.close()  # type: ignore[attr-defined]
         if request.finish_reason == "error":
             self.stats.failed += 1
         elif request.finish_reason == "cancelled":

@@ -14,7 +14,7 @@ and in its metadata the format, the fingerprint and the numbers that these need.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,14 @@ import torch
 from offload.kv.store import KVStore
 from offload.policies.saved_state import SavedState
 from offload.runtime.sequences import Sequences
-from offload.system.checked_file import Bytes, CheckedFile, CheckedReader, Entry, bytes_of
+from offload.system.checked_file import (
+    Bytes,
+    CheckedFile,
+    CheckedReader,
+    Entry,
+    bytes_of,
+    finish,
+)
 from offload.system.errors import HostBudgetError, SessionMiss
 from offload.system.memory import format_bytes
 from offload.system.torch_threads import torch_threads
@@ -133,12 +140,22 @@ def saved_rows(reader: CheckedReader) -> list[dict[str, Any]]:
 
 
 def read_sequences(
+    sequences: Sequences, path: Path, most_tokens: int
+) -> tuple[list[SavedRow], torch.Tensor | None]:
+    """New sequences as they were saved, and `attended` of `file_of`.
+
+    Args, Raises: as `read_in_parts`.
+    """
+    return finish(read_in_parts(sequences, path, most_tokens))
+
+
+def read_in_parts(
     sequences: Sequences,
     path: Path,
     most_tokens: int,
     fingerprint: dict[str, str] | None = None,
-) -> tuple[list[SavedRow], torch.Tensor | None]:
-    """New sequences as they were saved, and `attended` of `file_of`.
+) -> Generator[None, None, tuple[list[SavedRow], torch.Tensor | None]]:
+    """`read_sequences` in steps. Closing the generator gives it up.
 
     Args:
         most_tokens: that a sequence of the model may have.
@@ -150,13 +167,14 @@ def read_sequences(
     sequences.check_saves()
     rows = list[SavedRow]()
     try:
-        # Copies are small: with more threads they would wait for each other.
-        with torch_threads(1), CheckedReader(path) as reader:
+        with CheckedReader(path) as reader:
             found = saved_rows(reader)
             _check_fingerprint(reader, fingerprint or sequences.fingerprint())
             for row, numbers in enumerate(found):
                 rows.append(SavedRow(sequences.new(), None))
-                rows[-1] = _read_row(sequences, reader, row, rows[-1].seq, numbers, most_tokens)
+                seq = rows[-1].seq
+                tokens = yield from _read_row(sequences, reader, row, seq, numbers, most_tokens)
+                rows[-1] = SavedRow(seq, tokens)
             attended = None
             if "attended" in reader.tensors:
                 attended = torch.from_numpy(reader.read_array("attended")).bool()
@@ -189,7 +207,8 @@ def _read_row(
     seq: int,
     numbers: dict[str, Any],
     most_tokens: int,
-) -> SavedRow:
+) -> Generator[None, None, Int64s | None]:
+    """Its tokens, if they are known."""
     store, kv_len = sequences.store, int(numbers["kv_len"])
     dtype = str(store.dtype).removeprefix("torch.")
     if not 0 <= kv_len <= most_tokens:
@@ -204,15 +223,16 @@ def _read_row(
         raise SessionMiss(f"no room for {format_bytes(saved.num_bytes)} of the policy")
     store.reserve([seq], [kv_len])
     for layer_idx in range(store.num_layers):
-        both = _tensor(reader, f"{row}.kv.{layer_idx}", store.dtype)
-        store.append(seq, layer_idx, both[0].transpose(0, 1), both[1].transpose(0, 1))
+        data = yield from reader.read_in_parts(f"{row}.kv.{layer_idx}")
+        both = torch.from_numpy(data).view(store.dtype).view(shape)
+        with torch_threads(1):  # copies are small: with more they would wait for each other
+            store.append(seq, layer_idx, both[0].transpose(0, 1), both[1].transpose(0, 1))
     store.commit([seq], [kv_len])
     sequences.states.restore(seq, saved)
-    tokens = None
-    if f"{row}.tokens" in reader.tensors:
-        reader.check(f"{row}.tokens", "int64", (kv_len,))
-        tokens = reader.read_array(f"{row}.tokens")
-    return SavedRow(seq, tokens)
+    if f"{row}.tokens" not in reader.tensors:
+        return None
+    reader.check(f"{row}.tokens", "int64", (kv_len,))
+    return reader.read_array(f"{row}.tokens")
 
 
 def _read_state(

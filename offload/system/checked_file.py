@@ -13,12 +13,12 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,13 @@ import torch
 from offload.system.errors import SessionMiss
 
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 _CHECKSUMS = "checksums"
 _DIGEST_BYTES = 16
 _MOST_HEADER_BYTES = 64 * 2**20
+_PIECE_BYTES = 32 * 2**20  # that are read or written in one step
+_SYNC_BYTES = 4 * _PIECE_BYTES  # that may wait for the disk, so that the last step waits for few
 _NAMES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -109,13 +112,19 @@ class CheckedFile:
         try:
             descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb", buffering=0) as file:
-                digests = []
+                digests, unsynced = list[bytes](), 0
                 _write_all(file, self._head)
                 for entry in self._entries:
-                    data = entry.load()
-                    digests.append(_digest(data))
-                    _write_all(file, data)
-                    yield
+                    data, digest = entry.load(), blake2b(digest_size=_DIGEST_BYTES)
+                    for piece in _pieces(len(data)):
+                        digest.update(data[piece].data)
+                        _write_all(file, data[piece])
+                        unsynced += len(data[piece])
+                        if unsynced >= _SYNC_BYTES:
+                            os.fdatasync(descriptor)
+                            unsynced = 0
+                        yield
+                    digests.append(digest.digest())
                 _write_all(file, b"".join([*digests, _digest(self._head)]))
                 os.fsync(descriptor)
             os.replace(aside, path)
@@ -170,9 +179,17 @@ class CheckedReader:
         Raises:
             SessionMiss: they are not those that were written.
         """
+        return finish(self.read_in_parts(name))
+
+    def read_in_parts(self, name: str) -> Generator[None, None, Bytes]:
+        """`read` in steps."""
         begin, end, index = self._places[name]
-        data = self._read_at(begin, end - begin)
-        if _digest(data) != self._digests[index]:
+        data, digest = np.empty(end - begin, np.uint8), blake2b(digest_size=_DIGEST_BYTES)
+        for piece in _pieces(len(data)):
+            self._read_into(data[piece], begin + piece.start)
+            digest.update(data[piece].data)
+            yield
+        if digest.digest() != self._digests[index]:
             raise self._miss(f"{name} is damaged")
         return data
 
@@ -234,8 +251,12 @@ class CheckedReader:
     def _read_at(self, begin: int, num_bytes: int) -> Bytes:
         """Not more than the file has."""
         data = np.empty(num_bytes, np.uint8)
+        self._read_into(data, begin)
+        return data
+
+    def _read_into(self, data: Bytes, begin: int) -> None:
         view, done = memoryview(data.data), 0
-        while done < num_bytes:
+        while done < len(data):
             try:
                 read = os.preadv(self._descriptor, [view[done:]], begin + done)
             except OSError as error:
@@ -243,7 +264,6 @@ class CheckedReader:
             if not read:
                 raise self._miss("it is truncated")
             done += read
-        return data
 
     def _miss(self, reason: str) -> SessionMiss:
         return SessionMiss(f"{self._path}: {reason}")
@@ -255,6 +275,20 @@ def bytes_of(array: npt.NDArray[Any] | torch.Tensor) -> Bytes:
         flat: Bytes = array.detach().contiguous().flatten().view(torch.uint8).numpy()
         return flat
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def finish(parts: Generator[None, None, T]) -> T:
+    """Take all steps, and return what they come to."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+
+
+def _pieces(num_bytes: int) -> list[slice]:
+    return [slice(i, i + _PIECE_BYTES) for i in range(0, num_bytes, _PIECE_BYTES)]
 
 
 def _digest(data: Any) -> bytes:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,10 @@ def nothing_left(model: Any) -> Iterator[None]:
 def ask(
     engine: Engine, prompt: list[int], session_id: str | None = "s", params: SamplingParams = GREEDY
 ) -> tuple[list[int], RequestOutput]:
-    """The answer, and the last output."""
+    """The answer, and the last output; the session is written then."""
     engine.add_request(prompt, params, session_id=session_id)
     answer, output = list[int](), None
-    while engine.has_work:
+    while engine.has_work or engine._saves:
         for output in engine.step():
             assert output.error is None, output
             answer += [chosen.token for chosen in output.tokens]
@@ -206,6 +207,34 @@ def test_idle_sessions_give_way_to_requests(model: Any, tmp_path: Path) -> None:
     finally:
         allow_host_bytes(model, budget)
         engine.stop()
+
+
+def test_a_session_comes_back_while_others_decode(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model, sessions=Sessions(tmp_path, host_limit_bytes=0), prefix_caching=False)
+    wanted = ask(engine, PROMPT)[0]
+    monkeypatch.setattr("offload.system.checked_file._PIECE_BYTES", 4096)
+    monkeypatch.setattr("offload.engine.steps._RESTORING_SECONDS", 0.0)
+    engine.add_request(PROMPT[:40], replace(GREEDY, max_tokens=400), "long")
+    engine.step()
+    for cancels in (True, False):
+        engine.add_request(PROMPT, GREEDY, "back", session_id="s")
+        lengths, answer = dict.fromkeys(("long", "back"), 0), list[int]()
+        while lengths["back"] < len(wanted):
+            for output in engine.step():
+                lengths[output.request_id] += len(output.tokens)
+                if output.request_id == "back":
+                    answer += [chosen.token for chosen in output.tokens]
+            if cancels and lengths["long"] == 3:
+                engine.cancel("back")
+                engine.step()
+                assert model.kv_store.num_sequences == 1
+                break
+        if not cancels:
+            assert lengths["long"] > 20  # a part of the file in each step
+            assert answer == wanted
+    engine.stop()
 
 
 def test_ids_cannot_leave_the_folder(model: Any, tmp_path: Path) -> None:

@@ -34,6 +34,15 @@ def ask(http: httpx.Client, messages: list[dict[str, str]], **fields: Any) -> tu
     return text, cached, usage["prompt_tokens"] - cached
 
 
+def ask_on_disk(
+    http: httpx.Client, messages: list[dict[str, str]], **fields: Any
+) -> tuple[str, int, int]:
+    """`ask`, after which no session is in memory any more."""
+    found = ask(http, messages, **fields)
+    until(lambda: metric(http, "offload_session_host_bytes") == 0)
+    return found
+
+
 def error_of(answer: httpx.Response) -> tuple[int, str]:
     error = answer.json()["error"]
     assert set(error) >= {"message", "type", "param", "code"}
@@ -115,7 +124,7 @@ def test_memory_before_disk_and_what_is_counted(serve: Serve, tmp_path: Path) ->
         assert metric(http, "offload_session_host_bytes") == found["bytes"] > 0
     with keeping(serve, tmp_path, host_limit_bytes=0) as http:
         assert sessions_of(http)["s"]["tokens"] == found["tokens"]
-        assert ask(http, messages)[::2] == (answer[0], 1)
+        assert ask_on_disk(http, messages)[::2] == (answer[0], 1)
         assert metric(http, 'offload_session_hits_total{where="disk"}') == 1
         assert metric(http, "offload_sessions_spilled_total") == 1
         assert metric(http, "offload_session_host_bytes") == 0
@@ -124,28 +133,28 @@ def test_memory_before_disk_and_what_is_counted(serve: Serve, tmp_path: Path) ->
 def test_the_source_of_a_copy_is_untouched(serve: Serve, tmp_path: Path) -> None:
     messages = [turn("user", QUESTION)]
     with keeping(serve, tmp_path, host_limit_bytes=0) as http:
-        ask(http, messages)
+        ask_on_disk(http, messages)
         source = tmp_path / "s.safetensors"
         before = source.read_bytes()
         SessionFolder(tmp_path).import_(source, "copy")
         other = [turn("user", QUESTION + ", which goes another way")]
-        _, cached, _ = ask(http, other, session_id="copy")
+        _, cached, _ = ask_on_disk(http, other, session_id="copy")
         assert cached > len(QUESTION)
         assert source.read_bytes() == before
-        assert ask(http, messages)[2] == 1
+        assert ask_on_disk(http, messages)[2] == 1
 
 
 def test_damage_is_a_miss_and_the_server_lives(serve: Serve, tmp_path: Path) -> None:
     messages, path = [turn("user", QUESTION)], tmp_path / "s.safetensors"
     with keeping(serve, tmp_path, host_limit_bytes=0) as http:
-        answer, *_ = ask(http, messages)
+        answer, *_ = ask_on_disk(http, messages)
         good = path.read_bytes()
         absurd = (2**62).to_bytes(8, "little") + good[8:]
         version = good.replace(b"offload-session-1", b"offload-session-9")
         assert version != good
         for bad in (good[:-1], good[: len(good) // 2], good[:5], b"", absurd, version):
             path.write_bytes(bad)
-            assert ask(http, messages)[:2] == (answer, 0)
+            assert ask_on_disk(http, messages)[:2] == (answer, 0)
             assert path.read_bytes() == good
         path.write_bytes(good[:50])
         assert sessions_of(http)["s"]["tokens"] is None
@@ -156,16 +165,16 @@ def test_damage_is_a_miss_and_the_server_lives(serve: Serve, tmp_path: Path) -> 
 def test_a_limit_on_disk_evicts_the_oldest(serve: Serve, tmp_path: Path) -> None:
     messages = [turn("user", QUESTION)]
     with keeping(serve, tmp_path / "one", host_limit_bytes=0) as http:
-        ask(http, messages)
+        ask_on_disk(http, messages)
         size = sessions_of(http)["s"]["bytes"]
     limits = {"host_limit_bytes": 0, "disk_limit_bytes": 2 * size + size // 2}
     with keeping(serve, tmp_path / "two", **limits) as http:
         for session_id in "abac":
-            ask(http, messages, session_id=session_id)
+            ask_on_disk(http, messages, session_id=session_id)
             time.sleep(0.02)  # mtimes
         assert [*sessions_of(http)] == ["a", "c"]
-        assert ask(http, messages, session_id="a")[2] == 1
-        assert ask(http, messages, session_id="b")[1] == 0
+        assert ask_on_disk(http, messages, session_id="a")[2] == 1
+        assert ask_on_disk(http, messages, session_id="b")[1] == 0
 
 
 def test_names_that_are_refused(serve: Serve, tmp_path: Path) -> None:

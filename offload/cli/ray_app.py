@@ -67,7 +67,7 @@ class Replica:
 
 
 def app(options: Options) -> serve.Application:
-    """For `serve run offload.serve.ray_app:app command='MODEL --session-dir FOLDER'`.
+    """For `serve run offload.cli.ray_app:app command='MODEL --session-dir FOLDER'`.
 
     Raises:
         click.UsageError: `command` has an option that `offload serve` lacks.

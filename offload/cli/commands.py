@@ -41,7 +41,7 @@ def command_group(**options: Any) -> typer.Typer:
     )
 
 
-def add_command(app: typer.Typer, command: Callable[..., None], **settings: Any) -> None:
+def add_command(app: typer.Typer, command: Callable[..., Any], **settings: Any) -> None:
     """Add a command, some of whose parameters may be dataclasses: it has their fields as options.
 
     Defaults are the class's, or those of an instance that is the parameter's default. The help
@@ -71,10 +71,10 @@ def add_command(app: typer.Typer, command: Callable[..., None], **settings: Any)
             )
 
     @functools.wraps(command)
-    def expanded(**given: Any) -> None:
+    def expanded(**given: Any) -> Any:
         for name, cls in classes.items():
             given[name] = cls(**{field.name: given.pop(field.name) for field in fields(cls)})
-        command(**given)
+        return command(**given)
 
     expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -176,49 +176,74 @@ def serve(
         offload serve ./Llama-3.1-8B-Instruct --device cuda --host 0.0.0.0
         --api-key-file keys.txt
     """
-    options = chosen.options()
-    arguments = asdict(loading) | {"max_memory": memory_budgets(loading.max_memory or [])}
     with running(verbose=verbose):
-        try:
-            from offload.serve.app import Served
-            from offload.serve.grammars import SchemaLimits
-            from offload.serve.server import Access, Server
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{error}; pip install 'offload[serve]'") from error
-        from offload.engine.async_engine import AsyncEngine
-        from offload.engine.engine import Engine
-        from offload.engine.sessions import Sessions
-        from offload.loading.names import load_tokenizer
-        from offload.runtime.model import OffloadedModel
-
-        folder, sizes = kept.session_dir, kept.sizes()
-        access = Access(
-            listening.host,
-            listening.port,
-            listening.api_keys(),
-            listening.public_models,
-            load.max_body_bytes,
-            tuple(listening.cors_origin or ()),
-            load.shutdown_seconds,
+        served, access = prepare(
+            model,
+            chosen=chosen,
+            loading=loading,
+            load=load,
+            kept=kept,
+            listening=listening,
+            verbose=verbose,
         )
         if not access.api_keys and access.host not in _LOOPBACK:
             print_marked("warning:", f"everybody who reaches {access.host} may ask", "bold yellow")
-        with quiet_transformers(verbose=verbose):
-            tokenizer = load_tokenizer(model)
-            policy = make_policy(chosen.policy, **options)
-            loaded = OffloadedModel.from_pretrained(model, policy=policy, **arguments)
-            engine = Engine(
-                loaded,
-                tokenizer,
-                max_num_seqs=load.max_num_seqs,
-                max_queued=load.max_queued,
-                sessions=None if folder is None else Sessions(folder, *sizes),
-            )
-            served = Served(
-                AsyncEngine(engine),
-                listening.served_model_name or model,
-                schema_limits=SchemaLimits(load.max_schema_bytes, load.max_schema_depth),
-                flush_seconds=load.shutdown_seconds,
-                default_max_tokens=load.default_max_tokens,
-            )
-            Server(served, access, lambda url: stderr().print(f"serving at {url}")).run()
+        from offload.serve.server import Server
+
+        Server(served, access, lambda url: stderr().print(f"serving at {url}")).run()
+
+
+def prepare(
+    model: ModelName = DEFAULT_MODEL,
+    *,
+    chosen: Chosen,
+    loading: Loading,
+    load: Load,
+    kept: Kept,
+    listening: Listening,
+    verbose: Verbose = False,
+) -> tuple[Any, Any]:
+    """What is to be served (`Served`), with its model loaded, and to whom (`Access`)."""
+    options = chosen.options()
+    arguments = asdict(loading) | {"max_memory": memory_budgets(loading.max_memory or [])}
+    try:
+        from offload.serve.app import Served
+        from offload.serve.grammars import SchemaLimits
+        from offload.serve.server import Access
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}; pip install 'offload[serve]'") from error
+    from offload.engine.async_engine import AsyncEngine
+    from offload.engine.engine import Engine
+    from offload.engine.sessions import Sessions
+    from offload.loading.names import load_tokenizer
+    from offload.runtime.model import OffloadedModel
+
+    folder, sizes = kept.session_dir, kept.sizes()
+    access = Access(
+        listening.host,
+        listening.port,
+        listening.api_keys(),
+        listening.public_models,
+        load.max_body_bytes,
+        tuple(listening.cors_origin or ()),
+        load.shutdown_seconds,
+    )
+    with quiet_transformers(verbose=verbose):
+        tokenizer = load_tokenizer(model)
+        policy = make_policy(chosen.policy, **options)
+        loaded = OffloadedModel.from_pretrained(model, policy=policy, **arguments)
+        engine = Engine(
+            loaded,
+            tokenizer,
+            max_num_seqs=load.max_num_seqs,
+            max_queued=load.max_queued,
+            sessions=None if folder is None else Sessions(folder, *sizes),
+        )
+        served = Served(
+            AsyncEngine(engine),
+            listening.served_model_name or model,
+            schema_limits=SchemaLimits(load.max_schema_bytes, load.max_schema_depth),
+            flush_seconds=load.shutdown_seconds,
+            default_max_tokens=load.default_max_tokens,
+        )
+    return served, access

@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from offload.engine.async_engine import AsyncEngine
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
+from offload.serve import response_items
 from offload.serve.answers import Answers, Choice, Job
 from offload.serve.chat import Texts
 from offload.serve.errors import ApiError, context_error, install, of_engine
@@ -32,6 +33,7 @@ from offload.serve.protocol import (
     Sampled,
     TokenizeRequest,
 )
+from offload.serve.responses import ResponseRequest
 from offload.serve.streaming import AnswerStream
 from offload.system.version import __version__
 
@@ -150,7 +152,7 @@ class Served:
         if sessions is None:
             raise ApiError(
                 400,
-                "this server keeps no sessions; start it with --session-dir FOLDER",
+                "session_id: this server keeps no sessions; start it with --session-dir FOLDER",
                 param="session_id",
             )
         return sessions
@@ -236,6 +238,20 @@ def create_app(served: Served) -> FastAPI:
             texts.chat_ids, body.messages, body.usable_tools, reads_calls=body.reads_calls
         )
         return await served.answer(request, body, [ids], Chat(body, served.name, texts))
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        served.check_model(body.model)
+        chat = body.chat
+        ids = await asyncio.to_thread(
+            texts.chat_ids,
+            chat.messages,
+            chat.usable_tools,
+            reads_calls=chat.reads_calls,
+            field="input",
+        )
+        form = response_items.Response(body, served.name, texts)
+        return await served.answer(request, chat, [ids], form)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -16,12 +16,12 @@ def at_most(number: int, *, least: int = 0) -> Any:
     return Field(min_length=least, max_length=number, fail_fast=True)
 
 
-def only(*values: Any) -> AfterValidator:
+def only(*values: Any, reason: str = "this is not supported yet; leave it out") -> AfterValidator:
     """A field that has no other effect than its default."""
 
     def check(value: _T) -> _T:
         if not any(value == each and type(value) is type(each) for each in values):
-            raise ValueError("this is not supported yet; leave it out")
+            raise ValueError(reason)
         return value
 
     return AfterValidator(check)

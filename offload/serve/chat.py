@@ -73,12 +73,18 @@ class Texts:
         return str(name.replace("\u2581", " ")).encode()
 
     def chat_ids(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, reads_calls: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        reads_calls: bool = False,
+        field: str = "messages",
     ) -> list[int]:
         """By the chat template; a last message of the assistant is continued.
 
         Args:
             reads_calls: the model must write calls of tools in a way that is known here.
+            field: of the request, which the messages are from.
 
         Raises:
             ApiError: there is no template, or it refuses the messages, or it cannot tell of tools.
@@ -86,9 +92,9 @@ class Texts:
         if not self.tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions")
         plain = [tool.model_dump(exclude={"function": {"strict"}}) for tool in tools]
-        text = self._rendered(messages, plain)
+        text = self._rendered(messages, plain, field)
         if plain:
-            if text == self._rendered(messages, []):
+            if text == self._rendered(messages, [], field):
                 raise ApiError(400, "tools: the chat template ignores them", param="tools")
             if reads_calls and OPEN not in self.tokenizer.get_chat_template(tools=plain):
                 raise ApiError(
@@ -99,7 +105,9 @@ class Texts:
                 )
         return self.encode(text, add_special_tokens=False)
 
-    def _rendered(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> str:
+    def _rendered(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]], field: str
+    ) -> str:
         continued = messages[-1].role == "assistant"
         try:
             return str(
@@ -112,9 +120,8 @@ class Texts:
                 )
             )
         except (TemplateError, ValueError, TypeError, RecursionError) as error:
-            raise ApiError(
-                400, f"messages: the chat template says: {error}", param="messages"
-            ) from error
+            message = f"{field}: the chat template says: {error}"
+            raise ApiError(400, message, param=field) from error
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from offload.engine.sampler import Chosen
-from offload.serve.answers import Choice
+from offload.serve.answers import Answers, Choice
 from offload.serve.chat import Texts
+from offload.serve.errors import ApiError
 from offload.serve.protocol import ChatRequest, CompletionRequest, Sampled
 from offload.serve.tools import CallBlocks, CallReader, ForcedCall
 
@@ -44,6 +46,39 @@ class Format:
     def chunk(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """A part of a streamed answer."""
         return {**self._head, "object": self.chunk_kind, "choices": choices, **fields}
+
+    async def events(
+        self, answers: Answers, choices: Sequence[Choice]
+    ) -> AsyncIterator[dict[str, str]]:
+        """The answer as server-sent events, while it comes."""
+        options, request = self.request.stream_options, self.request
+        has_usage = options is not None and options.include_usage
+        continuous = options is not None and options.continuous_usage_stats
+
+        def chunk(choice: Choice, content: dict[str, Any]) -> dict[str, str]:
+            made = {"index": choice.index, **content, "finish_reason": self.finish_reason(choice)}
+            usage = {"usage": self.usage(choices) if continuous else None}
+            return event(self.chunk([made], **(usage if has_usage or continuous else {})))
+
+        for choice in choices:
+            first = self.first(choice)
+            if first is not None:
+                yield chunk(choice, first)
+        try:
+            async for index, output in answers:
+                choice = choices[index]
+                read = choice.num_read
+                text, tokens = choice.take(output)
+                if request.return_progress and choice.num_read > read:
+                    yield event(self.chunk([], prompt_progress=_prompt_progress(choice)))
+                if text or choice.finish_reason or (tokens and request.num_logprobs is not None):
+                    yield chunk(choice, self.delta(choice, text, tokens))
+        except ApiError as error:
+            yield event(error.body)
+        else:
+            if has_usage:
+                yield event(self.chunk([], usage=self.usage(choices)))
+        yield {"data": "[DONE]"}
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """A prompt counts once, however many choices are its."""
@@ -229,3 +264,17 @@ class Completion(Format):
 
 def _finite(logprob: float | None) -> float:
     return _LEAST_LOGPROB if logprob is None else max(logprob, _LEAST_LOGPROB)
+
+
+def _prompt_progress(choice: Choice) -> dict[str, int]:
+    return {
+        "index": choice.index,
+        "total": choice.num_prompt_tokens,
+        "cache": choice.num_cached,
+        "processed": choice.num_read,
+    }
+
+
+def event(data: dict[str, Any]) -> dict[str, str]:
+    """As sse_starlette sends it."""
+    return {"data": json.dumps(data, ensure_ascii=False)}

@@ -36,14 +36,11 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[bool, only(False)] = False
 
 
-class Sampled(Body):
-    """What chat and completions have in common."""
+class Sampling(Body):
+    """What all answers have in common."""
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_progress: bool = False
-    max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -51,7 +48,6 @@ class Sampled(Body):
     min_p: float = 0.0
     seed: int | None = None
     stop: StopString | Annotated[list[StopString], at_most(64)] = []
-    n: Annotated[int, Field(ge=1, le=128)] = 1
     logit_bias: dict[str, float] = {}
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -62,10 +58,8 @@ class Sampled(Body):
     user: str | None = None
     metadata: dict[str, str] = {}
     safety_identifier: str | None = None
-    store: Annotated[bool, only(False)] = False
     service_tier: Annotated[str, only("auto", "default")] = "auto"
     prompt_cache_key: str | None = None  # beginnings are shared anyway
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
     @field_validator("logit_bias")
@@ -75,6 +69,17 @@ class Sampled(Body):
             if not token.isdecimal():
                 raise ValueError(f"token ids are the keys, got {token!r}")
         return biases
+
+
+class Sampled(Sampling):
+    """What chat and completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    return_progress: bool = False
+    max_tokens: int | None = None
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    store: Annotated[bool, only(False)] = False
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _streamed(self) -> Sampled:

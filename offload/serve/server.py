@@ -40,6 +40,22 @@ class Access:
             raise ValueError("an API key has a character that is not ASCII; clients cannot send it")
 
 
+def guarded(served: Served, access: Access) -> tuple[Gate, ASGIApp]:
+    """The application behind its gate, and all that a server runs."""
+    gate = Gate(
+        create_app(served),
+        api_keys=access.api_keys,
+        public=(*PUBLIC, "/v1/models") if access.public_models else PUBLIC,
+        max_body_bytes=access.max_body_bytes,
+    )
+    if not access.cors_origins:
+        return gate, gate
+    origins = list(access.cors_origins)
+    return gate, CORSMiddleware(
+        gate, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+    )
+
+
 class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT; a second one waits for nothing."""
 
@@ -50,18 +66,7 @@ class Server(uvicorn.Server):
         on_start: Callable[[str], None] = lambda url: None,
     ) -> None:
         self._served, self._on_start = served, on_start
-        self.gate = Gate(
-            create_app(served),
-            api_keys=access.api_keys,
-            public=(*PUBLIC, "/v1/models") if access.public_models else PUBLIC,
-            max_body_bytes=access.max_body_bytes,
-        )
-        app: ASGIApp = self.gate
-        if access.cors_origins:
-            origins = list(access.cors_origins)
-            app = CORSMiddleware(
-                app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
-            )
+        self.gate, app = guarded(served, access)
         self._shutdown_seconds, self._until = access.shutdown_seconds, 0.0
         super().__init__(
             uvicorn.Config(

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from offload.serve.bodies import Body
 
@@ -47,22 +47,24 @@ class NamedTool(Body):
     function: FunctionName
 
 
+def _json(arguments: str) -> str:
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("it must be JSON") from error
+    return arguments
+
+
+Arguments = Annotated[str, AfterValidator(_json)]
+
+
 class Called(BaseModel):
     """A function in an earlier answer."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     name: str
-    arguments: str
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_json(cls, arguments: str) -> str:
-        try:
-            json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise ValueError("it must be JSON") from error
-        return arguments
+    arguments: Arguments
 
 
 class ToolCall(BaseModel):
@@ -95,13 +97,10 @@ class CallReader:
         raise NotImplementedError
 
     def _call(self, name: str, arguments: str) -> dict[str, Any]:
-        call = {
-            "id": f"call_{uuid.uuid4().hex[:24]}",
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
-        self.calls.append(call)
-        return {"index": len(self.calls) - 1, **call}
+        function = {"name": name, "arguments": arguments}
+        call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        self.calls.append(call | {"function": function})
+        return {"index": len(self.calls) - 1, **call, "function": {**function}}
 
 
 class ForcedCall(CallReader):

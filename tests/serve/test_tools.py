@@ -195,10 +195,14 @@ def test_text_in_any_pieces() -> None:
         said += reader.take("", "stop")[0]
         assert said == "Sure. <<tool_call>x</tool_call> <tool"
         assert len(reader.calls) == 1
-        forced = ForcedCall()
+    for size in range(1, len(ROME) + 1):
+        forced, told = ForcedCall(), ""
         for at in range(0, len(ROME), size):
-            forced.take(ROME[at : at + size], None)
-        forced.take("", "stop")
+            _, deltas = forced.take(ROME[at : at + size], None)
+            told += "".join(delta["function"]["arguments"] for delta in deltas)
+        _, deltas = forced.take("", "stop")
+        assert told == '{"city": "Rome"}'
+        assert not deltas
         assert forced.calls[0]["function"]["arguments"] == '{"city": "Rome"}'
 
 

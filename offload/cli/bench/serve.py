@@ -231,8 +231,8 @@ def serve(
     per second, from the first request to the last token; [bold]cached[/bold], prompt tokens that
     others had read; [bold]own[/bold], the share of the engine's time outside of the model's passes;
     [bold]KV[/bold], the most bytes of keys and values on the host at a time. transformers does not
-    say what was cached, and its KV cache has a fixed size. [bold]good[/bold], answers per second
-    within --good-ttft-ms and --good-gap-ms; [bold]tokens[/bold] of an answer, where one ended early.
+    say what was cached, and its KV cache has a fixed size. [bold]good[/bold], requests per second
+    within --good-ttft-ms and --good-gap-ms; [bold]tokens[/bold] of an answer, if some ended early.
 
     Servers answer /v1/completions as OpenAI's does. aiperf asks them, a program of its own; all get
     the same texts in the same order, which are those of --in-process. A server may know them from

@@ -187,7 +187,7 @@ def _answer(record: Mapping[str, Any]) -> Answer:
     sent = record["metadata"]["request_start_ns"] / 1e9
     answer = Answer(_counted(metrics, "usage_prompt_tokens", "input_sequence_length"), sent)
     if error is not None:
-        answer.error = f"{error.get('code')} {error.get('message')}"
+        answer.error = f"{error.get('code') or error.get('type')} {error.get('message')}"
         answer.is_refused = error.get("code") in (429, 503)
     if "time_to_first_token" in metrics:
         steps = [metrics["time_to_first_token"], *metrics.get("inter_chunk_latency", [])]

@@ -204,7 +204,7 @@ def serve(
     model: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="URL... | MODEL",
+            metavar="URL|MODEL",
             help="Servers, such as http://127.0.0.1:8000; with --in-process a folder, .gguf file, "
             rf"hub id, or an embedded model's name. \[default: {DEFAULT_MODEL}]",
         ),

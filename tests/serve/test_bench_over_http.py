@@ -114,6 +114,8 @@ def test_a_table(server: Server, recorded: Path, arguments: list[str]) -> None:
     called = ["bench", "serve", server.url, "--generator", str(recorded), *asked]
     result = runner.invoke(app, called)
     assert result.exit_code == 0, result.output
+    _, lines = json.loads((recorded.parent / "said.json").read_text())
+    assert len(lines) == 8  # the second load's
     headers = [line.split() for line in result.stdout.splitlines() if "clients" in line]
     assert headers[1] == ["clients", "cached", "refused", "errors", "good", "tokens"]
     assert max(map(len, result.stdout.splitlines())) <= 80

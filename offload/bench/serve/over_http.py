@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,7 +81,7 @@ def measure_urls(
     model: str | None = None,
     on_request: OnRequest = ignore,
 ) -> Iterator[Row]:
-    """A row for each load on each server.
+    """A row for each load on each server. Servers keep prompts, so each load has texts of its own.
 
     Args:
         generator: `find_generator`.
@@ -97,6 +98,7 @@ def measure_urls(
     tokenizer_name = model or names[urls[0]]
     tokenizer = load_tokenizer(tokenizer_name)
     beginning, tokens = text_tokens(text, tokenizer)
+    loads = [replace(load, seed=load.seed + 1000 * i) for i, load in enumerate(loads)]
     prompts = [Prompts((beginning, tokens), load) for load in loads]
 
     def as_text(prompt: Sequence[int]) -> str:
@@ -105,7 +107,8 @@ def measure_urls(
 
     for url, name in names.items():
         about = {"engine": url.partition("://")[2], "model": name, "policy": None, "dtype": None}
-        short = {"model": name, "prompt": as_text(prompts[0].of(0, 0)[:SHORT_TOKENS])}
+        nobody = prompts[0].of(-1, 0)[-SHORT_TOKENS:]
+        short = {"model": name, "prompt": as_text(nobody)}
         fields = _warm_up(url, short | {"max_tokens": 4, "temperature": 0})
         for load, of_load in zip(loads, prompts, strict=True):
             with TemporaryDirectory() as folder:

@@ -235,8 +235,8 @@ def serve(
     within --good-ttft-ms and --good-gap-ms; [bold]tokens[/bold] of an answer, if some ended early.
 
     Servers answer /v1/completions as OpenAI's does. aiperf asks them, a program of its own; all get
-    the same texts in the same order, which are those of --in-process. A server may know them from
-    an earlier run: start it again, or give another --seed.
+    the same texts in the same order. A server may know them from an earlier run: start it again, or
+    give another --seed.
 
     [bold]Examples[/bold]
 

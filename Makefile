@@ -11,6 +11,7 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+LOAD := .venv-load
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A process on each CPU; one that is through takes tests from the others.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
@@ -27,14 +28,15 @@ PERF_STAMP := $(VENV)/.perf-extra
 DOCS_STAMP := $(VENV)/.docs-extra
 EXTENSION_STAMP := $(VENV)/.extension
 PEERS_STAMP := $(PEERS)/.made
+LOAD_STAMP := $(LOAD)/.made
 
 NATIVE_SOURCES := setup.py $(wildcard cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 
-.PHONY: help venv build demo test test-all lint format docs bench bench-gpu report peers clean
+.PHONY: help venv build demo test test-all lint format docs bench bench-gpu report peers load-generator clean
 
 help:  ## Show this.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
-	    | while IFS="$$(printf '\t')" read -r name text; do printf '  %-10s %s\n' "$$name" "$$text"; done
+	    | while IFS="$$(printf '\t')" read -r name text; do printf '  %-14s %s\n' "$$name" "$$text"; done
 
 venv: $(EXTENSION_STAMP) $(MODEL_STAMP)  ## Make .venv with the package, its extension and the embedded model.
 
@@ -81,8 +83,10 @@ report: $(PERF_STAMP) $(TEST_STAMP)  ## Write the tables and plots of README and
 
 peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks compare with (needs cmake).
 
+load-generator: $(LOAD_STAMP)  ## Make .venv-load with aiperf, which sends the requests of bench serve.
+
 clean:  ## Remove the environments and everything built.
-	rm -rf $(VENV) $(PEERS) build site *.egg-info
+	rm -rf $(VENV) $(PEERS) $(LOAD) build site *.egg-info
 	find cpu_ops -name '_native*.so' -delete
 
 $(VENV_STAMP):
@@ -126,6 +130,8 @@ $(TEST_STAMP) $(DEV_STAMP) $(PERF_STAMP) $(DOCS_STAMP): $(VENV)/.%-extra: $(PACK
 	@touch $@
 
 $(PEERS_STAMP): perf/baselines/requirements.txt
-	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip --disable-pip-version-check install -r $<
+$(LOAD_STAMP): perf/baselines/load_generator.txt
+$(PEERS_STAMP) $(LOAD_STAMP): %/.made:
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@

@@ -85,7 +85,7 @@ def test_requests_at_random_times() -> None:
 
 def test_refused_requests_are_counted() -> None:
     load = Load((41, 41), 2, clients=2, requests=2)
-    row = summary(drive(Echo(), load, Prompts(TEXT, load)))
+    row = summary(drive(Echo(), load, Prompts(TEXT, load)), load)
     assert (row["requests"], row["refused"], row["errors"]) == (4, 4, 0)
     assert row["first_error"] == "too long"
     assert row["ttft_ms_median"] is None
@@ -101,7 +101,7 @@ def test_prompts_need_text() -> None:
 
 def test_the_summary() -> None:
     answers = [Answer(100, 1.0, [1.5, 1.6, 1.8]), Answer(50, 2.0, [3.0], error="broken")]
-    row = summary([*answers, Answer(9, 2.0, error="full", is_refused=True)])
+    row = summary([*answers, Answer(9, 2.0, error="full", is_refused=True)], Load((9, 9), 3))
     assert row["seconds"] == 2.0
     assert row["ttft_ms_median"] == pytest.approx(750)
     assert row["gap_ms_median"] == pytest.approx(150)
@@ -220,4 +220,3 @@ def test_what_is_refused(arguments: list[str]) -> None:
         result = runner.invoke(app, [*arguments, *added.split()])
         assert result.exit_code != 0
         assert words in " ".join(result.output.replace("│", "").split()), result.output
-    assert "not asked over HTTP yet" in runner.invoke(app, ["serve", "x"]).output

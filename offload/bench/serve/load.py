@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ class Load:
         rate: an open loop instead: requests per second on average, with exponential intervals.
         duration_seconds: in which an open loop sends.
         shared_tokens: with which all prompts begin.
+        good_ttft_ms, good_gap_ms: the most that a good answer takes to its first token, and
+            between tokens on average.
     """
 
     prompt_tokens: tuple[int, int]
@@ -37,6 +40,8 @@ class Load:
     duration_seconds: float = 30.0
     shared_tokens: int = 0
     seed: int = 0
+    good_ttft_ms: float = math.inf
+    good_gap_ms: float = math.inf
 
     @property
     def most_tokens(self) -> int:
@@ -68,6 +73,14 @@ class Load:
     def has_next(self, index: int) -> bool:
         """Whether its client sends another request after this one."""
         return self.rate is None and index + 1 < self.requests
+
+    def is_good(self, answer: Answer) -> bool:
+        """Whether it is whole, and as fast as a good one."""
+        if answer.error is not None or not answer.times:
+            return False
+        mean_gap = (answer.times[-1] - answer.times[0]) / max(1, len(answer.times) - 1)
+        is_soon = 1e3 * (answer.times[0] - answer.sent) <= self.good_ttft_ms
+        return is_soon and 1e3 * mean_gap <= self.good_gap_ms
 
 
 class Prompts:

@@ -108,7 +108,7 @@ def measure_loads(
             for load, of_load in zip(loads, prompts, strict=True):
                 with closing(opener(load.most_at_once, load.most_tokens)) as server:
                     answers = drive(server, load, of_load, on_answer)
-                    yield about | _described(load) | summary(answers) | server.costs()
+                    yield about | described(load) | summary(answers, load) | server.costs()
             del opener
         gc.collect()  # the next engine may need all of the memory
 
@@ -161,7 +161,8 @@ def _warm_up(opener: Opener, load: Load, text: Text) -> None:
         drive(server, short, Prompts(text, short))
 
 
-def _described(load: Load) -> Row:
+def described(load: Load) -> Row:
+    """What a row says about its load."""
     is_closed = load.rate is None
     return {
         "clients": load.clients if is_closed else None,
@@ -172,7 +173,7 @@ def _described(load: Load) -> Row:
     }
 
 
-def summary(answers: Sequence[Answer]) -> Row:
+def summary(answers: Sequence[Answer], load: Load) -> Row:
     """Latencies and throughput; None where nothing was measured.
 
     Rates are of the time from the first request to the last token.
@@ -187,6 +188,7 @@ def summary(answers: Sequence[Answer]) -> Row:
         "answer_tokens_per_second": sum(len(answer.times) for answer in began),
         "prompt_tokens_per_second": sum(answer.prompt_tokens for answer in began),
         "requests_per_second": len(whole),
+        "good_requests_per_second": sum(map(load.is_good, answers)),
     }
     return {
         "requests": len(answers),
@@ -194,6 +196,7 @@ def summary(answers: Sequence[Answer]) -> Row:
         "errors": sum(answer.error is not None and not answer.is_refused for answer in answers),
         "first_error": next((answer.error for answer in answers if answer.error), None),
         "seconds": seconds,
+        "answer_tokens_mean": float(np.mean([len(x.times) for x in whole])) if whole else None,
         "ttft_ms_median": _milliseconds(firsts, 50),
         "ttft_ms_p99": _milliseconds(firsts, 99),
         "gap_ms_median": _milliseconds(gaps, 50),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -24,7 +25,6 @@ from offload.cli.console import (
 from offload.cli.options import (
     DEFAULT_MODEL,
     DType,
-    ModelName,
     PolicyChoice,
     Verbose,
     comma_separated,
@@ -34,7 +34,7 @@ from offload.cli.options import (
 
 if TYPE_CHECKING:
     from offload.bench.serve.load import Load
-    from offload.bench.serve.measure import Row, Served
+    from offload.bench.serve.measure import OnRequest, Row, Served
 
 # offload.bench has these, but imports torch; a test compares the two.
 ENGINE_NAMES = ("offload", "transformers")
@@ -99,6 +99,14 @@ class Requests:
         ),
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Of lengths, pieces and times.")] = 0
+    good_ttft_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="MS", help="To the first token of a good answer, at most."),
+    ] = None
+    good_gap_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="MS", help="Between its tokens, at most, on average."),
+    ] = None
 
     def loads(self) -> list[Load]:
         """Each, or a usage error."""
@@ -124,6 +132,8 @@ class Requests:
                 duration_seconds=self.duration,
                 shared_tokens=self.shared_tokens,
                 seed=self.seed,
+                good_ttft_ms=math.inf if self.good_ttft_ms is None else self.good_ttft_ms,
+                good_gap_ms=math.inf if self.good_gap_ms is None else self.good_gap_ms,
             )
             for prompt_tokens, answer_tokens, num_clients in product(ranges, answers, clients)
         ]
@@ -133,7 +143,7 @@ class Requests:
 class Answering(PolicyChoice):
     """Which engines answer, and how."""
 
-    panel: ClassVar[str] = "What answers"
+    panel: ClassVar[str] = "What answers with --in-process"
     engines: Annotated[
         str,
         typer.Option(
@@ -167,13 +177,44 @@ class Answering(PolicyChoice):
     ] = None
 
 
+@dataclass(frozen=True)
+class OverHTTP:
+    """How servers are asked."""
+
+    panel: ClassVar[str] = "Servers"
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Its tokenizer counts tokens, and a server that lists none or several models is "
+            r"asked for it. \[default: what the first server lists]",
+        ),
+    ] = None
+    generator: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help=r"The program aiperf, which sends the requests. \[default: of .venv-load (make "
+            "load-generator), or on the PATH]",
+        ),
+    ] = None
+
+
 def serve(
-    model: ModelName = DEFAULT_MODEL,
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="URL|MODEL",
+            help="Servers, such as http://127.0.0.1:8000; with --in-process a folder, .gguf file, "
+            rf"hub id, or an embedded model's name. \[default: {DEFAULT_MODEL}]",
+        ),
+    ] = None,
     *,
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Load the model here, and ask it without HTTP.")
     ] = False,
     asked: Requests,
+    over_http: OverHTTP,
     answering: Answering,
     plot: Annotated[
         Path | None,
@@ -190,9 +231,16 @@ def serve(
     per second, from the first request to the last token; [bold]cached[/bold], prompt tokens that
     others had read; [bold]own[/bold], the share of the engine's time outside of the model's passes;
     [bold]KV[/bold], the most bytes of keys and values on the host at a time. transformers does not
-    say what was cached, and its KV cache has a fixed size.
+    say what was cached, and its KV cache has a fixed size. [bold]good[/bold], requests per second
+    within --good-ttft-ms and --good-gap-ms; [bold]tokens[/bold] of an answer, if some ended early.
+
+    Servers answer /v1/completions as OpenAI's does. aiperf asks them, a program of its own; all get
+    the same texts in the same order. A server may know them from an earlier run: start it again, or
+    give another --seed.
 
     [bold]Examples[/bold]
+
+        offload bench serve http://127.0.0.1:8000 http://127.0.0.1:8001 --clients 8
 
         offload bench serve --in-process
 
@@ -204,58 +252,99 @@ def serve(
 
         offload bench serve --in-process --pace
     """
-    if not in_process:
-        raise typer.BadParameter(
-            "servers are not asked over HTTP yet; give a model and --in-process",
-            param_hint="--in-process",
-        )
-    options = answering.options()
+    names = _targets(model or [], in_process=in_process, asked=asked, answering=answering)
+    if in_process and over_http != OverHTTP():
+        raise typer.BadParameter("--served-model-name and --generator are for servers")
+    answering.options()  # usage errors
     engines = comma_separated(answering.engines, option="--engines", available=ENGINE_NAMES)
     if asked.pace and plot is not None:
         raise typer.BadParameter("--pace has no picture", param_hint="--plot")
     budgets = memory_budgets(answering.max_memory or [])
 
     with running(verbose=verbose):
-        from offload.bench.eval.haystack import described
+        from offload.bench.eval.haystack import described, prose_text
         from offload.bench.eval.output import check_plot
-        from offload.bench.serve.measure import Served
+        from offload.bench.serve.over_http import find_generator, measure_urls
         from offload.bench.serve.picture import plot_loads
-        from offload.policies.registry import make_policy
         from offload.system.machine import describe_machine
 
         loads = asked.loads()
         if plot is not None:
             check_plot(plot)
-        served = Served(
-            model,
-            {
-                "policy": make_policy(answering.policy, **options),
-                "dtype": answering.dtype,
-                "device": answering.device,
-                "num_threads": answering.threads,
-                "page_tokens": answering.page_tokens,
-                "max_memory": budgets,
-            },
-            max_num_seqs=answering.max_num_seqs,
-            max_queued=answering.max_queued,
-            prefix_caching=answering.prefix_caching,
-        )
-        with quiet_transformers(verbose=verbose), no_loading_bars():
-            rows = _measure(served, engines, loads, asked)
-        settings = {"model": model, **asdict(asked), **asdict(answering)}
-        settings["text"] = described(asked.text, "--text")
+        text = prose_text(asked.text, "--text")
+        with quiet_transformers(verbose=verbose), no_loading_bars(), progress_bar() as progress:
+            num_requests = len(loads) if asked.pace else sum(load.num_requests for load in loads)
+            total = len(engines if in_process else names) * num_requests
+            task = progress.add_task("requests", total=total)
+
+            def on_request(engine: str) -> None:
+                progress.update(task, advance=1, description=f"requests to {engine}")
+
+            if in_process:
+                served = _served(names[0], answering, budgets)
+                rows = _measure(served, engines, loads, text, on_request, pace=asked.pace)
+            else:
+                found = find_generator(over_http.generator)
+                asked_for = over_http.served_model_name
+                rows = list(measure_urls(found, names, loads, text, asked_for, on_request))
+        title = names[0] if in_process else rows[0]["model"]
+        how = {"model": title, **asdict(answering)} if in_process else {"urls": names}
+        settings = {**how, **asdict(asked), "text": described(asked.text, "--text")}
         if as_json:
             print_json({"machine": describe_machine(), "settings": settings, "rows": rows})
         elif asked.pace:
-            _print_paces(model, rows)
+            _print_paces(title, rows)
         else:
-            _print_loads(model, rows)
+            is_judged = asked.good_ttft_ms is not None or asked.good_gap_ms is not None
+            _print_loads(title, rows, is_judged=is_judged)
         for error in dict.fromkeys(row.get("first_error") for row in rows):
             if error is not None:
                 stderr().print(f"failed: {error}", soft_wrap=True)
         if plot is not None:
-            plot_loads(rows, plot, model)
+            plot_loads(rows, plot, title)
             stderr().print(f"wrote {plot}")
+
+
+def _targets(
+    names: list[str], *, in_process: bool, asked: Requests, answering: Answering
+) -> list[str]:
+    """The one model, or URLs without /v1; or a usage error."""
+    if in_process:
+        if len(names) > 1:
+            raise typer.BadParameter(f"--in-process takes one model, got {', '.join(names)}")
+        return names or [DEFAULT_MODEL]
+    others = [name for name in names if not name.startswith(("http://", "https://"))]
+    if others or not names:
+        got = f", got {', '.join(others)}" if others else ""
+        raise typer.BadParameter(
+            f"expected URLs such as http://127.0.0.1:8000, or a model and --in-process{got}",
+            param_hint="URL",
+        )
+    if asked.pace:
+        raise typer.BadParameter("needs --in-process", param_hint="--pace")
+    if answering != Answering():
+        raise typer.BadParameter(f"the options of {answering.panel!r} need it")
+    return list(dict.fromkeys(name.rstrip("/").removesuffix("/v1") for name in names))
+
+
+def _served(model: str, answering: Answering, budgets: Any) -> Served:
+    from offload.bench.serve.measure import Served
+    from offload.policies.registry import make_policy
+
+    return Served(
+        model,
+        {
+            "policy": make_policy(answering.policy, **answering.options()),
+            "dtype": answering.dtype,
+            "device": answering.device,
+            "num_threads": answering.threads,
+            "page_tokens": answering.page_tokens,
+            "max_memory": budgets,
+        },
+        max_num_seqs=answering.max_num_seqs,
+        max_queued=answering.max_queued,
+        prefix_caching=answering.prefix_caching,
+    )
 
 
 def token_ranges(text: str, *, option: str) -> list[tuple[int, int]]:
@@ -271,29 +360,29 @@ def token_ranges(text: str, *, option: str) -> list[tuple[int, int]]:
     return ranges
 
 
-def _measure(served: Served, engines: list[str], loads: list[Load], asked: Requests) -> list[Row]:
-    from offload.bench.eval.haystack import prose_text
+def _measure(
+    served: Served,
+    engines: list[str],
+    loads: list[Load],
+    text: str,
+    on_request: OnRequest,
+    *,
+    pace: bool,
+) -> list[Row]:
     from offload.bench.eval.perplexity import text_tokens
     from offload.bench.serve.measure import measure_loads, measure_paces
     from offload.loading.names import load_tokenizer
 
-    text = text_tokens(prose_text(asked.text, "--text"), load_tokenizer(served.model))
-    num_requests = len(loads) if asked.pace else sum(load.num_requests for load in loads)
-    with progress_bar() as progress:
-        task = progress.add_task("requests", total=len(engines) * num_requests)
-
-        def on_request(engine: str) -> None:
-            progress.update(task, advance=1, description=f"requests to {engine}")
-
-        if not asked.pace:
-            return list(measure_loads(served, engines, loads, text, on_request))
-        rows: list[Row] = []
-        for load in loads:
-            rows += measure_paces(served, engines, load, text, on_request)
-        return rows
+    tokens = text_tokens(text, load_tokenizer(served.model))
+    if not pace:
+        return list(measure_loads(served, engines, loads, tokens, on_request))
+    rows: list[Row] = []
+    for load in loads:
+        rows += measure_paces(served, engines, load, tokens, on_request)
+    return rows
 
 
-def _print_loads(model: str, rows: list[Row]) -> None:
+def _print_loads(model: str, rows: list[Row], *, is_judged: bool) -> None:
     asked = {
         "engine": [row["engine"] for row in rows],
         "clients": [f"{row['clients'] or row['rate']:,}" for row in rows],
@@ -315,10 +404,19 @@ def _print_loads(model: str, rows: list[Row]) -> None:
         "cached": [_number(row["cached_tokens"], ",d") for row in rows],
         "refused": [f"{row['refused']:,}" for row in rows],
         "errors": [f"{row['errors']:,}" for row in rows],
+        "good": [_number(row["good_requests_per_second"], ",.2f") for row in rows],
+        "tokens": [_number(row["answer_tokens_mean"], ",.1f") for row in rows],
         **_costs(rows),
     }
+    if not is_judged:
+        del costs["good"]
+    if all(row["answer_tokens_mean"] in (None, row["answer_tokens"]) for row in rows):
+        del costs["tokens"]
     stdout().print()
-    _print_columns("", asked, costs, "cached: tokens of prompts; own: not in passes of the model")
+    legend = "cached: tokens of prompts"
+    if any(costs["own"]):
+        legend += "; own: not in passes of the model"
+    _print_columns("", asked, costs, legend)
 
 
 def _print_paces(model: str, rows: list[Row]) -> None:
@@ -351,7 +449,7 @@ def _print_columns(
         title = ", ".join(
             [title, *(f"{name} {asked[name][0]}" for name in asked if name not in varies)]
         )
-    columns = varies | found
+    columns = varies | {name: cells for name, cells in found.items() if any(cells)}
     words = [i for i, name in enumerate(columns) if name == "engine"]
     lines = zip(*columns.values(), strict=True)
     table = make_table(list(columns), lines, words=words, title=title, caption=legend)
@@ -361,7 +459,7 @@ def _print_columns(
 
 def _title(model: str, rows: Sequence[Row]) -> str:
     policies = [f"policy {row['policy']}" for row in rows if row["policy"]]
-    return ", ".join([model, rows[0]["dtype"], *policies[:1]])
+    return ", ".join([model, *filter(None, [rows[0]["dtype"]]), *policies[:1]])
 
 
 def _range(tokens: Sequence[int]) -> str:
@@ -373,7 +471,10 @@ def _costs(rows: Sequence[Row]) -> dict[str, list[str]]:
 
     return {
         "own": [_number(row["own_share"], ".1%") for row in rows],
-        "KV": [format_bytes(row["kv_host_bytes"]) for row in rows],
+        "KV": [
+            "" if row["kv_host_bytes"] is None else format_bytes(row["kv_host_bytes"])
+            for row in rows
+        ],
     }
 
 

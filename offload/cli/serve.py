@@ -203,9 +203,10 @@ def serve(
         )
         if not access.api_keys and access.host not in _LOOPBACK:
             print_marked("warning:", f"everybody who reaches {access.host} may ask", "bold yellow")
-        with quiet_transformers(verbose=verbose):
+        policy = make_policy(chosen.policy, **options)
+
+        def load_served() -> Served:
             tokenizer = load_tokenizer(model)
-            policy = make_policy(chosen.policy, **options)
             loaded = OffloadedModel.from_pretrained(model, policy=policy, **arguments)
             engine = Engine(
                 loaded,
@@ -214,11 +215,13 @@ def serve(
                 max_queued=load.max_queued,
                 sessions=None if folder is None else Sessions(folder, *sizes),
             )
-            served = Served(
+            return Served(
                 AsyncEngine(engine),
                 listening.served_model_name or model,
                 schema_limits=SchemaLimits(load.max_schema_bytes, load.max_schema_depth),
                 flush_seconds=load.shutdown_seconds,
                 default_max_tokens=load.default_max_tokens,
             )
-            Server(served, access, lambda url: stderr().print(f"serving at {url}")).run()
+
+        with quiet_transformers(verbose=verbose):
+            Server(load_served, access, stderr().print).run()

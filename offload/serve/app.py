@@ -6,15 +6,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from offload.engine.async_engine import AsyncEngine
 from offload.engine.sampling_params import SamplingParams
@@ -216,15 +214,8 @@ async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
 
 
 def create_app(served: Served) -> FastAPI:
-    """The application, which starts the engine and stops it."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        served.engine.engine.start()
-        yield
-        await served.stop()
-
-    app = FastAPI(title="offload", version=__version__, lifespan=lifespan)
+    """The application of an engine that runs."""
+    app = FastAPI(title="offload", version=__version__)
     install(app)
     engine, texts = served.engine.engine, served.texts
 
@@ -334,7 +325,7 @@ def create_app(served: Served) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return served.metrics.response()
 
     @app.get("/props")
     async def props() -> dict[str, Any]:

@@ -41,7 +41,9 @@ class ApiError(HTTPException):
         code: str | None = None,
         **details: Any,
     ) -> None:
-        headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status)
+        headers = {401: {"WWW-Authenticate": "Bearer"}}.get(status)
+        if status in (429, 503):
+            headers = {"Retry-After": "1"}
         super().__init__(status, message, headers)
         kind = _TYPES.get(status, "invalid_request_error")
         message = message.encode(errors="backslashreplace").decode()

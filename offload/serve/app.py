@@ -9,16 +9,31 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
 from offload.engine.async_engine import AsyncEngine
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
 from offload.serve.answers import Answers, Choice, Job
 from offload.serve.chat import Texts
+from offload.serve.described import (
+    ERRORS,
+    ChatAnswer,
+    CompletionAnswer,
+    Detokenized,
+    Health,
+    Load,
+    ModelCard,
+    ModelList,
+    Props,
+    RemovedSession,
+    SessionList,
+    Tokenized,
+    answer_or_stream,
+)
 from offload.serve.errors import ApiError, context_error, install, of_engine
 from offload.serve.formats import Chat, Completion, Format
 from offload.serve.grammars import Grammars, Mask, SchemaLimits
@@ -215,11 +230,11 @@ async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
 
 def create_app(served: Served) -> FastAPI:
     """The application of an engine that runs."""
-    app = FastAPI(title="offload", version=__version__)
+    app = FastAPI(title="offload", version=__version__, responses=ERRORS)
     install(app)
     engine, texts = served.engine.engine, served.texts
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=answer_or_stream(ChatAnswer))
     async def chat(body: ChatRequest, request: Request) -> Response:
         served.check_model(body.model)
         served.check_number(1, body.n)
@@ -228,7 +243,7 @@ def create_app(served: Served) -> FastAPI:
         )
         return await served.answer(request, body, [ids], Chat(body, served.name, texts))
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=answer_or_stream(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         served.check_model(body.model)
         if not body.prompts or not all(body.prompts):
@@ -246,15 +261,15 @@ def create_app(served: Served) -> FastAPI:
         return await served.answer(request, body, [ids for ids, _ in prompts], form)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> ModelList:
         return {"object": "list", "data": [model_card()]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str) -> ModelCard:
         served.check_model(name)
         return model_card()
 
-    def model_card() -> dict[str, Any]:
+    def model_card() -> ModelCard:
         return {
             "id": served.name,
             "object": "model",
@@ -264,7 +279,7 @@ def create_app(served: Served) -> FastAPI:
         }
 
     @app.get("/v1/sessions")
-    async def sessions() -> dict[str, Any]:
+    async def sessions() -> SessionList:
         entries = await asyncio.to_thread(served.sessions().entries)
         return {
             "object": "list",
@@ -281,7 +296,7 @@ def create_app(served: Served) -> FastAPI:
         }
 
     @app.delete("/v1/sessions/{session_id:path}")
-    async def remove_session(session_id: str) -> dict[str, Any]:
+    async def remove_session(session_id: str) -> RemovedSession:
         served.sessions()
         try:
             found = await asyncio.to_thread(engine.remove_session, _checked_id(session_id))
@@ -292,7 +307,7 @@ def create_app(served: Served) -> FastAPI:
         return {"id": session_id, "object": "session", "deleted": True}
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Tokenized:
         served.check_model(body.model)
         if body.messages:
             tokens = await asyncio.to_thread(texts.chat_ids, body.messages)
@@ -304,31 +319,31 @@ def create_app(served: Served) -> FastAPI:
         return {"tokens": tokens, "count": len(tokens), "max_model_len": served.max_context}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest) -> Detokenized:
         served.check_model(body.model)
         return {"prompt": await asyncio.to_thread(texts.decode, body.tokens)}
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
+    async def health() -> Health:
         if engine.failure is not None:
             raise ApiError(503, f"the engine failed: {engine.failure}")
         return {"status": "ok"}
 
     @app.get("/ping")
-    async def ping() -> dict[str, str]:
+    async def ping() -> Health:
         return await health()
 
     @app.get("/load")
-    async def load() -> dict[str, int]:
+    async def load() -> Load:
         running, waiting = engine.num_running, engine.num_waiting
         return {"server_load": running + waiting, "running": running, "waiting": waiting}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return served.metrics.response()
 
     @app.get("/props")
-    async def props() -> dict[str, Any]:
+    async def props() -> Props:
         return {
             "model": served.name,
             "version": __version__,

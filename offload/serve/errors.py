@@ -92,7 +92,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
         if not isinstance(error, ApiError):  # routing, and bodies that are no JSON
-            error = ApiError(error.status_code, str(error.detail))
+            headers, error = error.headers, ApiError(error.status_code, str(error.detail))
+            error.headers = headers  # a 405 says what is allowed
         return error.response()
 
     @app.exception_handler(RequestValidationError)

@@ -353,6 +353,7 @@ def create_app(served: Served) -> FastAPI:
             "max_queued": engine.max_queued,
             "kv_host_bytes": engine.model.kv_store.host_bytes_used,
             "kv_host_budget_bytes": engine.model.kv_store.host_budget_bytes,
+            "kv_device_bytes": engine.kv_device_bytes,
             "chat_template": texts.tokenizer.chat_template,
         }
 

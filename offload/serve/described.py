@@ -214,6 +214,7 @@ class Props(TypedDict):
     max_queued: int
     kv_host_bytes: int
     kv_host_budget_bytes: int | None
+    kv_device_bytes: int
     chat_template: Any
 
 

@@ -199,7 +199,7 @@ class Engine:
     @property
     def kv_device_bytes(self) -> int:
         """Bytes of the KV cache that is on a device."""
-        return self._runtime.decoder.device_bytes
+        return int(self._runtime.decoder.device_bytes)
 
     @property
     def max_context(self) -> int:

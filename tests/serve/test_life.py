@@ -193,7 +193,21 @@ def test_what_a_server_says_of_itself(server: Server, http: httpx.Client) -> Non
     page = http.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert not re.search(r"""(src|href)=["']?https?:""", page.text)
-    assert http.get("/openapi.json").status_code == 200
+
+
+def test_the_schema_describes_answers_and_errors(http: httpx.Client) -> None:
+    schema = http.get("/openapi.json").json()
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            assert {*operation["responses"]} == {"200", "4XX", "5XX"}
+            (content, *_) = operation["responses"]["200"]["content"].values()
+            assert "$ref" in content["schema"] or path == "/metrics"
+    fields = schema["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert fields["top_p"]["anyOf"][0]["maximum"] == 1
+    assert fields["best_of"]["anyOf"][0]["enum"] == [1, None]
+    refused = http.post("/health")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
+    assert refused.json()["error"]["message"] == "Method Not Allowed"
 
 
 def test_a_dead_engine_is_a_503(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

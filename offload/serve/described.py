@@ -220,8 +220,7 @@ class Props(TypedDict):
 
 def answer_or_stream(answer: type[Any]) -> dict[int | str, dict[str, Any]]:
     """What `responses` of a route takes: one JSON, or server-sent events."""
-    events = {"schema": {"type": "string"}}
-    return {200: {"model": answer, "content": {"text/event-stream": events}}}
+    return {200: {"model": answer, "content": {"text/event-stream": {}}}}
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {

@@ -6,16 +6,21 @@ Sessions stick to replicas by the header X-Session-ID. Where a replica died, the
 # Ray reads the annotation of `app`, which must not be a string.
 import math
 import shlex
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from starlette.types import ASGIApp
 
 from offload.cli.commands import add_command
 from offload.cli.serve import prepare
+from offload.serve.app import create_app
 from offload.serve.server import Access, guarded
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -54,10 +59,18 @@ class Replica:
     """`offload serve`, but for who listens."""
 
     def __init__(self, arguments: list[str]) -> None:
-        self._served, self._access = _command().main(arguments, standalone_mode=False)
+        load_served, self._access = _command().main(arguments, standalone_mode=False)
+        self._served = load_served()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return guarded(self._served, self._access)[1]
+        @asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            self._served.engine.engine.start()
+            yield
+            await self._served.stop()
+
+        _, app = guarded(self._access, create_app(self._served))
+        return Starlette(routes=[Mount("", app)], lifespan=lifespan)
 
     def check_health(self) -> None:
         """Ray replaces a replica whose engine failed."""

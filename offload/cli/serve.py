@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -177,7 +178,7 @@ def serve(
         --api-key-file keys.txt
     """
     with running(verbose=verbose):
-        served, access = prepare(
+        load_served, access = prepare(
             model,
             chosen=chosen,
             loading=loading,
@@ -190,7 +191,8 @@ def serve(
             print_marked("warning:", f"everybody who reaches {access.host} may ask", "bold yellow")
         from offload.serve.server import Server
 
-        Server(served, access, lambda url: stderr().print(f"serving at {url}")).run()
+        with quiet_transformers(verbose=verbose):
+            Server(load_served, access, stderr().print).run()
 
 
 def prepare(
@@ -202,8 +204,8 @@ def prepare(
     kept: Kept,
     listening: Listening,
     verbose: Verbose = False,
-) -> tuple[Any, Any]:
-    """What is to be served (`Served`), with its model loaded, and to whom (`Access`)."""
+) -> tuple[Callable[[], Any], Any]:
+    """What loads the model and makes a `Served` of it, and to whom it is served (`Access`)."""
     options = chosen.options()
     arguments = asdict(loading) | {"max_memory": memory_budgets(loading.max_memory or [])}
     try:
@@ -228,9 +230,10 @@ def prepare(
         tuple(listening.cors_origin or ()),
         load.shutdown_seconds,
     )
-    with quiet_transformers(verbose=verbose):
+    policy = make_policy(chosen.policy, **options)
+
+    def load_served() -> Served:
         tokenizer = load_tokenizer(model)
-        policy = make_policy(chosen.policy, **options)
         loaded = OffloadedModel.from_pretrained(model, policy=policy, **arguments)
         engine = Engine(
             loaded,
@@ -239,11 +242,12 @@ def prepare(
             max_queued=load.max_queued,
             sessions=None if folder is None else Sessions(folder, *sizes),
         )
-        served = Served(
+        return Served(
             AsyncEngine(engine),
             listening.served_model_name or model,
             schema_limits=SchemaLimits(load.max_schema_bytes, load.max_schema_depth),
             flush_seconds=load.shutdown_seconds,
             default_max_tokens=load.default_max_tokens,
         )
-    return served, access
+
+    return load_served, access

@@ -197,6 +197,11 @@ class Engine:
             return bool(self._requests)
 
     @property
+    def kv_device_bytes(self) -> int:
+        """Bytes of the KV cache that is on a device."""
+        return int(self._runtime.decoder.device_bytes)
+
+    @property
     def max_context(self) -> int:
         """Tokens of prompt and answer together that the model can have."""
         return int(self._runtime.lean.shape.max_context)

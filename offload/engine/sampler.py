@@ -117,7 +117,9 @@ def _sample(logits: Tensor, params: SamplingParams, generator: torch.Generator |
     probabilities = (logits - whole).exp()
     if params.top_p < 1.0:
         before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= params.top_p, 0.0)
+        # The likeliest stays, also by a top_p that is 0 in float32.
+        beyond = (before >= params.top_p) & (before > 0.0)
+        probabilities = probabilities.masked_fill(beyond, 0.0)
     if params.min_p > 0.0:
         least = params.min_p * probabilities.max()
         probabilities = probabilities.masked_fill(probabilities < least, 0.0)

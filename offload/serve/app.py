@@ -6,15 +6,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
 from offload.engine.async_engine import AsyncEngine
 from offload.engine.sampling_params import SamplingParams
@@ -22,6 +20,22 @@ from offload.engine.sessions import SessionInUseError, Sessions, check_session_i
 from offload.serve import response_items
 from offload.serve.answers import Answers, Choice, Job
 from offload.serve.chat import Texts
+from offload.serve.described import (
+    ERRORS,
+    ChatAnswer,
+    CompletionAnswer,
+    Detokenized,
+    Health,
+    Load,
+    ModelCard,
+    ModelList,
+    Props,
+    RemovedSession,
+    ResponseAnswer,
+    SessionList,
+    Tokenized,
+    answer_or_stream,
+)
 from offload.serve.errors import ApiError, context_error, install, of_engine
 from offload.serve.formats import Chat, Completion, Format
 from offload.serve.grammars import Grammars, Mask, SchemaLimits
@@ -218,19 +232,12 @@ async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
 
 
 def create_app(served: Served) -> FastAPI:
-    """The application, which starts the engine and stops it."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        served.engine.engine.start()
-        yield
-        await served.stop()
-
-    app = FastAPI(title="offload", version=__version__, lifespan=lifespan)
+    """The application of an engine that runs."""
+    app = FastAPI(title="offload", version=__version__, responses=ERRORS)
     install(app)
     engine, texts = served.engine.engine, served.texts
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=answer_or_stream(ChatAnswer))
     async def chat(body: ChatRequest, request: Request) -> Response:
         served.check_model(body.model)
         served.check_number(1, body.n)
@@ -239,7 +246,7 @@ def create_app(served: Served) -> FastAPI:
         )
         return await served.answer(request, body, [ids], Chat(body, served.name, texts))
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=answer_or_stream(ResponseAnswer))
     async def responses(body: ResponseRequest, request: Request) -> Response:
         served.check_model(body.model)
         chat = body.chat
@@ -253,7 +260,7 @@ def create_app(served: Served) -> FastAPI:
         form = response_items.Response(body, served.name, texts)
         return await served.answer(request, chat, [ids], form)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=answer_or_stream(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         served.check_model(body.model)
         if not body.prompts or not all(body.prompts):
@@ -271,15 +278,15 @@ def create_app(served: Served) -> FastAPI:
         return await served.answer(request, body, [ids for ids, _ in prompts], form)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> ModelList:
         return {"object": "list", "data": [model_card()]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str) -> ModelCard:
         served.check_model(name)
         return model_card()
 
-    def model_card() -> dict[str, Any]:
+    def model_card() -> ModelCard:
         return {
             "id": served.name,
             "object": "model",
@@ -289,7 +296,7 @@ def create_app(served: Served) -> FastAPI:
         }
 
     @app.get("/v1/sessions")
-    async def sessions() -> dict[str, Any]:
+    async def sessions() -> SessionList:
         entries = await asyncio.to_thread(served.sessions().entries)
         return {
             "object": "list",
@@ -306,7 +313,7 @@ def create_app(served: Served) -> FastAPI:
         }
 
     @app.delete("/v1/sessions/{session_id:path}")
-    async def remove_session(session_id: str) -> dict[str, Any]:
+    async def remove_session(session_id: str) -> RemovedSession:
         served.sessions()
         try:
             found = await asyncio.to_thread(engine.remove_session, _checked_id(session_id))
@@ -317,7 +324,7 @@ def create_app(served: Served) -> FastAPI:
         return {"id": session_id, "object": "session", "deleted": True}
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Tokenized:
         served.check_model(body.model)
         if body.messages:
             tokens = await asyncio.to_thread(texts.chat_ids, body.messages)
@@ -329,31 +336,31 @@ def create_app(served: Served) -> FastAPI:
         return {"tokens": tokens, "count": len(tokens), "max_model_len": served.max_context}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest) -> Detokenized:
         served.check_model(body.model)
         return {"prompt": await asyncio.to_thread(texts.decode, body.tokens)}
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
+    async def health() -> Health:
         if engine.failure is not None:
             raise ApiError(503, f"the engine failed: {engine.failure}")
         return {"status": "ok"}
 
     @app.get("/ping")
-    async def ping() -> dict[str, str]:
+    async def ping() -> Health:
         return await health()
 
     @app.get("/load")
-    async def load() -> dict[str, int]:
+    async def load() -> Load:
         running, waiting = engine.num_running, engine.num_waiting
         return {"server_load": running + waiting, "running": running, "waiting": waiting}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return served.metrics.response()
 
     @app.get("/props")
-    async def props() -> dict[str, Any]:
+    async def props() -> Props:
         return {
             "model": served.name,
             "version": __version__,
@@ -363,6 +370,7 @@ def create_app(served: Served) -> FastAPI:
             "max_queued": engine.max_queued,
             "kv_host_bytes": engine.model.kv_store.host_bytes_used,
             "kv_host_budget_bytes": engine.model.kv_store.host_budget_bytes,
+            "kv_device_bytes": engine.kv_device_bytes,
             "chat_template": texts.tokenizer.chat_template,
         }
 

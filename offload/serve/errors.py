@@ -41,7 +41,9 @@ class ApiError(HTTPException):
         code: str | None = None,
         **details: Any,
     ) -> None:
-        headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status)
+        headers = {401: {"WWW-Authenticate": "Bearer"}}.get(status)
+        if status in (429, 503):
+            headers = {"Retry-After": "1"}
         super().__init__(status, message, headers)
         kind = _TYPES.get(status, "invalid_request_error")
         message = message.encode(errors="backslashreplace").decode()
@@ -90,7 +92,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
         if not isinstance(error, ApiError):  # routing, and bodies that are no JSON
-            error = ApiError(error.status_code, str(error.detail))
+            headers, error = error.headers, ApiError(error.status_code, str(error.detail))
+            error.headers = headers  # a 405 says what is allowed
         return error.response()
 
     @app.exception_handler(RequestValidationError)

@@ -1,4 +1,4 @@
-"""Before every route: who may come in, with how much, and whether we close."""
+"""Before every route: who may come in, with how much, and whether we load or close."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import hmac
 from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.serve.errors import ApiError
+from offload.serve.metrics import while_loading
 
 PUBLIC = ("/", "/health", "/ping")
 
@@ -21,31 +23,35 @@ class Gate:
         public: paths that need no key.
 
     Attributes:
+        app: what answers; None while the model loads.
         is_closing: requests are refused.
         num_inside: that are being answered.
     """
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: ASGIApp | None = None,
         *,
         api_keys: Sequence[str] = (),
         public: Collection[str] = PUBLIC,
         max_body_bytes: int,
     ) -> None:
-        self._app, self._public, self._max_body_bytes = app, public, max_body_bytes
+        self.app, self._public, self._max_body_bytes = app, public, max_body_bytes
         self._keys = [key.encode() for key in api_keys]
         self.is_closing, self.num_inside = False, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an ASGI application."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            raise RuntimeError(f"only HTTP is served, got {scope['type']!r}")
         try:
             self._check(scope)
         except ApiError as error:
             await error.response()(scope, receive, send)
+            return
+        app = self.app
+        if app is None:
+            await _while_loading(scope["path"])(scope, receive, send)
             return
         size = 0
 
@@ -59,7 +65,7 @@ class Gate:
 
         self.num_inside += 1
         try:
-            await self._app(scope, limited, send)
+            await app(scope, limited, send)
         finally:
             self.num_inside -= 1
 
@@ -80,3 +86,12 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body has more than {self._max_body_bytes} bytes")
+
+
+def _while_loading(path: str) -> Response:
+    if path == "/metrics":
+        return while_loading()
+    error = ApiError(503, "the model is loading", code="loading")
+    if path in ("/health", "/ping"):
+        error.body["status"] = "loading"
+    return error.response()

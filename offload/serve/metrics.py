@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from offload.engine.engine import Engine
 from offload.engine.sessions import Sessions
 
+_LOADED = "offload_model_loaded", "1 when requests are answered."
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -21,6 +23,7 @@ class _OfEngine(Collector):
     def collect(self) -> Iterator[Metric]:
         """As prometheus_client calls it."""
         stats, store = self._engine.stats, self._engine.model.kv_store
+        yield GaugeMetricFamily(*_LOADED, value=1)
         requests = CounterMetricFamily("offload_requests", "Requests by their end.", labels=["end"])
         for end in ("finished", "failed", "cancelled"):
             requests.add_metric([end], getattr(stats, end))
@@ -90,3 +93,24 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+
+    def response(self) -> Response:
+        """The text that Prometheus reads."""
+        return _response(self.registry)
+
+
+class _WhileLoading(Collector):
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client calls it."""
+        yield GaugeMetricFamily(*_LOADED, value=0)
+
+
+def while_loading() -> Response:
+    """What there is to tell without an engine."""
+    registry = CollectorRegistry()
+    registry.register(_WhileLoading())
+    return _response(registry)
+
+
+def _response(registry: CollectorRegistry) -> Response:
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -18,13 +18,16 @@ from pydantic import (
 
 from offload.engine.sampling_params import MOST_LOGPROBS, SamplingParams
 from offload.engine.sessions import check_session_id
-from offload.serve.bodies import Body, at_most, only
+from offload.serve.bodies import Body, at_most, described, only
 from offload.serve.structured import Constraint, ResponseFormat, StructuredOutputs, calls_grammar
 from offload.serve.tools import CLOSE, NamedTool, Tool, ToolCall
 
 Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+MaxTokens = Annotated[int, described(minimum=1)]
+Penalty = Annotated[float, described(minimum=-2, maximum=2)]
+IdPattern = described(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-Ids = Annotated[list[int], at_most(2**21)]
+Ids = Annotated[list[Annotated[int, described(minimum=0)]], at_most(2**21)]
 _MOST_MESSAGES = 2**14
 
 
@@ -41,19 +44,19 @@ class Sampling(Body):
 
     model: str | None = None
     stream: bool = False
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
+    min_tokens: Annotated[int, described(minimum=0)] = 0
+    temperature: Annotated[float, described(minimum=0, maximum=100)] = 1.0
+    top_p: Annotated[float, described(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_k: Annotated[int, described(minimum=-1)] = 0
+    min_p: Annotated[float, described(minimum=0, maximum=1)] = 0.0
+    seed: Annotated[int, described(minimum=-(2**63), maximum=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], at_most(64)] = []
-    logit_bias: dict[str, float] = {}
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    logit_bias: dict[str, Annotated[float, described(minimum=-100, maximum=100)]] = {}
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, described(minimum=1e-6, maximum=100)] = 1.0
     ignore_eos: bool = False
-    session_id: Annotated[str, AfterValidator(check_session_id)] | None = None
+    session_id: Annotated[str, AfterValidator(check_session_id), IdPattern] | None = None
     # Labels of the client's.
     user: str | None = None
     metadata: dict[str, str] = {}
@@ -76,7 +79,7 @@ class Sampled(Sampling):
 
     stream_options: StreamOptions | None = None
     return_progress: bool = False
-    max_tokens: int | None = None
+    max_tokens: MaxTokens | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     store: Annotated[bool, only(False)] = False
     response_format: ResponseFormat | None = None
@@ -290,7 +293,7 @@ class CompletionRequest(Sampled):
         | Annotated[_Prompts, Tag("prompts")],
         Discriminator(_kind),
     ]
-    max_tokens: int | None = 16
+    max_tokens: MaxTokens | None = 16
     echo: bool = False
     logprobs: Logprobs | None = None
     best_of: Annotated[int, only(1)] = 1

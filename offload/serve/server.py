@@ -1,7 +1,10 @@
-"""uvicorn, and how it ends: requests that run are finished, those that come are refused."""
+"""uvicorn, and how it begins and ends: it listens before the model is loaded; at the end requests
+that run are finished, those that come are refused."""
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -40,10 +43,10 @@ class Access:
             raise ValueError("an API key has a character that is not ASCII; clients cannot send it")
 
 
-def guarded(served: Served, access: Access) -> tuple[Gate, ASGIApp]:
-    """The application behind its gate, and all that a server runs."""
+def guarded(access: Access, app: ASGIApp | None = None) -> tuple[Gate, ASGIApp]:
+    """The gate before an application that there is, or will be, and all that a server runs."""
     gate = Gate(
-        create_app(served),
+        app,
         api_keys=access.api_keys,
         public=(*PUBLIC, "/v1/models") if access.public_models else PUBLIC,
         max_body_bytes=access.max_body_bytes,
@@ -57,16 +60,27 @@ def guarded(served: Served, access: Access) -> tuple[Gate, ASGIApp]:
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT; a second one waits for nothing."""
+    """Serves until SIGTERM or SIGINT; a second one waits for nothing, nor does one while it loads.
+
+    Args:
+        load: makes what is served, in a thread. Until then requests get a 503.
+        say: takes a line when it listens, and one when it serves.
+
+    Attributes:
+        served: None until it is loaded.
+        url: where it listens.
+    """
 
     def __init__(
         self,
-        served: Served,
+        load: Callable[[], Served],
         access: Access,
-        on_start: Callable[[str], None] = lambda url: None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._served, self._on_start = served, on_start
-        self.gate, app = guarded(served, access)
+        self._load, self._say = load, say
+        self.served: Served | None = None
+        self._failure: Exception | None = None
+        self.gate, app = guarded(access)
         self._shutdown_seconds, self._until = access.shutdown_seconds, 0.0
         super().__init__(
             uvicorn.Config(
@@ -74,21 +88,50 @@ class Server(uvicorn.Server):
                 host=access.host,
                 port=access.port,
                 ws="none",
+                lifespan="off",
                 access_log=False,
                 log_config=None,
                 timeout_graceful_shutdown=2,
             )
         )
 
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's.
+
+        Raises:
+            Exception: of `load`.
+        """
+        super().run(sockets)
+        if self._failure is not None:
+            raise self._failure
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, and say where it listens."""
+        """As uvicorn's; then it loads."""
         await super().startup(sockets)
         host, port, *_ = self.servers[0].sockets[0].getsockname()
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._on_start(self.url)
+        self._say(f"loading; {self.url} answers 503 until then")
+        self._loading = asyncio.create_task(self._start())
+
+    async def _start(self) -> None:
+        def load() -> tuple[Served, ASGIApp]:
+            served = self._load()
+            app = create_app(served)
+            served.engine.engine.start()
+            return served, app
+
+        try:
+            self.served, self.gate.app = await asyncio.to_thread(load)
+        except Exception as error:
+            self._failure, self.should_exit = error, True
+        else:
+            self._say(f"serving at {self.url}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to close; the loop's next tick sees it."""
+        if self.served is None:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
         if self.gate.is_closing:
             self.should_exit = self.force_exit = True
         else:
@@ -101,7 +144,8 @@ class Server(uvicorn.Server):
             self.should_exit = True
         if await super().on_tick(counter):
             # Streams that run end with an error.
-            if not await self._served.stop(lambda: self.force_exit):
+            served = self.served
+            if served is not None and not await served.stop(lambda: self.force_exit):
                 self.force_exit = True
             return True
         return False

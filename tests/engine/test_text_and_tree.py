@@ -55,6 +55,7 @@ def test_half_a_character_is_never_sent() -> None:
         {"temperature": 1.3, "top_k": 5},
         {"top_p": 0.6},
         {"top_p": 0.999},
+        {"top_p": 5e-324},  # 0 in float32
         {"top_k": 20, "top_p": 0.8, "temperature": 0.9},
         {"min_p": 0.1},
         {"repetition_penalty": 1.8, "top_k": 3},

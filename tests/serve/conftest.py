@@ -70,12 +70,12 @@ def serving(
         schema_limits=limits or SchemaLimits(),
         default_max_tokens=default_max_tokens,
     )
-    server = Server(served, access or Access(port=0))
+    server = Server(lambda: served, access or Access(port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         until = time.monotonic() + 20
-        while not server.started and time.monotonic() < until:
+        while server.served is None and time.monotonic() < until:
             time.sleep(0.01)
         yield server
     finally:
@@ -85,8 +85,10 @@ def serving(
 
 
 @contextmanager
-def serving_process(folder: Path, *options: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`offload serve` and its URL; killed at the end if it runs."""
+def serving_process(
+    folder: Path, *options: object, says: str = "serving at"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`offload serve` and its URL, when it says so; killed at the end if it runs."""
     command = ["serve", folder, "--port", 0, "--threads", 1, "--dtype", "float32", *options]
     process = subprocess.Popen(
         [sys.executable, "-m", "offload", *map(str, command)],
@@ -100,7 +102,7 @@ def serving_process(folder: Path, *options: object) -> Iterator[tuple[subprocess
             said = list[str]()
             for line in process.stderr:
                 said.append(line)
-                found = re.search(r"serving at (http://127\.0\.0\.1:\d+)", line)
+                found = re.search(rf"{says} (http://127\.0\.0\.1:\d+)", line)
                 if found:
                     break
             else:

@@ -16,10 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
+from cases.tiny_models import byte_tokenizer
 from serve.conftest import Serve, serving_process
 
-from offload import Engine
+from offload import AsyncEngine, Engine
 from offload.engine.sessions import SessionInUseError
+from offload.serve.app import Served
 from offload.serve.chat import Texts
 from offload.serve.server import Access, Server
 
@@ -37,7 +39,8 @@ def until(holds: Callable[[], bool], seconds: float = 10.0) -> float:
 
 
 def engine_of(server: Server) -> Engine:
-    return server._served.engine.engine
+    assert server.served is not None
+    return server.served.engine.engine
 
 
 def raw(server: Server, body: str) -> socket.socket:
@@ -190,7 +193,21 @@ def test_what_a_server_says_of_itself(server: Server, http: httpx.Client) -> Non
     page = http.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert not re.search(r"""(src|href)=["']?https?:""", page.text)
-    assert http.get("/openapi.json").status_code == 200
+
+
+def test_the_schema_describes_answers_and_errors(http: httpx.Client) -> None:
+    schema = http.get("/openapi.json").json()
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            assert {*operation["responses"]} == {"200", "4XX", "5XX"}
+            (content, *_) = operation["responses"]["200"]["content"].values()
+            assert "$ref" in content["schema"] or path == "/metrics"
+    fields = schema["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert fields["top_p"]["anyOf"][0]["maximum"] == 1
+    assert fields["best_of"]["anyOf"][0]["enum"] == [1, None]
+    refused = http.post("/health")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
+    assert refused.json()["error"]["message"] == "Method Not Allowed"
 
 
 def test_a_dead_engine_is_a_503(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +353,7 @@ def test_a_step_that_hangs_ends_with_the_server(
     monkeypatch.setattr(Engine, "step", hangs)
     monkeypatch.setattr("offload.serve.app._GRACE_SECONDS", 60.0 if is_second else 0.5)
     with serve(Access(port=0, shutdown_seconds=0.1)) as server:
-        server._served.flush_seconds = 0.1
+        server.served.flush_seconds = 0.1
         engine = engine_of(server)
         with raw(server, json.dumps(LONG)):
             assert entered.wait(10)
@@ -347,6 +364,58 @@ def test_a_step_that_hangs_ends_with_the_server(
             until(lambda: server.force_exit and not server.servers[0].is_serving(), 4.0)
     released.set()
     until(lambda: engine._thread is None)
+
+
+def test_a_server_that_loads_says_so(served_model: Any) -> None:
+    goes_on, lines = threading.Event(), list[str]()
+
+    def load() -> Served:
+        assert goes_on.wait(20)
+        return Served(AsyncEngine(Engine(served_model, byte_tokenizer())), "tiny")
+
+    server = Server(load, Access(port=0, api_keys=("key",)), lines.append)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: len(lines) == 1)
+        with httpx.Client(base_url=server.url, timeout=5) as http:
+            assert http.get("/metrics").status_code == 401
+            http.headers["Authorization"] = "Bearer key"
+            for path in ("/health", "/ping", "/v1/models", "/nowhere"):
+                answer = http.get(path)
+                assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+                assert answer.json()["error"]["code"] == "loading"
+                assert ("status" in answer.json()) == (path in ("/health", "/ping"))
+            assert http.post("/v1/completions", json=SHORT).status_code == 503
+            metrics = http.get("/metrics")
+            assert (metrics.status_code, "offload_model_loaded 0.0" in metrics.text) == (200, True)
+            goes_on.set()
+            until(lambda: http.get("/health").status_code == 200)
+            assert "offload_model_loaded 1.0" in http.get("/metrics").text
+            assert http.post("/v1/completions", json=SHORT).status_code == 200
+        until(lambda: lines[1:] == [f"serving at {server.url}"])
+    finally:
+        goes_on.set()
+        server.should_exit = True
+        thread.join(20)
+
+
+def test_a_server_that_cannot_load_ends() -> None:
+    def load() -> Served:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        Server(load, Access(port=0)).run()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_listens_before_it_has_loaded(serve_folder: Path, number: int) -> None:
+    with serving_process(serve_folder, says="loading;") as (process, url):
+        answer = httpx.get(f"{url}/health", timeout=20)
+        assert (answer.status_code, answer.json()["status"]) == (503, "loading")
+        assert httpx.get(f"{url}/metrics", timeout=20).status_code == 200
+        process.send_signal(number)
+        assert process.wait(10) in (-number, 0)  # 0: it was through
 
 
 def test_the_command(serve_folder: Path, tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ def test_the_end_does_not_wait_for_a_slow_disk(
     monkeypatch.setattr(SessionFolder, "write", slow)
     sessions = Sessions(tmp_path)
     with serve(sessions=sessions) as server:
-        server._served.flush_seconds = 0.5
+        server.served.flush_seconds = 0.5
         body = {"prompt": QUESTION, "max_tokens": 2, "session_id": "a"}
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
         start = time.monotonic()

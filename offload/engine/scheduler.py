@@ -13,6 +13,8 @@ from offload.policies.state import PolicyStates
 # Tokens of a slice at least, while others decode and while nobody does: fewer take about as long.
 _LEAST = {True: 32, False: 256}
 _MOST = 2**16
+# Of the next slice at most, against the last: one that was quick by chance makes no long gap.
+_GROWTH = {True: 1.25, False: 2.0}
 _ANSWER_TOKENS = 1024  # that are expected where a request has no maximum
 _LOOKED_THROUGH = 8  # prompts behind the first, for such as fit a slice
 
@@ -180,7 +182,7 @@ class Scheduler:
         decodes = self._decodes
         size, wanted = self._sizes[decodes], self._slice_seconds[decodes]
         if 2 * num_tokens >= size:  # else a prompt's end says little
-            size = int(size * min(2.0, max(0.5, wanted / seconds)))
+            size = int(size * min(_GROWTH[decodes], max(0.5, wanted / seconds)))
             self._sizes[decodes] = min(_MOST, max(_LEAST[decodes], size))
         self._owed = seconds * (1.0 - self._read_share) / self._read_share
 

@@ -50,8 +50,8 @@ class AnswerTexts:
         tokenizer: of transformers; its chat template frames the question, if it has one.
         prompt_tokens: of every prompt.
         max_answer_tokens: longer answers are cut.
-        max_question_tokens: a fourth of the questions of at most so many tokens, its frame included, are
-            no part of the prompt: they come before the answer, as if they were decoded.
+        max_question_tokens: a fourth of the questions of at most so many tokens, frame included,
+            are no part of the prompt: they come before the answer, as if they were decoded.
 
     Raises:
         ValueError: fewer than MIN_PROMPT_TOKENS tokens.

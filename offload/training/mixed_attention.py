@@ -46,7 +46,7 @@ class ReadText:
     keys: list[Tensor]
     values: list[Tensor]
     logits: Tensor
-    hidden: Tensor | None = None
+    hidden: Tensor
 
 
 @torch.no_grad()

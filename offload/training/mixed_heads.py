@@ -82,7 +82,9 @@ class MixedHeads:
         """o [batch, num_qo_heads, num_answer, head_dim] of the answer's q, k and v, rotated."""
         k = torch.cat([self.text.keys[layer_idx], k], dim=2)
         v = torch.cat([self.text.values[layer_idx], v], dim=2)
-        q = q.unflatten(1, (k.shape[1], -1))  # [batch, num_kv_heads, group_size, n, head_dim]
+        q = q.reshape(
+            len(q), k.shape[1], -1, *q.shape[2:]
+        )  # [batch, num_kv_heads, group_size, n, head_dim]
         scores = sm_scale * (q @ k[:, :, None].transpose(-1, -2)).float()
         full = scores.masked_fill(self._future, -torch.inf).softmax(-1)
         z = self.gates[layer_idx].view(-1, 1, 1)

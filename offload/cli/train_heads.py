@@ -158,7 +158,7 @@ def train_heads(
         if plot is not None:
             from offload.training.picture import plot_training
 
-            plot_training(trainer, plot, f"{model}: {roles.made_by}")
+            plot_training(trainer, plot, f"{model}:\n{roles.made_by}")
         saved.unlink()
         summary = {
             "model": model,

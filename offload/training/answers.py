@@ -51,7 +51,8 @@ class AnswerTexts:
         prompt_tokens: of every prompt.
         max_answer_tokens: longer answers are cut.
         max_question_tokens: a fourth of the questions of at most so many tokens, frame included,
-            are no part of the prompt: they come before the answer, as if they were decoded.
+            are no part of the prompt: they come before the answer, as if they were decoded. Not
+            where texts are held out.
 
     Raises:
         ValueError: fewer than MIN_PROMPT_TOKENS tokens.
@@ -107,7 +108,8 @@ class AnswerTexts:
             answer = self._encode(asked.answer)
         behind = self._encode(f"\n\n{asked.question}") + self._after
         decoded: list[int] = []
-        if len(behind) <= self._max_question_tokens and rng.random() < _DECODED_QUESTIONS:
+        may_be = len(behind) <= self._max_question_tokens and not held_out
+        if may_be and rng.random() < _DECODED_QUESTIONS:
             decoded, behind = behind, decoded
         hidden = [self._encode(f" {sentence}\n") for sentence in asked.sentences]
         room = self._prompt_tokens - len(behind) - len(self._before) - sum(map(len, hidden))

@@ -96,7 +96,8 @@ class Settings:
         if longest > shape.max_context:
             raise ValueError(
                 f"prompts of context={self.context} and what is decoded take {longest} tokens, "
-                f"more than the {shape.max_context} of this model ({max_context_reason}); lower context"
+                f"more than the {shape.max_context} of this model ({max_context_reason}); "
+                "lower context"
             )
 
 
@@ -163,7 +164,6 @@ class Trainer:
         self._texts = AnswerTexts(
             self.tokenizer, settings.context, _ANSWER_TOKENS, _QUESTION_TOKENS
         )
-        self._asked_texts = AnswerTexts(self.tokenizer, settings.context, _ANSWER_TOKENS)
         prepare_stock(self.stock)
         self.device = self.lean.lm_head.weight.device
         gates = METHODS[settings.method]((shape.num_layers - 1, shape.num_kv_heads))
@@ -180,7 +180,7 @@ class Trainer:
             ValueError: the loss is no number.
         """
         settings, number = self.settings, len(self.log)
-        text = self._read(self._texts, settings.seed + number)
+        text = self._read(settings.seed + number)
         hidden = self._mixed(text, self._sample(settings.seed * 1_000_003 + number))
         open_heads = self.gates.open_probability().sum()
         excess = (open_heads - settings.target_heads) / settings.target_heads
@@ -234,7 +234,7 @@ class Trainer:
         roles = torch.from_numpy(self.retrieval).float().to(self.device)
         rows, answers = [], []
         for number in range(HELD_OUT_BATCHES):
-            text = self._read(self._asked_texts, _HELD_OUT_SEED + number, held_out=True)
+            text = self._read(_HELD_OUT_SEED + number, held_out=True)
             logits, gated = (
                 self.stock.lm_head(self._mixed(text, gates)).float()
                 for gates in (roles, self._sample(number))
@@ -279,9 +279,9 @@ class Trainer:
     def _sample(self, seed: int) -> Tensor:
         return _with_layer_0(self.gates.sample(torch.Generator().manual_seed(seed)))
 
-    def _read(self, texts: AnswerTexts, seed: int, *, held_out: bool = False) -> ReadText:
+    def _read(self, seed: int, *, held_out: bool = False) -> ReadText:
         size, num_prompt = self.settings.batch_size, self.settings.context
-        tokens, answered = padded(texts.batch(size, seed, held_out=held_out))
+        tokens, answered = padded(self._texts.batch(size, seed, held_out=held_out))
         return read_text(self.lean, tokens.to(self.device), num_prompt, answered.to(self.device))
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
-from offload.policies.head_roles import BoolArray
 from offload.system.interrupts import shielded
 from offload.training.answers import MIN_PROMPT_TOKENS, AnswerTexts, padded
 from offload.training.gates import METHODS, Gates
@@ -215,7 +215,7 @@ class Trainer:
         return _with_layer_0(self.gates.mean()).cpu()
 
     @property
-    def retrieval(self) -> BoolArray:
+    def retrieval(self) -> npt.NDArray[np.bool_]:
         """bool [num_layers, num_kv_heads]: layer 0, and where E[z] > 0.5.
 
         Of "direct": the `target_heads` with the largest gates, as DuoAttention's quantile has it.
@@ -226,7 +226,8 @@ class Trainer:
             largest = mean[1:].flatten().topk(self.settings.target_heads).indices
             decided[1:] = False
             decided[1:].view(-1)[largest] = True
-        return decided.numpy()
+        roles: npt.NDArray[np.bool_] = decided.numpy()
+        return roles
 
     @torch.no_grad()
     def held_out(self, on_batch: Callable[[], None] = lambda: None) -> HeldOut:

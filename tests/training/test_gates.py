@@ -10,7 +10,7 @@ import torch
 from offload.training.gates import HIGH, LOW, METHODS, Direct, HardConcrete, HardKuma
 
 
-def samples(gates: torch.nn.Module, count: int = 40_000) -> torch.Tensor:
+def samples(gates: torch.nn.Module, count: int = 20_000) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     return torch.stack([gates.sample(generator) for _ in range(count)]).detach().double()
 
@@ -23,9 +23,9 @@ def test_expectations_of_hardkuma_are_those_of_its_samples() -> None:
     z = samples(gates)
     assert z.min() == 0
     assert z.max() == 1
-    torch.testing.assert_close(gates.mean().double(), z.mean(0), atol=8e-3, rtol=0)
+    torch.testing.assert_close(gates.mean().double(), z.mean(0), atol=1.2e-2, rtol=0)
     opened = (z > 0).double().mean(0)
-    torch.testing.assert_close(gates.open_probability().double(), opened, atol=8e-3, rtol=0)
+    torch.testing.assert_close(gates.open_probability().double(), opened, atol=1.2e-2, rtol=0)
 
 
 @pytest.mark.parametrize("log_beta", [-1.0, 0.0, 0.7])
@@ -35,9 +35,9 @@ def test_hardkuma_in_closed_form(log_beta: float) -> None:
     gates.log_beta.data.fill_(log_beta)
     beta, width = math.exp(log_beta), HIGH - LOW
     shut, full = -LOW / width, (1 - LOW) / width
-    assert float(gates.open_probability()) == pytest.approx((1 - shut) ** beta, rel=1e-5)
+    assert gates.open_probability().item() == pytest.approx((1 - shut) ** beta, rel=1e-5)
     mean = width * ((1 - shut) ** (beta + 1) - (1 - full) ** (beta + 1)) / (beta + 1)
-    assert float(gates.mean()) == pytest.approx(mean, rel=1e-4)
+    assert gates.mean().item() == pytest.approx(mean, rel=1e-4)
 
 
 def test_expectations_of_hard_concrete() -> None:
@@ -45,7 +45,7 @@ def test_expectations_of_hard_concrete() -> None:
     gates.log_alpha.data.copy_(torch.linspace(-3, 3, 5))
     z = samples(gates)
     opened = (z > 0).double().mean(0)
-    torch.testing.assert_close(gates.open_probability().double(), opened, atol=8e-3, rtol=0)
+    torch.testing.assert_close(gates.open_probability().double(), opened, atol=1.2e-2, rtol=0)
     assert ((gates.mean() > 0.5) == (z.mean(0) > 0.5))[0, [0, 1, 3, 4]].all()
 
 
@@ -58,9 +58,9 @@ def test_a_gate_is_never_stuck(method: str, far: float) -> None:
         parameter.data.fill_(-far if name == "log_beta" else far)
     gates.limit()
     z = samples(gates, 2000)
-    assert (0.9 < z.mean()) if far > 0 else (z.mean() < 0.1)
+    assert (z.mean() > 0.9) if far > 0 else (z.mean() < 0.1)
     assert 0.003 < float(((z > 0.5) != (far > 0)).double().mean()) < 0.1
-    assert 0.003 < float((gates.open_probability() - (far > 0)).abs().detach()) < 0.1
+    assert 0.003 < abs(gates.open_probability().item() - (far > 0)) < 0.1
     gates.open_probability().sum().backward()
     assert all(parameter.grad.abs().max() > 1e-3 for parameter in gates.parameters())
 

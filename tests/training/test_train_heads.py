@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from offload.loading.names import checkpoint_name
 from offload.models import lean_model_maker
 from offload.policies import LycheeDecode
 from offload.policies.head_roles import HeadRoles
-from offload.system.interrupts import shielded
 from offload.system.stdlib_text import stdlib_docstrings, stdlib_sources
 from offload.training import answers, mixed_heads
 from offload.training import train as training
+from offload.training.gates import HardKuma
 from offload.training.mixed_attention import SparseRule, read_text
 from offload.training.mixed_heads import mixed_hidden, prepare_stock
 from offload.training.train import Settings, Trainer, train
@@ -123,7 +124,7 @@ def test_gradients_through_layers_computed_again(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("method", ["hardkuma", "hard-concrete"])
 def test_the_constraint_is_reached(method: str) -> None:
-    made = trainer(steps=150, target_heads=2, method=method, learning_rate=0.1)
+    made = trainer(steps=80, target_heads=2, method=method, learning_rate=0.2)
     before = {name: x.clone() for name, x in made.stock.named_parameters()}
     for _ in range(made.settings.steps):
         made.step()
@@ -215,10 +216,9 @@ def test_the_command_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     whole, out = tmp_path / "whole.json", tmp_path / "roles.json"
     assert runner.invoke(app, command(folder, whole)).exit_code == 0
     step = Trainer.step
-    monkeypatch.setattr(Trainer, "step", lambda self: step(self) if len(self.log) < 3 else 1 / 0)
-    assert isinstance(runner.invoke(app, command(folder, out)).exception, ZeroDivisionError)
-    monkeypatch.undo()
-    monkeypatch.setattr(training, "HELD_OUT_BATCHES", 2)
+    with monkeypatch.context() as broken:
+        broken.setattr(Trainer, "step", lambda self: step(self) if len(self.log) < 3 else 1 / 0)
+        assert isinstance(runner.invoke(app, command(folder, out)).exception, ZeroDivisionError)
     unfinished = tmp_path / "roles.json.unfinished"
     before = unfinished.read_bytes()
     for more, said in (
@@ -230,6 +230,11 @@ def test_the_command_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         assert said in " ".join(refused.output.split())
         assert unfinished.read_bytes() == before
         assert not out.exists()
+    result = runner.invoke(app, command(folder, out, "--resume"))
+    assert result.exit_code == 0, result.output
+    assert out.read_text() == whole.read_text()
+    logs = [path.with_name(f"{path.name}.log.jsonl").read_text() for path in (out, whole)]
+    assert logs[0] == logs[1]
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
@@ -255,5 +260,20 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         assert out.read_text() == "mine"
 
 
-def test_ctrl_c_waits_for_the_end_of_a_step() -> None:
-    assert training.shielded is shielded
+def test_ctrl_c_waits_for_the_end_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, limit = trainer(), HardKuma.limit
+
+    def interrupted(gates: HardKuma) -> None:
+        if len(made.log) == 2:
+            signal.raise_signal(signal.SIGINT)
+        limit(gates)
+
+    monkeypatch.setattr(HardKuma, "limit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(made, tmp_path / "saved", lambda step: None)
+    again = trainer()
+    again.resume(tmp_path / "saved")
+    assert len(again.log) == 3
+    assert torch.equal(again.mean_gates(), made.mean_gates())

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 # What variables are stretched to, and how far their parameters go. With the paper's (-0.1, 1.1) and
-# no limit a gate that is once shut or open stays so: P(z > 0) has no slope there. With these every
-# gate stays open or shut in about 2 % of the samples, and hardly any is between.
+# no limit P(z > 0) loses its slope where a gate is open, and too many stay open. Within these every
+# gate has a slope, and is shut or open in all but 1 % of the samples in the end.
 LOW, HIGH = -1.0, 2.0
-_LOG_LIMIT, _LOGIT_LIMIT = 1.2, 4.0
+_LOG_LIMIT, _LOGIT_LIMIT = 1.5, 4.0
 _EPS = 1e-6
 _QUADRATURE = 512
 _CONCRETE_TEMPERATURE = 2 / 3  # Louizos et al.

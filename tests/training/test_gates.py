@@ -18,7 +18,7 @@ def samples(gates: torch.nn.Module, count: int = 20_000) -> torch.Tensor:
 def test_expectations_of_hardkuma_are_those_of_its_samples() -> None:
     gates = HardKuma((2, 4))
     with torch.no_grad():
-        gates.log_alpha.copy_(torch.linspace(-1.2, 1.2, 8).view(2, 4))
+        gates.log_alpha.copy_(torch.linspace(-1.5, 1.5, 8).view(2, 4))
         gates.log_beta.copy_(torch.tensor([[0.4, -1.2, 1.2, 0.0], [1.0, -0.5, -1.2, 1.2]]))
     z = samples(gates)
     assert z.min() == 0
@@ -57,12 +57,12 @@ def test_a_gate_is_never_stuck(method: str, far: float) -> None:
     for name, parameter in gates.named_parameters():
         parameter.data.fill_(-far if name == "log_beta" else far)
     gates.limit()
-    z = samples(gates, 2000)
+    z = samples(gates, 20_000)
     assert (z.mean() > 0.9) if far > 0 else (z.mean() < 0.1)
-    assert 0.003 < float(((z > 0.5) != (far > 0)).double().mean()) < 0.1
-    assert 0.003 < abs(gates.open_probability().item() - (far > 0)) < 0.1
+    assert 0 < float((z != (far > 0)).double().mean()) < 0.1
+    assert 5e-4 < abs(gates.open_probability().item() - (far > 0)) < 0.1
     gates.open_probability().sum().backward()
-    assert all(parameter.grad.abs().max() > 1e-3 for parameter in gates.parameters())
+    assert all(parameter.grad.abs().max() > 1e-4 for parameter in gates.parameters())
 
 
 def test_direct_gates_are_kept_in_range() -> None:

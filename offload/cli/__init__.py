@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from offload.cli import bench, inspect, sessions
+from offload.cli import bench, inspect, roles, sessions
 from offload.cli import eval as eval_commands
 from offload.cli.calibrate import calibrate
 from offload.cli.commands import add_command, command_group
@@ -18,14 +18,16 @@ from offload.cli.env import env
 from offload.cli.generate import generate
 from offload.cli.plan import plan
 from offload.cli.serve import serve
+from offload.cli.train_heads import train_heads
 from offload.system.version import __version__
 
 app = command_group(name="offload", pretty_exceptions_show_locals=False)
-for command in (generate, serve, plan, env, calibrate):
+for command in (generate, serve, plan, env, calibrate, train_heads):
     add_command(app, command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(eval_commands.app, name="eval")
 app.add_typer(inspect.app, name="inspect")
+app.add_typer(roles.app, name="roles")
 app.add_typer(sessions.app, name="sessions")
 
 

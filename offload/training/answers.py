@@ -19,6 +19,7 @@ from offload.system.stdlib_text import stdlib_docstrings, stdlib_sources
 
 MIN_PROMPT_TOKENS = 1024  # shorter ones have no room for the facts and the question
 _HELD_OUT = 0.2  # of the texts, at their end
+_DECODED_QUESTIONS = 0.25  # of those that may be decoded
 _PAD = 0
 _THINGS = ("locker", "vault", "garden", "ship", "archive", "station", "workshop", "library")
 _KINDS_OF_NUMBER = ("code", "number", "password", "registration", "invoice total", "serial")
@@ -49,12 +50,21 @@ class AnswerTexts:
         tokenizer: of transformers; its chat template frames the question, if it has one.
         prompt_tokens: of every prompt.
         max_answer_tokens: longer answers are cut.
+        max_question_tokens: a fourth of the questions of at most so many tokens, frame included,
+            are no part of the prompt: they come before the answer, as if they were decoded. Not
+            where texts are held out.
 
     Raises:
         ValueError: fewer than MIN_PROMPT_TOKENS tokens.
     """
 
-    def __init__(self, tokenizer: Any, prompt_tokens: int, max_answer_tokens: int = 40) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_tokens: int,
+        max_answer_tokens: int = 40,
+        max_question_tokens: int = 0,
+    ) -> None:
         if prompt_tokens < MIN_PROMPT_TOKENS:
             raise ValueError(
                 f"prompts of {prompt_tokens} tokens have no room for facts and questions; ask for "
@@ -63,6 +73,7 @@ class AnswerTexts:
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens
         self.max_answer_tokens = max_answer_tokens
+        self._max_question_tokens = max_question_tokens
         self._before, self._after = _frame(tokenizer)
         self._texts = [
             self._encode(text)
@@ -96,6 +107,10 @@ class AnswerTexts:
             asked = kind(rng)
             answer = self._encode(asked.answer)
         behind = self._encode(f"\n\n{asked.question}") + self._after
+        decoded: list[int] = []
+        may_be = len(behind) <= self._max_question_tokens and not held_out
+        if may_be and rng.random() < _DECODED_QUESTIONS:
+            decoded, behind = behind, decoded
         hidden = [self._encode(f" {sentence}\n") for sentence in asked.sentences]
         room = self._prompt_tokens - len(behind) - len(self._before) - sum(map(len, hidden))
         # Far from the question, however deep: the last eighth hides nothing.
@@ -105,6 +120,8 @@ class AnswerTexts:
             prompt += text[at:place] + sentence
             at = place
         prompt += text[at:room] + behind
+        if decoded:
+            return Example(prompt, decoded + answer[: self.max_answer_tokens])
         # Some of the answer is said already, as in many a prompt.
         said = rng.choice((0, 0, min(8, len(answer) // 3))) if kind is not _recite else 0
         prompt = [*prompt[: len(self._before)], *prompt[len(self._before) + said :], *answer[:said]]

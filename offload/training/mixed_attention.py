@@ -37,6 +37,7 @@ class ReadText:
         answered: bool [batch, num_answer], False for padding.
         keys, values: of each layer [batch, num_kv_heads, num_prompt, head_dim], rotated.
         logits: float32 [batch, num_answer, vocabulary] behind each token of the answer.
+        hidden: [batch, num_answer, hidden_size], what the logits are computed from.
     """
 
     tokens: Tensor
@@ -45,6 +46,7 @@ class ReadText:
     keys: list[Tensor]
     values: list[Tensor]
     logits: Tensor
+    hidden: Tensor
 
 
 @torch.no_grad()
@@ -61,8 +63,9 @@ def read_text(lean: LeanModel, tokens: Tensor, num_prompt: int, answered: Tensor
             q, k, v, is_causal=True, scale=lean.sm_scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         x = _add_outputs(layer, x, o)
-    logits = lean.lm_head(lean.final_norm(x[:, num_prompt:])).float()
-    return ReadText(tokens, num_prompt, answered, keys, values, logits)
+    hidden = lean.final_norm(x[:, num_prompt:])
+    logits = lean.lm_head(hidden).float()
+    return ReadText(tokens, num_prompt, answered, keys, values, logits, hidden)
 
 
 @torch.no_grad()

@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
         (["bench"], ["decode", "latency", "quality"]),
         (["eval"], ["ruler", "needle", "structured", "perplexity"]),
         (["inspect"], ["heads"]),
+        (["train-heads"], ["--target-heads", "--method", "--resume", "offload train-heads"]),
+        (["roles"], ["import"]),
         (["inspect", "heads"], ["--text", "--context", "--budget-tokens", "--json", "--picture"]),
     ],
     ids=lambda value: " ".join(value) or "offload",

@@ -89,7 +89,7 @@ def test_what_is_compared_of_answers() -> None:
     answered = torch.tensor([[True, True, True], [True, False, False]])
     best = ours.argmax(-1)
     tokens = torch.tensor([[0, 0, best[0, 0], best[0, 1]], [0, 4, 0, 0]])
-    text = ReadText(tokens, 1, answered, [], [], torch.from_numpy(full))
+    text = ReadText(tokens, 1, answered, [], [], torch.from_numpy(full), torch.empty(0))
 
     def log_p(logits: np.ndarray) -> np.ndarray:
         x = logits.astype(np.float64)

@@ -4,8 +4,7 @@ Source: LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sp
 2026, arXiv 2602.04541). A retrieval head attends to everything and publishes a set of tokens, by
 its exact weights, for the same-indexed KV head of the layers below; a sparse head attends to the
 set it inherits and passes it on unchanged. In layer 0 all heads retrieve. Which heads do is in a
-`HeadRoles`. The paper trains them; ours come from a `calibration`, and a trained file of
-the same format works as well.
+`HeadRoles`: of a `calibration`, or of a training as in the paper (`offload train-heads`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,336 @@
+"""Training the gates: distillation under a constraint on how many heads retrieve.
+
+min over gates, max over lambda >= 0 of  L2(logits, logits of full attention) + lambda * (E|z|_0 -
+target), as in LycheeDecode (arXiv 2602.04541). Only gates learn; the weights stay as they are. The
+paper's ablation is two other `METHODS`: Hard Concrete under the same constraint, and DuoAttention's
+loss (arXiv 2410.10819), which knows no target: there the heads with the largest gates retrieve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from offload.models import LeanModel
+from offload.models.shape import ModelShape
+from offload.system.interrupts import shielded
+from offload.training.answers import MIN_PROMPT_TOKENS, AnswerTexts, padded
+from offload.training.gates import METHODS, Gates
+from offload.training.layer_sweep import compared
+from offload.training.mixed_attention import ReadText, SparseRule, read_text
+from offload.training.mixed_heads import mixed_hidden, prepare_stock
+
+_ANSWER_TOKENS, _QUESTION_TOKENS = 40, 64  # that are decoded, at most
+_HELD_OUT_SEED = 1_000_003  # of no step
+HELD_OUT_BATCHES = 16
+_DUO_WEIGHT = 0.05  # of the mean gate in DuoAttention's loss
+_DAMPING = 2.0  # of the square of what is open beyond the target; without it lambda overshoots
+_SAVE_EVERY = 100  # steps
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a training depends on; it is resumed with the same ones only.
+
+    Attributes:
+        checkpoint, dtype: of the model.
+        target_heads: retrieval heads beyond layer 0.
+        context: tokens of a prompt; budget_tokens: that a sparse head attends to.
+        method: of METHODS.
+        learning_rate: of the gates (Adam); lambda_rate: lambda grows by it in a step, times what is
+            open beyond the target, as a share of the target.
+    """
+
+    checkpoint: str
+    dtype: str
+    target_heads: int
+    steps: int = 3000
+    context: int = 4096
+    batch_size: int = 2
+    budget_tokens: int = 409
+    method: str = "hardkuma"
+    learning_rate: float = 0.02
+    lambda_rate: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "context", "batch_size", "budget_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.context < MIN_PROMPT_TOKENS:
+            raise ValueError(f"context={self.context} must be at least {MIN_PROMPT_TOKENS}")
+        if self.method not in METHODS:
+            raise ValueError(f"unknown method {self.method!r}; available: {', '.join(METHODS)}")
+        least = self.rule.sink_tokens + self.rule.recent_tokens
+        if not least < self.budget_tokens < self.context:
+            raise ValueError(
+                f"budget_tokens={self.budget_tokens} must be in ({least}, {self.context}): more "
+                f"than the {self.rule.sink_tokens} sinks and {self.rule.recent_tokens} recent "
+                "tokens, and less than context, or no head is sparse"
+            )
+
+    @property
+    def rule(self) -> SparseRule:
+        return SparseRule(self.budget_tokens)
+
+    def check_model(self, shape: ModelShape, max_context_reason: str) -> None:
+        """Refuse a model with fewer heads, or with a shorter context.
+
+        Raises:
+            ValueError: names the numbers.
+        """
+        most = (shape.num_layers - 1) * shape.num_kv_heads
+        if not 1 <= self.target_heads <= most:
+            raise ValueError(
+                f"target_heads={self.target_heads} must be in [1, {most}]: so many KV heads does "
+                f"this model have after layer 0, whose {shape.num_kv_heads} retrieve anyway"
+            )
+        longest = self.context + _QUESTION_TOKENS + _ANSWER_TOKENS
+        if longest > shape.max_context:
+            raise ValueError(
+                f"prompts of context={self.context} and what is decoded take {longest} tokens, "
+                f"more than the {shape.max_context} of this model ({max_context_reason}); "
+                "lower context"
+            )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the log.
+
+    Attributes:
+        loss: distance from full attention; open_heads: E|z|_0, and retrieval_heads those with E[z]
+            above 0.5, both beyond layer 0.
+        multiplier: lambda.
+    """
+
+    step: int
+    loss: float
+    open_heads: float
+    retrieval_heads: int
+    multiplier: float
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Answers over text that no step has read, teacher-forced.
+
+    Attributes:
+        loss: mean squared difference of logits with roles as they are decided; gated_loss: with
+            gates as training has them.
+        right: share of the `num_right` answers that full attention gives right which these roles
+            give right, too; None if there are none.
+        kl: of the logits from those of full attention, per token.
+        agrees: share of tokens that full attention thinks most probable, too.
+    """
+
+    loss: float
+    gated_loss: float
+    right: float | None
+    num_right: int
+    kl: float
+    agrees: float
+
+
+@dataclass
+class Trainer:
+    """Gates of one model, step by step.
+
+    Args:
+        stock: of transformers, on the device that trains; its attention is replaced.
+        lean: the same model.
+        tokenizer: of transformers.
+
+    Raises:
+        ValueError: see `Settings.check_model`.
+    """
+
+    stock: Any
+    lean: LeanModel
+    tokenizer: Any
+    settings: Settings
+    log: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        shape, settings = self.lean.shape, self.settings
+        settings.check_model(shape, self.lean.max_context_reason)
+        self._texts = AnswerTexts(
+            self.tokenizer, settings.context, _ANSWER_TOKENS, _QUESTION_TOKENS
+        )
+        prepare_stock(self.stock)
+        self.device = self.lean.lm_head.weight.device
+        gates = METHODS[settings.method]((shape.num_layers - 1, shape.num_kv_heads))
+        self.gates: Gates = gates.to(self.device)
+        self.multiplier = 0.0
+        self._optimizer = torch.optim.Adam(
+            self.gates.parameters(), settings.learning_rate, betas=(0.9, 0.99)
+        )
+
+    def step(self) -> Step:
+        """One step of gradient descent for the gates, and of ascent for lambda.
+
+        Raises:
+            ValueError: the loss is no number.
+        """
+        settings, number = self.settings, len(self.log)
+        text = self._read(settings.seed + number)
+        hidden = self._mixed(text, self._sample(settings.seed * 1_000_003 + number))
+        open_heads = self.gates.open_probability().sum()
+        excess = (open_heads - settings.target_heads) / settings.target_heads
+        if settings.method == "direct":
+            loss = _distance(hidden, text.hidden, text)
+            objective = loss + _DUO_WEIGHT * self.gates.mean().mean()
+        else:
+            loss = _distance(self.stock.lm_head(hidden), text.logits, text)
+            objective = loss + self.multiplier * excess + _DAMPING / 2 * excess.square()
+        taken = Step(
+            number,
+            float(loss.detach()),
+            float(open_heads.detach()),
+            int((self.gates.mean() > 0.5).sum()),
+            self.multiplier,
+        )
+        if not np.isfinite(taken.loss):
+            raise ValueError(f"the loss of step {number} is {taken.loss}; try dtype float32")
+        self._optimizer.zero_grad()
+        torch.autograd.backward(objective)
+        self._optimizer.step()
+        self.gates.limit()
+        if settings.method != "direct":
+            ascent = settings.lambda_rate * float(excess.detach())
+            self.multiplier = max(0.0, self.multiplier + ascent)
+        self.log.append(taken)
+        return taken
+
+    @torch.no_grad()
+    def mean_gates(self) -> Tensor:
+        """E[z] [num_layers, num_kv_heads] on the CPU; 1 in layer 0."""
+        return _with_layer_0(self.gates.mean()).cpu()
+
+    @property
+    def retrieval(self) -> npt.NDArray[np.bool_]:
+        """bool [num_layers, num_kv_heads]: layer 0, and where E[z] > 0.5.
+
+        Of "direct": the `target_heads` with the largest gates, as DuoAttention's quantile has it.
+        """
+        mean = self.mean_gates()
+        decided = mean > 0.5
+        if self.settings.method == "direct":
+            largest = mean[1:].flatten().topk(self.settings.target_heads).indices
+            decided[1:] = False
+            decided[1:].view(-1)[largest] = True
+        roles: npt.NDArray[np.bool_] = decided.numpy()
+        return roles
+
+    @torch.no_grad()
+    def held_out(self, on_batch: Callable[[], None] = lambda: None) -> HeldOut:
+        """How the roles that were learnt do over text that no step has read."""
+        roles = torch.from_numpy(self.retrieval).float().to(self.device)
+        rows, answers = [], []
+        for number in range(HELD_OUT_BATCHES):
+            text = self._read(_HELD_OUT_SEED + number, held_out=True)
+            logits, gated = (
+                self.stock.lm_head(self._mixed(text, gates)).float()
+                for gates in (roles, self._sample(number))
+            )
+            rows.append([float(_distance(x, text.logits, text)) for x in (logits, gated)])
+            answers.append(compared(logits, text))
+            on_batch()
+        loss, gated_loss = np.mean(rows, axis=0).tolist()
+        kl, agrees, right, wanted = torch.cat(answers, dim=1).double().cpu().unbind()
+        num_right = int(wanted.sum())
+        kept = float(right.sum()) / num_right if num_right else None
+        return HeldOut(loss, gated_loss, kept, num_right, float(kl.mean()), float(agrees.mean()))
+
+    def save(self, path: Path) -> None:
+        """All that `resume` needs."""
+        temporary = path.with_name(path.name + ".part")
+        state = {
+            "settings": asdict(self.settings),
+            "gates": self.gates.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "multiplier": self.multiplier,
+            "log": [asdict(step) for step in self.log],
+        }
+        torch.save(state, temporary)
+        temporary.replace(path)
+
+    def resume(self, path: Path) -> None:
+        """Go on where `save` was called.
+
+        Raises:
+            ValueError: see `read_saved`.
+        """
+        state = read_saved(path, self.settings)
+        self.gates.load_state_dict(state["gates"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.multiplier = state["multiplier"]
+        self.log = [Step(**step) for step in state["log"]]
+
+    def _mixed(self, text: ReadText, gates: Tensor) -> Tensor:
+        return mixed_hidden(self.stock, text, gates, self.settings.rule)
+
+    def _sample(self, seed: int) -> Tensor:
+        return _with_layer_0(self.gates.sample(torch.Generator().manual_seed(seed)))
+
+    def _read(self, seed: int, *, held_out: bool = False) -> ReadText:
+        size, num_prompt = self.settings.batch_size, self.settings.context
+        tokens, answered = padded(self._texts.batch(size, seed, held_out=held_out))
+        return read_text(self.lean, tokens.to(self.device), num_prompt, answered.to(self.device))
+
+
+def read_saved(path: Path, settings: Settings) -> dict[str, Any]:
+    """What `Trainer.save` has written.
+
+    Raises:
+        ValueError: with other settings, or the file is damaged.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        theirs = state["settings"]
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # pickle, zip and torch have their own
+        raise ValueError(
+            f"{path} is no unfinished training, or damaged; delete it to begin again"
+        ) from error
+    ours = asdict(settings)
+    other = [name for name in ours if ours[name] != theirs.get(name)]
+    if other:
+        was, now = (
+            ", ".join(f"{name}={of.get(name)!r}" for name in other) for of in (theirs, ours)
+        )
+        raise ValueError(
+            f"{path} was trained with {was}, not {now}; give the same options, or another --out"
+        )
+    return state
+
+
+def train(trainer: Trainer, saved: Path, on_step: Callable[[Step], None]) -> None:
+    """The steps that are left; `saved` is written now and then, and whenever it ends, also by
+    ctrl-C, which waits for the end of a step."""
+    try:
+        while len(trainer.log) < trainer.settings.steps:
+            with shielded():
+                taken = trainer.step()
+            on_step(taken)
+            if len(trainer.log) % _SAVE_EVERY == 0:
+                trainer.save(saved)
+    finally:
+        trainer.save(saved)
+
+
+def _with_layer_0(gates: Tensor) -> Tensor:
+    return torch.cat([torch.ones_like(gates[:1]), gates])
+
+
+def _distance(ours: Tensor, full: Tensor, text: ReadText) -> Tensor:
+    """Mean squared difference [batch, num_answer, size], over the answers' tokens."""
+    return (ours.float() - full.float()).square().mean(-1)[text.answered].mean()

@@ -1,0 +1,279 @@
+"""Training heads: what gates of 0 and 1 compute, the constraint, going on, and the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
+from typer.testing import CliRunner
+
+from offload import OffloadedModel
+from offload.cli import app
+from offload.loading.names import checkpoint_name
+from offload.models import lean_model_maker
+from offload.policies import LycheeDecode
+from offload.policies.head_roles import HeadRoles
+from offload.system.stdlib_text import stdlib_docstrings, stdlib_sources
+from offload.training import answers, mixed_heads
+from offload.training import train as training
+from offload.training.gates import HardKuma
+from offload.training.mixed_attention import SparseRule, read_text
+from offload.training.mixed_heads import mixed_hidden, prepare_stock
+from offload.training.train import Settings, Trainer, train
+
+runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
+NUM_LAYERS, PROMPT, ANSWER, BUDGET = 4, 400, 12, 100
+SHAPE = {"num_layers": NUM_LAYERS, "num_kv_heads": 2, "head_dim": 32}
+SIZES: dict[str, Any] = {"steps": 6, "context": 1024, "batch_size": 1, "budget_tokens": 90}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    tiny = make_tiny_model("llama", num_hidden_layers=NUM_LAYERS, max_position_embeddings=1280)
+    tiny.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To cut into bytes, which takes seconds of all of them."""
+    docstrings, sources = [*stdlib_docstrings()][:60], stdlib_sources()[:1]
+    monkeypatch.setattr(answers, "stdlib_docstrings", lambda: docstrings)
+    monkeypatch.setattr(answers, "stdlib_sources", lambda: sources)
+    monkeypatch.setattr(training, "HELD_OUT_BATCHES", 2)
+
+
+def trainer(**changes: Any) -> Trainer:
+    stock = make_tiny_model("llama", num_hidden_layers=NUM_LAYERS, max_position_embeddings=1280)
+    settings = Settings("tiny", "float32", **{"target_heads": 2, **SIZES, **changes})
+    return Trainer(stock, lean_model_maker("llama")(stock), byte_tokenizer(), settings)
+
+
+@torch.no_grad()
+def test_gates_of_0_and_1_are_lychee_decode(folder: Path) -> None:
+    """Logits of each token of an answer, decoded one by one with these roles."""
+    retrieval = np.array([[1, 1], [0, 1], [1, 0], [0, 0]], bool)
+    roles = HeadRoles.of(retrieval, head_dim=32)
+    policy = LycheeDecode(budget_tokens=BUDGET, head_roles=roles)
+    model = OffloadedModel.from_pretrained(folder, policy=policy, dtype="float32", num_threads=1)
+    tokens = random_tokens(1, PROMPT + ANSWER, seed=1)
+    cache = model.new_cache()
+    model(tokens[:, :PROMPT], past_key_values=cache)
+    expected = torch.cat(
+        [
+            model(tokens[:, i : i + 1], past_key_values=cache).logits
+            for i in range(PROMPT, PROMPT + ANSWER)
+        ],
+        dim=1,
+    )
+    made = trainer()
+    text = read_text(made.lean, tokens, PROMPT, torch.ones(1, ANSWER, dtype=torch.bool))
+    gates = torch.from_numpy(retrieval).float()
+    actual = made.stock.lm_head(mixed_hidden(made.stock, text, gates, SparseRule(BUDGET)))
+    largest = expected.abs().max()
+    assert (actual - expected).abs().max() < 1e-4 * largest
+    assert (text.logits - expected).abs().max() > 1e-2 * largest
+    full = mixed_hidden(made.stock, text, torch.ones_like(gates), SparseRule(BUDGET))
+    torch.testing.assert_close(full, text.hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_through_layers_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of differences, and those without gradient checkpointing."""
+    calls: list[int] = []
+    attend = mixed_heads.MixedHeads.attend
+    monkeypatch.setattr(
+        mixed_heads.MixedHeads,
+        "attend",
+        lambda self, layer, *args: calls.append(layer) or attend(self, layer, *args),
+    )
+    stock = make_tiny_model("qwen3", num_hidden_layers=NUM_LAYERS).double()
+    lean = lean_model_maker("qwen3")(stock)
+    prepare_stock(stock)
+    text = read_text(lean, random_tokens(2, 212), 200, torch.ones(2, 12, dtype=torch.bool))
+    gates = torch.rand((NUM_LAYERS, 2), generator=torch.Generator().manual_seed(1))
+    gates[0] = 1
+
+    def loss(gates: torch.Tensor) -> torch.Tensor:
+        return mixed_hidden(stock, text, gates, SparseRule(BUDGET)).square().mean()
+
+    learnt = gates.clone().requires_grad_()
+    loss(learnt).backward()
+    assert sorted(calls) == sorted([*range(NUM_LAYERS), *range(1, NUM_LAYERS)])
+    assert learnt.grad is not None
+    stock.eval()  # nothing is computed again
+    plain = gates.clone().requires_grad_()
+    loss(plain).backward()
+    torch.testing.assert_close(learnt.grad, plain.grad)
+    with torch.no_grad():
+        for layer, head in ((1, 0), (2, 1), (3, 0)):
+            step = torch.zeros_like(gates)
+            step[layer, head] = 1e-2
+            difference = (loss(gates + step) - loss(gates - step)) / 2e-2
+            assert float(difference) == pytest.approx(float(learnt.grad[layer, head]), rel=0.05)
+    assert all(parameter.grad is None for parameter in stock.parameters())
+
+
+@pytest.mark.parametrize("method", ["hardkuma", "hard-concrete"])
+def test_the_constraint_is_reached(method: str) -> None:
+    made = trainer(steps=80, target_heads=2, method=method, learning_rate=0.2)
+    before = {name: x.clone() for name, x in made.stock.named_parameters()}
+    for _ in range(made.settings.steps):
+        made.step()
+    first, last = made.log[0], made.log[-1]
+    assert first.open_heads > 3
+    assert last.open_heads == pytest.approx(2, abs=0.4)
+    assert last.retrieval_heads == 2 == made.retrieval[1:].sum()
+    assert made.retrieval[0].all()
+    assert all(torch.equal(x, before[name]) for name, x in made.stock.named_parameters())
+
+
+def test_direct_takes_the_largest_gates() -> None:
+    made = trainer(method="direct", target_heads=2)
+    for _ in range(3):
+        made.step()
+    assert made.log[-1].multiplier == 0
+    assert not made.gates.mean().eq(1).all()
+    made.gates.value.data.copy_(torch.tensor([[0.1, 0.2], [0.9, 0.3], [0.0, 0.4]]))
+    assert made.retrieval.tolist() == [[True, True], [False, False], [True, False], [False, True]]
+
+
+def test_it_goes_on_as_without_a_break(tmp_path: Path) -> None:
+    whole, saved = trainer(), tmp_path / "saved"
+    train(whole, tmp_path / "whole", lambda step: None)
+
+    def interrupt(step: Any) -> None:
+        if step.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(trainer(), saved, interrupt)
+    again = trainer()
+    again.resume(saved)
+    assert [step.step for step in again.log] == [0, 1, 2]
+    train(again, saved, lambda step: None)
+    assert again.log == whole.log
+    assert len(again.log) == 6
+    assert torch.equal(again.mean_gates(), whole.mean_gates())
+    with pytest.raises(ValueError, match=r"was trained with seed=0, not seed=1; give the same"):
+        trainer(seed=1).resume(saved)
+    saved.write_bytes(b"PK?")
+    with pytest.raises(ValueError, match="is no unfinished training, or damaged"):
+        trainer().resume(saved)
+
+
+def test_some_questions_are_decoded() -> None:
+    def lengths(texts: answers.AnswerTexts, **options: Any) -> list[int]:
+        batches = [texts.batch(4, seed, **options) for seed in range(20)]
+        assert {len(x.prompt) for batch in batches for x in batch} == {1024}
+        return [len(x.answer) for batch in batches for x in batch]
+
+    decoded = answers.AnswerTexts(byte_tokenizer(), 1024, 40, max_question_tokens=400)
+    longer = sum(length > 40 for length in lengths(decoded))
+    assert 0.08 < longer / 80 < 0.4
+    assert max(lengths(decoded)) <= 440
+    assert max(lengths(decoded, held_out=True)) <= 40
+    assert max(lengths(answers.AnswerTexts(byte_tokenizer(), 1024))) <= 40
+
+
+def command(folder: Path, out: Path, *more: str) -> list[str]:
+    sizes = ["--steps", "6", "--context", "1024", "--batch-size", "1", "--threads", "1"]
+    return ["train-heads", str(folder), "--out", str(out), "--target-heads", "2", *sizes, *more]
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    out, picture = tmp_path / "roles.json", tmp_path / "roles.svg"
+    result = runner.invoke(app, command(folder, out, "--json", "--plot", str(picture)))
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    roles = HeadRoles.load(out)
+    roles.check(**SHAPE, model_type="llama", checkpoint=checkpoint_name(folder))
+    assert roles.checkpoint == checkpoint_name(folder)
+    assert document["retrieval_heads"] == roles.num_retrieval_heads
+    assert "6 steps of hardkuma on 1 prompts of 1024 tokens, budget 102, seed 0" in roles.made_by
+    assert document["seconds_per_step"] > 0
+    assert document["held_out"]["loss"] > 0
+    lines = [json.loads(line) for line in Path(document["log"]).read_text().splitlines()]
+    assert lines[0]["settings"] == document["settings"]
+    assert [line["step"] for line in lines[1:-1]] == list(range(6))
+    assert lines[-1]["held_out"] == document["held_out"]
+    assert "<svg" in picture.read_text()
+    assert not (tmp_path / "roles.json.unfinished").exists()
+    policy = LycheeDecode(budget_tokens=90, head_roles=out)
+    model = OffloadedModel.from_pretrained(folder, policy=policy, num_threads=1)
+    assert model.generate(random_tokens(1, 200), max_new_tokens=2).shape[1] <= 202
+
+
+def test_the_command_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, out = tmp_path / "whole.json", tmp_path / "roles.json"
+    assert runner.invoke(app, command(folder, whole)).exit_code == 0
+    step = Trainer.step
+    with monkeypatch.context() as broken:
+        broken.setattr(Trainer, "step", lambda self: step(self) if len(self.log) < 3 else 1 / 0)
+        assert isinstance(runner.invoke(app, command(folder, out)).exception, ZeroDivisionError)
+    unfinished = tmp_path / "roles.json.unfinished"
+    before = unfinished.read_bytes()
+    for more, said in (
+        ([], "is of a training that has not ended; go on with --resume"),
+        (["--resume", "--seed", "3"], "was trained with seed=0, not seed=3"),
+    ):
+        refused = runner.invoke(app, command(folder, out, *more))
+        assert refused.exit_code == 1
+        assert said in " ".join(refused.output.split())
+        assert unfinished.read_bytes() == before
+        assert not out.exists()
+    result = runner.invoke(app, command(folder, out, "--resume"))
+    assert result.exit_code == 0, result.output
+    assert out.read_text() == whole.read_text()
+    logs = [path.with_name(f"{path.name}.log.jsonl").read_text() for path in (out, whole)]
+    assert logs[0] == logs[1]
+
+
+def test_refusals(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "roles.json"
+    out.write_text("mine")
+    sliding = Path(shutil.copytree(folder, tmp_path / "sliding"))
+    config = json.loads((sliding / "config.json").read_text())
+    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (sliding / "config.json").write_text(json.dumps(config | {"sliding_window": 256}))
+    for model, more, said in (
+        (folder, ["--target-heads", "7"], "target_heads=7 must be in [1, 6]"),
+        (folder, ["--context", "4096"], "more than the 1280 of this model"),
+        (folder, ["--method", "duo"], "unknown method 'duo'; available: hardkuma"),
+        (folder, ["--budget-tokens", "68"], "budget_tokens=68 must be in (68, 1024)"),
+        (folder, ["--resume"], "to go on with; leave out --resume"),
+        (folder, ["--plot", "x.jpg"], "--plot x.jpg: the name must end in one of"),
+        (sliding, [], "sliding_window=256; a sliding window is not supported"),
+    ):
+        result = runner.invoke(app, command(model, out, *more))
+        assert result.exit_code == 1, result.output
+        assert said in " ".join(result.output.split()), result.output
+        assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["roles.json"]
+        assert out.read_text() == "mine"
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, limit = trainer(), HardKuma.limit
+
+    def interrupted(gates: HardKuma) -> None:
+        if len(made.log) == 2:
+            signal.raise_signal(signal.SIGINT)
+        limit(gates)
+
+    monkeypatch.setattr(HardKuma, "limit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(made, tmp_path / "saved", lambda step: None)
+    again = trainer()
+    again.resume(tmp_path / "saved")
+    assert len(again.log) == 3
+    assert torch.equal(again.mean_gates(), made.mean_gates())

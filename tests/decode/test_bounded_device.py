@@ -12,6 +12,7 @@ import torch
 from cases.bounded_cases import rows_of
 from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
 from cases.inside import compression_of, states_of, steps_of
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens, save_long_model
 
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -36,7 +37,7 @@ def bounded(folder: Path) -> Callable[..., Any]:
     return load_bounded
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "per_head", "lychee_cluster"))
 @pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])
 def test_as_on_the_cpu(bounded: Callable[..., Any], policy: str, device_and_backend: Any) -> None:
     """A prompt that is condensed while it is read, and a generation that is, too."""
@@ -68,7 +69,7 @@ def test_the_bound_does_not_depend_on_the_place(
     assert device.new_cache().bound == native.new_cache().bound
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "full", "lychee_cluster"))
 @pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])
 def test_never_more_than_the_bound(
     bounded: Callable[..., Any],
@@ -100,6 +101,7 @@ def test_never_more_than_the_bound(
     assert row.kept + row.condensed <= compression.bound.slots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])
 def test_forks_and_truncation(bounded: Callable[..., Any], device_and_backend: Any) -> None:
     """As on the CPU: a fork goes its own way, and what was condensed is not cut into."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
+from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, greedy, load
 from cases.inside import decoder_of, resident_of
 from cases.tiny_models import random_tokens
 from transformers.generation.streamers import BaseStreamer
@@ -17,7 +17,7 @@ from offload.decode.gpu.bursts import MOST_STEPS, Bursts
 from offload.decode.gpu.placement import HeadPlacement, Place
 
 
-@pytest.fixture(params=[INLINE, FLAGS, STREAM, GRAPH])
+@pytest.fixture(params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
 def model(request: pytest.FixtureRequest, tiny_folders: dict[str, Path]) -> Any:
     """All on the GPU, in bursts of seven."""
     model = load(tiny_folders["llama"], "full", request.param)

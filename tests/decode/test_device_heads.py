@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
+from cases.device_cases import FLAGS, GRAPH, INLINE, SLOW_INLINE, STREAM, greedy, load
 from cases.inside import (
     allow_device_bytes,
     decoder_of,
@@ -24,6 +24,7 @@ from cases.inside import (
     split_steps,
     steps_of,
 )
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 from offload.decode.gpu.gpu_sync import InlineSync, SideWork
@@ -68,7 +69,7 @@ def placement_of(model: Any, kind: str) -> HeadPlacement:
     return HeadPlacement(places)
 
 
-@pytest.fixture(scope="module", params=[INLINE, FLAGS, STREAM, GRAPH])
+@pytest.fixture(scope="module", params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
 def backend(request):
     return request.param
 
@@ -85,7 +86,7 @@ def expected(tiny_folders: dict[str, Path]):
     return tokens_of
 
 
-@pytest.mark.parametrize("kind", ["retrieval", "gathered", "mixed"])
+@pytest.mark.parametrize("kind", slow_but(["retrieval", "gathered", "mixed"], "mixed"))
 @pytest.mark.parametrize("name", list(policies()))
 def test_the_tokens_do_not_depend_on_the_place(backend, name, kind, tiny_folders, expected):
     policy = policies()[name]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load, small
+from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, greedy, load, small
 from cases.inside import (
     allow_device_bytes,
     decoder_of,
@@ -18,6 +18,7 @@ from cases.inside import (
     states_of,
     steps_of,
 )
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -28,7 +29,7 @@ from offload.policies.registry import available_policies, make_policy
 NAMES = [name for name in available_policies() if name not in ("auto", "full")]
 
 
-@pytest.fixture(scope="module", params=[INLINE, FLAGS, STREAM, GRAPH])
+@pytest.fixture(scope="module", params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
 def backend(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
 
@@ -85,7 +86,7 @@ def with_dense_end(policy: Policy, last_layers: int) -> Policy:
     return copied
 
 
-@pytest.mark.parametrize("last_layers", [1, 2])
+@pytest.mark.parametrize("last_layers", slow_but([1, 2], 2))
 @pytest.mark.parametrize(
     "name", ["exact_topk", "lychee_decode", "tidal_decode", "lfps", "lychee_cluster", "quest"]
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, load, small
+from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, load, small
 from cases.inside import steps_of
 from cases.tiny_models import random_tokens
 
@@ -17,7 +17,7 @@ from offload.engine.sampling_params import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.mark.parametrize("backend", [INLINE, FLAGS, STREAM, GRAPH])
+@pytest.mark.parametrize("backend", [SLOW_INLINE, FLAGS, STREAM, GRAPH])
 @pytest.mark.parametrize(
     "name", ["full", "lychee_cluster", "lfps", "tidal_decode", "lychee_decode"]
 )

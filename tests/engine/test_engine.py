@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases.inside import allow_host_bytes, states_of
+from cases.slowly import slow_but
 from cases.tiny_models import byte_tokenizer, random_tokens, save_long_model
 
 from offload import HostBudgetError, OffloadedModel
@@ -352,7 +353,7 @@ def test_ctrl_c_comes_behind_a_step(model: Any, engine: Engine) -> None:
     assert interrupts > 10
 
 
-@pytest.mark.parametrize("name", ["full", "lychee_cluster", "quest"])
+@pytest.mark.parametrize("name", slow_but(["full", "lychee_cluster", "quest"], "lychee_cluster"))
 def test_requests_that_make_room_go_on_with_the_same_tokens(
     tiny_folders: dict[str, Path], name: str
 ) -> None:

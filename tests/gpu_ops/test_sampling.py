@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases.operands import DTYPES, quiet_numpy, random, sampling_buffers
 from cases.seeded import new_rng
+from cases.slowly import slow_but
 
 from gpu_ops import sampling
 from gpu_ops.greedy import CHUNK, greedy_tokens
@@ -154,7 +155,7 @@ def test_masked_tokens_are_never_drawn(device: str) -> None:
     assert sample(logits, top_k=5, top_p=0.99, uniform=[0.0, 0.6]).tolist() == [7, 30]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(DTYPES, torch.bfloat16))
 def test_logits_that_are_no_numbers(device: str, dtype: torch.dtype) -> None:
     """No token, where transformers draws none or an argmax finds NaN."""
     nan, inf = float("nan"), float("inf")

@@ -146,8 +146,11 @@ def test_budgets(
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", [70, 1, 97], ids=["between", "sink", "recent"])
+@pytest.mark.parametrize(
+    ("bad", "place"),
+    [(float("nan"), 70), (float("inf"), 1), (float("nan"), 97)],
+    ids=["nan between", "inf in a sink", "nan among the recent"],
+)
 def test_a_score_that_is_not_finite(
     device: str, place: int, bad: float, rule: dict[str, float]
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from cases.bounded_cases import generate, rows_of, step
 from cases.drafts import verifying
 from cases.inside import compression_of, runtime_of, states_of
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 import offload.kv_compression.by_attention as by_attention
@@ -51,7 +52,7 @@ def bytes_after_each_pass(model: Any, cache: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("policy", ["full", "exact_topk", "lychee_cluster", "lfps", "sketch"])
-@pytest.mark.parametrize("draft", [0, 6])
+@pytest.mark.parametrize("draft", slow_but([0, 6], 6))
 def test_never_more_than_the_bound(
     bounded: Load, policy: str, draft: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

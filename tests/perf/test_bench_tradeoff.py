@@ -47,6 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     bench_tradeoff.main()
 
 
+@pytest.mark.slow
 def test_what_is_timed_is_what_is_judged(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_machine_is_named() -> None:
     assert "A CPU, 2 of 4 CPUs, 24 GiB, ISA avx2" in selection_table(SELECTION)
 
 
+@pytest.mark.slow
 def test_the_script_keeps_what_the_command_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -327,6 +327,7 @@ def test_parts_are_agreed_on():
     assert choice.num_micro_batches == 2
 
 
+@pytest.mark.slow
 def test_the_command_starts_its_ranks(tiny_folders, tmp_path, capfd, monkeypatch) -> None:
     folder = shutil.copytree(tiny_folders["llama"], tmp_path / "model")
     path = folder / "generation_config.json"  # ranks have a clock each: it is left out

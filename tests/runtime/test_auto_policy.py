@@ -156,7 +156,8 @@ def measured(scales: dict[int, float]) -> MachineProfile:
         ({2048: 0.01, 4096: 100.0}, 8192),
         ({2048: 100.0, 4096: 0.01}, 3072),  # a length is measured up to the next power of two
         ({16384: 100.0}, 24576),
-        ({65536: 100.0}, CONTEXT),  # never faster: 65,536 stands for all that is longer
+        # Never faster: 65,536 stands for all that is longer.
+        pytest.param({65536: 100.0}, CONTEXT, marks=pytest.mark.slow),
     ],
 )
 def test_the_crossover(scales: dict[int, float], tokens: int) -> None:

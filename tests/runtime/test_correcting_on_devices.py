@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, keep_least_on_gpu, load, small
+from cases.device_cases import (
+    FLAGS,
+    GRAPH,
+    INLINE,
+    SLOW_INLINE,
+    STREAM,
+    greedy,
+    keep_least_on_gpu,
+    load,
+    small,
+)
 from cases.inside import decoder_of, least_placement_of, resident_of, runtime_of
 from cases.prefill_cases import copy_alongside
 from cases.tiny_models import random_tokens
@@ -40,7 +50,7 @@ def folder(tiny_folders: dict[str, Path]) -> Path:
     return tiny_folders["llama"]
 
 
-@pytest.fixture(params=[INLINE, FLAGS, STREAM, GRAPH])
+@pytest.fixture(params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
 def backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 

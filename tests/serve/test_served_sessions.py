@@ -76,9 +76,8 @@ def saved(folder: Path, *names: str) -> None:
     until(lambda: sorted(os.listdir(folder)) == sorted(f"{name}.safetensors" for name in names))
 
 
-@pytest.mark.parametrize(
-    "end", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_conversation_goes_on_after_a_restart(
     serve_folder: Path, tmp_path: Path, end: signal.Signals
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import signal
@@ -191,7 +192,9 @@ def command(folder: Path, out: Path, *more: str) -> list[str]:
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     out, picture = tmp_path / "roles.json", tmp_path / "roles.svg"
-    result = runner.invoke(app, command(folder, out, "--json", "--plot", str(picture)))
+    plots = importlib.util.find_spec("matplotlib") is not None
+    more = ("--plot", str(picture)) if plots else ()
+    result = runner.invoke(app, command(folder, out, "--json", *more))
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     roles = HeadRoles.load(out)
@@ -205,7 +208,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert lines[0]["settings"] == document["settings"]
     assert [line["step"] for line in lines[1:-1]] == list(range(6))
     assert lines[-1]["held_out"] == document["held_out"]
-    assert "<svg" in picture.read_text()
+    assert not plots or "<svg" in picture.read_text()
     assert not (tmp_path / "roles.json.unfinished").exists()
     policy = LycheeDecode(budget_tokens=90, head_roles=out)
     model = OffloadedModel.from_pretrained(folder, policy=policy, num_threads=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases.slowly import slow_but
 
 from offload.bench.latency.measure import PHASES, Row, measure_latency, steps_needed
 from offload.bench.latency.plan import plan_layers
@@ -52,8 +53,13 @@ def policy_of(name: str) -> Policy:
     return make_policy(name, **budget)
 
 
-def test_every_policy_end_to_end(workload: LatencyWorkload) -> None:
-    names = available_policies()
+@pytest.mark.parametrize(
+    "names",
+    slow_but(
+        [("full", "exact_topk", "lfps"), available_policies()], ("full", "exact_topk", "lfps")
+    ),
+)
+def test_policies_end_to_end(workload: LatencyWorkload, names: Sequence[str]) -> None:
     steps = []
     measured = measure_latency(
         workload,

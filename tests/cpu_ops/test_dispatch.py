@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases.slowly import slow_but
 
 from cpu_ops import _native, native
 
@@ -52,7 +53,7 @@ def run_forced(isa: str | None) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("isa", slow_but(AVAILABLE, "scalar", "avx2"))
 def test_forced_isa_runs(isa):
     result = run_forced(isa)
     assert result.returncode == 0, result.stderr

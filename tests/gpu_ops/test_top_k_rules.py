@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from cases.slowly import slow_but
 from cases.top_k_cases import LAUNCHES, SMALL, Case
 
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
@@ -97,7 +98,7 @@ def test_threshold(device: str, spread: float, threshold: float) -> None:
 
 
 # Weights are powers of two: every sum is exact, and half of the tokens are equal or more.
-@pytest.mark.parametrize("levels", [1, 2, 5])
+@pytest.mark.parametrize("levels", slow_but([1, 2, 5], 2))
 @pytest.mark.parametrize("top_p", [2**-7, 0.1, 0.25, 0.3, 1.0])
 def test_top_p_takes_the_first_of_equal_ones(device: str, top_p: float, levels: int) -> None:
     """As the CPU does."""

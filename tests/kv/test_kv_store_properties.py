@@ -199,7 +199,7 @@ class KVStoreMachine(RuleBasedStateMachine):
 
 
 KVStoreMachine.TestCase.settings = settings(
-    max_examples=50,
+    max_examples=25,
     stateful_step_count=30,
     deadline=None,
     # A machine that has freed all its sequences can only make new ones: hypothesis counts the other

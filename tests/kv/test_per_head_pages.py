@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases.kv_store_cases import HEAD_DIM, HEADS, LAYERS, PAGE_TOKENS, make_store, random_rows
+from cases.slowly import slow_but
 
 from offload.kv.store import HostBudgetError, KVStore
 
@@ -385,7 +386,7 @@ def test_what_is_refused() -> None:
             gone(seq)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow_but(range(12), *range(4)))
 def test_random_operations(seed: int) -> None:
     """Steps, forks, cuts, rewrites and ends of several sequences, budgets included."""
     rng = np.random.default_rng(seed)

@@ -51,7 +51,10 @@ def bytes_after_each_pass(model: Any, cache: Any, monkeypatch: pytest.MonkeyPatc
     return used
 
 
-@pytest.mark.parametrize("policy", ["full", "exact_topk", "lychee_cluster", "lfps", "sketch"])
+@pytest.mark.parametrize(
+    "policy",
+    slow_but(["full", "exact_topk", "lychee_cluster", "lfps", "sketch"], "full", "lychee_cluster"),
+)
 @pytest.mark.parametrize("draft", slow_but([0, 6], 6))
 def test_never_more_than_the_bound(
     bounded: Load, policy: str, draft: int, monkeypatch: pytest.MonkeyPatch

@@ -188,7 +188,12 @@ def test_each_rank_has_its_part(ranks, uneven_folder):
 
 
 @pytest.mark.parametrize(
-    ("policy", "rank"), [("lychee_decode", 0), ("lychee_decode", 1), ("sketch", 1)]
+    ("policy", "rank"),
+    [
+        ("lychee_decode", 0),
+        pytest.param("lychee_decode", 1, marks=pytest.mark.slow),
+        pytest.param("sketch", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_all_ranks_fall_back_where_one_has_no_room(policy, rank, ranks, tiny_folders, caplog):
     """Steps are captured anew by both: a rank that did so alone would sum what does not belong

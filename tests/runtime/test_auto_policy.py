@@ -153,7 +153,7 @@ def measured(scales: dict[int, float]) -> MachineProfile:
     ("scales", "tokens"),
     [
         ({}, 8192),  # lychee_cluster was not measured
-        ({2048: 0.01, 4096: 100.0}, 8192),
+        pytest.param({2048: 0.01, 4096: 100.0}, 8192, marks=pytest.mark.slow),
         ({2048: 100.0, 4096: 0.01}, 3072),  # a length is measured up to the next power of two
         ({16384: 100.0}, 24576),
         # Never faster: 65,536 stands for all that is longer.

@@ -68,6 +68,7 @@ def test_logits_on_real_text(smollm2: Any, text_tokens: torch.Tensor) -> None:
         torch.testing.assert_close(step[0, 0], whole[0, position], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_budget_above_the_context_is_exact(smollm2: Any, text_tokens: torch.Tensor) -> None:
     sparse = OffloadedModel.from_pretrained(
         MODEL, policy=ExactTopK(budget_tokens=700), dtype="float32", num_threads=1

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases.slowly import slow_but
 from cases.tiny_models import byte_tokenizer
 from serve.conftest import Serve, serving_process
 
@@ -408,7 +409,7 @@ def test_a_server_that_cannot_load_ends() -> None:
         Server(load, Access(port=0)).run()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", slow_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_the_command_listens_before_it_has_loaded(serve_folder: Path, number: int) -> None:
     with serving_process(serve_folder, says="loading;") as (process, url):
         answer = httpx.get(f"{url}/health", timeout=20)

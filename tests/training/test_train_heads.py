@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.slowly import slow_but
 from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
 from typer.testing import CliRunner
 
@@ -123,7 +124,7 @@ def test_gradients_through_layers_computed_again(monkeypatch: pytest.MonkeyPatch
     assert all(parameter.grad is None for parameter in stock.parameters())
 
 
-@pytest.mark.parametrize("method", ["hardkuma", "hard-concrete"])
+@pytest.mark.parametrize("method", slow_but(["hardkuma", "hard-concrete"], "hardkuma"))
 def test_the_constraint_is_reached(method: str) -> None:
     made = trainer(steps=80, target_heads=2, method=method, learning_rate=0.2)
     before = {name: x.clone() for name, x in made.stock.named_parameters()}

@@ -48,17 +48,15 @@ def workload() -> Iterator[LatencyWorkload]:
     made.store.close()
 
 
+FEW = ("full", "exact_topk", "streaming_llm", "quest")
+
+
 def policy_of(name: str) -> Policy:
     budget = {} if name == "full" else {"budget_tokens": BUDGET}
     return make_policy(name, **budget)
 
 
-@pytest.mark.parametrize(
-    "names",
-    slow_but(
-        [("full", "exact_topk", "lfps"), available_policies()], ("full", "exact_topk", "lfps")
-    ),
-)
+@pytest.mark.parametrize("names", slow_but([FEW, available_policies()], FEW))
 def test_policies_end_to_end(workload: LatencyWorkload, names: Sequence[str]) -> None:
     steps = []
     measured = measure_latency(

@@ -60,6 +60,9 @@ class Preempted:
 
     def _path(self, request: Request) -> Path:
         if self._folder is None:
-            folder = None if "TMPDIR" in os.environ or not os.path.isdir(_ON_DISK) else _ON_DISK
-            self._folder = tempfile.TemporaryDirectory(prefix="offload-preempted-", dir=folder)
+            folder, prefix = None if "TMPDIR" in os.environ else _ON_DISK, "offload-preempted-"
+            try:
+                self._folder = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
+            except OSError:  # it is not there, or may not be written to
+                self._folder = tempfile.TemporaryDirectory(prefix=prefix)
         return Path(self._folder.name, f"{id(request)}.safetensors")

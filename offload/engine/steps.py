@@ -149,7 +149,8 @@ class Steps:
             except SessionMiss as miss:
                 self.scheduler.remove(request)
                 request.restoring = None
-                if self.scheduler.num_running:  # which give memory back
+                has_no_room = isinstance(miss.__cause__, MemoryError)  # else its file is damaged
+                if has_no_room and self.scheduler.num_running:  # which give memory back
                     self.scheduler.waiting.appendleft(request)
                 else:
                     self.emit_error(request, miss)
@@ -208,9 +209,13 @@ class Steps:
         self._preempted.close()
 
     def _make_room(self) -> bool:
-        """More came than was expected: prefixes go, then idle sessions, then the youngest request
-        waits on disk."""
-        if self.prefixes.drop() or (self._sessions is not None and self._sessions.spill()):
+        """More came than was expected: prefixes go, then idle sessions, then what comes back from
+        disk, then the youngest request waits there."""
+        if (
+            self.prefixes.drop()
+            or (self._sessions is not None and self._sessions.spill())
+            or self._give_up_restoring()
+        ):
             self._runner.runtime.store.trim()
             return True
         request = self.scheduler.preempt()
@@ -222,6 +227,17 @@ class Steps:
             self.emit_error(request, error)
         self.stats.preempted += 1
         self._runner.runtime.store.trim()
+        return True
+
+    def _give_up_restoring(self) -> bool:
+        """The last request that comes back from disk waits there again; False: there is none."""
+        if not self.scheduler.restoring:
+            return False
+        request = self.scheduler.restoring.pop()
+        assert request.restoring is not None
+        request.restoring.close()  # type: ignore[attr-defined]
+        request.restoring = None
+        self.scheduler.waiting.appendleft(request)
         return True
 
     def _read(self) -> None:

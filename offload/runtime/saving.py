@@ -217,10 +217,7 @@ def _read_row(
     for layer_idx in range(store.num_layers):
         reader.check(f"{row}.kv.{layer_idx}", dtype, shape)
     saved = _read_state(reader, row, numbers, dtype, store)
-    if saved.num_bytes > store.left_bytes():
-        store.trim()
-    if saved.num_bytes > store.left_bytes():
-        raise SessionMiss(f"no room for {format_bytes(saved.num_bytes)} of the policy")
+    _check_room(store, saved)
     store.reserve([seq], [kv_len])
     for layer_idx in range(store.num_layers):
         data = yield from reader.read_in_parts(f"{row}.kv.{layer_idx}")
@@ -228,11 +225,19 @@ def _read_row(
         with torch_threads(1):  # copies are small: with more they would wait for each other
             store.append(seq, layer_idx, both[0].transpose(0, 1), both[1].transpose(0, 1))
     store.commit([seq], [kv_len])
+    _check_room(store, saved)  # which others may have taken meanwhile
     sequences.states.restore(seq, saved)
     if f"{row}.tokens" not in reader.tensors:
         return None
     reader.check(f"{row}.tokens", "int64", (kv_len,))
     return reader.read_array(f"{row}.tokens")
+
+
+def _check_room(store: KVStore, saved: SavedState) -> None:
+    if saved.num_bytes > store.left_bytes():
+        store.trim()
+    if saved.num_bytes > store.left_bytes():
+        raise HostBudgetError(f"{format_bytes(saved.num_bytes)} of the policy do not fit")
 
 
 def _read_state(

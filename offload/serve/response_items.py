@@ -38,6 +38,10 @@ class Response(Chat):
         given = body.model_dump(include={*_ECHOED, "text", "tools"}, by_alias=True)
         if body.text.format.type != "json_schema":
             given["text"]["format"] = {"type": body.text.format.type}
+        try:  # Python's JSON has NaN, and halves of surrogate pairs
+            json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:
+            raise ApiError(400, f"the answer cannot repeat the request: {error}") from error
         self._response = given | {
             "id": self._head["id"],
             "object": "response",

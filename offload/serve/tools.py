@@ -172,7 +172,9 @@ class CallBlocks(CallReader):
             call = json.loads(block)
             name, arguments = call["name"], call["arguments"]
             if name in self._names and isinstance(arguments, dict):
-                return "", [self._call(name, json.dumps(arguments, ensure_ascii=False))]
+                text = json.dumps(arguments, ensure_ascii=False)
+                text.encode()  # half of a surrogate pair is no text
+                return "", [self._call(name, text)]
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
         return OPEN + block + close, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,10 @@ from cases.inside import allow_host_bytes, states_of
 from cases.slowly import slow_but
 from cases.tiny_models import byte_tokenizer, random_tokens, save_long_model
 
-from offload import HostBudgetError, OffloadedModel
+from offload import HostBudgetError, OffloadedModel, SessionMiss
 from offload.engine.engine import Engine, QueueFullError
-from offload.engine.request import RequestOutput
+from offload.engine.preemption import Preempted
+from offload.engine.request import Request, RequestOutput
 from offload.engine.runner import Runner
 from offload.engine.sampling_params import SamplingParams
 from offload.policies.registry import available_policies, make_policy
@@ -370,6 +372,55 @@ def test_requests_that_make_room_go_on_with_the_same_tokens(
     assert engine.stats.preempted > 0
     engine.stop()
     assert model.kv_store.num_sequences == 0
+
+
+def test_what_comes_back_makes_room_for_those_that_run(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.system.checked_file._PIECE_BYTES", 256)
+    monkeypatch.setattr("offload.engine.steps._RESTORING_SECONDS", 0.0)
+    model = load(tiny_folders["llama"], page_tokens=16)
+    prompts = [random_tokens(1, 60, seed=n)[0].tolist() for n in range(3)]
+    lens = (100, 200, 200)  # when the first has ended, the last comes back
+    wanted = {str(n): alone(model, prompts[n], lens[n]) for n in range(3)}
+    allow_host_bytes(model, 368 * model.kv_store.token_bytes)
+    engine = Engine(model, overcommit=8.0, prefix_caching=False)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(prompt, replace(GREEDY, max_tokens=lens[number]), str(number))
+    assert answers(engine) == wanted
+    assert engine.stats.preempted > 0
+    engine.stop()
+    assert model.kv_store.num_sequences == 0
+
+
+def test_what_was_preempted_and_is_damaged_fails_at_once(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Preempted.save
+
+    def damaged(self: Preempted, request: Request) -> None:
+        save(self, request)
+        os.truncate(self._path(request), 5000)
+
+    monkeypatch.setattr(Preempted, "save", damaged)
+    monkeypatch.setattr("offload.engine.preemption._ON_DISK", "/proc")  # in which nobody writes
+    monkeypatch.delenv("TMPDIR", raising=False)
+    model = load(tiny_folders["llama"], page_tokens=16)
+    allow_host_bytes(model, 272 * model.kv_store.token_bytes)
+    engine = Engine(model, overcommit=8.0, prefix_caching=False)
+    engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=250), "first")
+    engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=200), "second")
+    ends = list[RequestOutput]()
+    while engine.has_work:
+        ends += [output for output in engine.step() if output.finish_reason]
+        if engine.stats.preempted and engine.has_work and len(ends) == 0:
+            allow_host_bytes(model, 1000 * model.kv_store.token_bytes)  # it would fit
+    assert [(end.request_id, end.finish_reason) for end in ends] == [
+        ("second", "error"),
+        ("first", "length"),
+    ]
+    assert isinstance(ends[0].error, SessionMiss)
+    engine.stop()
 
 
 def test_a_request_without_a_maximum_takes_what_there_is(tiny_folders: dict[str, Path]) -> None:

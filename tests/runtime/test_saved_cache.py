@@ -15,6 +15,8 @@ from safetensors import safe_open
 
 from offload import OffloadedCache, OffloadedModel, SessionMiss
 from offload.policies.registry import make_policy
+from offload.runtime.saving import read_in_parts
+from offload.system.checked_file import finish
 
 FEW = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8}
 POLICIES = ("full", "lychee_cluster", "lfps", "quest", "tidal_decode", "hard_kv", "sketch")
@@ -156,6 +158,21 @@ def test_what_does_not_fit_is_a_miss_with_a_reason(
         allow_host_bytes(model, budget)
     with pytest.raises(ValueError, match="no tokens to save"):
         model.new_cache().save(tmp_path / "empty")
+
+
+def test_room_that_others_take_meanwhile_is_a_miss(saved: tuple[Any, Path]) -> None:
+    model, path = saved
+    store, budget = model.kv_store, model.kv_store.host_budget_bytes
+    parts = read_in_parts(model._offload.sequences, path, 2048)
+    next(parts)
+    store.trim()
+    allow_host_bytes(model, store.host_bytes_reserved)
+    try:
+        with pytest.raises(SessionMiss, match="no room"):
+            finish(parts)
+    finally:
+        allow_host_bytes(model, budget)
+    assert store.num_sequences == 0
 
 
 def test_writing_that_fails_leaves_the_file_before(saved: tuple[Any, Path], tmp_path: Path) -> None:

@@ -242,6 +242,23 @@ def test_fields_that_are_refused(http: httpx.Client, field: str, value: Any) -> 
     assert field in refusal(http, **{field: value})["message"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"metadata": {"a": "\\ud800"}',
+        '"user": "\\ud800", "stream": true',
+        '"tool_choice": "none", "tools": [{"type": "function", "name": "f", "parameters": '
+        '{"maximum": NaN}}]',
+    ],
+)
+def test_what_cannot_be_repeated_is_refused(http: httpx.Client, fields: str) -> None:
+    body = f'{{"input": "hello", "max_output_tokens": 1, {fields}}}'
+    headers = {"Content-Type": "application/json"}
+    answer = http.post("/v1/responses", content=body, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert "cannot repeat" in answer.json()["error"]["message"]
+
+
 def test_what_excludes_each_other(http: httpx.Client) -> None:
     assert (
         "exclude"

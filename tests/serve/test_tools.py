@@ -206,6 +206,12 @@ def test_text_in_any_pieces() -> None:
         assert forced.calls[0]["function"]["arguments"] == '{"city": "Rome"}'
 
 
+def test_a_call_that_is_no_text_stays_what_it_was() -> None:
+    block = '<tool_call>{"name": "weather", "arguments": {"city": "\\ud800"}}</tool_call>'
+    reader = CallBlocks(["weather"])
+    assert reader.take(block, "stop") == (block, [])
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

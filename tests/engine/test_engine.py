@@ -383,7 +383,7 @@ def test_what_comes_back_makes_room_for_those_that_run(
     prompts = [random_tokens(1, 60, seed=n)[0].tolist() for n in range(3)]
     lens = (100, 200, 200)  # when the first has ended, the last comes back
     wanted = {str(n): alone(model, prompts[n], lens[n]) for n in range(3)}
-    allow_host_bytes(model, 368 * model.kv_store.token_bytes)
+    allow_host_bytes(model, 320 * model.kv_store.token_bytes)
     engine = Engine(model, overcommit=8.0, prefix_caching=False)
     for number, prompt in enumerate(prompts):
         engine.add_request(prompt, replace(GREEDY, max_tokens=lens[number]), str(number))

@@ -80,8 +80,8 @@ class Kept:
         str | None,
         typer.Option(
             metavar="SIZE",
-            help=r"Host memory of idle sessions, within --max-memory. \[default: half of what is "
-            "free]",
+            help="Host memory of idle sessions, within that of the KV cache. "
+            r"\[default: half of it]",
         ),
     ] = None
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -15,6 +17,7 @@ from offload.serve.chat import Texts
 from offload.serve.errors import ApiError
 from offload.serve.formats import Chat
 from offload.serve.responses import ResponseRequest
+from offload.serve.tools import CLOSE
 
 _ECHOED = (
     *("background", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
@@ -56,8 +59,11 @@ class Response(Chat):
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """The answer in one piece."""
         (choice,) = choices
-        for _ in self._grow(choice, choice.text, choice.shown):
-            pass
+        *before, last = choice.text.split(CLOSE)  # what follows a call is an item of its own
+        runs = replace(choice, finish_reason=None)
+        for text in before:
+            deque(self._grow(runs, text + CLOSE, ()), maxlen=0)
+        deque(self._grow(choice, last, choice.shown), maxlen=0)
         return self._response
 
     async def events(

@@ -213,6 +213,10 @@ def test_calls_that_may_be(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatc
     assert answer.output[1].call_id != answer.output[2].call_id
     assert without_names(events[-1].response) == without_names(answer)
     assert [item.type for item in single.output] == ["message", "function_call"]
+    with answering(monkeypatch, f"Sure. {block} Done."):
+        after, told = ask(client, **options), events_of(client, **options)[-1].response
+    assert [item.type for item in after.output] == ["message", "function_call", "message"]
+    assert without_names(after) == without_names(told)
     opened = [e.output_index for e in events if e.type == "response.output_item.added"]
     assert opened == [e.output_index for e in events if e.type == "response.output_item.done"]
     assert opened == [0, 1, 2]

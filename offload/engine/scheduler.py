@@ -198,7 +198,7 @@ class Scheduler:
                 requests.remove(request)
 
     def next_slice(self, num_left: Callable[[Request], int]) -> list[tuple[Request, int]]:
-        """Of which corrections and prompts how many tokens are read now; none: decoding has its turn.
+        """Of which corrections and prompts how many tokens are read now; none: others decode.
 
         Args:
             num_left: tokens of a prompt that have to be read.

@@ -269,7 +269,7 @@ class Sessions:
         return True
 
     def _without_sparse(self, session: _Session, kept: int) -> int:
-        """Take out the tokens that wait for a correction, which the prompt reads; those that stay."""
+        """Take out tokens that wait for a correction: the prompt reads them. How many stay."""
         corrections = self._runtime.sequences.corrections
         if corrections is None or not (waiting := corrections.waiting(session.seq)).ids:
             return kept

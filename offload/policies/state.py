@@ -320,8 +320,8 @@ class PolicyStates:
             known.queries[layer_idx].put_back(queries, kv_len)  # type: ignore[index]
 
     def revise(self, seq: int, num_new: int) -> None:
-        """In the store there are `num_new` tokens behind those of `seq`, old ones anew and more: with
-        the last of those that `fork_to_revise` was told of, what the policy keeps is revised."""
+        """In the store there are `num_new` tokens behind those of `seq`, old ones anew and more.
+        Arrays are revised when there are as many as `fork_to_revise` was told."""
         known, store = self._known[seq], self._store
         kv_len = store.kv_len(seq) + num_new
         if known.revised is None or known.revised[1] > kv_len:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases.inside import allow_host_bytes, runtime_of
+from cases.inside import allow_host_bytes, runtime_of, states_of
 from cases.slowly import slow_but
 from cases.tiny_models import random_tokens, save_long_model
 
@@ -253,15 +254,15 @@ def test_memory_of_a_correction_is_counted(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", slow_but(["quest", "lychee_cluster"], "quest"))
 def test_requests_that_make_room_are_corrected_later(folder: Path, name: str) -> None:
-    """Overcommitted: sequences go to disk with the tokens that wait, and in the middle, too."""
+    """Overcommitted: sequences go to disk with the tokens that wait."""
     model = load(folder, name)
-    prompts = prompts_of(100, 110, 120, 130)
-    wanted = {str(i): alone(model, prompt) for i, prompt in enumerate(prompts)}
+    prompts, params = prompts_of(60, 61, 62, 63, 64, 65), replace(GREEDY, max_tokens=240)
+    wanted = {str(i): alone(model, prompt, 240) for i, prompt in enumerate(prompts)}
+    store, most_states = model.kv_store, states_of(model).bytes.most_at(304)
+    allow_host_bytes(model, 2 * 304 * store.token_bytes + 5 * most_states)
     engine, found = Engine(model, slice_seconds=1e-4, overcommit=8.0), Found()
-    most = engine._steps.admission.most_bytes(130 + LONG)
-    allow_host_bytes(model, 2 * most)
     for request_id, prompt in zip(wanted, prompts, strict=True):
-        engine.add_request(prompt, GREEDY, request_id)
+        engine.add_request(prompt, params, request_id)
     while engine.has_work:
         step(engine, found)
     assert found == wanted
@@ -304,7 +305,7 @@ def test_sessions_go_on_as_one_cache_does(
         wanted.append(alone(model, text, 45, past_key_values=cache))
         text += wanted[-1]
     cache.reset()
-    limit, params = None if where == "memory" else 0, SamplingParams(**GREEDY_45)
+    limit, params = None if where == "memory" else 0, replace(GREEDY, max_tokens=45)
     engine = Engine(model, sessions=Sessions(tmp_path, host_limit_bytes=limit))
     text = prompts_of(90)[0]
     for new, answer in zip(more, wanted, strict=True):
@@ -321,9 +322,6 @@ def test_sessions_go_on_as_one_cache_does(
     engine.stop()
     check_empty(model)
     assert os.listdir(tmp_path) == ["s.safetensors"]
-
-
-GREEDY_45 = {"temperature": 0.0, "max_tokens": 45, "ignore_eos": True}
 
 
 def test_a_cancelled_session_keeps_what_waits(model: Any, tmp_path: Path) -> None:

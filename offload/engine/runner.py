@@ -79,6 +79,15 @@ class Runner:
         ends = pairwise(batch.indptr)
         return tuple(hidden[start:stop] for start, stop in ends)
 
+    def check_corrections(self, max_tokens: int) -> None:
+        """Refuse a sequence of `max_tokens` that a device could not correct at its end.
+
+        Raises:
+            DeviceMemoryError: as `Corrections.check_device`.
+        """
+        if self._sequences.corrections is not None:
+            self._sequences.corrections.check_device(1, max_tokens)
+
     def correction(self, seq: int, token: int) -> SlicedCorrection | None:
         """What is read again together with the next `token` of `seq`; None: it is not due."""
         corrections = self._sequences.corrections

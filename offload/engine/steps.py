@@ -127,6 +127,7 @@ class Steps:
         if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
             try:
                 self._runner.runtime.decoder.begin_generation(count, longest)
+                self._runner.check_corrections(longest)
             except Exception as error:
                 if len(requests) == 1 or not isinstance(error, DeviceMemoryError):
                     self.emit_error(requests[-1], error)

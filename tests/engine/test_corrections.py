@@ -18,7 +18,7 @@ from offload import Engine, OffloadedModel, SamplingParams
 from offload.engine.sessions import Sessions
 from offload.policies.registry import available_policies, make_policy
 from offload.prefill import forward as prefill_forward
-from offload.system.errors import HostBudgetError
+from offload.system.errors import DeviceMemoryError, HostBudgetError
 
 FEW = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8}
 EVERY, LONG = 32, 110
@@ -250,6 +250,27 @@ def test_memory_of_a_correction_is_counted(folder: Path) -> None:
     assert found == {"first": wanted, "second": wanted}
     engine.stop()
     check_empty(model)
+
+
+def test_what_a_device_has_no_room_for_is_refused_before(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its prompt is read."""
+
+    def check_room(num_tokens: int, past_tokens: int) -> None:
+        if past_tokens > 150:
+            raise DeviceMemoryError(f"no room for {num_tokens} behind {past_tokens}")
+
+    monkeypatch.setattr(runtime_of(model).sequences.corrections, "_check_room", check_room)
+    engine = Engine(model)
+    for num_tokens, error in ((150, "cache_correction_every=32"), (50, None)):
+        engine.add_request(prompts_of(num_tokens)[0], GREEDY)
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+        assert (error or "None") in str(outputs[-1].error)
+    assert engine.stats.prompt_tokens == 50
+    engine.stop()
 
 
 @pytest.mark.parametrize("name", slow_but(["quest", "lychee_cluster"], "quest"))

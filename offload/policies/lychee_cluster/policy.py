@@ -53,6 +53,7 @@ from offload.policies.lychee_cluster.layout import (
 from offload.policies.lychee_cluster.prefetch import prepare
 from offload.policies.lychee_cluster.revise import revise_chunks
 from offload.policies.lychee_cluster.search import NUMBERS, PAPER_UNITS, propose, select
+from offload.policies.lychee_cluster.units import place_grafts
 from offload.policies.revised import Revised
 
 if TYPE_CHECKING:
@@ -88,10 +89,7 @@ class ClusterState(LayerState):
             policy.max_chunk_tokens,
         )
         num_chunks = len(starts) - 1
-        # Nothing ranks units where all chunks are ranked.
-        num_groups, num_units = num_chunks, 1
-        if num_chunks > policy.ranked_chunks:
-            num_units = min(policy.max_units, max(1, num_chunks // _CHUNKS_PER_UNIT))
+        num_groups, num_units = num_chunks, policy.num_units(num_chunks)
         if policy.paper:
             num_groups = max(1, num_chunks // policy.chunks_per_cluster)
             num_units = min(policy.max_units, _MAX_PAPER_UNITS, max(1, round(num_groups**0.5)))
@@ -118,8 +116,12 @@ class ClusterState(LayerState):
         return shape.num_kv_heads * of_head + starts_bytes(chunks)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        """Make room for more chunks."""
-        return grow_index(arrays, capacity_tokens, self.policy.min_chunk_tokens)
+        """Make room for more chunks, and put those of the last ones into units."""
+        policy = self.policy
+        if not policy.paper:
+            num_units = policy.num_units(int(arrays["header"]["num_chunks"][0]))
+            arrays = place_grafts(arrays, num_units)
+        return grow_index(arrays, capacity_tokens, policy.min_chunk_tokens)
 
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """True while only tokens go that are in no chunk."""
@@ -277,6 +279,12 @@ class LycheeCluster(SparsePolicy):
     def chosen_tokens(self) -> int:
         """What is left of the budget beside sinks and the recent window."""
         return self.budget_tokens - self.sink_tokens - self.recent_tokens
+
+    def num_units(self, num_chunks: int) -> int:
+        """Coarse units of an index; nothing ranks them where all chunks are ranked."""
+        if num_chunks <= self.ranked_chunks:
+            return 1
+        return min(self.max_units, max(1, num_chunks // _CHUNKS_PER_UNIT))
 
     @property
     def unindexed_limit(self) -> int:

@@ -229,3 +229,34 @@ def test_a_step_that_fails_keeps_the_arrays_of_before(pool):
     state = states.arrays_of(stream.seq)
     for name in INDEX:
         np.testing.assert_array_equal(state.layers[0][name], kept[name])
+
+
+def found_of_best(index: LycheeIndex, queries: np.ndarray, ranked_chunks: int) -> float:
+    """Share of the eight best chunks of each query that are below the units that are opened."""
+    centres, widths = index.boxes()
+    found = []
+    for head in range(KV_HEADS):
+        spread = np.linalg.norm(queries[:, None] * widths[head], axis=2)
+        ranks = queries @ centres[head].T + POLICY.spread_weight * spread
+        of_units, of_chunks = np.split(ranks, [index.num_units], axis=1)
+        unit_of = index.unit_of_cluster(head)
+        sizes = np.bincount(unit_of, minlength=index.num_units)
+        for by_unit, by_chunk in zip(of_units, of_chunks, strict=True):
+            order = np.argsort(-by_unit)
+            opened = order[: np.searchsorted(np.cumsum(sizes[order]), ranked_chunks) + 1]
+            found.append(np.isin(unit_of[np.argsort(-by_chunk)[:8]], opened).mean())
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("kv_len", [250, 700], ids=["no units", "units"])
+def test_placed_chunks_are_found_as_those_of_a_fresh_index(kv_len, pool):
+    stream = Stream(POLICY, pool)
+    stream.prefill(kv_len)
+    for _ in range(3000 - kv_len):
+        stream.step()
+    placed = LycheeIndex(POLICY.state.grow(0, stream.index.arrays, 4000))
+    fresh = LycheeIndex(built_anew(stream))
+    queries = stream.rng.standard_normal((60, placed.arrays["rows"].shape[2]))
+    found, expected = (found_of_best(x, queries, POLICY.ranked_chunks) for x in (placed, fresh))
+    assert expected > 0.5
+    assert found > expected - 0.1

@@ -1,6 +1,6 @@
 """Grafting: LycheeCluster takes the oldest tokens of its buffer into the index, chunk by chunk.
 
-A chunk becomes a group of its own, behind those that were built.
+A chunk becomes a group of its own, behind those that are in units, until the arrays grow (`units`).
 
 In the paper's index (arXiv 2603.08453, section 4.4, lazy update) it goes to the nearest fine
 cluster, found through the coarse units; centroids are moving averages, radii only grow, by what the

@@ -2,7 +2,7 @@
 
 Source: Li et al., LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and
 Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `chunks`; index: `index`; search: `search`;
-updates: `graft`; the arrays: `layout`, and as callbacks see them: `views`.
+updates: `graft`, `units`; the arrays: `layout`, and as callbacks see them: `views`.
 
 Five things differ from the paper, all for what they keep of the attention
 (docs/notes/lychee-cluster.md has the ablation); `paper=True` takes them back. Chunks are ranked by

@@ -248,7 +248,7 @@ def found_of_best(index: LycheeIndex, queries: np.ndarray, ranked_chunks: int) -
     return float(np.mean(found))
 
 
-@pytest.mark.parametrize("kv_len", [250, 700], ids=["no units", "units"])
+@pytest.mark.parametrize("kv_len", [250, 1600], ids=["no units", "units"])
 def test_placed_chunks_are_found_as_those_of_a_fresh_index(kv_len, pool):
     stream = Stream(POLICY, pool)
     stream.prefill(kv_len)

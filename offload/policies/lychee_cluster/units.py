@@ -2,9 +2,9 @@
 
 A grafted chunk is ranked by every search until the arrays grow. There it goes to the unit whose
 direction is nearest to its own, and the unit's box becomes that of its chunks, old and new, as the
-index has them. Where an index without units has come to more chunks than a search ranks, its units
-are found first, as a build finds them. Both are made between steps, in arrays of their own: a step
-that fails has those of before.
+index has them. Where an index without units has come to more chunks than a search ranks, or one
+with units to many more than it had, its units are found as a build finds them. Both are done
+between steps, in arrays of their own: a step that fails has those of before.
 """
 
 from __future__ import annotations
@@ -97,11 +97,12 @@ def place_grafts(arrays: State, num_units: int) -> State:
 
     Args:
         arrays: of an index whose groups are chunks.
-        num_units: to find where there is only one; 1: none.
+        num_units: that a build of so many chunks would find; more than twice as many as there are
+            are found again, of all chunks.
     """
     header = arrays["header"].copy()
     num_groups, before = int(header["num_groups"][0]), int(header["num_units"][0])
-    num_units = before if before > 1 else num_units
+    num_units = num_units if num_units > 2 * before else before
     if num_units == 1 or num_groups == arrays["ranges"][0, before]:
         return arrays
     units = _units_of(arrays, num_units)

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
 _MAX_PAPER_UNITS = 64
 _CHUNKS_PER_UNIT = 8  # at least, where chunks are few
+_FLAT_SHARE = 1.5  # of the ranked chunks: so many are ranked in the time that opening units takes
 _LIMITS = ("min_chunk_tokens", "max_chunk_tokens")
 _CHUNK_TOKENS, _PAPER_CHUNK_TOKENS = (3, 5), (8, 16)
 
@@ -119,8 +120,8 @@ class ClusterState(LayerState):
         """Make room for more chunks, and put those of the last ones into units."""
         policy = self.policy
         if not policy.paper:
-            num_units = policy.num_units(int(arrays["header"]["num_chunks"][0]))
-            arrays = place_grafts(arrays, num_units)
+            num_chunks = int(arrays["header"]["num_chunks"][0])
+            arrays = place_grafts(arrays, policy.num_units(int(num_chunks / _FLAT_SHARE)))
         return grow_index(arrays, capacity_tokens, policy.min_chunk_tokens)
 
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:

@@ -2,8 +2,8 @@
 
 A grafted chunk is ranked by every search until the arrays grow. There it goes to the unit whose
 direction is nearest to its own, and the unit's box becomes that of its chunks, old and new, as the
-index has them. Where an index without units has come to more chunks than a search ranks, or one
-with units to many more than it had, its units are found as a build finds them. Both are done
+index has them. Where an index without units has come to half more chunks than a search ranks, or
+one with units to many more than it had, its units are found as a build finds them. Both are done
 between steps, in arrays of their own: a step that fails has those of before.
 """
 
@@ -97,8 +97,7 @@ def place_grafts(arrays: State, num_units: int) -> State:
 
     Args:
         arrays: of an index whose groups are chunks.
-        num_units: that a build of so many chunks would find; more than twice as many as there are
-            are found again, of all chunks.
+        num_units: that there should be; all are found anew where there are less than half of them.
     """
     header = arrays["header"].copy()
     num_groups, before = int(header["num_groups"][0]), int(header["num_units"][0])

@@ -103,7 +103,7 @@ $(VENV_STAMP):
 # torch comes first and alone: without its pin, another package would pull the newest build. The
 # compiler works beside it.
 $(PACKAGE_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
-	$(INSTALL) -c constraints.txt setuptools pybind11
+	$(INSTALL) -c constraints.txt "setuptools>=77" pybind11
 	$(BIN)/python setup.py --quiet build_ext --inplace & extension=$$!; \
 	$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
 	    "$$(grep '^torch==' constraints.txt)" && \

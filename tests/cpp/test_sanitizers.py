@@ -11,7 +11,7 @@ from programs import ALL_ISAS, CPP, compile_program, run
 from cpu_ops import native
 
 THREAD = ["-fsanitize=thread"]
-# What ASan finds as well takes the compiler a third of its time.
+# What ASan finds as well would take the compiler a third of its time.
 ADDRESS = [
     "-fsanitize=address,undefined",
     "-fno-sanitize=null,pointer-overflow,object-size,vptr",

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
+from offload.policies.checkpoint_names import same_checkpoint
 from offload.prefill.memory import available_bytes
 from offload.system.interrupts import shielded
 from offload.system.memory import host_memory_limit_bytes
@@ -312,6 +313,8 @@ def read_saved(path: Path, settings: Settings) -> dict[str, Any]:
         ) from error
     ours = asdict(settings)
     other = [name for name in ours if ours[name] != theirs.get(name)]
+    if "checkpoint" in other and same_checkpoint(settings.checkpoint, theirs.get("checkpoint", "")):
+        other.remove("checkpoint")  # converted elsewhere or again, or a copy
     if other:
         was, now = (
             ", ".join(f"{name}={of.get(name)!r}" for name in other) for of in (theirs, ours)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from offload.training import train as training
 from offload.training.gates import HardKuma
 from offload.training.mixed_attention import SparseRule, read_text
 from offload.training.mixed_heads import activation_bytes, mixed_hidden, prepare_stock
-from offload.training.train import Settings, Trainer, train
+from offload.training.train import Settings, Trainer, read_saved, train
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 NUM_LAYERS, PROMPT, ANSWER, BUDGET = 4, 400, 12, 100
@@ -206,6 +207,17 @@ def test_it_goes_on_as_without_a_break(tmp_path: Path) -> None:
     saved.write_bytes(b"PK?")
     with pytest.raises(ValueError, match="is no unfinished training, or damaged"):
         trainer().resume(saved)
+
+
+def test_it_goes_on_with_the_same_weights_elsewhere(tmp_path: Path) -> None:
+    """An embedded model that was converted again has another time, on another machine another
+    digest, too."""
+    saved, made = tmp_path / "saved", trainer()
+    made.settings = replace(made.settings, checkpoint="embedded@1-2")
+    made.save(saved)
+    assert read_saved(saved, replace(made.settings, checkpoint="embedded@3-4"))["log"] == []
+    with pytest.raises(ValueError, match="was trained with checkpoint='embedded@1-2', not check"):
+        read_saved(saved, replace(made.settings, checkpoint="another@1-2"))
 
 
 def test_some_questions_are_decoded() -> None:

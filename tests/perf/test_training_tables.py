@@ -47,7 +47,8 @@ RESULT = {
         "steps": 3000,
         "batch_size": 2,
         "held_out_prompts": 32,
-        "concurrent": "four to six",
+        "roles_context": 4096,
+        "concurrent": "four",
         "roles_machine": MACHINE | {"cpu": "Another CPU", "gpus": []},
     },
     "rows": [

@@ -136,7 +136,7 @@ def quality(
 
         grid = policy_grid(names, budgets, options, option="--option")
         policies = list(dict.fromkeys([make_policy("full"), *grid]))
-        runs = opt.Runs(dtype, "cpu", threads, page_tokens)
+        runs = opt.Runs(dtype, threads=threads, page_tokens=page_tokens)
         setup = Setup(model, policies, within, runs, verbose)
         settings = QualitySettings(
             context=read.context,

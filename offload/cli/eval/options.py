@@ -202,6 +202,14 @@ class Runs:
     device: Annotated[
         str, typer.Option(help="Where the linear layers run: cpu, cuda or cuda:1.")
     ] = "cpu"
+    reads_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="A GPU that reads the prompts, such as cuda, where --device cpu decodes. "
+            r"\[default: --device]",
+        ),
+    ] = None
     threads: Threads = None
     page_tokens: Annotated[int, typer.Option(min=1, help="In a page of the KV cache.")] = 256
 

@@ -28,13 +28,22 @@ from offload.cli.console import (
     make_table,
     no_loading_bars,
     print_json,
+    progress_bar,
     quiet_transformers,
     running,
     stderr,
     stdout,
 )
-from offload.cli.options import check_name, comma_separated, counts, memory_budgets
-from offload.system.text_file import read_text_file
+from offload.cli.options import (
+    AnyDevice,
+    MaxMemory,
+    Text,
+    Threads,
+    check_name,
+    comma_separated,
+    counts,
+    memory_budgets,
+)
 
 if TYPE_CHECKING:
     from offload.bench.decode.engines import DecodePlan
@@ -67,19 +76,10 @@ def decode(
             metavar="NAME",
             help=f"Model of random weights, over made keys: {', '.join(MODEL_SHAPE_NAMES)}. "
             rf"\[default: {GPU_DEFAULTS[0]}; on a CPU {CPU_DEFAULTS[0]}]",
-            show_default=False,
         ),
     ] = None,
     old_model: OldModelOption = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=r"What the model reads. \[default: docstrings of Python's library, about 100,000 "
-            "tokens]",
-            show_default=False,
-        ),
-    ] = None,
+    text: Text = None,
     contexts: Annotated[
         str | None,
         typer.Option(
@@ -90,7 +90,6 @@ def decode(
             metavar="COUNTS",
             help=f"Tokens of the prompts. \\[default: {GPU_DEFAULTS[1]}; on a CPU "
             f"{CPU_DEFAULTS[1]}]",
-            show_default=False,
         ),
     ] = None,
     policy: Annotated[
@@ -104,19 +103,14 @@ def decode(
             metavar="NAMES",
             help=f"Any of {', '.join(ENGINE_NAMES)}; on a CPU of {', '.join(CPU_ENGINE_NAMES)}. "
             r"\[default: all but transformers-compiled, which compiles for each context]",
-            show_default=False,
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help=r"cpu, cuda or cuda:1. \[default: cuda if there is one, else cpu]"),
-    ] = None,
+    device: AnyDevice = None,
     backend: Annotated[
         str | None,
         typer.Option(
             help=f"How GPU and CPU wait for each other: {', '.join(BACKEND_NAMES)}. "
             r"\[default: the fastest that the GPU can do]",
-            show_default=False,
         ),
     ] = None,
     steps: Annotated[
@@ -134,26 +128,12 @@ def decode(
             help="Tokens that transformers decodes: it is slow.",
         ),
     ] = 8,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=r"CPU threads. \[default: all this process may use; with a GPU, but one]",
-            show_default=False,
-        ),
-    ] = None,
-    max_memory: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DEVICE=SIZE",
-            help="Hard limit of ours for weights and KV cache, such as 0=24GiB. Repeatable.",
-        ),
-    ] = None,
+    threads: Threads = None,
+    max_memory: MaxMemory = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             help=rf"{', '.join(DTYPE_NAMES)}. \[default: bfloat16; of a model, its own]",
-            show_default=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of --shape's weights, keys and queries.")] = 0,
@@ -166,7 +146,6 @@ def decode(
             min=1,
             metavar="N",
             help=r"Make N layers of --shape's keys and repeat them; quicker. \[default: all]",
-            show_default=False,
         ),
     ] = None,
     trace: Annotated[
@@ -314,8 +293,6 @@ def _measure(
     plan: DecodePlan, load: Callable[[], tuple[DecodeModel, dict[str, Any]]], trace: Path | None
 ) -> dict[str, Any]:
     """Rows of all engines; `load` gives the model and the settings that say which."""
-    from rich.progress import Progress
-
     from offload.bench.decode.engines import describe, measure_engines
     from offload.measuring.steps.chrome_trace import write_chrome_trace
     from offload.system.machine import describe_machine
@@ -324,7 +301,7 @@ def _measure(
     per_context = len(plan.engines)
     if "offload" in plan.engines:
         per_context += len(plan.policies) - 1
-    with Progress(console=stderr(), transient=True) as progress:
+    with progress_bar() as progress:
         whole = progress.add_task("weights", total=len(plan.kv_lens) * per_context)
         part = progress.add_task("", total=None)
 
@@ -365,6 +342,7 @@ def _model(
 ) -> tuple[DecodeModel, dict[str, Any]]:
     """The model, and the settings that say which."""
     from offload.bench.decode.models import RandomModel, TextModel
+    from offload.bench.eval.haystack import prose_text
     from offload.runtime.backends import choose_backend
     from offload.runtime.config import runtime_config
     from offload.system.memory import check_max_memory
@@ -379,11 +357,10 @@ def _model(
         "max_memory": options["max_memory"],
     }
     if model is not None:
-        words = None if text is None else read_text_file(text)
         found = TextModel(
             model,
             plan.policies if "offload" in plan.engines else (),
-            text=words,
+            text=prose_text(text, "--text"),
             device=str(device),
             backend=options["backend"],
             dtype=options["dtype"] or "auto",

@@ -43,7 +43,6 @@ def latency(
             metavar="NAME",
             help=f"Heads of this model, on made keys: {', '.join(LAYER_SHAPE_NAMES)}. "
             r"\[default: llama-3.1-8b]",
-            show_default=False,
         ),
     ] = None,
     old_model: OldModelOption = None,
@@ -59,7 +58,6 @@ def latency(
         typer.Option(
             metavar="NAMES",
             help=r"Comma-separated. \[default: all that are available]",
-            show_default=False,
         ),
     ] = None,
     budget_tokens: BudgetTokens = 1024,

@@ -31,21 +31,15 @@ TextModelName = Annotated[
     str | None,
     typer.Argument(
         help="Instead of --shape: a model (folder, .gguf file, hub id, or "
-        "smollm2-135m-instruct) that reads real text, within its positions.",
-        show_default=False,
+        "smollm2-135m-instruct) that reads real text, within its positions."
     ),
 ]
 OldModelOption = Annotated[str | None, typer.Option("--model", hidden=True)]
-Threads = Annotated[
-    int | None,
-    typer.Option(min=1, help=r"CPU threads. \[default: all it may use]", show_default=False),
-]
 ThreadCounts = Annotated[
     str | None,
     typer.Option(
         metavar="COUNTS",
         help=r"Such as 1,2. \[default: 1 and all this process may use]",
-        show_default=False,
     ),
 ]
 

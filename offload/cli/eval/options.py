@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from offload.cli.bench.options import Threads, option_values, policy_grid
-from offload.cli.options import Scalar, check_name, comma_separated, counts, shares
+from offload.cli.bench.options import option_values, policy_grid
+from offload.cli.options import (
+    Device,
+    PageTokens,
+    Scalar,
+    Threads,
+    check_name,
+    comma_separated,
+    counts,
+    shares,
+)
 from offload.policies.registry import policy_names
 
 if TYPE_CHECKING:
@@ -199,9 +208,7 @@ class Runs:
 
     panel: ClassVar[str] = "What runs"
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16"
-    device: Annotated[
-        str, typer.Option(help="Where the linear layers run: cpu, cuda or cuda:1.")
-    ] = "cpu"
+    device: Device = "cpu"
     reads_on: Annotated[
         str | None,
         typer.Option(
@@ -211,7 +218,7 @@ class Runs:
         ),
     ] = None
     threads: Threads = None
-    page_tokens: Annotated[int, typer.Option(min=1, help="In a page of the KV cache.")] = 256
+    page_tokens: PageTokens = 256
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,7 +25,12 @@ BudgetTokens = Annotated[int, typer.Option(min=1, help="Tokens that each KV head
 DType = Annotated[str, typer.Option(help=f"{', '.join(DTYPE_NAMES)}.")]
 PolicyOptions = Annotated[
     list[str] | None,
-    typer.Option(metavar="POLICY.NAME=VALUE", help="Such as lfps.alpha=0.4. Repeatable."),
+    typer.Option(
+        "--option",
+        metavar="[POLICY.]KEY=VALUES",
+        help="An option of one or of all policies; each of several values is measured, such as "
+        "lfps.alpha=0.1,0.2. Repeatable.",
+    ),
 ]
 TextModelName = Annotated[
     str | None,
@@ -157,12 +162,3 @@ def resolved_policies(
             policy = config.policy
         found.append(policy)
     return list(dict.fromkeys(found)), why
-
-
-def policy_with_budget(name: str, budget_tokens: int, options: Mapping[str, Any]) -> Policy:
-    """One policy; `budget_tokens` unless it has none, or `options` say otherwise."""
-    from offload.policies.registry import make_policy
-
-    has_budget = "budget_tokens" in type(make_policy(name)).option_names()
-    given = {"budget_tokens": budget_tokens} if has_budget else {}
-    return make_policy(name, **{**given, **options})

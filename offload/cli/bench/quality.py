@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from offload.cli.bench.options import AsJson, option_values, policy_grid
+from offload.cli.bench.options import AsJson, PolicyOptions, option_values, policy_grid
 from offload.cli.console import (
     make_table,
     no_loading_bars,
@@ -66,7 +66,7 @@ class Compared:
     budget_tokens: Annotated[
         str, typer.Option(metavar="COUNTS", help="Tokens attended per KV head, such as 256,1024.")
     ] = "1024"
-    option: opt.PolicyOptions = None
+    option: PolicyOptions = None
 
 
 @dataclass(frozen=True)

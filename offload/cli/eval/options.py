@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from offload.cli.bench.options import option_values, policy_grid
+from offload.cli.bench.options import PolicyOptions, option_values, policy_grid
 from offload.cli.options import (
     Device,
     PageTokens,
@@ -29,15 +29,6 @@ if TYPE_CHECKING:
 OUTPUTS = ("table", "json", "md")
 TASK_PANEL = "What is asked"
 _ANY_EVICTION = "auto"
-PolicyOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        metavar="[POLICY.]KEY=VALUES",
-        help="An option of one or of all policies; each of several values is measured, such as "
-        "lfps.alpha=0.1,0.2. Repeatable.",
-    ),
-]
 
 
 def tasks_option(available: Sequence[str]) -> Any:

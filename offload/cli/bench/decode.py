@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from offload.bench.decode.engines import DecodePlan
     from offload.bench.decode.models import DecodeModel
     from offload.measuring.steps.step_timeline import StepTimeline
+    from offload.runtime.config import RuntimeConfig
 
 # offload.bench has these, but imports torch; tests compare the two.
 ENGINE_NAMES = (
@@ -220,7 +221,7 @@ def decode(
 
         from offload.bench.decode.engines import DecodePlan
         from offload.policies.registry import policy_names
-        from offload.runtime.config import checked_device
+        from offload.runtime.config import checked_device, runtime_config
 
         names = comma_separated(policy, option="--policy", available=tuple(policy_names()))
         policies = policy_grid(names, [budget_tokens], options, option="--option")
@@ -237,16 +238,14 @@ def decode(
         if on_cpu and backend is not None:
             raise ValueError(f"--backend {backend} needs a GPU, but the device is the CPU")
         with quiet_transformers(verbose=False), no_loading_bars():
-            policies, why = resolved_policies(
-                policies,
-                model,
-                shape or defaults[0],
-                dtype=dtype or "auto",
-                device=str(where),
+            config = runtime_config(
+                device=where,
                 backend=backend,
-                threads=threads,
+                num_threads=threads,
+                dtype=dtype or ("bfloat16" if model is None else "auto"),
                 max_memory=budgets,
             )
+            policies, why = resolved_policies(policies, config, model, shape or defaults[0])
         plan = DecodePlan(
             policies=policies,
             kv_lens=kv_lens or counts(defaults[1], option="--context"),
@@ -263,22 +262,14 @@ def decode(
                 f"--trace is of one policy at one context of ours, got {len(plan.policies)} and "
                 f"{len(plan.kv_lens)} for {', '.join(engine_names)}; give --policy and --context"
             )
-        of_model = {
-            "dtype": dtype,
-            "threads": threads,
-            "seed": seed,
-            "backend": backend,
-            "max_memory": budgets,
-            "batch_size": batch_size,
-            "distinct_layers": distinct_layers,
-        }
+        of_keys = {"seed": seed, "batch_size": batch_size, "distinct_layers": distinct_layers}
         with quiet_transformers(verbose=False), no_loading_bars():
             document = _measure(
                 plan,
-                lambda: _model(model, shape or defaults[0], text, where, plan, of_model),
+                lambda: _model(model, shape or defaults[0], text, config, plan, of_keys),
                 trace,
             )
-    document["settings"]["auto"] = why or None
+    document["settings"] |= {"auto": why or None, "max_memory": budgets}
     if as_json:
         print_json(document)
     else:
@@ -336,51 +327,33 @@ def _model(
     model: str | None,
     shape: str,
     text: Path | None,
-    device: Any,
+    config: RuntimeConfig,
     plan: DecodePlan,
-    options: dict[str, Any],
+    of_keys: dict[str, Any],
 ) -> tuple[DecodeModel, dict[str, Any]]:
     """The model, and the settings that say which."""
+    import torch
+
     from offload.bench.decode.models import RandomModel, TextModel
     from offload.bench.eval.haystack import prose_text
     from offload.runtime.backends import choose_backend
-    from offload.runtime.config import runtime_config
-    from offload.system.memory import check_max_memory
 
-    backend = None if device.type == "cpu" else choose_backend(options["backend"], device)
+    device = torch.device(config.device)
     described = {
         "model": model,
         "shape": None if model else shape,
-        "device": str(device),
-        "backend": backend,
-        "threads": options["threads"],
-        "max_memory": options["max_memory"],
+        "device": config.device,
+        "backend": None if device.type == "cpu" else choose_backend(config.backend, device),
+        "threads": config.num_threads,
     }
     if model is not None:
-        found = TextModel(
-            model,
-            plan.policies if "offload" in plan.engines else (),
-            text=prose_text(text, "--text"),
-            device=str(device),
-            backend=options["backend"],
-            dtype=options["dtype"] or "auto",
-            num_threads=options["threads"],
-            max_memory=options["max_memory"],
-        )
+        policies = plan.policies if "offload" in plan.engines else ()
+        found = TextModel(model, policies, config, text=prose_text(text, "--text"))
         return found, described | {"text": str(text or "docstrings of the standard library")}
     if device.index:
         raise ValueError(f"--device {device}: made keys are for the first GPU; use --device cuda")
-    limits = check_max_memory(options["max_memory"])
-    if "cpu" in limits:
+    if "cpu" in config.max_memory:
         raise ValueError("--max-memory cpu: made caches take what they take; name a model instead")
-    config = runtime_config(
-        device=str(device),
-        backend=backend,
-        num_threads=options["threads"],
-        dtype=options["dtype"] or "bfloat16",
-        max_memory=limits,
-    )
-    of_keys = {name: options[name] for name in ("seed", "batch_size", "distinct_layers")}
     return RandomModel(shape, config, longest=max(plan.kv_lens), **of_keys), described | of_keys
 
 

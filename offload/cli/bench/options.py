@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from offload.cli.options import Scalar, key_values, scalar
 
 if TYPE_CHECKING:
     from offload.policies import Policy
+    from offload.runtime.config import RuntimeConfig
 
 # offload.bench and offload.models have these, but import torch; tests compare the two.
 MODEL_SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
@@ -120,19 +122,15 @@ def policy_grid(
 
 def resolved_policies(
     policies: Sequence[Policy],
+    config: RuntimeConfig,
     model: str | None,
     shape: str,
-    *,
-    dtype: str,
-    device: str,
-    backend: str | None,
-    threads: int | None,
-    max_memory: Mapping[int | str, int | str] | None = None,
 ) -> tuple[list[Policy], str]:
     """The policies, each once, with what `auto` comes to in the place of it, and why, which is
     logged; "" without it.
 
     Args:
+        config: how they run; its policy is not used.
         model: what runs; None: one of this `shape`.
     """
     from offload.loading.checkpoint import check_checkpoint
@@ -140,25 +138,17 @@ def resolved_policies(
     from offload.loading.planned_model import planned_model
     from offload.policies.auto import Auto
     from offload.runtime.auto_policy import resolved_config, with_resolved_policy
-    from offload.runtime.config import runtime_config
 
     found, why = [], ""
     for policy in policies:
         if isinstance(policy, Auto):
-            config = runtime_config(
-                policy=policy,
-                dtype=dtype,
-                device=device,
-                backend=backend,
-                num_threads=threads,
-                max_memory=max_memory,
-            )
+            asked = replace(config, policy=policy)
             if model is not None:
                 checkpoint = check_checkpoint(resolve_folder(model))
-                config, why = with_resolved_policy(checkpoint, config, None)
+                asked, why = with_resolved_policy(checkpoint, asked, None)
             else:
-                made = planned_model(shape, dtype)
-                config, why = resolved_config(config, made.shape, made.dtype, made.weight_bytes)
-            policy = config.policy
+                made = planned_model(shape, str(config.dtype).removeprefix("torch."))
+                asked, why = resolved_config(asked, made.shape, made.dtype, made.weight_bytes)
+            policy = asked.policy
         found.append(policy)
     return list(dict.fromkeys(found)), why

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from offload.bench.decode.engines import ENGINES
-from offload.bench.eval.labels import label_of, policy_options
+from offload.bench.eval.labels import policy_label, policy_options
 from offload.bench.eval.record_file import Record
 from offload.bench.eval.ruler import RULER_TASKS
-from offload.bench.eval.summary import cell_rows, counting_cells, summaries
-from offload.cli.eval.options import Compared
+from offload.bench.eval.summary import FULL, cell_rows, counting_cells, summaries
+from offload.cli.bench.options import option_values, policy_grid
 from offload.policies import Policy
-from offload.policies.registry import available_policies
+from offload.policies.registry import available_policies, make_policy
 from offload.system.memory import available_cpus
 from perf.results_file import start_machine, write_results
 from perf.tradeoff.quality import answer_all, records_of
@@ -39,6 +39,14 @@ from perf.tradeoff.speed import Row, speed_rows
 MODEL = "smollm2-135m-instruct-32k"
 LENGTHS = (4096, 8192, 16384, 32768)
 _SAME_MACHINE = ("cpu", "cpus_usable", "gpus", "commit")
+
+
+def label_of(policy: Policy) -> str:
+    """Name, budget, and the options that are not the defaults."""
+    if not policy.selects:
+        return policy.name
+    name, *changed = policy_label(policy).split(" ")
+    return " ".join([name, str(policy.budget_tokens), *changed])
 
 
 class Document:
@@ -142,7 +150,7 @@ def measure_quality(document: Document, options: argparse.Namespace) -> None:
     folder = options.out.with_suffix(".answers")
 
     def write(length: int) -> None:
-        if records := records_of(folder, length):
+        if records := records_of(folder, length, document.settings["policies"]):
             say(write_quality(document, records, length, ways))
 
     answer_all(options, folder, say, write)
@@ -226,8 +234,10 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
-    budgets = ",".join(map(str, options.budgets))
-    policies = Compared(",".join(options.policies), budgets, options.option).policies()
+    selecting = [name for name in options.policies if name != FULL]
+    values = option_values(options.option, option="--option")
+    grid = policy_grid(selecting, options.budgets, values, option="--option")
+    policies = [make_policy(FULL), *grid]
     settings = {
         "model": options.model,
         "dtype": options.dtype,

@@ -10,12 +10,15 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+from offload.bench.eval.labels import windows_of
 from offload.bench.eval.record_file import Record
+from offload.policies.registry import make_policy
 
 Cell = tuple[int, str]  # length, task
 
@@ -52,14 +55,40 @@ def answer_all(
         raise RuntimeError(f"{len(failures)} cells were not answered, the first: {failures[0]}")
 
 
-def records_of(folder: Path, length: int) -> list[Record]:
-    """What the files of `folder` have of a length, without lines that are still being written."""
-    lines = [
-        line
-        for path in sorted(folder.glob(f"{length}-*.jsonl"))
-        for line in path.read_text("utf-8").splitlines(keepends=True)[1:]
-    ]
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def records_of(folder: Path, length: int, policies: Mapping[str, Any]) -> list[Record]:
+    """What the files of `folder` have of a length, without lines that are still being written.
+
+    Args:
+        policies: options by label; `offload eval` has other labels, by what it takes for usual.
+    """
+    labels, records = {_as_text(options): label for label, options in policies.items()}, []
+    for path in sorted(folder.glob(f"{length}-*.jsonl")):
+        whole = (x for x in path.read_text("utf-8").splitlines(keepends=True) if x.endswith("\n"))
+        header, *of_file = map(json.loads, whole)
+        named = header["options"]["policies"]
+        own = {name: labels[_as_text(options)] for name, options in named.items()}
+        for record in of_file:
+            answers = {own[name]: answer for name, answer in record["answers"].items()}
+            records.append(record | {"answers": answers})
+    return records
+
+
+def _as_text(options: Any) -> str:
+    return json.dumps(options, sort_keys=True)
+
+
+def _default_windows(names: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Sinks and recent windows at their defaults, which `offload eval` has to be told."""
+    given = [pair.partition("=")[0] for pair in given]
+    pairs = []
+    for name, key in product(names, windows_of(1)):
+        policy = make_policy(name)
+        # All that the sinks leave.
+        derived = (name, key) == ("streaming_llm", "recent_tokens")
+        is_given = key in given or f"{name}.{key}" in given
+        if key in type(policy).option_names() and not derived and not is_given:
+            pairs.append(f"{name}.{key}={getattr(policy, key)}")
+    return pairs
 
 
 def _answer(options: argparse.Namespace, cell: Cell, folder: Path, end: float) -> str:
@@ -80,7 +109,8 @@ def _answer(options: argparse.Namespace, cell: Cell, folder: Path, end: float) -
         "resume": folder / f"{length}-{task}.jsonl",
     }
     command += [f"--{name}={value}" for name, value in asked.items() if value is not None]
-    command += [f"--option={pair}" for pair in options.option]
+    pairs = [*options.option, *_default_windows(options.policies, options.option)]
+    command += [f"--option={pair}" for pair in pairs]
     left = max(0.0, end - time.monotonic())
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=left)

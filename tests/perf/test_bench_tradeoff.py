@@ -126,8 +126,11 @@ def test_a_run_that_is_cut_goes_on(
     answers = tmp_path / "t.answers" / "1200-niah_single_1.jsonl"
     with answers.open("a", encoding="utf-8") as file:
         file.write('{"task": "half a li')
-    assert len(quality.records_of(answers.parent, 1200)) == 2
-    rows = json.loads((tmp_path / "t.json").read_text("utf-8"))["rows"]
+    found = json.loads((tmp_path / "t.json").read_text("utf-8"))
+    rows, policies = found["rows"], found["settings"]["policies"]
+    (first, _) = quality.records_of(answers.parent, 1200, policies)
+    assert list(first["answers"]) == LABELS
+    assert policies[LABELS[1]]["recent_tokens"] == 64  # the default, though eval's is 24
     assert [row["prompts"] for row in rows if row["part"] == "quality"] == [2] * 3
 
 

@@ -26,7 +26,6 @@ def check_model(runtime: Any) -> None:
     options = {
         "tensor_parallel_size": runtime.ranks,
         "host_bytes_per_sequence": runtime.sequences.compression,
-        "cache_correction_every": runtime.sequences.corrections,
         "mean_tokens of hard_kv": runtime.attention.top_p_controller,
     }
     for name, value in options.items():

@@ -1,7 +1,8 @@
 """The engine: many requests to one model, which join and leave at every step.
 
 `Engine.step` is where to begin: each decodes one token of every request that has read its prompt,
-and then reads a slice of a prompt, if decoding has had its share of the time.
+and then reads a slice of a prompt, or of decoded tokens that are corrected, if decoding has had its
+share of the time.
 """
 
 from __future__ import annotations
@@ -316,7 +317,7 @@ class Engine:
                 self._fail(error)
                 return
             # All wait: for memory that others have, or for their readers.
-            if not has_outputs and not self._saves:
+            if not has_outputs and not self._saves and not self._steps.scheduler.correcting:
                 with self._inbox:
                     self._inbox.wait(_IDLE_SECONDS)
         self._close()

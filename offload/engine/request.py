@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from offload.engine.correction import SlicedCorrection
 from offload.engine.sampler import Chosen
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.text import TextStream
@@ -64,6 +65,7 @@ class Request:
         restoring: brings its sequence back from disk, in parts; None: it has come, or none will.
         is_preempted: its sequence is on disk until there is room.
         continues_session: it began with the sequence of an earlier one.
+        correction: of its sequence, before its next token; None: it is not due.
     """
 
     request_id: str
@@ -86,6 +88,7 @@ class Request:
     continues_session: bool = False
     restoring: Iterator[None] | None = None
     is_preempted: bool = False
+    correction: SlicedCorrection | None = None
 
     def __post_init__(self) -> None:
         self.ids = np.asarray(self.prompt, np.int64)

@@ -1,4 +1,5 @@
-"""The forward passes of an engine: a slice of a prompt, or one token of each running sequence."""
+"""The forward passes of an engine: a slice of a prompt or of a correction, or one token of each
+running sequence."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.decode.sampling import SamplingOptions
+from offload.engine.correction import SlicedCorrection
 from offload.engine.sampler import Chosen, score
 from offload.models.batch import RaggedBatch, tokens_each
 from offload.runtime.passes import Pass
@@ -58,18 +60,10 @@ class Runner:
         runtime, sizes = self.runtime, [len(tokens) for _, tokens in parts]
         ids = torch.tensor([token for _, tokens in parts for token in tokens])
         firsts = [runtime.store.kv_len(seq) for seq, _ in parts]
-        spans = zip(firsts, sizes, strict=True)
-        positions = torch.cat([torch.arange(first, first + size) for first, size in spans])
-        batch = RaggedBatch(
-            indptr=[0, *accumulate(sizes)],
-            columns=torch.arange(len(ids)),
-            position_ids=positions,
-            sequence_of_row=[*range(len(parts))],
-            rows_shape=(1, len(ids)),
-        )
+        batch = _batch_of(firsts, sizes)
 
         def compute(seqs: list[int]) -> Tensor:
-            self._sequences.note_text(batch, seqs, ids, positions)
+            self._sequences.note_text(batch, seqs, ids, batch.position_ids)
             return runtime.prefill(embedded, batch, seqs, builds=builds)
 
         with (
@@ -84,6 +78,71 @@ class Runner:
             hidden = runtime.extend(this, compute, prefill=True, builds=on_device)
         ends = pairwise(batch.indptr)
         return tuple(hidden[start:stop] for start, stop in ends)
+
+    def check_corrections(self, max_tokens: int) -> None:
+        """Refuse a sequence of `max_tokens` that a device could not correct at its end.
+
+        Raises:
+            DeviceMemoryError: as `Corrections.check_device`.
+        """
+        if self._sequences.corrections is not None:
+            self._sequences.corrections.check_device(1, max_tokens)
+
+    def correction(self, seq: int, token: int) -> SlicedCorrection | None:
+        """What is read again together with the next `token` of `seq`; None: it is not due."""
+        corrections = self._sequences.corrections
+        if corrections is None or not corrections.are_due([seq]):
+            return None
+        waiting = corrections.waiting(seq)
+        return SlicedCorrection(waiting.first, [*waiting.ids, token])
+
+    def correct(self, seq: int, correction: SlicedCorrection, num_tokens: int) -> Tensor:
+        """Read the next `num_tokens` of it: hidden states [num_tokens, hidden_size] for `logits`.
+
+        Raises:
+            As `read`. `seq` is as it was; what was read before has to be given up.
+        """
+        runtime, first = self.runtime, correction.first + correction.num_read
+        if correction.copy is None:
+            correction.copy = self._sequences.fork_to_correct(
+                seq, first, len(correction.ids), decodes=True
+            )
+        num_read = correction.num_read + num_tokens
+        ids, batch = (
+            correction.ids[correction.num_read : num_read],
+            _batch_of([first], [num_tokens]),
+        )
+
+        def compute(seqs: list[int]) -> Tensor:
+            if num_read == len(correction.ids):  # the text of the others is known
+                last = batch.position_ids[-1:]
+                self._sequences.note_text(tokens_each(1), seqs, torch.tensor(ids[-1:]), last)
+            return runtime.prefill(embedded, batch, seqs, corrects=True)
+
+        with (
+            self._timed(),
+            torch.no_grad(),
+            current_device(runtime.device),
+            without_autocast(runtime.device),
+        ):
+            embedded = self._lean.embed_tokens(torch.tensor(ids).to(runtime.device))
+            this = Pass(self._sequences, [correction.copy], [num_tokens])
+            this.num_begun = [0]  # what the policy keeps is of all of them already
+            hidden = runtime.extend(this, compute, prefill=False)
+        correction.num_read = num_read
+        return hidden
+
+    def end_correction(self, seq: int, correction: SlicedCorrection) -> int:
+        """The copy takes the place of `seq`: all is read."""
+        assert correction.copy is not None
+        self._sequences.free([seq])
+        return correction.copy
+
+    def give_up(self, correction: SlicedCorrection) -> None:
+        """Give back what a correction has taken."""
+        if correction.copy is not None:
+            self._sequences.free([correction.copy])
+            correction.copy, correction.num_read = None, 0
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float logits [n, vocab_size] of the tokens after those that were read."""
@@ -113,6 +172,7 @@ class Runner:
 
         def compute(seqs: list[int]) -> Tensor:
             self._sequences.note_text(batch, seqs, ids)
+            self._sequences.note_decoded(batch, seqs, ids, positions)
             runtime.attention.build_states(seqs, (positions + 1).tolist())
             if greedy:
                 return runtime.decoder.choose_tokens(seqs, ids, positions, SamplingOptions())
@@ -138,3 +198,16 @@ class Runner:
             yield
         finally:
             self.seconds += time.perf_counter() - start
+
+
+def _batch_of(firsts: Sequence[int], sizes: Sequence[int]) -> RaggedBatch:
+    """So many tokens of each sequence, behind its first ones."""
+    spans = zip(firsts, sizes, strict=True)
+    num_tokens = sum(sizes)
+    return RaggedBatch(
+        indptr=[0, *accumulate(sizes)],
+        columns=torch.arange(num_tokens),
+        position_ids=torch.cat([torch.arange(first, first + size) for first, size in spans]),
+        sequence_of_row=[*range(len(sizes))],
+        rows_shape=(1, num_tokens),
+    )

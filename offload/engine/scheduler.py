@@ -9,6 +9,7 @@ from offload.engine.prefix_tree import num_equal
 from offload.engine.request import Request
 from offload.kv.store import KVStore
 from offload.policies.state import PolicyStates
+from offload.runtime.correcting import Corrections
 
 # Tokens of a slice at least, while others decode and while nobody does: fewer take about as long.
 _LEAST = {True: 32, False: 256}
@@ -23,16 +24,26 @@ class Admission:
     """Counts what requests may come to take of the host's budget.
 
     Args:
+        corrections: of one sequence at a time; None: there are none.
         overcommit: as of `Engine`.
     """
 
-    def __init__(self, store: KVStore, states: PolicyStates, overcommit: float) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        states: PolicyStates,
+        corrections: Corrections | None,
+        overcommit: float,
+    ) -> None:
         self._store, self._policy_states, self._overcommit = store, states, overcommit
+        self._corrections = corrections
+        # Arrays grow in a copy, and are corrected in one.
+        self._num_copies = 1 if corrections is None else 2
 
     def most_bytes(self, num_tokens: int) -> int:
         """Of a request that comes to so many tokens, when nobody else is there."""
-        pages = self._pages(num_tokens)
-        return pages * self._store.page_bytes + 2 * self._states(num_tokens)
+        pages = self._pages(num_tokens) + self._corrected_pages(num_tokens)
+        return pages * self._store.page_bytes + (1 + self._num_copies) * self._states(num_tokens)
 
     def most_answer(self, prompt_tokens: int, max_tokens: int) -> int:
         """Tokens of an answer that fit when nobody else is there: 1 .. `max_tokens`."""
@@ -53,17 +64,26 @@ class Admission:
             seq: that the last one goes on from; None: from nothing.
             freed_pages: that others could give back.
         """
-        pages = states = grows = 0
+        pages = states = grows = corrected = copied = 0
         for request in requests:
-            pages += self._pages(self._expected_tokens(request))
+            expected = self._expected_tokens(request)
+            pages += self._pages(expected)
+            corrected = max(corrected, self._corrected_pages(expected))
             of_request = self._states(request.most_tokens)
             states += of_request
             grows = max(grows, of_request)  # a copy is made of one at a time
+            if request.correction is not None and (copy := request.correction.copy) is not None:
+                num_shared = request.correction.first // self._store.page_tokens
+                num_own = self._store.num_own_pages(copy) - num_shared
+                pages -= num_own * self._store.num_page_rows
+                copied += self._policy_states.bytes_of([copy])
             own = seq if request.seq is None and request is requests[-1] else request.seq
             if own is not None:
                 pages -= self._store.num_own_pages(own) * self._store.num_page_rows
                 states -= self._policy_states.bytes_of([own])
-        need = pages * self._store.page_bytes + max(0, states) + grows
+        pages += corrected
+        copies = max(0, self._num_copies * grows - copied)
+        need = pages * self._store.page_bytes + max(0, states) + copies
         freed = freed_pages * self._store.page_bytes
         return need <= self._store.left_bytes(pages) + freed
 
@@ -79,6 +99,10 @@ class Admission:
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._store.page_tokens) * self._store.num_page_rows
 
+    def _corrected_pages(self, num_tokens: int) -> int:
+        """That are there twice while a sequence is corrected."""
+        return 0 if self._corrections is None else self._corrections.pages(1, num_tokens)
+
     def _states(self, num_tokens: int) -> int:
         num_bytes = self._policy_states.bytes
         return num_bytes.most_at(num_tokens) + num_bytes.of_queries
@@ -86,13 +110,15 @@ class Admission:
 
 class Scheduler:
     """First come, first served, several prompts in a slice. Half of it is for short prompts behind
-    a long one. A prompt whose beginning is just being read waits, and shares that.
+    a long one. A prompt whose beginning is just being read waits, and shares that. Corrections come
+    before prompts, one after the other, and leave them half of each slice.
 
     Attributes:
         waiting: requests that were not admitted yet.
         restoring: those whose sequences come back from disk.
         reading: those whose prompts are being read, or come next.
         running: those that decode.
+        correcting: those whose decoded tokens are read again, before they go on.
     """
 
     def __init__(self, *, max_num_seqs: int, slice_seconds: float, read_share: float) -> None:
@@ -100,6 +126,7 @@ class Scheduler:
         self.restoring: list[Request] = []
         self.reading: list[Request] = []
         self.running: list[Request] = []
+        self.correcting: list[Request] = []
         self.max_num_seqs = max_num_seqs
         # Nobody waits for a slice while nobody decodes, but for a request that is cancelled.
         self._slice_seconds = {True: slice_seconds, False: 3 * slice_seconds}
@@ -113,17 +140,21 @@ class Scheduler:
         return len(self.waiting) + self.num_running
 
     def __iter__(self) -> Iterator[Request]:
-        yield from (*self.running, *self.reading, *self.restoring, *self.waiting)
+        yield from (*self._admitted, *self.waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests that are restored, read or decoded."""
-        return len(self.restoring) + len(self.reading) + len(self.running)
+        """Requests that are restored, read, corrected or decoded."""
+        return len(self._admitted)
+
+    @property
+    def _admitted(self) -> list[Request]:
+        return [*self.running, *self.correcting, *self.reading, *self.restoring]
 
     def admit(self, fits: Callable[[list[Request]], bool]) -> None:
         """Move requests from `waiting` to `reading` while there is room."""
         while self.waiting and self.num_running < self.max_num_seqs:
-            if not fits([*self.running, *self.reading, *self.restoring, self.waiting[0]]):
+            if not fits([*self._admitted, self.waiting[0]]):
                 return
             request = self.waiting.popleft()
             if request.restoring is None:
@@ -135,31 +166,51 @@ class Scheduler:
         """Its sequence is as far as it comes: it decodes, or is read from there."""
         (self.running if request.is_read else self.reading).append(request)
 
+    def correct(self, request: Request) -> None:
+        """One that was running: its tokens are read again first."""
+        self.running.remove(request)
+        self.correcting.append(request)
+
+    def was_corrected(self, request: Request) -> None:
+        """It goes on."""
+        self.correcting.remove(request)
+        self.running.append(request)
+
     def preempt(self) -> Request | None:
         """The youngest running request waits again, before all others; None: there is one only."""
-        if len(self.running) < 2:
+        if len(self.running) + len(self.correcting) < 2:
             return None
-        request = max(self.running, key=lambda request: request.arrived)
-        self.running.remove(request)
+        request = max((*self.running, *self.correcting), key=lambda request: request.arrived)
+        self.remove(request)
         self.waiting.appendleft(request)
         return request
 
     def remove(self, request: Request) -> None:
         """It is finished."""
-        for requests in (self.running, self.reading, self.restoring, self.waiting):
+        for requests in (
+            self.running,
+            self.correcting,
+            self.reading,
+            self.restoring,
+            self.waiting,
+        ):
             if request in requests:
                 requests.remove(request)
 
     def next_slice(self, num_left: Callable[[Request], int]) -> list[tuple[Request, int]]:
-        """Of which prompts how many tokens are read now; none: decoding has its turn.
+        """Of which corrections and prompts how many tokens are read now; none: others decode.
 
         Args:
             num_left: tokens of a prompt that have to be read.
         """
-        if not self.reading or (self.running and self._owed > 0.0):
+        if not (self.reading or self.correcting) or (self.running and self._owed > 0.0):
             return []
         self._decodes = bool(self.running)
-        size = left = self._sizes[self._decodes]
+        whole = self._sizes[self._decodes]
+        corrected = self._corrected_in(whole // 2 if self.reading else whole)
+        if not self.reading:
+            return corrected
+        size = left = whole - sum(num_tokens for _, num_tokens in corrected)
         parts: dict[Request, int] = {}
         first, *others = self.reading[: 1 + _LOOKED_THROUGH]
         if first is self._last:  # its rest leaves half of the slice to those that fit in there
@@ -175,7 +226,17 @@ class Scheduler:
             if left > 0 and request not in parts and not _shares(parts, request, num_left):
                 parts[request] = min(left, num_left(request))
                 left -= parts[request]
-        return [*parts.items()]
+        return [*corrected, *parts.items()]
+
+    def _corrected_in(self, left: int) -> list[tuple[Request, int]]:
+        """Corrections, and how much of each, in a slice of so many tokens."""
+        parts = list[tuple[Request, int]]()
+        for request in self.correcting:
+            assert request.correction is not None
+            if num_tokens := min(left, request.correction.num_left):
+                parts.append((request, num_tokens))
+            left -= num_tokens
+        return parts
 
     def was_read(self, num_tokens: int, seconds: float) -> None:
         """A slice took so long: the next one is as much larger or smaller."""

@@ -263,9 +263,20 @@ class Sessions:
             return False
         if kept < len(session.tokens):
             self._runtime.sequences.truncate(session.seq, kept)
+        kept = self._without_sparse(session, kept)
         request.seq, request.num_read, request.num_cached = session.seq, kept, kept
         request.continues_session = True
         return True
+
+    def _without_sparse(self, session: _Session, kept: int) -> int:
+        """Take out tokens that wait for a correction: the prompt reads them. How many stay."""
+        corrections = self._runtime.sequences.corrections
+        if corrections is None or not (waiting := corrections.waiting(session.seq)).ids:
+            return kept
+        seq = self._runtime.sequences.fork_prefix(session.seq, waiting.first)
+        self._runtime.sequences.free([session.seq])
+        session.seq = seq
+        return waiting.first
 
     def _miss(self, session_id: str, reason: str) -> None:
         self.stats.misses += 1

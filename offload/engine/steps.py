@@ -33,6 +33,7 @@ class EngineStats:
     Attributes:
         prompt_tokens: that were read; those that were shared are `cached_tokens`.
         answer_tokens: that were chosen.
+        corrected_tokens: decoded ones that were read again.
         preempted: times that a running request made room for others.
         decode_steps: each of all running requests.
         read_seconds, decode_seconds: of slices and steps.
@@ -46,6 +47,7 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
+    corrected_tokens: int = 0
     decode_steps: int = 0
     read_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -71,7 +73,9 @@ class Steps:
     ) -> None:
         self.scheduler, self.prefixes, self.stats = scheduler, prefixes, EngineStats()
         runtime = runner.runtime
-        self.admission = Admission(runtime.store, runtime.attention.states, overcommit)
+        self.admission = Admission(
+            runtime.store, runtime.attention.states, runtime.sequences.corrections, overcommit
+        )
         self._preempted = Preempted(runtime)
         self._runner, self._sessions, self._on_finished = runner, sessions, on_finished
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
@@ -123,6 +127,7 @@ class Steps:
         if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
             try:
                 self._runner.runtime.decoder.begin_generation(count, longest)
+                self._runner.check_corrections(longest)
             except Exception as error:
                 if len(requests) == 1 or not isinstance(error, DeviceMemoryError):
                     self.emit_error(requests[-1], error)
@@ -160,7 +165,7 @@ class Steps:
             self.scheduler.begin(request)
 
     def _decode(self) -> None:
-        rows = [request for request in self.scheduler.running if request.is_ready()]
+        rows = self._not_due([request for request in self.scheduler.running if request.is_ready()])
         if not rows:
             self.scheduler.was_decoded(math.inf)  # nobody is kept waiting by a slice
             return
@@ -170,6 +175,15 @@ class Steps:
         self.scheduler.was_decoded(seconds)
         self.stats.decode_steps += 1
         self.stats.decode_seconds += seconds
+
+    def _not_due(self, rows: list[Request]) -> list[Request]:
+        """Those that decode their next token; the others are corrected with it."""
+        for request in rows:
+            assert request.seq is not None
+            request.correction = self._runner.correction(request.seq, request.answer[-1])
+            if request.correction is not None:
+                self.scheduler.correct(request)
+        return [request for request in rows if request.correction is None]
 
     def _decode_rows(self, rows: list[Request]) -> None:
         """One token of each; where that fails, of each by itself."""
@@ -221,6 +235,7 @@ class Steps:
         request = self.scheduler.preempt()
         if request is None:
             return False
+        self._give_up_correction(request)
         try:
             self._preempted.save(request)
         except Exception as error:
@@ -245,10 +260,40 @@ class Steps:
         if not parts:
             return
         start = time.perf_counter()
-        self._read_parts(parts)
+        for request, size in parts:
+            if request.is_read:
+                self._correct(request, size)
+        if prompts := [part for part in parts if not part[0].is_read]:
+            self._read_parts(prompts)
         seconds, num_tokens = time.perf_counter() - start, sum(size for _, size in parts)
         self.scheduler.was_read(num_tokens, seconds)
         self.stats.read_seconds += seconds
+
+    def _correct(self, request: Request, size: int) -> None:
+        """Read some decoded tokens again; behind the last of them it goes on."""
+        correction = request.correction
+        if correction is None or request.seq is None:
+            return  # it has made room for another one
+        try:
+            hidden = self._runner.correct(request.seq, correction, size)
+            if correction.num_left:
+                return
+            logits = self._runner.logits(hidden[-1:])[0]
+        except Exception as error:
+            self._runner.give_up(correction)  # the next slice begins it again
+            if not isinstance(error, HostBudgetError) or not self._make_room():
+                self.emit_error(request, error)
+            return
+        request.seq = self._runner.end_correction(request.seq, correction)
+        request.correction = None
+        self.stats.corrected_tokens += len(correction.ids) - 1
+        self.scheduler.was_corrected(request)
+        self._choose(request, logits)
+
+    def _give_up_correction(self, request: Request) -> None:
+        if request.correction is not None:
+            self._runner.give_up(request.correction)
+            request.correction = None
 
     def _read_parts(self, parts: list[tuple[Request, int]]) -> None:
         """Some tokens of each prompt; where that fails, of each by itself."""
@@ -345,6 +390,7 @@ class Steps:
 
     def _finish(self, request: Request) -> None:
         self.scheduler.remove(request)
+        self._give_up_correction(request)
         if request.restoring is not None:
             request.restoring.close()  # type: ignore[attr-defined]
         if request.finish_reason == "error":

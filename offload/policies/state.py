@@ -285,6 +285,7 @@ class PolicyStates:
             HostBudgetError: as `fork`.
         """
         known, copied = self._known[parent], Remembered()
+        copied.revised = self._store.kv_len(child), kv_len
         if keeps_arrays and known.arrays is not None:
             grows = kv_len > known.arrays.capacity_tokens
             self.bytes.check_room(known.arrays.num_bytes + grows * self.bytes.at(kv_len))
@@ -319,9 +320,13 @@ class PolicyStates:
             known.queries[layer_idx].put_back(queries, kv_len)  # type: ignore[index]
 
     def revise(self, seq: int, num_new: int) -> None:
-        """In the store there are `num_new` tokens behind those of `seq`, old ones anew and more."""
+        """In the store there are `num_new` tokens behind those of `seq`, old ones anew and more.
+        Arrays are revised when there are as many as `fork_to_revise` was told."""
         known, store = self._known[seq], self._store
         kv_len = store.kv_len(seq) + num_new
+        if known.revised is None or known.revised[1] > kv_len:
+            return
+        num_kept, known.revised = known.revised[0], None
         if known.arrays is None:
             return
 
@@ -334,7 +339,7 @@ class PolicyStates:
             return self._state.revise(layer_idx, arrays, revised)
 
         self.ensure(seq, kv_len)
-        self._change(known, change, kv_len - num_new)
+        self._change(known, change, num_kept)
 
     def truncate(self, seq: int, kv_len: int) -> DraftRows | None:
         """The sequence keeps its first `kv_len` tokens.

@@ -177,6 +177,10 @@ class Corrections:
             known = self._waiting[seq]
             self._waiting[child] = SparseTokens(known.first, known.ids[:], known.positions[:])
 
+    def put_back(self, seq: int, saved: SparseTokens) -> None:
+        """`seq` is one that had `saved` waiting."""
+        self._waiting[seq] = saved
+
     def forget(self, seq: int) -> None:
         """The sequence is gone."""
         self._waiting.pop(seq, None)

@@ -8,7 +8,8 @@ A file has, for each row `r`:
     r.queries.LAYER         the store's dtype [num_qo_heads, n, head_dim], the recent ones
     r.state.LAYER.NAME      arrays of the policy; of records their bytes
 
-and in its metadata the format, the fingerprint and the numbers that these need.
+and in its metadata the format, the fingerprint and the numbers that these need, tokens that wait
+for a correction among them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 
 from offload.kv.store import KVStore
 from offload.policies.saved_state import SavedState
+from offload.runtime.correcting import SparseTokens
 from offload.runtime.sequences import Sequences
 from offload.system.checked_file import (
     Bytes,
@@ -76,7 +78,9 @@ def file_of(
     sequences.check_saves()
     rows, entries = list[dict[str, Any]](), list[Entry]()
     for row, seq in enumerate(seqs):
-        saved = sequences.states.save(seq)
+        saved, waiting = sequences.states.save(seq), SparseTokens()
+        if sequences.corrections is not None:
+            waiting = sequences.corrections.waiting(seq)
         rows.append(
             {
                 "kv_len": sequences.store.kv_len(seq),
@@ -88,6 +92,7 @@ def file_of(
                     for name, array in arrays.items()
                     if array.dtype.names
                 },
+                "sparse": {"ids": waiting.ids, "positions": waiting.positions},
             }
         )
         if tokens is not None:
@@ -216,7 +221,7 @@ def _read_row(
     shape = (2, store.num_kv_heads, kv_len, store.head_dim)
     for layer_idx in range(store.num_layers):
         reader.check(f"{row}.kv.{layer_idx}", dtype, shape)
-    saved = _read_state(reader, row, numbers, dtype, store)
+    saved, waiting = _read_state(reader, row, numbers, dtype, store), _waiting_of(numbers)
     _check_room(store, saved)
     store.reserve([seq], [kv_len])
     for layer_idx in range(store.num_layers):
@@ -227,10 +232,26 @@ def _read_row(
     store.commit([seq], [kv_len])
     _check_room(store, saved)  # which others may have taken meanwhile
     sequences.states.restore(seq, saved)
+    if sequences.corrections is not None:
+        sequences.corrections.put_back(seq, waiting)
     if f"{row}.tokens" not in reader.tensors:
         return None
     reader.check(f"{row}.tokens", "int64", (kv_len,))
     return reader.read_array(f"{row}.tokens")
+
+
+def _waiting_of(numbers: dict[str, Any]) -> SparseTokens:
+    """What lies at its end and waits for a correction."""
+    sparse = numbers.get("sparse", {"ids": [], "positions": []})
+    ids, positions = map(int, sparse["ids"]), map(int, sparse["positions"])
+    waiting = SparseTokens(0, [*ids], [*positions])
+    waiting.first = int(numbers["kv_len"]) - len(waiting.ids)
+    if waiting.first < 0 or len(waiting.ids) != len(waiting.positions):
+        raise SessionMiss(
+            f"{len(waiting.ids)} tokens with {len(waiting.positions)} positions wait for a "
+            f"correction, of {numbers['kv_len']}"
+        )
+    return waiting
 
 
 def _check_room(store: KVStore, saved: SavedState) -> None:

@@ -75,7 +75,6 @@ class Sequences:
         options = {
             "tensor_parallel_size": self.has_ranks or None,
             "host_bytes_per_sequence": self.compression,
-            "cache_correction_every": self.corrections,
             "mean_tokens of hard_kv": self._attention.top_p_controller,
         }
         for name, value in options.items():

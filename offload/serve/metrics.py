@@ -38,6 +38,7 @@ class _OfEngine(Collector):
                 stats.cached_tokens,
             ),
             ("answer_tokens", "Tokens that were chosen.", stats.answer_tokens),
+            ("corrected_tokens", "Decoded tokens that were read again.", stats.corrected_tokens),
             ("decode_steps", "Steps, each of all running requests.", stats.decode_steps),
             ("read_seconds", "Time spent on prompts.", stats.read_seconds),
             ("decode_seconds", "Time spent on steps.", stats.decode_seconds),

@@ -13,7 +13,7 @@ from cases.device_cases import small, steps
 from cases.inside import runtime_of, states_of
 from cases.tiny_models import random_tokens
 
-from offload import OffloadedModel
+from offload import OffloadedCache, OffloadedModel
 from offload.kv.store import HostBudgetError
 from offload.policies.registry import available_policies, make_policy
 from offload.prefill import forward as prefill_forward
@@ -234,6 +234,20 @@ def test_forks_and_crops_count_on(model: Any, exact: Any) -> None:
     check_same = torch.cat([tokens[:, : cache.get_seq_length()], others[:, :9]], dim=1)
     logits = model(others[:, :9], past_key_values=cache).logits
     check_exact(cache, logits, exact, check_same)
+
+
+def test_a_file_keeps_what_waits(folder: Path, model: Any, tmp_path: Path) -> None:
+    """A cache that was saved is corrected when it would have been, and with the same tokens."""
+    tokens, path = random_tokens(1, PROMPT + 2 * EVERY), tmp_path / "cache.safetensors"
+    cache, _ = read(model, tokens[:, :PROMPT])
+    steps(model, cache, tokens[:, PROMPT : PROMPT + EVERY - 3])
+    cache.save(path)
+    other = load(folder, small("lychee_cluster"))
+    loaded = OffloadedCache.load(other, path)
+    rest = tokens[:, PROMPT + EVERY - 3 :]
+    wanted = steps(model, cache, rest)
+    assert torch.equal(steps(other, loaded, rest), wanted)
+    assert other.offload_stats().corrected_tokens == EVERY
 
 
 def test_rows_of_a_batch_are_corrected_apart(model: Any) -> None:

@@ -1,6 +1,6 @@
 """Grafting: LycheeCluster takes the oldest tokens of its buffer into the index, chunk by chunk.
 
-A chunk becomes a group of its own, behind those that were built.
+A chunk becomes a group of its own, behind those that are in units, until the arrays grow (`units`).
 
 In the paper's index (arXiv 2603.08453, section 4.4, lazy update) it goes to the nearest fine
 cluster, found through the coarse units; centroids are moving averages, radii only grow, by what the
@@ -130,14 +130,28 @@ def mean_key(keys: Any, length: int, out: Any) -> float:
 
 
 @cached_njit()
+def pack_box(centre: Any, widths: Any, row: Any, scale: Any) -> None:
+    """Bytes of a box and their scales, as `index.pack_boxes` makes them."""
+    widest, furthest = np.float32(0), np.float32(0)
+    for d in range(len(row)):
+        widest, furthest = max(widest, widths[d]), max(furthest, abs(centre[d]))
+    scale[0] = bfloat16_bits_up(furthest / np.float32(CENTRE_STEPS))
+    scale[1] = bfloat16_bits_up(widest / np.float32(WIDTH_STEPS))
+    step, width_step = from_bfloat16(scale[0]), from_bfloat16(scale[1])
+    for d in range(len(row)):
+        low_half = np.int64(np.rint(centre[d] / step)) if step > 0 else 0
+        high_half = np.int64(np.rint(widths[d] / width_step)) if width_step > 0 else 0
+        row[d] = np.int8((low_half & 15) | (high_half << 4))
+
+
+@cached_njit()
 def write_box(keys: Any, length: int, centre: Any, row: Any, scale: Any) -> None:
-    """The box of `length` keys, as `index.pack_boxes` makes it.
+    """The box of `length` keys.
 
     Args:
         centre: the mean of the keys; the box's centre when it is done.
     """
     width = len(centre)
-    widest, furthest = np.float32(0), np.float32(0)
     widths = np.empty(width, np.float32)
     for d in range(width):
         low = high = keys[d]
@@ -145,14 +159,7 @@ def write_box(keys: Any, length: int, centre: Any, row: Any, scale: Any) -> None
             low, high = min(low, keys[i * width + d]), max(high, keys[i * width + d])
         widths[d] = np.float32(0.5) * (high - low)
         centre[d] = np.float32(0.5) * centre[d] + np.float32(0.25) * (low + high)
-        widest, furthest = max(widest, widths[d]), max(furthest, abs(centre[d]))
-    scale[0] = bfloat16_bits_up(furthest / np.float32(CENTRE_STEPS))
-    scale[1] = bfloat16_bits_up(widest / np.float32(WIDTH_STEPS))
-    step, width_step = from_bfloat16(scale[0]), from_bfloat16(scale[1])
-    for d in range(width):
-        low_half = np.int64(np.rint(centre[d] / step)) if step > 0 else 0
-        high_half = np.int64(np.rint(widths[d] / width_step)) if width_step > 0 else 0
-        row[d] = np.int8((low_half & 15) | (high_half << 4))
+    pack_box(centre, widths, row, scale)
 
 
 @numba.njit(inline="always")

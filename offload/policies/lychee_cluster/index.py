@@ -38,7 +38,7 @@ from offload.policies.lychee_cluster.layout import (
 from offload.system import huge_pages
 
 _LOW_LINKS = 1 << 16
-_UNIT_WIDTHS = 2 / 3  # of a unit's box, what of its half-widths counts
+UNIT_WIDTHS = 2 / 3  # of a unit's box, what of its half-widths counts
 FIXED = ("header", "ranges", "carried")  # whatever the capacity
 
 
@@ -186,7 +186,7 @@ def _unit_boxes(
 ) -> tuple[Tensor, Tensor]:
     """Centres, as `chunk_boxes` has them, and half-widths of the boxes that units' chunks fill.
 
-    These count less (`_UNIT_WIDTHS`): of many chunks few are where a box ends. Sums are products of
+    These count less (`UNIT_WIDTHS`): of many chunks few are where a box ends. Sums are products of
     matrices, which come to the same in every run.
     """
     num_heads, num_chunks, head_dim = centres.shape
@@ -202,7 +202,7 @@ def _unit_boxes(
         torch.empty_like(means).scatter_reduce_(1, of_chunk, ends, extreme, include_self=False)
         for ends, extreme in ((centres - widths, "amin"), (centres + widths, "amax"))
     )
-    return means / 2 + (low + high) / 4, _UNIT_WIDTHS * (high - low) / 2
+    return means / 2 + (low + high) / 4, UNIT_WIDTHS * (high - low) / 2
 
 
 def clusters_of_units(

@@ -4,7 +4,7 @@ A *group* is what is ranked below a coarse unit: one chunk, or a cluster of them
 
     header   HEADER [num_kv_heads]: sizes
     rows     int8 [num_kv_heads, num_units + capacity_groups, head_dim]: the units first, then the
-             groups, those of a unit one after the other, then those that were grafted: boxes, whose
+             groups, those of a unit one after the other, then those grafted since: boxes, whose
              bytes hold the centre in the low half (-CENTRE_STEPS to CENTRE_STEPS) and the
              half-width in the high one (0 to WIDTH_STEPS); or as in the paper centroids
     scales   uint16 [num_kv_heads, 2, num_units + capacity_groups]: bits of the rows' scales; and of

@@ -2,7 +2,7 @@
 
 Source: Li et al., LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and
 Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `chunks`; index: `index`; search: `search`;
-updates: `graft`; the arrays: `layout`, and as callbacks see them: `views`.
+updates: `graft`, `units`; the arrays: `layout`, and as callbacks see them: `views`.
 
 Five things differ from the paper, all for what they keep of the attention
 (docs/notes/lychee-cluster.md has the ablation); `paper=True` takes them back. Chunks are ranked by
@@ -53,6 +53,7 @@ from offload.policies.lychee_cluster.layout import (
 from offload.policies.lychee_cluster.prefetch import prepare
 from offload.policies.lychee_cluster.revise import revise_chunks
 from offload.policies.lychee_cluster.search import NUMBERS, PAPER_UNITS, propose, select
+from offload.policies.lychee_cluster.units import place_grafts
 from offload.policies.revised import Revised
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
 _MAX_PAPER_UNITS = 64
 _CHUNKS_PER_UNIT = 8  # at least, where chunks are few
+_FLAT_SHARE = 1.5  # of the ranked chunks: so many are ranked in the time that opening units takes
 _LIMITS = ("min_chunk_tokens", "max_chunk_tokens")
 _CHUNK_TOKENS, _PAPER_CHUNK_TOKENS = (3, 5), (8, 16)
 
@@ -88,10 +90,7 @@ class ClusterState(LayerState):
             policy.max_chunk_tokens,
         )
         num_chunks = len(starts) - 1
-        # Nothing ranks units where all chunks are ranked.
-        num_groups, num_units = num_chunks, 1
-        if num_chunks > policy.ranked_chunks:
-            num_units = min(policy.max_units, max(1, num_chunks // _CHUNKS_PER_UNIT))
+        num_groups, num_units = num_chunks, policy.num_units(num_chunks)
         if policy.paper:
             num_groups = max(1, num_chunks // policy.chunks_per_cluster)
             num_units = min(policy.max_units, _MAX_PAPER_UNITS, max(1, round(num_groups**0.5)))
@@ -118,8 +117,12 @@ class ClusterState(LayerState):
         return shape.num_kv_heads * of_head + starts_bytes(chunks)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        """Make room for more chunks."""
-        return grow_index(arrays, capacity_tokens, self.policy.min_chunk_tokens)
+        """Make room for more chunks, and put those of the last ones into units."""
+        policy = self.policy
+        if not policy.paper:
+            num_chunks = int(arrays["header"]["num_chunks"][0])
+            arrays = place_grafts(arrays, policy.num_units(int(num_chunks / _FLAT_SHARE)))
+        return grow_index(arrays, capacity_tokens, policy.min_chunk_tokens)
 
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """True while only tokens go that are in no chunk."""
@@ -277,6 +280,12 @@ class LycheeCluster(SparsePolicy):
     def chosen_tokens(self) -> int:
         """What is left of the budget beside sinks and the recent window."""
         return self.budget_tokens - self.sink_tokens - self.recent_tokens
+
+    def num_units(self, num_chunks: int) -> int:
+        """Coarse units of an index; nothing ranks them where all chunks are ranked."""
+        if num_chunks <= self.ranked_chunks:
+            return 1
+        return min(self.max_units, max(1, num_chunks // _CHUNKS_PER_UNIT))
 
     @property
     def unindexed_limit(self) -> int:

@@ -1,0 +1,366 @@
+"""Requests whose decoded tokens are read again get the tokens of their own `generate()`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.inside import allow_host_bytes, runtime_of, states_of
+from cases.slowly import slow_but
+from cases.tiny_models import random_tokens, save_long_model
+
+from offload import Engine, OffloadedModel, SamplingParams
+from offload.engine.sessions import Sessions
+from offload.policies.registry import available_policies, make_policy
+from offload.prefill import forward as prefill_forward
+from offload.system.errors import DeviceMemoryError, HostBudgetError
+
+FEW = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8}
+EVERY, LONG = 32, 110
+GREEDY = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+SELECTING = [name for name in available_policies() if make_policy(name).selects]
+NAMED = ("lychee_cluster", "quest", "tidal_decode")
+Found = dict[str, list[int]]
+
+
+def load(folder: Path, name: str = "quest", every: int | None = EVERY, **options: Any) -> Any:
+    few = FEW if name != "streaming_llm" else {"budget_tokens": 12}
+    names = make_policy(name).option_names()
+    policy = make_policy(name, **{key: value for key, value in few.items() if key in names})
+    options = {"dtype": "float32", "page_tokens": 16, "cache_correction_every": every} | options
+    return OffloadedModel.from_pretrained(folder, policy=policy, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_long_model(tmp_path_factory.mktemp("long"))
+
+
+@pytest.fixture(scope="module")
+def quest(folder: Path) -> Any:
+    return load(folder)
+
+
+@pytest.fixture
+def model(quest: Any) -> Iterator[Any]:
+    yield quest
+    check_empty(quest)
+
+
+def check_empty(model: Any) -> None:
+    assert model.kv_store.num_sequences == 0
+    assert model.kv_store.host_bytes_used == 0
+    assert runtime_of(model).attention.states.held_bytes == 0
+
+
+def prompts_of(*lens: int) -> list[list[int]]:
+    return [random_tokens(1, n, seed=n)[0].tolist() for n in lens]
+
+
+def alone(model: Any, prompt: list[int], num_tokens: int = LONG, **options: Any) -> list[int]:
+    """The answer of `generate()`."""
+    ids = torch.tensor([prompt])
+    options |= {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    text = model.generate(ids, max_new_tokens=num_tokens, **options)
+    return text[0, len(prompt) :].tolist()
+
+
+def step(engine: Engine, found: Found) -> Found:
+    """What a step brings, by request."""
+    news = Found()
+    for output in engine.step():
+        assert output.error is None, output
+        news.setdefault(output.request_id, []).extend(c.token for c in output.tokens)
+    for request_id, tokens in news.items():
+        found.setdefault(request_id, []).extend(tokens)
+    return news
+
+
+def correcting(engine: Engine) -> list[Any]:
+    return engine._steps.scheduler.correcting
+
+
+def step_into_correction(engine: Engine, found: Found) -> Any:
+    """The request that is in the middle of one."""
+    while not any(request.correction.num_read for request in correcting(engine)):
+        assert engine.has_work
+        step(engine, found)
+    return next(request for request in correcting(engine) if request.correction.num_read)
+
+
+@pytest.mark.parametrize("name", slow_but(SELECTING, *NAMED))
+def test_tokens_are_those_of_each_alone(folder: Path, name: str) -> None:
+    """Of requests that join at different times; some begin as others do."""
+    model = load(folder, name)
+    prompts = prompts_of(41, 300, 150)
+    prompts.append(prompts[1][:250] + prompts[0])
+    wanted = {str(i): alone(model, prompt) for i, prompt in enumerate(prompts)}
+    num_corrected = model.offload_stats().corrected_tokens
+    uncorrected = load(folder, name, None)
+    engine, found = Engine(model, slice_seconds=1e-4), Found()
+    for i, prompt in enumerate(prompts):
+        engine.add_request(prompt, GREEDY, str(i))
+        for _ in range(17):
+            step(engine, found)
+    most_at_once = 0
+    while engine.has_work:
+        step(engine, found)
+        most_at_once = max(most_at_once, len(correcting(engine)))
+    assert found == wanted
+    assert num_corrected >= 2 * EVERY
+    assert engine.stats.corrected_tokens >= 2 * EVERY * len(prompts)
+    assert most_at_once > 0  # in several slices
+    if name in ("quest", "lychee_cluster"):  # else the last layer alone is sparse, or little is
+        assert wanted != {str(i): alone(uncorrected, prompt) for i, prompt in enumerate(prompts)}
+    engine.stop()
+    check_empty(model)
+
+
+def test_others_decode_while_one_is_corrected(model: Any) -> None:
+    """A slice is short, and between two of them others get tokens."""
+    first, second = prompts_of(200, 90)
+    wanted = {"first": alone(model, first), "second": alone(model, second)}
+    engine, found = Engine(model, slice_seconds=1e-4), Found()
+    engine.add_request(first, GREEDY, "first")
+    while len(found.get("first", [])) < 10:
+        step(engine, found)
+    engine.add_request(second, GREEDY, "second")
+    request = step_into_correction(engine, found)
+    num_meanwhile, most_read = 0, 0
+    while request.correction is not None:
+        before = request.correction.num_read
+        news = step(engine, found)
+        num_meanwhile += len(news.get("second", []))
+        if request.correction is not None:
+            most_read = max(most_read, request.correction.num_read - before)
+            assert "first" not in news
+    assert num_meanwhile > 0
+    assert most_read <= 16  # `short_slices`
+    while engine.has_work:
+        step(engine, found)
+    assert found == wanted
+    engine.stop()
+
+
+def test_corrections_and_prompts_share_slices(model: Any) -> None:
+    """A long prompt and a correction both advance."""
+    first, long = prompts_of(200, 2000)
+    engine, found = Engine(model, slice_seconds=1e-4), Found()
+    engine.add_request(first, GREEDY, "first")
+    while len(found.get("first", [])) < EVERY:
+        step(engine, found)
+    engine.add_request(long, GREEDY, "long")
+    request = step_into_correction(engine, found)
+    (reading,) = engine._steps.scheduler.reading
+    read = reading.num_read
+    while request.correction is not None:
+        step(engine, found)
+    assert read < reading.num_read < len(long)
+    engine.stop()
+
+
+@pytest.mark.parametrize("name", slow_but(["quest", "lychee_cluster"], "quest"))
+def test_cancelling_in_the_middle_gives_every_byte_back(folder: Path, name: str) -> None:
+    model = load(folder, name)
+    prompt, other = prompts_of(120, 70)
+    wanted = alone(model, other)
+    engine, found = Engine(model, slice_seconds=1e-4), Found()
+    engine.add_request(prompt, GREEDY, "prompt")
+    request = step_into_correction(engine, found)
+    assert model.kv_store.num_sequences == 3  # one is kept as a prefix
+    engine.add_request(other, GREEDY, "other")
+    engine.cancel("prompt")
+    step(engine, found)
+    assert request.finish_reason == "cancelled"
+    while engine.has_work:
+        step(engine, found)
+    assert found["other"] == wanted
+    engine.add_request(prompt, GREEDY, "again")
+    step_into_correction(engine, found)
+    engine.stop()
+    check_empty(model)
+
+
+def test_a_slice_that_fails_ends_its_request(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, other = prompts_of(120, 70)
+    wanted = alone(model, other)
+    engine, found = Engine(model, slice_seconds=1e-4), Found()
+    engine.add_request(prompt, GREEDY, "prompt")
+    request = step_into_correction(engine, found)
+    attend = prefill_forward.attend
+
+    def failing(*given: Any) -> Any:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(prefill_forward, "attend", failing)
+    outputs = []
+    while request.finish_reason is None:
+        outputs += engine.step()
+    assert [str(output.error) for output in outputs] == ["a fault"]
+    assert model.kv_store.num_sequences == 1
+    monkeypatch.setattr(prefill_forward, "attend", attend)
+    engine.add_request(other, GREEDY, "other")
+    while engine.has_work:
+        step(engine, found)
+    assert found["other"] == wanted
+    engine.stop()
+
+
+def test_what_was_read_stays_for_others(model: Any) -> None:
+    """A prompt's pages are not those that a correction replaces."""
+    (prompt,) = prompts_of(150)
+    wanted, engine, found = alone(model, prompt), Engine(model, slice_seconds=1e-4), Found()
+    engine.add_request(prompt, GREEDY, "first")
+    step_into_correction(engine, found)
+    engine.add_request(prompt, GREEDY, "second")  # while it is corrected, and afterwards
+    while engine.has_work:
+        step(engine, found)
+    engine.add_request(prompt, GREEDY, "third")
+    while engine.has_work:
+        step(engine, found)
+    assert found == {"first": wanted, "second": wanted, "third": wanted}
+    assert engine.stats.cached_tokens > len(prompt)
+    engine.stop()
+
+
+def test_memory_of_a_correction_is_counted(folder: Path) -> None:
+    """A request that is admitted can be corrected to its end, and a byte less is refused."""
+    model = load(folder)
+    (prompt,) = prompts_of(150)
+    wanted = alone(model, prompt)
+    engine, found = Engine(model, slice_seconds=1e-4), Found()
+    most = engine._steps.admission.most_bytes(len(prompt) + LONG - 1)
+    uncorrected = Engine(load(folder, every=None))
+    assert most > uncorrected._steps.admission.most_bytes(len(prompt) + LONG - 1)
+    allow_host_bytes(model, most - 1)
+    with pytest.raises(HostBudgetError, match="max_tokens"):
+        engine.add_request(prompt, GREEDY)
+    allow_host_bytes(model, most)
+    for request_id in ("first", "second"):  # which waits
+        engine.add_request(prompt, GREEDY, request_id)
+    while engine.has_work:
+        step(engine, found)
+        assert engine.num_running <= 1
+        assert model.kv_store.host_bytes_used <= most
+    assert found == {"first": wanted, "second": wanted}
+    engine.stop()
+    check_empty(model)
+
+
+def test_what_a_device_has_no_room_for_is_refused_before(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its prompt is read."""
+
+    def check_room(num_tokens: int, past_tokens: int) -> None:
+        if past_tokens > 150:
+            raise DeviceMemoryError(f"no room for {num_tokens} behind {past_tokens}")
+
+    monkeypatch.setattr(runtime_of(model).sequences.corrections, "_check_room", check_room)
+    engine = Engine(model)
+    for num_tokens, error in ((150, "cache_correction_every=32"), (50, None)):
+        engine.add_request(prompts_of(num_tokens)[0], GREEDY)
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+        assert (error or "None") in str(outputs[-1].error)
+    assert engine.stats.prompt_tokens == 50
+    engine.stop()
+
+
+@pytest.mark.parametrize("name", slow_but(["quest", "lychee_cluster"], "quest"))
+def test_requests_that_make_room_are_corrected_later(folder: Path, name: str) -> None:
+    """Overcommitted: sequences go to disk with the tokens that wait."""
+    model = load(folder, name)
+    prompts, params = prompts_of(60, 61, 62, 63, 64, 65), replace(GREEDY, max_tokens=240)
+    wanted = {str(i): alone(model, prompt, 240) for i, prompt in enumerate(prompts)}
+    store, most_states = model.kv_store, states_of(model).bytes.most_at(304)
+    allow_host_bytes(model, 2 * 304 * store.token_bytes + 5 * most_states)
+    engine, found = Engine(model, slice_seconds=1e-4, overcommit=8.0), Found()
+    for request_id, prompt in zip(wanted, prompts, strict=True):
+        engine.add_request(prompt, params, request_id)
+    while engine.has_work:
+        step(engine, found)
+    assert found == wanted
+    assert engine.stats.preempted > 0
+    engine.stop()
+    check_empty(model)
+
+
+def test_a_correction_that_makes_room_begins_again(model: Any) -> None:
+    prompts = prompts_of(100, 110)
+    wanted = {str(i): alone(model, prompt) for i, prompt in enumerate(prompts)}
+    engine, found = Engine(model, slice_seconds=1e-4, prefix_caching=False), Found()
+    engine.add_request(prompts[0], GREEDY, "0")
+    step(engine, found)
+    engine.add_request(prompts[1], GREEDY, "1")
+    while not (found and (request := step_into_correction(engine, found)).request_id == "1"):
+        step(engine, found)
+    assert engine._steps._make_room()
+    assert request.is_preempted
+    assert request.correction is None
+    assert model.kv_store.num_sequences <= 2
+    while engine.has_work:
+        step(engine, found)
+    assert found == wanted
+    engine.stop()
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("where", ["memory", "disk", "another process"])
+def test_sessions_go_on_as_one_cache_does(
+    folder: Path, tmp_path: Path, name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next prompt reads again what waits."""
+    monkeypatch.setattr("offload.engine.scheduler._LEAST", {True: 4096, False: 4096})
+    model = load(folder, name)
+    more = [[], *prompts_of(25, 33, 28)]
+    cache, text, wanted = model.new_cache(), prompts_of(90)[0], []
+    for new in more:
+        text = text + new
+        wanted.append(alone(model, text, 45, past_key_values=cache))
+        text += wanted[-1]
+    cache.reset()
+    limit, params = None if where == "memory" else 0, replace(GREEDY, max_tokens=45)
+    engine = Engine(model, sessions=Sessions(tmp_path, host_limit_bytes=limit))
+    text = prompts_of(90)[0]
+    for new, answer in zip(more, wanted, strict=True):
+        if where == "another process" and new:
+            engine.stop()
+            model = load(folder, name)
+            engine = Engine(model, sessions=Sessions(tmp_path))
+        text, found = text + new, Found()
+        engine.add_request(text, params, "turn", session_id="s")
+        while engine.has_work or engine._saves:
+            step(engine, found)
+        assert found["turn"] == answer
+        text += answer
+    engine.stop()
+    check_empty(model)
+    assert os.listdir(tmp_path) == ["s.safetensors"]
+
+
+def test_a_cancelled_session_keeps_what_waits(model: Any, tmp_path: Path) -> None:
+    """In the middle of a correction: the session is as it was before, and goes on from there."""
+    (prompt,) = prompts_of(120)
+    engine, found = Engine(model, slice_seconds=1e-4, sessions=Sessions(tmp_path)), Found()
+    engine.add_request(prompt, GREEDY, "first", session_id="s")
+    request = step_into_correction(engine, found)
+    first = request.correction.first
+    engine.cancel("first")
+    while engine.has_work or engine._saves:
+        step(engine, found)
+    text = prompt + found["first"] + prompts_of(30)[0]
+    wanted = alone(model, text)
+    engine.add_request(text, GREEDY, "second", session_id="s")
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [c.token for output in outputs for c in output.tokens] == wanted
+    assert outputs[-1].num_cached == first
+    engine.stop()

@@ -77,8 +77,8 @@ def test_never_more_than_the_bound(
     assert draft or cache.store.page_bytes * 3 * bound.slots // 16 <= max(used)
 
 
-@pytest.mark.parametrize("policy", ["full", "exact_topk", "hard_kv"])
-@pytest.mark.parametrize("draft", [0, 6])
+@pytest.mark.parametrize("policy", slow_but(["full", "exact_topk", "hard_kv"], "full", "hard_kv"))
+@pytest.mark.parametrize("draft", slow_but([0, 6], 6))
 def test_never_more_than_the_bound_by_rereading(
     bounded: Load, policy: str, draft: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

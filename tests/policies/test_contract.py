@@ -17,6 +17,7 @@ from cases.attention_cases import (
     relative_error,
 )
 from cases.pairwise import pairwise
+from cases.slowly import combinations
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import ExactTopK, Full, Policy, StreamingLLM
@@ -97,8 +98,7 @@ def test_selection(name, dtype, kv_len, pool):
     np.testing.assert_allclose(lse[0], expected_lse, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", SELECTING)
-@pytest.mark.parametrize("dense_until", [24, 49, 300])
+@pytest.mark.parametrize(("name", "dense_until"), combinations(SELECTING, [24, 49, 300]))
 def test_dense_until_is_not_the_budget(name, dense_until, pool):
     """The budget is the cap alone: shorter sequences select, or longer ones are dense."""
     policy = small(name, dense_until=max(dense_until, small(name).recent_tokens + 16))

@@ -20,6 +20,7 @@ from cases.attention_cases import (
     relative_error,
 )
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import ExactTopK
@@ -118,8 +119,10 @@ def thirds(kv_len: int) -> np.ndarray:
     return np.array([t for t in range(3, kv_len - 7) if t % 3 == 0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kv_len", [41, 300, 3001])
+@pytest.mark.parametrize(
+    ("dtype", "kv_len"),
+    combinations([torch.float32, torch.float16, torch.bfloat16], [41, 300, 3001]),
+)
 def test_the_heaviest_candidates_are_attended(kv_len, dtype, pool):
     cache, queries = make_case(dtype, kv_len, rows=1)
     attention = cache.attention(pool, GROUP_SIZE, EveryThird(**OPTIONS))

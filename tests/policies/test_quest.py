@@ -15,6 +15,7 @@ from cases.attention_cases import (
     relative_error,
 )
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from offload.policies import Quest
 from offload.policies.key_bounds import split_query
@@ -105,8 +106,7 @@ def test_pages_are_cut_to_the_budget(pages, budget, last, expected):
     assert list(indices[:count]) == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(("dtype", "head_dim"), combinations(DTYPES, [16, 64, 96, 128, 192, 256]))
 def test_no_key_beats_the_bound_of_its_page(dtype, head_dim):
     """In exact arithmetic, for single query heads and for the sum over a group."""
     rng = new_rng()

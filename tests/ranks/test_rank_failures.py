@@ -37,6 +37,7 @@ def test_a_killed_rank_ends_the_other(failing, tiny_folders):
         ranks.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_other(tiny_folders):
     """Rank 1 raises and goes on; rank 0 waits for it in a collective operation."""
     ranks = Ranks(2)

@@ -386,7 +386,7 @@ def test_what_is_refused() -> None:
             gone(seq)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(12), *range(4)))
+@pytest.mark.parametrize("seed", slow_but(range(12), 0, 1))
 def test_random_operations(seed: int) -> None:
     """Steps, forks, cuts, rewrites and ends of several sequences, budgets included."""
     rng = np.random.default_rng(seed)

@@ -112,7 +112,7 @@ def test_a_prompt_longer_than_the_bound(bounded: Load) -> None:
     assert cache.store.host_bytes_used <= SLOTS * cache.store.page_bytes * 3 // 16
 
 
-@pytest.mark.parametrize("slots", [SLOTS, 272])
+@pytest.mark.parametrize("slots", slow_but([SLOTS, 272], SLOTS))
 def test_padded_rows_are_as_alone(bounded: Load, slots: int) -> None:
     """Each is condensed when it is full itself, whatever stands beside it."""
     model, tokens = bounded(slots), random_tokens(2, 500)

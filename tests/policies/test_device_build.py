@@ -98,10 +98,10 @@ def test_quest(device, dtype, head_dim, kv_len, pool):
         np.testing.assert_array_equal(array, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
-@pytest.mark.parametrize("kv_len", [90, 700])
+@pytest.mark.parametrize(
+    ("device", "dtype", "granularity", "kv_len"),
+    combinations(DEVICES, [torch.float32, torch.bfloat16], ["kv_head", "query_head"], [90, 700]),
+)
 def test_lfps(device, dtype, granularity, kv_len, pool):
     policy = make_policy("lfps", budget_tokens=80, granularity=granularity)
     context = context_of(new_rng(), pool, kv_len, dtype=dtype)

@@ -199,8 +199,9 @@ class Reusing(ExactTopK):
         return np.array(table, np.uint8)
 
 
-@pytest.mark.parametrize("first_role", [RETRIEVE, SELECT])
-@pytest.mark.parametrize("kv_len", [41, 700, 1500])
+@pytest.mark.parametrize(
+    ("first_role", "kv_len"), combinations([RETRIEVE, SELECT], [41, 700, 1500])
+)
 def test_roles(first_role, kv_len, pool):
     rng = new_rng()
     cache = Cache.random(rng, kv_len=kv_len, dtype=torch.float32, page_tokens=16, num_layers=4)

@@ -163,6 +163,7 @@ def test_ranks_that_are_through_leave_in_order(tiny_folders):
         ranks.close()
 
 
+@pytest.mark.slow
 def test_ranks_do_not_import_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+from cases.slowly import slow_but
 from typer.testing import CliRunner
 
 from offload.bench.quality import output as quality_output
@@ -56,7 +57,7 @@ def test_json(command: list[str]) -> None:
     assert bounded["output_error"] > 0
 
 
-@pytest.mark.parametrize("name", ["quality", "selection", "budget"])
+@pytest.mark.parametrize("name", slow_but(["quality", "selection", "budget"], "quality"))
 def test_table(command: list[str], name: str) -> None:
     """By the names of the two commands that were there before, too."""
     result = runner.invoke(app, ["bench", name, *command[2:]])

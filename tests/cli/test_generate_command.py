@@ -289,6 +289,7 @@ def test_text_from_outside_is_no_markup(
         assert "wrong: no '[/b]' in the answer with auto (full)\n" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_and_none_at_all(tiny_folders: dict[str, Path]) -> None:
     """A pipe whose reader has gone ends without a word; a closed stdout is told at once."""
     command = [sys.executable, "-c", "from offload.cli import app; app()", "generate"]

@@ -85,17 +85,6 @@ def test_version() -> None:
     assert result.stdout == f"offload {__version__}\n"
 
 
-def test_the_command_line_is_imported_without_torch() -> None:
-    check = (
-        "import sys, offload.cli\n"
-        "sys.exit(','.join({'torch', 'transformers', 'numba'} & {*sys.modules}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.stderr.strip() == ""
-
-
 def test_names_that_bench_offers_are_those_of_the_benchmark() -> None:
     from offload.bench.latency.run import SHAPES
     from offload.models.dtypes import DTYPES

@@ -10,6 +10,7 @@ from cases.attention_cases import TOLERANCE, Cache, attend, random_queries, rela
 from cases.chosen_tokens import Chosen, ChosenPerQueryHead
 from cases.pairwise import pairwise
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops import native
 from cpu_ops.worker_pool import WorkerPool
@@ -164,9 +165,9 @@ def row_bits(cache: Cache, side: int, token: int) -> np.ndarray:
     return np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * row_bytes).from_address(address))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "bad"), combinations(ISAS, DTYPES, [np.nan, np.inf, -np.inf])
+)
 def test_infinity_is_reported(isa, dtype, bad, pool):
     """In the query, in any value, in a key that pulls it to inf; in the newest token's key anyhow,
     whose score may be -inf: no weight now, and any other later.

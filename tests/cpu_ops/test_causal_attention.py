@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases.prefill_cases import reference_attention
+from cases.slowly import combinations
 
 from cpu_ops import native
 from cpu_ops.causal_attention import causal_attention, has_causal_attention
@@ -22,8 +23,9 @@ def normal(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 @needs_isa
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
-@pytest.mark.parametrize("group_size", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("head_dim", "group_size"), combinations([32, 64, 96, 128, 256], [1, 3, 8])
+)
 def test_matches_reference(head_dim: int, group_size: int, pool: WorkerPool) -> None:
     """Lengths on both sides of the kernel's rows, panels and blocks of keys."""
     lengths = [(1, 1), (1, 300), (5, 5), (7, 70), (65, 65), (64, 256), (129, 257), (300, 300)]

@@ -9,6 +9,7 @@ from cases import kernel_references as reference
 from cases.attention_cases import relative_error
 from cases.pairwise import pairwise
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops import native
 from cpu_ops.clustering import chunk_boxes, rank_rows, spherical_kmeans
@@ -76,9 +77,7 @@ def test_rank_boxes(isa, head_dim, num_queries):
         assert (np.abs(ranks - expected.max(axis=0)) <= 5e-4 * limit.max(axis=0)).all()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("boxes", [False, True])
-@pytest.mark.parametrize("head_dim", [48, 64])
+@pytest.mark.parametrize(("isa", "boxes", "head_dim"), combinations(ISAS, [False, True], [48, 64]))
 def test_rank_rows_of_ranges(isa, head_dim, boxes):
     """In their order, empty ones and the last row included."""
     rng = new_rng()
@@ -121,9 +120,7 @@ def test_rank_rows_of_what_is_no_number(isa):
         assert rank_rows(query, rows, scales, scales, 2.0, boxes=True, isa=isa).isnan().all()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize(("isa", "dtype", "head_dim"), combinations(ISAS, DTYPES, [16, 64, 128]))
 def test_chunk_boxes(isa, dtype, head_dim, pool):
     rng = new_rng()
     lengths = rng.choice([1, *range(3, 17)], 150)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops import native
 from cpu_ops.codes import CODE_BLOCK, score_codes
@@ -39,9 +40,9 @@ def parts_of(query: np.ndarray, levels: np.ndarray, codes: np.ndarray) -> np.nda
     return products.reshape(*products.shape[:2], -1, 4 // bits).sum(3)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("bits", [1, 2])
-@pytest.mark.parametrize("head_dim", [16, 48, 64, 128, 256])
+@pytest.mark.parametrize(
+    ("isa", "bits", "head_dim"), combinations(ISAS, [1, 2], [16, 48, 64, 128, 256])
+)
 def test_score_codes(isa, bits, head_dim):
     """In the steps of the tables scores are exact, and those are small."""
     rng = new_rng()

@@ -280,6 +280,7 @@ print(status, np.isfinite(gpu.outputs[-1]).all())
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_refused_and_the_parent_goes_on():
     """The thread stays in the parent; serving synchronously works in both."""
     result = run_program(FORK)

@@ -20,6 +20,7 @@ from cases.coprocessor_cases import (
     full_world,
 )
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
 from cpu_ops.mailbox import Mailbox
@@ -165,8 +166,7 @@ def test_a_thread_attends_to_what_the_gpu_publishes(name, pool):
     twins.check_stored()
 
 
-@pytest.mark.parametrize("bad_layer", [0, 2, 3])
-@pytest.mark.parametrize("by_flags", [False, True])
+@pytest.mark.parametrize(("bad_layer", "by_flags"), combinations([0, 2, 3], [False, True]))
 def test_numbers_of_the_gpu_that_are_not_finite(by_flags, bad_layer, pool):
     """A count of -1, seen in the next request, or at the step's end; then all goes on."""
     rng = new_rng()

@@ -10,6 +10,7 @@ import torch
 from cases import kernel_references as reference
 from cases.attention_cases import relative_error
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops import native
 from cpu_ops.decoder_layers import DecoderLayers, LayersStep, NativeLayer
@@ -153,10 +154,10 @@ def begin(case: Case, stack: DecoderLayers, **options):
     return LayersStep(stack, case.hidden.clone(), case.rope, rows, **options)
 
 
-@pytest.mark.parametrize("isa", native.available_isas())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("with_qk_norm", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "with_qk_norm", "rows"),
+    combinations(native.available_isas(), DTYPES, [False, True], [1, 3, 16]),
+)
 def test_against_float64(pool, isa, dtype, with_qk_norm, rows):
     case = make_case(pool, dtype, rows=rows, with_qk_norm=with_qk_norm, isa=isa)
     stack = case.stack()

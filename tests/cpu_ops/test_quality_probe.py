@@ -10,6 +10,7 @@ import torch
 from cases.attention_cases import Cache, attend, random_queries
 from cases.chosen_tokens import Chosen, ChosenPerQueryHead
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops import native
 from cpu_ops.worker_pool import WorkerPool
@@ -31,9 +32,9 @@ def reference_mass(cache: Cache, queries: torch.Tensor, selection: list[np.ndarr
     return np.reshape(kept, (num_heads, -1)).mean(1)
 
 
-@pytest.mark.parametrize("isa", native.available_isas())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "per_query_head"), combinations(native.available_isas(), DTYPES, [False, True])
+)
 def test_mass_kept_matches_reference(isa, dtype, per_query_head, pool):
     rng = new_rng()
     for kv_len, head_dim, page_tokens in ((65, 48, 16), (2051, 128, 256)):

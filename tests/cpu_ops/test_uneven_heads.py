@@ -12,6 +12,7 @@ import torch
 from cases import kernel_references as reference
 from cases.attention_cases import TOLERANCE, attend, random_queries, relative_error
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops import native
 from cpu_ops.attention import attend_csr_rows
@@ -192,9 +193,7 @@ SELECTING = {
 }
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize(("isa", "dtype", "name"), combinations(ISAS, DTYPES, SELECTING))
 def test_heads_select_among_their_own_tokens(isa, dtype, name, pool):
     """Those that have at most dense_tokens attend to all of them, beside others that select."""
     policy = SELECTING[name]

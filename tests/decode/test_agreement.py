@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases.agreement import Case, Outcome
+from cases.slowly import slow_but
 
 from offload.policies.registry import available_policies
 
@@ -26,7 +27,9 @@ def compare(folder: Path, name: str, seed: int, num_placements: int, **options: 
     return outcome
 
 
-@pytest.mark.parametrize("name", available_policies())
+@pytest.mark.parametrize(
+    "name", slow_but(available_policies(), "full", "lychee_cluster", "lfps", "tidal_decode")
+)
 def test_short(name: str, tmp_path: Path) -> None:
     outcome = compare(tmp_path, name, 3, 2, num_threads=1)
     assert not outcome.failures

@@ -37,7 +37,7 @@ def bounded(folder: Path) -> Callable[..., Any]:
     return load_bounded
 
 
-@pytest.mark.parametrize("policy", slow_but(POLICIES, "per_head", "lychee_cluster"))
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "per_head"))
 @pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])
 def test_as_on_the_cpu(bounded: Callable[..., Any], policy: str, device_and_backend: Any) -> None:
     """A prompt that is condensed while it is read, and a generation that is, too."""
@@ -69,7 +69,7 @@ def test_the_bound_does_not_depend_on_the_place(
     assert device.new_cache().bound == native.new_cache().bound
 
 
-@pytest.mark.parametrize("policy", slow_but(POLICIES, "full", "lychee_cluster"))
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "lychee_cluster"))
 @pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])
 def test_never_more_than_the_bound(
     bounded: Callable[..., Any],

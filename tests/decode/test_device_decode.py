@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
 from cases.inside import split_steps, steps_of
+from cases.slowly import slow_but
 from cases.tiny_models import TINY_MODELS, random_tokens
 
 from offload.policies.registry import available_policies
@@ -53,7 +54,7 @@ def padded_batch() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     return tokens, mask, rows
 
 
-@pytest.mark.parametrize("model_name", list(TINY_MODELS))
+@pytest.mark.parametrize("model_name", slow_but(TINY_MODELS, "llama", "qwen3"))
 def test_full_attention_gives_the_stock_tokens(
     backend, model_name, tiny_folders, stock_models, loaded
 ):
@@ -69,7 +70,9 @@ def test_full_attention_gives_the_stock_tokens(
     assert model.kv_store.num_sequences == 0
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(
+    "name", slow_but(SPARSE, "exact_topk", "lychee_cluster", "lfps", "per_head", "tidal_decode")
+)
 def test_a_policy_gives_the_tokens_of_the_cpu_backend(backend, name, loaded):
     """Of a prompt beyond the budget, and of one that grows beyond it."""
     for prompt_tokens, num_new in ((220, 60), (9, 110)):

@@ -100,7 +100,7 @@ def test_the_tokens_do_not_depend_on_the_place(backend, name, kind, tiny_folders
     assert model.kv_store.num_sequences == 0
 
 
-@pytest.mark.parametrize("rest", ["lfps", "lychee_cluster"])
+@pytest.mark.parametrize("rest", slow_but(["lfps", "lychee_cluster"], "lychee_cluster"))
 def test_retrieval_heads_attend_to_everything(backend, rest, tiny_folders):
     """On a GPU, whatever selects for them on the CPU; beside heads that the CPU selects for."""
     retrieves = np.array([[1, 1], [0, 1], [1, 0]], bool)
@@ -119,7 +119,7 @@ def test_retrieval_heads_attend_to_everything(backend, rest, tiny_folders):
         assert torch.equal(greedy(model, tokens, 50), expected)
 
 
-@pytest.mark.parametrize("kind", ["retrieval", "mixed"])
+@pytest.mark.parametrize("kind", slow_but(["retrieval", "mixed"], "mixed"))
 def test_rows_of_a_batch_in_two_parts(backend, kind, tiny_folders, expected):
     policy = policies()["lychee_decode"]
     model = load(tiny_folders["llama"], policy, backend)
@@ -256,8 +256,8 @@ class LateHandshake(InlineSync):
         assert not self.late, "not joined in its step"
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-@pytest.mark.parametrize("kind", ["retrieval", "gathered", "mixed"])
+@pytest.mark.parametrize("num_micro_batches", slow_but([1, 2], 2))
+@pytest.mark.parametrize("kind", slow_but(["retrieval", "gathered", "mixed"], "gathered", "mixed"))
 def test_nothing_overwrites_what_is_read_beside(
     kind, num_micro_batches, tiny_folders, expected, monkeypatch
 ):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, NATIVE, STREAM, check_works, load
 from cases.inside import decoder_of, runtime_of
+from cases.slowly import slow_but
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -108,7 +109,7 @@ def test_beside_the_window(window, stock_models):
     check_works(window, stock_models["llama"])
 
 
-@pytest.mark.parametrize("kv_len", [20, 150])
+@pytest.mark.parametrize("kv_len", slow_but([20, 150], 150))
 def test_in_heads_that_stay_on_the_gpu(placed, stock_models, kv_len):
     check_steps(placed, kv_len, range(NUM_LAYERS))
     check_works(placed, stock_models["llama"])

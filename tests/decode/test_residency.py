@@ -47,7 +47,9 @@ def whole(last_layers: int) -> HeadPlacement:
     return HeadPlacement(places)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", slow_but(NAMES, "lfps", "lychee_cluster", "tidal_decode", "sketch")
+)
 def test_all_on_the_gpu_is_exact(
     backend: tuple[str, str], name: str, tiny_folders: dict[str, Path], full: Any
 ) -> None:
@@ -88,7 +90,12 @@ def with_dense_end(policy: Policy, last_layers: int) -> Policy:
 
 @pytest.mark.parametrize("last_layers", slow_but([1, 2], 2))
 @pytest.mark.parametrize(
-    "name", ["exact_topk", "lychee_decode", "tidal_decode", "lfps", "lychee_cluster", "quest"]
+    "name",
+    slow_but(
+        ["exact_topk", "lychee_decode", "tidal_decode", "lfps", "lychee_cluster", "quest"],
+        "lychee_decode",
+        "lychee_cluster",
+    ),
 )
 def test_whole_layers_are_dense_there(
     backend: tuple[str, str], name: str, last_layers: int, tiny_folders: dict[str, Path]

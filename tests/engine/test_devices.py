@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, load, small
 from cases.inside import steps_of
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 from offload.engine.engine import Engine
@@ -19,7 +20,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 @pytest.mark.parametrize("backend", [SLOW_INLINE, FLAGS, STREAM, GRAPH])
 @pytest.mark.parametrize(
-    "name", ["full", "lychee_cluster", "lfps", "tidal_decode", "lychee_decode"]
+    "name",
+    slow_but(
+        ["full", "lychee_cluster", "lfps", "tidal_decode", "lychee_decode"],
+        "lychee_cluster",
+        "lychee_decode",
+    ),
 )
 def test_rows_join_and_leave(
     tiny_folders: dict[str, Path], name: str, backend: tuple[str, str]

@@ -80,7 +80,9 @@ def many_prompts() -> list[list[int]]:
 @pytest.mark.parametrize(
     "make_prompts", [some_prompts, pytest.param(many_prompts, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", [name for name in available_policies() if name != "auto"])
+@pytest.mark.parametrize(
+    "name", slow_but(available_policies(), "full", "lychee_cluster", "lfps", "tidal_decode")
+)
 def test_a_mix_gets_the_tokens_of_each_alone(
     long_folder: Path, name: str, make_prompts: Callable[[], list[list[int]]]
 ) -> None:

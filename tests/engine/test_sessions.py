@@ -283,6 +283,7 @@ with Engine(model, sessions=Sessions(sys.argv[2])) as engine:
 """
 
 
+@pytest.mark.slow
 def test_it_outlives_kill_9(tiny_folders: dict[str, Path], model: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tiny_folders["llama"]), str(tmp_path)]
     assert subprocess.run(command, timeout=120, check=False).returncode == -9

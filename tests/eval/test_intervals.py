@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cases.slowly import slow_but
 
 from offload.bench.eval.intervals import Values, score_interval, student_interval
 
@@ -26,7 +27,7 @@ def differences(task: Task, num_samples: int, rng: np.random.Generator) -> Value
     return np.where(full, drawn >= loses, drawn < gains).mean(1) - full.mean(1)
 
 
-@pytest.mark.parametrize("num_samples", [4, 8, 20])
+@pytest.mark.parametrize("num_samples", slow_but([4, 8, 20], 8))
 @pytest.mark.parametrize(
     "tasks",
     [

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.slowly import slow_but
 
 from offload.bench.eval import words
 from offload.bench.eval.prompt import prompt_text
@@ -140,7 +141,7 @@ def lm_eval_prompt(doc: dict[str, Any], delimiter: str, tokenizer: Any, chat: bo
     )
 
 
-@pytest.mark.parametrize("length", [2048, 4500])
+@pytest.mark.parametrize("length", slow_but([2048, 4500], 2048))
 @pytest.mark.parametrize("task", RULER_TASKS)
 def test_prompts_are_those_of_lm_eval(
     task: str, length: int, lm_eval: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ import torch
 from cases.device_cases import greedy, load
 from cases.inside import decoder_of
 from cases.seeded import new_rng
+from cases.slowly import combinations
 from cases.tiny_models import random_tokens
 
 from gpu_ops.append_codes import append_codes
@@ -103,8 +104,7 @@ class Case:
         return codes[:, 0], float(scales[0])
 
 
-@pytest.mark.parametrize("bits", [1, 2])
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
+@pytest.mark.parametrize(("bits", "head_dim"), combinations([1, 2], [16, 32, 64, 80, 128]))
 def test_head_dims(device: str, head_dim: int, bits: int) -> None:
     Case(device, [37], head_dim=head_dim, bits=bits).check()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases.operands import DTYPES, assert_close, random
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.chunk_clusters import chunk_boxes, covering_radii, fill_empty, mean_directions
 
@@ -18,8 +19,7 @@ def unit_rows(*shape: int, device: str) -> torch.Tensor:
     return rows / rows.norm(dim=-1, keepdim=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 48])
+@pytest.mark.parametrize(("dtype", "head_dim"), combinations(DTYPES, [16, 48]))
 def test_chunk_boxes(device: str, dtype: torch.dtype, head_dim: int) -> None:
     """Of strided rows; chunks of one token, of no length, and longer than a program's tile."""
     rows = random(new_rng(), 2, 90, head_dim, dtype=dtype, device=device)

@@ -10,6 +10,7 @@ import torch
 from cases.host_pages import HostPages, Selections
 from cases.operands import DTYPES, poisoned
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.gather_rows import GatherLaunch, gather_rows
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES
@@ -67,16 +68,16 @@ class Step:
         assert torch.equal(actual.nan_to_num(99.0), expected.nan_to_num(99.0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(("dtype", "head_dim"), combinations(DTYPES, [64, 96, 128]))
 def test_shapes(device: str, dtype: torch.dtype, head_dim: int) -> None:
     step = Step(device, dtype, [50, 0, 37], [[20, 7, 12], [0, 0, 0], [1, 2, 3]], head_dim=head_dim)
     step.run()
     step.check()
 
 
-@pytest.mark.parametrize("middle", [0, 1, 7, 8, 9, 19, 20, -1, -7])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("middle", "shared"), combinations([0, 1, 7, 8, 9, 19, 20, -1, -7], [True, False])
+)
 def test_counts(device: str, middle: int, shared: bool) -> None:
     """Around the tiles of eight tokens, up to the capacity; and lists of less than a window."""
     step = Step(device, torch.float32, [60], [[middle] if shared else [3, 5, middle]])

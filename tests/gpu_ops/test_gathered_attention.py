@@ -10,6 +10,7 @@ from cases.host_pages import HostPages, Selections
 from cases.operands import DTYPES, TOLERANCE, assert_close, attention, poisoned, random
 from cases.pairwise import pairwise
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
@@ -134,8 +135,9 @@ def test_shapes(device: str, dtype: torch.dtype, head_dim: int, group_size: int)
     check(device, dtype, middle, head_dim=head_dim, group_size=group_size, inactive=(1,))
 
 
-@pytest.mark.parametrize("middle", [0, 1, 15, 16, 17, 39, 40, -3, -7])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("middle", "shared"), combinations([0, 1, 15, 16, 17, 39, 40, -3, -7], [True, False])
+)
 def test_counts(device: str, middle: int, shared: bool) -> None:
     check(device, torch.float32, [[middle] if shared else [5, 3, middle]])
 

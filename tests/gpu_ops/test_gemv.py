@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases.operands import DTYPES, TOLERANCE, assert_close, poisoned, random
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.gemv import gemv
 
@@ -25,9 +26,14 @@ def expected_of(x, weight, bias, norm, glu, residual):
     return y if residual is None else y + residual.double()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_out", "num_in"), [(5, 16), (7, 576), (33, 1000), (24, 2048)])
-@pytest.mark.parametrize("fused", ["", "bias", "norm", "glu", "residual", "norm glu", "all"])
+@pytest.mark.parametrize(
+    ("dtype", "num_out", "num_in", "fused"),
+    combinations(
+        DTYPES,
+        [(5, 16), (7, 576), (33, 1000), (24, 2048)],
+        ["", "bias", "norm", "glu", "residual", "norm glu", "all"],
+    ),
+)
 def test_one_row(device: str, dtype: torch.dtype, num_out: int, num_in: int, fused: str) -> None:
     rng = new_rng()
     parts = ["bias", "norm", "glu", "residual"] if fused == "all" else fused.split()
@@ -62,8 +68,7 @@ def test_the_residual_may_be_the_output(device: str) -> None:
     assert_close(residual, expected, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "has_bias"), combinations(DTYPES, [False, True]))
 def test_a_summand_is_not_rounded(device: str, dtype: torch.dtype, has_bias: bool) -> None:
     rng = new_rng()
     x = random(rng, 1, 1000, dtype=dtype, device=device)

@@ -50,6 +50,7 @@ def test_references_need_no_triton() -> None:
     assert "triton is not installed" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_triton, reason="triton is not installed")
 def test_interpreting_needs_the_variable() -> None:
     assert "RuntimeError: interpreted() needs triton and TRITON" in run(NOT_INTERPRETING).stderr

@@ -6,13 +6,15 @@ import pytest
 import torch
 from cases.operands import DTYPES, TOLERANCE, assert_close, random
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.merge_parts import merge_parts
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("queries_first", [False, True])
-@pytest.mark.parametrize(("n", "head_dim"), [(1, 16), (16, 48), (37, 128)])
+@pytest.mark.parametrize(
+    ("dtype", "queries_first", "n", "head_dim"),
+    combinations(DTYPES, [False, True], [(1, 16), (16, 48), (37, 128)]),
+)
 def test_merges(device: str, dtype: torch.dtype, queries_first: bool, n: int, head_dim: int):
     """In either order of heads and queries in memory, where the parts differ much and little."""
     rng = new_rng()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases.operands import DTYPES, TOLERANCE, assert_close, attention, poisoned, random
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.merge_state import merge_state
 
@@ -18,9 +19,10 @@ def host(x: torch.Tensor, device: str) -> torch.Tensor:
     return x.cpu().pin_memory() if device == "cuda" else x.cpu()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 3), (128, 4), (96, 1)])
-@pytest.mark.parametrize("split", [1, 20, 39])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group_size", "split"),
+    combinations(DTYPES, [(64, 3), (128, 4), (96, 1)], [1, 20, 39]),
+)
 def test_parts_make_a_whole(
     device: str, dtype: torch.dtype, head_dim: int, group_size: int, split: int
 ) -> None:

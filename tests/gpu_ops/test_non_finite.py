@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases.operands import Pages, attention, poisoned, quiet_numpy, random
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.gathered_attention import gathered_attention
 from gpu_ops.merge_parts import merge_parts
@@ -193,8 +194,9 @@ def test_window_that_gathered_tokens_come_to(device: str) -> None:
     assert finite[6:].all()
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("operand", ["o_a", "lse_a", "o_b", "lse_b", "both lse"])
+@pytest.mark.parametrize(
+    ("bad", "operand"), combinations(BAD, ["o_a", "lse_a", "o_b", "lse_b", "both lse"])
+)
 def test_merge_state(device: str, operand: str, bad: float) -> None:
     shapes = {"o_a": (2, 3 * HEAD_DIM), "lse_a": (2, 3), "o_b": (2, 3 * HEAD_DIM), "lse_b": (2, 3)}
     parts = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -213,8 +215,7 @@ def test_merge_state(device: str, operand: str, bad: float) -> None:
     assert finite[5].all() if may_be else not finite[5].any()
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("operand", [0, 1, 2, 3])
+@pytest.mark.parametrize(("bad", "operand"), combinations(BAD, [0, 1, 2, 3]))
 def test_merge_parts(device: str, operand: int, bad: float) -> None:
     rng = new_rng()
     shapes = [(2, 3, HEAD_DIM), (2, 3)] * 2

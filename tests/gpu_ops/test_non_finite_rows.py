@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases.operands import Pages, poisoned, quiet_numpy, random
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.chunk_clusters import chunk_boxes, covering_radii
 from gpu_ops.gather_rows import gather_rows
@@ -121,8 +122,9 @@ def test_rope_publish(device: str, operand: str, bad: float) -> None:
 
 
 @BAD
-@pytest.mark.parametrize("operand", ["x", "weight", "bias", "residual", "norm"])
-@pytest.mark.parametrize("glu", [False, True])
+@pytest.mark.parametrize(
+    ("operand", "glu"), combinations(["x", "weight", "bias", "residual", "norm"], [False, True])
+)
 def test_gemv(device: str, glu: bool, operand: str, bad: float) -> None:
     num_out, num_in = 9, 50
     x, residual = normal(device, 1, num_in), normal(device, 1, num_out)

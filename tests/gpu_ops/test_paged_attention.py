@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases.operands import DTYPES, TOLERANCE, Pages, assert_close, attention, poisoned, random
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
 
@@ -53,8 +54,10 @@ def check(
             assert_close(out[row], expected, tolerance or TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 3), (128, 4), (128, 1), (96, 20)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group_size"),
+    combinations(DTYPES, [(64, 3), (128, 4), (128, 1), (96, 20)]),
+)
 def test_shapes(device: str, dtype: torch.dtype, head_dim: int, group_size: int) -> None:
     check(device, dtype, [50, 0, 1], head_dim=head_dim, group_size=group_size)
 
@@ -64,8 +67,7 @@ def test_lengths(device: str, kv_len: int) -> None:
     check(device, torch.float32, [kv_len])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("page_tokens", [32, 256])
+@pytest.mark.parametrize(("dtype", "page_tokens"), combinations(DTYPES, [32, 256]))
 def test_pages_of_several_tiles(device: str, dtype: torch.dtype, page_tokens: int) -> None:
     check(device, dtype, [1, 255, 256, 257, 1027], num_kv_heads=1, page_tokens=page_tokens)
 

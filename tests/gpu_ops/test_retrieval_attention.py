@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases.operands import DTYPES, TOLERANCE, Pages, assert_close, attention, poisoned, random
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.paged_attention import num_retrieval_splits, retrieval_attention
 
@@ -78,8 +79,10 @@ def check(
             assert scores[row].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 3), (128, 4), (128, 1), (64, 7)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group_size"),
+    combinations(DTYPES, [(64, 3), (128, 4), (128, 1), (64, 7)]),
+)
 def test_shapes(device: str, dtype: torch.dtype, head_dim: int, group_size: int) -> None:
     check(device, dtype, [50, 0, 1], head_dim=head_dim, group_size=group_size, heads=(0, 2))
 
@@ -93,8 +96,9 @@ def test_heads(device: str, heads: tuple[int, ...]) -> None:
     check(device, torch.float32, [40, 17], heads=heads, num_kv_heads=4, group_size=1)
 
 
-@pytest.mark.parametrize("with_scores", [True, False])
-@pytest.mark.parametrize("num_splits", [1, 3, 65, 130])
+@pytest.mark.parametrize(
+    ("with_scores", "num_splits"), combinations([True, False], [1, 3, 65, 130])
+)
 def test_splits(device: str, num_splits: int, with_scores: bool) -> None:
     check(
         device,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases.operands import DTYPES, TOLERANCE, assert_close, poisoned, random
 from cases.seeded import new_rng
+from cases.slowly import combinations
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from gpu_ops.rms_norm import add_rms_norm
@@ -13,9 +14,10 @@ from gpu_ops.rms_norm import add_rms_norm
 EPS = 1e-5
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "hidden_size"), [(1, 64), (3, 576), (2, 4096), (1, 5120)])
-@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "n", "hidden_size", "adds"),
+    combinations(DTYPES, [(1, 64), (3, 576), (2, 4096), (1, 5120)], [True, False]),
+)
 def test_sums_and_normalises(
     device: str, dtype: torch.dtype, n: int, hidden_size: int, adds: bool
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from cases.operands import DTYPES, TOLERANCE, assert_close, poisoned, random
 from cases.pairwise import pairwise
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.rope_publish import rope_publish
 from offload.prefill.layer import rotate
@@ -119,8 +120,7 @@ def test_rounds_like_prefill(device: str, dtype: torch.dtype) -> None:
     assert torch.equal(step.query, expected)
 
 
-@pytest.mark.parametrize("sink_tokens", [0, 4])
-@pytest.mark.parametrize("recent_tokens", [0, 1, 8])
+@pytest.mark.parametrize(("sink_tokens", "recent_tokens"), combinations([0, 4], [0, 1, 8]))
 def test_window_slots(device: str, sink_tokens: int, recent_tokens: int) -> None:
     if sink_tokens + recent_tokens == 0:
         pytest.skip("there is no window")

@@ -6,13 +6,15 @@ import pytest
 import torch
 from cases.operands import DTYPES, random
 from cases.seeded import new_rng
+from cases.slowly import combinations
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from gpu_ops.rotate import rotate_tokens
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "head_dim"), [(1, 16), (3, 48), (8, 128)])
+@pytest.mark.parametrize(
+    ("dtype", "num_heads", "head_dim"), combinations(DTYPES, [(1, 16), (3, 48), (8, 128)])
+)
 def test_rounds_as_transformers(device: str, dtype: torch.dtype, num_heads: int, head_dim: int):
     """Of rows that lie apart, as the queries in a projection of several."""
     rng = new_rng()

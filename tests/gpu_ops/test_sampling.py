@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases.operands import DTYPES, quiet_numpy, random, sampling_buffers
 from cases.seeded import new_rng
-from cases.slowly import slow_but
+from cases.slowly import combinations, slow_but
 
 from gpu_ops import sampling
 from gpu_ops.greedy import CHUNK, greedy_tokens
@@ -61,8 +61,7 @@ def kept(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> 
     return probabilities
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@pytest.mark.parametrize(("dtype", "vocab_size"), combinations(DTYPES, VOCAB_SIZES))
 def test_greedy(device: str, dtype: torch.dtype, vocab_size: int) -> None:
     logits = random(new_rng(), 3, vocab_size, dtype=dtype, device=device)
     logits[1] = logits[1].abs().neg()
@@ -84,18 +83,17 @@ def test_the_first_of_equals(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vocab_size"),
-    [
-        (torch.float32, 50),
-        (torch.float16, 50),
-        (torch.bfloat16, 50),
-        (torch.bfloat16, CHUNK),
-        (torch.bfloat16, 2 * CHUNK + 1),
-    ],
-)
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (1.0, 20, 0.5), (0.5, 10**6, 0.999)],
+    ("dtype", "vocab_size", "temperature", "top_k", "top_p"),
+    combinations(
+        [
+            (torch.float32, 50),
+            (torch.float16, 50),
+            (torch.bfloat16, 50),
+            (torch.bfloat16, CHUNK),
+            (torch.bfloat16, 2 * CHUNK + 1),
+        ],
+        [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (1.0, 20, 0.5), (0.5, 10**6, 0.999)],
+    ),
 )
 def test_draws_where_transformers_would(
     device: str, dtype: torch.dtype, vocab_size: int, temperature: float, top_k: int, top_p: float

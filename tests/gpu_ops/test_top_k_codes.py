@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases.operands import quiet_numpy
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops.codes import score_codes
 from gpu_ops.code_scores import CodeLaunch, CodeQuery, code_page_bytes
@@ -222,14 +223,14 @@ def check(device: str, kv_lens: list[int], **options: Any) -> None:
     case.check()
 
 
-@pytest.mark.parametrize("bits", [1, 2])
-@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
+@pytest.mark.parametrize(("bits", "head_dim"), combinations([1, 2], [16, 80, 128, 256]))
 def test_head_dims(device: str, head_dim: int, bits: int) -> None:
     check(device, [70, 0], head_dim=head_dim, bits=bits, heads=(1,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("group_size", [1, 3, 9])
+@pytest.mark.parametrize(
+    ("dtype", "group_size"), combinations([torch.float16, torch.bfloat16], [1, 3, 9])
+)
 def test_groups(device: str, group_size: int, dtype: torch.dtype) -> None:
     check(device, [90], group_size=group_size, dtype=dtype)
 
@@ -299,8 +300,10 @@ def test_a_query_that_is_not_finite(device: str, kv_len: int, bad: float) -> Non
     assert case.lists.host_counts[:, [0, 2]].tolist() == [[count, -1], [count, count]]
 
 
-@pytest.mark.parametrize(("token", "count"), [(20, -1), (2, 40), (97, 40)])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("token", "count", "bad"),
+    combinations([(20, -1), (2, 40), (97, 40)], [float("nan"), float("inf")]),
+)
 def test_a_key_that_is_not_finite(device: str, bad: float, token: int, count: int) -> None:
     """Nothing is chosen, unless it is a sink or a recent token."""
     case = Case(device, [100], heads=(1,), page_tokens=128)

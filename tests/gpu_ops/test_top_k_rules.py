@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from cases.slowly import slow_but
+from cases.slowly import combinations, slow_but
 from cases.top_k_cases import LAUNCHES, SMALL, Case
 
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
@@ -76,23 +76,26 @@ def check(case: Case) -> list[int]:
     return chosen_tokens
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("rule", [{"top_p": 0.4}, {"threshold": 0.005}], ids=str)
+@pytest.mark.parametrize(
+    ("launch", "shared", "rule"),
+    combinations(LAUNCHES, [False, True], [{"top_p": 0.4}, {"threshold": 0.005}]),
+)
 def test_shapes(device: str, rule: dict[str, float], shared: bool, launch: TopKLaunch) -> None:
     options = {"heads": (0, 2), "shared": shared, "launch": launch, "group_size": 3}
     kept = check(Case(device, [300, 0, 151, 90], **rule, **options, **LARGE))
     assert all(0 < count < 140 for count in kept)
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.999, 1.0])
-@pytest.mark.parametrize("spread", [0.0, 2.0, 8.0])
+@pytest.mark.parametrize(
+    ("top_p", "spread"), combinations([0.05, 0.5, 0.999, 1.0], [0.0, 2.0, 8.0])
+)
 def test_top_p(device: str, spread: float, top_p: float) -> None:
     check(Case(device, [151, 400], top_p=top_p, spread=spread, **LARGE))
 
 
-@pytest.mark.parametrize("threshold", [1e-30, 1e-3, 0.02, 1.0])
-@pytest.mark.parametrize("spread", [0.0, 2.0])
+@pytest.mark.parametrize(
+    ("threshold", "spread"), combinations([1e-30, 1e-3, 0.02, 1.0], [0.0, 2.0])
+)
 def test_threshold(device: str, spread: float, threshold: float) -> None:
     check(Case(device, [151, 400], threshold=threshold, spread=spread, **LARGE))
 
@@ -132,10 +135,9 @@ def test_a_weight_that_equals_the_threshold_is_not_above_it(device: str, thresho
         assert kept == min(49, int((weights > threshold).sum()))
 
 
-@pytest.mark.parametrize("rule", RULES[:2], ids=str)
 @pytest.mark.parametrize(
-    ("sink_tokens", "recent_tokens", "budget_tokens"),
-    [(0, 0, 1), (33, 0, 34), (20, 20, 40), (20, 20, 90), (0, 1, 100)],
+    ("rule", "sink_tokens", "recent_tokens", "budget_tokens"),
+    combinations(RULES[:2], [(0, 0, 1), (33, 0, 34), (20, 20, 40), (20, 20, 90), (0, 1, 100)]),
 )
 def test_budgets(
     device: str, sink_tokens: int, recent_tokens: int, budget_tokens: int, rule: dict[str, float]
@@ -146,11 +148,9 @@ def test_budgets(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(
-    ("bad", "place"),
-    [(float("nan"), 70), (float("inf"), 1), (float("nan"), 97)],
-    ids=["nan between", "inf in a sink", "nan among the recent"],
+    ("rule", "bad", "place"),
+    combinations(RULES, [(float("nan"), 70), (float("inf"), 1), (float("nan"), 97)]),
 )
 def test_a_score_that_is_not_finite(
     device: str, place: int, bad: float, rule: dict[str, float]

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from cases.slowly import combinations
 from cases.top_k_cases import LAUNCHES, SMALL, Case, check
 
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("group_size", [1, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("launch", "shared", "group_size"), combinations(LAUNCHES, [False, True], [1, 3, 4, 7])
+)
 def test_shapes(device: str, group_size: int, shared: bool, launch: TopKLaunch) -> None:
     check(device, [200, 0, 41], group_size=group_size, shared=shared, heads=(0, 2), launch=launch)
 
@@ -27,8 +28,7 @@ def test_lengths(device: str, kv_len: int) -> None:
     check(device, [kv_len])
 
 
-@pytest.mark.parametrize("kv_len", [41, 170])
-@pytest.mark.parametrize("levels", [1, 2, 5])
+@pytest.mark.parametrize(("kv_len", "levels"), combinations([41, 170], [1, 2, 5]))
 def test_ties_go_to_the_first(device: str, kv_len: int, levels: int) -> None:
     check(device, [kv_len, kv_len], levels=levels, heads=(0, 1))
 
@@ -87,8 +87,9 @@ def test_important_tokens_share_groups(device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("kv_len", [12, 100])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("kv_len", "bad"), combinations([12, 100], [float("nan"), float("inf"), float("-inf")])
+)
 def test_a_lse_that_is_not_finite(device: str, kv_len: int, bad: float) -> None:
     case = Case(device, [kv_len, kv_len], heads=(0, 2))
     case.lse[0, 5] = bad  # the second query head of KV head 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases.operands import DTYPES, TOLERANCE, assert_close, attention, poisoned, random
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from gpu_ops.online_softmax import tile_tokens
 from gpu_ops.window_attention import window_attention
@@ -56,8 +57,10 @@ def check(
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 3), (128, 4), (128, 1), (96, 20)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group_size"),
+    combinations(DTYPES, [(64, 3), (128, 4), (128, 1), (96, 20)]),
+)
 def test_shapes(device: str, dtype: torch.dtype, head_dim: int, group_size: int) -> None:
     check(
         device,

@@ -77,8 +77,8 @@ def test_never_more_than_the_bound(
     assert draft or cache.store.page_bytes * 3 * bound.slots // 16 <= max(used)
 
 
-@pytest.mark.parametrize("policy", ["full", "exact_topk", "hard_kv"])
-@pytest.mark.parametrize("draft", [0, 6])
+@pytest.mark.parametrize("policy", slow_but(["full", "exact_topk", "hard_kv"], "full", "hard_kv"))
+@pytest.mark.parametrize("draft", slow_but([0, 6], 6))
 def test_never_more_than_the_bound_by_rereading(
     bounded: Load, policy: str, draft: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +112,7 @@ def test_a_prompt_longer_than_the_bound(bounded: Load) -> None:
     assert cache.store.host_bytes_used <= SLOTS * cache.store.page_bytes * 3 // 16
 
 
-@pytest.mark.parametrize("slots", [SLOTS, 272])
+@pytest.mark.parametrize("slots", slow_but([SLOTS, 272], SLOTS))
 def test_padded_rows_are_as_alone(bounded: Load, slots: int) -> None:
     """Each is condensed when it is full itself, whatever stands beside it."""
     model, tokens = bounded(slots), random_tokens(2, 500)

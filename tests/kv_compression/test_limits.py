@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases.bounded_cases import generate, rows_of, step
 from cases.inside import compression_of
+from cases.slowly import slow_but
 from cases.tiny_models import make_tiny_model, random_tokens
 
 import offload.kv_compression.base as base
@@ -28,7 +29,7 @@ SLOTS, PAGE_TOKENS = 192, 16
 WINDOW_BYTES = 3 * 16 * 6 * 32 * 4  # layers, queries, query heads, head_dim, float32
 
 
-@pytest.mark.parametrize("num_tokens", [20, 47, 63])
+@pytest.mark.parametrize("num_tokens", slow_but([20, 47, 63], 63))
 def test_long_drafts(bounded: Load, num_tokens: int) -> None:
     """As long as one can be taken back whole; longer ones are refused before anything."""
     model, text = bounded(SLOTS), random_tokens(1, 30).repeat(1, 5)

@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 import torch
 from cases.inside import compression_of, runtime_of, states_of
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 from offload.policies.registry import make_policy
 
 
 @pytest.mark.parametrize(
-    "name", ["full", "exact_topk", "lychee_cluster", "lfps", "sketch", "quest", "streaming_llm"]
+    "name",
+    slow_but(
+        ["full", "exact_topk", "lychee_cluster", "lfps", "sketch", "quest", "streaming_llm"],
+        "exact_topk",
+        "lychee_cluster",
+        "lfps",
+    ),
 )
 def test_equal_to_a_cache_of_these_slots(bounded: Callable[..., Any], name: str) -> None:
     """For steps after it was condensed, in which policies build anew and learn."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.slowly import combinations
 from cases.tiny_models import make_tiny_model, random_tokens
 from transformers import AutoModelForCausalLM
 
@@ -56,18 +57,32 @@ def test_weights_of_float64(tmp_path: Path) -> None:
         assert load(tmp_path, dtype="float32").dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
-    ("field", "size", "message"),
-    [
-        ("vocab_size", 2**20, r"embed_tokens.weight, .* \[320, 96\]; .* \[1048576, 96\] \(vocab"),
-        ("hidden_size", 6 * 2**16, r"embed_tokens.weight, .* \(vocab_size, hidden_size\)"),
-        ("intermediate_size", 2**20, r"gate_proj.weight, .* \(intermediate_size, hidden_size\)"),
-        ("num_attention_heads", 96, r"q_proj.weight, .* \(num_attention_heads \* head_dim, "),
-        ("num_key_value_heads", 6, r"k_proj.weight, .* \(num_key_value_heads \* head_dim, hidden"),
-        ("head_dim", 64, r"q_proj.weight, .* \(num_attention_heads \* head_dim, hidden"),
-        ("num_hidden_layers", 2**16, r"missing keys, such as model.layers.3.* is 65536\)"),
-    ],
+    ("name", "field", "size", "message"),
+    combinations(
+        ["llama", "mistral", "qwen2", "qwen3"],
+        [
+            (
+                "vocab_size",
+                2**20,
+                r"embed_tokens.weight, .* \[320, 96\]; .* \[1048576, 96\] \(vocab",
+            ),
+            ("hidden_size", 6 * 2**16, r"embed_tokens.weight, .* \(vocab_size, hidden_size\)"),
+            (
+                "intermediate_size",
+                2**20,
+                r"gate_proj.weight, .* \(intermediate_size, hidden_size\)",
+            ),
+            ("num_attention_heads", 96, r"q_proj.weight, .* \(num_attention_heads \* head_dim, "),
+            (
+                "num_key_value_heads",
+                6,
+                r"k_proj.weight, .* \(num_key_value_heads \* head_dim, hidden",
+            ),
+            ("head_dim", 64, r"q_proj.weight, .* \(num_attention_heads \* head_dim, hidden"),
+            ("num_hidden_layers", 2**16, r"missing keys, such as model.layers.3.* is 65536\)"),
+        ],
+    ),
 )
 def test_nothing_is_allocated_that_is_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, field: str, size: int, message: str

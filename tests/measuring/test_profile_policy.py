@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases.profile_cases import machine_profile
+from cases.slowly import slow_but
 
 from offload.measuring.machine.policy import measure_policy_us, selects_on_host, with_policy
 from offload.models.shape import MODEL_SHAPES, layer_elements
@@ -20,7 +21,10 @@ SHAPE = MODEL_SHAPES["smollm2-135m"]
 KV_LEN = 3072
 
 
-@pytest.mark.parametrize("name", ["quest", "lychee_cluster", "lfps", "exact_topk"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["quest", "lychee_cluster", "lfps", "exact_topk"], "lychee_cluster", "exact_topk"),
+)
 def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy(name, budget_tokens=256)
     profile = machine_profile(num_threads=1)

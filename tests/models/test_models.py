@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.slowly import combinations
 from cases.tiny_models import random_tokens
 
 Pair = tuple[Any, Any]
@@ -16,8 +17,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 23, 24, 25, 101])
+@pytest.mark.parametrize(
+    ("use_cache", "num_tokens"), combinations([True, False], [1, 23, 24, 25, 101])
+)
 def test_prefill_logits(model_pair: Pair, num_tokens: int, use_cache: bool) -> None:
     stock, offloaded = model_pair
     tokens = random_tokens(2, num_tokens)

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from cases.machine import MACHINE
+
 from perf.tables.latency_tables import latency_phases_table, latency_table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-MACHINE: dict[str, Any] = {
-    "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0"},
-    "cpu": "A CPU",
-    "cpus_present": 4,
-    "cpus_usable": 2,
-    "memory_bytes": 24 * 2**30,
-    "isa": "avx2",
-    "gpus": [],
-    "commit": "0123456789abcdef",
-    "uncommitted_changes": False,
-    "date": "2026-01-01",
-    "load_average": 0.1,
-}
 
 
 def row(policy: str, kv_len: int, threads: int, time: float, **changes: Any) -> dict[str, Any]:

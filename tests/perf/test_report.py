@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.machine import MACHINE
 
 from perf import plots, report, results_file
 from perf.results_file import read_results, write_results
@@ -16,20 +17,6 @@ from perf.tables.tables import (
     prefill_table,
     startup_table,
 )
-
-MACHINE: dict[str, Any] = {
-    "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0"},
-    "cpu": "A CPU",
-    "cpus_present": 4,
-    "cpus_usable": 2,
-    "memory_bytes": 24 * 2**30,
-    "isa": "avx2",
-    "gpus": [],
-    "commit": "0123456789abcdef",
-    "uncommitted_changes": False,
-    "date": "2026-01-01",
-    "load_average": 0.1,
-}
 
 
 def decode_row(engine: str, context: int, speed: float) -> dict[str, Any]:

@@ -8,23 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.machine import MACHINE
 
 from perf import bench_quality
 from perf.tables.selection_tables import policy_speed_table, selection_table
-
-MACHINE: dict[str, Any] = {
-    "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0"},
-    "cpu": "A CPU",
-    "cpus_present": 4,
-    "cpus_usable": 2,
-    "memory_bytes": 24 * 2**30,
-    "isa": "avx2",
-    "gpus": [],
-    "commit": "0123456789abcdef",
-    "uncommitted_changes": False,
-    "date": "2026-01-01",
-    "load_average": 0.1,
-}
 
 
 def row(policy: str, budget: int | None, **measured: Any) -> dict[str, Any]:

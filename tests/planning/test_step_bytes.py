@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.slowly import combinations
 
 from gpu_ops.layout import layout_bytes
 from offload.decode.gpu.decoder import DeviceDecoder
@@ -116,9 +117,12 @@ def bytes_of(*owners: Any) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize(("batch_size", "kv_len"), [(1, 40), (1, 100), (2, 65), (3, 50)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    ("batch_size", "kv_len", "dtype", "case"),
+    combinations(
+        [(1, 40), (1, 100), (2, 65), (3, 50)], [torch.float32, torch.bfloat16], list(CASES)
+    ),
+)
 def test_a_step_takes_what_was_planned(
     case: str, dtype: torch.dtype, batch_size: int, kv_len: int
 ) -> None:

@@ -17,6 +17,7 @@ from cases.attention_cases import (
     relative_error,
 )
 from cases.pairwise import pairwise
+from cases.slowly import combinations
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import ExactTopK, Full, Policy, StreamingLLM
@@ -97,8 +98,7 @@ def test_selection(name, dtype, kv_len, pool):
     np.testing.assert_allclose(lse[0], expected_lse, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", SELECTING)
-@pytest.mark.parametrize("dense_until", [24, 49, 300])
+@pytest.mark.parametrize(("name", "dense_until"), combinations(SELECTING, [24, 49, 300]))
 def test_dense_until_is_not_the_budget(name, dense_until, pool):
     """The budget is the cap alone: shorter sequences select, or longer ones are dense."""
     policy = small(name, dense_until=max(dense_until, small(name).recent_tokens + 16))
@@ -124,8 +124,7 @@ def test_dense_until_holds_sinks_and_recent_window(wrong):
         ExactTopK(budget_tokens=48, sink_tokens=16, recent_tokens=8, dense_until=wrong)
 
 
-@pytest.mark.parametrize("name", SELECTING)
-@pytest.mark.parametrize("sink_tokens", [0, 16])
+@pytest.mark.parametrize(("name", "sink_tokens"), combinations(SELECTING, [0, 16]))
 def test_no_sinks_and_all_sinks(name, sink_tokens, pool):
     """With the whole budget in sinks and the recent window the policy has nothing to choose."""
     cache, queries = make_case(torch.float32, 200, rows=1)
@@ -181,8 +180,7 @@ def test_benches_time_what_selects_in_every_layer(name):
         assert not any(in_every_layer(x).dense_layers for x in policy.members)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_len", [49, 300, 5000])
+@pytest.mark.parametrize(("dtype", "kv_len"), combinations(DTYPES, [49, 300, 5000]))
 def test_exact_topk_keeps_the_largest_weights(dtype, kv_len, pool):
     """The best by float64 weights summed over the group; only near-ties may swap."""
     policy = ExactTopK(budget_tokens=48, sink_tokens=4, recent_tokens=8, dense_layers=0)

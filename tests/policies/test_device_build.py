@@ -13,6 +13,7 @@ from cases.lychee_cases import LycheeIndex
 from cases.pairwise import pairwise
 from cases.prefill_cases import run_prefill, store_for, tiny_lean_model
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops import clustering
 from gpu_ops.chunk_clusters import chunk_boxes
@@ -97,10 +98,10 @@ def test_quest(device, dtype, head_dim, kv_len, pool):
         np.testing.assert_array_equal(array, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
-@pytest.mark.parametrize("kv_len", [90, 700])
+@pytest.mark.parametrize(
+    ("device", "dtype", "granularity", "kv_len"),
+    combinations(DEVICES, [torch.float32, torch.bfloat16], ["kv_head", "query_head"], [90, 700]),
+)
 def test_lfps(device, dtype, granularity, kv_len, pool):
     policy = make_policy("lfps", budget_tokens=80, granularity=granularity)
     context = context_of(new_rng(), pool, kv_len, dtype=dtype)
@@ -113,10 +114,15 @@ def test_lfps(device, dtype, granularity, kv_len, pool):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv_len", [100, 700, 3000])
-@pytest.mark.parametrize("options", [{}, {"ranked_chunks": 40}, {"paper": True}], ids=str)
+@pytest.mark.parametrize(
+    ("device", "dtype", "kv_len", "options"),
+    combinations(
+        DEVICES,
+        [torch.float32, torch.bfloat16],
+        [100, 700, 3000],
+        [{}, {"ranked_chunks": 40}, {"paper": True}],
+    ),
+)
 def test_lychee_cluster(options, device, dtype, kv_len, pool):
     """The same groups of the same chunks, and what belongs to them."""
     policy = make_policy("lychee_cluster", budget_tokens=81, **options)
@@ -161,10 +167,12 @@ def test_lychee_cluster_of_a_long_prompt(pool):
             assert np.abs(widths[group] - width).max() < 0.51 * 1.01 / 15 * width.max()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("bits", "head_dim"), [(1, 48), (1, 128), (2, 64), (2, 80)])
-@pytest.mark.parametrize("kv_len", [64, 700])
+@pytest.mark.parametrize(
+    ("device", "dtype", "bits", "head_dim", "kv_len"),
+    combinations(
+        DEVICES, [torch.float32, torch.bfloat16], [(1, 48), (1, 128), (2, 64), (2, 80)], [64, 700]
+    ),
+)
 def test_sketch(device, dtype, bits, head_dim, kv_len, pool, monkeypatch):
     monkeypatch.setattr("offload.policies.sketch.codes_on_device.WORKSPACE_BYTES", 1 << 20)
     policy = make_policy("sketch", budget_tokens=80, bits=bits)

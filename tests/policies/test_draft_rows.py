@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases.device_cases import small
+from cases.slowly import combinations
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
@@ -84,9 +85,9 @@ class World:
         return torch.stack(outs[:n])
 
 
-@pytest.mark.parametrize("prompt", [300, 55])
 @pytest.mark.parametrize(
-    "name", ["lfps", "lychee_cluster", "quest", "sketch", "union", "tidal lfps"]
+    ("prompt", "name"),
+    combinations([300, 55], ["lfps", "lychee_cluster", "quest", "sketch", "union", "tidal lfps"]),
 )
 def test_as_if_the_accepted_rows_had_been_decoded_one_by_one(name, prompt, pool):
     drafting, plain = (World(name, pool, prompt) for _ in range(2))

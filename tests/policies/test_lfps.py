@@ -13,6 +13,7 @@ from cases.attention_cases import relative_error
 from cases.coprocessor_cases import Shape, World, normal
 from cases.lfps_reference import Unit
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
@@ -220,9 +221,10 @@ def policy_of(cls: type[LFPS] = Exact, **options) -> LFPS:
     return cls(**{**OPTIONS, **options})
 
 
-@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
-@pytest.mark.parametrize("bypass_threshold", [1.0, 0.85])
-@pytest.mark.parametrize(("alpha", "spread"), [(0.1, 0), (0.4, 8)])
+@pytest.mark.parametrize(
+    ("granularity", "bypass_threshold", "alpha", "spread"),
+    combinations(["kv_head", "query_head"], [1.0, 0.85], [(0.1, 0), (0.4, 8)]),
+)
 def test_against_the_simulation(granularity, bypass_threshold, alpha, spread, pool):
     options = {"granularity": granularity, "bypass_threshold": bypass_threshold}
     policy = policy_of(**options, alpha=alpha, spread=spread)

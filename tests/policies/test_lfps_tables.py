@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from offload.policies.lfps import tables as tables
 from offload.policies.lfps.layout import num_words, top_bit
@@ -17,8 +18,9 @@ def bitmap(words: int, positions: np.ndarray) -> np.ndarray:
     return bits
 
 
-@pytest.mark.parametrize("capacity", [70, 128, 1000, 5000])
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.2, 1.0])
+@pytest.mark.parametrize(
+    ("capacity", "share"), combinations([70, 128, 1000, 5000], [0.0, 0.01, 0.2, 1.0])
+)
 def test_expansion_and_listing(capacity, share):
     rng = new_rng()
     words, top = int(num_words(capacity)), int(top_bit(capacity))

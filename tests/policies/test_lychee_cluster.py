@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases.attention_cases import built
 from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, LycheeIndex, Stream, check_index
+from cases.slowly import combinations, slow_but
 
 from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.index import grow_index
@@ -26,9 +27,10 @@ SMALL = replace(DEFAULT, least_candidates=0)
 FEW_RANKED = replace(SMALL, ranked_chunks=30)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kv_len", [160, 1000, 3000])
-@pytest.mark.parametrize("policy", [SMALL, FEW_RANKED, PAPER], ids=["all", "few", "paper"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_len", "policy"),
+    combinations([torch.float32, torch.bfloat16], [160, 1000, 3000], [SMALL, FEW_RANKED, PAPER]),
+)
 def test_a_built_index(policy, dtype, kv_len, pool):
     stream = Stream(policy, pool, dtype=dtype)
     stream.prefill(kv_len)
@@ -42,7 +44,7 @@ def test_a_built_index(policy, dtype, kv_len, pool):
     assert index.num_units == num_units
 
 
-@pytest.mark.parametrize("text", [True, False])
+@pytest.mark.parametrize("text", slow_but([True, False], True))
 @pytest.mark.parametrize("policy", [FEW_RANKED, PAPER], ids=["chunks", "paper"])
 def test_thousands_of_grafts(policy, text, pool):
     """Unbounded generation: the index grows and holds, the buffer stays short."""

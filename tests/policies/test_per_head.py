@@ -13,6 +13,7 @@ from cases.attention_cases import assert_same_arrays, build_context
 from cases.coprocessor_cases import SMALL, Shape, World, worlds_alike
 from cases.profile_cases import machine_profile, workload
 from cases.seeded import new_rng
+from cases.slowly import combinations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_ops.worker_pool import WorkerPool
@@ -54,9 +55,12 @@ def decode(worlds: list[World], num_steps: int) -> list[list[tuple[Any, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "rest", ["lfps", "lychee_cluster", "quest", "quest of chunks", "exact_topk", "union", None]
+    ("rest", "retrieval"),
+    combinations(
+        ["lfps", "lychee_cluster", "quest", "quest of chunks", "exact_topk", "union", None],
+        ["full", "exact_topk"],
+    ),
 )
-@pytest.mark.parametrize("retrieval", ["full", "exact_topk"])
 def test_heads_of_one_kind(rest, retrieval, pool):
     """Without retrieval heads it is the rest, and without others (None) the retrieval."""
     name, _, of_chunks = (rest or retrieval).partition(" ")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases.device_cases import small
 from cases.inside import runtime_of
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
@@ -44,7 +45,7 @@ def model(name, folder):
     return load(folder, small(name))
 
 
-@pytest.mark.parametrize("prompt_tokens", [1, 7, 31, 200])
+@pytest.mark.parametrize("prompt_tokens", slow_but([1, 7, 31, 200], 31))
 def test_a_budget_that_holds_everything_is_full_attention(name, folder, prompt_tokens):
     """Prompts shorter than a chunk, than LFPS's window, than the recent window too."""
     tokens = random_tokens(1, prompt_tokens)

@@ -20,6 +20,7 @@ from cases.attention_cases import (
     relative_error,
 )
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import ExactTopK
@@ -118,8 +119,10 @@ def thirds(kv_len: int) -> np.ndarray:
     return np.array([t for t in range(3, kv_len - 7) if t % 3 == 0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kv_len", [41, 300, 3001])
+@pytest.mark.parametrize(
+    ("dtype", "kv_len"),
+    combinations([torch.float32, torch.float16, torch.bfloat16], [41, 300, 3001]),
+)
 def test_the_heaviest_candidates_are_attended(kv_len, dtype, pool):
     cache, queries = make_case(dtype, kv_len, rows=1)
     attention = cache.attention(pool, GROUP_SIZE, EveryThird(**OPTIONS))
@@ -196,8 +199,9 @@ class Reusing(ExactTopK):
         return np.array(table, np.uint8)
 
 
-@pytest.mark.parametrize("first_role", [RETRIEVE, SELECT])
-@pytest.mark.parametrize("kv_len", [41, 700, 1500])
+@pytest.mark.parametrize(
+    ("first_role", "kv_len"), combinations([RETRIEVE, SELECT], [41, 700, 1500])
+)
 def test_roles(first_role, kv_len, pool):
     rng = new_rng()
     cache = Cache.random(rng, kv_len=kv_len, dtype=torch.float32, page_tokens=16, num_layers=4)

@@ -15,6 +15,7 @@ from cases.attention_cases import (
     relative_error,
 )
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from offload.policies import Quest
 from offload.policies.key_bounds import split_query
@@ -105,8 +106,7 @@ def test_pages_are_cut_to_the_budget(pages, budget, last, expected):
     assert list(indices[:count]) == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(("dtype", "head_dim"), combinations(DTYPES, [16, 64, 96, 128, 192, 256]))
 def test_no_key_beats_the_bound_of_its_page(dtype, head_dim):
     """In exact arithmetic, for single query heads and for the sum over a group."""
     rng = new_rng()
@@ -126,8 +126,8 @@ def test_no_key_beats_the_bound_of_its_page(dtype, head_dim):
     assert (scores.sum(1).max(2) <= bounds.sum(1) + slack).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])  # wide ones take two products
+# Wide heads take two products.
+@pytest.mark.parametrize(("dtype", "head_dim"), combinations(DTYPES, [64, 128, 192, 256]))
 def test_selection_is_the_reference(head_dim, dtype, pool):
     policy = Quest(**OPTIONS)
     cache, queries = make_case(dtype, head_dim=head_dim)
@@ -143,8 +143,9 @@ def test_selection_is_the_reference(head_dim, dtype, pool):
         assert relative_error(out[0], expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("recent_tokens", [1, 5, 16, 31])
-@pytest.mark.parametrize("page_tokens", [1, 7, 16, 40])
+@pytest.mark.parametrize(
+    ("recent_tokens", "page_tokens"), combinations([1, 5, 16, 31], [1, 7, 16, 40])
+)
 def test_pages_and_windows_of_any_size(recent_tokens, page_tokens, pool):
     """Tokens of an incomplete page that the recent window does not reach are attended, too."""
     policy = Quest(**{**OPTIONS, "recent_tokens": recent_tokens}, page_tokens=page_tokens)

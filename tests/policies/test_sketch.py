@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases.attention_cases import GROUP_SIZE, Cache, attend, built, grow_by_one, make_case
 from cases.seeded import new_rng
+from cases.slowly import combinations
 
 from cpu_ops.codes import CODE_BLOCK
 from cpu_ops.worker_pool import WorkerPool
@@ -49,9 +50,7 @@ def test_the_rotation_keeps_products_and_spreads_what_is_in_one_dimension(head_d
     assert ((matrix != 0).sum(0) == width).all()
 
 
-@pytest.mark.parametrize("bits", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("bits", "dtype", "head_dim"), combinations([1, 2], DTYPES, HEAD_DIMS))
 def test_codes_are_the_nearest_levels(bits, dtype, head_dim, pool):
     """Of keys less their mean; the product of such a key and its own code is exact."""
     rng = new_rng()
@@ -104,9 +103,7 @@ def check_selection(policy: Sketch, arrays: State, selection, query, kv_len, sla
         assert scores[head, others].max() <= scores[head, chosen].min() + slack
 
 
-@pytest.mark.parametrize("bits", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [48, 64, 128])
+@pytest.mark.parametrize(("bits", "dtype", "head_dim"), combinations([1, 2], DTYPES, [48, 64, 128]))
 def test_selection_is_the_reference(bits, dtype, head_dim, pool):
     policy = Sketch(**OPTIONS, bits=bits, candidate_ratio=1.0)
     cache, queries = make_case(dtype, head_dim=head_dim)

@@ -14,6 +14,7 @@ from cases.attention_cases import TOLERANCE, relative_error
 from cases.coprocessor_cases import Shape, World, decode_synchronously, merge
 from cases.heavy_hitter import HeavyHitter, HeavyHitterPerQueryHead
 from cases.seeded import new_rng
+from cases.slowly import combinations
 from numpy.lib.recfunctions import structured_to_unstructured
 from test_proposals import EveryThird
 
@@ -56,8 +57,7 @@ def windows(policy: Policy) -> dict[str, int]:
     return {} if policy.selects else {"sink_tokens": SINKS, "recent_tokens": RECENT}
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), combinations(POLICIES, [torch.float32, torch.bfloat16]))
 def test_it_is_the_cpu_alone(name, dtype, pool):
     """Several steps of ragged rows, the short ones growing past the window and the budget."""
     rng = new_rng()
@@ -108,8 +108,7 @@ def compare_states(beside: World, ours: int, alone: World, theirs: int) -> None:
                 np.testing.assert_allclose(x, y, rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("sinks", [0, 1, 20])
-@pytest.mark.parametrize("recent", [0, 1, 30])
+@pytest.mark.parametrize(("sinks", "recent"), combinations([0, 1, 20], [0, 1, 30]))
 def test_any_window_beside_full_attention(sinks, recent, pool):
     """Windows that hold nothing, all but a token, everything, or more than there is."""
     rng = new_rng()

@@ -10,6 +10,7 @@ from cases.prefill_cases import (
     store_for,
     tiny_lean_model,
 )
+from cases.slowly import combinations
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cpu_ops.causal_attention import has_causal_attention
@@ -33,9 +34,10 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("num_past", [0, 1, 33])
-@pytest.mark.parametrize(("num_before", "num_queries"), [(0, 1), (0, 40), (7, 1), (50, 30)])
-@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize(
+    ("num_past", "num_before", "num_queries", "group_size"),
+    combinations([0, 1, 33], [(0, 1), (0, 40), (7, 1), (50, 30)], [1, 3]),
+)
 def test_attend(num_past: int, num_before: int, num_queries: int, group_size: int) -> None:
     """Against one softmax in float64 over all the keys a query may see."""
     num_kv_heads, head_dim, kv_len = 2, 16, num_past + num_before + num_queries
@@ -78,9 +80,10 @@ def test_pool_attends_where_it_has_a_kernel() -> None:
     pool.close()
 
 
-@pytest.mark.parametrize("num_past", [0, 1, 33])
-@pytest.mark.parametrize("num_before", [0, 8, 7, 24, 53])
-@pytest.mark.parametrize("queries_first", [False, True])
+@pytest.mark.parametrize(
+    ("num_past", "num_before", "queries_first"),
+    combinations([0, 1, 33], [0, 8, 7, 24, 53], [False, True]),
+)
 def test_attend_by_cudnn(monkeypatch, num_past: int, num_before: int, queries_first: bool) -> None:
     """Its square calls and merged pieces, on a stand-in that masks as cuDNN does."""
     shapes = []

@@ -15,6 +15,7 @@ from cases.prefill_cases import (
     store_for,
     tiny_lean_model,
 )
+from cases.slowly import combinations
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
@@ -62,13 +63,15 @@ def cuda_model(dtype: torch.dtype = torch.float32, **changes):
     return stock, lean
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128, 80, 256])
 @pytest.mark.parametrize(
-    ("num_past", "num_before", "n"),
-    [(0, 0, 1), (0, 0, 129), (0, 300, 70), (33, 0, 1), (50, 31, 97)],
+    ("dtype", "head_dim", "num_past", "num_before", "n", "group_size"),
+    combinations(
+        DTYPES,
+        [64, 128, 80, 256],
+        [(0, 0, 1), (0, 0, 129), (0, 300, 70), (33, 0, 1), (50, 31, 97)],
+        [1, 3, 4],
+    ),
 )
-@pytest.mark.parametrize("group_size", [1, 3, 4])
 def test_attend(dtype, head_dim, num_past, num_before, n, group_size):
     """Queries see the keys up to their own token, where there are more keys than queries too."""
     num_kv_heads, kv_len = 2, num_past + num_before + n
@@ -83,10 +86,15 @@ def test_attend(dtype, head_dim, num_past, num_before, n, group_size):
     assert error_of(o, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("num_past", "num_before"), [(0, 0), (0, 2048), (0, 6200), (33, 4096)])
-@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "num_past", "num_before", "tokens_first"),
+    combinations(
+        [torch.float16, torch.bfloat16],
+        [64, 128],
+        [(0, 0), (0, 2048), (0, 6200), (33, 4096)],
+        [False, True],
+    ),
+)
 def test_attend_by_cudnn(dtype, head_dim, num_past, num_before, tokens_first):
     """Whole slices on a Hopper: as one softmax over all keys."""
     n, num_kv_heads = 2048, 2

@@ -37,6 +37,7 @@ def test_a_killed_rank_ends_the_other(failing, tiny_folders):
         ranks.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_other(tiny_folders):
     """Rank 1 raises and goes on; rank 0 waits for it in a collective operation."""
     ranks = Ranks(2)
@@ -162,6 +163,7 @@ def test_ranks_that_are_through_leave_in_order(tiny_folders):
         ranks.close()
 
 
+@pytest.mark.slow
 def test_ranks_do_not_import_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

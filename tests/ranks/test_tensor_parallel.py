@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases.device_cases import greedy, load, small
 from cases.rank_processes import Ranks, rank_environment
+from cases.slowly import slow_but
 from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
 from transformers import AutoModelForCausalLM
 
@@ -63,7 +64,9 @@ def all_equal(results: list[torch.Tensor], expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["llama", "llama-biases-rope", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", slow_but(["llama", "llama-biases-rope", "qwen2", "qwen3"], "llama-biases-rope")
+)
 def test_full_attention_gives_the_stock_tokens(name, device, ranks, tiny_folders, stock_models):
     for prompt_tokens in (3, 150):
         tokens = random_tokens(1, prompt_tokens)
@@ -80,7 +83,10 @@ def test_full_attention_gives_the_stock_tokens(name, device, ranks, tiny_folders
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", ["streaming_llm", "exact_topk", "quest", "lychee_decode"])
+@pytest.mark.parametrize(
+    "policy",
+    slow_but(["streaming_llm", "exact_topk", "quest", "lychee_decode"], "quest", "lychee_decode"),
+)
 def test_a_policy_gives_the_tokens_of_one_process(policy, device, ranks, tiny_folders):
     tokens = random_tokens(1, 220)
     one = load(tiny_folders["llama"], small(policy), ("cpu", None))
@@ -154,7 +160,7 @@ def test_ranks_draw_the_same_tokens(options, ranks, tiny_folders):
     assert not torch.equal(first[0], third[0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
 def test_ranks_compute_the_same_bits(dtype, ranks, uneven_folder):
     tokens = random_tokens(2, 50)
     of_rank = ranks.call("bitwise", folder=uneven_folder, input_ids=tokens, dtype=dtype)
@@ -351,6 +357,7 @@ def test_the_command_starts_its_ranks(tiny_folders, tmp_path, capfd, monkeypatch
     assert runs[0]["kv_host_bytes"] == runs[1]["kv_host_bytes"]
 
 
+@pytest.mark.slow
 def test_the_command_fails_as_its_ranks_do(tmp_path, capfd, monkeypatch) -> None:
     make_tiny_model("llama", num_key_value_heads=1).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)

@@ -152,10 +152,10 @@ def measured(scales: dict[int, float]) -> MachineProfile:
 @pytest.mark.parametrize(
     ("scales", "tokens"),
     [
-        ({}, 8192),  # lychee_cluster was not measured
+        pytest.param({}, 8192, marks=pytest.mark.slow),  # lychee_cluster was not measured
         pytest.param({2048: 0.01, 4096: 100.0}, 8192, marks=pytest.mark.slow),
         ({2048: 100.0, 4096: 0.01}, 3072),  # a length is measured up to the next power of two
-        ({16384: 100.0}, 24576),
+        pytest.param({16384: 100.0}, 24576, marks=pytest.mark.slow),
         # Never faster: 65,536 stands for all that is longer.
         pytest.param({65536: 100.0}, CONTEXT, marks=pytest.mark.slow),
     ],

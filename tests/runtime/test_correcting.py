@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases.device_cases import small, steps
 from cases.inside import runtime_of, states_of
+from cases.slowly import combinations
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedCache, OffloadedModel
@@ -74,8 +75,7 @@ def check_exact(cache: Any, logits: torch.Tensor, exact: Any, tokens: torch.Tens
     assert largest_difference(cache, other) < 1e-4
 
 
-@pytest.mark.parametrize("backend", [None, "inline"])
-@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize(("backend", "name"), combinations([None, "inline"], SELECTING))
 def test_as_one_prefill(
     folder: Path, exact: Any, name: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from cases.device_cases import (
 )
 from cases.inside import decoder_of, least_placement_of, resident_of, runtime_of
 from cases.prefill_cases import copy_alongside
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
@@ -93,7 +94,7 @@ def go_on(model: Any, cache: Any, text: torch.Tensor, length: int) -> Any:
     return greedy(model, text, length, past_key_values=cache, attention_mask=mask)
 
 
-@pytest.mark.parametrize("name", list(PLACED))
+@pytest.mark.parametrize("name", slow_but(PLACED, "lychee_cluster", "lychee_decode"))
 def test_tokens_and_keys(folder: Path, backend: Any, name: str) -> None:
     """The tokens are those of the CPU's own decoder. Keys and values are those of one prefill where
     the last token corrected all before it, behind another prompt, too."""

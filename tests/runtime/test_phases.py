@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases.device_cases import INLINE, NATIVE, greedy, load, small
 from cases.inside import decoder_of
+from cases.slowly import slow_but
 from cases.tiny_models import make_tiny_model, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,12 +39,15 @@ def backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-@pytest.fixture(scope="module", params=available_policies())
+@pytest.fixture(
+    scope="module",
+    params=slow_but(available_policies(), "full", "lychee_cluster", "lfps", "per_head"),
+)
 def model(request: pytest.FixtureRequest, folder: Path, backend: Any) -> Any:
     return load(folder, sparse(request.param), backend, num_threads=1)
 
 
-@pytest.fixture(scope="module", params=STATELESS)
+@pytest.fixture(scope="module", params=slow_but(STATELESS, "quest", "tidal_decode"))
 def stateless(request: pytest.FixtureRequest, folder: Path, backend: Any) -> Any:
     return load(folder, sparse(request.param), backend, num_threads=1)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases.inside import allow_host_bytes
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 from safetensors import safe_open
 
@@ -40,7 +41,7 @@ def go_on(model: Any, text: torch.Tensor, cache: OffloadedCache, num_new: int) -
     )
 
 
-@pytest.mark.parametrize("num_decoded", [0, 9])
+@pytest.mark.parametrize("num_decoded", slow_but([0, 9], 9))
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_tokens_after_are_the_same(
     tiny_folders: dict[str, Path], tmp_path: Path, name: str, num_decoded: int

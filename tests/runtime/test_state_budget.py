@@ -14,6 +14,7 @@ import torch
 from cases.attention_cases import built
 from cases.device_cases import load_in_room, small
 from cases.inside import runtime_of, states_of
+from cases.slowly import combinations
 from cases.tiny_models import random_tokens
 
 from offload.kv.store import HostBudgetError
@@ -33,8 +34,10 @@ def state_of(model: Any) -> int:
     return states_of(model).bytes.at(LONG + 1)
 
 
-@pytest.mark.parametrize("name", ["lfps", "quest", "lychee_cluster", "sketch", "union"])
-@pytest.mark.parametrize("num_tokens", [100, 9000])
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    combinations(["lfps", "quest", "lychee_cluster", "sketch", "union"], [100, 9000]),
+)
 def test_the_bytes_counted_beforehand_are_the_most_there_are(name, num_tokens, pool):
     policy, generator = small(name), torch.Generator().manual_seed(0)
     keys = torch.randn(2, num_tokens, 32, generator=generator)

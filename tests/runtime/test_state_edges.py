@@ -13,6 +13,7 @@ import torch
 from cases.device_cases import load_in_room, small, steps
 from cases.drafts import verifying
 from cases.inside import states_of
+from cases.slowly import combinations
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload import HostBudgetError
@@ -29,8 +30,7 @@ def lfps(tiny_folders: dict[str, Path]) -> Any:
     return load(tiny_folders["llama"], "lfps")
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 2])
-@pytest.mark.parametrize("cropped", [1, 40, 70, 100])
+@pytest.mark.parametrize(("num_steps", "cropped"), combinations([0, 1, 2], [1, 40, 70, 100]))
 def test_lfps_goes_on_after_any_crop(lfps: Any, num_steps: int, cropped: int) -> None:
     """Also where the tokens whose queries it has seen are gone."""
     cache = lfps.new_cache()

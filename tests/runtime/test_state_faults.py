@@ -13,6 +13,7 @@ import torch
 from cases.device_cases import small, steps
 from cases.drafts import verifying
 from cases.inside import runtime_of, states_of
+from cases.slowly import combinations
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
@@ -85,8 +86,7 @@ def test_a_failed_follow_up_prefill(model, layer_idx):
     check_same_from_here(model, cache, unharmed)
 
 
-@pytest.mark.parametrize("prompt_tokens", [LONG, 40])
-@pytest.mark.parametrize("layer_idx", [0, 1, 2])
+@pytest.mark.parametrize(("prompt_tokens", "layer_idx"), combinations([LONG, 40], [0, 1, 2]))
 def test_a_failed_decode_step(model, layer_idx, prompt_tokens):
     """Layers above the one that fails have learnt from it."""
     cache, unharmed = conversation(model, prompt_tokens)

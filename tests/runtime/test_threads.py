@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases.device_cases import FLAGS, INLINE, NATIVE, greedy, load, small
 from cases.inside import states_of
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 POLICIES = ("full", "streaming_llm", "exact_topk", "lfps", "lychee_cluster", "tidal_decode")
@@ -106,7 +107,7 @@ def run_in_threads(model: Any, tasks: list[Task], num_threads: int, rounds: int)
     assert states_of(model).num_bytes == 0
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", slow_but(POLICIES, POLICIES[0], POLICIES[-1]))
 def test_threads(name: str, tiny_folders: dict[str, Path]) -> None:
     model = load(tiny_folders["llama"], policy_of(name), ("cpu", None))
     run_in_threads(model, [generates, talks, fails], num_threads=3, rounds=1)

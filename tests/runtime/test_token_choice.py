@@ -59,7 +59,7 @@ def test_frequencies_are_those_of_the_stock_warpers(options):
     if options.top_p < 1.0:
         scores = TopPLogitsWarper(options.top_p)(None, scores)
     expected = scores.softmax(-1)[0].double()
-    num_draws = 10_000
+    num_draws = 4_000
     counts = torch.bincount(choose(logits.repeat(num_draws, 1), options), minlength=12)
     assert not bool(counts[expected == 0].any())
     # Five standard deviations of a binomial count.

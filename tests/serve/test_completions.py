@@ -90,23 +90,28 @@ def test_values_that_others_take_for_none(client: openai.OpenAI) -> None:
     assert off == text(client, "hello", **options)
 
 
+LARGE = [
+    ("completions", b'{"prompt": [%s]}', b"[]"),
+    ("completions", b'{"prompt": [%s]}', b"1"),
+    ("completions", b'{"prompt": [1, %s]}', b'""'),
+    ("completions", b'{"prompt": "a", "stop": [%s]}', b'""'),
+    ("completions", b'{"prompt": "a", "metadata": {%s}}', b'"%d": 1'),
+    ("completions", b"{%s}", b'"%d": 1'),
+    ("chat/completions", b'{"messages": [%s]}', b"1"),
+    ("chat/completions", b'{"messages": [{"role": "user", "content": [%s]}]}', b"1"),
+    ("chat/completions", b'{"messages": [], "tools": [%s], "n": 0}', b"1"),
+    ("chat/completions", b'{"messages": [], "modalities": [%s]}', b"1"),
+]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "item"),
     [
         ("completions", b'{"prompt": [%s]}', b"[1]"),
-        ("completions", b'{"prompt": [%s]}', b"[]"),
-        ("completions", b'{"prompt": [%s]}', b"1"),
-        ("completions", b'{"prompt": [1, %s]}', b'""'),
-        ("completions", b'{"prompt": "a", "stop": [%s]}', b'""'),
         ("completions", b'{"prompt": "a", "logit_bias": {%s}}', b'"%d": ""'),
-        ("completions", b'{"prompt": "a", "metadata": {%s}}', b'"%d": 1'),
         ("completions", b'{"prompt": "a", "structured_outputs": {"choice": [%s]}}', b'""'),
-        ("completions", b"{%s}", b'"%d": 1'),
-        ("chat/completions", b'{"messages": [%s]}', b"1"),
-        ("chat/completions", b'{"messages": [{"role": "user", "content": [%s]}]}', b"1"),
         ("chat/completions", b'{"messages": [{"role": "user", "tool_calls": [%s]}]}', b"1"),
-        ("chat/completions", b'{"messages": [], "tools": [%s], "n": 0}', b"1"),
-        ("chat/completions", b'{"messages": [], "modalities": [%s]}', b"1"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in LARGE),
     ],
 )
 def test_a_large_body_holds_nobody_up(

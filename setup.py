@@ -24,10 +24,12 @@ folder = Path("cpp/bindings")
 bindings = sorted([*folder.glob("[a-z]*.cpp"), *folder.glob("[a-z]*.h")])
 digest = sha256(b"".join(source.read_bytes() for source in bindings)).hexdigest()
 
+included = glob("cpp/bindings/bindings_*.cpp")  # by bindings.cpp
+
 native = Pybind11Extension(
     "cpu_ops._native",
-    sources=sorted(glob("cpp/**/*.cpp", recursive=True)),
-    depends=sorted(glob("cpp/**/*.h", recursive=True)),
+    sources=sorted(set(glob("cpp/**/*.cpp", recursive=True)) - set(included)),
+    depends=sorted([*glob("cpp/**/*.h", recursive=True), *included]),
     include_dirs=["cpp"],
     cxx_std=20,
     define_macros=[("BINDINGS_DIGEST", f'"{digest}"')],  # cpu_ops/__init__.py compares it
@@ -36,4 +38,5 @@ native = Pybind11Extension(
 )
 
 ParallelCompile("OFFLOAD_BUILD_JOBS", default=os.cpu_count() or 1).install()
-setup(ext_modules=[native])
+# The Makefile compiles the extension while it installs the rest.
+setup(ext_modules=[] if os.environ.get("OFFLOAD_NO_EXTENSION") else [native])

@@ -11,6 +11,11 @@
 #include "attention/decode_attention.h"
 #include "kernels/dispatch.h"
 
+// One file to the compiler: for each, pybind11's headers would take it longer than what is in it.
+#include "bindings/bindings_attention.cpp"
+#include "bindings/bindings_coprocessor.cpp"
+#include "bindings/bindings_layers.cpp"
+
 namespace offload {
 PYBIND11_MODULE(_native, m) {
   m.doc() = "CPU kernels of offload; use them through cpu_ops.native, which checks its arguments.";

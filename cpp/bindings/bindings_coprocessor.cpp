@@ -19,6 +19,12 @@ std::vector<Request> requests_of(const std::vector<std::vector<int64_t>>& reques
   return result;
 }
 
+Int32s pairs_of(const Fetch* fetches, int64_t n) {
+  Int32s pairs({static_cast<py::ssize_t>(n), py::ssize_t{2}});
+  std::copy_n(reinterpret_cast<const int32_t*>(fetches), 2 * n, pairs.mutable_data());
+  return pairs;
+}
+
 // Addresses in the order of cpu_ops/mailbox.py's tensors.
 Mailbox mailbox_of(const std::vector<int64_t>& addresses, int64_t max_rows, int64_t selection_units,
                    int64_t selection_tokens, int64_t fetch_tokens) {
@@ -167,15 +173,17 @@ void bind_coprocessor(py::module_& m) {
   py::class_<HotRows>(m, "HotRows")
       .def(py::init<int64_t, int64_t, int, int64_t>())
       .def("forget", &HotRows::forget)
-      .def("num_hot", &HotRows::num_hot)
+      // (token, place) of each hot row, [n, 2].
+      .def("hot", [](const HotRows& rows, int64_t slot, int64_t layer_idx, int kv_head) {
+        const std::vector<Fetch> hot = rows.hot(slot, layer_idx, kv_head);
+        return pairs_of(hot.data(), static_cast<int64_t>(hot.size()));
+      })
       .def("take_counts", &HotRows::take_counts)
       // For tests: (token, place) of what has to be fetched, [n, 2].
       .def("choose", [](HotRows& rows, int64_t slot, int64_t layer_idx, int kv_head, const Int32s& tokens) {
         std::vector<Fetch> fetches(static_cast<size_t>(tokens.size()));
         const int64_t n = rows.choose(slot, layer_idx, kv_head, tokens.data(), tokens.size(), fetches.data());
-        Int32s result({static_cast<py::ssize_t>(n), py::ssize_t{2}});
-        std::copy_n(reinterpret_cast<const int32_t*>(fetches.data()), 2 * n, result.mutable_data());
-        return result;
+        return pairs_of(fetches.data(), n);
       });
   py::class_<PyCoprocessor>(m, "Coprocessor")
       .def(

@@ -15,6 +15,13 @@ int64_t HotRows::num_hot(int64_t slot, int64_t layer_idx, int kv_head) const {
   return static_cast<int64_t>(sets_[index_of(slot, layer_idx, kv_head)].tokens.size());
 }
 
+std::vector<Fetch> HotRows::hot(int64_t slot, int64_t layer_idx, int kv_head) const {
+  const Set& set = sets_[index_of(slot, layer_idx, kv_head)];
+  std::vector<Fetch> rows;
+  for (size_t i = 0; i < set.tokens.size(); ++i) rows.push_back({set.tokens[i], set.places[i]});
+  return rows;
+}
+
 // Takes the `count` tokens out that were chosen longest ago, of those that are not chosen now.
 void HotRows::evict(Set& set, int64_t count, std::vector<int32_t>& free_places) {
   static thread_local std::vector<int32_t> order;

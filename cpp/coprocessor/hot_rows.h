@@ -32,6 +32,8 @@ class HotRows {
   // many these are. Places are filled in order: hot are [0, num_hot).
   int64_t choose(int64_t slot, int64_t layer_idx, int kv_head, const int32_t* tokens, int64_t n, Fetch* fetches);
   int64_t num_hot(int64_t slot, int64_t layer_idx, int kv_head) const;
+  // All hot rows of a head, tokens ascending.
+  std::vector<Fetch> hot(int64_t slot, int64_t layer_idx, int kv_head) const;
 
   // Chosen tokens that were hot before, and those that were not, since the last call.
   std::pair<int64_t, int64_t> take_counts() { return {hits_.exchange(0), misses_.exchange(0)}; }

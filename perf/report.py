@@ -32,6 +32,7 @@ from perf.tables import (
     selection_tables,
     tables,
     tradeoff_tables,
+    training_tables,
 )
 from perf.tables.gpu_tables import Results
 from perf.tradeoff_plot import plot_tradeoff
@@ -49,6 +50,8 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ruler-ablation": ("ruler-ablation", ruler_tables.ruler_ablation_table),
     "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),
+    "train-heads": ("train-heads", training_tables.trained_heads_table),
+    "train-heads-roles": ("train-heads", training_tables.compared_roles_table),
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
     "tradeoff-in-short": (
         "tradeoff",

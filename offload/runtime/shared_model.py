@@ -17,10 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from offload.decode.gpu.placement import HeadPlacement, places_by_role
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.names import resolve_folder
 from offload.loading.stock_model import load_stock_model
 from offload.models.batch import pack
+from offload.models.shape import ModelShape
 from offload.policies import Policy
 from offload.policies.full import Full
 from offload.runtime.auto_policy import with_resolved_policy
@@ -104,7 +106,8 @@ class BoundedModel:
 
 
 class SharedModel:
-    """A model that is loaded once, and a runtime for each policy.
+    """A model that is loaded once, and a runtime for each policy. A GPU that decodes attends to no
+    head that the policy has select, though there be room: what is compared is the policies.
 
     Args:
         name_or_path: as `OffloadedModel.from_pretrained` takes it.
@@ -147,6 +150,7 @@ class SharedModel:
         self.stock = load_stock_model(checkpoint, config.dtype).eval()
         move_to_device(self.stock, config)
         configs = [with_calibrated_policy(self.stock, of_policy, folder) for of_policy in configs]
+        configs = [_placed_by_role(of_policy, checkpoint.shape) for of_policy in configs]
         reader = None
         if reads_on is not None:
             host: dict[int | str, int] = {
@@ -248,3 +252,11 @@ class SharedModel:
             yield cache
         finally:
             cache.reset()
+
+
+def _placed_by_role(config: RuntimeConfig, shape: ModelShape) -> RuntimeConfig:
+    policy, decodes = config.policy, config.device != "cpu" or config.backend is not None
+    if config.placement is not None or not decodes or not policy.selects:
+        return config
+    places = places_by_role(policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
+    return replace(config, placement=HeadPlacement(places))

@@ -18,19 +18,43 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from offload.models.shape import ModelShape
 from offload.training.mixed_attention import ReadText, SparseRule
 
 _ATTENTION = "offload_mixed_heads"
 
 
-def prepare_stock(stock: Any) -> None:
-    """Have a stock model attend by `MixedHeads`, keep its weights, and keep the activations of only
-    one layer at a time for the gradient of the gates."""
+def activation_bytes(shape: ModelShape, itemsize: int, rows: int, num_tokens: int) -> int:
+    """What the gradient of the gates needs of all layers, if nothing is computed again.
+
+    Each layer after layer 0 keeps four arrays [rows, num_qo_heads, num_tokens]: all weights, those
+    of inherited tokens and these normed, in float32, and their mixture in the model's dtype; and
+    two float32 ones [rows, num_kv_heads, num_tokens]: its own tokens and what it hands down. What
+    has no num_tokens, or no rows, is small beside these.
+
+    Args:
+        itemsize: bytes of an element of the model's dtype.
+        rows: tokens of all answers together.
+        num_tokens: of a prompt and its answer.
+    """
+    weights = shape.num_qo_heads * (3 * 4 + itemsize) + shape.num_kv_heads * 2 * 4
+    return (shape.num_layers - 1) * rows * num_tokens * weights
+
+
+def prepare_stock(stock: Any, *, recompute: bool = True) -> None:
+    """Have a stock model attend by `MixedHeads` and keep its weights.
+
+    Args:
+        recompute: keep the activations of only one layer at a time for the gradient of the gates,
+            and compute those of the others again.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(_ATTENTION, _attend)
     stock.set_attn_implementation(_ATTENTION)
     stock.requires_grad_(False)
+    if not recompute:
+        return
     for layer in stock.model.layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(

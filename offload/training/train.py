@@ -20,12 +20,15 @@ from torch import Tensor
 
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
+from offload.policies.checkpoint_names import same_checkpoint
+from offload.prefill.memory import available_bytes
 from offload.system.interrupts import shielded
+from offload.system.memory import host_memory_limit_bytes
 from offload.training.answers import MIN_PROMPT_TOKENS, AnswerTexts, padded
 from offload.training.gates import METHODS, Gates
 from offload.training.layer_sweep import compared
 from offload.training.mixed_attention import ReadText, SparseRule, read_text
-from offload.training.mixed_heads import mixed_hidden, prepare_stock
+from offload.training.mixed_heads import activation_bytes, mixed_hidden, prepare_stock
 
 _ANSWER_TOKENS, _QUESTION_TOKENS = 40, 64  # that are decoded, at most
 _HELD_OUT_SEED = 1_000_003  # of no step
@@ -164,8 +167,15 @@ class Trainer:
         self._texts = AnswerTexts(
             self.tokenizer, settings.context, _ANSWER_TOKENS, _QUESTION_TOKENS
         )
-        prepare_stock(self.stock)
-        self.device = self.lean.lm_head.weight.device
+        weight = self.lean.lm_head.weight
+        self.device = weight.device
+        answer = _QUESTION_TOKENS + _ANSWER_TOKENS  # at most
+        needed = activation_bytes(
+            shape, weight.itemsize, settings.batch_size * answer, settings.context + answer
+        )
+        on_gpu = self.device.type == "cuda"
+        free = available_bytes(self.device) if on_gpu else host_memory_limit_bytes()
+        prepare_stock(self.stock, recompute=needed > free // 2)
         gates = METHODS[settings.method]((shape.num_layers - 1, shape.num_kv_heads))
         self.gates: Gates = gates.to(self.device)
         self.multiplier = 0.0
@@ -303,6 +313,8 @@ def read_saved(path: Path, settings: Settings) -> dict[str, Any]:
         ) from error
     ours = asdict(settings)
     other = [name for name in ours if ours[name] != theirs.get(name)]
+    if "checkpoint" in other and same_checkpoint(settings.checkpoint, theirs.get("checkpoint", "")):
+        other.remove("checkpoint")  # converted elsewhere or again, or a copy
     if other:
         was, now = (
             ", ".join(f"{name}={of.get(name)!r}" for name in other) for of in (theirs, ours)

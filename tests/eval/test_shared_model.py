@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from cases.device_cases import small
 from cases.tiny_models import EOS_TOKEN, VOCAB_SIZE, random_tokens
 
 from offload import OffloadedModel
 from offload.bench.eval.answers import greedy_answer
 from offload.bench.eval.perplexity import measure_window, windows_of
 from offload.decode.attention import DecodeAttention
+from offload.decode.gpu.placement import Place
 from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.policies import Policy
+from offload.policies.base import DENSE, RETRIEVE, SELECT
 from offload.policies.registry import available_policies, make_policy
 from offload.runtime.config import runtime_config
 from offload.runtime.shared_model import SharedModel
@@ -240,3 +244,17 @@ def test_within_a_bound_each_says_what_it_says_alone(
 def test_a_bound_that_is_too_little(shared: SharedModel) -> None:
     with pytest.raises(ValueError, match="a page of 64 tokens need"):
         shared.bounded(0, 64 * 2**10)
+
+
+def test_a_gpu_leaves_the_choice_to_the_policy(tiny_folders: dict[str, Path]) -> None:
+    """Heads that select are the CPU's; those that retrieve, or are dense, the GPU's."""
+    chosen = [small("lychee_decode"), small("quest"), small("tidal_decode")]
+    config = runtime_config(num_threads=1, backend="inline")
+    model = SharedModel(tiny_folders["llama"], chosen, config)
+    for runtime in model.runtimes:
+        decoder = runtime.decoder
+        roles, places = decoder.attention.roles, decoder.placement.places
+        if roles is None:
+            roles = np.repeat([[DENSE], [SELECT], [SELECT]], 2, axis=1)
+        assert ((places == Place.GPU) == np.isin(roles, (DENSE, RETRIEVE))).all()
+        assert (places != Place.GPU).any()

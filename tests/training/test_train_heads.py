@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from offload.training import answers, mixed_heads
 from offload.training import train as training
 from offload.training.gates import HardKuma
 from offload.training.mixed_attention import SparseRule, read_text
-from offload.training.mixed_heads import mixed_hidden, prepare_stock
-from offload.training.train import Settings, Trainer, train
+from offload.training.mixed_heads import activation_bytes, mixed_hidden, prepare_stock
+from offload.training.train import Settings, Trainer, read_saved, train
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 NUM_LAYERS, PROMPT, ANSWER, BUDGET = 4, 400, 12, 100
@@ -124,6 +125,42 @@ def test_gradients_through_layers_computed_again(monkeypatch: pytest.MonkeyPatch
     assert all(parameter.grad is None for parameter in stock.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_gradient_keeps_is_what_is_estimated(dtype: torch.dtype) -> None:
+    stock = make_tiny_model("llama", num_hidden_layers=NUM_LAYERS).to(dtype)
+    lean = lean_model_maker("llama")(stock)
+    prepare_stock(stock, recompute=False)
+    text = read_text(lean, random_tokens(2, 600), 540, torch.ones(2, 60, dtype=torch.bool))
+    gates = torch.rand((NUM_LAYERS, 2)).requires_grad_()
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        mixed_hidden(stock, text, gates, SparseRule(BUDGET))
+    for parameter in stock.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    expected = activation_bytes(lean.shape, dtype.itemsize, 2 * 60, 600)
+    assert sum(kept.values()) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(("free", "calls"), [(1 << 40, 4), (1 << 20, 7)])
+def test_layers_are_computed_again_where_memory_is_short(
+    free: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "host_memory_limit_bytes", lambda: free)
+    attend, called = mixed_heads.MixedHeads.attend, []
+    monkeypatch.setattr(
+        mixed_heads.MixedHeads,
+        "attend",
+        lambda self, layer, *args: called.append(layer) or attend(self, layer, *args),
+    )
+    trainer().step()
+    assert len(called) == calls
+
+
 @pytest.mark.parametrize("method", slow_but(["hardkuma", "hard-concrete"], "hardkuma"))
 def test_the_constraint_is_reached(method: str) -> None:
     made = trainer(steps=80, target_heads=2, method=method, learning_rate=0.2)
@@ -170,6 +207,17 @@ def test_it_goes_on_as_without_a_break(tmp_path: Path) -> None:
     saved.write_bytes(b"PK?")
     with pytest.raises(ValueError, match="is no unfinished training, or damaged"):
         trainer().resume(saved)
+
+
+def test_it_goes_on_with_the_same_weights_elsewhere(tmp_path: Path) -> None:
+    """An embedded model that was converted again has another time, on another machine another
+    digest, too."""
+    saved, made = tmp_path / "saved", trainer()
+    made.settings = replace(made.settings, checkpoint="embedded@1-2")
+    made.save(saved)
+    assert read_saved(saved, replace(made.settings, checkpoint="embedded@3-4"))["log"] == []
+    with pytest.raises(ValueError, match="was trained with checkpoint='embedded@1-2', not check"):
+        read_saved(saved, replace(made.settings, checkpoint="another@1-2"))
 
 
 def test_some_questions_are_decoded() -> None:

@@ -367,6 +367,19 @@ def least_places(
     return places
 
 
+def places_by_role(
+    policy: Policy, num_layers: int, num_qo_heads: int, num_kv_heads: int
+) -> UInt8Array:
+    """Places at which all heads do what the policy says, however much the GPU has room for: those
+    that attend to everything there, the others on the CPU.
+    """
+    places = least_places(policy, num_layers, num_qo_heads, num_kv_heads)
+    roles = kv_head_roles(policy, num_layers, num_qo_heads, num_kv_heads)
+    if roles is not None and policy.device.top_k() is not None:
+        places[roles == RETRIEVE] = Place.GPU
+    return places
+
+
 def may_stay_on_gpu(policy: Policy, roles: UInt8Array) -> BoolArray:
     """[num_layers, num_kv_heads]: dense heads, retrieving ones whose rule the GPU knows, and those
     that may as well attend to everything."""

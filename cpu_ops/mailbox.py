@@ -13,7 +13,7 @@ Rows are slots, one sequence each; all tensors are contiguous.
     selection int32   [max_rows, selection_units, selection_tokens]   what the GPU's heads last
     counts    int32   [max_rows, selection_units]                     published, and how many tokens
     predicted dtype   [2, max_rows, num_qo_heads * head_dim]      rotated; of layer l in [l % 2]
-    fetches   int32   [2, max_rows, num_kv_heads, fetch_tokens, 2]   (token, place) of a row to fetch
+    fetches   int32   [2, max_rows, num_kv_heads, fetch_tokens, 2]  (token, place) of rows to fetch
     hot_counts int32  [2, max_rows, num_kv_heads, 2]              of a head: rows to fetch, hot rows
 
 An lse of -inf: the CPU attended to nothing. An lse of +inf: the output is the whole answer, what

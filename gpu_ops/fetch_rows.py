@@ -156,7 +156,10 @@ def fetch_rows_reference(
     for row, position in enumerate(positions.tolist()):
         for slot, kv_head in enumerate(heads.tolist()):
             num_fetches, num_hot = hot_counts[row, kv_head].tolist()
-            counts[row, kv_head] = num_hot + fixed_tokens if position >= 0 else 0
-            for token, place in fetches[row, kv_head, : num_fetches if position >= 0 else 0].tolist():
+            counts[row, kv_head] = 0
+            if position < 0:
+                continue
+            counts[row, kv_head] = num_hot + fixed_tokens
+            for token, place in fetches[row, kv_head, :num_fetches].tolist():
                 page = page_at(int(page_table[row, token // page_tokens]), page_shape, hot.dtype)
                 hot[row, :, slot, place] = page[:, kv_head, token % page_tokens]

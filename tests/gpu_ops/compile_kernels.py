@@ -23,8 +23,8 @@ from gpu_ops import launch
 from gpu_ops.append_codes import append_codes
 from gpu_ops.chunk_clusters import chunk_boxes, covering_radii, fill_empty, mean_directions
 from gpu_ops.code_scores import CodeQuery
-from gpu_ops.flags import await_flag, raise_flag
 from gpu_ops.fetch_rows import fetch_rows
+from gpu_ops.flags import await_flag, raise_flag
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from gpu_ops.gemv import gemv

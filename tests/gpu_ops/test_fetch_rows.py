@@ -16,7 +16,11 @@ HEADS, NUM_KV_HEADS, CAPACITY = (2, 0), 3, 24
 
 
 def run(
-    device: str, dtype: torch.dtype, kv_lens: list[int], num_fetches: list[list[int]], **changes: Any
+    device: str,
+    dtype: torch.dtype,
+    kv_lens: list[int],
+    num_fetches: list[list[int]],
+    **changes: Any,
 ) -> None:
     """Random tokens into random places; those of inactive rows are out of range."""
     rng, head_dim = new_rng(), changes.pop("head_dim", 64)

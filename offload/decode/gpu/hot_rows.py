@@ -1,4 +1,4 @@
-"""Rows that stay on the GPU from step to step, of heads whose tokens the host chooses a layer ahead.
+"""Rows that stay on the GPU from step to step, where the host chooses tokens a layer ahead.
 
 While layer l is projected, the query of layer l + 1 is predicted from the same input, by the next
 layer's own norm and projection. The host chooses by it, and says which rows are missing; the GPU
@@ -85,11 +85,11 @@ class HotRows:
         num_multiprocessors: int,
     ) -> Layout:
         """Layout of all buffers; nothing where no head has hot rows."""
-        hot_tokens = HOT_BUDGETS * policy.budget_tokens
         hot = {i: len(layer.hot) for i, layer in enumerate(layers) if layer.hot}
         if not hot:
             return {}
-        splits = max(n * num_gathered_splits(n, hot_tokens, num_multiprocessors) for n in hot.values())
+        hot_tokens, num_sms = HOT_BUDGETS * policy.budget_tokens, num_multiprocessors
+        splits = max(n * num_gathered_splits(n, hot_tokens, num_sms) for n in hot.values())
         partial = num_slots * shape.group_size * splits
         return {
             "predicted": ((num_slots, shape.query_width), dtype),

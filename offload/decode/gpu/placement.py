@@ -412,11 +412,13 @@ def may_be_hot(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArr
     Args:
         places: where the layer's other heads are.
     """
-    hot: BoolArray = roles == SELECT
-    if policy.per_query_head or policy.budget_tokens <= policy.sink_tokens + policy.recent_tokens:
-        return np.zeros(roles.shape, np.bool_)
-    hot[0] = False
-    return hot & np.isin(places, (Place.HOT, Place.GPU)).all(axis=1)[:, None]
+    hot = np.zeros(roles.shape, np.bool_)
+    fixed = policy.sink_tokens + policy.recent_tokens
+    if policy.per_query_head or policy.budget_tokens <= fixed or not policy.recent_tokens:
+        return hot
+    leaves_none: BoolArray = np.isin(places, (Place.HOT, Place.GPU)).all(axis=1, keepdims=True)
+    hot[1:] = (roles == SELECT)[1:] & leaves_none[1:]
+    return hot
 
 
 def check_dense_until(policy: Policy) -> None:

@@ -108,6 +108,7 @@ class PreparedSteps:
 
     def _make_step(self) -> DeviceStep:
         model, layers, store, device = self.model, self.layers, self.attention.store, self.device
+        policy = self.attention.policy
         sink_tokens, recent_tokens = self.window
         budget = PageBudget(self.device_budget_bytes)
         codes, hot = self._make_codes(budget), None
@@ -115,7 +116,7 @@ class PreparedSteps:
             hot = HotRows(
                 model,
                 layers,
-                self.attention.policy,
+                policy,
                 num_slots=self.num_slots,
                 page_tokens=store.page_tokens,
                 dtype=store.dtype,
@@ -136,7 +137,7 @@ class PreparedSteps:
         heads = DeviceHeads(
             model,
             layers,
-            self.attention.policy,
+            policy,
             num_rows=self.num_slots,
             max_tokens=self.max_tokens,
             page_tokens=store.page_tokens,

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from offload.bench.decode.engines import describe
-from offload.policies import Policy
-from offload.policies.registry import available_policies, make_policy
+from offload.cli.bench.options import policy_grid
+from offload.policies.registry import available_policies
 from offload.system.memory import format_bytes, parse_size
 from perf import gpu_steps
 from perf.results_file import Run, script_options
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     run = Run(options)
-    policies = [_policy(name) for name in options.policies]
+    policies = policy_grid(options.policies, [BUDGET_TOKENS], {}, option="--policies")
     limit = options.max_memory and parse_size(options.max_memory, name="--max-memory")
     model = gpu_steps.random_model(
         parser,
@@ -93,13 +93,6 @@ def _line(row: Row) -> str:
         peak, held = row["device_peak_bytes"], row["device_reserved_bytes"]
         line += f", peak {format_bytes(peak)}, held {format_bytes(held)}"
     return line
-
-
-def _policy(name: str) -> Policy:
-    options: dict[str, Any] = {}
-    if "budget_tokens" in type(make_policy(name)).option_names():
-        options["budget_tokens"] = BUDGET_TOKENS
-    return make_policy(name, **options)
 
 
 def _names(available: Sequence[str]) -> Callable[[str], list[str]]:

@@ -5,12 +5,11 @@ Structured keys of Llama-3.1-8B shapes; see `offload bench latency`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from offload.bench.latency.run import run_latency
-from offload.policies.registry import available_policies, make_policy
+from offload.cli.bench.options import policy_grid
+from offload.policies.registry import available_policies
 from offload.system.memory import available_cpus
 from perf.results_file import Run, progress_bar, script_options
 
@@ -26,18 +25,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11)
     arguments = parser.parse_args()
     run = Run(arguments)
-    options: dict[str, dict[str, Any]] = {
-        name: {} if name == "full" else {"budget_tokens": BUDGET_TOKENS}
-        for name in available_policies()
-    }
+    policies = policy_grid(available_policies(), [BUDGET_TOKENS], {}, option="--option")
     with progress_bar("latency", "part") as on_progress:
         found, rows = run_latency(
             shape=SHAPE,
             model=None,
             depths=sorted(arguments.depths),
             threads=sorted(arguments.threads),
-            policies={name: make_policy(name, **of_policy) for name, of_policy in options.items()},
-            options=options,
+            policies={policy.name: policy for policy in policies},
             batch_size=1,
             repeats=arguments.repeats,
             dtype=torch.bfloat16,

@@ -2,11 +2,12 @@ r"""What do I lose, what do I gain: `python -m perf.bench_tradeoff --out FILE.js
 
 One list of policies with all their options is timed and judged on one model. Speed first, alone on
 the machine: decode steps behind real text, the KV cache on the host, full attention of ours and
-peers beside. Then quality, by several processes at once: RULER, each prompt read once for all.
+peers beside. Then quality: `offload eval ruler`, several processes at once.
 
-FILE is written after each length of the speed and after each answer, which FILE.jsonl keeps whole.
-The same command goes on from there; `--only` does one of the two, and each of quality, speed with a
-GPU and speed without may be of a machine of its own. On a machine with a GPU:
+FILE is written after each length of the speed and after each task and length of the quality, whose
+answers FILE's folder FILE.answers keeps. The same command goes on from there; `--only` does one of
+the two, and each of quality, speed with a GPU and speed without may be of a machine of its own. On
+a machine with a GPU:
 
     python -m perf.bench_tradeoff --out t.json --only speed --device cuda,cpu
     python -m perf.bench_tradeoff --out t.json --only quality --reads-on cuda --processes 8
@@ -16,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,15 @@ import torch
 
 from offload.bench.decode.engines import ENGINES
 from offload.bench.eval.labels import policy_label, policy_options
-from offload.bench.eval.record_file import Record, RecordFile
+from offload.bench.eval.record_file import Record
 from offload.bench.eval.ruler import RULER_TASKS
 from offload.bench.eval.summary import FULL, cell_rows, counting_cells, summaries
 from offload.cli.bench.options import option_values, policy_grid
-from offload.loading.checkpoint import check_checkpoint
-from offload.loading.names import resolve_folder
-from offload.loading.stock_model import load_stock_model
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy
-from offload.runtime.config import runtime_config
-from offload.runtime.model_loading import with_calibrated_policy
 from offload.system.memory import available_cpus
 from perf.results_file import start_machine, write_results
-from perf.tradeoff.quality import Judged, answer_all
+from perf.tradeoff.quality import answer_all, records_of
 from perf.tradeoff.speed import Row, speed_rows
 
 MODEL = "smollm2-135m-instruct-32k"
@@ -147,28 +141,19 @@ def measure_speed(
         say(f"{device}, {length:,}: {min(times):.2f} to {max(times):.2f} ms; full {times[0]:.2f}")
 
 
-def measure_quality(
-    document: Document, policies: list[Policy], options: argparse.Namespace
-) -> None:
-    """Rows of what the file of answers has, after as many more as there is time for."""
+def measure_quality(document: Document, options: argparse.Namespace) -> None:
+    """Rows of what the files of answers have, after as many more as there is time for."""
     device = options.quality_device
     ways = {"device": device, "reads_on": options.reads_on, "seed": options.seed}
     document.begin("quality", device, {"--seed": options.seed, "--reads-on": options.reads_on})
-    judged = Judged(options, policies, list(document.settings["policies"]))
-    answers = options.out.with_suffix(".jsonl")
-    with RecordFile(answers, {"command": "tradeoff", **document.settings, **ways}) as file:
-        say(f"quality on {device}: {options.processes} processes")
+    say(f"quality on {device}: {options.processes} processes")
+    folder = options.out.with_suffix(".answers")
 
-        def write(length: int) -> str:
-            of_length = [record for record in file.records if record["length"] == length]
-            return write_quality(document, of_length, length, ways)
+    def write(length: int) -> None:
+        if records := records_of(folder, length, document.settings["policies"]):
+            say(write_quality(document, records, length, ways))
 
-        said = {length: write(length) for length in sorted({r["length"] for r in file.records})}
-        try:
-            answer_all(judged, file, say, lambda x: said.update({x.length: write(x.length)}))
-        finally:
-            for length in sorted(said):
-                say(said[length])
+    answer_all(options, folder, say, write)
 
 
 def write_quality(
@@ -194,33 +179,6 @@ def write_quality(
     full, *others = [100 * (line["score"] or 0) for line in lines]
     worst = min(others, default=full)
     return f"{length:,} tokens, {counts}: full {full:.1f}, others {worst:.1f} and more"
-
-
-def policies_of(options: argparse.Namespace) -> list[Policy]:
-    """Full attention, and every policy with every budget: its defaults but for `--option`."""
-    selecting = [name for name in options.policies if name != FULL]
-    values = option_values(options.option, option="--option")
-    return [
-        make_policy(FULL),
-        *policy_grid(selecting, options.budgets, values, option="--option"),
-    ]
-
-
-def calibrated(policies: list[Policy], options: argparse.Namespace) -> list[Policy]:
-    """With what they learn from the model: once, for all processes and for runs that go on."""
-    path = options.out.with_suffix(".policies")
-    asked = (options.model, options.dtype, policies)
-    if path.exists():
-        then, learned = pickle.loads(path.read_bytes())
-        if then == asked:
-            return list(learned)
-    folder = resolve_folder(options.model)
-    config = runtime_config(dtype=options.dtype)
-    stock = load_stock_model(check_checkpoint(folder), config.dtype).eval()
-    configs = [replace(config, policy=policy) for policy in policies]
-    learned = [with_calibrated_policy(stock, x, folder).policy for x in configs]
-    path.write_bytes(pickle.dumps((asked, learned)))
-    return learned
 
 
 _START = time.monotonic()
@@ -276,7 +234,10 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
-    policies = policies_of(options)
+    selecting = [name for name in options.policies if name != FULL]
+    values = option_values(options.option, option="--option")
+    grid = policy_grid(selecting, options.budgets, values, option="--option")
+    policies = [make_policy(FULL), *grid]
     settings = {
         "model": options.model,
         "dtype": options.dtype,
@@ -284,13 +245,11 @@ def main() -> None:
         "text": "docstrings of Python's library",
     }
     document = Document(options.out, settings, options.commit)
-    learned = calibrated(policies, options)
-    say("policies are calibrated")
     if options.only != "quality":
         for device in options.device:
-            measure_speed(document, learned, device, options)
+            measure_speed(document, policies, device, options)
     if options.only != "speed":
-        measure_quality(document, learned, options)
+        measure_quality(document, options)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,15 @@ from perf.tables import (
 from perf.tables.gpu_tables import Results
 from perf.tradeoff_plot import plot_tradeoff
 
+GPU_PARTS = ("decode", "peers", "prefill")
+
+
+def _gpu_results() -> Results:
+    """Of the parts of `perf.bench_gpu` that were measured."""
+    of_part = {part: read_results(f"gpu-{part}") for part in GPU_PARTS}
+    return {part: found for part, found in of_part.items() if found is not None}
+
+
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decode": ("decode", tables.decode_table),
@@ -58,18 +67,15 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         lambda result: tradeoff_tables.in_short_table(result, read_results("latency")),
     ),
     "tradeoff-options": ("tradeoff", tradeoff_tables.options_table),
-}
-GPU_PARTS = ("decode", "peers", "prefill")
-# Of several parts of `perf.bench_gpu`, which write a file each: (the one that must be there, …).
-GPU_SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
-    "gpu-decode": ("decode", gpu_tables.gpu_decode_table),
-    "gpu-overlap": ("decode", gpu_tables.gpu_overlap_table),
-    "gpu-prefill": ("prefill", gpu_tables.gpu_prefill_table),
+    "gpu-decode": ("gpu-decode", lambda _: gpu_tables.gpu_decode_table(_gpu_results())),
+    "gpu-overlap": ("gpu-decode", lambda _: gpu_tables.gpu_overlap_table(_gpu_results())),
+    "gpu-prefill": ("gpu-prefill", lambda _: gpu_tables.gpu_prefill_table(_gpu_results())),
     "time-per-token": (
-        "decode",
-        lambda gpu: time_per_token_caption(gpu, read_results("decode")),
+        "gpu-decode",
+        lambda _: time_per_token_caption(_gpu_results(), read_results("decode")),
     ),
 }
+EMPTY_SECTIONS = ("gpu-decode", "gpu-overlap", "gpu-prefill")  # where there was no GPU
 NOT_MEASURED = "*Not measured yet.*"
 DOCS = ROOT / "docs"
 TIME_PLOT = DOCS / "time-per-token.svg"
@@ -109,18 +115,13 @@ def render(text: str, folder: Path = DOCS) -> str:
 
 def _content(name: str) -> str:
     """The Markdown of a section, or what stands there while nothing was measured."""
-    if name in GPU_SECTIONS:
-        part, make_gpu = GPU_SECTIONS[name]
-        results = _gpu_results()
-        if part in results:
-            return make_gpu(results)
-        return "" if name.startswith("gpu-") else NOT_MEASURED
     if name not in SECTIONS:
-        available = ", ".join([*SECTIONS, *GPU_SECTIONS])
-        raise ValueError(f"unknown section {name!r}; available: {available}")
+        raise ValueError(f"unknown section {name!r}; available: {', '.join(SECTIONS)}")
     results_name, make = SECTIONS[name]
     result = read_results(results_name)
-    return NOT_MEASURED if result is None else make(result)
+    if result is None:
+        return "" if name in EMPTY_SECTIONS else NOT_MEASURED
+    return make(result)
 
 
 def outdated() -> list[Path]:
@@ -130,12 +131,6 @@ def outdated() -> list[Path]:
 
 def _rendered(path: Path) -> str:
     return render(path.read_text("utf-8"), path.parent)
-
-
-def _gpu_results() -> Results:
-    """Of the parts of `perf.bench_gpu` that were measured."""
-    of_part = {part: read_results(f"gpu-{part}") for part in GPU_PARTS}
-    return {part: found for part, found in of_part.items() if found is not None}
 
 
 def plots(*, outdated_only: bool) -> dict[Path, Callable[[], None]]:

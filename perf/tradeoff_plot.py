@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -138,20 +137,20 @@ def _draw_baselines(
 def _label_policies(axes: Any, curves: dict[str, _Curve]) -> None:
     """A name near the point of each policy's largest budget."""
     to_points = 72 / axes.figure.dpi
-    inside = _Box(*(to_points * edge for edge in axes.bbox.extents))
+    inside = _box(*(to_points * edge for edge in axes.bbox.extents))
     at = {
         policy: [tuple(to_points * axes.transData.transform((x, y))) for _, x, y in curve]
         for policy, curve in curves.items()
     }
-    taken = [_Box.around(x, y, 7, 7) for points in at.values() for x, y in points]
+    taken = [_box_around(x, y, 7, 7) for points in at.values() for x, y in points]
     for policy, points in sorted(at.items(), key=lambda item: -item[1][0][1]):
         largest = max(range(len(points)), key=lambda i: curves[policy][i][0] or 0)
         x, y = points[largest]
         box = _free_box(x, y, _CHARACTER_POINTS * len(policy), inside, taken)
         taken.append(box)
-        dx, dy = (box.left + box.right) / 2 - x, (box.bottom + box.top) / 2 - y
+        dx, dy = (box.x0 + box.x1) / 2 - x, (box.y0 + box.y1) / 2 - y
         line = {"arrowstyle": "-", "color": FAINT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
-        is_far = math.hypot(max(0.0, abs(dx) - (box.right - box.left) / 2), dy) > _NEAR_POINTS
+        is_far = math.hypot(max(0.0, abs(dx) - box.width / 2), dy) > _NEAR_POINTS
         label = axes.annotate(
             policy,
             curves[policy][largest][1:],
@@ -166,7 +165,7 @@ def _label_policies(axes: Any, curves: dict[str, _Curve]) -> None:
         label.set_in_layout(False)
 
 
-def _free_box(x: float, y: float, width: float, inside: _Box, taken: Sequence[_Box]) -> _Box:
+def _free_box(x: float, y: float, width: float, inside: Any, taken: Sequence[Any]) -> Any:
     """The nearest place for a name at a point that covers nothing; the one that covers least if
     there is none."""
     found, least = None, math.inf
@@ -174,42 +173,23 @@ def _free_box(x: float, y: float, width: float, inside: _Box, taken: Sequence[_B
         for angle in range(0, 360, 15):
             away_x, away_y = math.cos(math.radians(angle)), math.sin(math.radians(angle))
             centre_x = x + distance * away_x + width / 2 * max(-1, min(1, 2 * away_x))
-            box = _Box.around(centre_x, y + distance * away_y, width, _LINE_POINTS)
-            covered = sum(box.overlaps(other) for other in taken)
-            covered += 0 if inside.contains(box) else len(taken)
+            box = _box_around(centre_x, y + distance * away_y, width, _LINE_POINTS)
+            covered = box.count_overlaps(taken)
+            is_inside = inside.contains(*box.min) and inside.contains(*box.max)
+            covered += 0 if is_inside else len(taken)
             if covered < least:
                 found, least = box, covered
         if least == 0:
             break
-    assert found is not None
     return found
 
 
-@dataclass(frozen=True)
-class _Box:
+def _box_around(x: float, y: float, width: float, height: float) -> Any:
     """A rectangle of a figure, in points."""
+    return _box(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
 
-    left: float
-    bottom: float
-    right: float
-    top: float
 
-    @classmethod
-    def around(cls, x: float, y: float, width: float, height: float) -> _Box:
-        return cls(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+def _box(*edges: float) -> Any:
+    from matplotlib.transforms import Bbox
 
-    def overlaps(self, other: _Box) -> bool:
-        return (
-            self.left < other.right
-            and other.left < self.right
-            and self.bottom < other.top
-            and other.bottom < self.top
-        )
-
-    def contains(self, other: _Box) -> bool:
-        return (
-            self.left <= other.left
-            and self.bottom <= other.bottom
-            and other.right <= self.right
-            and other.top <= self.top
-        )
+    return Bbox.from_extents(*edges)

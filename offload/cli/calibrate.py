@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.calibrate_layers import SweepOptions, calibrate_layers, print_layers
-from offload.cli.console import make_table, print_json, quiet_transformers, running, stderr, stdout
-from offload.cli.options import AsJson, DType, ModelName, Verbose, check_name
+from offload.cli.console import (
+    make_table,
+    print_json,
+    progress_bar,
+    quiet_transformers,
+    running,
+    stdout,
+    writable,
+)
+from offload.cli.options import AsJson, DType, ModelName, Threads, Verbose, check_name
 from offload.system.text_file import read_text_file
 
 if TYPE_CHECKING:
@@ -80,15 +88,7 @@ def calibrate(
     ] = None,
     sweep: SweepOptions,
     dtype: DType = "auto",
-    num_threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads",
-            "--num-threads",
-            min=1,
-            help=r"CPU threads. \[default: all this process may use]",
-        ),
-    ] = None,
+    num_threads: Threads = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -146,11 +146,7 @@ def calibrate(
         dense_layers = _DENSE_LAYERS
     with running(verbose=verbose):
         if output is not None:
-            output = output.expanduser()
-            folder = output.absolute().parent
-            if output.is_dir() or not folder.is_dir():
-                bad = "is a folder" if output.is_dir() else f"cannot be written: no folder {folder}"
-                raise ValueError(f"--output {output} {bad}")
+            output = writable(output, "--output")
         if of_layers or output is None:  # which others have
             summary = calibrate_layers(
                 model,
@@ -233,13 +229,11 @@ def _checked_counts(
 def _of_per_head(
     loaded: OffloadedModel, tokenizer: Any, tokens: int, count: int, dense_layers: int
 ) -> tuple[HeadRoles, dict[str, Any]]:
-    from rich.progress import Progress
-
     from offload.policies.per_head.calibration import mean_lookup_mass, roles_by_mass
     from offload.policies.per_head.lookups import NUM_LOOKUP_TEXTS
 
     lean = loaded._offload.lean
-    with Progress(console=stderr(), transient=True) as progress:
+    with progress_bar() as progress:
         total = NUM_LOOKUP_TEXTS * len(lean.layers)
         task = progress.add_task(f"reading {tokens:,} tokens each time", total=total)
         mass = mean_lookup_mass(lean, tokenizer, tokens, lambda: progress.advance(task))
@@ -262,14 +256,12 @@ def _of_per_head(
 def _of_lychee_decode(
     loaded: OffloadedModel, input_ids: torch.Tensor, retrieval_heads: int | None, source: str
 ) -> tuple[HeadRoles, dict[str, Any]]:
-    from rich.progress import Progress
-
     from offload.policies.head_roles import evenly_spaced_heads
     from offload.policies.lychee_decode.calibration import observe_heads, roles_from
     from offload.policies.lychee_decode.choice import choose_select_layers
 
     lean = loaded._offload.lean
-    with Progress(console=stderr(), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task(f"reading {len(input_ids):,} tokens", total=2 * len(lean.layers))
         calibration = observe_heads(lean, input_ids, on_layer=lambda: progress.advance(task))
     roles = roles_from(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from offload.cli.console import make_table, quiet_transformers, stderr, stdout
+from offload.cli.console import make_table, progress_bar, quiet_transformers, stdout
 from offload.cli.options import counts
 
 if TYPE_CHECKING:
@@ -186,12 +186,10 @@ def _swept(
     compared: Sequence[tuple[int, ...]],
     num_threads: int | None,
 ) -> Sweep:
-    from rich.progress import Progress
-
     from offload.system.torch_threads import torch_threads
     from offload.training.layer_sweep import LayerSweep
 
-    with torch_threads(num_threads), Progress(console=stderr(), transient=True) as progress:
+    with torch_threads(num_threads), progress_bar() as progress:
         reading = progress.add_task("reading texts", total=settings.num_batches)
         sweep = LayerSweep(lean, tokenizer, settings, on_batch=lambda: progress.advance(reading))
         task, total = progress.add_task("sets of layers", total=0), 0

@@ -30,10 +30,15 @@ class CommandGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
+def _group() -> None:
+    """Makes a group of what has one command, too."""
+
+
 def command_group(**options: Any) -> typer.Typer:
     """A group whose commands are added by `add_command`."""
     return typer.Typer(
         cls=CommandGroup,
+        callback=_group,
         no_args_is_help=True,
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},

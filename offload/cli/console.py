@@ -8,6 +8,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -61,8 +62,8 @@ def make_table(
     return table
 
 
-def progress_bar(*, auto_refresh: bool = True) -> Progress:
-    """On stderr, gone when done. Without auto_refresh only `update(refresh=True)` draws it."""
+def progress_bar() -> Progress:
+    """On stderr, gone when done."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -72,18 +73,26 @@ def progress_bar(*, auto_refresh: bool = True) -> Progress:
     )
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    return Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=stderr(),
-        transient=True,
-        auto_refresh=auto_refresh,
-    )
+    return Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True)
 
 
 def print_json(result: Mapping[str, Any]) -> None:
     """The result of a command for another program: one JSON document on stdout."""
     print(json.dumps(result, indent=2))
+
+
+def writable(path: Path, option: str) -> Path:
+    """The file that an option names, where one can be written.
+
+    Raises:
+        ValueError: a folder, or in none that there is.
+    """
+    path = path.expanduser()
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        bad = "is a folder" if path.is_dir() else f"cannot be written: no folder {folder}"
+        raise ValueError(f"{option} {path} {bad}")
+    return path
 
 
 @contextlib.contextmanager

@@ -21,9 +21,12 @@ from offload.cli.generation import (
 )
 from offload.cli.options import (
     DEFAULT_MODEL,
+    Device,
     DType,
+    MaxMemory,
     ModelName,
     PolicyChoice,
+    Threads,
     Verbose,
     memory_budgets,
 )
@@ -124,27 +127,14 @@ class Loading:
 
     panel: ClassVar[str] = "How it runs"
     dtype: DType = "auto"
-    device: Annotated[
-        str,
-        typer.Option(
-            help="Where the linear layers run: cpu, cuda or cuda:1. The KV cache is on the host."
-        ),
-    ] = "cpu"
+    device: Device = "cpu"
     backend: Annotated[
         str | None,
         typer.Option(
             help=r"How GPU and CPU wait for each other: graph or stream. \[default: the fastest]"
         ),
     ] = None
-    num_threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads",
-            "--num-threads",
-            min=1,
-            help=r"CPU threads. \[default: all this process may use, but one with a GPU]",
-        ),
-    ] = None
+    num_threads: Threads = None
     tensor_parallel_size: Annotated[
         int,
         typer.Option(
@@ -154,13 +144,7 @@ class Loading:
             "process. --max-memory cpu= is for all of them, --threads for each.",
         ),
     ] = 1
-    max_memory: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DEVICE=SIZE",
-            help="Hard limit for weights and KV cache, such as cpu=8GiB or 0=20GiB. Repeatable.",
-        ),
-    ] = None
+    max_memory: MaxMemory = None
     host_bytes_per_sequence: Annotated[
         str | None,
         typer.Option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,9 +16,48 @@ Scalar = int | float | bool | str
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="Where the linear layers run: cpu, cuda or cuda:1. The KV cache is on the host."
+    ),
+]
+AnyDevice = Annotated[
+    str | None,
+    typer.Option(help=r"cpu, cuda or cuda:1. \[default: cuda if there is one, else cpu]"),
+]
 DType = Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")]
+MaxMemory = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="DEVICE=SIZE",
+        help="Hard limit for weights and KV cache, such as cpu=8GiB or 0=20GiB. Repeatable.",
+    ),
+]
 ModelName = Annotated[
     str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")
+]
+PageTokens = Annotated[int, typer.Option(min=1, help="In a page of the KV cache.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw a picture: .png, .svg or .pdf (needs matplotlib)."),
+]
+Text = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="What is read: a file, or a folder of .txt and .md files. "
+        r"\[default: docstrings of Python's library]",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        "--num-threads",
+        min=1,
+        help=r"CPU threads. \[default: all this process may use; with a GPU, but one]",
+    ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")]
 

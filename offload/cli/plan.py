@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -14,12 +14,21 @@ from offload.cli.console import (
     make_table,
     print_json,
     print_marked,
+    progress_bar,
     quiet_transformers,
     running,
     stderr,
     stdout,
 )
-from offload.cli.options import DType, PolicyChoice, Verbose, memory_budgets
+from offload.cli.options import (
+    AnyDevice,
+    DType,
+    MaxMemory,
+    PolicyChoice,
+    Threads,
+    Verbose,
+    memory_budgets,
+)
 from offload.policies.registry import make_policy
 
 if TYPE_CHECKING:
@@ -28,7 +37,30 @@ if TYPE_CHECKING:
     from offload.planning.profile import MachineProfile
     from offload.policies import Policy
 
-_machine_option = partial(typer.Option, rich_help_panel="On which machine")
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that is planned for."""
+
+    panel: ClassVar[str] = "On which machine"
+    device: AnyDevice = None
+    threads: Threads = None
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Plan for the machine that this was measured on."),
+    ] = None
+    save_profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the machine's profile here, for --profile elsewhere."
+        ),
+    ] = None
+    remeasure: Annotated[
+        bool,
+        typer.Option(
+            "--remeasure", help="Measure this machine again, though its profile is in the cache."
+        ),
+    ] = False
 
 
 def plan(
@@ -57,14 +89,7 @@ def plan(
             "of all of them.",
         ),
     ] = 1,
-    max_memory: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DEVICE=SIZE",
-            help="Hard limits, such as 0=20GiB for the GPU and cpu=96GiB. Repeatable. "
-            r"\[default: what the machine has]",
-        ),
-    ] = None,
+    max_memory: MaxMemory = None,
     dtype: DType = "auto",
     placement: Annotated[
         Path | None,
@@ -73,34 +98,7 @@ def plan(
             help="Count and predict for these places of heads, instead of choosing the best.",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        _machine_option(help=r"cuda, cuda:1 or cpu. \[default: cuda if there is one, else cpu]"),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        _machine_option(
-            min=1, help=r"CPU threads. \[default: all this process may use; with a GPU, but one]"
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        _machine_option(
-            metavar="FILE", help="Plan for the machine that this profile was measured on."
-        ),
-    ] = None,
-    save_profile: Annotated[
-        Path | None,
-        _machine_option(
-            metavar="FILE", help="Write the machine's profile here, for --profile elsewhere."
-        ),
-    ] = None,
-    remeasure: Annotated[
-        bool,
-        _machine_option(
-            "--remeasure", help="Measure this machine again, though its profile is in the cache."
-        ),
-    ] = False,
+    machine: Machine,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; generate takes it as --placement.")
     ] = False,
@@ -130,7 +128,8 @@ def plan(
         offload plan llama-3.1-8b --profile h200.json
     """
     options = chosen.options()
-    if remeasure and profile is not None:
+    device, threads, profile = machine.device, machine.threads, machine.profile
+    if machine.remeasure and profile is not None:
         raise typer.BadParameter("a given profile is not measured", param_hint="--remeasure")
     budgets = memory_budgets(max_memory or []) or {}
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
@@ -150,7 +149,7 @@ def plan(
         # What this machine has left does not bound one that is not there yet.
         limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in budgets.items()}
         if profile is None:
-            measured, threads = _measured(device, threads, planned, batch, remeasure=remeasure)
+            measured, threads = _measured(machine, planned, batch)
         else:
             measured = MachineProfile.load(profile)
             threads = measured.num_threads
@@ -194,8 +193,8 @@ def plan(
                 f"max_tokens={capped.budget_tokens}",
                 style="dim",
             )
-        if save_profile is not None:
-            measured.save(save_profile)
+        if machine.save_profile is not None:
+            measured.save(machine.save_profile)
         request = PlanRequest(
             model=planned,
             policy=capped,
@@ -213,18 +212,10 @@ def plan(
             _print(found)
 
 
-def _measured(
-    device: str | None,
-    threads: int | None,
-    model: PlannedModel,
-    batch: int,
-    *,
-    remeasure: bool,
-) -> tuple[MachineProfile, int]:
+def _measured(machine: Machine, model: PlannedModel, batch: int) -> tuple[MachineProfile, int]:
     """This machine's profile, from the cache, or measured now and kept, and the number of threads
     that it shall be for. Where the machine was measured with other numbers, the nearest is it."""
     import torch
-    from rich.progress import Progress
 
     from offload.measuring.machine.measure import measure_profile
     from offload.planning.profile import measured_profile, store_profile
@@ -232,14 +223,14 @@ def _measured(
     from offload.system.memory import worker_threads
 
     console = stderr()
-    where = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    threads = worker_threads(threads, with_gpu=where.type == "cuda")
-    found = None if remeasure else measured_profile(where, threads)
+    where = checked_device(machine.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    threads = worker_threads(machine.threads, with_gpu=where.type == "cuda")
+    found = None if machine.remeasure else measured_profile(where, threads)
     if found is None:
         parts = "memory and CPU" if where.type == "cpu" else "memory, CPU, PCIe and GPU"
         console.print(f"measuring this machine, once: {parts}", style="dim")
         start = time.perf_counter()
-        with Progress(console=console, transient=True) as progress:
+        with progress_bar() as progress:
             task = progress.add_task("measuring this machine", total=None)
             found = measure_profile(
                 where,

@@ -8,17 +8,12 @@ from typing import Annotated
 import typer
 
 from offload.cli.commands import add_command, command_group
-from offload.cli.console import print_json, running, stdout
+from offload.cli.console import print_json, running, stdout, writable
 from offload.cli.options import AsJson, ModelName
 
 app = command_group(help="Files of head roles.")
 
 _SHARE = 0.125  # LycheeDecode's
-
-
-@app.callback()
-def roles() -> None:
-    """Files of head roles."""
 
 
 def import_roles(
@@ -66,10 +61,7 @@ def import_roles(
         from offload.policies.imported_roles import read_gates, roles_of_gates
 
         planned = planned_model(model)
-        shape, path = planned.shape, out.expanduser()
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            bad = "is a folder" if path.is_dir() else f"no folder {path.absolute().parent}"
-            raise ValueError(f"--out {path}: {bad}")
+        shape, path = planned.shape, writable(out, "--out")
         gates = read_gates(tsv.expanduser(), shape.num_layers, shape.num_kv_heads)
         retrieval = roles_of_gates(gates, share=share, threshold=threshold)
         chosen = f"share {share}" if threshold is None else f"threshold {threshold}"

@@ -17,11 +17,6 @@ Folder = Annotated[Path, typer.Argument(help="Of the sessions.", exists=True, fi
 SessionId = Annotated[str, typer.Argument(metavar="ID", help="Of the session.")]
 
 
-@app.callback()
-def sessions() -> None:
-    """Look at saved sessions, copy and remove them."""
-
-
 def list_sessions(
     folder: Folder, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:

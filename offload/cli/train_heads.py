@@ -17,8 +17,9 @@ from offload.cli.console import (
     quiet_transformers,
     running,
     stdout,
+    writable,
 )
-from offload.cli.options import AsJson, DType, ModelName, Verbose
+from offload.cli.options import AsJson, DType, ModelName, Plot, Threads, Verbose
 
 if TYPE_CHECKING:
     from offload.training.train import HeldOut, Settings, Step, Trainer
@@ -59,19 +60,10 @@ def train_heads(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with PATH.unfinished of --out.")
     ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Draw loss and roles as .png, .svg or .pdf, too (needs matplotlib).",
-        ),
-    ] = None,
+    plot: Plot = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: DType = "auto",
-    num_threads: Annotated[
-        int | None,
-        typer.Option("--threads", min=1, help=r"CPU threads. \[default: all this process may use]"),
-    ] = None,
+    num_threads: Threads = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -109,12 +101,9 @@ def train_heads(
         from offload.training.train import Settings, read_saved
 
         config = runtime_config(dtype=dtype, device=device, num_threads=num_threads)
-        out = out.expanduser()
+        out = writable(out, "--out")
         if plot is not None:
             check_plot(plot)
-        if out.is_dir() or not out.absolute().parent.is_dir():
-            bad = "is a folder" if out.is_dir() else f"no folder {out.absolute().parent}"
-            raise ValueError(f"--out {out}: {bad}")
         planned = planned_model(model, dtype)
         folder = resolve_folder(model)
         settings = Settings(

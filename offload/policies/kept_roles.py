@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.models.checkpoint_names import embedded_part, key_part
 from offload.policies.calibration import Calibration
-from offload.policies.checkpoint_names import embedded_part, key_part
 from offload.policies.head_roles import HeadRoles
 from offload.system.cache_folder import cache_folder
 

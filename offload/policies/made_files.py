@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from offload.policies.checkpoint_names import same_checkpoint
+from offload.models.checkpoint_names import same_checkpoint
 from offload.system.json_file import read_json
 
 SHAPE_KEYS = ("num_layers", "num_kv_heads", "head_dim")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from offload.models import LeanModel
+from offload.models.checkpoint_names import same_checkpoint
 from offload.models.shape import ModelShape
-from offload.policies.checkpoint_names import same_checkpoint
 from offload.prefill.memory import available_bytes
 from offload.system.interrupts import shielded
 from offload.system.memory import host_memory_limit_bytes

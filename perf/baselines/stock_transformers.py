@@ -23,7 +23,7 @@ class StockTransformers:
 
     def __init__(self, folder: str, *, threads: int, attention: str, cache: str) -> None:
         torch.set_num_threads(threads)
-        self._model = AutoModelForCausalLM.from_pretrained(
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, trust_remote_code=False
         )
         self._attention = attention

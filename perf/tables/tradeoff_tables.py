@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.bench.decode.engines import GRAPH, STOCK, STOCK_ON_CPU
-from perf.tables.markdown import TIMES, Columns, Row, folded, table, tokens
+from perf.tables.markdown import TIMES, Columns, Row, folded, median, table, tokens
 from perf.tables.tables import machine_line
 from perf.tradeoff.speed import ROOM
 
@@ -142,10 +142,7 @@ def _columns(rows: Sequence[Row], length: int, quality: dict[str, Row]) -> Colum
 
 
 def _milliseconds(row: Row | None) -> str:
-    if row is None:
-        return UNKNOWN
-    spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
-    return f"{row['milliseconds']:.2f} ± {spread:.2f}"
+    return UNKNOWN if row is None else median("milliseconds", ".2f")(row)
 
 
 def _ratio(rows: Sequence[Row], device: str, length: int, label: str, over: str) -> str:

@@ -11,10 +11,17 @@ import pytest
 import torch
 from cases.slowly import slow_but
 
-from offload.bench.latency.measure import PHASES, Row, measure_latency, steps_needed
+from offload.bench.latency.measure import (
+    PHASES,
+    Row,
+    judge_units,
+    measure_latency,
+    steps_needed,
+)
 from offload.bench.latency.plan import plan_layers
 from offload.bench.latency.report import compared
 from offload.bench.latency.workload import LatencyWorkload, TextReader, structured_workload
+from offload.bench.quality.metrics import ReferenceBudget
 from offload.measuring.synthetic.exact_attention import ExactAttention
 from offload.models import ModelShape
 from offload.policies import TidalDecode
@@ -62,7 +69,6 @@ def test_policies_end_to_end(workload: LatencyWorkload, names: Sequence[str]) ->
     measured = measure_latency(
         workload,
         {name: policy_of(name) for name in names},
-        options={"lfps": {"alpha": 0.2}},
         threads=[1, 2],
         repeats=3,
         on_step=lambda: steps.append(1),
@@ -122,7 +128,7 @@ def test_the_workload_is_rewound_and_steps_differ(workload: LatencyWorkload) -> 
 
 def test_too_many_repeats(workload: LatencyWorkload) -> None:
     with pytest.raises(ValueError, match=r"repeats must be in \[1, 3\] for this workload, got 4"):
-        measure_latency(workload, {"full": policy_of("full")}, options={}, threads=[1], repeats=4)
+        measure_latency(workload, {"full": policy_of("full")}, threads=[1], repeats=4)
 
 
 def test_plan_of_layers_that_reuse() -> None:
@@ -228,11 +234,11 @@ def test_reference_outputs(workload: LatencyWorkload, exact: ExactAttention) -> 
 
 
 def test_quality_of_selections(exact: ExactAttention) -> None:
-    importance = exact.weights.sum(1).double().numpy()
+    importance, reference = exact.importances(2).astype(float), ReferenceBudget(118, 4, 64)
     anyway = [*range(4), *range(KV_LEN - 64, KV_LEN)]
     best = np.argsort(importance[0, 4:-64])[-50:] + 4
     chosen = [sorted([*anyway, *best.tolist()]), []]
-    found = exact.quality(chosen, [False, True], sink_tokens=4, recent_tokens=64)
+    found = judge_units(importance, chosen, [False, True], reference)
     rest = importance[0, 4:].sum()
     mass = importance[0, chosen[0][4:]].sum() / rest
     assert found.top_overlap == 1
@@ -240,11 +246,11 @@ def test_quality_of_selections(exact: ExactAttention) -> None:
     assert found.answered == 0
     worst = np.argsort(importance[0, 4:-64])[:50] + 4
     chosen[0] = sorted([*anyway, *best[:10].tolist(), *worst[:40].tolist()])
-    found = exact.quality(chosen, [False, False], sink_tokens=4, recent_tokens=64)
+    found = judge_units(importance, chosen, [False, False], reference)
     assert found.answered == 0.5
     assert found.mass_kept < mass
-    per_head = exact.quality(
-        [anyway, *[[]] * 7], [False, *[True] * 7], sink_tokens=4, recent_tokens=64
+    per_head = judge_units(
+        exact.importances(8), [anyway, *[[]] * 7], [False, *[True] * 7], reference
     )
     weights = exact.weights[0, 0].double().numpy()
     near = weights[-64:].sum() / weights[4:].sum()
@@ -255,7 +261,7 @@ def test_quality_of_selections(exact: ExactAttention) -> None:
 def measurement(policy: str, kv_len: int, threads: int, time: float) -> Row:
     return {
         "policy": policy,
-        "options": {"alpha": 0.2} if policy == "lfps" else {},
+        "options": {},
         "kv_len": kv_len,
         "num_threads": threads,
         "batch_size": 1,
@@ -322,7 +328,6 @@ def test_a_model_reads_text(tiny_folders: dict[str, Path], stock_models: dict[st
         measured = measure_latency(
             workload,
             {"full": policy_of("full"), "exact_topk": policy_of("exact_topk")},
-            options={},
             threads=[1],
             repeats=2,
         )

@@ -18,6 +18,7 @@ from offload.bench.decode.engines import (
     describe,
 )
 from offload.bench.decode.models import RandomModel, TextModel
+from offload.bench.eval.haystack import prose_text
 from offload.cli import app
 from offload.cli.bench import decode as bench_decode
 from offload.cli.bench.options import DTYPE_NAMES, MODEL_SHAPE_NAMES
@@ -30,6 +31,7 @@ from offload.runtime.config import BACKENDS, runtime_config
 
 pytestmark = pytest.mark.slow
 
+CONFIG = runtime_config(device="cpu", num_threads=1)
 runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 FAST = ["--steps", "6", "-r", "1", "--peer-steps", "2", "--threads", "1", "--device", "cpu"]
 SMALL = ["bench", "decode", "--shape", "tiny", "--budget-tokens", "256", *FAST]
@@ -132,7 +134,7 @@ def test_a_model_on_real_text(tiny_folders: dict[str, Path], tmp_path: Path) -> 
 
 def test_every_repeat_continues_the_same_prompt(tiny_folders: dict[str, Path]) -> None:
     policy = make_policy("lfps", budget_tokens=128)
-    model = TextModel(tiny_folders["llama"], [policy], device="cpu", num_threads=1)
+    model = TextModel(tiny_folders["llama"], [policy], CONFIG, text=prose_text(None))
     with model.sessions(300, [policy], num_steps=6) as opened:
         session: Any = opened(policy)
         selections = []
@@ -150,7 +152,7 @@ def test_every_repeat_continues_the_same_prompt(tiny_folders: dict[str, Path]) -
 
 def test_positions_of_the_model_bound_the_context(tiny_folders: dict[str, Path]) -> None:
     policy = make_policy("full")
-    model = TextModel(tiny_folders["llama"], [policy], device="cpu", num_threads=1)
+    model = TextModel(tiny_folders["llama"], [policy], CONFIG, text=prose_text(None))
     positions = model.stock.config.max_position_embeddings
     with (
         pytest.raises(ValueError, match=f"more than the model has positions: {positions}; lower"),

@@ -47,7 +47,7 @@ def test_json() -> None:
     assert 0 < document["statistics"]["1100"]["near_share"] < 1
     rows = {(row["policy"], row["kv_len"]): row for row in document["rows"]}
     assert list(rows) == [(p, d) for d in (600, 1100) for p in ("full", "exact_topk", "quest")]
-    assert rows["exact_topk", 1100]["options"] == {"sink_tokens": 8}
+    assert rows["exact_topk", 1100]["options"]["sink_tokens"] == 8
     assert rows["exact_topk", 1100]["attended_tokens"] == 256
     assert rows["full", 1100]["growth"] > 0
     assert rows["quest", 600]["speedup_over_full"] > 0
@@ -129,9 +129,9 @@ def test_keys_unlike_real_attention_are_announced(monkeypatch: pytest.MonkeyPatc
         (["--context", "4096,x"], 2, "integers of at least 1"),
         (["some"], 2, "give one of --shape and a model"),
         (["--option", "lfps.alpha"], 2, "expected key=value"),
-        (["--option", "alpha=1"], 2, "expected POLICY.NAME=VALUE, got alpha=1"),
-        (["--option", "streaming_llm.sink_tokens=4"], 2, "'streaming_llm' is not measured"),
-        (["--option", "quest.pages=4"], 1, "policy 'quest' has no option 'pages'"),
+        (["--option", "alpha=1"], 2, "no option 'alpha' in"),
+        (["--option", "streaming_llm.sink_tokens=4"], 2, "'streaming_llm' is not among"),
+        (["--option", "quest.pages=4"], 2, "no option 'pages' in quest"),
         (["--option", "quest.sink_tokens=300"], 1, "budget_tokens=256 cannot hold"),
         (["--threads", "4096"], 1, "--threads 4096: this process may use"),
         (["--context", "200"], 1, "a depth of 200 tokens is within the budget of 256 tokens"),

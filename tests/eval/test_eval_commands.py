@@ -77,6 +77,17 @@ def test_ruler_json(whole: Any) -> None:
     assert [line["score"] for line in whole["summary"]] == [None] * 3
 
 
+def test_another_device_reads_the_prompts(ruler: list[str], whole: Any) -> None:
+    result = runner.invoke(app, [*ruler, "--reads-on", "cpu", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["settings"] == whole["settings"] | {"reads_on": "cpu"}
+    assert [x["scores"] for x in found["cells"]] == [x["scores"] for x in whole["cells"]]
+    result = runner.invoke(app, [*ruler, "--reads-on", "tpu"])
+    assert result.exit_code == 1
+    assert "unknown device 'tpu'" in flat(result.stderr)
+
+
 def test_tables_and_markdown(ruler: list[str]) -> None:
     ruler = [*ruler, "--context", "1100", "--samples", "1"]
     result = runner.invoke(app, ruler)

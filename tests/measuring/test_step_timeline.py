@@ -11,6 +11,7 @@ import torch
 from cases.seeded import new_rng
 
 from cpu_ops.trace import TraceEvent
+from offload.cli.bench.traced import TASK_MEANINGS, reply_lines
 from offload.measuring.steps.chrome_trace import chrome_trace, write_chrome_trace
 from offload.measuring.steps.gpu_marks import START, GpuMarks
 from offload.measuring.steps.step_timeline import (
@@ -31,10 +32,7 @@ from offload.measuring.steps.step_timeline import (
 )
 from offload.measuring.steps.traced_steps import timeline_of
 from offload.measuring.steps.worker_tasks import (
-    TASK_MEANINGS,
     layer_replies,
-    reply_lines,
-    task_lines,
     workers_row,
 )
 
@@ -141,7 +139,7 @@ def test_what_workers_share_of_a_reply() -> None:
     workers = workers_row([STEP, STEP])
     assert workers is not None
     assert workers["task_microseconds"] == {"warm": 0.05, "ask": 0.06, "attend": 0.3}
-    assert [line[0] for line in task_lines(workers)] == ["warm", "ask", "attend"]
+    assert [*workers["task_microseconds"]] == ["warm", "ask", "attend"]
     assert {*TASK_MEANINGS} == {*TASKS}
     assert [line[4] for line in reply_lines(workers)] == ["1.2 of 3", "1.2 of 3"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 from cases.tiny_models import byte_tokenizer, make_tiny_model
 
 from offload.bench.decode.engines import STOCK_ON_CPU
-from offload.bench.eval.record_file import RecordFile
-from offload.bench.eval.sample import Sample
 from offload.policies.state import PolicyStates
 from perf import bench_tradeoff
 from perf.plots import is_current
@@ -78,9 +75,7 @@ def test_what_is_timed_is_what_is_judged(
         assert cell["attended_tokens"][LABELS[1]] < cell["attended_tokens"]["full"]
 
     # Nothing is measured twice, and nothing is mixed.
-    for part in (speed, quality):
-        monkeypatch.setattr(part, "SharedModel", None, raising=False)
-    monkeypatch.setattr(quality._Process, "answer", None)
+    monkeypatch.setattr(speed, "SharedModel", None)
     run(monkeypatch, arguments)
     assert json.loads((tmp_path / "t.json").read_text("utf-8"))["rows"] == rows
     with pytest.raises(ValueError, match=r"t\.json was made with policies"):
@@ -115,79 +110,28 @@ def test_each_part_is_of_one_machine_and_commit(tmp_path: Path) -> None:
     assert found["rows"] == [timed, judged]
 
 
-def test_every_answer_is_in_the_rows_when_the_run_is_cut(
+@pytest.mark.slow
+def test_a_run_that_is_cut_goes_on(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by a machine that is taken away: nothing runs at the end."""
-    found: list[list[tuple[int, int]]] = []
-
-    def answer(self: quality._Process, sample: Sample) -> tuple[Sample, dict[str, Any]]:
-        path = tmp_path / "t.json"
-        rows = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
-        judged = [row for row in rows if row["part"] == "quality" and row["label"] == "full"]
-        found.append([(row["length"], row["prompts"]) for row in judged])
-        said = {"score": 1.0, "decode_seconds": 0.0, "build_seconds": 0.0, "new_tokens": 1}
-        counts = {"prompt_tokens": 1, "truncated_tokens": 0, "prefill_seconds": 0.0}
-        return sample, counts | {"answers": dict.fromkeys(LABELS, said)}
-
-    monkeypatch.setattr(quality._Process, "answer", answer)
-    run(monkeypatch, [*arguments, "--only", "quality"])
-    assert found == [[], [(1200, 1)], [(1200, 1), (1100, 1)], [(1200, 2), (1100, 1)]]
-    (tmp_path / "t.json").unlink()  # and those of an earlier run are there from the start
-    run(monkeypatch, [*arguments, "--only", "quality", "--samples", "3"])
-    assert sorted(found[4]) == [(1100, 2), (1200, 2)]
-
-
-def judged_by(**changes: Any) -> quality.Judged:
-    asked = {"lengths": [100, 200], "tasks": ["a", "b"], "samples": 2} | changes
-    options = argparse.Namespace(**{"processes": 1, "seconds": 60.0} | asked)
-    return quality.Judged(options, [], ["full"])
-
-
-class FakeProcess:
-    """Answers but those to b; every answer takes a second of its clock."""
-
-    now = 0.0
-
-    def __init__(self, judged: quality.Judged) -> None:
-        self._samples = judged.options.samples
-
-    def make(self, cell: quality.Cell) -> list[Sample]:
-        length, task = cell
-        return [Sample(task, length, i, "", "", ("x",), 1) for i in range(self._samples)]
-
-    def answer(self, sample: Sample) -> tuple[Sample, Any]:
-        FakeProcess.now += 1.0
-        return sample, "OutOfMemoryError" if sample.task == "b" else {"answers": {}}
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeProcess, "now", 0.0)
-    monkeypatch.setattr(quality, "_Process", FakeProcess)
-    monkeypatch.setattr(quality.time, "monotonic", lambda: FakeProcess.now)
-
-
-@pytest.mark.usefixtures("fake")
-def test_samples_take_turns_until_the_time_is_up() -> None:
-    file = RecordFile(None, {})
+    quality_only = [*arguments, "--only", "quality"]
+    run(monkeypatch, [*quality_only, "--seconds", "0", "--processes", "2"])
+    assert not (tmp_path / "t.json").exists()
+    whole = "niah_single_1, 1,200 tokens: answered"
     said: list[str] = []
-    quality.answer_all(judged_by(tasks=["a"], seconds=2.5), file, said.append)
-    keys = [(record["length"], record["index"]) for record in file.records]
-    assert keys == [(200, 0), (100, 0), (200, 1)]
-    assert said[-1] == "time is up: 3 of 4 prompts were answered"
-    quality.answer_all(judged_by(tasks=["a"]), file, said.append)
-    assert len(file.records) == 4
-
-
-@pytest.mark.usefixtures("fake")
-def test_a_prompt_that_fails_is_said_and_the_others_are_kept() -> None:
-    file = RecordFile(None, {})
-    said: list[str] = []
-    with pytest.raises(RuntimeError, match=r"4 prompts were not answered, .*OutOf"):
-        quality.answer_all(judged_by(), file, said.append)
-    assert [record["task"] for record in file.records] == ["a"] * 4
-    assert "b, 200 tokens: OutOfMemoryError" in said
+    monkeypatch.setattr(bench_tradeoff, "say", said.append)
+    with pytest.raises(RuntimeError, match=r"1 cells were not answered, .*no_such, 1,200 tokens"):
+        run(monkeypatch, [*quality_only, "--lengths", "1200", "--tasks", "no_such,niah_single_1"])
+    assert any(line.endswith(whole) for line in said)
+    answers = tmp_path / "t.answers" / "1200-niah_single_1.jsonl"
+    with answers.open("a", encoding="utf-8") as file:
+        file.write('{"task": "half a li')
+    found = json.loads((tmp_path / "t.json").read_text("utf-8"))
+    rows, policies = found["rows"], found["settings"]["policies"]
+    (first, _) = quality.records_of(answers.parent, 1200, policies)
+    assert list(first["answers"]) == LABELS
+    assert policies[LABELS[1]]["recent_tokens"] == 64  # the default, though eval's is 24
+    assert [row["prompts"] for row in rows if row["part"] == "quality"] == [2] * 3
 
 
 def result() -> dict[str, Any]:

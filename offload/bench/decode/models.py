@@ -29,7 +29,7 @@ from offload.models import LeanModel, lean_model_maker
 from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
 from offload.runtime.budgets import weight_bytes_of
-from offload.runtime.config import RuntimeConfig, runtime_config
+from offload.runtime.config import RuntimeConfig
 from offload.runtime.model_loading import prepare_loaded, with_calibrated_policy
 from offload.runtime.runtime import Runtime
 from offload.system.errors import DeviceMemoryError
@@ -132,8 +132,8 @@ class TextModel:
     Args:
         name_or_path: what `OffloadedModel.from_pretrained` takes.
         policies: of the sessions; they learn from the model, on its device.
-        text: default: docstrings of Python's standard library, about 100,000 tokens.
-        options: `device`, `backend`, `dtype`, `num_threads` and `max_memory` of `RuntimeConfig`.
+        config: how it runs; the policy is replaced.
+        text: what it reads.
     """
 
     batch_size = 1
@@ -142,17 +142,13 @@ class TextModel:
         self,
         name_or_path: str | Path,
         policies: Sequence[Policy],
+        config: RuntimeConfig,
         *,
-        text: str | None = None,
-        **options: Any,
+        text: str,
     ) -> None:
-        from offload.system.stdlib_text import stdlib_paragraphs
-
-        config = runtime_config(**options)
         self._folder = resolve_folder(name_or_path)
         self._checkpoint = check_checkpoint(self._folder)
-        words = "\n\n".join(stdlib_paragraphs()) if text is None else text
-        self._tokens = torch.tensor(load_tokenizer(self._folder)(words, verbose=False).input_ids)
+        self._tokens = torch.tensor(load_tokenizer(self._folder)(text, verbose=False).input_ids)
         self.device = torch.device(config.device)
         for policy in policies:
             policy.check_model(**self._checkpoint.shape.heads)

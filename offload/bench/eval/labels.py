@@ -21,29 +21,24 @@ def label_of(policy: Policy) -> str:
     """Name, budget, and the options that are neither the defaults nor `windows_of` the budget."""
     if not policy.selects:
         return policy.name
-    usual = policy_options(make_policy(policy.name)) | windows_of(policy.budget_tokens)
-    if policy.name == "streaming_llm":  # all that the sinks leave
-        usual["recent_tokens"] = policy.budget_tokens - policy.sink_tokens
-    changed = [
-        f"{key}={value}"
-        for key, value in policy_options(policy).items()
-        if key != "budget_tokens" and usual.get(key, value) != value
-    ]
+    changed = _changed(policy, windows_of(policy.budget_tokens))
     return " ".join([policy.name, f"{policy.budget_tokens}", *changed])
 
 
 def policy_label(policy: Policy) -> str:
     """Its name with the options that differ from the defaults, but for the budget."""
-    defaults = policy_options(make_policy(policy.name))
-    changed = [
+    return " ".join([policy.name, *_changed(policy, {})])
+
+
+def _changed(policy: Policy, windows: dict[str, Any]) -> list[str]:
+    usual = policy_options(make_policy(policy.name)) | windows
+    if policy.name == "streaming_llm":  # all that the sinks leave
+        usual["recent_tokens"] = policy.budget_tokens - policy.sink_tokens
+    return [
         f"{key}={value}"
         for key, value in policy_options(policy).items()
-        if (key not in defaults or value != defaults[key])
-        and key != "budget_tokens"
-        # StreamingLLM derives it from the budget.
-        and (policy.name, key) != ("streaming_llm", "recent_tokens")
+        if key != "budget_tokens" and (key not in usual or usual[key] != value)
     ]
-    return " ".join([policy.name, *changed])
 
 
 def policy_options(policy: Policy) -> dict[str, Any]:

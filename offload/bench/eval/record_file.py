@@ -69,8 +69,9 @@ class RecordFile:
             others = header["options"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is no file of offload eval: {error}") from error
-        if others != options:
-            name = next(n for n in {**options, **others} if others.get(n) != options.get(n))
+        differing = [n for n in {**options, **others} if others.get(n) != options.get(n)]
+        if differing:
+            name = differing[0]
             then, now = (_short(x.get(name)) for x in (others, options))
             raise ValueError(
                 f"{path} was made with {name} = {then}, but this run has {now}; give another "

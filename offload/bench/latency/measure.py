@@ -16,25 +16,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 
 from cpu_ops.worker_pool import WorkerPool
+from offload.bench.eval.labels import policy_options
 from offload.bench.latency.plan import LayerPlan, plan_layers
 from offload.bench.latency.workload import LatencyWorkload
 from offload.bench.latency.yardstick import Yardstick
+from offload.bench.quality.metrics import FloatArray, ReferenceBudget, mean, selection_quality
 from offload.decode.attention import DecodeAttention
-from offload.measuring.synthetic.exact_attention import ExactAttention, SelectionQuality
-from offload.policies import Policy
+from offload.measuring.synthetic.exact_attention import ExactAttention
+from offload.policies import ExactTopK, Policy
 from offload.policies.base import DENSE, RETRIEVE
 from offload.system.torch_threads import torch_threads
 
 PHASES = ("predict", "score", "select", "attend", "update")
 WARMUP_STEPS = 2
 JUDGED_STEPS = 1  # after the timed ones: what is chosen there is compared with the exact attention
+
+
+@dataclass(frozen=True)
+class SelectionQuality:
+    """How a step's selections compare with the best of their size.
+
+    Attributes:
+        top_overlap: share of the chosen tokens (sinks and recent ones left out) that are among as
+            many of largest weight; None if none were to choose.
+        mass_kept: of the attention beside the sinks, what the attended tokens hold.
+        answered: share of units that the policy answered without attending.
+    """
+
+    top_overlap: float | None
+    mass_kept: float
+    answered: float
 
 
 Row = dict[str, Any]  # one policy at one context length on one number of threads
@@ -44,7 +62,6 @@ def measure_latency(
     workload: LatencyWorkload,
     policies: Mapping[str, Policy],
     *,
-    options: Mapping[str, Mapping[str, Any]],
     threads: Sequence[int],
     repeats: int,
     on_step: Callable[[], None] = lambda: None,
@@ -72,7 +89,6 @@ def measure_latency(
         relative_error: L2, of the outputs against the reference on the same selection.
 
     Args:
-        options: of each policy, to show.
         on_step: called after each of the `steps_needed(repeats)` steps per number of threads.
 
     Raises:
@@ -95,7 +111,7 @@ def measure_latency(
                     _run(workload, turns, yardstick, repeats, on_step)
                     qualities = qualities or _judge(workload, turns, WARMUP_STEPS + repeats)
                     rows += [
-                        turn.row(name, options.get(name, {}), yardstick, quality)
+                        turn.row(name, yardstick, quality)
                         for name, turn, quality in zip(policies, turns, qualities, strict=True)
                     ]
                 finally:
@@ -154,12 +170,37 @@ def _judge(workload: LatencyWorkload, turns: Sequence[_Turns], step: int) -> lis
 
 
 def _mean_quality(parts: list[tuple[float, SelectionQuality]]) -> SelectionQuality:
-    def mean(name: str) -> Any:
+    def weighted(name: str) -> Any:
         """Of those that have it; None if none has."""
         pairs = [(w, getattr(q, name)) for w, q in parts if getattr(q, name) is not None]
         return sum(w * x for w, x in pairs) / sum(w for w, _ in pairs) if pairs else None
 
-    return SelectionQuality(*(mean(field.name) for field in fields(SelectionQuality)))
+    return SelectionQuality(*(weighted(field.name) for field in fields(SelectionQuality)))
+
+
+def judge_units(
+    importances: FloatArray,
+    selection: Sequence[Sequence[int]],
+    attends_to_all: Sequence[bool],
+    reference: ReferenceBudget,
+) -> SelectionQuality:
+    """The selections of all units in one layer.
+
+    Args:
+        importances: [num_units, kv_len].
+        attends_to_all: of each unit; others with an empty selection were answered.
+    """
+    masses, overlaps = list[float](), list[float | None]()
+    for importance, tokens, everything in zip(importances, selection, attends_to_all, strict=True):
+        if everything:
+            masses.append(1.0)
+            overlaps.append(1.0)
+        elif len(tokens):
+            found = selection_quality(importance, np.array(tokens, np.int32), reference)
+            masses.append(found.mass_kept)
+            overlaps.append(found.overlap)
+    kept = float(np.mean(masses)) if masses else 1.0
+    return SelectionQuality(mean(overlaps), kept, 1 - len(masses) / len(selection))
 
 
 def _exact(workload: LatencyWorkload, layer_idx: int, step: int, kv_len: int) -> ExactAttention:
@@ -188,7 +229,7 @@ class _Turns:
             num_layers=workload.num_layers,
             num_units=self._num_units,
         )
-        self._policy = self.plan.policy
+        self._policy, self._options = self.plan.policy, policy_options(policy)
         self._attention = DecodeAttention(
             self._policy, store, num_qo_heads=heads, pool=pool, sm_scale=workload.sm_scale
         )
@@ -248,24 +289,17 @@ class _Turns:
 
     def quality(self, layer_idx: int, exact: ExactAttention) -> SelectionQuality:
         """Of the last turn."""
+        policy = self._policy if self._policy.selects else ExactTopK()
+        reference = ReferenceBudget(policy.budget_tokens, policy.sink_tokens, policy.recent_tokens)
         everything, selection = self._of_layer(layer_idx)
-        sinks, recent = 4, 64
-        if self._policy.selects:
-            sinks, recent = self._policy.sink_tokens, self._policy.recent_tokens
-        return exact.quality(selection, everything, sink_tokens=sinks, recent_tokens=recent)
+        return judge_units(exact.importances(self._num_units), selection, everything, reference)
 
-    def row(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        yardstick: Yardstick,
-        quality: SelectionQuality,
-    ) -> Row:
+    def row(self, name: str, yardstick: Yardstick, quality: SelectionQuality) -> Row:
         """What the turns so far gave."""
         workload, weights = self._workload, self.plan.weights
         per_token = 1 / workload.batch_size
 
-        def mean(of_turn: Callable[[float, Mapping[str, Any]], Any]) -> Any:
+        def of_steps(of_turn: Callable[[float, Mapping[str, Any]], Any]) -> Any:
             """Of each step, per token: over layers, by their weights."""
             turns = np.array([[of_turn(*turn) for turn in step] for step in self._timed], float)
             layers = turns.swapaxes(0, 1)
@@ -273,12 +307,12 @@ class _Turns:
 
         def counted(name: str) -> float:
             """The median step's."""
-            return float(np.median(mean(lambda _, profile: profile[name])))
+            return float(np.median(of_steps(lambda _, profile: profile[name])))
 
-        steps = mean(lambda seconds, _: seconds) * 1e6
+        steps = of_steps(lambda seconds, _: seconds) * 1e6
         p10, median, p90 = (float(t) for t in np.percentile(steps, [10, 50, 90]))
         in_phases = np.median(
-            mean(lambda _, profile: [profile["seconds"][phase] for phase in PHASES]), axis=0
+            of_steps(lambda _, profile: [profile["seconds"][phase] for phase in PHASES]), axis=0
         )
         in_phases = in_phases * 1e6 / self._num_threads
         phases = {p: float(t) for p, t in zip(PHASES, in_phases, strict=True)}
@@ -295,7 +329,7 @@ class _Turns:
         memory = yardstick.sequential_bandwidth if reads_all else yardstick.gather_bandwidth
         return {
             "policy": name,
-            "options": dict(options),
+            "options": self._options,
             "kv_len": kv_len,
             "num_threads": self._num_threads,
             "batch_size": workload.batch_size,

@@ -33,7 +33,6 @@ def run_latency(
     depths: Sequence[int],
     threads: Sequence[int],
     policies: Mapping[str, Policy],
-    options: Mapping[str, Mapping[str, Any]],
     batch_size: int,
     repeats: int,
     dtype: torch.dtype,
@@ -45,7 +44,6 @@ def run_latency(
 
     Args:
         depths, threads: in ascending order.
-        options: of each policy, as they were given.
         dtype: of a shape's cache; a model has its own.
         max_layers: physical layers of a shape; 2 at least for policies that reuse selections.
 
@@ -118,7 +116,6 @@ def run_latency(
             rows += measure_latency(
                 workload,
                 policies,
-                options=options,
                 threads=threads,
                 repeats=repeats,
                 on_step=advance(f"{depth:,} tokens: steps"),

@@ -28,18 +28,28 @@ from offload.cli.console import (
     make_table,
     no_loading_bars,
     print_json,
+    progress_bar,
     quiet_transformers,
     running,
     stderr,
     stdout,
 )
-from offload.cli.options import check_name, comma_separated, counts, memory_budgets
-from offload.system.text_file import read_text_file
+from offload.cli.options import (
+    AnyDevice,
+    MaxMemory,
+    Text,
+    Threads,
+    check_name,
+    comma_separated,
+    counts,
+    memory_budgets,
+)
 
 if TYPE_CHECKING:
     from offload.bench.decode.engines import DecodePlan
     from offload.bench.decode.models import DecodeModel
     from offload.measuring.steps.step_timeline import StepTimeline
+    from offload.runtime.config import RuntimeConfig
 
 # offload.bench has these, but imports torch; tests compare the two.
 ENGINE_NAMES = (
@@ -67,19 +77,10 @@ def decode(
             metavar="NAME",
             help=f"Model of random weights, over made keys: {', '.join(MODEL_SHAPE_NAMES)}. "
             rf"\[default: {GPU_DEFAULTS[0]}; on a CPU {CPU_DEFAULTS[0]}]",
-            show_default=False,
         ),
     ] = None,
     old_model: OldModelOption = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=r"What the model reads. \[default: docstrings of Python's library, about 100,000 "
-            "tokens]",
-            show_default=False,
-        ),
-    ] = None,
+    text: Text = None,
     contexts: Annotated[
         str | None,
         typer.Option(
@@ -90,7 +91,6 @@ def decode(
             metavar="COUNTS",
             help=f"Tokens of the prompts. \\[default: {GPU_DEFAULTS[1]}; on a CPU "
             f"{CPU_DEFAULTS[1]}]",
-            show_default=False,
         ),
     ] = None,
     policy: Annotated[
@@ -104,19 +104,14 @@ def decode(
             metavar="NAMES",
             help=f"Any of {', '.join(ENGINE_NAMES)}; on a CPU of {', '.join(CPU_ENGINE_NAMES)}. "
             r"\[default: all but transformers-compiled, which compiles for each context]",
-            show_default=False,
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help=r"cpu, cuda or cuda:1. \[default: cuda if there is one, else cpu]"),
-    ] = None,
+    device: AnyDevice = None,
     backend: Annotated[
         str | None,
         typer.Option(
             help=f"How GPU and CPU wait for each other: {', '.join(BACKEND_NAMES)}. "
             r"\[default: the fastest that the GPU can do]",
-            show_default=False,
         ),
     ] = None,
     steps: Annotated[
@@ -134,26 +129,12 @@ def decode(
             help="Tokens that transformers decodes: it is slow.",
         ),
     ] = 8,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=r"CPU threads. \[default: all this process may use; with a GPU, but one]",
-            show_default=False,
-        ),
-    ] = None,
-    max_memory: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DEVICE=SIZE",
-            help="Hard limit of ours for weights and KV cache, such as 0=24GiB. Repeatable.",
-        ),
-    ] = None,
+    threads: Threads = None,
+    max_memory: MaxMemory = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             help=rf"{', '.join(DTYPE_NAMES)}. \[default: bfloat16; of a model, its own]",
-            show_default=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of --shape's weights, keys and queries.")] = 0,
@@ -166,7 +147,6 @@ def decode(
             min=1,
             metavar="N",
             help=r"Make N layers of --shape's keys and repeat them; quicker. \[default: all]",
-            show_default=False,
         ),
     ] = None,
     trace: Annotated[
@@ -241,7 +221,7 @@ def decode(
 
         from offload.bench.decode.engines import DecodePlan
         from offload.policies.registry import policy_names
-        from offload.runtime.config import checked_device
+        from offload.runtime.config import checked_device, runtime_config
 
         names = comma_separated(policy, option="--policy", available=tuple(policy_names()))
         policies = policy_grid(names, [budget_tokens], options, option="--option")
@@ -258,16 +238,14 @@ def decode(
         if on_cpu and backend is not None:
             raise ValueError(f"--backend {backend} needs a GPU, but the device is the CPU")
         with quiet_transformers(verbose=False), no_loading_bars():
-            policies, why = resolved_policies(
-                policies,
-                model,
-                shape or defaults[0],
-                dtype=dtype or "auto",
-                device=str(where),
+            config = runtime_config(
+                device=where,
                 backend=backend,
-                threads=threads,
+                num_threads=threads,
+                dtype=dtype or ("bfloat16" if model is None else "auto"),
                 max_memory=budgets,
             )
+            policies, why = resolved_policies(policies, config, model, shape or defaults[0])
         plan = DecodePlan(
             policies=policies,
             kv_lens=kv_lens or counts(defaults[1], option="--context"),
@@ -284,22 +262,14 @@ def decode(
                 f"--trace is of one policy at one context of ours, got {len(plan.policies)} and "
                 f"{len(plan.kv_lens)} for {', '.join(engine_names)}; give --policy and --context"
             )
-        of_model = {
-            "dtype": dtype,
-            "threads": threads,
-            "seed": seed,
-            "backend": backend,
-            "max_memory": budgets,
-            "batch_size": batch_size,
-            "distinct_layers": distinct_layers,
-        }
+        of_keys = {"seed": seed, "batch_size": batch_size, "distinct_layers": distinct_layers}
         with quiet_transformers(verbose=False), no_loading_bars():
             document = _measure(
                 plan,
-                lambda: _model(model, shape or defaults[0], text, where, plan, of_model),
+                lambda: _model(model, shape or defaults[0], text, config, plan, of_keys),
                 trace,
             )
-    document["settings"]["auto"] = why or None
+    document["settings"] |= {"auto": why or None, "max_memory": budgets}
     if as_json:
         print_json(document)
     else:
@@ -314,8 +284,6 @@ def _measure(
     plan: DecodePlan, load: Callable[[], tuple[DecodeModel, dict[str, Any]]], trace: Path | None
 ) -> dict[str, Any]:
     """Rows of all engines; `load` gives the model and the settings that say which."""
-    from rich.progress import Progress
-
     from offload.bench.decode.engines import describe, measure_engines
     from offload.measuring.steps.chrome_trace import write_chrome_trace
     from offload.system.machine import describe_machine
@@ -324,7 +292,7 @@ def _measure(
     per_context = len(plan.engines)
     if "offload" in plan.engines:
         per_context += len(plan.policies) - 1
-    with Progress(console=stderr(), transient=True) as progress:
+    with progress_bar() as progress:
         whole = progress.add_task("weights", total=len(plan.kv_lens) * per_context)
         part = progress.add_task("", total=None)
 
@@ -359,51 +327,33 @@ def _model(
     model: str | None,
     shape: str,
     text: Path | None,
-    device: Any,
+    config: RuntimeConfig,
     plan: DecodePlan,
-    options: dict[str, Any],
+    of_keys: dict[str, Any],
 ) -> tuple[DecodeModel, dict[str, Any]]:
     """The model, and the settings that say which."""
-    from offload.bench.decode.models import RandomModel, TextModel
-    from offload.runtime.backends import choose_backend
-    from offload.runtime.config import runtime_config
-    from offload.system.memory import check_max_memory
+    import torch
 
-    backend = None if device.type == "cpu" else choose_backend(options["backend"], device)
+    from offload.bench.decode.models import RandomModel, TextModel
+    from offload.bench.eval.haystack import prose_text
+    from offload.runtime.backends import choose_backend
+
+    device = torch.device(config.device)
     described = {
         "model": model,
         "shape": None if model else shape,
-        "device": str(device),
-        "backend": backend,
-        "threads": options["threads"],
-        "max_memory": options["max_memory"],
+        "device": config.device,
+        "backend": None if device.type == "cpu" else choose_backend(config.backend, device),
+        "threads": config.num_threads,
     }
     if model is not None:
-        words = None if text is None else read_text_file(text)
-        found = TextModel(
-            model,
-            plan.policies if "offload" in plan.engines else (),
-            text=words,
-            device=str(device),
-            backend=options["backend"],
-            dtype=options["dtype"] or "auto",
-            num_threads=options["threads"],
-            max_memory=options["max_memory"],
-        )
+        policies = plan.policies if "offload" in plan.engines else ()
+        found = TextModel(model, policies, config, text=prose_text(text, "--text"))
         return found, described | {"text": str(text or "docstrings of the standard library")}
     if device.index:
         raise ValueError(f"--device {device}: made keys are for the first GPU; use --device cuda")
-    limits = check_max_memory(options["max_memory"])
-    if "cpu" in limits:
+    if "cpu" in config.max_memory:
         raise ValueError("--max-memory cpu: made caches take what they take; name a model instead")
-    config = runtime_config(
-        device=str(device),
-        backend=backend,
-        num_threads=options["threads"],
-        dtype=options["dtype"] or "bfloat16",
-        max_memory=limits,
-    )
-    of_keys = {name: options[name] for name in ("seed", "batch_size", "distinct_layers")}
     return RandomModel(shape, config, longest=max(plan.kv_lens), **of_keys), described | of_keys
 
 

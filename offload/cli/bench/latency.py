@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,8 @@ from offload.cli.bench.options import (
     ThreadCounts,
     check_one_source,
     given_model,
-    policy_with_budget,
+    option_values,
+    policy_grid,
 )
 from offload.cli.console import (
     make_table,
@@ -32,7 +34,7 @@ from offload.cli.console import (
     running,
     stdout,
 )
-from offload.cli.options import check_name, comma_separated, counts, key_values, policy_options
+from offload.cli.options import check_name, comma_separated, counts
 
 
 def latency(
@@ -43,7 +45,6 @@ def latency(
             metavar="NAME",
             help=f"Heads of this model, on made keys: {', '.join(LAYER_SHAPE_NAMES)}. "
             r"\[default: llama-3.1-8b]",
-            show_default=False,
         ),
     ] = None,
     old_model: OldModelOption = None,
@@ -59,7 +60,6 @@ def latency(
         typer.Option(
             metavar="NAMES",
             help=r"Comma-separated. \[default: all that are available]",
-            show_default=False,
         ),
     ] = None,
     budget_tokens: BudgetTokens = 1024,
@@ -100,8 +100,10 @@ def latency(
         check_name(shape, LAYER_SHAPE_NAMES, option="--shape")
     depths = counts(n_depth, option="--context")
     thread_counts = None if threads is None else counts(threads, option="--threads")
+    values = option_values(option or [], option="--option")
 
     with running():
+        from offload.bench.eval.labels import policy_label
         from offload.bench.latency.run import run_latency
         from offload.models.dtypes import DTYPES
         from offload.policies.registry import available_policies
@@ -111,10 +113,9 @@ def latency(
         names = available_policies()
         if policy is not None:
             names = comma_separated(policy, option="--policy", available=tuple(names))
-        options = _options(option or [], names)
-        policies = {
-            name: policy_with_budget(name, budget_tokens, options.get(name, {})) for name in names
-        }
+        grid = policy_grid(names, [budget_tokens], values, option="--option")
+        times = Counter(each.name for each in grid)
+        policies = {x.name if times[x.name] == 1 else policy_label(x): x for x in grid}
         cpus = available_cpus()
         if thread_counts is not None and max(thread_counts) > cpus:
             raise ValueError(
@@ -130,7 +131,6 @@ def latency(
                 depths=sorted(set(depths)),
                 threads=sorted(set(thread_counts or {1, cpus})),
                 policies=policies,
-                options=options,
                 batch_size=batch_size,
                 repeats=repeats,
                 dtype=DTYPES[dtype],
@@ -149,23 +149,6 @@ def latency(
             _print_tables(title, settings, rows, wide=wide)
         for line in settings["warnings"]:
             print_marked("warning:", line, "bold yellow")
-
-
-def _options(pairs: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
-    """`["lfps.alpha=0.4"]` -> `{"lfps": {"alpha": 0.4}}`."""
-    found: dict[str, dict[str, Any]] = {}
-    for key, value in key_values(pairs, option="--option").items():
-        policy, separator, name = key.partition(".")
-        if not separator or not name:
-            raise typer.BadParameter(
-                f"expected POLICY.NAME=VALUE, got {key}={value}", param_hint="--option"
-            )
-        if policy not in names:
-            raise typer.BadParameter(
-                f"{policy!r} is not measured; policies: {', '.join(names)}", param_hint="--option"
-            )
-        found.setdefault(policy, {}).update(policy_options([f"{name}={value}"]))
-    return found
 
 
 def _print_tables(

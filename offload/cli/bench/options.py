@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +14,7 @@ from offload.cli.options import Scalar, key_values, scalar
 
 if TYPE_CHECKING:
     from offload.policies import Policy
+    from offload.runtime.config import RuntimeConfig
 
 # offload.bench and offload.models have these, but import torch; tests compare the two.
 MODEL_SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny")
@@ -25,27 +27,26 @@ BudgetTokens = Annotated[int, typer.Option(min=1, help="Tokens that each KV head
 DType = Annotated[str, typer.Option(help=f"{', '.join(DTYPE_NAMES)}.")]
 PolicyOptions = Annotated[
     list[str] | None,
-    typer.Option(metavar="POLICY.NAME=VALUE", help="Such as lfps.alpha=0.4. Repeatable."),
+    typer.Option(
+        "--option",
+        metavar="[POLICY.]KEY=VALUES",
+        help="An option of one or of all policies; each of several values is measured, such as "
+        "lfps.alpha=0.1,0.2. Repeatable.",
+    ),
 ]
 TextModelName = Annotated[
     str | None,
     typer.Argument(
         help="Instead of --shape: a model (folder, .gguf file, hub id, or "
-        "smollm2-135m-instruct) that reads real text, within its positions.",
-        show_default=False,
+        "smollm2-135m-instruct) that reads real text, within its positions."
     ),
 ]
 OldModelOption = Annotated[str | None, typer.Option("--model", hidden=True)]
-Threads = Annotated[
-    int | None,
-    typer.Option(min=1, help=r"CPU threads. \[default: all it may use]", show_default=False),
-]
 ThreadCounts = Annotated[
     str | None,
     typer.Option(
         metavar="COUNTS",
         help=r"Such as 1,2. \[default: 1 and all this process may use]",
-        show_default=False,
     ),
 ]
 
@@ -121,19 +122,15 @@ def policy_grid(
 
 def resolved_policies(
     policies: Sequence[Policy],
+    config: RuntimeConfig,
     model: str | None,
     shape: str,
-    *,
-    dtype: str,
-    device: str,
-    backend: str | None,
-    threads: int | None,
-    max_memory: Mapping[int | str, int | str] | None = None,
 ) -> tuple[list[Policy], str]:
     """The policies, each once, with what `auto` comes to in the place of it, and why, which is
     logged; "" without it.
 
     Args:
+        config: how they run; its policy is not used.
         model: what runs; None: one of this `shape`.
     """
     from offload.loading.checkpoint import check_checkpoint
@@ -141,34 +138,17 @@ def resolved_policies(
     from offload.loading.planned_model import planned_model
     from offload.policies.auto import Auto
     from offload.runtime.auto_policy import resolved_config, with_resolved_policy
-    from offload.runtime.config import runtime_config
 
     found, why = [], ""
     for policy in policies:
         if isinstance(policy, Auto):
-            config = runtime_config(
-                policy=policy,
-                dtype=dtype,
-                device=device,
-                backend=backend,
-                num_threads=threads,
-                max_memory=max_memory,
-            )
+            asked = replace(config, policy=policy)
             if model is not None:
                 checkpoint = check_checkpoint(resolve_folder(model))
-                config, why = with_resolved_policy(checkpoint, config, None)
+                asked, why = with_resolved_policy(checkpoint, asked, None)
             else:
-                made = planned_model(shape, dtype)
-                config, why = resolved_config(config, made.shape, made.dtype, made.weight_bytes)
-            policy = config.policy
+                made = planned_model(shape, str(config.dtype).removeprefix("torch."))
+                asked, why = resolved_config(asked, made.shape, made.dtype, made.weight_bytes)
+            policy = asked.policy
         found.append(policy)
     return list(dict.fromkeys(found)), why
-
-
-def policy_with_budget(name: str, budget_tokens: int, options: Mapping[str, Any]) -> Policy:
-    """One policy; `budget_tokens` unless it has none, or `options` say otherwise."""
-    from offload.policies.registry import make_policy
-
-    has_budget = "budget_tokens" in type(make_policy(name)).option_names()
-    given = {"budget_tokens": budget_tokens} if has_budget else {}
-    return make_policy(name, **{**given, **options})

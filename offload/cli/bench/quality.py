@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from offload.cli.bench.options import AsJson, Threads, option_values, policy_grid
+from offload.cli.bench.options import AsJson, PolicyOptions, option_values, policy_grid
 from offload.cli.console import (
     make_table,
     no_loading_bars,
@@ -21,7 +21,16 @@ from offload.cli.console import (
 )
 from offload.cli.eval import options as opt
 from offload.cli.eval.scored import Setup
-from offload.cli.options import DEFAULT_MODEL, ModelName, Verbose, comma_separated, counts
+from offload.cli.options import (
+    DEFAULT_MODEL,
+    ModelName,
+    PageTokens,
+    Text,
+    Threads,
+    Verbose,
+    comma_separated,
+    counts,
+)
 from offload.policies.registry import available_policies
 
 if TYPE_CHECKING:
@@ -33,14 +42,7 @@ class Read:
     """The text, and how much of it."""
 
     panel: ClassVar[str] = "What is read"
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help=r"A file, or a folder of .txt and .md files. \[default: docstrings of Python's "
-            r"library]",
-        ),
-    ] = None
+    text: Text = None
     context: Annotated[int, typer.Option(min=1, help="Tokens read before decoding.")] = 6144
     steps: Annotated[int, typer.Option(min=1, help="Next tokens of the text to decode.")] = 1000
     sample_every: Annotated[
@@ -64,7 +66,7 @@ class Compared:
     budget_tokens: Annotated[
         str, typer.Option(metavar="COUNTS", help="Tokens attended per KV head, such as 256,1024.")
     ] = "1024"
-    option: opt.PolicyOptions = None
+    option: PolicyOptions = None
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,7 @@ def quality(
     read: Read,
     compared: Compared,
     bounds: Bounds,
-    page_tokens: Annotated[
-        int,
-        typer.Option(min=1, help="In a page of the KV cache.", rich_help_panel=opt.Runs.panel),
-    ] = 256,
+    page_tokens: PageTokens = 256,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or auto.")] = "bfloat16",
     threads: Threads = None,
     as_json: AsJson = False,
@@ -136,7 +135,7 @@ def quality(
 
         grid = policy_grid(names, budgets, options, option="--option")
         policies = list(dict.fromkeys([make_policy("full"), *grid]))
-        runs = opt.Runs(dtype, "cpu", threads, page_tokens)
+        runs = opt.Runs(dtype, threads=threads, page_tokens=page_tokens)
         setup = Setup(model, policies, within, runs, verbose)
         settings = QualitySettings(
             context=read.context,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from offload.cli.bench.options import AsJson, Threads
+from offload.cli.bench.options import AsJson
 from offload.cli.console import (
     make_table,
     no_loading_bars,
@@ -24,8 +24,14 @@ from offload.cli.console import (
 )
 from offload.cli.options import (
     DEFAULT_MODEL,
+    Device,
     DType,
+    MaxMemory,
+    PageTokens,
+    Plot,
     PolicyChoice,
+    Text,
+    Threads,
     Verbose,
     comma_separated,
     counts,
@@ -90,14 +96,7 @@ class Requests:
             "--prompt-tokens is read.",
         ),
     ] = False
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="What prompts are pieces of: a file, or a folder of .txt and .md files. "
-            r"\[default: docstrings of Python's library]",
-        ),
-    ] = None
+    text: Text = None
     seed: Annotated[int, typer.Option(min=0, help="Of lengths, pieces and times.")] = 0
     good_ttft_ms: Annotated[
         float | None,
@@ -163,18 +162,10 @@ class Answering(PolicyChoice):
         bool, typer.Option(help="Prompts that begin alike share what was read.")
     ] = True
     dtype: DType = "auto"
-    device: Annotated[
-        str, typer.Option(help="Where the linear layers run: cpu, cuda or cuda:1.")
-    ] = "cpu"
+    device: Device = "cpu"
     threads: Threads = None
-    page_tokens: Annotated[int, typer.Option(min=1, help="In a page of the KV cache.")] = 256
-    max_memory: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DEVICE=SIZE",
-            help="Hard limit of offload for weights and KV cache, such as cpu=8GiB. Repeatable.",
-        ),
-    ] = None
+    page_tokens: PageTokens = 256
+    max_memory: MaxMemory = None
 
 
 @dataclass(frozen=True)
@@ -216,10 +207,7 @@ def serve(
     asked: Requests,
     over_http: OverHTTP,
     answering: Answering,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw a picture: .png, .svg or .pdf (needs matplotlib)."),
-    ] = None,
+    plot: Plot = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:

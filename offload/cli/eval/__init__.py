@@ -8,17 +8,10 @@ from offload.cli.eval.perplexity import perplexity
 from offload.cli.eval.ruler import ruler
 from offload.cli.eval.structured import structured
 
-app = command_group(help="Score policies against full attention: what do I lose?")
-
-
-@app.callback()
-def evaluate() -> None:
-    """Score policies against full attention: what do I lose?
-
-    Each prompt is read once, with exact attention, and then continued under full attention and
-    under every policy. Nothing is downloaded.
-    """
-
-
+app = command_group(
+    help="Score policies against full attention: what do I lose?\n\n"
+    "Each prompt is read once, with exact attention, and then continued under full attention and "
+    "under every policy. Nothing is downloaded."
+)
 for command in (ruler, needle, structured, perplexity):
     add_command(app, command)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +16,7 @@ from offload.bench.eval.sample import Sample
 from offload.cli.console import running, stderr
 from offload.cli.eval import options as opt
 from offload.cli.eval.scored import Setup, answer_all
-from offload.cli.options import DEFAULT_MODEL, ModelName, Verbose, counts
+from offload.cli.options import DEFAULT_MODEL, ModelName, Plot, Verbose, counts
 
 _QUESTIONS = opt.ProseQuestions(lengths="2048,4096,8192", samples=5)
 
@@ -38,14 +37,7 @@ def needle(
     ] = "0,25,50,75,100",
     runs: opt.Runs,
     output: opt.Output,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Draw a picture: .png, .svg or .pdf (needs matplotlib).",
-            rich_help_panel=opt.Output.panel,
-        ),
-    ] = None,
+    plot: Plot = None,
     verbose: Verbose = False,
 ) -> None:
     """Find a number in prose, at every depth and length.

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from offload.cli.bench.options import Threads, option_values, policy_grid
-from offload.cli.options import Scalar, check_name, comma_separated, counts, shares
+from offload.cli.bench.options import PolicyOptions, option_values, policy_grid
+from offload.cli.options import (
+    Device,
+    PageTokens,
+    Scalar,
+    Threads,
+    check_name,
+    comma_separated,
+    counts,
+    shares,
+)
 from offload.policies.registry import policy_names
 
 if TYPE_CHECKING:
@@ -20,15 +29,6 @@ if TYPE_CHECKING:
 OUTPUTS = ("table", "json", "md")
 TASK_PANEL = "What is asked"
 _ANY_EVICTION = "auto"
-PolicyOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        metavar="[POLICY.]KEY=VALUES",
-        help="An option of one or of all policies; each of several values is measured, such as "
-        "lfps.alpha=0.1,0.2. Repeatable.",
-    ),
-]
 
 
 def tasks_option(available: Sequence[str]) -> Any:
@@ -199,11 +199,17 @@ class Runs:
 
     panel: ClassVar[str] = "What runs"
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16"
-    device: Annotated[
-        str, typer.Option(help="Where the linear layers run: cpu, cuda or cuda:1.")
-    ] = "cpu"
+    device: Device = "cpu"
+    reads_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="A GPU that reads the prompts, such as cuda, where --device cpu decodes. "
+            r"\[default: --device]",
+        ),
+    ] = None
     threads: Threads = None
-    page_tokens: Annotated[int, typer.Option(min=1, help="In a page of the KV cache.")] = 256
+    page_tokens: PageTokens = 256
 
 
 @dataclass(frozen=True)

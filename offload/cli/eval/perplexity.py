@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -12,7 +12,7 @@ from offload.bench.eval.output import BOUND_LEGEND, PERPLEXITY_LEGEND, perplexit
 from offload.cli.console import print_json, running
 from offload.cli.eval import options as opt
 from offload.cli.eval.scored import Setup, measure_all, print_tables
-from offload.cli.options import DEFAULT_MODEL, ModelName, Verbose, counts
+from offload.cli.options import DEFAULT_MODEL, ModelName, Text, Verbose, counts
 from offload.system.machine import describe_machine
 
 if TYPE_CHECKING:
@@ -20,20 +20,12 @@ if TYPE_CHECKING:
     from offload.runtime.shared_model import SharedModel
 
 
-def perplexity(
-    model: ModelName = DEFAULT_MODEL,
-    *,
-    compared: opt.Compared,
-    bounds: opt.Bounds,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help=r"A file, or a folder of .txt and .md files. \[default: docstrings of Python's "
-            r"library]",
-            rich_help_panel=opt.TASK_PANEL,
-        ),
-    ] = None,
+@dataclass(frozen=True)
+class Read:
+    """The windows of a text."""
+
+    panel: ClassVar[str] = opt.TASK_PANEL
+    text: Text = None
     lengths: Annotated[
         str,
         typer.Option(
@@ -41,24 +33,21 @@ def perplexity(
             "--lengths",
             metavar="COUNTS",
             help="Tokens that are read before those that count.",
-            rich_help_panel=opt.TASK_PANEL,
         ),
-    ] = "4096",
-    steps: Annotated[
-        int,
-        typer.Option(min=2, help="Decode steps of each window.", rich_help_panel=opt.TASK_PANEL),
-    ] = 256,
-    windows: Annotated[
-        int, typer.Option(min=1, help="Windows of each length.", rich_help_panel=opt.TASK_PANEL)
-    ] = 8,
+    ] = "4096"
+    steps: Annotated[int, typer.Option(min=2, help="Decode steps of each window.")] = 256
+    windows: Annotated[int, typer.Option(min=1, help="Windows of each length.")] = 8
     stride: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=r"Tokens from window to window. \[default: --steps]",
-            rich_help_panel=opt.TASK_PANEL,
-        ),
-    ] = None,
+        int | None, typer.Option(min=1, help=r"Tokens from window to window. \[default: --steps]")
+    ] = None
+
+
+def perplexity(
+    model: ModelName = DEFAULT_MODEL,
+    *,
+    compared: opt.Compared,
+    bounds: opt.Bounds,
+    read: Read,
     runs: opt.Runs,
     output: opt.Output,
     verbose: Verbose = False,
@@ -79,18 +68,18 @@ def perplexity(
 
         offload eval perplexity --steps 512 --stride 2048 --resume perplexity.jsonl --json
     """
-    all_lengths = counts(lengths, option="--context")
-    distance = stride or steps
+    all_lengths, steps = counts(read.lengths, option="--context"), read.steps
+    distance = read.stride or steps
     setup = Setup(model, compared.policies(), bounds.on(runs.device), runs, verbose)
 
     def make_windows(tokenizer: Any) -> list[Window]:
         from offload.bench.eval.perplexity import text_tokens, windows_of
 
-        beginning, tokens = text_tokens(prose_text(text, "--text"), tokenizer)
+        beginning, tokens = text_tokens(prose_text(read.text, "--text"), tokenizer)
         return [
             window
             for length in all_lengths
-            for window in windows_of(tokens, length, steps + 1, distance, windows, beginning)
+            for window in windows_of(tokens, length, steps + 1, distance, read.windows, beginning)
         ]
 
     def measure(model: SharedModel, tokenizer: Any, window: Window) -> dict[str, Any]:
@@ -108,10 +97,10 @@ def perplexity(
             lambda tokenizer, window: len(window.tokens) - 1,
             resume=output.resume,
             settings={
-                "text": described(text, "--text"),
+                "text": described(read.text, "--text"),
                 "lengths": all_lengths,
                 "steps": steps,
-                "windows": windows,
+                "windows": read.windows,
                 "stride": distance,
             },
         )
@@ -121,6 +110,6 @@ def perplexity(
         if output.shown == "json":
             print_json({"machine": describe_machine(), "settings": options, "rows": rows})
         else:
-            title = f"perplexity: {model}, {steps} decode steps of {windows} windows"
+            title = f"perplexity: {model}, {steps} decode steps of {read.windows} windows"
             legend = PERPLEXITY_LEGEND + BOUND_LEGEND * bool(setup.bounds)
             print_tables({title: perplexity_table(rows)}, legend, output.shown)

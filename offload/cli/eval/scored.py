@@ -84,9 +84,11 @@ class Setup:
 
     def config(self) -> RuntimeConfig:
         """How it runs; refuses a device or dtype that there is not."""
-        from offload.runtime.config import runtime_config
+        from offload.runtime.config import checked_device, runtime_config
 
         runs = self.runs
+        if runs.reads_on is not None:
+            checked_device(runs.reads_on)
         return runtime_config(
             dtype=runs.dtype,
             device=runs.device,
@@ -178,7 +180,7 @@ def measure_all(
         left = [item for item in items if key_of(item) not in done]
         if left:
             progress.update(bar, description="loading the model")
-            model = SharedModel(setup.model, setup.resolved, config)
+            model = SharedModel(setup.model, setup.resolved, config, reads_on=setup.runs.reads_on)
             progress.update(bar, total=len(items), completed=len(items) - len(left))
             for item in left:
                 progress.update(bar, description=f"{item.task}, {item.length:,} tokens")

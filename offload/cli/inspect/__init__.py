@@ -6,11 +6,4 @@ from offload.cli.commands import add_command, command_group
 from offload.cli.inspect.heads import heads
 
 app = command_group(help="Look at a model's attention.")
-
-
-@app.callback()
-def inspect() -> None:
-    """Look at a model's attention."""
-
-
 add_command(app, heads)

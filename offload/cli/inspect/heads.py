@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +14,7 @@ from offload.cli.console import (
     stderr,
     stdout,
 )
-from offload.cli.options import AsJson, DType, ModelName, Verbose
+from offload.cli.options import AsJson, DType, ModelName, Plot, Text, Threads, Verbose
 
 if TYPE_CHECKING:
     from offload.loading.planned_model import PlannedModel
@@ -29,13 +28,7 @@ _BUDGETS = 4  # in the text, by default
 
 def heads(
     model: ModelName,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help=r"Text like what the model will read. \[default: docstrings of Python's library]",
-        ),
-    ] = None,
+    text: Text = None,
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -53,16 +46,8 @@ def heads(
         ),
     ] = None,
     dtype: DType = "auto",
-    num_threads: Annotated[
-        int | None,
-        typer.Option("--threads", min=1, help=r"CPU threads. \[default: all this process may use]"),
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH", help="Draw the map as .png, .svg or .pdf, too (needs matplotlib)."
-        ),
-    ] = None,
+    num_threads: Threads = None,
+    picture: Plot = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:

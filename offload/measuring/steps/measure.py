@@ -21,22 +21,8 @@ from offload.measuring.steps.step_timeline import (
     summed,
 )
 from offload.measuring.steps.worker_tasks import workers_row
-from offload.system.memory import format_bytes
 
 WARM_UP_STEPS = 4
-SHARE_MEANINGS = {
-    "overlapped": "both sides work",
-    "waiting": "only the GPU works, the CPU waits for queries",
-    "exposed": "only the CPU works, the GPU waits for its answer",
-    "handshake": "neither works: flags on their way, gaps between kernels",
-}
-MEMORY_NAMES = {
-    "weights": "weights",
-    "kv_host": "KV on the host",
-    "kv_device": "KV on the GPU",
-    "device": "on the GPU beside the weights",
-    "policy_host": "kept by the policy",
-}
 
 
 @dataclass(frozen=True)
@@ -125,44 +111,3 @@ def measure_steps(
         memory=session.memory(),
     )
     return measurement, traced
-
-
-def step_line(row: dict[str, Any]) -> str:
-    """One line about the times of a `StepMeasurement` as JSON has it."""
-    spread = (row["milliseconds_p90"] - row["milliseconds_p10"]) / 2
-    return (
-        f"{row['milliseconds']:.2f} ± {spread:.2f} ms per step, "
-        f"{row['tokens_per_second']:,.1f} tokens/s, {row['steps']} steps; "
-        f"{row['traced_milliseconds']:.2f} ms with marks"
-    )
-
-
-def share_lines(row: dict[str, Any]) -> list[list[str]]:
-    """Cells: share, of the step, milliseconds, what it means."""
-    return [
-        [
-            name,
-            f"{row['shares'][name]:.1%}",
-            f"{row['shares'][name] * row['traced_milliseconds']:.2f}",
-            SHARE_MEANINGS[name],
-        ]
-        for name in SHARES
-    ]
-
-
-def work_lines(row: dict[str, Any]) -> list[list[str]]:
-    """Cells: side, kind, microseconds per step, share of the step."""
-    step = row["traced_milliseconds"] * 1e3
-    return [
-        [side, kind, f"{microseconds:,.0f}", f"{microseconds / step:.1%}"]
-        for side, kinds in row["microseconds"].items()
-        for kind, microseconds in kinds.items()
-    ]
-
-
-def memory_line(row: dict[str, Any]) -> str:
-    """`weights 14.96 GiB, KV on the host 16.00 GiB`."""
-    return ", ".join(
-        f"{MEMORY_NAMES.get(name, name)} {format_bytes(num_bytes)}"
-        for name, num_bytes in row["memory"].items()
-    )

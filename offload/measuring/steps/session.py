@@ -92,7 +92,7 @@ class DecodeSession:
         self._cache, self._position = copy.deepcopy(self._prompt), self._kv_len
 
     def memory(self) -> dict[str, int]:
-        """Bytes, by what they are for: names of `MEMORY_NAMES`."""
+        """Bytes, by what they are for."""
         runtime, device = self.runtime, self.runtime.device
         found = {
             "weights": self._weight_bytes,

@@ -17,19 +17,6 @@ import numpy as np
 from cpu_ops.trace import TraceEvent
 from offload.measuring.steps.step_timeline import ATTEND_TASKS, TASKS, Interval, StepTimeline, Task
 
-TASK_MEANINGS = {
-    "prepare": "the policy predicts, before the request",
-    "warm": "reads ahead, until the request comes",
-    "store": "keys and values into the pages, with 8 sequences or more",
-    "ask": "the policy is asked",
-    "score": "its candidates are scored",
-    "choose": "the best of them are chosen",
-    "attend": "to what was chosen",
-    "merge": "pieces into the reply",
-    "update": "the policy learns, after the reply",
-    "remember": "notes what to read ahead in the next step",
-}
-
 
 @dataclass(frozen=True)
 class LayerReply:
@@ -134,32 +121,3 @@ def workers_row(steps: Sequence[StepTimeline]) -> dict[str, Any] | None:
         "task_microseconds": tasks,
         "replies": [asdict(reply) for reply in layer_replies(steps)],
     }
-
-
-def task_lines(workers: dict[str, Any]) -> list[list[str]]:
-    """Cells of `workers_row`: task, microseconds per layer over all workers, what it means."""
-    return [
-        [kind, f"{microseconds:,.1f}", TASK_MEANINGS[kind]]
-        for kind, microseconds in workers["task_microseconds"].items()
-    ]
-
-
-def reply_lines(workers: dict[str, Any]) -> list[list[str]]:
-    """Cells of `workers_row`: layer, microseconds from request to reply, before the first task,
-    after the last, busy workers, idle share within attend; the median layer and the slowest."""
-    replies = workers["replies"]
-    if not replies:
-        return []
-    slowest = max(replies, key=lambda reply: float(reply["microseconds"]))
-    median = {name: float(np.median([reply[name] for reply in replies])) for name in slowest}
-    return [
-        [
-            name,
-            f"{reply['microseconds']:,.1f}",
-            f"{reply['before_tasks_microseconds']:,.1f}",
-            f"{reply['after_tasks_microseconds']:,.1f}",
-            f"{reply['busy_workers']:.1f} of {workers['num_workers']}",
-            f"{reply['idle_share']:.0%}",
-        ]
-        for name, reply in (("median", median), (f"slowest: {slowest['layer']}", slowest))
-    ]

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from offload.kv.store import KVStore
-from offload.measuring.synthetic.attention_statistics import SINK_TOKENS
 
 # The output is rounded to the cache's dtype, and so are the softmax weights inside some kernels.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-
-
-@dataclass(frozen=True)
-class SelectionQuality:
-    """How a step's selections compare with the best of their size.
-
-    Attributes:
-        top_overlap: share of the chosen tokens (sinks and recent ones left out) that are among as
-            many of largest weight; None if none were to choose.
-        mass_kept: of the attention beside the first SINK_TOKENS, what the attended tokens hold.
-        answered: share of units that the policy answered without attending.
-    """
-
-    top_overlap: float | None
-    mass_kept: float
-    answered: float
 
 
 class ExactAttention:
@@ -89,48 +72,10 @@ class ExactAttention:
             )
         return error
 
-    def quality(
-        self,
-        selection: Sequence[Sequence[int]],
-        attends_to_all: Sequence[bool],
-        *,
-        sink_tokens: int,
-        recent_tokens: int,
-    ) -> SelectionQuality:
-        """Judge the selections of all units.
-
-        Args:
-            attends_to_all: of each unit; others with an empty selection were answered.
-            sink_tokens, recent_tokens: what is attended anyway, and not chosen.
-        """
-        importances = self._of_units(len(selection)).sum(1)
-        last = self._kv_len - recent_tokens
-        masses: list[float] = []
-        overlaps: list[float] = []
-        answered = 0
-        for unit, (tokens, everything) in enumerate(zip(selection, attends_to_all, strict=True)):
-            if everything:
-                masses.append(1.0)
-                overlaps.append(1.0)
-                continue
-            if not len(tokens):
-                answered += 1
-                continue
-            importance = importances[unit]
-            chosen = torch.as_tensor(tokens, dtype=torch.int64)
-            beside_sinks = chosen[chosen >= SINK_TOKENS]
-            rest = float(importance[SINK_TOKENS:].double().sum())
-            masses.append(float(importance[beside_sinks].double().sum()) / max(rest, 1e-30))
-            middle = chosen[(chosen >= sink_tokens) & (chosen < last)]
-            if middle.numel():
-                best = importance[sink_tokens:last].topk(middle.numel()).indices + sink_tokens
-                common = torch.isin(middle, best, assume_unique=True).sum()
-                overlaps.append(float(common) / middle.numel())
-        return SelectionQuality(
-            top_overlap=float(np.mean(overlaps)) if overlaps else None,
-            mass_kept=float(np.mean(masses)) if masses else 1.0,
-            answered=answered / len(selection),
-        )
+    def importances(self, num_units: int) -> npt.NDArray[np.float32]:
+        """[num_units, kv_len]: the weights of each unit's query heads together."""
+        found: npt.NDArray[np.float32] = self._of_units(num_units).sum(1).numpy()
+        return found
 
     def _of_units(self, num_units: int) -> Tensor:
         """The weights, [num_units, members, kv_len]: a unit is a KV head or a query head."""

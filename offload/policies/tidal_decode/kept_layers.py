@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from offload.policies.checkpoint_names import key_part
+from offload.models.checkpoint_names import key_part
 from offload.policies.tidal_decode.select_layers import SelectLayers
 from offload.system.cache_folder import cache_folder
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate
-from typing import overload
 
 
 def word_list(name: str) -> list[str]:
@@ -23,7 +22,7 @@ def all_words() -> list[str]:
     return sorted({word for kind in ("nouns", "adjectives", "verbs") for word in word_list(kind)})
 
 
-class NeedleWords(Sequence[str]):
+class NeedleWords:
     """Keys of needles, such as `abrasive-abacus`: every adjective with every noun, sorted.
 
     They are 6 million, so that they are made when they are asked for. All keys of one adjective
@@ -51,13 +50,7 @@ class NeedleWords(Sequence[str]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> str:
         index = range(len(self))[index]
         group = bisect_right(self._ends, index)
         start, within = self._starts[group], index - (self._ends[group - 1] if group else 0)

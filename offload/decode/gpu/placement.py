@@ -416,8 +416,8 @@ def may_be_hot(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArr
     fixed = policy.sink_tokens + policy.recent_tokens
     if policy.per_query_head or policy.budget_tokens <= fixed or not policy.recent_tokens:
         return hot
-    leaves_none: BoolArray = np.isin(places, (Place.HOT, Place.GPU)).all(axis=1, keepdims=True)
-    hot[1:] = (roles == SELECT)[1:] & leaves_none[1:]
+    on_gpu = np.isin(places, (Place.HOT, Place.GPU))
+    hot[1:] = (roles == SELECT)[1:] & np.logical_and.reduce(on_gpu[1:], axis=1, keepdims=True)
     return hot
 
 

@@ -229,6 +229,15 @@ class DecodeAttention:
     def drain(self) -> tuple[list[tuple[str, int, int, int, int, int, int, int]], int]: ...
     def last_selection(self) -> list[list[int]]: ...
 
+class HotRows:
+    def __init__(
+        self, num_slots: int, num_layers: int, num_kv_heads: int, hot_tokens: int
+    ) -> None: ...
+    def forget(self, slot: int) -> None: ...
+    def hot(self, slot: int, layer_idx: int, kv_head: int) -> _Int32s: ...
+    def take_counts(self) -> tuple[int, int]: ...
+    def choose(self, slot: int, layer_idx: int, kv_head: int, tokens: _Int32s) -> _Int32s: ...
+
 class Coprocessor:
     def __init__(
         self,
@@ -237,6 +246,7 @@ class Coprocessor:
         max_rows: int,
         selection_units: int,
         selection_tokens: int,
+        fetch_tokens: int,
         requests: list[list[int]],
         sparse_layers: list[bool],
         sink_tokens: int,
@@ -244,6 +254,8 @@ class Coprocessor:
         device_heads: list[bool],
         publishing_heads: list[bool],
         listed_heads: list[bool],
+        hot_heads: list[bool],
+        hot_rows: HotRows | None,
         keep: object,
     ) -> None: ...
     def set_deadline(self, ns: int) -> None: ...

@@ -66,6 +66,9 @@ class Coprocessor:
             request. None: no head, as far as there are requests.
         listed_heads: likewise, of others: the GPU puts candidates into the mailbox before the
             request of the layer, in place of those that the policy would propose.
+        hot_heads: likewise: the GPU attends to rows that are chosen a layer ahead. The CPU attends
+            to no head of such a layer, and each unit of the policy is a KV head.
+        hot_rows: what the GPU holds of them, by slots of at least `mailbox.max_rows`.
         on_done: called when a step that `keeps_queries` is done, by whoever closes it or waits for
             it: with the step and the queries [n, num_qo_heads * head_dim] of each sparse layer that
             had a request.
@@ -91,6 +94,8 @@ class Coprocessor:
         device_heads: npt.NDArray[np.bool_] | None = None,
         publishing_heads: npt.NDArray[np.bool_] | None = None,
         listed_heads: npt.NDArray[np.bool_] | None = None,
+        hot_heads: npt.NDArray[np.bool_] | None = None,
+        hot_rows: _native.HotRows | None = None,
         on_done: OnDone | None = None,
     ) -> None:
         _check_mailbox(attention, mailbox)
@@ -115,6 +120,7 @@ class Coprocessor:
             mailbox.max_rows,
             mailbox.selection.shape[1],
             mailbox.selection.shape[2],
+            mailbox.fetches.shape[3],
             [list(request) for request in self.requests],
             attention.sparse_layers.tolist(),
             sink_tokens,
@@ -122,6 +128,8 @@ class Coprocessor:
             _head_flags("device_heads", device_heads, attention),
             _check_publishing("publishing_heads", publishing_heads, attention, mailbox),
             _check_listed(listed_heads, publishing_heads, attention, mailbox),
+            _check_hot(hot_heads, hot_rows, attention, mailbox),
+            hot_rows,
             mailbox,
         )
         self._native.set_deadline(round(deadline_seconds * 1e9))
@@ -299,6 +307,7 @@ def _check_mailbox(attention: NativeAttention, mailbox: Mailbox) -> None:
         dtype=attention.dtype,
         selection_units=units,
         selection_tokens=tokens,
+        fetch_tokens=mailbox.fetches.shape[3] if mailbox.fetches.dim() == 5 else 0,
     )
     for (name, (shape, dtype)), x in zip(layout.items(), mailbox.tensors, strict=True):
         check_tensor(f"mailbox.{name}", x, shape, dtype)
@@ -354,6 +363,22 @@ def _check_listed(
             f"mailbox.selection must have {attention.num_kv_heads} lists for listed_heads, got "
             f"{mailbox.selection.shape[1]}"
         )
+    return flags
+
+
+def _check_hot(
+    heads: npt.NDArray[np.bool_] | None,
+    hot_rows: _native.HotRows | None,
+    attention: NativeAttention,
+    mailbox: Mailbox,
+) -> list[bool]:
+    flags = _head_flags("hot_heads", heads, attention)
+    if not any(flags):
+        return []
+    if hot_rows is None or mailbox.fetches.shape[3] < 1:
+        raise ValueError("hot_heads need hot_rows, and a mailbox with fetch_tokens")
+    if flags[: attention.num_kv_heads].count(True):
+        raise ValueError("layer 0 has no layer above that could ask for its hot rows")
     return flags
 
 

@@ -12,6 +12,9 @@ Rows are slots, one sequence each; all tensors are contiguous.
     replies   int32   [num_requests, 16]
     selection int32   [max_rows, selection_units, selection_tokens]   what the GPU's heads last
     counts    int32   [max_rows, selection_units]                     published, and how many tokens
+    predicted dtype   [2, max_rows, num_qo_heads * head_dim]      rotated; of layer l in [l % 2]
+    fetches   int32   [2, max_rows, num_kv_heads, fetch_tokens, 2]  (token, place) of rows to fetch
+    hot_counts int32  [2, max_rows, num_kv_heads, 2]              of a head: rows to fetch, hot rows
 
 An lse of -inf: the CPU attended to nothing. An lse of +inf: the output is the whole answer, what
 others attended to does not count.
@@ -20,6 +23,10 @@ A flag is element [i, 0], alone in its cache line. The GPU sets `requests[i]` to
 request i are in `query` and `kv`; the CPU resets it when it has seen it. The CPU sets `replies[i]`
 to 1 when `output` and `lse` are there; the GPU waits for that and resets it. The last of `requests`
 says that all layers of the step are in `kv`.
+
+A layer with hot rows is asked for a layer ahead: its request says that its rows are in `predicted`,
+and the keys and values of the layers above in `kv`. The reply says that `fetches` and `hot_counts`
+are there; nothing of that layer is in `output`. Without such layers the three have no elements.
 
 A selection unit is a KV head, or all of them where they share a selection; there are none where no
 head on the GPU publishes. What layer l publishes is there before the next request is raised.
@@ -52,6 +59,9 @@ class Mailbox:
     replies: Tensor
     selection: Tensor
     counts: Tensor
+    predicted: Tensor
+    fetches: Tensor
+    hot_counts: Tensor
 
     @staticmethod
     def layout(
@@ -65,12 +75,14 @@ class Mailbox:
         dtype: torch.dtype,
         selection_units: int = 0,
         selection_tokens: int = 0,
+        fetch_tokens: int = 0,
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of each tensor.
 
         Args:
             num_requests: requests of one step; 0 if the GPU attends to everything.
             dtype: of queries, keys and values: the KV store's.
+            fetch_tokens: that the GPU fetches of a KV head at most; 0: no layer has hot rows.
         """
         if num_requests < 0:
             raise ValueError(f"num_requests must not be negative, got {num_requests}")
@@ -94,6 +106,9 @@ class Mailbox:
             "replies": ((num_requests, FLAG_STRIDE), torch.int32),
             "selection": ((max_rows, selection_units, selection_tokens), torch.int32),
             "counts": ((max_rows, selection_units), torch.int32),
+            "predicted": ((2, *row) if fetch_tokens else (2, max_rows, 0), dtype),
+            "fetches": ((2, max_rows, num_kv_heads, fetch_tokens, 2), torch.int32),
+            "hot_counts": ((2, max_rows, num_kv_heads if fetch_tokens else 0, 2), torch.int32),
         }
 
     @classmethod

@@ -175,7 +175,7 @@ def rope_publish(
     weight, each product and the sum. Rows with position -1 are inactive and write nothing.
 
     Args:
-        qkv: [n, (num_qo_heads + 2 * num_kv_heads) * head_dim].
+        qkv: [n, (num_qo_heads + 2 * num_kv_heads) * head_dim]; with num_kv_heads = 0 queries only.
         cos, sin: [n, head_dim], in qkv's dtype.
         positions: int64 [n], of each row's token, or -1.
         query: out [n, num_qo_heads * head_dim].
@@ -202,7 +202,8 @@ def rope_publish(
     num_heads = qkv.shape[1] // head_dim
     num_qo_heads = num_heads - 2 * num_kv_heads
     check_head_dim(head_dim)
-    check_group(num_qo_heads, num_kv_heads)
+    if num_kv_heads:
+        check_group(num_qo_heads, num_kv_heads)
     check_tensor("qkv", qkv, (n, num_heads * head_dim), dtype, device)
     check_tensor("cos", cos, (n, head_dim), dtype, device)
     check_tensor("sin", sin, (n, head_dim), dtype, device)

@@ -81,6 +81,12 @@ class DecodeAttention {
   std::string non_finite(int64_t layer_idx, int row_idx, int unit) const {
     return setup_.non_finite(layer_idx, row_idx, unit);
   }
+  // What a unit of the last attend() has chosen: `n` tokens, ascending, sinks and recent ones among them. Null: all of
+  // its tokens, or where n is 0 none.
+  std::pair<const int32_t*, int64_t> chosen(int row_idx, int unit) const {
+    const Unit& x = pass_.unit(row_idx, unit);
+    return {x.indices, x.n};
+  }
   // Which tokens each unit of each row of the last attend() attended; empty where it was all of them, or none because
   // the policy answered.
   std::vector<std::vector<int32_t>> last_selection() const { return pass_.last_selection(); }

@@ -23,7 +23,8 @@ int64_t even_splits(int64_t num_threads, int64_t num_lists, int64_t num_tokens) 
 // Which of a unit's tokens are attended here. Lists hold the sinks first and the recent tokens last, as rows do.
 void LanePlan::set_range(Unit& unit) const {
   unit.begin = 0;
-  unit.end = unit.n;
+  unit.end = pass_.options.chooses_only ? 0 : unit.n;
+  if (pass_.options.chooses_only) return;
   if (!pass_.options.window_on_device) return;
   unit.begin = std::min(pass_.options.sink_tokens, unit.n);
   unit.end = std::max(unit.begin, unit.n - pass_.options.recent_tokens);

@@ -77,6 +77,8 @@ struct AttendOptions {
   const uint8_t* listed = nullptr;     // likewise: 1 where the rows have lists of candidates
   bool float_output = false;           // output is float32 instead of the shape's dtype
   bool defers_updates = false;         // the policy's observe() and append() wait for update()
+  // Tokens are chosen, and nothing is attended: output is written, but says nothing. The policy learns as if.
+  bool chooses_only = false;
   bool is_decoded = true;              // false: a row again, for the policy only, which is not probed
 };
 

@@ -19,9 +19,15 @@ std::vector<Request> requests_of(const std::vector<std::vector<int64_t>>& reques
   return result;
 }
 
+Int32s pairs_of(const Fetch* fetches, int64_t n) {
+  Int32s pairs({static_cast<py::ssize_t>(n), py::ssize_t{2}});
+  std::copy_n(reinterpret_cast<const int32_t*>(fetches), 2 * n, pairs.mutable_data());
+  return pairs;
+}
+
 // Addresses in the order of cpu_ops/mailbox.py's tensors.
 Mailbox mailbox_of(const std::vector<int64_t>& addresses, int64_t max_rows, int64_t selection_units,
-                   int64_t selection_tokens) {
+                   int64_t selection_tokens, int64_t fetch_tokens) {
   return {pointer<const char>(addresses.at(0)),
           pointer<const char>(addresses.at(1)),
           pointer<float>(addresses.at(2)),
@@ -32,7 +38,11 @@ Mailbox mailbox_of(const std::vector<int64_t>& addresses, int64_t max_rows, int6
           pointer<const int32_t>(addresses.at(6)),
           pointer<const int32_t>(addresses.at(7)),
           selection_units,
-          selection_tokens};
+          selection_tokens,
+          pointer<const char>(addresses.at(8)),
+          pointer<int32_t>(addresses.at(9)),
+          pointer<int32_t>(addresses.at(10)),
+          fetch_tokens};
 }
 
 // Rows in the order of their slots.
@@ -57,18 +67,20 @@ ServedStep step_of(const Int64s& slots, const StepRows& rows, int64_t queries) {
 class PyCoprocessor : public Coprocessor {
  public:
   PyCoprocessor(py::object attention, const std::vector<int64_t>& mailbox, int64_t max_rows, int64_t selection_units,
-                int64_t selection_tokens, const std::vector<std::vector<int64_t>>& requests,
+                int64_t selection_tokens, int64_t fetch_tokens, const std::vector<std::vector<int64_t>>& requests,
                 const std::vector<uint8_t>& sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
                 const std::vector<uint8_t>& device_heads, const std::vector<uint8_t>& publishing_heads,
-                const std::vector<uint8_t>& listed_heads, py::object keep)
+                const std::vector<uint8_t>& listed_heads, const std::vector<uint8_t>& hot_heads, py::object hot_rows,
+                py::object keep)
       : Coprocessor(attention.cast<DecodeAttention&>(),
-                    mailbox_of(mailbox, max_rows, selection_units, selection_tokens),
+                    mailbox_of(mailbox, max_rows, selection_units, selection_tokens, fetch_tokens),
                     {requests_of(requests),
                      sparse_layers,
                      sink_tokens,
                      recent_tokens,
-                     {device_heads, publishing_heads, listed_heads}}),
-        kept_{std::move(attention), std::move(keep)} {}
+                     {device_heads, publishing_heads, listed_heads, hot_heads},
+                     hot_rows.is_none() ? nullptr : hot_rows.cast<HotRows*>()}),
+        kept_{std::move(attention), std::move(keep), std::move(hot_rows)} {}
 
   ~PyCoprocessor() {
     if (close_quietly() != Retirement::stuck) return;
@@ -150,7 +162,7 @@ class PyCoprocessor : public Coprocessor {
     return close(kLastGraceNs);
   }
 
-  py::object kept_[2];
+  py::object kept_[3];
   std::deque<std::pair<int64_t, py::object>> kept_steps_;
 };
 
@@ -158,11 +170,27 @@ class PyCoprocessor : public Coprocessor {
 
 void bind_coprocessor(py::module_& m) {
   m.attr("FLAG_STRIDE") = kFlagStride;
+  py::class_<HotRows>(m, "HotRows")
+      .def(py::init<int64_t, int64_t, int, int64_t>())
+      .def("forget", &HotRows::forget)
+      // (token, place) of each hot row, [n, 2].
+      .def("hot", [](const HotRows& rows, int64_t slot, int64_t layer_idx, int kv_head) {
+        const std::vector<Fetch> hot = rows.hot(slot, layer_idx, kv_head);
+        return pairs_of(hot.data(), static_cast<int64_t>(hot.size()));
+      })
+      .def("take_counts", &HotRows::take_counts)
+      // For tests: (token, place) of what has to be fetched, [n, 2].
+      .def("choose", [](HotRows& rows, int64_t slot, int64_t layer_idx, int kv_head, const Int32s& tokens) {
+        std::vector<Fetch> fetches(static_cast<size_t>(tokens.size()));
+        const int64_t n = rows.choose(slot, layer_idx, kv_head, tokens.data(), tokens.size(), fetches.data());
+        return pairs_of(fetches.data(), n);
+      });
   py::class_<PyCoprocessor>(m, "Coprocessor")
       .def(
-          py::init<py::object, const std::vector<int64_t>&, int64_t, int64_t, int64_t,
+          py::init<py::object, const std::vector<int64_t>&, int64_t, int64_t, int64_t, int64_t,
                    const std::vector<std::vector<int64_t>>&, const std::vector<uint8_t>&, int64_t, int64_t,
-                   const std::vector<uint8_t>&, const std::vector<uint8_t>&, const std::vector<uint8_t>&, py::object>())
+                   const std::vector<uint8_t>&, const std::vector<uint8_t>&, const std::vector<uint8_t>&,
+                   const std::vector<uint8_t>&, py::object, py::object>())
       .def("set_deadline", &PyCoprocessor::set_deadline)
       .def("begin", &PyCoprocessor::begin_step)
       .def(

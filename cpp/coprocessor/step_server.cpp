@@ -22,6 +22,10 @@ StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, StepP
   options_.recent_tokens = plan_.recent_tokens;
   options_.float_output = true;
   options_.defers_updates = true;
+  for (const Request& request : plan_.requests) {
+    const uint8_t* hot = of_layer(plan_.device_heads.hot, request.layer_idx);
+    is_ahead_.push_back(hot != nullptr && std::any_of(hot, hot + attention.shape().num_kv_heads, [](uint8_t x) { return x != 0; }));
+  }
 }
 
 void StepServer::begin(const ServedStep& step) {
@@ -72,6 +76,8 @@ size_t StepServer::rows_of(int request, std::vector<QueryRow>& rows) const {
   const AttentionShape& shape = attention_.shape();
   const Request& r = plan_.requests[static_cast<size_t>(request)];
   const int64_t elements = int64_t{shape.num_qo_heads} * shape.head_dim;
+  const bool ahead = is_ahead(request);
+  if (ahead) grow(no_output_, step_->rows.size() * static_cast<size_t>(elements));
   rows.clear();
   size_t first = 0;
   for (const StepRow& of_step : step_->rows) {
@@ -88,6 +94,13 @@ size_t StepServer::rows_of(int request, std::vector<QueryRow>& rows) const {
     row.listed = mailbox_.selection + of_step.slot * mailbox_.selection_units * mailbox_.selection_tokens;
     row.num_listed = mailbox_.counts + of_step.slot * mailbox_.selection_units;
     row.max_listed = mailbox_.selection_tokens;
+    if (ahead) {  // of the tokens before the step's own, which has no key of this layer yet
+      const int64_t at = r.layer_idx % 2 * mailbox_.max_rows + of_step.slot;
+      row.kv_len = std::max<int64_t>(1, of_step.kv_len - 1);
+      row.query = mailbox_.predicted + at * elements * dtype_bytes(shape.dtype);
+      row.output = no_output_.data() + rows.size() * static_cast<size_t>(elements);
+      row.lse = nullptr;
+    }
     rows.push_back(row);
   }
   return first;
@@ -135,7 +148,7 @@ void StepServer::store(int request) {
   const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::store, layer_idx, request);
   first_ = rows_of(request, rows_);
-  store_rows(first_, first_ + rows_.size(), layer_idx + 1);
+  store_rows(first_, first_ + rows_.size(), layer_idx + (is_ahead(request) ? 0 : 1));
 }
 
 std::string StepServer::attend(int request) {
@@ -147,11 +160,43 @@ std::string StepServer::attend(int request) {
   if (std::string failure = take_over(first_, first_ + rows_.size(), layer_idx); !failure.empty()) return failure;
   options_.elsewhere = of_layer(plan_.device_heads.attended, layer_idx);
   options_.listed = of_layer(plan_.device_heads.listed, layer_idx);
+  options_.chooses_only = is_ahead(request);
   std::string failure = attention_.attend(layer_idx, rows_, sparse, static_cast<int>(first_), false, options_);
+  if (failure.empty() && is_ahead(request)) send_hot_rows(layer_idx);
   if (failure.empty()) return failure;
   // What is wrong here may have been wrong above, in heads that are not attended to here.
   const std::string above = find_non_finite(first_, first_ + rows_.size(), 0, layer_idx);
   return above.empty() ? failure : above;
+}
+
+// What the GPU fetches for the layer, in whose place; but for what is in its window, the step's own token included.
+void StepServer::send_hot_rows(int64_t layer_idx) {
+  const int heads = attention_.shape().num_kv_heads;
+  const uint8_t* hot = of_layer(plan_.device_heads.hot, layer_idx);
+  attention_.pool().parallel_for_near(static_cast<int64_t>(rows_.size()) * heads, [&](int64_t task, int) {
+    const auto row = static_cast<size_t>(task / heads);
+    const auto head = static_cast<int>(task % heads);
+    if (hot[head] == 0) return;
+    static thread_local std::vector<int32_t> tokens;
+    const StepRow& of_step = step_->rows[first_ + row];
+    const int64_t begin = plan_.sink_tokens;
+    const int64_t end = std::max(begin, of_step.kv_len - plan_.recent_tokens);
+    const auto [chosen, n] = attention_.chosen(static_cast<int>(row), head);
+    tokens.clear();
+    if (chosen == nullptr && n > 0) {
+      for (int64_t t = begin; t < end; ++t) tokens.push_back(static_cast<int32_t>(t));
+    } else if (n > 0) {
+      const int32_t* first = std::lower_bound(chosen, chosen + n, static_cast<int32_t>(begin));
+      tokens.assign(first, std::lower_bound(first, chosen + n, static_cast<int32_t>(end)));
+    }
+    const int64_t at = (layer_idx % 2 * mailbox_.max_rows + of_step.slot) * heads + head;
+    const auto count = std::min<int64_t>(static_cast<int64_t>(tokens.size()), mailbox_.fetch_tokens);
+    auto* fetches = reinterpret_cast<Fetch*>(mailbox_.fetches + at * mailbox_.fetch_tokens * 2);
+    HotRows& rows = *plan_.hot_rows;
+    mailbox_.hot_counts[2 * at] =
+        static_cast<int32_t>(rows.choose(of_step.slot, layer_idx, head, tokens.data(), count, fetches));
+    mailbox_.hot_counts[2 * at + 1] = static_cast<int32_t>(rows.num_hot(of_step.slot, layer_idx, head));
+  });
 }
 
 // Before the reply: the GPU writes the next layer's queries after it.
@@ -187,14 +232,14 @@ void StepServer::update_and_prepare_next(int request) {
 }
 
 void StepServer::remember(int request) {
-  if (rows_.empty() || !is_sparse(request)) return;
+  if (rows_.empty() || !is_sparse(request) || is_ahead(request)) return;
   const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
   attention_.remember();
 }
 
 void StepServer::warm_up(int request, int32_t* stop) {
-  if (!is_sparse(request)) return;
+  if (!is_sparse(request) || is_ahead(request)) return;
   const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::warm, layer_idx, request);
   const size_t first = rows_of(request, prepared_rows_);
@@ -219,7 +264,8 @@ std::string StepServer::find_non_finite(size_t first, size_t last, int64_t first
 }
 
 std::string StepServer::check_asked() {
-  num_checked_ = plan_.requests.empty() ? 0 : plan_.requests.back().layer_idx + 1;
+  num_checked_ = 0;
+  if (!plan_.requests.empty()) num_checked_ = plan_.requests.back().layer_idx + (is_ahead_.back() != 0 ? 0 : 1);
   return find_non_finite(0, step_->rows.size(), 0, num_checked_);
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention/decode_attention.h"
+#include "coprocessor/hot_rows.h"
 #include "pool/trace.h"
 
 namespace offload {
@@ -29,6 +30,13 @@ struct Mailbox {
   const int32_t* counts = nullptr;
   int64_t selection_units = 0;
   int64_t selection_tokens = 0;
+  // Of heads with hot rows, for even and odd layers by themselves: queries that were predicted; rows to fetch, at most
+  // `fetch_tokens` of each row and KV head; and how many these are and how many are hot, two int32. Null where there are
+  // no such heads.
+  const char* predicted = nullptr;
+  int32_t* fetches = nullptr;
+  int32_t* hot_counts = nullptr;
+  int64_t fetch_tokens = 0;
 };
 
 // What the GPU does of each [layer, KV head], in whole layers that are asked for or not.
@@ -36,6 +44,9 @@ struct DeviceHeads {
   std::vector<uint8_t> attended;     // 1: the GPU attends to all of it
   std::vector<uint8_t> published;    // 1: and publishes a selection, which is in the mailbox before the next request
   std::vector<uint8_t> listed = {};  // 1: lists candidates for it, which are in the mailbox before the layer's request
+  // 1: attends to rows that the CPU chooses a layer ahead, by a predicted query: the request comes before the layer's
+  // keys and values, and the reply is what to fetch. The CPU attends to no head of such a layer.
+  std::vector<uint8_t> hot = {};
 };
 
 // Rows [first_row, first_row + num_rows) of the mailbox in one layer.
@@ -70,6 +81,7 @@ struct StepPlan {
   int64_t sink_tokens;                 // of the window on the device
   int64_t recent_tokens;
   DeviceHeads device_heads = {};
+  HotRows* hot_rows = nullptr;
 };
 
 class StepServer {
@@ -104,6 +116,9 @@ class StepServer {
 
  private:
   int64_t layer_of(int request) const { return plan_.requests[static_cast<size_t>(request)].layer_idx; }
+  // Whether it comes a layer ahead.
+  bool is_ahead(int request) const { return is_ahead_[static_cast<size_t>(request)] != 0; }
+  void send_hot_rows(int64_t layer_idx);
   bool is_sparse(int request) const { return plan_.sparse_layers[static_cast<size_t>(layer_of(request))] != 0; }
   // Fills `rows` and returns which row of the step is the first.
   size_t rows_of(int request, std::vector<QueryRow>& rows) const;
@@ -129,6 +144,8 @@ class StepServer {
   std::vector<QueryRow> rows_;           // of the request that is attended
   std::vector<QueryRow> prepared_rows_;
   size_t first_ = 0;  // rows_[0] is step_->rows[first_]
+  std::vector<uint8_t> is_ahead_;         // of each request
+  mutable std::vector<float> no_output_;  // of what only chooses
 };
 
 }  // namespace offload

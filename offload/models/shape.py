@@ -64,6 +64,11 @@ class ModelShape:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * 2
 
     @property
+    def query_width(self) -> int:
+        """Elements of a token's queries."""
+        return self.num_qo_heads * self.head_dim
+
+    @property
     def qkv_width(self) -> int:
         """Elements that a layer projects for one token: queries, keys and values."""
         return (self.num_qo_heads + 2 * self.num_kv_heads) * self.head_dim
@@ -85,7 +90,7 @@ def weight_elements(shape: ModelShape) -> int:
 
 def layer_elements(shape: ModelShape) -> int:
     """Elements of one layer's weights."""
-    attention = shape.qkv_width + shape.num_qo_heads * shape.head_dim
+    attention = shape.qkv_width + shape.query_width
     return shape.hidden_size * (attention + 3 * shape.intermediate_size + 2)
 
 

@@ -15,7 +15,8 @@ from cpu_ops.mailbox import Mailbox
 from gpu_ops.layout import Layout, layout_bytes
 from offload.decode.gpu.buffers import StepBuffers, num_slots, step_tokens
 from offload.decode.gpu.heads import DeviceHeads
-from offload.decode.gpu.layer_heads import LayerHeads, layer_heads, scores_tokens
+from offload.decode.gpu.hot_rows import HotRows
+from offload.decode.gpu.layer_heads import LayerHeads, layer_heads, requests_of, scores_tokens
 from offload.decode.gpu.linear import linear_layout
 from offload.decode.gpu.placement import HeadPlacement
 from offload.decode.gpu.resident_codes import CodeShape
@@ -91,6 +92,14 @@ def step_layouts(
         "windows": {"windows": resident.pop("windows")},
         "page tables": resident | tables,
         "fetched rows": {"rows": heads.pop("rows")},
+        "hot rows": HotRows.layout(
+            shape,
+            layers,
+            policy,
+            num_slots=slots,
+            dtype=dtype,
+            num_multiprocessors=num_multiprocessors,
+        ),
         "scores and top-k": heads | {f"candidates: {name}": of for name, of in lists.items()},
         "step buffers": {
             f"{owner}: {name}": declared
@@ -99,11 +108,12 @@ def step_layouts(
         },
         "mailbox": Mailbox.layout(
             **shape.heads,
-            num_requests=sum(bool(layer.host) for layer in layers),
+            num_requests=len(requests_of(layers, [slice(0, slots)])),
             max_rows=slots,
             dtype=dtype,
             selection_units=selection_units,
             selection_tokens=selection_tokens,
+            fetch_tokens=policy.budget_tokens if any(layer.hot for layer in layers) else 0,
         ),
     }
 

@@ -181,8 +181,8 @@ class StepModel:
         """
         roles, work = self.roles[layer_idx], self.work
         members = work.unit_members[layer_idx]
-        # With codes on the GPU as without: what listing saves there was not measured.
-        on_cpu = (places == Place.CPU) | (places == Place.CODES)
+        # With codes on the GPU as without, and with hot rows: what these save was not measured.
+        on_cpu = (places == Place.CPU) | (places == Place.CODES) | (places == Place.HOT)
         if self._device is None:
             attend = self.attend_us(roles, members)
             return LayerTime("CPU", self.linear_us, 0.0, 0.0, attend, attend, 0.0)

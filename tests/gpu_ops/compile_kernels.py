@@ -23,6 +23,7 @@ from gpu_ops import launch
 from gpu_ops.append_codes import append_codes
 from gpu_ops.chunk_clusters import chunk_boxes, covering_radii, fill_empty, mean_directions
 from gpu_ops.code_scores import CodeQuery
+from gpu_ops.fetch_rows import fetch_rows
 from gpu_ops.flags import await_flag, raise_flag
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
@@ -152,6 +153,17 @@ def select_all(
     window = {"sink_tokens": 4, "recent_tokens": 64}
     pages = {"num_kv_heads": num_kv_heads, "page_tokens": 256}
     gather_rows(selection, counts, table, positions, heads, out=gathered, **pages, **window)
+    fetch_rows(
+        torch.zeros(n, num_kv_heads, capacity, 2, dtype=torch.int32),
+        torch.zeros(n, num_kv_heads, 2, dtype=torch.int32),
+        table,
+        positions,
+        heads,
+        page_tokens=256,
+        hot=gathered,
+        counts=counts,
+        **window,
+    )
     num_splits = num_gathered_splits(num_kv_heads, capacity, 132)
     gathered_attention(
         query,

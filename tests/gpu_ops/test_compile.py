@@ -38,6 +38,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "code_query_kernel",
         "cover_kernel",
         "digit_kernel",
+        "fetch_rows_kernel",
         "fill_empty_kernel",
         "gather_rows_kernel",
         "gathered_attention_kernel",

@@ -1,9 +1,10 @@
 """Who attends to which KV heads of a layer in a decode step.
 
-Three ways: the CPU attends to rows of the host's pages; the GPU attends to all
-tokens of a head whose KV it keeps; the GPU fetches the rows that a head above published, and
-attends to those. A head that stays on the GPU and retrieves publishes its selection there. For
-heads of the CPU whose keys have codes on the GPU it lists candidates (`placement.Place`).
+Four ways: the CPU attends to rows of the host's pages; the GPU attends to all tokens of a head
+whose KV it keeps; the GPU fetches the rows that a head above published, and attends to those; the
+GPU keeps a set of rows, which the CPU chooses a layer ahead. A head that stays on the GPU and
+retrieves publishes its selection there. For heads of the CPU whose keys have codes on the GPU it
+lists candidates (`placement.Place`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from offload.decode.gpu.placement import Place, awaited_heads
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """KV heads of one layer by who attends to them; each is in one of the first three.
+    """KV heads of one layer by who attends to them; each is in one of the first four.
 
     Attributes:
         resident: the GPU, to all tokens.
         gathered: the GPU, to rows that it fetches from the host.
         host: the CPU.
+        hot: the GPU, to rows that the CPU chooses a layer ahead; then none is the CPU's.
         publishing: of the resident ones, those whose selection heads elsewhere reuse: all or none.
         num_early: gathered ones whose selection is known before the layer above attends, the first
             so many; the others wait for what is published there.
@@ -34,6 +36,7 @@ class LayerHeads:
     resident: tuple[int, ...]
     gathered: tuple[int, ...]
     host: tuple[int, ...]
+    hot: tuple[int, ...] = ()
     publishing: tuple[int, ...] = ()
     num_early: int = 0
     coded: tuple[int, ...] = ()
@@ -41,12 +44,12 @@ class LayerHeads:
     @property
     def is_resident(self) -> bool:
         """All tokens of all heads are on the GPU, and nobody waits for a selection."""
-        return not (self.gathered or self.host or self.publishing)
+        return not (self.gathered or self.host or self.hot or self.publishing)
 
     @property
     def has_window(self) -> bool:
         """Some heads need the sink tokens and the recent window on the GPU."""
-        return bool(self.gathered or self.host)
+        return bool(self.gathered or self.host or self.hot)
 
 
 def layer_heads(
@@ -82,12 +85,28 @@ def layer_heads(
                 resident,
                 early + tuple(head for head in gathered if head in late),
                 heads(Place.CPU, Place.CODES),
+                heads(Place.HOT),
                 resident if publishes else (),
                 len(early),
                 heads(Place.CODES),
             )
         )
     return tuple(layers)
+
+
+def requests_of(
+    layers: Sequence[LayerHeads], micro_batches: Sequence[slice]
+) -> list[tuple[int, int, int]]:
+    """(layer_idx, first row, rows) of what a step asks the CPU, in the order in which it does: of a
+    layer with hot rows while the layer above is projected.
+    """
+    requests = []
+    for layer_idx, layer in enumerate(layers):
+        ahead = layer_idx + 1 < len(layers) and bool(layers[layer_idx + 1].hot)
+        for rows in micro_batches:
+            asked = [layer_idx] * bool(layer.host) + [layer_idx + 1] * ahead
+            requests += [(of_layer, rows.start, rows.stop - rows.start) for of_layer in asked]
+    return requests
 
 
 def scores_tokens(layers: Sequence[LayerHeads]) -> bool:

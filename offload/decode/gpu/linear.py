@@ -62,6 +62,9 @@ class LinearPath(Protocol):
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         """Queries, keys and values of x: [n, (num_qo_heads + 2 num_kv_heads) * head_dim]."""
 
+    def query(self, layer: DeviceLayer, x: Tensor) -> Tensor:
+        """Queries of x alone, [n, num_qo_heads * head_dim]; after `qkv` of the same x."""
+
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
         """x += o_proj(attended)."""
 
@@ -79,13 +82,18 @@ class OneRow:
     """A `LinearPath` for n = 1."""
 
     def __init__(self, weights: DeviceWeights) -> None:
-        self._qkv, self._gated, self._logits, self._summand = _allocate(weights, 1)
+        self._qkv, self._query, self._gated, self._logits, self._summand = _allocate(weights, 1)
         self._ranks = weights.ranks
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         weight, bias = layer.qkv
         gemv(x, weight, self._qkv, bias=bias, norm=layer.input_norm)
         return self._qkv
+
+    def query(self, layer: DeviceLayer, x: Tensor) -> Tensor:
+        weight, bias = rows_of_query(layer, self._query.shape[1])
+        gemv(x, weight, self._query, bias=bias, norm=layer.input_norm)
+        return self._query
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
         self._project_and_add(attended, layer.o_proj, x)
@@ -117,11 +125,16 @@ class ManyRows:
 
     def __init__(self, weights: DeviceWeights, max_rows: int) -> None:
         self._normed, self._gated = _allocate(weights, max_rows)
+        self._query_width = weights.shape.query_width
         self._waiting: Tensor | None = None  # what the next norm adds to x
         self._ranks = weights.ranks
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         return functional.linear(self._add_and_norm(x, layer.input_norm), *layer.qkv)
+
+    def query(self, layer: DeviceLayer, x: Tensor) -> Tensor:
+        normed = self._add_and_norm(x, layer.input_norm)
+        return functional.linear(normed, *rows_of_query(layer, self._query_width))
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
         self._waiting = self._sum(functional.linear(attended, *layer.o_proj))
@@ -150,6 +163,12 @@ class ManyRows:
         return normed
 
 
+def rows_of_query(layer: DeviceLayer, width: int) -> Weights:
+    """The rows of the fused projection that make queries: the first `width`."""
+    weight, bias = layer.qkv
+    return weight[:width], None if bias is None else bias[:width]
+
+
 def linear_path(weights: DeviceWeights, num_rows: int) -> LinearPath:
     """The fastest for steps of `num_rows` rows."""
     return OneRow(weights) if num_rows == 1 else ManyRows(weights, num_rows)
@@ -160,6 +179,7 @@ def linear_layout(shape: ModelShape, num_rows: int, dtype: torch.dtype) -> Layou
     if num_rows == 1:
         return {
             "qkv": ((1, shape.qkv_width), dtype),
+            "query": ((1, shape.query_width), dtype),
             "gated": ((1, shape.intermediate_size), dtype),
             "logits": ((1, shape.vocab_size), dtype),
             "summand": ((1, shape.hidden_size), torch.float32),

@@ -7,6 +7,9 @@
             selection is known before the query, and on the GPU
     CODES   as CPU, but the GPU keeps codes of the head's keys and lists by them which tokens the
             host should consider
+    HOT     the GPU keeps a bounded set of the head's rows and attends to it; which, the host
+            chooses a layer ahead, by the query that the next layer's projection makes of this
+            layer's input
 
 A placement is made by `placement_choice`, from what the machine was measured to do.
 """
@@ -39,9 +42,10 @@ class Place(enum.IntEnum):
     GPU = 1  # the GPU keeps all of its KV and attends
     GATHER = 2  # the GPU fetches the selected rows from host pages and attends
     CODES = 3  # the host's pool attends, to tokens among those that the GPU lists
+    HOT = 4  # the GPU attends, to rows that it keeps and the host chooses a layer ahead
 
 
-LETTERS = {Place.CPU: ".", Place.GPU: "G", Place.GATHER: "g", Place.CODES: "c"}
+LETTERS = {Place.CPU: ".", Place.GPU: "G", Place.GATHER: "g", Place.CODES: "c", Place.HOT: "h"}
 _PLACES = {letter: place for place, letter in LETTERS.items()}
 
 
@@ -132,6 +136,7 @@ class HeadPlacement:
         coded = has_codes(policy, roles)
         allowed = may_stay_on_gpu(policy, roles)
         gathered = may_be_gathered(policy, roles, self.places)
+        hot = may_be_hot(policy, roles, self.places)
         awaited = awaited_heads(roles, self.places, shares_selection=policy.shares_selection)
         for layer_idx, (of_layer, places) in enumerate(zip(roles, self.places, strict=True)):
             on_gpu = places == Place.GPU
@@ -167,6 +172,14 @@ class HeadPlacement:
                     f"policy {policy.name!r} keeps no codes of its keys; 'sketch' does, and "
                     "'per_head' with retrieval='sketch' of the heads that retrieve",
                 )
+            wrong = np.flatnonzero((places == Place.HOT) & ~hot[layer_idx])
+            if wrong.size:
+                self._refuse(
+                    layer_idx,
+                    int(wrong[0]),
+                    "hot rows are of heads that select by KV head, in a layer below the first "
+                    "whose other heads are on the GPU, and of a budget beyond the window",
+                )
             wrong = np.flatnonzero((places == Place.GATHER) & ~gathered[layer_idx])
             if wrong.size:
                 reason = (
@@ -201,6 +214,7 @@ class HeadPlacement:
         places[tuple(coming.T)] = Place.GPU
         fetched = may_be_gathered(policy, roles, places)
         places[(places == Place.GATHER) & ~fetched] = Place.CPU
+        places[(places == Place.HOT) & ~may_be_hot(policy, roles, places)] = Place.CPU
         num_coded = int((self.places == Place.CODES).sum())
         places[places == Place.CODES] = Place.CPU
         coded = np.argwhere(has_codes(policy, roles) & (places == Place.CPU))[:num_coded]
@@ -213,7 +227,7 @@ class HeadPlacement:
         return HeadPlacement(places, self.source)
 
     def text(self) -> str:
-        """A letter per head and a line per layer: G on the GPU, g gathered, . on the CPU."""
+        """A line per layer, of each head its letter in `LETTERS`."""
         return "\n".join("".join(LETTERS[Place(p)] for p in of_layer) for of_layer in self.places)
 
     @classmethod
@@ -290,6 +304,7 @@ class HeadPlacement:
         for place, reason in (
             (Place.GATHER, "selects no tokens to gather"),
             (Place.CODES, "keeps no codes of its keys"),
+            (Place.HOT, "selects no tokens to keep"),
         ):
             placed = np.argwhere(self.places == place)
             if len(placed):
@@ -389,6 +404,21 @@ def has_codes(policy: Policy, roles: UInt8Array) -> BoolArray:
         return np.zeros(roles.shape, np.bool_)
     coded: BoolArray = codes.heads & (roles == SELECT)
     return coded
+
+
+def may_be_hot(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArray:
+    """[num_layers, num_kv_heads]: heads whose tokens the CPU can choose a layer ahead.
+
+    Args:
+        places: where the layer's other heads are.
+    """
+    hot = np.zeros(roles.shape, np.bool_)
+    fixed = policy.sink_tokens + policy.recent_tokens
+    if policy.per_query_head or policy.budget_tokens <= fixed or not policy.recent_tokens:
+        return hot
+    on_gpu = np.isin(places, (Place.HOT, Place.GPU))
+    hot[1:] = (roles == SELECT)[1:] & np.logical_and.reduce(on_gpu[1:], axis=1, keepdims=True)
+    return hot
 
 
 def check_dense_until(policy: Policy) -> None:

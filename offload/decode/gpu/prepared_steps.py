@@ -15,7 +15,8 @@ from offload.decode.gpu.buffers import HostLink, StepBuffers, micro_batch_rows, 
 from offload.decode.gpu.bursts import Bursts
 from offload.decode.gpu.gpu_sync import GpuSync
 from offload.decode.gpu.heads import DeviceHeads
-from offload.decode.gpu.layer_heads import LayerHeads
+from offload.decode.gpu.hot_rows import HotRows
+from offload.decode.gpu.layer_heads import LayerHeads, requests_of
 from offload.decode.gpu.linear import DeviceWeights
 from offload.decode.gpu.micro_batches import MicroBatchChoice
 from offload.decode.gpu.pages import PageBudget
@@ -107,9 +108,20 @@ class PreparedSteps:
 
     def _make_step(self) -> DeviceStep:
         model, layers, store, device = self.model, self.layers, self.attention.store, self.device
+        policy = self.attention.policy
         sink_tokens, recent_tokens = self.window
         budget = PageBudget(self.device_budget_bytes)
-        codes = self._make_codes(budget)
+        codes, hot = self._make_codes(budget), None
+        if any(layer.hot for layer in layers):
+            hot = HotRows(
+                model,
+                layers,
+                policy,
+                num_slots=self.num_slots,
+                page_tokens=store.page_tokens,
+                dtype=store.dtype,
+                device=device,
+            )
         resident = ResidentKV(
             store,
             layers,
@@ -120,11 +132,12 @@ class PreparedSteps:
             device=device,
             budget=budget,
             codes=codes,
+            hot=hot,
         )
         heads = DeviceHeads(
             model,
             layers,
-            self.attention.policy,
+            policy,
             num_rows=self.num_slots,
             max_tokens=self.max_tokens,
             page_tokens=store.page_tokens,
@@ -171,14 +184,10 @@ class PreparedSteps:
 
     def make_link(self, num_rows: int, num_micro_batches: int) -> HostLink:
         """A new one, for steps of so many rows in so many micro-batches."""
-        requests = [
-            (layer_idx, rows.start, rows.stop - rows.start)
-            for layer_idx, layer in enumerate(self.layers)
-            if layer.host
-            for rows in micro_batch_rows(num_rows, num_micro_batches)
-        ]
+        requests = requests_of(self.layers, micro_batch_rows(num_rows, num_micro_batches))
         lists = self.step.lists
         selection = self.step.heads.selection if lists is None else lists.selection
+        hot = self.step.resident.hot
         mailbox = Mailbox.allocate(
             **self.model.shape.heads,
             max_rows=num_rows,
@@ -187,11 +196,13 @@ class PreparedSteps:
             pinned=self.device.type == "cuda",
             selection_units=selection.shape[1],
             selection_tokens=selection.shape[2],
+            fetch_tokens=0 if hot is None else self.attention.budget_tokens,
         )
-        publishing, listed = np.zeros((2, *self.placement.places.shape), bool)
+        publishing, listed, is_hot = np.zeros((3, *self.placement.places.shape), bool)
         for layer_idx, layer in enumerate(self.layers):
             publishing[layer_idx, list(layer.publishing)] = True
             listed[layer_idx, list(layer.coded)] = True
+            is_hot[layer_idx, list(layer.hot)] = True
         sink_tokens, recent_tokens = self.window
         coprocessor = Coprocessor(
             self.attention,
@@ -203,6 +214,8 @@ class PreparedSteps:
             device_heads=self.placement.on_device,
             publishing_heads=publishing,
             listed_heads=listed,
+            hot_heads=is_hot,
+            hot_rows=None if hot is None else hot.map,
             on_done=self.attention.record_step_queries,
         )
         gpu_sync = self.make_gpu_sync(coprocessor, mailbox)

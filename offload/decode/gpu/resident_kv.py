@@ -6,7 +6,8 @@ A *slot* is a row of a decode step. While a sequence is bound to a slot, the GPU
       puts there): every token, in pages of the layer's resident heads;
     - of layers whose rows the GPU fetches, and of all if it holds all: the addresses of the host's
       pages;
-    - of layers in which it lists candidates: codes of the keys (`resident_codes`).
+    - of layers in which it lists candidates: codes of the keys (`resident_codes`);
+    - of heads with hot rows: these (`hot_rows`), from the first step on.
 The host store has all of it too, so that binding is only copying, and forks, truncation and beams
 need no GPU code: a slot that no longer tells the truth is bound again.
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from gpu_ops.layout import Layout
+from offload.decode.gpu.hot_rows import HotRows
 from offload.decode.gpu.layer_heads import LayerHeads
 from offload.decode.gpu.pages import DevicePages, PageBudget, whole_slabs
 from offload.decode.gpu.resident_codes import ResidentCodes
@@ -89,6 +91,7 @@ class ResidentKV:
         max_context: tokens a sequence may have.
         budget: of all pages; None: what the device has.
         codes: which the layers need, within the same budget; None: no layer has some.
+        hot: rows that layers keep; None: no layer does.
 
     Raises:
         DeviceMemoryError: a budget that cannot hold one page of each resident head.
@@ -106,8 +109,9 @@ class ResidentKV:
         device: torch.device,
         budget: PageBudget | None = None,
         codes: ResidentCodes | None = None,
+        hot: HotRows | None = None,
     ) -> None:
-        self.codes = codes
+        self.codes, self.hot = codes, hot
         self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
         self.resident_heads = {
             layer_idx: layer.resident for layer_idx, layer in enumerate(layers) if layer.resident
@@ -181,6 +185,7 @@ class ResidentKV:
         by_layer = (self.windows, self.page_tables, self.host_pages.tables)
         held = sum(tensor.nbytes for tensors in by_layer for tensor in tensors.values())
         held += 0 if self.codes is None else self.codes.table_bytes
+        held += 0 if self.hot is None else self.hot.num_bytes
         return held + self._budget.reserved_bytes
 
     def page(self, layer_idx: int, address: int) -> Tensor:
@@ -288,6 +293,8 @@ class ResidentKV:
     def _clear(self, index: int) -> None:
         self.slots[index] = Slot()
         self.host_pages.forget(index)
+        if self.hot is not None:
+            self.hot.map.forget(index)
         with shielded():
             for layer_idx, addresses in self._addresses[index].items():
                 self._pages[len(self.resident_heads[layer_idx])].release(addresses)
@@ -401,7 +408,7 @@ def addressed_layers(layers: Sequence[LayerHeads]) -> list[int]:
     """Layers whose host pages kernels read, or write where the GPU has all heads of all layers."""
     if all(layer.is_resident for layer in layers):
         return list(range(len(layers)))
-    return [layer_idx for layer_idx, layer in enumerate(layers) if layer.gathered]
+    return [layer_idx for layer_idx, layer in enumerate(layers) if layer.gathered or layer.hot]
 
 
 def window_of(policy: Policy) -> tuple[int, int]:

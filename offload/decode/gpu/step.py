@@ -165,6 +165,7 @@ class DeviceStep:
         if placed.host:
             self._join_selection(batch, link)
             link.gpu_sync.request_attention(link.request_of[layer_idx, rows.start])
+        self._ask_ahead(layer_idx + 1, batch, link)
         if lists is not None:  # while the host attends
             lists.append(layer_idx, rows, b, self.resident.windows[layer_idx])
 
@@ -189,6 +190,7 @@ class DeviceStep:
         else:
             self.attend_to_sources(layer_idx, batch, link)
         self.gather_ahead(layer_idx + 1, batch, link, early=False)
+        self._fetch_ahead(layer_idx + 1, batch, link)
         batch.linears.add_attention(layer, batch.x, attended)
         batch.linears.add_mlp(layer, batch.x)
 
@@ -221,6 +223,10 @@ class DeviceStep:
         if placed.gathered:
             self.heads.attend_gathered(layer_idx, rows, b)
             self._mark("gathered", layer_idx)
+        if placed.hot:
+            assert self.resident.hot is not None
+            self.resident.hot.attend(layer_idx, rows, b)
+            self._mark("hot", layer_idx)
         if placed.host:
             link.gpu_sync.await_reply(link.request_of[layer_idx, rows.start])
             self._mark("wait", layer_idx)
@@ -242,6 +248,43 @@ class DeviceStep:
             tables = self.resident.host_pages.tables
             self.heads.gather(layer_idx, batch.rows, self.buffers.positions, tables, early=early)
         batch.gathering.append(gathering)
+
+    def _ask_ahead(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
+        """Have the host choose a layer's hot rows by the query that this layer's input makes there.
+
+        The rotation is the same in all layers.
+        """
+        if not self._has_hot_rows(layer_idx):
+            return
+        hot, rows, layer = self.resident.hot, batch.rows, self.weights.layers[layer_idx]
+        assert hot is not None
+        rope_publish(
+            batch.linears.query(layer, batch.x),
+            *batch.rope,
+            self.buffers.positions[rows],
+            num_kv_heads=0,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            norm_eps=layer.qk_norm_eps,
+            query=hot.predicted[rows],
+            host_query=link.mailbox.predicted[layer_idx % 2, rows],
+        )
+        self._mark("predicted", layer_idx)
+        link.gpu_sync.request_attention(link.request_of[layer_idx, rows.start])
+
+    def _fetch_ahead(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
+        """Fetch what a layer's hot rows lack, while the layer above is finished."""
+        if not self._has_hot_rows(layer_idx):
+            return
+        hot, rows, b = self.resident.hot, batch.rows, self.buffers
+        assert hot is not None
+        with link.gpu_sync.side_stream(_GATHERING) as fetching:
+            link.gpu_sync.await_reply(link.request_of[layer_idx, rows.start])
+            hot.fetch(layer_idx, rows, b, link.mailbox, self.resident.host_pages.tables[layer_idx])
+        batch.gathering.append(fetching)
+
+    def _has_hot_rows(self, layer_idx: int) -> bool:
+        return layer_idx < len(self.heads.layers) and bool(self.heads.layers[layer_idx].hot)
 
     def _join_selection(self, batch: _MicroBatch, link: HostLink) -> None:
         if batch.selection is not None:

@@ -1,0 +1,60 @@
+// Which tokens of a KV head have their rows on the GPU, where the GPU attends to a bounded set of them: the map is the
+// CPU's, which says what the GPU has to fetch and in whose place. What was chosen longest ago goes first.
+//
+// A set belongs to a slot (a row of the GPU's buffers), a layer and a KV head. Different sets may be changed at a time.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace offload {
+
+// A row that the GPU has to fetch, and its place among the head's hot rows.
+struct Fetch {
+  int32_t token;
+  int32_t place;
+};
+
+class HotRows {
+ public:
+  HotRows(int64_t num_slots, int64_t num_layers, int num_kv_heads, int64_t hot_tokens)
+      : num_layers_(num_layers),
+        num_kv_heads_(num_kv_heads),
+        hot_tokens_(hot_tokens),
+        sets_(static_cast<size_t>(num_slots * num_layers * num_kv_heads)) {}
+
+  int64_t hot_tokens() const { return hot_tokens_; }
+  // Between steps: the slot's rows tell of another sequence, or of none.
+  void forget(int64_t slot);
+  // Has `tokens` (ascending, at most hot_tokens) among the hot ones; writes what has to be fetched, and returns how
+  // many these are. Places are filled in order: hot are [0, num_hot).
+  int64_t choose(int64_t slot, int64_t layer_idx, int kv_head, const int32_t* tokens, int64_t n, Fetch* fetches);
+  int64_t num_hot(int64_t slot, int64_t layer_idx, int kv_head) const;
+  // All hot rows of a head, tokens ascending.
+  std::vector<Fetch> hot(int64_t slot, int64_t layer_idx, int kv_head) const;
+
+  // Chosen tokens that were hot before, and those that were not, since the last call.
+  std::pair<int64_t, int64_t> take_counts() { return {hits_.exchange(0), misses_.exchange(0)}; }
+
+ private:
+  struct Set {
+    std::vector<int32_t> tokens;    // that are hot, ascending
+    std::vector<int32_t> places;    // of each
+    std::vector<int64_t> chosen_at;  // by place: when it was last chosen
+    int64_t now = 0;
+  };
+  size_t index_of(int64_t slot, int64_t layer_idx, int kv_head) const {
+    return static_cast<size_t>((slot * num_layers_ + layer_idx) * num_kv_heads_ + kv_head);
+  }
+  static void evict(Set& set, int64_t count, std::vector<int32_t>& free_places);
+
+  const int64_t num_layers_;
+  const int num_kv_heads_;
+  const int64_t hot_tokens_;
+  std::vector<Set> sets_;
+  std::atomic<int64_t> hits_{0}, misses_{0};
+};
+
+}  // namespace offload

@@ -1,0 +1,165 @@
+"""Rows of host pages into places of a set that stays on the GPU: what is missing of it comes over
+PCIe, the rest is there from earlier steps. `gathered_attention` attends to such a set.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu_ops.checks import check_dims, check_dtype, check_page_tokens, check_reachable, check_tensor
+from gpu_ops.cpu_pages import page_at
+from gpu_ops.gather_rows import check_fixed, check_gathered
+from gpu_ops.launch import jit, next_power_of_2, pointer, runs_kernel, tl
+
+_TILE_BYTES = 32768  # keys and values that a program has in flight at a time
+
+
+@jit
+def fetch_rows_kernel(
+    fetches: tl.tensor,
+    hot_counts: tl.tensor,
+    page_table: tl.tensor,
+    positions: tl.tensor,
+    heads: tl.tensor,
+    hot: tl.tensor,
+    counts: tl.tensor,
+    max_pages: tl.tensor,
+    fetch_tokens: tl.tensor,
+    capacity: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    FIXED_TOKENS: tl.constexpr,  # sinks and recent ones
+    HEAD_DIM: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program per head and row: a grid that is fixed at capture."""
+    slot, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kv_head = tl.load(heads + slot)
+    at = row * NUM_KV_HEADS + kv_head
+    is_active = tl.load(positions + row) >= 0
+    num_fetches = tl.where(is_active, tl.load(hot_counts + 2 * at), 0)
+    num_hot = tl.load(hot_counts + 2 * at + 1)
+    tl.store(counts + at, tl.where(is_active, num_hot + FIXED_TOKENS, 0))
+    d = tl.arange(0, BLOCK_D)
+    for start in range(0, num_fetches, BLOCK_T):
+        index = start + tl.arange(0, BLOCK_T)
+        present = index < num_fetches
+        pair = fetches + (at * fetch_tokens + index) * 2
+        token = tl.load(pair, mask=present, other=0)
+        place = tl.load(pair + 1, mask=present, other=0)
+        page = tl.load(page_table + row * max_pages + token // PAGE_TOKENS, mask=present, other=0)
+        key_rows = kv_head * PAGE_TOKENS + token % PAGE_TOKENS
+        source = page + key_rows.to(tl.int64) * ROW_BYTES
+        keys = source.to(tl.pointer_type(hot.dtype.element_ty))[:, None] + d[None, :]
+        values = keys + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
+        inside = present[:, None] & (d < HEAD_DIM)[None, :]
+        # Past the L1, which has no use for rows that are read once. Rows are whole vectors.
+        k = tl.load(tl.multiple_of(keys, (16, 16)), mask=inside, cache_modifier=".cg")
+        v = tl.load(tl.multiple_of(values, (16, 16)), mask=inside, cache_modifier=".cg")
+        target = ((row * 2 * NUM_HEADS + slot) * capacity + place) * HEAD_DIM
+        out = hot + target[:, None] + d[None, :]
+        tl.store(out, k, mask=inside)
+        tl.store(out + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM, v, mask=inside)
+
+
+def fetch_rows(
+    fetches: Tensor,
+    hot_counts: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    heads: Tensor,
+    *,
+    page_tokens: int,
+    sink_tokens: int,
+    recent_tokens: int,
+    hot: Tensor,
+    counts: Tensor,
+) -> None:
+    """Copy keys and values of tokens out of host pages into their places among the hot rows.
+
+    Args:
+        fetches: int32 [n, num_kv_heads, fetch_tokens, 2], (token, place) with places in [0,
+            capacity), distinct in each head; may be pinned host memory, as the next.
+        hot_counts: int32 [n, num_kv_heads, 2], how many of them count, and how many rows are hot
+            afterwards: places [0, so many).
+        page_table: int64 [n, max_pages], as `gather_rows` takes it.
+        positions: int64 [n], each row's last token; -1 for an inactive row, which fetches nothing.
+        heads: int32 [num_heads], KV heads that have hot rows.
+        page_tokens: a power of two.
+        sink_tokens, recent_tokens: added to `counts`, which `gathered_attention` subtracts.
+        hot: out [n, 2, num_heads, capacity, head_dim], keys and values of `heads` in their order.
+        counts: out int32 [n, num_kv_heads], hot rows and those of the window; 0 of inactive rows.
+
+    Raises:
+        ValueError: operands that do not fit together.
+    """
+    check_dtype("hot", hot)
+    device = hot.device
+    n, num_heads, capacity, head_dim = check_gathered("hot", hot, device)
+    check_page_tokens(page_tokens)
+    check_dims("fetches", fetches, "[n, num_kv_heads, fetch_tokens, 2]")
+    num_kv_heads, fetch_tokens = fetches.shape[1:3]
+    fixed_tokens = check_fixed(sink_tokens, recent_tokens)
+    pairs = (n, num_kv_heads, fetch_tokens, 2)
+    check_reachable("fetches", fetches, pairs, torch.int32, device)
+    check_reachable("hot_counts", hot_counts, (n, num_kv_heads, 2), torch.int32, device)
+    check_tensor("page_table", page_table, (n, page_table.shape[-1]), torch.int64, device)
+    check_tensor("positions", positions, (n,), torch.int64, device)
+    check_tensor("heads", heads, (num_heads,), torch.int32, device)
+    check_tensor("counts", counts, (n, num_kv_heads), torch.int32, device)
+    if not runs_kernel(hot):
+        page_shape = (2, num_kv_heads, page_tokens, head_dim)
+        return fetch_rows_reference(
+            fetches, hot_counts, page_table, positions, heads, page_shape, fixed_tokens, hot, counts
+        )
+    row_bytes = head_dim * hot.element_size()
+    fetch_rows_kernel[(num_heads, n)](
+        pointer(fetches),
+        pointer(hot_counts),
+        page_table,
+        positions,
+        heads,
+        hot,
+        counts,
+        page_table.shape[1],
+        fetch_tokens,
+        capacity,
+        num_heads,
+        num_kv_heads,
+        fixed_tokens,
+        head_dim,
+        row_bytes,
+        page_tokens,
+        next_power_of_2(max(1, _TILE_BYTES // (2 * row_bytes))),
+        next_power_of_2(head_dim),
+        num_warps=8,
+    )
+
+
+def fetch_rows_reference(
+    fetches: Tensor,
+    hot_counts: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    heads: Tensor,
+    page_shape: tuple[int, int, int, int],
+    fixed_tokens: int,
+    hot: Tensor,
+    counts: Tensor,
+) -> None:
+    """`fetch_rows` by torch; pages [*page_shape] are CPU memory."""
+    page_tokens = page_shape[2]
+    for row, position in enumerate(positions.tolist()):
+        for slot, kv_head in enumerate(heads.tolist()):
+            num_fetches, num_hot = hot_counts[row, kv_head].tolist()
+            counts[row, kv_head] = 0
+            if position < 0:
+                continue
+            counts[row, kv_head] = num_hot + fixed_tokens
+            for token, place in fetches[row, kv_head, :num_fetches].tolist():
+                page = page_at(int(page_table[row, token // page_tokens]), page_shape, hot.dtype)
+                hot[row, :, slot, place] = page[:, kv_head, token % page_tokens]

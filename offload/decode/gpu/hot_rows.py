@@ -1,0 +1,148 @@
+"""Rows that stay on the GPU from step to step, where the host chooses tokens a layer ahead.
+
+While layer l is projected, the query of layer l + 1 is predicted from the same input, by the next
+layer's own norm and projection. The host chooses by it, and says which rows are missing; the GPU
+fetches these beside the rest of layer l, and then attends to all that it holds of the head, with
+the true query: what was chosen now, and what was in the last steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cpu_ops import _native
+from cpu_ops.mailbox import Mailbox
+from gpu_ops.fetch_rows import fetch_rows
+from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
+from gpu_ops.launch import _num_multiprocessors
+from gpu_ops.layout import Layout, allocate
+from offload.decode.gpu.buffers import StepBuffers
+from offload.decode.gpu.layer_heads import LayerHeads
+from offload.models import LeanModel, ModelShape
+from offload.policies import Policy
+
+HOT_BUDGETS = 2  # rows that stay, in budgets: what is attended to beside the choice costs little
+
+
+class HotRows:
+    """Launches, and the buffers of up to `num_slots` sequences.
+
+    Attributes:
+        map: which tokens are hot; the coprocessor's, which changes it.
+        predicted: [num_slots, num_qo_heads * head_dim], queries of the next layer.
+    """
+
+    def __init__(
+        self,
+        model: LeanModel,
+        layers: Sequence[LayerHeads],
+        policy: Policy,
+        *,
+        num_slots: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._policy, self._page_tokens = policy, page_tokens
+        self._group_size, self._sm_scale = model.shape.group_size, model.sm_scale
+        self._num_multiprocessors = num_sms = _num_multiprocessors(device)
+        buffers = allocate(
+            self.layout(
+                model.shape,
+                layers,
+                policy,
+                num_slots=num_slots,
+                dtype=dtype,
+                num_multiprocessors=num_sms,
+            ),
+            device,
+        )
+        self.predicted = buffers.pop("predicted")
+        self._counts = buffers.pop("counts")
+        self._partial_out = buffers.pop("partial_out")
+        self._partial_lse = buffers.pop("partial_lse")
+        hot = {i: layer.hot for i, layer in enumerate(layers) if layer.hot}
+        self.rows = dict(zip(hot, buffers.values(), strict=True))
+        self._heads = {
+            i: torch.tensor(heads, dtype=torch.int32, device=device) for i, heads in hot.items()
+        }
+        shape = model.shape
+        self.map = _native.HotRows(
+            num_slots, shape.num_layers, shape.num_kv_heads, HOT_BUDGETS * policy.budget_tokens
+        )
+
+    @staticmethod
+    def layout(
+        shape: ModelShape,
+        layers: Sequence[LayerHeads],
+        policy: Policy,
+        *,
+        num_slots: int,
+        dtype: torch.dtype,
+        num_multiprocessors: int,
+    ) -> Layout:
+        """Layout of all buffers; nothing where no head has hot rows."""
+        hot = {i: len(layer.hot) for i, layer in enumerate(layers) if layer.hot}
+        if not hot:
+            return {}
+        hot_tokens, num_sms = HOT_BUDGETS * policy.budget_tokens, num_multiprocessors
+        splits = max(n * num_gathered_splits(n, hot_tokens, num_sms) for n in hot.values())
+        partial = num_slots * shape.group_size * splits
+        return {
+            "predicted": ((num_slots, shape.query_width), dtype),
+            "counts": ((num_slots, shape.num_kv_heads), torch.int32),
+            "partial_out": ((partial * shape.head_dim,), torch.float32),
+            "partial_lse": ((partial,), torch.float32),
+        } | {
+            f"layer {i}": ((num_slots, 2, n, hot_tokens, shape.head_dim), dtype)
+            for i, n in hot.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(rows.nbytes for rows in self.rows.values())
+
+    def fetch(
+        self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox, page_table: Tensor
+    ) -> None:
+        """What the host has said is missing of a layer."""
+        side = layer_idx % 2
+        fetch_rows(
+            mailbox.fetches[side, rows],
+            mailbox.hot_counts[side, rows],
+            page_table[rows],
+            b.positions[rows],
+            self._heads[layer_idx],
+            page_tokens=self._page_tokens,
+            sink_tokens=self._policy.sink_tokens,
+            recent_tokens=self._policy.recent_tokens,
+            hot=self.rows[layer_idx][rows],
+            counts=self._counts[rows],
+        )
+
+    def attend(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
+        """The layer's heads to their hot rows, merged into their windows' results."""
+        hot = self.rows[layer_idx][rows]
+        n, _, num_heads, hot_tokens, head_dim = hot.shape
+        num_splits = num_gathered_splits(num_heads, hot_tokens, self._num_multiprocessors)
+        partial = (n, num_heads * self._group_size, num_splits)
+        # Of these rows only: micro-batches attend one after the other.
+        size = torch.Size(partial).numel()
+        gathered_attention(
+            b.queries[layer_idx, rows],
+            hot,
+            self._counts[rows],
+            b.positions[rows],
+            self._heads[layer_idx],
+            group_size=self._group_size,
+            sink_tokens=self._policy.sink_tokens,
+            recent_tokens=self._policy.recent_tokens,
+            sm_scale=self._sm_scale,
+            partial_out=self._partial_out[: size * head_dim].view(*partial, head_dim),
+            partial_lse=self._partial_lse[:size].view(partial),
+            out=b.window_out[rows],
+            lse=b.window_lse[rows],
+        )

@@ -1,0 +1,94 @@
+"""fetch_rows: which rows arrive in which places, bit by bit, and that nothing else is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases.host_pages import HostPages
+from cases.operands import DTYPES, poisoned
+from cases.seeded import new_rng
+
+from gpu_ops.fetch_rows import fetch_rows
+
+HEADS, NUM_KV_HEADS, CAPACITY = (2, 0), 3, 24
+
+
+def run(
+    device: str,
+    dtype: torch.dtype,
+    kv_lens: list[int],
+    num_fetches: list[list[int]],
+    **changes: Any,
+) -> None:
+    """Random tokens into random places; those of inactive rows are out of range."""
+    rng, head_dim = new_rng(), changes.pop("head_dim", 64)
+    host = HostPages(
+        rng, device, dtype, kv_lens, head_dim=head_dim, num_kv_heads=NUM_KV_HEADS, page_tokens=16
+    )
+    n = len(kv_lens)
+    hot_counts = torch.tensor([[[m, m + 2] for m in row] for row in num_fetches]).int()
+    fetches = torch.full((n, NUM_KV_HEADS, CAPACITY, 2), 2**30, dtype=torch.int32)
+    hot = poisoned(n, 2, len(HEADS), CAPACITY, head_dim, dtype=dtype, device=device)
+    expected = torch.full(hot.shape, float("nan"), dtype=dtype)
+    for row, kv_len in enumerate(kv_lens):
+        for head in range(NUM_KV_HEADS if kv_len else 0):
+            m = num_fetches[row][head]
+            tokens, places = (
+                torch.from_numpy(rng.permutation(size)[:m].copy()) for size in (kv_len, CAPACITY)
+            )
+            fetches[row, head, :m] = torch.stack((tokens, places), 1).int()
+            if head in HEADS:
+                expected[row, :, HEADS.index(head), places] = host.kv[row][:, head, tokens]
+    counts = torch.full((n, NUM_KV_HEADS), -7, dtype=torch.int32, device=device)
+    positions = torch.tensor(kv_lens, device=device) - 1
+    fetch_rows(
+        fetches.to(device),
+        hot_counts.to(device),
+        host.table,
+        positions,
+        torch.tensor(HEADS, dtype=torch.int32, device=device),
+        page_tokens=16,
+        sink_tokens=4,
+        recent_tokens=8,
+        hot=hot,
+        counts=counts,
+    )
+    assert torch.equal(hot.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
+    for row, kv_len in enumerate(kv_lens):
+        for head in HEADS:
+            wanted = num_fetches[row][head] + 2 + 12 if kv_len else 0
+            assert int(counts[row, head]) == wanted
+    assert counts[:, 1].tolist() == [-7] * n  # of a head that has no hot rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_shapes(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    run(device, dtype, [50, 0, 37], [[20, 7, 12], [9, 9, 9], [1, 2, 3]], head_dim=head_dim)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 24])
+def test_counts(device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the tiles, here of eight tokens, up to the capacity."""
+    monkeypatch.setattr("gpu_ops.fetch_rows._TILE_BYTES", 8 * 2 * 64 * 4)
+    run(device, torch.float32, [60], [[count, 3, 24 - count]])
+
+
+def test_operands_that_do_not_fit(device: str) -> None:
+    """Places for another number of heads than there are counts."""
+    zeros = {"dtype": torch.int32, "device": device}
+    with pytest.raises(ValueError, match=r"hot_counts must be \[1, 3, 2\], got \[1, 2, 2\]"):
+        fetch_rows(
+            torch.zeros(1, 3, 4, 2, **zeros),
+            torch.zeros(1, 2, 2, **zeros),
+            torch.zeros(1, 2, dtype=torch.int64, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros(1, **zeros),
+            page_tokens=16,
+            sink_tokens=4,
+            recent_tokens=8,
+            hot=torch.zeros(1, 2, 1, 8, 64, device=device),
+            counts=torch.zeros(1, 3, **zeros),
+        )

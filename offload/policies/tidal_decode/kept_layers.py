@@ -35,15 +35,6 @@ def kept_layers(checkpoint: str, dense_layers: int, **model: Any) -> SelectLayer
     return layers
 
 
-def keep_layers(layers: SelectLayers, path: Path) -> None:
-    """Write a layers file, with the folder that it lies in.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    layers.keep(path)
-
-
 def kept_path(checkpoint: str, dense_layers: int) -> Path | None:
     """Where they are; None for a checkpoint that is unknown.
 

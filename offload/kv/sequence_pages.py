@@ -13,10 +13,7 @@ import numpy as np
 import torch
 
 from offload.kv.page_pool import Int64Array, PagePool
-from offload.kv.transfer import Piece
-
-# Of `SequencePages.parts`: heads, positions that they lack, pieces of the others.
-Part = tuple[slice, int, Iterator[Piece]]
+from offload.kv.transfer import Part, Piece
 
 
 class SequencePages:

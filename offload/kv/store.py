@@ -51,9 +51,8 @@ from offload.kv.arguments import (
 from offload.kv.ledger import MemoryLedger
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape
 from offload.kv.rewriting import RowsOfLayer, rewrite
-from offload.kv.row_copies import read_rows, write_rows, write_rows_async
-from offload.kv.sequence_pages import Part, SequencePages, reserve
-from offload.kv.transfer import all_finite
+from offload.kv.sequence_pages import SequencePages, reserve
+from offload.kv.transfer import Part, all_finite, read_rows, write_rows
 from offload.system.errors import HostBudgetError
 from offload.system.memory import host_memory_limit_bytes
 from offload.system.pinned_memory import CudaRegistration, HostRegistration
@@ -277,7 +276,7 @@ class KVStore:
         to know it here would be to wait.
         """
         parts = self._writable(seq, layer_idx, keys, values, start)
-        write_rows_async((keys.detach(), values.detach()), parts)
+        write_rows((keys.detach(), values.detach()), parts, waits=False)
 
     def commit(self, seqs: Sequence[int], num_new_tokens: Sequence[int]) -> None:
         """Add num_new_tokens[i] reserved tokens, written in every layer, to the kv_len of seqs[i].

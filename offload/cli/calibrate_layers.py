@@ -76,7 +76,7 @@ def calibrate_layers(
     from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
     from offload.loading.planned_model import planned_model
     from offload.policies.tidal_decode import SelectLayers, default_select_layers
-    from offload.policies.tidal_decode.kept_layers import kept_path
+    from offload.policies.tidal_decode.select_layers import kept_path
     from offload.runtime.config import runtime_config
     from offload.training.layer_sweep import ANSWER_TOKENS, SweepSettings, check_num_select_layers
 

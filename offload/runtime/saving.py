@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from offload.kv.store import KVStore
-from offload.policies.saved_state import SavedState
+from offload.policies.remembered import SavedState
 from offload.runtime.correcting import SparseTokens
 from offload.runtime.sequences import Sequences
 from offload.system.checked_file import (

@@ -15,7 +15,7 @@ from offload.loading.planned_model import planned_model
 from offload.policies import ExactTopK, TidalDecode
 from offload.policies.registry import make_policy
 from offload.policies.tidal_decode import SelectLayers
-from offload.policies.tidal_decode.kept_layers import kept_path
+from offload.policies.tidal_decode.select_layers import kept_path
 
 SHAPE: dict[str, Any] = {"num_layers": 6, "num_kv_heads": 2, "head_dim": 32}
 CHECKPOINT = "tiny@0123-5"

@@ -1,16 +1,22 @@
 """Which layers select, and the JSON file that says so of one model.
 
-`offload calibrate --policy tidal_decode` finds them by a sweep (`training.layer_sweep`).
+`offload calibrate --policy tidal_decode` finds them by a sweep (`training.layer_sweep`), and keeps
+them in the cache folder.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from offload.policies.checkpoint_names import key_part
 from offload.policies.made_files import SHAPE_KEYS, MadeFile
+from offload.system.cache_folder import cache_folder
+
+logger = logging.getLogger(__name__)
 
 # (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
 # SmolLM2-135M: layers of heads that copy (`head_calibration`), by right answers; mass misleads:
@@ -137,3 +143,35 @@ def check_depth(layers: Sequence[int], num_layers: int) -> None:
             f"select_layers={tuple(layers)} names layer {beyond[0]}, but this model has "
             f"layers 0 to {num_layers - 1}"
         )
+
+
+def kept_layers(checkpoint: str, dense_layers: int, **model: Any) -> SelectLayers | None:
+    """What a sweep has found; None where none are kept, or what lies there is not it.
+
+    Args:
+        checkpoint: as `loading.names.checkpoint_name` has it; "": unknown.
+        model: the rest of what `SelectLayers.check` takes.
+    """
+    try:
+        file = kept_path(checkpoint, dense_layers)
+        if file is None or not file.is_file():
+            return None
+        layers = SelectLayers.load(file)
+        layers.check(**model, checkpoint=checkpoint)
+    except (OSError, ValueError, RuntimeError) as error:  # or there is no home
+        logger.warning("%s; it is left", error)
+        return None
+    if layers.dense_layers != dense_layers:
+        logger.warning("layers file %s was changed; it is left", file)
+        return None
+    return layers
+
+
+def kept_path(checkpoint: str, dense_layers: int) -> Path | None:
+    """Where they are; None for a checkpoint that is unknown.
+
+    Raises:
+        RuntimeError: there is no home.
+    """
+    key = key_part(checkpoint)
+    return cache_folder() / "layers" / f"{key}-after-{dense_layers}.json" if key else None

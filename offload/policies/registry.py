@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -56,6 +57,13 @@ def policy_named(name: str) -> type[Policy]:
         raise ValueError(f"unknown policy {name!r}; available: {', '.join(policy_names())}")
     of_name: type[Policy] = policy_class(_CLASSES[name])
     return of_name
+
+
+def options_of(own: Iterable[str], may_be: Callable[[type[Policy]], bool]) -> list[str]:
+    """`own`, and the options of all policies that a part of a policy may be."""
+    policies = map(policy_named, available_policies())
+    others = (name for policy in policies if may_be(policy) for name in policy.option_names())
+    return list(dict.fromkeys([*own, *others]))
 
 
 def make_policy(policy: str | Policy, **options: Any) -> Policy:

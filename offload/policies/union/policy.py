@@ -27,10 +27,13 @@ from offload.policies.layer_state import State, StateShape
 from offload.policies.layouts import NumberLayout
 from offload.policies.lfps.policy import LFPS
 from offload.policies.lychee_cluster.policy import LycheeCluster
+from offload.policies.member_calls import MemberNumbers
 from offload.policies.members import MembersDevice, MembersState
 from offload.policies.union import step
-from offload.policies.union.layout import FOUND, NAMES, OWN, UnionNumbers
+from offload.policies.union.step import FOUND, OWN
 from offload.policies.wrapped import forwards
+
+NAMES = ("first", "second")  # of the members
 
 
 class UnionState(MembersState):
@@ -100,7 +103,7 @@ class Union(Policy):
 
     name: ClassVar[str] = "union"
     propose: ClassVar[Callback | None] = step.propose
-    number_layout: ClassVar[NumberLayout | None] = UnionNumbers()
+    number_layout: ClassVar[NumberLayout | None] = MemberNumbers(OWN)
     prepare: ClassVar[Any] = _of_either("prepare")
     select: ClassVar[Any] = _of_either("select")
     observe: ClassVar[Any] = _of_either("observe")

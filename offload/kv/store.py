@@ -135,7 +135,7 @@ class KVStore:
     @property
     def host_budget_bytes(self) -> int:
         """The hard limit of `host_bytes_reserved` and what shares the budget."""
-        return self._pool.budget_bytes
+        return self.ledger.limit_bytes
 
     @property
     def host_bytes_reserved(self) -> int:

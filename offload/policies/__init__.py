@@ -35,7 +35,4 @@ drop_stale(_folder, [_folder.parents[1] / "cpu_ops"])
 
 
 def __getattr__(name: str) -> Any:
-    try:
-        return policy_class(name)
-    except AttributeError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return policy_class(name)

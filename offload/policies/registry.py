@@ -34,7 +34,7 @@ def policy_class(class_name: str) -> Any:
     for name, of_policy in _CLASSES.items():
         if of_policy == class_name:
             return getattr(import_module(f"offload.policies.{name}"), class_name)
-    raise AttributeError(f"there is no policy class {class_name!r}")
+    raise AttributeError(f"module 'offload.policies' has no attribute {class_name!r}")
 
 
 def available_policies() -> list[str]:

@@ -19,7 +19,7 @@ from offload.models.batch import RaggedBatch
 from offload.prefill.attention import KV, attend, takes_all_keys
 from offload.prefill.kv_stream import LayerStream
 from offload.prefill.layer import add_mlp, project_qkv, rotate
-from offload.prefill.memory import PrefillMemory, check_prefill_memory
+from offload.prefill.memory import PrefillMemory, available_bytes, check_fits
 from offload.system.errors import DeviceMemoryError
 
 # Gets (seq, layer_idx, queries [num_qo_heads, n, head_dim] rotated, kv_len of the last of them).
@@ -92,7 +92,8 @@ def prefill(
             builds_index=store is not None and on_layer is not None,
             copied_heads=copied_heads,
         )
-        check_prefill_memory(memory, hidden.device, device_budget_bytes)
+        available = available_bytes(hidden.device, device_budget_bytes)
+        check_fits(memory, available, already_there=memory.hidden_bytes)  # the embeddings
 
     def run_layers() -> torch.Tensor:
         positions = batch.position_ids[None].to(hidden.device)

@@ -212,8 +212,11 @@ class LayerSweep:
             answers = [
                 compared(mixed_logits(self._lean, text, attends_all, rule), text) for text in read
             ]
-            kl, agrees, right, _ = means_of(answers)
-            scores.append(Score(layers, rule.budget_tokens, kl, agrees, right))
+            kl, agrees, right, wanted = torch.cat(answers, dim=1).double().cpu().unbind()
+            num_right = int(wanted.sum())
+            kept = float(right.sum()) / num_right if num_right else None
+            budget = rule.budget_tokens
+            scores.append(Score(layers, budget, float(kl.mean()), float(agrees.mean()), kept))
         return scores
 
     def _batch(self, seed: int, *, held_out: bool) -> ReadText:
@@ -283,15 +286,6 @@ def compared(logits: Tensor, text: ReadText) -> Tensor:
     kl, same = ((x * text.answered).sum(-1) / lengths for x in (kl, same))
     wanted = _right(text.logits, text)
     return torch.stack([kl, same, (_right(logits, text) & wanted).float(), wanted.float()])
-
-
-def means_of(answers: Sequence[Tensor]) -> tuple[float, float, float | None, int]:
-    """Of what `compared` gave: kl and the share that agrees, of the answers that full attention
-    gives right the share that is right (None if there are none), and how many those are."""
-    kl, agrees, right, wanted = torch.cat(list(answers), dim=1).double().cpu().unbind()
-    num_right = int(wanted.sum())
-    kept = float(right.sum()) / num_right if num_right else None
-    return float(kl.mean()), float(agrees.mean()), kept, num_right
 
 
 def _right(logits: Tensor, text: ReadText) -> Tensor:

@@ -80,49 +80,31 @@ def mixed_logits(
     """
     x = lean.embed_tokens(text.tokens[:, text.num_prompt :])
     tables = _rotary_tables(lean, x, text.num_prompt)
-    future, always = seen_by_answer(text, rule)
-    reused = always.expand(len(x), *always.shape)
+    num_answer, num_tokens = x.shape[1], text.tokens.shape[1]
+    last = torch.arange(text.num_prompt, num_tokens, device=x.device)[:, None]
+    token = torch.arange(num_tokens, device=x.device)
+    future = token > last
+    always = ((token < rule.sink_tokens) | (token > last - rule.recent_tokens)) & ~future
+    reused = always.expand(len(x), num_answer, num_tokens)
     for layer_idx, layer in enumerate(lean.layers):
         q, k, v = _project(lean, layer, x, tables)
-        scores, v = answer_scores(text, layer_idx, q, k, v, lean.sm_scale)
+        k = torch.cat([text.keys[layer_idx], k], dim=2)
+        v = torch.cat([text.values[layer_idx], v], dim=2)
+        # [batch, num_kv_heads, group_size, n, head_dim]
+        q = q.reshape(len(q), k.shape[1], -1, *q.shape[2:])
+        scores = lean.sm_scale * (q @ k[:, :, None].transpose(-1, -2)).float()
         hidden = future if attends_all[layer_idx] else (future | ~reused)[:, None, None]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         if attends_all[layer_idx]:
-            reused = heaviest(weights.sum((1, 2)), always, rule)
+            reused = _heaviest(weights.sum((1, 2)), always, rule)
         o = weights.to(v.dtype) @ v[:, :, None]
         x = _add_outputs(layer, x, o.flatten(1, 2))
     logits: Tensor = lean.lm_head(lean.final_norm(x)).float()
     return logits
 
 
-def seen_by_answer(text: ReadText, rule: SparseRule) -> tuple[Tensor, Tensor]:
-    """bool [num_answer, num_tokens]: tokens that come later, and those always attended to."""
-    token = torch.arange(text.tokens.shape[1], device=text.tokens.device)
-    last = token[text.num_prompt :, None]
-    future = token > last
-    return future, ((token < rule.sink_tokens) | (token > last - rule.recent_tokens)) & ~future
-
-
-def answer_scores(
-    text: ReadText, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float
-) -> tuple[Tensor, Tensor]:
-    """Scaled products of the answer's queries with all keys, and all values of the layer.
-
-    Args:
-        q, k, v: of the answer [batch, num_heads, num_answer, head_dim], rotated.
-
-    Returns:
-        float32 [batch, num_kv_heads, group_size, num_answer, num_tokens], and
-        [batch, num_kv_heads, num_tokens, head_dim].
-    """
-    k = torch.cat([text.keys[layer_idx], k], dim=2)
-    v = torch.cat([text.values[layer_idx], v], dim=2)
-    q = q.reshape(len(q), k.shape[1], -1, *q.shape[2:])
-    return sm_scale * (q @ k[:, :, None].transpose(-1, -2)).float(), v
-
-
-def heaviest(importance: Tensor, always: Tensor, rule: SparseRule) -> Tensor:
-    """bool, what is handed down, of weights [..., num_answer, num_tokens]."""
+def _heaviest(importance: Tensor, always: Tensor, rule: SparseRule) -> Tensor:
+    """bool, what a layer hands down, of weights [batch, num_answer, num_tokens]."""
     chosen = always.expand_as(importance).clone()
     room = rule.budget_tokens - rule.sink_tokens - rule.recent_tokens
     found = importance.masked_fill(always, -1.0).topk(min(room, importance.shape[-1])).indices

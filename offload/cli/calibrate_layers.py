@@ -76,7 +76,7 @@ def calibrate_layers(
     from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
     from offload.loading.planned_model import planned_model
     from offload.policies.tidal_decode import SelectLayers, default_select_layers
-    from offload.policies.tidal_decode.kept_layers import keep_layers, kept_path
+    from offload.policies.tidal_decode.select_layers import kept_path
     from offload.runtime.config import runtime_config
     from offload.training.layer_sweep import ANSWER_TOKENS, SweepSettings, check_num_select_layers
 
@@ -100,17 +100,14 @@ def calibrate_layers(
         tokenizer = load_tokenizer(model)
         lean, model_type = _loaded(folder, config)
     sweep = _swept(lean, tokenizer, settings, [usual], config.num_threads)
-    keep_layers(
-        SelectLayers(
-            model_type,
-            **shape.kv_heads,
-            select_layers=sweep.select_layers,
-            dense_layers=dense_layers,
-            made_by=_made_by(settings),
-            checkpoint=checkpoint,
-        ),
-        path,
-    )
+    SelectLayers(
+        model_type,
+        **shape.kv_heads,
+        select_layers=sweep.select_layers,
+        dense_layers=dense_layers,
+        made_by=_made_by(settings),
+        checkpoint=checkpoint,
+    ).keep(path)
     return {
         "model": model,
         "output": str(path),

@@ -80,11 +80,6 @@ class PagePool:
         return self._num_free
 
     @property
-    def budget_bytes(self) -> int:
-        """The ledger's limit."""
-        return self.ledger.limit_bytes
-
-    @property
     def left_bytes(self) -> int:
         """Bytes left of the budget, for slabs and for what shares it."""
         return self.ledger.left_bytes - self.reserved_bytes
@@ -239,7 +234,7 @@ class PagePool:
             f"the host KV cache needs {format_bytes(needed * self.page_bytes)} more "
             f"({needed} pages of {self.page_bytes} bytes) and uses "
             f"{format_bytes(used * self.page_bytes)} of its budget of "
-            f"{format_bytes(self.budget_bytes)}{reason}; "
+            f"{format_bytes(self.ledger.limit_bytes)}{reason}; "
             "raise max_memory={'cpu': ...} or shorten the context"
         )
 

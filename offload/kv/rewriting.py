@@ -8,7 +8,7 @@ import numpy as np
 
 from offload.kv.page_pool import Int64Array, PagePool
 from offload.kv.sequence_pages import SequencePages
-from offload.kv.transfer import Rows, all_finite, runs_of
+from offload.kv.transfer import Rows, all_finite, fill_pages
 
 # Gets layer_idx, gives of every KV head (keys, values), each [num_tokens, head_dim].
 RowsOfLayer = Callable[[int], Iterable[Rows]]
@@ -64,9 +64,7 @@ def _replace_layer(
     for head, (keys, values) in enumerate(of_layer):
         start, row = kv_len - len(keys), table_rows.start + head
         by_token = keys.detach()[:, None], values.detach()[:, None]
-        for sides, pages in runs_of(by_token, sequence.pieces(row, start, kv_len)):
-            for side, of_side in enumerate(sides):
-                pages[:, side].copy_(of_side)
+        fill_pages(by_token, sequence.pieces(row, start, kv_len))
 
 
 def _check_rows(pool: PagePool, of_layer: Sequence[Rows], lens: Int64Array, layer_idx: int) -> None:

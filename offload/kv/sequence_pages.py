@@ -13,10 +13,7 @@ import numpy as np
 import torch
 
 from offload.kv.page_pool import Int64Array, PagePool
-from offload.kv.transfer import Piece
-
-# Of `SequencePages.parts`: heads, positions that they lack, pieces of the others.
-Part = tuple[slice, int, Iterator[Piece]]
+from offload.kv.transfer import Part, Piece
 
 
 class SequencePages:
@@ -103,11 +100,6 @@ class SequencePages:
             wider = ((0, 0), (0, max(num_pages, 2 * capacity) - capacity))
             self.page_ids = np.pad(self.page_ids, wider, constant_values=-1)
             self.page_table = np.pad(self.page_table, wider)
-
-    def replace_tail(self, new_ids: Int64Array) -> None:
-        """Put copies, `new_ids` [num_rows], in the place of the shared pages that hold kv_len."""
-        tail, filled = divmod(self.kv_len, self.page_tokens)
-        self.replace_page(tail, new_ids, filled)
 
     def replace_page(self, page: int, new_ids: Int64Array, filled: int) -> None:
         """Put copies, `new_ids` [rows that have it], in the place of the `page`-th pages, of which
@@ -229,7 +221,8 @@ def reserve(pool: PagePool, batch: Sequence[tuple[SequencePages, int]]) -> None:
     for i, (sequence, num_new) in enumerate(batch):
         if copied[i]:
             tail_ids, page_ids = np.split(page_ids, [num_rows])
-            sequence.replace_tail(tail_ids)
+            tail, filled = divmod(sequence.kv_len, sequence.page_tokens)
+            sequence.replace_page(tail, tail_ids, filled)
         if missing[i]:
             new_ids, page_ids = np.split(page_ids, [num_rows * missing[i]])
             sequence.extend(new_ids.reshape(num_rows, missing[i]))

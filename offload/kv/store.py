@@ -51,11 +51,10 @@ from offload.kv.arguments import (
 from offload.kv.ledger import MemoryLedger
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape
 from offload.kv.rewriting import RowsOfLayer, rewrite
-from offload.kv.row_copies import read_rows, write_rows, write_rows_async
-from offload.kv.sequence_pages import Part, SequencePages, reserve
-from offload.kv.transfer import all_finite
+from offload.kv.sequence_pages import SequencePages, reserve
+from offload.kv.transfer import Part, all_finite, read_rows, write_rows
 from offload.system.errors import HostBudgetError
-from offload.system.memory import host_memory_limit_bytes
+from offload.system.memory import format_bytes, host_memory_limit_bytes
 from offload.system.pinned_memory import CudaRegistration, HostRegistration
 
 __all__ = ["HostBudgetError", "KVStore"]
@@ -136,7 +135,7 @@ class KVStore:
     @property
     def host_budget_bytes(self) -> int:
         """The hard limit of `host_bytes_reserved` and what shares the budget."""
-        return self._pool.budget_bytes
+        return self.ledger.limit_bytes
 
     @property
     def host_bytes_reserved(self) -> int:
@@ -165,6 +164,23 @@ class KVStore:
         """
         pool = self._pool
         return pool.left_bytes + min(pool.num_free, num_pages) * pool.page_bytes
+
+    def check_room(self, num_bytes: int, what: str, remedy: str) -> None:
+        """Refuse `num_bytes` more of `what` shares the budget.
+
+        Raises:
+            HostBudgetError: names them, what is left of the budget, and what to change: its size,
+                or the `remedy`.
+        """
+        if num_bytes > self.left_bytes():
+            self.trim()
+        left = self.left_bytes()
+        if num_bytes > left:
+            raise HostBudgetError(
+                f"{what} needs {format_bytes(num_bytes)} more, but {format_bytes(max(0, left))} of "
+                f"the host budget of {format_bytes(self.host_budget_bytes)} are left beside the KV "
+                f"cache; raise max_memory={{'cpu': ...}} or {remedy}"
+            )
 
     def trim(self) -> None:
         """Give memory that holds no token back to the system, for others to have."""
@@ -277,7 +293,7 @@ class KVStore:
         to know it here would be to wait.
         """
         parts = self._writable(seq, layer_idx, keys, values, start)
-        write_rows_async((keys.detach(), values.detach()), parts)
+        write_rows((keys.detach(), values.detach()), parts, waits=False)
 
     def commit(self, seqs: Sequence[int], num_new_tokens: Sequence[int]) -> None:
         """Add num_new_tokens[i] reserved tokens, written in every layer, to the kv_len of seqs[i].

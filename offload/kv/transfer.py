@@ -1,9 +1,9 @@
-"""Rows of keys and values between a device and pages of host memory, on the current stream.
+"""Rows of keys and values into pages of host memory and out of them, also from a device.
 
 A page is [K|V, num_kv_heads, page_tokens, head_dim], of one head where heads are apart; rows on the
-device are [num_tokens, num_kv_heads, head_dim] of any strides. Rows are rearranged on the device,
-so that every transfer is one contiguous piece: torch moves anything else through pageable memory,
-and waits for it. With pages in registered memory nothing here waits for the device.
+device are [num_tokens, num_kv_heads, head_dim] of any strides, on the current stream. Rows are
+rearranged on the device, so that every transfer is one contiguous piece: torch moves anything else
+through pageable memory, and waits for it. With pages in registered memory nothing waits for it.
 
 Memory that is used here for a moment belongs to the current stream in torch's caching allocator:
 the next piece gets it again, after the stream is done with it. Rows that other streams write or
@@ -22,6 +22,42 @@ STAGING_BYTES = 64 * 2**20  # device memory of a transfer under way; at least on
 # Of `SequencePages.pieces`: tokens first .. last, [n, K|V, num_kv_heads, tokens, head_dim].
 Piece = tuple[int, int, Tensor]
 Rows = tuple[Tensor, Tensor]  # keys, values: each [num_tokens, num_kv_heads, head_dim]
+# Of `SequencePages.parts`: heads, positions that they lack, pieces of the others.
+Part = tuple[slice, int, Iterator[Piece]]
+
+
+def write_rows(rows: Rows, parts: Iterable[Part], *, waits: bool = True) -> None:
+    """Keys and values [num_tokens, num_kv_heads, head_dim], which no head lacks, into pages.
+
+    Args:
+        waits: False: rows are on a CUDA device, and are copied in the order of the current stream.
+    """
+    keys, values = rows
+    for heads, _, pieces in parts:
+        (fill_pages if waits else copy_to_pages)((keys[:, heads], values[:, heads]), pieces)
+
+
+def read_rows(out: Rows, parts: Iterable[Part]) -> None:
+    """Keys and values [num_kv_heads, num_tokens, head_dim], 0 where a head lacks the token. On a
+    CUDA device they are filled in the order of the current stream."""
+    for heads, num_lacking, pieces in parts:
+        if num_lacking:
+            for rows in out:
+                rows[heads, :num_lacking] = 0
+        keys, values = (rows[heads, num_lacking:].transpose(0, 1) for rows in out)
+        if out[0].device.type != "cpu":
+            copy_from_pages((keys, values), pieces)
+            continue
+        for sides, pages in runs_of((keys, values), pieces):
+            for side, of_side in enumerate(sides):
+                of_side.copy_(pages[:, side])
+
+
+def fill_pages(rows: Rows, pieces: Iterable[Piece]) -> None:
+    """Write keys and values [num_tokens, num_kv_heads, head_dim]; who calls waits for it."""
+    for sides, pages in runs_of(rows, pieces):
+        for side, of_side in enumerate(sides):
+            pages[:, side].copy_(of_side)
 
 
 def copy_to_pages(rows: Rows, pieces: Iterable[Piece]) -> None:

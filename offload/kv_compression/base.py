@@ -16,8 +16,7 @@ from torch import Tensor
 from cpu_ops.step_rows import DecodeStep
 from offload.kv.store import KVStore
 from offload.kv_compression.bound import SequenceBound
-from offload.system.errors import HostBudgetError
-from offload.system.memory import format_bytes, give_back_free_memory
+from offload.system.memory import give_back_free_memory
 
 _MUCH_BYTES = 2**20
 
@@ -134,17 +133,9 @@ class KVCompression(abc.ABC, Generic[R]):
         Raises:
             HostBudgetError: it does not fit; nothing has changed then.
         """
+        what = "what is kept to condense sequences with host_bytes_per_sequence"
         need = self.bytes_needed(len(seqs), seqs)
-        if need > self._store.left_bytes():
-            self._store.trim()
-        left = self._store.left_bytes()
-        if need > left:
-            raise HostBudgetError(
-                f"what is kept to condense sequences with host_bytes_per_sequence needs "
-                f"{format_bytes(need)} more, but {format_bytes(max(0, left))} of the host budget "
-                f"of {format_bytes(self._store.host_budget_bytes)} are left; raise "
-                "max_memory={'cpu': ...} or lower the batch size"
-            )
+        self._store.check_room(need, what, "lower the batch size")
 
     # What it sees.
 

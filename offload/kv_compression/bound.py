@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,12 +67,8 @@ class SequenceBound:
             return pages * page_tokens * token_bytes + other_bytes(pages * page_tokens)
 
         pages = num_bytes // (page_tokens * token_bytes)
-        if pages >= fewest and need(pages) > num_bytes:  # then the most that fit, by halving
-            fit, too_many = fewest - 1, pages
-            while too_many - fit > 1:
-                middle = (fit + too_many) // 2
-                fit, too_many = (fit, middle) if need(middle) > num_bytes else (middle, too_many)
-            pages = fit
+        if pages >= fewest:  # the most that fit
+            pages = bisect_right(range(pages + 1), num_bytes, lo=fewest, key=need) - 1
         if pages < fewest:
             raise ValueError(
                 f"host_bytes_per_sequence={num_bytes} ({format_bytes(num_bytes)}) is too little: "

@@ -108,7 +108,7 @@ class CompressionByReconstruction(KVCompression[_Record]):
     Args:
         store: with `per_head_pages`.
         sm_scale: of attention.
-        reread: of the model.
+        reconstruct: of the model.
     """
 
     wants_tokens = True
@@ -116,7 +116,7 @@ class CompressionByReconstruction(KVCompression[_Record]):
     def __init__(
         self, bound: SequenceBound, store: KVStore, *, sm_scale: float, reconstruct: Reconstruct
     ) -> None:
-        super().__init__(bound, store, self._new_record)
+        super().__init__(bound, store, _Record)
         self._sm_scale = sm_scale
         self._reconstruct = reconstruct
 
@@ -260,9 +260,6 @@ class CompressionByReconstruction(KVCompression[_Record]):
         ranked[: self.bound.sinks] = torch.inf
         ranked[len(ranked) - self.bound.recent :] = torch.inf
         return ranked
-
-    def _new_record(self) -> _Record:
-        return _Record()
 
 
 class _PieceScores:

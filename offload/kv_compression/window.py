@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import torch
@@ -47,11 +48,8 @@ class QueryWindow:
         return self._ring[:, _slots(kept)].transpose(1, 2)
 
     def copy(self) -> QueryWindow:
-        copied = QueryWindow.__new__(QueryWindow)
-        copied._ring, copied._owners, copied._span = self._ring, self._owners, self._span
         self._owners[0] += 1
-        copied._start, copied._end = self._start, self._end
-        return copied
+        return copy.copy(self)
 
     @property
     def is_own(self) -> bool:

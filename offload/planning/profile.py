@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -364,15 +363,10 @@ def _read(path: str | Path) -> Any:
 
 
 def _write(document: dict[str, Any], path: Path) -> None:
-    text = json.dumps(document, indent=1) + "\n"
-    descriptor, temporary = tempfile.mkstemp(prefix=".profile-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with tempfile.TemporaryDirectory(prefix=".profile-", dir=path.parent) as temporary:
+        whole = Path(temporary) / path.name
+        whole.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        whole.replace(path)
 
 
 def _tables(cls: Any, fields: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Each is turned into max_tokens once, before anything is allocated: no step waits
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -159,10 +160,7 @@ def _tokens_of_us(policy: HardKV, limit: float, predict: StepPredictor) -> int:
             "let `offload plan` find max_tokens for a shorter --context and give that, or give "
             "another policy or fewer dense_layers"
         )
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if holds(middle) else (least, middle)
-    return least
+    return bisect_left(range(most), True, lo=least + 1, key=lambda n: not holds(n)) - 1
 
 
 def _sequences(batch_size: int, kv_len: int | None = None) -> str:

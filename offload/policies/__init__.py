@@ -9,50 +9,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.policies.base import Policy
+from offload.policies.base import Policy as Policy
 from offload.policies.numba_cache import drop_stale
-from offload.policies.registry import available_policies, make_policy, policy_class
+from offload.policies.registry import available_policies as available_policies
+from offload.policies.registry import make_policy as make_policy
+from offload.policies.registry import policy_class
 
 if TYPE_CHECKING:
-    from offload.policies.auto import Auto
-    from offload.policies.exact_topk import ExactTopK
-    from offload.policies.full import Full
-    from offload.policies.hard_kv import HardKV
-    from offload.policies.lfps.policy import LFPS
-    from offload.policies.lychee_cluster.policy import LycheeCluster
-    from offload.policies.lychee_decode.policy import LycheeDecode
-    from offload.policies.per_head.policy import PerHead
-    from offload.policies.quest import Quest
-    from offload.policies.sketch.policy import Sketch
-    from offload.policies.streaming_llm import StreamingLLM
-    from offload.policies.tidal_decode import TidalDecode
-    from offload.policies.union.policy import Union
+    from offload.policies.auto import Auto as Auto
+    from offload.policies.exact_topk import ExactTopK as ExactTopK
+    from offload.policies.full import Full as Full
+    from offload.policies.hard_kv import HardKV as HardKV
+    from offload.policies.lfps.policy import LFPS as LFPS
+    from offload.policies.lychee_cluster.policy import LycheeCluster as LycheeCluster
+    from offload.policies.lychee_decode.policy import LycheeDecode as LycheeDecode
+    from offload.policies.per_head.policy import PerHead as PerHead
+    from offload.policies.quest import Quest as Quest
+    from offload.policies.sketch.policy import Sketch as Sketch
+    from offload.policies.streaming_llm import StreamingLLM as StreamingLLM
+    from offload.policies.tidal_decode import TidalDecode as TidalDecode
+    from offload.policies.union.policy import Union as Union
 
 _folder = Path(__file__).parent
 drop_stale(_folder, [_folder.parents[1] / "cpu_ops"])
 
-__all__ = [
-    "LFPS",
-    "Auto",
-    "ExactTopK",
-    "Full",
-    "HardKV",
-    "LycheeCluster",
-    "LycheeDecode",
-    "PerHead",
-    "Policy",
-    "Quest",
-    "Sketch",
-    "StreamingLLM",
-    "TidalDecode",
-    "Union",
-    "available_policies",
-    "make_policy",
-]
-
 
 def __getattr__(name: str) -> Any:
-    try:
-        return policy_class(name)
-    except AttributeError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return policy_class(name)

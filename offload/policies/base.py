@@ -26,6 +26,8 @@ SELECT = 2  # attends to the policy's selection and publishes it
 REUSE = 3  # attends to what the same unit of a layer above last published in this step
 
 NO_MEMBER = 255  # of `Policy.unit_members`
+# Options that every selecting policy has, and that are the same for all parts of one.
+BUDGET_OPTIONS = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,10 @@ class SparsePolicy(Policy):
     dense_until: int | None = None
 
     def __post_init__(self) -> None:
-        names = ["budget_tokens", "sink_tokens", "recent_tokens", "dense_layers"]
-        if self.dense_until is not None:
-            names.append("dense_until")
-        for name in names:
+        for name in BUDGET_OPTIONS:
             value = getattr(self, name)
+            if name == "dense_until" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an int, got {value!r}")
         if self.sink_tokens < 0 or self.dense_layers < 0:

@@ -23,7 +23,6 @@ from offload.policies.callback import (
     callback,
     offset_floats,
     read_context,
-    run_callback,
     view_float32,
     view_float64,
     view_int32,
@@ -40,6 +39,13 @@ from offload.policies.logits_calibration import (
     needed_tokens,
     share_of,
 )
+from offload.policies.member_calls import (
+    CALLBACKS,
+    MemberNumbers,
+    of_members,
+    turn_back,
+    turn_to,
+)
 from offload.policies.members import MembersState, joined
 from offload.policies.wrapped import WrappedPolicy
 
@@ -51,10 +57,7 @@ OWN = StateLayout(
     blocks=np.int32,
     masses=np.float32,
 )
-NUMBERS = NumberLayout("select_address", "append_address")
-read_own, read_numbers = OWN.read, NUMBERS.read
-_ARRAYS, _NUMBERS = len(OWN), 2
-_CALLBACKS = ("prepare", "propose", "select", "observe", "append")
+read_own = OWN.read
 _ROUNDS = 40  # of bisection: scores are float32
 
 
@@ -127,10 +130,9 @@ def cut_to_share(
 def select(pointer: Any) -> int:
     ctx = read_context(pointer)
     arrays, numbers = ctx.arrays, ctx.parameters
-    state, own = read_own(arrays), read_numbers(numbers)
-    ctx.arrays, ctx.parameters = arrays + 8 * _ARRAYS, numbers + 8 * _NUMBERS
-    count: int = ask_callback(pointer, np.int64(own.select_address))
-    ctx.arrays, ctx.parameters = arrays, numbers
+    state, ranked = read_own(arrays), turn_to(ctx, arrays, numbers, 0)
+    count: int = ask_callback(pointer, np.int64(ranked.select))
+    turn_back(ctx, arrays, numbers)
     beta = view_float64(state.betas, ctx.kv_head + 1)[ctx.kv_head]
     num_blocks = ctx.num_blocks
     if count <= 0 or num_blocks <= 0 or not beta > 0.0:
@@ -149,14 +151,7 @@ def select(pointer: Any) -> int:
     return kept
 
 
-@callback
-def append(pointer: Any) -> None:
-    ctx = read_context(pointer)
-    arrays, numbers = ctx.arrays, ctx.parameters
-    own = read_numbers(numbers)
-    ctx.arrays, ctx.parameters = arrays + 8 * _ARRAYS, numbers + 8 * _NUMBERS
-    run_callback(pointer, np.int64(own.append_address))
-    ctx.arrays, ctx.parameters = arrays, numbers
+append = of_members("append", 1)
 
 
 def past_blocks(
@@ -172,25 +167,13 @@ def past_blocks(
     return Blocks(scores, tokens * (ends <= newest + 1), torch.from_numpy(starts).long())
 
 
-class _Numbers(NumberLayout):
-    """What its callbacks call, then the numbers of the policy that ranks."""
-
-    def __init__(self) -> None:
-        """Nothing reads them by these names but `NUMBERS`."""
-
-    def values(self, policy: Any) -> list[float]:
-        inner = policy.inner
-        of_inner = [] if inner.number_layout is None else inner.number_layout.values(inner)
-        return [*map(float, (inner.select.address, inner.append.address)), *of_inner]
-
-
 class ShareState(MembersState):
     """Temperatures, and the arrays of the policy that ranks."""
 
     policy: BlockShare
 
     def __init__(self, policy: BlockShare) -> None:
-        super().__init__(policy, {"inner": policy.inner}, OWN)
+        super().__init__(policy, policy.parts, OWN)
         self.observed_queries = WINDOW_QUERIES
 
     def build(self, context: BuildContext) -> State:
@@ -244,7 +227,7 @@ class BlockShare(WrappedPolicy):
     name: ClassVar[str] = "block_share"
     select: ClassVar[Callback | None] = select
     append: ClassVar[Callback | None] = append
-    number_layout: ClassVar[NumberLayout | None] = _Numbers()
+    number_layout: ClassVar[NumberLayout | None] = MemberNumbers(OWN)
     device = cached_property(DeviceSupport)
     state = cached_property(ShareState)
 
@@ -255,7 +238,7 @@ class BlockShare(WrappedPolicy):
 
     def __post_init__(self) -> None:
         inner = self.inner
-        called = {name for name in _CALLBACKS if getattr(inner, name) is not None}
+        called = {name for name in CALLBACKS if getattr(inner, name) is not None}
         if called != {"select", "append"} or not inner.state.has_arrays:
             raise ValueError(
                 f"hard_kv: {inner.name} must rank blocks by its arrays, select and append alone, "
@@ -269,3 +252,7 @@ class BlockShare(WrappedPolicy):
     @property
     def members(self) -> tuple[Policy, ...]:
         return (self,)
+
+    @property
+    def parts(self) -> dict[str, Policy]:
+        return {"inner": self.inner}

@@ -86,9 +86,7 @@ class Callback:
         return result
 
 
-def callback(function: Callable[[Any], Any]) -> Callback:
-    """Declare a policy function; nothing is compiled until its address is needed."""
-    return Callback(function)
+callback = Callback  # declares one: nothing is compiled until its address is needed
 
 
 @numba.njit(inline="always")

@@ -107,20 +107,13 @@ class HardKV(WrappedPolicy):
     def from_options(
         cls,
         inner: str | Policy = "per_head",
-        top_p: float = 0.95,
-        max_tokens: int | None = None,
-        calibrate: Calibrate = "mass",
-        mean_tokens: int | None = None,
-        max_step_bytes: int | str | None = None,
-        max_step_us: float | None = None,
         **options: Any,
     ) -> HardKV:
-        """From what a user writes: inner="sketch"; the rest is for `inner`."""
+        """From what a user writes: inner="sketch"; what is none of its own is for `inner`."""
         from offload.policies.registry import make_policy
 
-        made = make_policy(inner, **options)
-        caps = max_step_bytes, max_step_us
-        return cls(made, top_p, max_tokens, calibrate, mean_tokens, *caps)
+        own = {x.name: options.pop(x.name) for x in fields(cls) if x.name in options}
+        return cls(make_policy(inner, **options), **own)
 
     @property
     def step_cap(self) -> str:

@@ -9,21 +9,18 @@ another policy selects (`per_head`). The file names the model it was made for, a
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.made_files import SHAPE_KEYS, MadeFile, read_made_file
+from offload.policies.made_files import SHAPE_KEYS, MadeFile
 
 BoolArray = npt.NDArray[np.bool_]
 
-_FORMAT = "offload-head-roles-2"
-_OLD_FORMAT = "offload-head-roles-1"  # is still read; it did not know of checkpoints
-_KEYS = ("model_type", *SHAPE_KEYS, "checkpoint", "made_by", "retrieval")
+_MODEL_KEYS = ("model_type", *SHAPE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -41,15 +38,14 @@ class HeadRoles(MadeFile):
     kind: ClassVar[str] = "roles file"
     bare_kind: ClassVar[str] = "head roles"
     remedy: ClassVar[str] = "make roles for it with `offload calibrate`"
+    command: ClassVar[str] = "calibrate MODEL -o"
+    formats: ClassVar[dict[str, tuple[str, ...]]] = {
+        "offload-head-roles-2": (*_MODEL_KEYS, "checkpoint", "made_by", "retrieval"),
+        # Is still read; it did not know of checkpoints.
+        "offload-head-roles-1": (*_MODEL_KEYS, "made_by", "retrieval"),
+    }
 
-    model_type: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
     retrieval: tuple[tuple[bool, ...], ...]
-    made_by: str = ""
-    checkpoint: str = ""
-    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         self._check_made()
@@ -89,7 +85,8 @@ class HeadRoles(MadeFile):
         """Roles from bool [num_layers, num_kv_heads]."""
         num_layers, num_kv_heads = retrieval.shape
         rows = tuple(tuple(bool(role) for role in row) for row in retrieval)
-        return cls(model_type, num_layers, num_kv_heads, head_dim, rows, made_by, checkpoint)
+        shape = (num_layers, num_kv_heads, head_dim)
+        return cls(model_type, *shape, rows, made_by=made_by, checkpoint=checkpoint)
 
     def of_heads(self, heads: range) -> HeadRoles:
         """The roles of some KV heads of every layer, as those of a model that has no others."""
@@ -114,30 +111,6 @@ class HeadRoles(MadeFile):
                 f"{self._name}: all heads of layer 0 must be retrieval heads, because there is "
                 f"nothing above them to reuse; sparse there: {sparse}"
             )
-
-    def save(self, path: str | Path) -> None:
-        """Write the roles as JSON, a line per layer."""
-        head: dict[str, Any] = {"format": _FORMAT}
-        head |= {name: getattr(self, name) for name in _KEYS[:-1]}
-        lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
-        rows = ",\n".join(f"    {json.dumps(row)}" for row in self.retrieval)
-        text = "\n".join(["{", *lines, f'  "retrieval": [\n{rows}\n  ]', "}", ""])
-        Path(path).write_text(text, encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> HeadRoles:
-        """Read a roles file.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: not JSON, keys missing or unknown, or values that `HeadRoles` refuses; names
-                the file.
-        """
-        hint = f"; write one with `offload calibrate MODEL -o {path}`"
-        old = [key for key in _KEYS if key != "checkpoint"]
-        formats = {_FORMAT: _KEYS, _OLD_FORMAT: old}
-        document = read_made_file(path, cls.kind, formats, hint=hint)
-        return cls(**document, source=str(path))
 
 
 def evenly_spaced_heads(

@@ -78,9 +78,9 @@ class Blocks:
 def needed_tokens(
     keys: Tensor,
     queries: Tensor,
-    blocks: Blocks | None = None,
+    blocks: Blocks,
     *,
-    in_order: bool = True,
+    in_order: bool,
     sm_scale: float,
     sink_tokens: int,
     recent_tokens: int,
@@ -93,7 +93,7 @@ def needed_tokens(
     Args:
         keys: [num_kv_heads, kv_len, head_dim].
         queries: [num_qo_heads, n, head_dim] of the last n tokens, oldest first.
-        blocks: of tokens that can be chosen; None: each for itself.
+        blocks: of tokens that can be chosen.
         in_order: blocks are taken in their order, each as a whole; else the heaviest tokens are.
 
     Returns:
@@ -103,14 +103,11 @@ def needed_tokens(
     group_size, n = len(queries) // num_kv_heads, queries.shape[1]
     positions, newest = torch.arange(kv_len), torch.arange(kv_len - n, kv_len)[:, None]
     is_always = (positions < sink_tokens) | (positions > newest - recent_tokens)  # [n, kv_len]
-    if blocks is not None:
-        is_always |= positions >= blocks.ends()
+    is_always |= positions >= blocks.ends()
     mass = group_size * _least_share(top_p, group_size)
     needed = torch.empty(num_kv_heads, n)
-    order = block = None
-    if blocks is not None and in_order:
-        order = blocks.ranked[1]
-        block = torch.bucketize(positions, blocks.starts[1:], right=True)
+    order, num_blocks = blocks.ranked[1], blocks.scores.shape[2]
+    block = torch.bucketize(positions, blocks.starts[1:], right=True)
     # Of one head each, used again by the next: fresh memory takes longer than what is done in it.
     logits = torch.empty(group_size * n, kv_len)
     weights, held, total = torch.empty_like(logits), torch.empty(n, kv_len), torch.empty(n, kv_len)
@@ -122,12 +119,11 @@ def needed_tokens(
         torch.sum(weights.view(group_size, n, kv_len), 0, out=total)
         held.copy_(total).masked_fill_(is_always, 0.0)
         always = total.sum(-1, keepdim=True) - held.sum(-1, keepdim=True)
-        if blocks is None or order is None or block is None:
+        if not in_order:
             # In place, and NumPy's: torch's sort takes several times as long.
             held.neg_().numpy().sort(axis=-1)
             of_blocks, sizes = held.neg_(), (held > 0.0).long()
         else:
-            num_blocks = blocks.scores.shape[2]
             of_blocks = torch.zeros(n, num_blocks + 1).index_add_(1, block, held)[:, :num_blocks]
             of_blocks, sizes = (x.gather(-1, order[head]) for x in (of_blocks, blocks.tokens))
         before = of_blocks.double().cumsum(-1).add_(always).sub_(of_blocks)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from offload.models.checkpoint_names import same_checkpoint
 from offload.system.json_file import read_json
 
+Made = TypeVar("Made", bound="MadeFile")
 SHAPE_KEYS = ("num_layers", "num_kv_heads", "head_dim")
 
 
+@dataclass(frozen=True)
 class MadeFile:
-    """What such a file holds; a frozen dataclass that has these and what was found.
+    """What such a file holds; a subclass adds what was found.
 
     Attributes:
         kind: what errors call the file, before its path; bare_kind: what was made without one.
         remedy: what to do where it is for another model.
+        command: of `offload`, what writes one to the path that follows.
+        formats: the keys of each, in the order of the file, the newest first.
         model_type: transformers' name of the architecture, such as "llama"; "" fits any.
         num_layers, num_kv_heads, head_dim: shape of the model.
         made_by: how it was chosen, for people.
@@ -30,15 +35,16 @@ class MadeFile:
     kind: ClassVar[str]
     bare_kind: ClassVar[str]
     remedy: ClassVar[str]
+    command: ClassVar[str]
+    formats: ClassVar[dict[str, tuple[str, ...]]]
 
-    if TYPE_CHECKING:
-        model_type: str
-        num_layers: int
-        num_kv_heads: int
-        head_dim: int
-        made_by: str
-        checkpoint: str
-        source: str
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    made_by: str = field(default="", kw_only=True)
+    checkpoint: str = field(default="", kw_only=True)
+    source: str = field(default="", compare=False, kw_only=True)
 
     @property
     def _name(self) -> str:
@@ -109,41 +115,43 @@ class MadeFile:
             whole.replace(path)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        raise NotImplementedError
+        """Write it as JSON: a line per key, and per row of a table."""
+        name, keys = next(iter(self.formats.items()))
+        document = {"format": name, **{key: getattr(self, key) for key in keys}}
+        lines = [f"  {json.dumps(key)}: {_dumped(value)}" for key, value in document.items()]
+        text = ",\n".join(lines)
+        Path(path).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls: type[Made], path: str | Path) -> Made:
+        """Read such a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: not JSON, another format, keys missing or unknown, or values that the class
+                refuses; names the file.
+        """
+        hint = f"; write one with `offload {cls.command} {path}`"
+        document = read_json(path, cls.kind, hint=hint)
+        name = f"{cls.kind} {path}"
+        if not isinstance(document, dict):
+            raise ValueError(f"{name} must hold a JSON object, got a {type(document).__name__}")
+        newest = next(iter(cls.formats))
+        keys = ("format", *cls.formats.get(str(document.get("format")), cls.formats[newest]))
+        wrong = {
+            "missing": [key for key in keys if key not in document],
+            "unknown": sorted(set(document) - set(keys)),
+        }
+        if any(wrong.values()):
+            found = " and ".join(f"{what} keys {names}" for what, names in wrong.items() if names)
+            raise ValueError(f"{name} has {found}; its keys: {', '.join(keys)}")
+        if document.pop("format") not in cls.formats:
+            raise ValueError(f"{name} has another format than {newest!r}")
+        return cls(**document, source=str(path))
 
 
-def read_made_file(
-    path: str | Path, kind: str, formats: Mapping[str, Sequence[str]], *, hint: str
-) -> dict[str, Any]:
-    """What is in a file, without its format.
-
-    Args:
-        kind: what errors call it, before its path.
-        formats: the keys of each, the newest first.
-        hint: behind the path of a missing file.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: not JSON, another format, keys missing or unknown.
-    """
-    document = read_json(path, kind, hint=hint)
-    if not isinstance(document, dict):
-        raise ValueError(f"{kind} {path} must hold a JSON object, got a {type(document).__name__}")
-    newest = next(iter(formats))
-    keys = ("format", *formats.get(str(document.get("format")), formats[newest]))
-    missing = [key for key in keys if key not in document]
-    unknown = sorted(set(document) - set(keys))
-    if missing or unknown:
-        raise ValueError(
-            f"{kind} {path} has "
-            + " and ".join(
-                f"{what} keys {wrong}"
-                for what, wrong in (("missing", missing), ("unknown", unknown))
-                if wrong
-            )
-            + f"; its keys: {', '.join(keys)}"
-        )
-    if document.pop("format") not in formats:
-        raise ValueError(f"{kind} {path} has another format than {newest!r}")
-    return document
+def _dumped(value: Any) -> str:
+    if not (isinstance(value, tuple) and value and isinstance(value[0], tuple)):
+        return json.dumps(value)
+    rows = ",\n".join(f"    {json.dumps(row)}" for row in value)
+    return f"[\n{rows}\n  ]"

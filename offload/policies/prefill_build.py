@@ -45,6 +45,7 @@ class PrefillBuild:
 
     Attributes:
         host_seconds: spent here by the host, waiting included.
+        copied_heads: KV heads of a layer at most of which `on_layer` makes copies.
     """
 
     def __init__(self, states: PolicyStates, kv_lens: Mapping[int, int]) -> None:
@@ -53,11 +54,7 @@ class PrefillBuild:
         self._pending: deque[_Pending] = deque()
         self._layers: dict[int, dict[int, State]] = {seq: {} for seq in kv_lens}
         self.host_seconds = 0.0
-
-    @property
-    def copied_heads(self) -> int:
-        """KV heads of a layer at most of which `on_layer` makes copies."""
-        return self._states.copied_heads
+        self.copied_heads = states.copied_heads
 
     def on_layer(self, layer_idx: int, seq: int, keys: Tensor, values: Tensor) -> None:
         """Queue the build of one layer from its keys and values [num_kv_heads, kv_len, head_dim].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -33,7 +34,7 @@ def policy_class(class_name: str) -> Any:
     for name, of_policy in _CLASSES.items():
         if of_policy == class_name:
             return getattr(import_module(f"offload.policies.{name}"), class_name)
-    raise AttributeError(f"there is no policy class {class_name!r}")
+    raise AttributeError(f"module 'offload.policies' has no attribute {class_name!r}")
 
 
 def available_policies() -> list[str]:
@@ -56,6 +57,13 @@ def policy_named(name: str) -> type[Policy]:
         raise ValueError(f"unknown policy {name!r}; available: {', '.join(policy_names())}")
     of_name: type[Policy] = policy_class(_CLASSES[name])
     return of_name
+
+
+def options_of(own: Iterable[str], may_be: Callable[[type[Policy]], bool]) -> list[str]:
+    """`own`, and the options of all policies that a part of a policy may be."""
+    policies = map(policy_named, available_policies())
+    others = (name for policy in policies if may_be(policy) for name in policy.option_names())
+    return list(dict.fromkeys([*own, *others]))
 
 
 def make_policy(policy: str | Policy, **options: Any) -> Policy:

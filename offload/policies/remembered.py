@@ -1,12 +1,15 @@
-"""What is remembered of one sequence, now and as it was before a forward pass."""
+"""What is remembered of one sequence, now, as it was before a forward pass, and for a file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload.policies.layer_state import State
 from offload.policies.sequence_state import LayerArrays, RecentQueries, TextMarks
 
 Queries = dict[int, RecentQueries]  # of a sequence, by layer
@@ -68,6 +71,29 @@ class DraftRows:
 
 
 @dataclass
+class SavedState:
+    """What is remembered of one sequence, as named arrays for a file.
+
+    Attributes:
+        marks: uint8, of the text of its first tokens.
+        layers: the policy's arrays of each layer; none: they were not built.
+        capacity_tokens: that these have room for.
+        queries: of each layer that keeps recent ones [num_qo_heads, n, head_dim], oldest first, and
+            of how many tokens the last is the newest.
+    """
+
+    marks: npt.NDArray[np.uint8]
+    layers: dict[int, State] = field(default_factory=dict)
+    capacity_tokens: int = 0
+    queries: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the policy's arrays."""
+        return sum(array.nbytes for arrays in self.layers.values() for array in arrays.values())
+
+
+@dataclass
 class Remembered:
     """All that is remembered of one sequence.
 
@@ -110,6 +136,16 @@ class Remembered:
             draft=None if self.draft is None else self.draft.copy(),
             built=None if self.built is None else (self.built[0], copies_of(self.built[1])),
         )
+
+    def saved(self) -> SavedState:
+        """What matters of it between two forward passes. The arrays are its own, not copies."""
+        saved = SavedState(self.marks.array[: self.marks.length])
+        if self.arrays is not None:
+            saved.capacity_tokens = self.arrays.capacity_tokens
+            saved.layers = {i: arrays for i, arrays in enumerate(self.arrays.layers) if arrays}
+        for layer_idx, recent in (self.queries or {}).items():
+            saved.queries[layer_idx] = recent.kept().cpu(), recent.kv_len
+        return saved
 
     def restore(self, before: Before) -> None:
         """The arrays and queries that were there before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,31 +124,25 @@ class RecentQueries:
             self._ring = self._ring.to(device) if self._count else empty
 
     def copy(self) -> RecentQueries:
-        copied = RecentQueries.__new__(RecentQueries)
-        copied._ring, copied._count, copied.kv_len = self._ring.clone(), self._count, self.kv_len
-        copied._size = self._size
+        copied = copy.copy(self)
+        copied._ring = self._ring.clone()
         return copied
 
 
 class TextMarks:
-    """uint8 marks of a sequence's tokens, growing."""
+    """uint8 marks of a sequence's tokens, growing: the first `length` of `array`."""
 
     def __init__(self) -> None:
-        self._marks = np.zeros(0, np.uint8)
+        self.array: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.length = 0
-
-    @property
-    def array(self) -> npt.NDArray[np.uint8]:
-        """All marks, with room for more."""
-        return self._marks
 
     def append(self, marks: npt.NDArray[np.uint8]) -> None:
         end = self.length + len(marks)
-        if end > len(self._marks):
+        if end > len(self.array):
             grown = np.zeros(capacity_for(end), np.uint8)
-            grown[: self.length] = self._marks[: self.length]
-            self._marks = grown
-        self._marks[self.length : end] = marks
+            grown[: self.length] = self.array[: self.length]
+            self.array = grown
+        self.array[self.length : end] = marks
         self.length = end
 
     def truncate(self, kv_len: int) -> None:
@@ -159,22 +154,22 @@ class TextMarks:
         if self.length < kv_len:
             self.length = 0
             return
-        tail = self._marks[kv_len - last : kv_len].copy()
-        self._marks[first:new_len] = 0
-        self._marks[new_len - last : new_len] = tail
+        tail = self.array[kv_len - last : kv_len].copy()
+        self.array[first:new_len] = 0
+        self.array[new_len - last : new_len] = tail
         self.length = new_len
 
     def address(self, kv_len: int) -> int:
         """Address of the first mark; 0 if not all of `kv_len` tokens have one."""
-        return int(self._marks.ctypes.data) if self.length >= kv_len else 0
+        return int(self.array.ctypes.data) if self.length >= kv_len else 0
 
     def first(self, kv_len: int) -> npt.NDArray[np.uint8] | None:
         """[kv_len], or None if not all have one."""
-        return self._marks[:kv_len] if self.length >= kv_len else None
+        return self.array[:kv_len] if self.length >= kv_len else None
 
     def copy(self) -> TextMarks:
-        copied = TextMarks()
-        copied._marks, copied.length = self._marks.copy(), self.length
+        copied = copy.copy(self)
+        copied.array = self.array.copy()
         return copied
 
 

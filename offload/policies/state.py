@@ -25,9 +25,8 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
 from offload.policies.base import Policy
 from offload.policies.layer_state import BuildContext, State
-from offload.policies.remembered import Before, DraftRows, Remembered, copies_of, reach
+from offload.policies.remembered import Before, DraftRows, Remembered, SavedState, copies_of, reach
 from offload.policies.revised import Revised
-from offload.policies.saved_state import SavedState, saved_state
 from offload.policies.sequence_state import LayerArrays, RecentQueries, capacity_for
 from offload.policies.state_bytes import StateBytes, held_bytes
 
@@ -297,7 +296,7 @@ class PolicyStates:
 
     def save(self, seq: int) -> SavedState:
         """What `restore` takes: the arrays themselves, until the next forward pass."""
-        return saved_state(self._known[seq])
+        return self._known[seq].saved()
 
     def restore(self, seq: int, saved: SavedState) -> None:
         """Remember of a new sequence what `save` has given, and keep its arrays.

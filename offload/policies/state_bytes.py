@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from offload.kv.store import HostBudgetError, KVStore
+from offload.kv.store import KVStore
 from offload.policies.base import Policy
 from offload.policies.layer_state import StateShape
 from offload.policies.remembered import Remembered
 from offload.policies.sequence_state import RecentQueries, capacity_for
-from offload.system.memory import format_bytes
 
 
 class StateBytes:
@@ -103,21 +102,9 @@ class StateBytes:
         return need
 
     def check_room(self, num_bytes: int) -> None:
-        """Refuse `num_bytes` more.
-
-        Raises:
-            HostBudgetError: names them and what is left of the budget.
-        """
-        if num_bytes > self._store.left_bytes():
-            self._store.trim()
-        left = self._store.left_bytes()
-        if num_bytes > left:
-            raise HostBudgetError(
-                f"what policy {self._policy.name!r} keeps of sequences needs "
-                f"{format_bytes(num_bytes)} more, but {format_bytes(max(0, left))} of the host "
-                f"budget of {format_bytes(self._store.host_budget_bytes)} are left beside the KV "
-                "cache; raise max_memory={'cpu': ...} or shorten the context"
-            )
+        """`KVStore.check_room` for `num_bytes` more."""
+        what = f"what policy {self._policy.name!r} keeps of sequences"
+        self._store.check_room(num_bytes, what, "shorten the context")
 
 
 def held_bytes(sequences: Iterable[Remembered]) -> int:

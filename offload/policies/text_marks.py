@@ -142,7 +142,7 @@ def _end_of(string: str) -> tuple[int, bool]:
     core = string.rstrip()
     newlines = string[len(core) :].count("\n")
     blanks = len(core) < len(string)
-    kind = _CORE_END if not core else 0
+    kind = _BLANK if not core else 0
     length = 0  # of the trailing run of delimiters
     for position in range(len(core) - 1, -1, -1):
         character = core[position]
@@ -165,9 +165,6 @@ def _end_of(string: str) -> tuple[int, bool]:
             return _SENTENCE_SURE, whole
         return (kind if _LEVEL[kind] else _BLANK), whole
     return kind, whole and kind != 0
-
-
-_CORE_END = _BLANK  # of a token of nothing but whitespace
 
 
 def _closes_tag(string: str, position: int) -> bool:

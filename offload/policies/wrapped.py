@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import Policy
+from offload.policies.base import BUDGET_OPTIONS, Policy
 from offload.policies.calibration import Calibration
 
 _Class = TypeVar("_Class", bound=type)
 _OF_INNER = (
-    *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until"),
+    *BUDGET_OPTIONS,
     *("selects", "scans_keys", "per_query_head", "shares_selection"),
     *("selection_top_p", "selection_mean_tokens", "members", "state", "device"),
 )

@@ -19,7 +19,7 @@ from offload.models.batch import RaggedBatch
 from offload.prefill.attention import KV, attend, takes_all_keys
 from offload.prefill.kv_stream import LayerStream
 from offload.prefill.layer import add_mlp, project_qkv, rotate
-from offload.prefill.memory import PrefillMemory, check_prefill_memory
+from offload.prefill.memory import PrefillMemory, available_bytes, check_fits
 from offload.system.errors import DeviceMemoryError
 
 # Gets (seq, layer_idx, queries [num_qo_heads, n, head_dim] rotated, kv_len of the last of them).
@@ -92,25 +92,52 @@ def prefill(
             builds_index=store is not None and on_layer is not None,
             copied_heads=copied_heads,
         )
-        check_prefill_memory(memory, hidden.device, device_budget_bytes)
+        available = available_bytes(hidden.device, device_budget_bytes)
+        check_fits(memory, available, already_there=memory.hidden_bytes)  # the embeddings
+
+    def run_layers() -> torch.Tensor:
+        positions = batch.position_ids[None].to(hidden.device)
+        cos, sin = (table[0] for table in model.rotary_emb(hidden, positions))
+        stream = LayerStream(batch, model.shape, store=store, seqs=seqs, like=hidden, keeps=keeps)
+        try:
+            for layer_idx, layer in enumerate(model.layers):
+                stream.begin(layer_idx)
+                for start in range(0, batch.num_tokens, slice_tokens):
+                    stop = min(start + slice_tokens, batch.num_tokens)
+                    x, rope = hidden[start:stop], (cos[start:stop], sin[start:stop])
+                    q = _write_kv(layer, model.shape.head_dim, x, rope, stream, start, stop, pool)
+                    if store is not None and on_queries is not None:
+                        for sequence, of_slice, kv_len in stream.spans(start, stop):
+                            on_queries(seqs[sequence], layer_idx, q[:, of_slice], kv_len)
+                    o = _attend(q, layer_idx, stream, model.sm_scale, start, stop, pool)
+                    delta = layer.o_proj(o)
+                    del o
+                    if store is not None and on_attended is not None:
+                        for sequence, of_slice, kv_len in stream.spans(start, stop):
+                            seen = stream.rows(sequence, 0, kv_len)
+                            on_attended(layer_idx, seqs[sequence], q[:, of_slice], seen)
+                        del seen
+                    del q
+                    add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks, pool)
+                    del delta
+                    if on_tokens is not None:
+                        on_tokens(stop - start)
+                stream.write_out(layer_idx)
+                if store is not None and on_layer is not None:
+                    with stream.side_stream():
+                        for sequence, seq in enumerate(seqs):
+                            on_layer(layer_idx, seq, *stream.rows(sequence))
+                stream.end(layer_idx)
+            stream.finish()
+        finally:
+            stream.close()
+        return hidden
+
     try:
-        return _run_layers(
-            model,
-            hidden,
-            batch,
-            store,
-            seqs,
-            slice_tokens,
-            pool,
-            on_queries,
-            on_layer,
-            on_attended,
-            on_tokens,
-            keeps,
-        )
+        return run_layers()
     except torch.OutOfMemoryError as error:
         reason = str(error).partition("\n")[0]
-    # Not inside the handler: the error's traceback would keep every tensor of `_run_layers` alive
+    # Not inside the handler: the error's traceback would keep every tensor of `run_layers` alive
     # for as long as somebody looks at ours.
     if hidden.is_cuda:
         torch.cuda.empty_cache()
@@ -119,62 +146,6 @@ def prefill(
         f"prefilling {batch.num_tokens} tokens in slices of {slice_tokens} ran out of device "
         f"memory{counted}; lower prefill_slice_tokens or shorten the prompt: {reason}"
     )
-
-
-def _run_layers(
-    model: LeanModel,
-    hidden: torch.Tensor,
-    batch: RaggedBatch,
-    store: KVStore | None,
-    seqs: Sequence[int],
-    slice_tokens: int,
-    pool: WorkerPool | None,
-    on_queries: OnQueries | None,
-    on_layer: OnLayer | None,
-    on_attended: OnAttended | None,
-    on_tokens: OnTokens | None,
-    keeps: bool,
-) -> torch.Tensor:
-    positions = batch.position_ids[None].to(hidden.device)
-    cos, sin = (table[0] for table in model.rotary_emb(hidden, positions))
-    stream = LayerStream(batch, model.shape, store=store, seqs=seqs, like=hidden, keeps=keeps)
-    try:
-        for layer_idx, layer in enumerate(model.layers):
-            stream.begin(layer_idx)
-            for start in range(0, batch.num_tokens, slice_tokens):
-                stop = min(start + slice_tokens, batch.num_tokens)
-                x, rope = hidden[start:stop], (cos[start:stop], sin[start:stop])
-                q = _write_kv(layer, model.shape.head_dim, x, rope, stream, start, stop, pool)
-                if store is not None and on_queries is not None:
-                    for sequence, first, last in batch.spans(start, stop):
-                        kv_len = stream.past_len(sequence) + last - batch.indptr[sequence]
-                        queries = q[:, first - start : last - start]
-                        on_queries(seqs[sequence], layer_idx, queries, kv_len)
-                o = _attend(q, layer_idx, batch, stream, model.sm_scale, start, stop, pool)
-                delta = layer.o_proj(o)
-                del o
-                if store is not None and on_attended is not None:
-                    for sequence, first, last in batch.spans(start, stop):
-                        kv_len = stream.past_len(sequence) + last - batch.indptr[sequence]
-                        queries = q[:, first - start : last - start]
-                        seen = stream.rows(sequence, 0, kv_len)
-                        on_attended(layer_idx, seqs[sequence], queries, seen)
-                    del queries, seen
-                del q
-                add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks, pool)
-                del delta
-                if on_tokens is not None:
-                    on_tokens(stop - start)
-            stream.write_out(layer_idx)
-            if store is not None and on_layer is not None:
-                with stream.side_stream():
-                    for sequence, seq in enumerate(seqs):
-                        on_layer(layer_idx, seq, *stream.rows(sequence))
-            stream.end(layer_idx)
-        stream.finish()
-    finally:
-        stream.close()
-    return hidden
 
 
 def _write_kv(
@@ -190,7 +161,8 @@ def _write_kv(
     """Rotated queries [num_qo_heads, n, head_dim] of x, the tokens start .. stop; K/V are kept."""
     q, k, v = project_qkv(layer, head_dim, x, pool)
     k, v = rotate(k, *rope), v.transpose(0, 1)
-    for of_slice, (keys, values) in stream.new_rows(start, stop):
+    for sequence, of_slice, kv_len in stream.spans(start, stop):
+        keys, values = stream.rows(sequence, kv_len - of_slice.stop + of_slice.start, kv_len)
         keys.copy_(k[:, of_slice])
         values.copy_(v[:, of_slice])
     return rotate(q, *rope)
@@ -199,7 +171,6 @@ def _write_kv(
 def _attend(
     q: torch.Tensor,
     layer_idx: int,
-    batch: RaggedBatch,
     stream: LayerStream,
     sm_scale: float,
     start: int,
@@ -215,10 +186,8 @@ def _attend(
         [n, num_qo_heads * head_dim].
     """
     parts = []
-    for sequence, first, last in batch.spans(start, stop):
-        past_len = stream.past_len(sequence)
-        kv_len = past_len + last - batch.indptr[sequence]
-        of_sequence = q[:, first - start : last - start]
+    for sequence, of_slice, kv_len in stream.spans(start, stop):
+        past_len, of_sequence = stream.past_len(sequence), q[:, of_slice]
         starts = stream.past_starts(sequence, layer_idx)
         if starts is not None:
             kv = stream.rows(sequence, 0, kv_len)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def copies_alongside(like: Tensor) -> bool:
 class LayerStream:
     """Buffers of the keys and values of all sequences of `batch`, one layer after the other.
 
-    For each layer: `begin`, `new_rows` written, `write_out`, last reads `beside` the next layer,
+    For each layer: `begin`, new `rows` written, `write_out`, last reads `beside` the next layer,
     `end`. At last `finish`; whether that is reached or not, `close`. What is read and written in
     between, but for those last reads, goes to the stream that is current throughout.
 
@@ -83,16 +83,12 @@ class LayerStream:
         # Each [K|V, num_kv_heads, tokens, head_dim]. On a device tokens come first in memory, so
         # that strides are the same for prompts of any length (`prefill_attention`).
         tokens, heads = self._starts[-1], shape.num_kv_heads
-        num_buffers = 1 if self._side is None else 2
-        if copies_alongside(like):
-            self._buffers = [
-                like.new_empty(2, tokens, heads, shape.head_dim).transpose(1, 2)
-                for _ in range(num_buffers)
-            ]
-        else:
-            self._buffers = [
-                like.new_empty(2, heads, tokens, shape.head_dim) for _ in range(num_buffers)
-            ]
+        self._buffers = [
+            like.new_empty(2, tokens, heads, shape.head_dim).transpose(1, 2)
+            if copies_alongside(like)
+            else like.new_empty(2, heads, tokens, shape.head_dim)
+            for _ in range(1 if self._side is None else 2)
+        ]
         self._current = self._buffers[0]
         flags = (0 if store is None else store.num_layers, batch.num_sequences, 2)
         self._is_finite = torch.ones(flags, dtype=torch.bool, device=like.device)
@@ -119,14 +115,11 @@ class LayerStream:
         starts: list[int] = self._store.starts(self._seqs[sequence])[layer_idx].tolist()
         return starts if any(starts) else None
 
-    def new_rows(self, start: int, stop: int) -> Sequence[tuple[slice, KV]]:
-        """Where K/V of the packed tokens start .. stop go: (which of these, views)."""
-        rows = []
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, slice, int]]:
+        """The packed tokens start .. stop by sequence: (it, which of these, kv_len of the last)."""
         for sequence, first, last in self._batch.spans(start, stop):
-            offset = self._starts[sequence] + self._past[sequence] - self._batch.indptr[sequence]
-            keys, values = self._current[:, :, first + offset : last + offset]
-            rows.append((slice(first - start, last - start), (keys, values)))
-        return rows
+            kv_len = self._past[sequence] + last - self._batch.indptr[sequence]
+            yield sequence, slice(first - start, last - start), kv_len
 
     def rows(self, sequence: int, start: int = 0, stop: int | None = None) -> KV:
         """Keys and values of tokens start .. stop of a sequence, cached ones included; those that a

@@ -101,22 +101,6 @@ class PrefillMemory:
         )
 
 
-def check_prefill_memory(
-    memory: PrefillMemory, device: torch.device, budget_bytes: int | None = None
-) -> None:
-    """Refuse a prefill that does not fit what is free on `device`.
-
-    Args:
-        memory: the hidden states are allocated already, the rotary tables are not.
-        budget_bytes: as of `available_bytes`.
-
-    Raises:
-        DeviceMemoryError: names the sizes and the option that changes them.
-    """
-    available = available_bytes(device, budget_bytes)
-    check_fits(memory, available, already_there=memory.hidden_bytes)
-
-
 def available_bytes(device: torch.device, budget_bytes: int | None = None) -> int:
     """What torch may still take of `device`.
 
@@ -133,7 +117,11 @@ def available_bytes(device: torch.device, budget_bytes: int | None = None) -> in
 
 
 def check_fits(memory: PrefillMemory, available_bytes: int, *, already_there: int = 0) -> None:
-    """Refuse `memory`, of which `already_there` is allocated, if the rest exceeds what is free."""
+    """Refuse `memory`, of which `already_there` is allocated, if the rest exceeds what is free.
+
+    Raises:
+        DeviceMemoryError: names the sizes and the options that change them.
+    """
     need = memory.total_bytes - already_there
     if need > available_bytes:
         raise DeviceMemoryError(

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from offload.kv.store import KVStore
-from offload.policies.saved_state import SavedState
+from offload.policies.remembered import SavedState
 from offload.runtime.correcting import SparseTokens
 from offload.runtime.sequences import Sequences
 from offload.system.checked_file import (
@@ -38,7 +38,6 @@ from offload.system.checked_file import (
     finish,
 )
 from offload.system.errors import HostBudgetError, SessionMiss
-from offload.system.memory import format_bytes
 from offload.system.torch_threads import torch_threads
 
 FORMAT = "offload-session-1"
@@ -222,7 +221,7 @@ def _read_row(
     for layer_idx in range(store.num_layers):
         reader.check(f"{row}.kv.{layer_idx}", dtype, shape)
     saved, waiting = _read_state(reader, row, numbers, dtype, store), _waiting_of(numbers)
-    _check_room(store, saved)
+    sequences.states.bytes.check_room(saved.num_bytes)
     store.reserve([seq], [kv_len])
     for layer_idx in range(store.num_layers):
         data = yield from reader.read_in_parts(f"{row}.kv.{layer_idx}")
@@ -230,7 +229,7 @@ def _read_row(
         with torch_threads(1):  # copies are small: with more they would wait for each other
             store.append(seq, layer_idx, both[0].transpose(0, 1), both[1].transpose(0, 1))
     store.commit([seq], [kv_len])
-    _check_room(store, saved)  # which others may have taken meanwhile
+    sequences.states.bytes.check_room(saved.num_bytes)  # which others may have taken meanwhile
     sequences.states.restore(seq, saved)
     if sequences.corrections is not None:
         sequences.corrections.put_back(seq, waiting)
@@ -252,13 +251,6 @@ def _waiting_of(numbers: dict[str, Any]) -> SparseTokens:
             f"correction, of {numbers['kv_len']}"
         )
     return waiting
-
-
-def _check_room(store: KVStore, saved: SavedState) -> None:
-    if saved.num_bytes > store.left_bytes():
-        store.trim()
-    if saved.num_bytes > store.left_bytes():
-        raise HostBudgetError(f"{format_bytes(saved.num_bytes)} of the policy do not fit")
 
 
 def _read_state(

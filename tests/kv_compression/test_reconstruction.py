@@ -245,7 +245,7 @@ def test_interrupted_while_it_is_read(
     assert torch.equal(step(model, cache), step(model, fork))
 
 
-@pytest.mark.parametrize("what", ["_replace_layer", "runs_of"])
+@pytest.mark.parametrize("what", ["_replace_layer", "fill_pages"])
 def test_a_failure_while_writing(
     reconstruction: Load, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

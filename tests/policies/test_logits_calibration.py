@@ -35,6 +35,13 @@ FIRST, LAST = SMALL["sink_tokens"], SMALL["recent_tokens"]
 OPTIONS: dict[str, Any] = SMALL | {"budget_tokens": 100}
 
 
+def single_tokens(num_heads: int, kv_len: int, n: int) -> Blocks:
+    """Each token for itself, of the last n queries."""
+    newest, starts = torch.arange(kv_len - n, kv_len)[:, None], torch.arange(FIRST, kv_len + 1)
+    tokens = (starts[:-1] <= newest - LAST).long()
+    return Blocks(torch.zeros(num_heads, n, kv_len - FIRST), tokens, starts)
+
+
 def summed_weights(keys: torch.Tensor, queries: torch.Tensor, num_later: int) -> np.ndarray:
     """float64, of all but the last keys, over the queries of a group."""
     scores = 0.5 * queries.double() @ keys[: len(keys) - num_later].double().T
@@ -46,7 +53,8 @@ def test_what_exact_attention_needs(top_p):
     rng, n, group, kv_len = new_rng(), 6, 2, 90
     keys, queries = normal(rng, 2, kv_len, 16), 2 * normal(rng, 4, n, 16)
     sizes = {"sink_tokens": FIRST, "recent_tokens": LAST}
-    found = needed_tokens(keys, queries, sm_scale=0.5, top_p=top_p, **sizes)
+    blocks = single_tokens(2, kv_len, n)
+    found = needed_tokens(keys, queries, blocks, in_order=False, sm_scale=0.5, top_p=top_p, **sizes)
     for head in range(2):
         for i in range(n):
             weights = summed_weights(keys[head], queries[group * head :][:group, i], n - i - 1)
@@ -68,7 +76,7 @@ def test_what_is_needed_in_the_order_of_blocks():
     tokens = (starts[1:].minimum(newest + 1 - LAST) - starts[:-1]).clamp(min=0)
     blocks = Blocks(normal(rng, 2, n, 9), tokens, starts)
     sizes = {"sink_tokens": FIRST, "recent_tokens": LAST, "sm_scale": 0.5, "top_p": top_p}
-    found = needed_tokens(keys, queries, blocks, **sizes)
+    found = needed_tokens(keys, queries, blocks, in_order=True, **sizes)
     heaviest = needed_tokens(keys, queries, blocks, in_order=False, **sizes)
     assert (found >= heaviest).all()
     loose = 0
@@ -323,7 +331,8 @@ def test_counts_for_queries_after_the_window_are_those_of_exact_top_p():
     scores, starts = quest.block_scores(built(quest, keys), queries, 32**-0.5)
     newest = torch.arange(1024 - 128, 1024)[:, None]
     tokens = (torch.from_numpy(starts[1:]) <= newest + 1 - LAST) * 16
-    needed = needed_tokens(keys, queries, sm_scale=32**-0.5, **sizes)
+    each = single_tokens(4, 1024, 128)
+    needed = needed_tokens(keys, queries, each, in_order=False, sm_scale=32**-0.5, **sizes)
     window, later = slice(0, 64), slice(64, 128)
     betas = inverse_temperatures(
         blocks_of(scores[:, window], tokens[window]), needed[:, window], 1024, 0.35

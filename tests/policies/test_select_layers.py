@@ -15,7 +15,7 @@ from offload.loading.planned_model import planned_model
 from offload.policies import ExactTopK, TidalDecode
 from offload.policies.registry import make_policy
 from offload.policies.tidal_decode import SelectLayers
-from offload.policies.tidal_decode.kept_layers import keep_layers, kept_path
+from offload.policies.tidal_decode.select_layers import kept_path
 
 SHAPE: dict[str, Any] = {"num_layers": 6, "num_kv_heads": 2, "head_dim": 32}
 CHECKPOINT = "tiny@0123-5"
@@ -75,7 +75,7 @@ def test_they_are_of_one_model() -> None:
         calibrated(policy, "other@0123-5")
     with pytest.raises(ValueError, match=r"num_layers=6, .* this model has .*num_layers=8"):
         calibrated(policy, CHECKPOINT, num_layers=8)
-    keep_layers(LAYERS, kept_path(CHECKPOINT, 1) or Path())
+    LAYERS.keep(kept_path(CHECKPOINT, 1) or Path())
     assert calibrated(sparse(), CHECKPOINT).select_layers == LAYERS
 
 
@@ -89,7 +89,7 @@ def test_a_rank_has_the_whole_models() -> None:
 def test_a_policy_finds_its_models_own(path: Path) -> None:
     policy = sparse()
     assert with_kept(policy) is policy
-    keep_layers(LAYERS, path)
+    LAYERS.keep(path)
     assert with_kept(policy).select_layers == LAYERS
     assert with_kept(policy).inner == policy.inner
     for other in (sparse((1, 3)), sparse(dense_layers=2)):
@@ -120,7 +120,7 @@ def test_a_policy_finds_its_models_own(path: Path) -> None:
 def test_what_does_not_fit_is_left(
     path: Path, caplog: Any, change: dict[str, Any], message: str
 ) -> None:
-    keep_layers(LAYERS, path)
+    LAYERS.keep(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     policy = sparse()
     with caplog.at_level(logging.WARNING, logger="offload"):

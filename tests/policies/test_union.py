@@ -19,7 +19,7 @@ from offload.policies import LFPS, ExactTopK, LycheeCluster, LycheeDecode, Polic
 from offload.policies.base import in_every_layer
 from offload.policies.members import of_member
 from offload.policies.registry import make_policy
-from offload.policies.union.layout import NAMES
+from offload.policies.union.policy import NAMES
 from offload.policies.union.step import merge, weights_of
 
 # One query head each: what is heaviest does not depend on what else is considered.

@@ -45,11 +45,10 @@ def ragged_store(lean: LeanModel, dtype: torch.dtype = torch.float32) -> tuple[K
 def masked_attention(store: KVStore, seqs: list[int]) -> Any:
     """`_attend` in float64, where a head does not see what it lacks."""
 
-    def attend(q, layer_idx, batch, stream, sm_scale, start, stop, pool):
+    def attend(q, layer_idx, stream, sm_scale, start, stop, pool):
         parts = []
-        for sequence, first, last in batch.spans(start, stop):
-            past_len = store.kv_len(seqs[sequence])
-            kv_len, n = past_len + last - batch.indptr[sequence], last - first
+        for sequence, of_slice, kv_len in stream.spans(start, stop):
+            n = of_slice.stop - of_slice.start
             keys, values = (x.double() for x in stream.rows(sequence, 0, kv_len))
             group_size = len(q) // len(keys)
             keys, values = (x.repeat_interleave(group_size, 0) for x in (keys, values))
@@ -57,7 +56,7 @@ def masked_attention(store: KVStore, seqs: list[int]) -> Any:
             starts = torch.from_numpy(store.starts(seqs[sequence])[layer_idx].copy())
             starts = starts.repeat_interleave(group_size)
             hidden = (position > query[:, None]) | (position < starts[:, None, None])
-            scores = q[:, first - start : last - start].double() @ keys.mT * sm_scale
+            scores = q[:, of_slice].double() @ keys.mT * sm_scale
             o = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
             parts.append(o.transpose(0, 1).to(q.dtype))
         return torch.cat(parts).flatten(1)

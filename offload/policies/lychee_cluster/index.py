@@ -28,7 +28,7 @@ from cpu_ops.clustering import chunk_boxes, spherical_kmeans
 from offload.policies.compiled import cached_njit
 from offload.policies.device_build import WORKSPACE_BYTES
 from offload.policies.layer_state import BuildContext, State
-from offload.policies.lychee_cluster.chunks import BLOCK, chunk_start, set_chunk_start
+from offload.policies.lychee_cluster.chunks import BLOCK
 from offload.policies.lychee_cluster.layout import (
     CENTRE_STEPS,
     HEADER,
@@ -101,12 +101,6 @@ def _link(labels: Any, num_clusters: int, links: Any) -> None:
             c = labels[h, i]
             links[h, num_clusters + i] = links[h, c]
             links[h, c] = i + 1
-
-
-@cached_njit()
-def _write_starts(blocks: Any, offsets: Any, starts: Any) -> None:
-    for i in range(len(starts)):
-        set_chunk_start(blocks, offsets, i, starts[i])
 
 
 @dataclass(frozen=True)
@@ -319,7 +313,9 @@ def _with_room(
     }
     made["rows"][:, : num_units + num_groups] = arrays["rows"]
     made["scales"][..., : num_units + num_groups] = arrays["scales"]
-    _write_starts(made["blocks"], made["offsets"], starts)
+    of_blocks = starts[::BLOCK]
+    made["blocks"][: len(of_blocks)] = of_blocks
+    made["offsets"][: len(starts)] = starts - of_blocks.repeat(BLOCK)[: len(starts)]
     return {**arrays, **made}
 
 
@@ -336,8 +332,11 @@ def grow_index(arrays: State, capacity_tokens: int, min_chunk_tokens: int) -> St
 
 def starts_of(arrays: State) -> npt.NDArray[np.int64]:
     """First token of each chunk, then the end: int64 [num_chunks + 1]."""
-    chunks = range(arrays["header"]["num_chunks"][0] + 1)
-    return np.array([chunk_start(arrays["blocks"], arrays["offsets"], i) for i in chunks], np.int64)
+    offsets = arrays["offsets"][: arrays["header"]["num_chunks"][0] + 1]
+    starts: npt.NDArray[np.int64] = arrays["blocks"].repeat(BLOCK)[: len(offsets)] + np.int64(
+        offsets
+    )
+    return starts
 
 
 def links_of(arrays: State) -> npt.NDArray[np.int32]:

@@ -49,39 +49,9 @@ HEADER = np.dtype(
 # where; and what was there before: here its first link, in old_header, old_scales and old_rows the
 # rest.
 LAST_GRAFT = np.dtype([(name, np.int64) for name in ("kv_len", "unit", "cluster", "link")])
-read_header, read_last_graft = record_reader(HEADER), record_reader(LAST_GRAFT)
-STATE = StateLayout(
-    header=HEADER,
-    rows=np.int8,
-    scales=np.uint16,
-    ranges=np.int32,
-    blocks=np.int32,
-    offsets=np.uint8,
-    links=np.uint16,
-    links_high=np.uint8,
-    carried=np.int32,
-    flags=np.uint64,
-    query=np.float32,
-    keys=np.float32,
-    centroids=np.float32,
-    scores=np.float32,
-    candidates=np.int32,
-    picked=np.int32,
-    units=np.int32,
-    last_graft=LAST_GRAFT,
-    old_header=HEADER,
-    old_scales=np.uint16,
-    old_rows=np.int8,
-)
-read_state = STATE.read
 MAX_UNITS = 128
 CENTRE_STEPS, WIDTH_STEPS = 7, 15
 UNITS_LENGTH = 4 * MAX_UNITS + 32  # of `units`, which `views` names
-
-
-def starts_bytes(capacity_chunks: int) -> int:
-    """Bytes of block starts, then of one offset for each chunk and for the end."""
-    return 4 * (capacity_chunks // BLOCK + 1) + capacity_chunks + 1
 
 
 def scratch_rows(
@@ -102,6 +72,27 @@ def scratch_rows(
         "old_scales": (np.uint16, 2 * 2),  # of the unit and of the cluster, two kinds
         "old_rows": (np.int8, 2 * head_dim),  # theirs
     }
+
+
+read_header, read_last_graft = record_reader(HEADER), record_reader(LAST_GRAFT)
+STATE = StateLayout(
+    header=HEADER,
+    rows=np.int8,
+    scales=np.uint16,
+    ranges=np.int32,
+    blocks=np.int32,
+    offsets=np.uint8,
+    links=np.uint16,
+    links_high=np.uint8,
+    carried=np.int32,
+    **{name: dtype for name, (dtype, _) in scratch_rows(0, 0, 0, 0).items()},
+)
+read_state = STATE.read
+
+
+def starts_bytes(capacity_chunks: int) -> int:
+    """Bytes of block starts, then of one offset for each chunk and for the end."""
+    return 4 * (capacity_chunks // BLOCK + 1) + capacity_chunks + 1
 
 
 def scratch_bytes(

@@ -193,16 +193,13 @@ class LycheeDecode(SparsePolicy):
         """That the rule compares with."""
         return getattr(self, self.rule, None) or 0.0
 
-    def check_model(
-        self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
+    def check_model(self, *, num_qo_heads: int, **shape: int) -> None:
         """Refuse roles of another model."""
         if isinstance(self.head_roles, HeadRoles):
-            self.head_roles.check(
-                num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim
-            )
+            self.head_roles.check(**shape)  # type: ignore[arg-type]
         elif self.retrieval_heads is not None:
-            check_retrieval_heads(self.retrieval_heads, num_layers, num_kv_heads)
+            num_heads = shape["num_layers"], shape["num_kv_heads"]
+            check_retrieval_heads(self.retrieval_heads, *num_heads)
 
     def roles(self, num_layers: int, num_units: int) -> npt.NDArray[np.uint8]:
         """RETRIEVE or REUSE of each [layer, KV head]."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import DENSE, NO_MEMBER, SELECT, Policy
+from offload.policies.base import BUDGET_OPTIONS, DENSE, NO_MEMBER, SELECT, Policy
 from offload.policies.full import Full
 from offload.policies.head_roles import BoolArray, HeadRoles, roles_from
 from offload.policies.kept_roles import RolesCalibration
@@ -41,10 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Options that hold for all heads: the runtime's share of the budget, and what a unit is.
-_SHARED = (
-    *("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until"),
-    "per_query_head",
-)
+_SHARED = (*BUDGET_OPTIONS, "per_query_head")
 
 
 class PerHeadCalibration(RolesCalibration):
@@ -120,14 +117,12 @@ class PerHead(Policy):
     @classmethod
     def option_names(cls) -> list[str]:
         """Its own, and those of any policy that `rest` may be."""
-        from offload.policies.registry import available_policies, policy_named
+        from offload.policies.registry import options_of
 
-        names = ["rest", "retrieval", "head_roles", "retrieval_heads"]
-        for name in available_policies():
-            policy = policy_named(name)
-            if policy is not cls and policy.selects and policy.roles is Policy.roles:
-                names += [option for option in policy.option_names() if option not in names]
-        return names
+        return options_of(
+            ["rest", "retrieval", "head_roles", "retrieval_heads"],
+            lambda rest: rest is not cls and rest.selects and rest.roles is Policy.roles,
+        )
 
     @classmethod
     def from_options(
@@ -178,32 +173,24 @@ class PerHead(Policy):
         members = self.unit_members(num_layers, num_units)
         return np.where(members == NO_MEMBER, DENSE, SELECT).astype(np.uint8)
 
-    def check_model(
-        self, *, num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
+    def check_model(self, *, num_qo_heads: int, **shape: int) -> None:
         """Refuse roles of another model, and more retrieval heads than a sixth."""
         for member in self.members:
-            member.check_model(
-                num_layers=num_layers,
-                num_qo_heads=num_qo_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-            )
+            member.check_model(num_qo_heads=num_qo_heads, **shape)
         roles, count = self.head_roles, self.retrieval_heads
         if isinstance(roles, HeadRoles):
-            roles.check(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+            roles.check(**shape)  # type: ignore[arg-type]
             count = int(roles.array[max(1, self.dense_layers) :].sum())
         if count is not None and not self.is_part:
-            check_retrieval_heads(count, num_layers, num_kv_heads, self.dense_layers)
+            num_heads = shape["num_layers"], shape["num_kv_heads"]
+            check_retrieval_heads(count, *num_heads, self.dense_layers)
 
-    def of_heads(
-        self, heads: range, *, num_layers: int, num_kv_heads: int, head_dim: int
-    ) -> PerHead:
+    def of_heads(self, heads: range, **shape: int) -> PerHead:
         """With these heads' part of the whole model's roles."""
-        shape = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         roles = self.head_roles
         if not isinstance(roles, HeadRoles):
-            roles = HeadRoles.of(self._spaced(num_layers, num_kv_heads), head_dim=head_dim)
+            spaced = self._spaced(shape["num_layers"], shape["num_kv_heads"])
+            roles = HeadRoles.of(spaced, head_dim=shape["head_dim"])
         return replace(
             self.with_roles(roles.of_heads(heads)),
             rest=self.rest.of_heads(heads, **shape),
@@ -219,7 +206,7 @@ class PerHead(Policy):
 
 
 def _shared(policy: Policy) -> dict[str, Any]:
-    return {name: getattr(policy, name) for name in _SHARED[:-1]}
+    return {name: getattr(policy, name) for name in BUDGET_OPTIONS}
 
 
 def _default_retrieval(rest: Policy) -> Policy:

@@ -35,12 +35,12 @@ from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
 from offload.policies.calibration import Calibration
 from offload.policies.device_support import DeviceSupport
 from offload.policies.exact_topk import ExactTopK
-from offload.policies.tidal_decode.kept_layers import kept_layers
 from offload.policies.tidal_decode.select_layers import (
     SelectLayers,
     check_depth,
     checked_layers,
     default_select_layers,
+    kept_layers,
     parse_layers,
 )
 from offload.policies.wrapped import WrappedPolicy, forwards

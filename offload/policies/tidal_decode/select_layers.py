@@ -1,17 +1,22 @@
 """Which layers select, and the JSON file that says so of one model.
 
-`offload calibrate --policy tidal_decode` finds them by a sweep (`training.layer_sweep`).
+`offload calibrate --policy tidal_decode` finds them by a sweep (`training.layer_sweep`), and keeps
+them in the cache folder.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offload.policies.made_files import SHAPE_KEYS, MadeFile, read_made_file
+from offload.models.checkpoint_names import key_part
+from offload.policies.made_files import SHAPE_KEYS, MadeFile
+from offload.system.cache_folder import cache_folder
+
+logger = logging.getLogger(__name__)
 
 # (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
 # SmolLM2-135M: layers of heads that copy (`head_calibration`), by right answers; mass misleads:
@@ -19,9 +24,7 @@ from offload.policies.made_files import SHAPE_KEYS, MadeFile, read_made_file
 _SELECT_LAYERS = {(32, 8): (2, 13), (32, 32): (2, 7), (30, 3): (2, 6, 17, 21)}
 _MIDDLE = 13 / 32  # of the depth, where nothing is known: Llama-3's
 
-_FORMAT = "offload-select-layers-1"
-_KEYS = ("model_type", *SHAPE_KEYS, "checkpoint", "made_by", "dense_layers", "select_layers")
-_SWEEP = "offload calibrate MODEL --policy tidal_decode"
+_SWEEP = "calibrate MODEL --policy tidal_decode"
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,17 @@ class SelectLayers(MadeFile):
 
     kind: ClassVar[str] = "layers file"
     bare_kind: ClassVar[str] = "select layers"
-    remedy: ClassVar[str] = f"find layers for it with `{_SWEEP}`, or give their numbers"
+    remedy: ClassVar[str] = f"find layers for it with `offload {_SWEEP}`, or give their numbers"
+    command: ClassVar[str] = f"{_SWEEP} -o"
+    formats: ClassVar[dict[str, tuple[str, ...]]] = {
+        "offload-select-layers-1": (
+            *("model_type", *SHAPE_KEYS, "checkpoint", "made_by"),
+            *("dense_layers", "select_layers"),
+        )
+    }
 
-    model_type: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
     select_layers: tuple[int, ...]
     dense_layers: int = 2
-    made_by: str = ""
-    checkpoint: str = ""
-    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         self._check_made()
@@ -67,27 +70,6 @@ class SelectLayers(MadeFile):
 
     def __str__(self) -> str:
         return ",".join(map(str, self.select_layers))
-
-    def save(self, path: str | Path) -> None:
-        """Write them as JSON."""
-        document: dict[str, Any] = {"format": _FORMAT}
-        document |= {key: getattr(self, key) for key in _KEYS}
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items()]
-        text = ",\n".join(lines)
-        Path(path).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> SelectLayers:
-        """Read a layers file.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: not JSON, keys missing or unknown, or values that `SelectLayers` refuses;
-                names the file.
-        """
-        hint = f"; write one with `{_SWEEP} -o {path}`"
-        document = read_made_file(path, cls.kind, {_FORMAT: _KEYS}, hint=hint)
-        return cls(**document, source=str(path))
 
 
 def default_select_layers(num_layers: int, num_kv_heads: int, dense_layers: int) -> tuple[int, ...]:
@@ -161,3 +143,35 @@ def check_depth(layers: Sequence[int], num_layers: int) -> None:
             f"select_layers={tuple(layers)} names layer {beyond[0]}, but this model has "
             f"layers 0 to {num_layers - 1}"
         )
+
+
+def kept_layers(checkpoint: str, dense_layers: int, **model: Any) -> SelectLayers | None:
+    """What a sweep has found; None where none are kept, or what lies there is not it.
+
+    Args:
+        checkpoint: as `loading.names.checkpoint_name` has it; "": unknown.
+        model: the rest of what `SelectLayers.check` takes.
+    """
+    try:
+        file = kept_path(checkpoint, dense_layers)
+        if file is None or not file.is_file():
+            return None
+        layers = SelectLayers.load(file)
+        layers.check(**model, checkpoint=checkpoint)
+    except (OSError, ValueError, RuntimeError) as error:  # or there is no home
+        logger.warning("%s; it is left", error)
+        return None
+    if layers.dense_layers != dense_layers:
+        logger.warning("layers file %s was changed; it is left", file)
+        return None
+    return layers
+
+
+def kept_path(checkpoint: str, dense_layers: int) -> Path | None:
+    """Where they are; None for a checkpoint that is unknown.
+
+    Raises:
+        RuntimeError: there is no home.
+    """
+    key = key_part(checkpoint)
+    return cache_folder() / "layers" / f"{key}-after-{dense_layers}.json" if key else None

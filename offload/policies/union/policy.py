@@ -21,18 +21,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from offload.policies.base import Policy
+from offload.policies.base import BUDGET_OPTIONS, Policy
 from offload.policies.callback import Callback
 from offload.policies.layer_state import State, StateShape
 from offload.policies.layouts import NumberLayout
 from offload.policies.lfps.policy import LFPS
 from offload.policies.lychee_cluster.policy import LycheeCluster
+from offload.policies.member_calls import MemberNumbers
 from offload.policies.members import MembersDevice, MembersState
 from offload.policies.union import step
-from offload.policies.union.layout import FOUND, NAMES, OWN, UnionNumbers
+from offload.policies.union.step import FOUND, OWN
 from offload.policies.wrapped import forwards
 
-_SAME = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
+NAMES = ("first", "second")  # of the members
 
 
 class UnionState(MembersState):
@@ -86,7 +87,7 @@ def _of_either(name: str) -> Any:
     )
 
 
-@forwards("first", *_SAME)
+@forwards("first", *BUDGET_OPTIONS)
 @dataclass(frozen=True)
 class Union(Policy):
     """The best of both's candidates.
@@ -102,7 +103,7 @@ class Union(Policy):
 
     name: ClassVar[str] = "union"
     propose: ClassVar[Callback | None] = step.propose
-    number_layout: ClassVar[NumberLayout | None] = UnionNumbers()
+    number_layout: ClassVar[NumberLayout | None] = MemberNumbers(OWN)
     prepare: ClassVar[Any] = _of_either("prepare")
     select: ClassVar[Any] = _of_either("select")
     observe: ClassVar[Any] = _of_either("observe")
@@ -119,7 +120,7 @@ class Union(Policy):
         first, second = self.parts.values()
         object.__setattr__(self, "first", _with_sinks_of(second, first))
         object.__setattr__(self, "second", _with_sinks_of(first, second))
-        for name in _SAME:
+        for name in BUDGET_OPTIONS:
             ours, theirs = (getattr(part, name) for part in self.parts.values())
             if ours != theirs:
                 raise ValueError(
@@ -130,14 +131,9 @@ class Union(Policy):
     @classmethod
     def option_names(cls) -> list[str]:
         """first and second, and the options of any policy that they may be."""
-        from offload.policies.registry import available_policies, policy_named
+        from offload.policies.registry import options_of
 
-        names = list(NAMES)
-        for name in available_policies():
-            policy = policy_named(name)
-            if policy is not cls and policy.propose is not None:
-                names += [option for option in policy.option_names() if option not in names]
-        return names
+        return options_of(NAMES, lambda part: part is not cls and part.propose is not None)
 
     @classmethod
     def from_options(

@@ -1,47 +1,36 @@
 """What a union does in a decode step: what its members do, with their arrays and numbers.
 
-`policy` has the idea, `layout` says what everything is. A member finds the context as if it were
-alone; the weights that it selects by are those of its own candidates.
+`policy` has the idea. The weights that a member selects by are those of its own candidates.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from offload.policies.callback import (
-    Callback,
     ask_callback,
     callback,
     offset_floats,
     read_context,
-    run_callback,
     top_k,
     view_float32,
-    view_float64,
     view_int32,
     view_int64,
 )
 from offload.policies.compiled import cached_njit
-from offload.policies.union.layout import FOUND, MEMBER, read_member, read_own
+from offload.policies.layouts import StateLayout
+from offload.policies.member_calls import of_members, turn_back, turn_to
 
-_MEMBER_BYTES = 8 * len(MEMBER)
-
-
-@numba.njit(inline="always")
-def _turn_to(ctx: Any, arrays: Any, numbers: Any, index: Any) -> Any:
-    """Give the context the arrays and numbers of a member; what there is of it."""
-    member = read_member(numbers + _MEMBER_BYTES * index)
-    ctx.arrays = arrays + 8 * np.int64(member.first_array)
-    ctx.parameters = numbers + 8 * np.int64(member.first_number)
-    return member
-
-
-@numba.njit(inline="always")
-def _turn_back(ctx: Any, arrays: Any, numbers: Any) -> None:
-    ctx.arrays, ctx.parameters = arrays, numbers
+OWN = StateLayout(
+    # [units, FOUND]: of each member the address of its candidates and their number; the room for
+    # those of both.
+    found=np.int64,
+    candidates=np.int32,  # [units, room]
+)
+FOUND = 5
+read_own = OWN.read
 
 
 @cached_njit()
@@ -77,24 +66,7 @@ def weights_of(own: Any, other: Any, weights: Any, out: Any) -> None:
         out[i + rest] = weights[k + rest]
 
 
-def _of_both(place: int) -> Callback:
-    """What runs the callback at this place of `MEMBER`, of each member that has one."""
-
-    @callback
-    def run(pointer: Any) -> None:
-        ctx = read_context(pointer)
-        arrays, numbers = ctx.arrays, ctx.parameters
-        for index in range(2):
-            _turn_to(ctx, arrays, numbers, index)
-            address = view_float64(numbers, len(MEMBER), index)[place]
-            if address != 0.0:
-                run_callback(pointer, np.int64(address))
-        _turn_back(ctx, arrays, numbers)
-
-    return run
-
-
-prepare, observe, append = (_of_both(MEMBER.index(x)) for x in ("prepare", "observe", "append"))
+prepare, observe, append = (of_members(name, 2) for name in ("prepare", "observe", "append"))
 
 
 @callback
@@ -106,9 +78,9 @@ def propose(pointer: Any) -> int:
     found = view_int64(own.found, FOUND, ctx.unit)
     ctx.may_defer = 0  # both are needed at once
     for index in range(2):
-        member = _turn_to(ctx, arrays, numbers, index)
+        member = turn_to(ctx, arrays, numbers, index)
         proposed: int = ask_callback(pointer, np.int64(member.propose))
-        _turn_back(ctx, arrays, numbers)
+        turn_back(ctx, arrays, numbers)
         if proposed < 0:
             return proposed
         found[2 * index], found[2 * index + 1] = ctx.candidates, proposed
@@ -135,7 +107,7 @@ def select(pointer: Any) -> int:
     scratch = offset_floats(own.candidates, ctx.unit * found[FOUND - 1])
     noted = 0
     for index in range(2):
-        member = _turn_to(ctx, arrays, numbers, index)
+        member = turn_to(ctx, arrays, numbers, index)
         if member.select == 0.0 or noted < 0:
             continue
         of_it, of_other = 2 * index, 2 - 2 * index
@@ -147,7 +119,7 @@ def select(pointer: Any) -> int:
             view_float32(scratch, found[of_it + 1]),
         )
         noted = ask_callback(pointer, np.int64(member.select))
-    _turn_back(ctx, arrays, numbers)
+    turn_back(ctx, arrays, numbers)
     ctx.importance, ctx.num_candidates = importance, count
     if noted < 0:
         return -1

@@ -114,7 +114,7 @@ def test_selection_is_the_reference(bits, dtype, head_dim, pool):
         arrays = attention.states.arrays_of(cache.seq).layers[1]
         heads = query.double().numpy().reshape(2, GROUP_SIZE, -1)
         # Queries count in 127ths of the widest range of a nibble.
-        check_selection(policy, arrays, attention.last_selection(), heads, kv_len, 0.15)
+        check_selection(policy, arrays, attention.last_selection(), heads, kv_len, 0.2)
 
 
 def test_of_more_candidates_the_heaviest_are_kept(pool):

@@ -157,7 +157,9 @@ std::string StepServer::attend(int request) {
   const TraceSpan span(trace_, TraceKind::attend, layer_idx, request);
   const bool sparse = is_sparse(request);
   if (sparse && step_->queries != nullptr) keep_queries(request);
-  if (std::string failure = take_over(first_, first_ + rows_.size(), layer_idx); !failure.empty()) return failure;
+  // A request that comes ahead is there before the layer above publishes.
+  const int64_t published = std::max<int64_t>(0, layer_idx - (is_ahead(request) ? 1 : 0));
+  if (std::string failure = take_over(first_, first_ + rows_.size(), published); !failure.empty()) return failure;
   options_.elsewhere = of_layer(plan_.device_heads.attended, layer_idx);
   options_.listed = of_layer(plan_.device_heads.listed, layer_idx);
   options_.chooses_only = is_ahead(request);

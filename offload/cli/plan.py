@@ -98,6 +98,14 @@ def plan(
             help="Count and predict for these places of heads, instead of choosing the best.",
         ),
     ] = None,
+    hot_rows: Annotated[
+        bool,
+        typer.Option(
+            "--hot-rows",
+            help="Layers that are not on the GPU keep hot rows there, which the CPU chooses a "
+            "layer ahead, where they may. No plan chooses them by itself yet.",
+        ),
+    ] = False,
     machine: Machine,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; generate takes it as --placement.")
@@ -113,7 +121,8 @@ def plan(
     context that fits.
 
     In the map of heads, one column per layer: [bold]G[/bold] keeps all of its KV on the GPU,
-    [bold]g[/bold] has its selected rows fetched over PCIe, [bold].[/bold] is attended by the CPU.
+    [bold]g[/bold] has its selected rows fetched over PCIe, [bold]h[/bold] keeps hot rows there,
+    [bold].[/bold] is attended by the CPU.
 
     [bold]Examples[/bold]
 
@@ -129,6 +138,8 @@ def plan(
     """
     options = chosen.options()
     device, threads, profile = machine.device, machine.threads, machine.profile
+    if hot_rows and placement is not None:
+        raise typer.BadParameter("a given placement is taken as it is", param_hint="--hot-rows")
     if machine.remeasure and profile is not None:
         raise typer.BadParameter("a given profile is not measured", param_hint="--remeasure")
     budgets = memory_budgets(max_memory or []) or {}
@@ -204,6 +215,7 @@ def plan(
             max_memory=limits,
             on_this_machine=profile is None,
             placement=places,
+            hot_rows=hot_rows,
         )
         found = make_plan(request, measured)
         if as_json:

@@ -221,6 +221,24 @@ def test_a_smaller_budget_moves_heads_to_the_host() -> None:
         assert sum(plan.device_bytes.values()) <= size * GIB
 
 
+def test_hot_rows_fit_beside_the_heads_of_a_plan() -> None:
+    """Layers that are not on the GPU keep them, within the same memory."""
+    budget = {"max_memory": {0: 20 * GIB}}
+    plain, hot = (
+        make_plan(request("lychee_cluster", hot_rows=hot, **budget), machine_profile())
+        for hot in (False, True)
+    )
+    on_cpu = plain.placement.places == Place.CPU
+    assert on_cpu.any()
+    assert not (hot.placement.places == Place.CPU).any()
+    assert sum(hot.placement.counts(Place.GPU)) <= sum(plain.placement.counts(Place.GPU))
+    kept = (hot.placement.places == Place.HOT).sum()
+    rows = kept * 2 * 1024 * 2 * 128 * 2  # twice the budget, K and V of 128 bfloat16
+    assert hot.device_bytes["hot rows"] == pytest.approx(int(rows), rel=0.1)
+    assert sum(hot.device_bytes.values()) <= 20 * GIB
+    assert any("hot rows" in note for note in hot.notes)
+
+
 def test_a_second_prompt_that_does_not_fit_is_noted() -> None:
     options = {"policy": "quest", "policy_options": {"dense_layers": 8}}
     plan = make_plan(request(**options, max_memory={0: 20 * GIB}), machine_profile())

@@ -177,8 +177,9 @@ class HeadPlacement:
                 self._refuse(
                     layer_idx,
                     int(wrong[0]),
-                    "hot rows are of heads that select by KV head, in a layer below the first "
-                    "whose other heads are on the GPU, and of a budget beyond the window",
+                    "hot rows are of heads that select or reuse by KV head, with a budget beyond "
+                    "the window, in a layer below the first whose other heads are on the GPU; and "
+                    "those that reuse are not right below heads of the GPU that retrieve",
                 )
             wrong = np.flatnonzero((places == Place.GATHER) & ~gathered[layer_idx])
             if wrong.size:
@@ -220,6 +221,16 @@ class HeadPlacement:
         coded = np.argwhere(has_codes(policy, roles) & (places == Place.CPU))[:num_coded]
         places[tuple(coded.T)] = Place.CODES
         return HeadPlacement(places, self.source)
+
+    def with_hot_rows(self, policy: Policy, num_qo_heads: int) -> HeadPlacement:
+        """The same, but that layers which are not on the GPU keep hot rows there where they may."""
+        roles = kv_head_roles(policy, self.num_layers, num_qo_heads, self.num_kv_heads)
+        if roles is None:
+            return self
+        places = np.where(self.places == Place.GPU, Place.GPU, Place.HOT).astype(np.uint8)
+        hot = may_be_hot(policy, roles, places)
+        whole = (hot | (places == Place.GPU)).all(axis=1, keepdims=True)
+        return HeadPlacement(np.where(whole, places, self.places), self.source)
 
     def without_codes(self) -> HeadPlacement:
         """The same, but that the CPU lists for itself."""
@@ -416,8 +427,12 @@ def may_be_hot(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArr
     fixed = policy.sink_tokens + policy.recent_tokens
     if policy.per_query_head or policy.budget_tokens <= fixed or not policy.recent_tokens:
         return hot
-    on_gpu = np.isin(places, (Place.HOT, Place.GPU))
-    hot[1:] = (roles == SELECT)[1:] & np.logical_and.reduce(on_gpu[1:], axis=1, keepdims=True)
+    for layer_idx in range(1, len(roles)):
+        of_layer, above = roles[layer_idx], roles[layer_idx - 1]
+        leaves_none = np.isin(places[layer_idx], (Place.HOT, Place.GPU)).all()
+        publishes = (above == RETRIEVE) & (places[layer_idx - 1] == Place.GPU)
+        reuses = (of_layer == REUSE) & (not publishes.any())
+        hot[layer_idx] = ((of_layer == SELECT) | reuses) & leaves_none
     return hot
 
 

@@ -258,6 +258,7 @@ class DeviceStep:
             return
         hot, rows, layer = self.resident.hot, batch.rows, self.weights.layers[layer_idx]
         assert hot is not None
+        self._join_selection(batch, link)
         rope_publish(
             batch.linears.query(layer, batch.x),
             *batch.rope,

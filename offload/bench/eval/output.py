@@ -14,7 +14,8 @@ LEGEND = (
     "Scores: the share of the right answers found, mean over samples. *: full attention scores "
     "nothing there; not in the mean. difference: to full attention, mean over tasks and lengths, "
     "with its 95 % interval. attended: tokens per decode step, layer and KV head, dense layers "
-    "included. Recent window: min(64, budget / 4), sinks: min(4, budget / 16), unless given."
+    "included. Sinks and recent window: the policy's defaults, of a budget at most 1/16 and 1/4, "
+    "unless given."
 )
 
 PERPLEXITY_LEGEND = (

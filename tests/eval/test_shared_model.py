@@ -258,3 +258,13 @@ def test_a_gpu_leaves_the_choice_to_the_policy(tiny_folders: dict[str, Path]) ->
             roles = np.repeat([[DENSE], [SELECT], [SELECT]], 2, axis=1)
         assert ((places == Place.GPU) == np.isin(roles, (DENSE, RETRIEVE))).all()
         assert (places != Place.GPU).any()
+
+
+def test_hot_rows_are_where_they_may_be(tiny_folders: dict[str, Path]) -> None:
+    config = runtime_config(num_threads=1, backend="inline")
+    chosen = [make_policy("full"), small("quest"), small("streaming_llm")]
+    model = SharedModel(tiny_folders["llama"], chosen, config, hot_rows=True)
+    full, quest, _ = (runtime.decoder.placement.places for runtime in model.runtimes)
+    assert not (full == Place.HOT).any()
+    assert (quest[1:] == Place.HOT).all()
+    assert len(answers(model, random_tokens(1, 150, seed=9)[0].tolist())) == 3

@@ -208,6 +208,14 @@ class Runs:
             r"\[default: --device]",
         ),
     ] = None
+    hot_rows: Annotated[
+        bool,
+        typer.Option(
+            "--hot-rows",
+            help="Heads that select attend to rows that a GPU keeps, chosen a layer ahead, where "
+            "they may (docs/placement.md). On a CPU the GPU's part is computed slowly.",
+        ),
+    ] = False
     threads: Threads = None
     page_tokens: PageTokens = 256
 

@@ -13,7 +13,7 @@ from cases.tiny_models import EOS_TOKEN, VOCAB_SIZE, random_tokens
 
 from offload import OffloadedModel
 from offload.bench.eval.answers import greedy_answer
-from offload.bench.eval.perplexity import measure_window, windows_of
+from offload.bench.eval.perplexity import measure_window, teacher_forced, windows_of
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.placement import Place
 from offload.kv_compression.bound import CONDENSED_SHARE
@@ -136,6 +136,11 @@ def test_decode_steps_judge_the_policy(shared: SharedModel, stock_models: dict[s
     expected = torch.nn.functional.cross_entropy(logits, ids[0, PROMPT + 1 :], reduction="sum")
     assert measured["full"]["nll"] == pytest.approx(float(expected), rel=1e-4)
     assert measured["full"]["tokens"] == 19
+    probable = logits.log_softmax(-1)
+    with shared.read(text[:PROMPT]) as prompt, teacher_forced(shared, 1, prompt) as decode:
+        others = [decode(token).double().log_softmax(-1) for token in text[PROMPT:][:19]]
+    expected = (probable.exp() * (probable - torch.stack(others))).sum()
+    assert measured[labels[1]]["kl"] == pytest.approx(float(expected), rel=1e-2, abs=1e-5)
     assert measured["streaming_llm"]["nll"] != pytest.approx(float(expected), rel=1e-3)
 
 

@@ -68,7 +68,8 @@ def summary_table(summary: Sequence[Mapping[str, Any]]) -> Table:
 
 def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A row per length and policy."""
-    header = ["policy", "length", "perplexity", "change", "95 % interval", "attended", "tokens/s"]
+    header = ["policy", "length", "perplexity", "change", "95 % interval", "KL", "attended"]
+    header.append("tokens/s")
     return _with_bounds(
         rows,
         header,
@@ -81,6 +82,7 @@ def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
                 UNKNOWN
                 if row["interval"] is None
                 else " … ".join(f"{change:+.2%}" for change in row["interval"]),
+                f"{row['kl']:.5f}",
                 _number(row["attended_tokens"]),
                 _number(_rate(row)),
             ]

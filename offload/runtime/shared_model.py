@@ -115,6 +115,8 @@ class SharedModel:
         config: how it runs; the policy of it is not used.
         reads_on: a device that reads the prompts, with weights of its own: a GPU, where `config`
             decodes on the CPU.
+        hot_rows: of heads that select, where they may have some (`placement.Place`); not on a CPU
+            without backend "inline".
 
     Attributes:
         runtimes: one per policy; their policies have learned what they need.
@@ -132,6 +134,7 @@ class SharedModel:
         config: RuntimeConfig,
         *,
         reads_on: str | None = None,
+        hot_rows: bool = False,
     ) -> None:
         if config.host_bytes_per_sequence is not None:
             raise ValueError(
@@ -150,7 +153,7 @@ class SharedModel:
         self.stock = load_stock_model(checkpoint, config.dtype).eval()
         move_to_device(self.stock, config)
         configs = [with_calibrated_policy(self.stock, of_policy, folder) for of_policy in configs]
-        configs = [_placed_by_role(of_policy, checkpoint.shape) for of_policy in configs]
+        configs = [_placed_by_role(each, checkpoint.shape, hot_rows=hot_rows) for each in configs]
         reader = None
         if reads_on is not None:
             host: dict[int | str, int] = {
@@ -160,6 +163,7 @@ class SharedModel:
                 config,
                 policy=Full(),
                 device=reads_on,
+                backend=None,
                 max_memory=host,
                 cache_correction_every=None,
             )
@@ -254,9 +258,12 @@ class SharedModel:
             cache.reset()
 
 
-def _placed_by_role(config: RuntimeConfig, shape: ModelShape) -> RuntimeConfig:
+def _placed_by_role(config: RuntimeConfig, shape: ModelShape, *, hot_rows: bool) -> RuntimeConfig:
     policy, decodes = config.policy, config.device != "cpu" or config.backend is not None
     if config.placement is not None or not decodes or not policy.selects:
         return config
     places = places_by_role(policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
-    return replace(config, placement=HeadPlacement(places))
+    placement = HeadPlacement(places)
+    if hot_rows:
+        placement = placement.with_hot_rows(policy, shape.num_qo_heads)
+    return replace(config, placement=placement)

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from offload.bench.eval.labels import windows_of
+from offload.bench.eval.labels import WINDOWS
 from offload.bench.eval.record_file import Record
 from offload.policies.registry import make_policy
 
@@ -81,7 +81,7 @@ def _default_windows(names: Sequence[str], given: Sequence[str]) -> list[str]:
     """Sinks and recent windows at their defaults, which `offload eval` has to be told."""
     given = [pair.partition("=")[0] for pair in given]
     pairs = []
-    for name, key in product(names, windows_of(1)):
+    for name, key in product(names, WINDOWS):
         policy = make_policy(name)
         # All that the sinks leave.
         derived = (name, key) == ("streaming_llm", "recent_tokens")

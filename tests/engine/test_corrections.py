@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from cases.slowly import slow_but
 from cases.tiny_models import random_tokens, save_long_model
 
 from offload import Engine, OffloadedModel, SamplingParams
+from offload.engine.scheduler import Scheduler
 from offload.engine.sessions import Sessions
 from offload.policies.registry import available_policies, make_policy
 from offload.prefill import forward as prefill_forward
@@ -46,9 +48,33 @@ def quest(folder: Path) -> Any:
     return load(folder)
 
 
+@pytest.fixture(autouse=True)
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices and steps take equally long, whatever else the machine does: two steps to a slice."""
+    read, decoded = Scheduler.was_read, Scheduler.was_decoded
+    monkeypatch.setattr(
+        Scheduler, "was_read", lambda self, num_tokens, seconds: read(self, num_tokens, 1.0)
+    )
+    monkeypatch.setattr(
+        Scheduler,
+        "was_decoded",
+        lambda self, seconds: decoded(self, 1.0 if math.isfinite(seconds) else seconds),
+    )
+
+
 @pytest.fixture
-def model(quest: Any) -> Iterator[Any]:
+def model(quest: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """One for all tests, empty after each, also after one that fails."""
+    engines, make = list[Engine](), Engine.__init__
+
+    def make_noted(self: Engine, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        engines.append(self)
+
+    monkeypatch.setattr(Engine, "__init__", make_noted)
     yield quest
+    for engine in engines:
+        engine.stop()
     check_empty(quest)
 
 

@@ -241,6 +241,7 @@ def test_perplexity(roomy_folder: Path, tmp_path: Path) -> None:
         ("exact_topk 40", 400),
     ]
     assert rows[0]["change"] == 0
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) != rows[1]["kl"]
     assert rows[0]["tokens"] == 2 * 12
     assert rows[1]["perplexity"] != rows[0]["perplexity"]
     assert rows[1]["attended_tokens"] == pytest.approx((2 * rows[0]["attended_tokens"] + 40) / 3)

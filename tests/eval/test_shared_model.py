@@ -13,7 +13,7 @@ from cases.tiny_models import EOS_TOKEN, VOCAB_SIZE, random_tokens
 
 from offload import OffloadedModel
 from offload.bench.eval.answers import greedy_answer
-from offload.bench.eval.perplexity import measure_window, windows_of
+from offload.bench.eval.perplexity import measure_window, teacher_forced, windows_of
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.placement import Place
 from offload.kv_compression.bound import CONDENSED_SHARE
@@ -136,6 +136,11 @@ def test_decode_steps_judge_the_policy(shared: SharedModel, stock_models: dict[s
     expected = torch.nn.functional.cross_entropy(logits, ids[0, PROMPT + 1 :], reduction="sum")
     assert measured["full"]["nll"] == pytest.approx(float(expected), rel=1e-4)
     assert measured["full"]["tokens"] == 19
+    probable = logits.log_softmax(-1)
+    with shared.read(text[:PROMPT]) as prompt, teacher_forced(shared, 1, prompt) as decode:
+        others = [decode(token).double().log_softmax(-1) for token in text[PROMPT:][:19]]
+    expected = (probable.exp() * (probable - torch.stack(others))).sum()
+    assert measured[labels[1]]["kl"] == pytest.approx(float(expected), rel=1e-2, abs=1e-5)
     assert measured["streaming_llm"]["nll"] != pytest.approx(float(expected), rel=1e-3)
 
 
@@ -258,3 +263,13 @@ def test_a_gpu_leaves_the_choice_to_the_policy(tiny_folders: dict[str, Path]) ->
             roles = np.repeat([[DENSE], [SELECT], [SELECT]], 2, axis=1)
         assert ((places == Place.GPU) == np.isin(roles, (DENSE, RETRIEVE))).all()
         assert (places != Place.GPU).any()
+
+
+def test_hot_rows_are_where_they_may_be(tiny_folders: dict[str, Path]) -> None:
+    config = runtime_config(num_threads=1, backend="inline")
+    chosen = [make_policy("full"), small("quest"), small("streaming_llm")]
+    model = SharedModel(tiny_folders["llama"], chosen, config, hot_rows=True)
+    full, quest, _ = (runtime.decoder.placement.places for runtime in model.runtimes)
+    assert not (full == Place.HOT).any()
+    assert (quest[1:] == Place.HOT).all()
+    assert len(answers(model, random_tokens(1, 150, seed=9)[0].tolist())) == 3

@@ -169,6 +169,11 @@ def test_windows_shrink_with_the_budget() -> None:
     quests = [policy for policy in policies if policy.name == "quest"]
     assert [policy.recent_tokens for policy in quests] == [64, 32, 8]
     assert [policy.sink_tokens for policy in quests] == [4, 4, 2]
+    for name in ("lychee_cluster", "hard_kv", "per_head", "union"):
+        _, usual, least, little = Compared(name, "1024,256,64", []).policies()
+        assert usual == make_policy(name)  # as it decodes everywhere else
+        assert [(x.sink_tokens, x.recent_tokens) for x in (least, little)] == [(16, 64), (4, 16)]
+        assert [label_of(x) for x in (usual, little)] == [f"{name} 1024", f"{name} 64"]
     (_, given) = Compared("quest", "128", ["recent_tokens=20", "quest.page_tokens=8"]).policies()
     assert given == make_policy("quest", budget_tokens=128, recent_tokens=20, page_tokens=8)
     assert label_of(given) == "quest 128 recent_tokens=20 page_tokens=8"

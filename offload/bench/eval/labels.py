@@ -8,20 +8,27 @@ from typing import Any
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 
+WINDOWS = ("sink_tokens", "recent_tokens")
 
-def windows_of(budget_tokens: int) -> dict[str, int]:
-    """Sinks and recent window of a budget: of a small one most is left to choose."""
-    return {
-        "sink_tokens": min(4, budget_tokens // 16),
-        "recent_tokens": max(1, min(64, budget_tokens // 4)),
-    }
+
+def windows_of(name: str, budget_tokens: int) -> dict[str, int]:
+    """Sinks and recent window of policy `name`: its defaults, of a small budget a 16th and a
+    quarter at most. Without those that are no options of it, and without a recent window that is
+    all that the sinks leave.
+    """
+    usual = make_policy(name)
+    most = dict(zip(WINDOWS, (budget_tokens // 16, max(1, budget_tokens // 4)), strict=True))
+    if name == "streaming_llm":
+        del most["recent_tokens"]
+    options = type(usual).option_names()
+    return {key: min(getattr(usual, key), most[key]) for key in most if key in options}
 
 
 def label_of(policy: Policy) -> str:
     """Name, budget, and the options that are neither the defaults nor `windows_of` the budget."""
     if not policy.selects:
         return policy.name
-    changed = _changed(policy, windows_of(policy.budget_tokens))
+    changed = _changed(policy, windows_of(policy.name, policy.budget_tokens))
     return " ".join([policy.name, f"{policy.budget_tokens}", *changed])
 
 

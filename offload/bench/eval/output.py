@@ -14,7 +14,8 @@ LEGEND = (
     "Scores: the share of the right answers found, mean over samples. *: full attention scores "
     "nothing there; not in the mean. difference: to full attention, mean over tasks and lengths, "
     "with its 95 % interval. attended: tokens per decode step, layer and KV head, dense layers "
-    "included. Recent window: min(64, budget / 4), sinks: min(4, budget / 16), unless given."
+    "included. Sinks and recent window: the policy's defaults, of a budget at most 1/16 and 1/4, "
+    "unless given."
 )
 
 PERPLEXITY_LEGEND = (
@@ -67,7 +68,8 @@ def summary_table(summary: Sequence[Mapping[str, Any]]) -> Table:
 
 def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A row per length and policy."""
-    header = ["policy", "length", "perplexity", "change", "95 % interval", "attended", "tokens/s"]
+    header = ["policy", "length", "perplexity", "change", "95 % interval", "KL", "attended"]
+    header.append("tokens/s")
     return _with_bounds(
         rows,
         header,
@@ -80,6 +82,7 @@ def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
                 UNKNOWN
                 if row["interval"] is None
                 else " … ".join(f"{change:+.2%}" for change in row["interval"]),
+                f"{row['kl']:.5f}",
                 _number(row["attended_tokens"]),
                 _number(_rate(row)),
             ]

@@ -76,18 +76,20 @@ def windows_of(
 def measure_window(
     model: SharedModel, labels: Sequence[str], window: Window, bounds: Sequence[Bound] = ()
 ) -> dict[str, Any]:
-    """The negative log-likelihood of a window's last tokens under each policy, in nats; then under
-    each within each bound."""
+    """The negative log-likelihood of a window's last tokens under each policy, and its divergence
+    from the first one, full attention, both in nats; then under each within each bound."""
     context, following = window.tokens[: window.length], window.tokens[window.length :]
+    full: list[torch.Tensor] = []
     with model.read(context) as prompt:
         answers = {
-            label: _measure(model, index, prompt, following) for index, label in enumerate(labels)
+            label: _measure(model, index, prompt, following, full)
+            for index, label in enumerate(labels)
         }
         seconds = round(prompt.seconds, 4)
     for index, label in enumerate(labels):
         for bound in bounds:
             with read_within(bound, model, index, context, len(following) - 1) as read:
-                measured = _measure(read.model, 0, read.prompt, following)
+                measured = _measure(read.model, 0, read.prompt, following, full)
                 answers[bound.label(label)] = measured | read.measured()
     return {"prefill_seconds": seconds, "answers": answers}
 
@@ -122,20 +124,32 @@ def teacher_forced(
 
 
 def _measure(
-    model: ContinuesPrompts, index: int, prompt: ReadPrompt, following: Sequence[int]
+    model: ContinuesPrompts,
+    index: int,
+    prompt: ReadPrompt,
+    following: Sequence[int],
+    full: list[torch.Tensor],
 ) -> dict[str, Any]:
+    """Args: full: of full attention, log probabilities [vocab_size] of each step; filled by the
+    first call."""
+    is_full = not full
     runtime = model.runtimes[index]
     # The first of them needs no decode step: it is the prompt's, and the same for all.
-    targets, losses = torch.tensor(following[1:]), []
+    targets, losses, divergences = torch.tensor(following[1:]), [], []
     with teacher_forced(model, index, prompt) as decode:
         runtime.attention.start_profile()
-        for token, target in zip(following, targets, strict=False):
-            logits = decode(token).double()
-            losses.append(float(logits.logsumexp(-1) - logits[target]))
+        for step, (token, target) in enumerate(zip(following, targets, strict=False)):
+            probable = decode(token).double().log_softmax(-1).cpu()
+            losses.append(-float(probable[target]))
+            if is_full:
+                full.append(probable.float())
+            expected = full[step].double()
+            divergences.append(float((expected.exp() * (expected - probable)).sum()))
         stats = runtime.current_generation.stats
         attended = attended_tokens(runtime, len(losses))
     return {
         "nll": math.fsum(losses),
+        "kl": math.fsum(divergences),
         "tokens": len(losses),
         "attended_tokens": attended,
         "decode_seconds": round(stats.decode_seconds, 4),
@@ -147,7 +161,7 @@ def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[di
     """One row per length and policy.
 
     change is the perplexity's, relative to full attention's; interval 95 % of it, by Student's t
-    of the windows' differences.
+    of the windows' differences. kl is the mean divergence from full attention, in nats a token.
     """
     rows = []
     for length in dict.fromkeys(record["length"] for record in records):
@@ -171,6 +185,7 @@ def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[di
                     "perplexity": math.exp(nll(label).mean()),
                     "change": math.expm1(difference.mean()),
                     "interval": None if interval is None else [math.expm1(x) for x in interval],
+                    "kl": sum(a["kl"] for a in answers) / sum(a["tokens"] for a in answers),
                     "attended_tokens": mean([answer["attended_tokens"] for answer in answers]),
                     "decode_seconds": sum(answer["decode_seconds"] for answer in answers),
                     "decoded_tokens": sum(answer["tokens"] for answer in answers),

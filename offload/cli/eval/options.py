@@ -61,9 +61,9 @@ class Compared:
         str,
         typer.Option(
             metavar="COUNTS",
-            help="Tokens attended per KV head, such as 256,1024. The recent window is a quarter of "
-            "them, at most 64, and the sinks a sixteenth, at most 4, unless --option says "
-            "otherwise.",
+            help="Tokens attended per KV head, such as 256,1024. Sinks and recent window are the "
+            "policy's defaults, but at most a sixteenth and a quarter of them, unless --option "
+            "says otherwise.",
         ),
     ] = "1024"
     option: PolicyOptions = None
@@ -71,8 +71,8 @@ class Compared:
     def policies(self) -> list[Policy]:
         """Full attention, then each policy with each budget and combination of its options.
 
-        Where the options do not give them, recent_tokens is min(64, budget // 4) and sink_tokens
-        min(4, budget // 16): of a small budget most is left to choose.
+        Where the options do not give them, sink_tokens and recent_tokens are as `windows_of` the
+        budget: of a small one most is left to choose.
         """
         wanted = comma_separated(self.policy, option="--policy", available=tuple(policy_names()))
         given = option_values([*(self.option or [])], option="--option")
@@ -208,6 +208,14 @@ class Runs:
             r"\[default: --device]",
         ),
     ] = None
+    hot_rows: Annotated[
+        bool,
+        typer.Option(
+            "--hot-rows",
+            help="Heads that select attend to rows that a GPU keeps, chosen a layer ahead, where "
+            "they may (docs/placement.md). On a CPU the GPU's part is computed slowly.",
+        ),
+    ] = False
     threads: Threads = None
     page_tokens: PageTokens = 256
 
@@ -241,14 +249,10 @@ def _windows(
     names: Sequence[str], budget: int, given: dict[str, list[Scalar]]
 ) -> dict[str, list[Scalar]]:
     from offload.bench.eval.labels import windows_of
-    from offload.policies.registry import make_policy
 
-    windows: dict[str, list[Scalar]] = {}
-    for name in names:
-        known = type(make_policy(name)).option_names()
-        for option, tokens in windows_of(budget).items():
-            # streaming_llm's recent window is what the sinks leave of the budget.
-            derived = (name, option) == ("streaming_llm", "recent_tokens")
-            if option in known and not derived and not {option, f"{name}.{option}"} & {*given}:
-                windows[f"{name}.{option}"] = [tokens]
-    return windows
+    return {
+        f"{name}.{option}": [tokens]
+        for name in names
+        for option, tokens in windows_of(name, budget).items()
+        if not {option, f"{name}.{option}"} & {*given}
+    }

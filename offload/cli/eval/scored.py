@@ -94,6 +94,7 @@ class Setup:
             device=runs.device,
             num_threads=runs.threads,
             page_tokens=runs.page_tokens,
+            backend="inline" if runs.hot_rows and runs.device == "cpu" else None,
         )
 
     def check_bounds(self, num_tokens: int) -> None:
@@ -180,7 +181,13 @@ def measure_all(
         left = [item for item in items if key_of(item) not in done]
         if left:
             progress.update(bar, description="loading the model")
-            model = SharedModel(setup.model, setup.resolved, config, reads_on=setup.runs.reads_on)
+            model = SharedModel(
+                setup.model,
+                setup.resolved,
+                config,
+                reads_on=setup.runs.reads_on,
+                hot_rows=setup.runs.hot_rows,
+            )
             progress.update(bar, total=len(items), completed=len(items) - len(left))
             for item in left:
                 progress.update(bar, description=f"{item.task}, {item.length:,} tokens")

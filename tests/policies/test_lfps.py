@@ -11,15 +11,18 @@ import torch
 from cases import kernel_references as reference
 from cases.attention_cases import relative_error
 from cases.coprocessor_cases import Shape, World, normal
+from cases.device_cases import small
 from cases.lfps_reference import Unit
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
 from cpu_ops.worker_pool import WorkerPool
+from offload import OffloadedModel
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
 from offload.policies import sequence_state
 from offload.policies.layer_state import State
+from offload.policies.lfps import policy as lfps_policy
 from offload.policies.lfps.layout import SCALE
 from offload.policies.lfps.policy import LFPS
 from offload.policies.lfps.tables import TABLE_STATE
@@ -417,3 +420,12 @@ def test_a_step_that_needed_recent_tokens_does_not_begin_with_them(pool):
             chosen.append(int((np.array(selections[1][0]) < 1500).sum()))
         kept[policy_type] = chosen
     assert min(kept[LFPS]) == min(kept[Exact]) == 1500
+
+
+def test_a_model_says_once_what_it_misses(tiny_folders, caplog):
+    lfps_policy._say_what_it_misses.cache_clear()
+    for policy in (small("lfps"), small("hard_kv"), small("quest")):
+        OffloadedModel.from_pretrained(tiny_folders["llama"], policy=policy, num_threads=1)
+    said = [record.message for record in caplog.records if "decoded question" in record.message]
+    assert len(said) == 1
+    assert "'union' and 'per_head'" in said[0]

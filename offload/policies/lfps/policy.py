@@ -35,14 +35,16 @@ a group again: the group is the default.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar
+from functools import cache, cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 
 from offload.policies.base import SparsePolicy
+from offload.policies.calibration import Calibration
 from offload.policies.callback import Callback
 from offload.policies.device_build import to_host
 from offload.policies.device_support import DeviceBuild, DeviceSupport
@@ -68,6 +70,8 @@ from offload.policies.lfps.prompt import (
 from offload.policies.lfps.step import observe, prepare, propose
 from offload.policies.revised import Revised
 from offload.system import huge_pages
+
+logger = logging.getLogger(__name__)
 
 LARGEST_SPREAD = 62
 GRANULARITIES = ("kv_head", "query_head")
@@ -160,6 +164,23 @@ class LFPSState(LayerState):
         return min(_CANDIDATES_OF_CHOSEN * chosen_tokens, kv_len) * row_bytes, False
 
 
+class LFPSCalibration(Calibration):
+    """Nothing is learnt; a model that is loaded says once what to expect."""
+
+    def learn(self, *args: Any, **of_model: Any) -> Any:
+        _say_what_it_misses()
+        return self.policy
+
+
+@cache
+def _say_what_it_misses() -> None:
+    logger.warning(
+        "lfps looks where earlier steps looked: of what a decoded question asks for it finds a "
+        "half to a fourth (docs/policies.md); a prompt may end with the question, and policies "
+        "'union' and 'per_head' find it either way"
+    )
+
+
 class LFPSDevice(DeviceSupport):
     """The tables are filled there."""
 
@@ -217,6 +238,7 @@ class LFPS(SparsePolicy):
     candidates_per_budget: ClassVar[float] = 2.0
     state = cached_property(LFPSState)
     device = cached_property(LFPSDevice)
+    calibration = cached_property(LFPSCalibration)
 
     alpha: float = 0.8
     gamma: float = 0.95

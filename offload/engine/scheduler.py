@@ -229,13 +229,15 @@ class Scheduler:
         return [*corrected, *parts.items()]
 
     def _corrected_in(self, left: int) -> list[tuple[Request, int]]:
-        """Corrections, and how much of each, in a slice of so many tokens."""
+        """Corrections, and how much of each, in a slice of so many tokens. Each is a pass of its
+        own: a short one counts as what takes as long."""
         parts = list[tuple[Request, int]]()
         for request in self.correcting:
+            if left < 1:
+                break
             assert request.correction is not None
-            if num_tokens := min(left, request.correction.num_left):
-                parts.append((request, num_tokens))
-            left -= num_tokens
+            parts.append((request, min(left, request.correction.num_left)))
+            left -= max(request.correction.num_left, _LEAST[True])
         return parts
 
     def was_read(self, num_tokens: int, seconds: float) -> None:

@@ -98,10 +98,11 @@ class LayerState:
         """
         return 0
 
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int, pool: WorkerPool) -> State:
         """The arrays, for `capacity_tokens` tokens. Called between steps, when they get too few.
 
-        Those given stay as they are: the step that needs the room may fail.
+        Those given stay as they are: the step that needs the room may fail. `pool` is for what
+        takes long.
         """
         return arrays
 

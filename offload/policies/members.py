@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cpu_ops.worker_pool import WorkerPool
 from offload.policies.base import Policy
 from offload.policies.device_support import DeviceBuild, DeviceSupport
 from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
@@ -94,10 +95,10 @@ class MembersState(LayerState):
             for name, own in heads.items()
         )
 
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int, pool: WorkerPool) -> State:
         """With its own arrays as they are."""
         grown = {
-            name: self.members[name].state.grow(layer_idx, own, capacity_tokens)
+            name: self.members[name].state.grow(layer_idx, own, capacity_tokens, pool)
             for name, own in self._states(arrays).items()
         }
         return own_of(arrays) | joined(grown)

@@ -32,6 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cpu_ops.worker_pool import WorkerPool
 from offload.policies.blocks import BlockPolicy
 from offload.policies.callback import (
     Callback,
@@ -248,7 +249,7 @@ class BoundsState(LayerState):
         heads = shape.num_kv_heads if self.policy.chunks else 1
         return shared + 4 * shape.num_kv_heads + 4 * heads * (max_runs + 1) + 4 * len(SIZES)
 
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int, pool: WorkerPool) -> State:
         """The same bounds with room for `capacity_tokens` tokens."""
         runs = arrays["runs"].copy()
         return self._arrays(arrays["bounds"], arrays["starts"], runs, capacity_tokens)

@@ -210,7 +210,7 @@ class PolicyStates:
         if arrays is not None and kv_len > arrays.capacity_tokens:
             capacity = self.bytes.capacity(kv_len)
             layers = [
-                self._state.grow(i, old, capacity) if old else {}
+                self._state.grow(i, old, capacity, self._pool) if old else {}
                 for i, old in enumerate(arrays.layers)
             ]
             arrays = known.arrays = self._layer_arrays(layers, capacity)

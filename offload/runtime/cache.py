@@ -119,7 +119,7 @@ class OffloadedCache(Cache):
         Raises:
             ValueError: the cache has no tokens.
             NotImplementedError: more belongs to the cache than its rows (ranks, a bound of bytes,
-                corrections, mean_tokens).
+                mean_tokens).
             OSError: it cannot be written.
         """
         if not self._seqs:

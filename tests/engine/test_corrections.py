@@ -16,6 +16,7 @@ from cases.slowly import slow_but
 from cases.tiny_models import random_tokens, save_long_model
 
 from offload import Engine, OffloadedModel, SamplingParams
+from offload.engine.runner import Runner
 from offload.engine.scheduler import Scheduler
 from offload.engine.sessions import Sessions
 from offload.policies.registry import available_policies, make_policy
@@ -188,6 +189,34 @@ def test_corrections_and_prompts_share_slices(model: Any) -> None:
         step(engine, found)
     assert read < reading.num_read < len(long)
     engine.stop()
+
+
+def test_short_corrections_make_no_long_slice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a pass, which takes as long as the fewest tokens of a slice do."""
+    model, passes, correct = load(folder, every=3), list[int](), Runner.correct
+
+    def correct_noted(self: Runner, seq: int, *rest: Any) -> Any:
+        passes.append(seq)
+        return correct(self, seq, *rest)
+
+    monkeypatch.setattr(Runner, "correct", correct_noted)
+    prompts, params = prompts_of(*range(60, 68)), replace(GREEDY, max_tokens=40)
+    wanted = {str(i): alone(model, prompt, 40) for i, prompt in enumerate(prompts)}
+    engine, found, num_seen = Engine(model, slice_seconds=1e-4), Found(), 0
+    for request_id, prompt in zip(wanted, prompts, strict=True):
+        engine.add_request(prompt, params, request_id)
+    while engine.has_work:
+        passes.clear()
+        step(engine, found)
+        if engine._steps.scheduler._decodes:
+            assert len(passes) <= 1
+            num_seen += len(passes)
+    assert num_seen > 20
+    assert found == wanted
+    engine.stop()
+    check_empty(model)
 
 
 @pytest.mark.parametrize("name", slow_but(["quest", "lychee_cluster"], "quest"))

@@ -211,5 +211,5 @@ def test_state_grows_beyond_its_capacity(name, pool):
     policy, keys = small(name), torch.randn(3, 200, 192)
     few, many = (built(policy, keys, capacity_tokens=n, pool=pool) for n in (201, 5000))
     before = {name: array.copy() for name, array in few.items()}
-    assert_same_arrays(policy.state.grow(0, few, 5000), many)
+    assert_same_arrays(policy.state.grow(0, few, 5000, pool), many)
     assert_same_arrays(few, before)  # as they were

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases.lychee_cases import KV_HEADS, LycheeIndex, Stream, check_index
 
+from cpu_ops.worker_pool import WorkerPool
 from offload.policies import sequence_state
 from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.index import UNIT_WIDTHS
@@ -76,7 +77,7 @@ def test_growing_puts_grafts_below_units(kv_len, pool):
     assert 1.5 * POLICY.ranked_chunks < index.num_groups
     assert built < index.num_groups  # the rest are grafted
     given, old = copied(index.arrays), LycheeIndex(copied(index.arrays))
-    grown = LycheeIndex(POLICY.state.grow(0, index.arrays, 2000))
+    grown = LycheeIndex(POLICY.state.grow(0, index.arrays, 2000, pool))
     for name, array in given.items():  # a step that fails goes on with it
         np.testing.assert_array_equal(index.arrays[name], array)
     of_new_units = POLICY.num_units(int(old.num_chunks / 1.5))
@@ -102,7 +103,7 @@ def test_growing_puts_grafts_below_units(kv_len, pool):
             assert np.abs(centre - expected).max() < 0.51 * 1.01 / 7 * np.abs(expected).max()
             expected = UNIT_WIDTHS * (high - low) / 2
             assert np.abs(width - expected).max() < 0.51 * 1.01 / 15 * expected.max()
-    again = POLICY.state.grow(0, given, 2000)
+    again = POLICY.state.grow(0, given, 2000, WorkerPool(3))  # however many threads
     for name, array in grown.arrays.items():
         np.testing.assert_array_equal(again[name], array)
 
@@ -113,7 +114,7 @@ def test_grafts_join_units_of_their_direction(pool):
     stream.prefill(700)
     for _ in range(400):
         stream.step()
-    grown = LycheeIndex(POLICY.state.grow(0, stream.index.arrays, 2000))
+    grown = LycheeIndex(POLICY.state.grow(0, stream.index.arrays, 2000, pool))
     old = stream.index
     grafted = set(
         range(
@@ -254,7 +255,7 @@ def test_placed_chunks_are_found_as_those_of_a_fresh_index(kv_len, pool):
     stream.prefill(kv_len)
     for _ in range(3000 - kv_len):
         stream.step()
-    placed = LycheeIndex(POLICY.state.grow(0, stream.index.arrays, 4000))
+    placed = LycheeIndex(POLICY.state.grow(0, stream.index.arrays, 4000, pool))
     fresh = LycheeIndex(built_anew(stream))
     queries = stream.rng.standard_normal((60, placed.arrays["rows"].shape[2]))
     found, expected = (found_of_best(x, queries, POLICY.ranked_chunks) for x in (placed, fresh))

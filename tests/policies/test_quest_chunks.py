@@ -96,12 +96,12 @@ def test_a_cut_sequence_cuts_its_chunks_anew(pool: WorkerPool) -> None:
         check_selection(stream, stream.step())
 
 
-def test_the_state_grows() -> None:
+def test_the_state_grows(pool) -> None:
     policy = POLICY
     bounds = np.arange(2 * 2 * 3 * 8, dtype=np.float32).reshape(2, 2, 3, 8)
     starts = np.tile(np.array([4, 12, 30, 41], np.int32), (2, 1))
     small = policy.state._arrays(bounds, starts, np.full(2, 3, np.int32), 60)
-    grown = policy.state.grow(0, small, 600)
+    grown = policy.state.grow(0, small, 600, pool)
     assert grown["bounds"].shape[2] == (600 - 4) // 8
     np.testing.assert_array_equal(grown["bounds"][:, :, :3], bounds)
     assert grown["starts"][1, :4].tolist() == [4, 12, 30, 41]

@@ -143,14 +143,14 @@ def test_arrays_of_both(pool):
     keys, queries = torch.randn(2, 500, 32), torch.randn(6, 32, 32)
     context = build_context(keys, queries=queries, capacity_tokens=600, pool=pool)
     built, on_device = policy.state.build(context), policy.device.build(context)()
-    grown = policy.state.grow(1, built, 900)
+    grown = policy.state.grow(1, built, 900, pool)
     assert grown["candidates"].shape == (2, 900)
     assert built["candidates"].shape == (2, 600)
     for name, part in (("first", policy.first), ("second", policy.second)):
         for arrays, expected in (
             (built, part.state.build(context)),
             (on_device, part.device.build(context)()),
-            (grown, part.state.grow(1, part.state.build(context), 900)),
+            (grown, part.state.grow(1, part.state.build(context), 900, pool)),
         ):
             assert_same_arrays(of_member(arrays, name), expected)
 

@@ -43,6 +43,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from cpu_ops.worker_pool import WorkerPool
 from offload.policies.base import SparsePolicy
 from offload.policies.calibration import Calibration
 from offload.policies.callback import Callback
@@ -126,7 +127,7 @@ class LFPSState(LayerState):
         )
         return shape.num_qo_heads // group_size * of_unit + 4 * len(SIZES)
 
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int, pool: WorkerPool) -> State:
         tables, units = arrays["tables"], arrays["units"]
         grown = huge_pages.zeros((len(tables), 2, capacity_tokens), np.float32)
         grown[:, :, : tables.shape[2]] = tables

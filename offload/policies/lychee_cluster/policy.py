@@ -59,6 +59,8 @@ from offload.policies.revised import Revised
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from cpu_ops.worker_pool import WorkerPool
+
 
 _MAX_PAPER_UNITS = 64
 _CHUNKS_PER_UNIT = 8  # at least, where chunks are few
@@ -116,12 +118,12 @@ class ClusterState(LayerState):
         of_head += scratch_bytes(groups, chunks, policy.candidate_capacity, shape.head_dim)
         return shape.num_kv_heads * of_head + starts_bytes(chunks)
 
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int, pool: WorkerPool) -> State:
         """Make room for more chunks, and put those of the last ones into units."""
         policy = self.policy
         if not policy.paper:
             num_chunks = int(arrays["header"]["num_chunks"][0])
-            arrays = place_grafts(arrays, policy.num_units(int(num_chunks / _FLAT_SHARE)))
+            arrays = place_grafts(arrays, policy.num_units(int(num_chunks / _FLAT_SHARE)), pool)
         return grow_index(arrays, capacity_tokens, policy.min_chunk_tokens)
 
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:

@@ -75,13 +75,13 @@ def _directions(rows: npt.NDArray[np.int8]) -> npt.NDArray[np.float32]:
     return directions
 
 
-def _units_of(arrays: State, num_units: int) -> npt.NDArray[np.int64]:
+def _units_of(arrays: State, num_units: int, pool: WorkerPool) -> npt.NDArray[np.int64]:
     """int64 [heads, num_groups], the unit of each group."""
     header, rows, ranges = arrays["header"][0], arrays["rows"], arrays["ranges"]
     first, end = int(header["num_units"]), int(header["num_units"] + header["num_groups"])
     if num_units != first:
         points = np.ascontiguousarray(_directions(rows[:, first:end]))
-        found, _ = spherical_kmeans(WorkerPool(1), points, num_units, _ITERATIONS)
+        found, _ = spherical_kmeans(pool, points, num_units, _ITERATIONS)
         return found.astype(np.int64)
     units = np.empty((len(rows), end - first), np.int64)
     for h, of_head in enumerate(rows):
@@ -92,7 +92,7 @@ def _units_of(arrays: State, num_units: int) -> npt.NDArray[np.int64]:
     return units
 
 
-def place_grafts(arrays: State, num_units: int) -> State:
+def place_grafts(arrays: State, num_units: int, pool: WorkerPool) -> State:
     """The arrays, or copies of some in which every group is in a unit.
 
     Args:
@@ -104,7 +104,7 @@ def place_grafts(arrays: State, num_units: int) -> State:
     num_units = num_units if num_units > 2 * before else before
     if num_units == 1 or num_groups == arrays["ranges"][0, before]:
         return arrays
-    units = _units_of(arrays, num_units)
+    units = _units_of(arrays, num_units, pool)
     shape = (len(header), num_units + num_groups)
     placed: State = {
         "header": header,

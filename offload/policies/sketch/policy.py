@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from cpu_ops.codes import CODE_BLOCK
+from cpu_ops.worker_pool import WorkerPool
 from offload.policies.base import SparsePolicy
 from offload.policies.callback import (
     Callback,
@@ -190,7 +191,7 @@ class SketchState(LayerState):
         of_head += 4 * (floats + policy.max_candidates)
         return shape.num_kv_heads * of_head + LEVELS[policy.bits].nbytes + 4 * len(SIZES)
 
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int, pool: WorkerPool) -> State:
         """The same codes with room for `capacity_tokens` tokens."""
         codes, scales = arrays["codes"], arrays["scales"]
         more = max(0, _whole_blocks(capacity_tokens) - scales.shape[1])

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from cpu_ops.worker_pool import WorkerPool
 from offload.policies.base import BUDGET_OPTIONS, Policy
 from offload.policies.callback import Callback
 from offload.policies.layer_state import State, StateShape
@@ -53,8 +54,8 @@ class UnionState(MembersState):
         own = shape.num_kv_heads * (8 * FOUND + 4 * shape.capacity_tokens)
         return super().num_bytes(shape) + own
 
-    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int) -> State:
-        grown = super().grow(layer_idx, arrays, capacity_tokens)
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int, pool: WorkerPool) -> State:
+        grown = super().grow(layer_idx, arrays, capacity_tokens, pool)
         return grown | _own_arrays(len(arrays["found"]), capacity_tokens)
 
     def read_bytes(

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <utility>
 
 #include "kernels/number_formats.h"
@@ -24,7 +25,7 @@ StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, StepP
   options_.defers_updates = true;
   for (const Request& request : plan_.requests) {
     const uint8_t* hot = of_layer(plan_.device_heads.hot, request.layer_idx);
-    is_ahead_.push_back(hot != nullptr && std::any_of(hot, hot + attention.shape().num_kv_heads, [](uint8_t x) { return x != 0; }));
+    is_ahead_.push_back(hot != nullptr && std::any_of(hot, hot + attention.shape().num_kv_heads, std::identity{}));
   }
 }
 
@@ -157,7 +158,9 @@ std::string StepServer::attend(int request) {
   const TraceSpan span(trace_, TraceKind::attend, layer_idx, request);
   const bool sparse = is_sparse(request);
   if (sparse && step_->queries != nullptr) keep_queries(request);
-  if (std::string failure = take_over(first_, first_ + rows_.size(), layer_idx); !failure.empty()) return failure;
+  if (!is_ahead(request)) {  // which inherits nothing, and comes before the layer above has published
+    if (std::string failure = take_over(first_, first_ + rows_.size(), layer_idx); !failure.empty()) return failure;
+  }
   options_.elsewhere = of_layer(plan_.device_heads.attended, layer_idx);
   options_.listed = of_layer(plan_.device_heads.listed, layer_idx);
   options_.chooses_only = is_ahead(request);

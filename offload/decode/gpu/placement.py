@@ -177,8 +177,9 @@ class HeadPlacement:
                 self._refuse(
                     layer_idx,
                     int(wrong[0]),
-                    "hot rows are of heads that select by KV head, in a layer below the first "
-                    "whose other heads are on the GPU, and of a budget beyond the window",
+                    "hot rows are of heads that select by KV head and whose selection no head "
+                    "elsewhere reuses, in a layer below the first whose other heads are on the "
+                    "GPU, and of a budget beyond the window",
                 )
             wrong = np.flatnonzero((places == Place.GATHER) & ~gathered[layer_idx])
             if wrong.size:
@@ -214,7 +215,8 @@ class HeadPlacement:
         places[tuple(coming.T)] = Place.GPU
         fetched = may_be_gathered(policy, roles, places)
         places[(places == Place.GATHER) & ~fetched] = Place.CPU
-        places[(places == Place.HOT) & ~may_be_hot(policy, roles, places)] = Place.CPU
+        for _ in range(2):  # one that comes to the CPU takes its layer's others along
+            places[(places == Place.HOT) & ~may_be_hot(policy, roles, places)] = Place.CPU
         num_coded = int((self.places == Place.CODES).sum())
         places[places == Place.CODES] = Place.CPU
         coded = np.argwhere(has_codes(policy, roles) & (places == Place.CPU))[:num_coded]
@@ -418,7 +420,8 @@ def may_be_hot(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArr
         return hot
     on_gpu = np.isin(places, (Place.HOT, Place.GPU))
     hot[1:] = (roles == SELECT)[1:] & np.logical_and.reduce(on_gpu[1:], axis=1, keepdims=True)
-    return hot
+    # What is chosen a layer ahead lacks the step's own token: nobody could inherit it.
+    return hot & ~awaited_heads(roles, places, shares_selection=policy.shares_selection)
 
 
 def check_dense_until(policy: Policy) -> None:

@@ -92,14 +92,14 @@ def check_each_step(model: Any) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "exact_topk", "lfps"))
 def test_within_the_budget_it_is_full_attention(policy, backend, tiny_folders, stock_models):
     model = hot_model(tiny_folders["llama"], backend, policy, budget_tokens=256)
     tokens = random_tokens(1, 100, seed=3)
     assert torch.equal(greedy(model, tokens, 40), greedy(stock_models["llama"], tokens, 40))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "lychee_cluster", "sketch"))
 def test_rows_are_those_of_the_map(policy, backend, tiny_folders):
     """Beyond the budget, of a batch, from step to step; and they stay near the exact choice."""
     model = hot_model(tiny_folders["llama"], backend, policy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +27,7 @@ from offload.decode.gpu.linear import OneRow
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.engine.engine import Engine
 from offload.engine.sampling_params import SamplingParams
+from offload.policies import Policy
 
 BUDGET = 64
 POLICIES = ["exact_topk", "lychee_cluster", "lfps", "quest", "sketch"]
@@ -39,14 +41,15 @@ def backend(request):
 def hot_model(
     folder: Path,
     backend: Any,
-    policy: str = "exact_topk",
+    policy: Policy | str = "exact_topk",
     *,
     first_layer: int = 1,
     loading: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
     """All layers from `first_layer` on with hot rows, those above on the GPU."""
-    model = load(folder, small(policy, **options), backend, **loading)
+    named = small(policy, **options) if isinstance(policy, str) else policy
+    model = load(folder, named, backend, **loading)
     decoder = decoder_of(model)
     places = np.array(decoder.placement.places)
     places[:first_layer] = Place.GPU
@@ -178,6 +181,20 @@ def test_sequences_that_fork(options, backend, tiny_folders):
             other = torch.cat([text, random_tokens(1, 1, seed=len(counted))], dim=1)
             greedy(model, other, 8, past_key_values=each)
     assert min(counted) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bypass_threshold", [0.02, 0.1])
+def test_heads_that_the_policy_answers(bypass_threshold, backend, tiny_folders):
+    """Nothing is chosen for them then: they attend to what is hot."""
+    policy = replace(small("lfps"), bypass_threshold=bypass_threshold)
+    model = hot_model(tiny_folders["llama"], backend, policy)
+    counted = check_each_step(model)
+    greedy(model, random_tokens(1, 50), 40)
+    assert len(counted) == 39
+    assert min(counted[-10:]) > 0  # at least what was there within the budget
+    hits, misses = resident_of(model).hot.map.take_counts()
+    assert hits + misses > 0
 
 
 @pytest.mark.slow

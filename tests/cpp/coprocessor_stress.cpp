@@ -487,7 +487,7 @@ struct AheadSide : Side {
 
 // A GPU whose layers attend to rows that are chosen a layer ahead, beside others that the CPU attends to, or does not.
 struct AheadStep {
-  std::vector<uint8_t> host, hot;  // of each layer: the CPU attends; its rows are hot
+  std::vector<uint8_t> host, hot;                  // of each layer: the CPU attends; its rows are hot
   std::vector<std::pair<int64_t, int64_t>> parts;  // first row, rows of each micro-batch
 
   DeviceHeads heads() const {
@@ -517,9 +517,8 @@ struct AheadStep {
             std::vector<float>& answers, std::vector<int32_t>& replied) const {
     const std::vector<Request> all = requests();
     const auto number_of = [&](int64_t layer_idx, int64_t first) {
-      const auto found = std::find_if(all.begin(), all.end(), [&](const Request& r) {
-        return r.layer_idx == layer_idx && r.first_row == first;
-      });
+      const auto found = std::find_if(
+          all.begin(), all.end(), [&](const Request& r) { return r.layer_idx == layer_idx && r.first_row == first; });
       return static_cast<int>(found - all.begin());
     };
     const auto finish = [&](int64_t layer_idx, int64_t first, int64_t n) {

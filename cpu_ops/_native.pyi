@@ -195,6 +195,7 @@ class DecodeAttention:
         window_on_device: bool,
         sink_tokens: int,
         recent_tokens: int,
+        chooses_only: bool,
         elsewhere: list[bool],
     ) -> None: ...
     def prepare(

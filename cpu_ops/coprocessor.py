@@ -128,7 +128,7 @@ class Coprocessor:
             _head_flags("device_heads", device_heads, attention),
             _check_publishing("publishing_heads", publishing_heads, attention, mailbox),
             _check_listed(listed_heads, publishing_heads, attention, mailbox),
-            _check_hot(hot_heads, hot_rows, attention, mailbox),
+            _check_hot(hot_heads, device_heads, hot_rows, attention, mailbox),
             hot_rows,
             mailbox,
         )
@@ -368,17 +368,25 @@ def _check_listed(
 
 def _check_hot(
     heads: npt.NDArray[np.bool_] | None,
+    device_heads: npt.NDArray[np.bool_] | None,
     hot_rows: _native.HotRows | None,
     attention: NativeAttention,
     mailbox: Mailbox,
 ) -> list[bool]:
     flags = _head_flags("hot_heads", heads, attention)
-    if not any(flags):
+    if heads is None or not any(flags):
         return []
     if hot_rows is None or mailbox.fetches.shape[3] < 1:
         raise ValueError("hot_heads need hot_rows, and a mailbox with fetch_tokens")
     if flags[: attention.num_kv_heads].count(True):
         raise ValueError("layer 0 has no layer above that could ask for its hot rows")
+    others = np.zeros_like(heads) if device_heads is None else device_heads
+    mixed = heads.any(axis=1) & ~(heads | others).all(axis=1)
+    if mixed.any():
+        raise ValueError(
+            f"all heads of layer {int(mixed.argmax())} must be of hot_heads or of device_heads: "
+            "some of them are of hot_heads, and the CPU attends to no head beside these"
+        )
     return flags
 
 

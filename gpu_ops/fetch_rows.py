@@ -40,8 +40,10 @@ def fetch_rows_kernel(
     slot, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kv_head = tl.load(heads + slot)
     at = row * NUM_KV_HEADS + kv_head
-    is_active = tl.load(positions + row) >= 0
-    num_fetches = tl.where(is_active, tl.load(hot_counts + 2 * at), 0)
+    position = tl.load(positions + row)
+    is_active = position >= 0
+    num_fetches = tl.minimum(tl.load(hot_counts + 2 * at), fetch_tokens)
+    num_fetches = tl.where(is_active, num_fetches, 0)
     num_hot = tl.load(hot_counts + 2 * at + 1)
     tl.store(counts + at, tl.where(is_active, num_hot + FIXED_TOKENS, 0))
     d = tl.arange(0, BLOCK_D)
@@ -51,6 +53,8 @@ def fetch_rows_kernel(
         pair = fetches + (at * fetch_tokens + index) * 2
         token = tl.load(pair, mask=present, other=0)
         place = tl.load(pair + 1, mask=present, other=0)
+        # After an error there may be what an earlier sequence was to fetch, whose pages are gone.
+        present &= (token >= 0) & (token < position) & (place >= 0) & (place < capacity)
         page = tl.load(page_table + row * max_pages + token // PAGE_TOKENS, mask=present, other=0)
         key_rows = kv_head * PAGE_TOKENS + token % PAGE_TOKENS
         source = page + key_rows.to(tl.int64) * ROW_BYTES
@@ -83,7 +87,8 @@ def fetch_rows(
 
     Args:
         fetches: int32 [n, num_kv_heads, fetch_tokens, 2], (token, place) with places in [0,
-            capacity), distinct in each head; may be pinned host memory, as the next.
+            capacity), distinct in each head; may be pinned host memory, as the next. Others, and
+            tokens that are not before the row's last, are passed over.
         hot_counts: int32 [n, num_kv_heads, 2], how many of them count, and how many rows are hot
             afterwards: places [0, so many).
         page_table: int64 [n, max_pages], as `gather_rows` takes it.
@@ -160,6 +165,8 @@ def fetch_rows_reference(
             if position < 0:
                 continue
             counts[row, kv_head] = num_hot + fixed_tokens
-            for token, place in fetches[row, kv_head, :num_fetches].tolist():
+            for token, place in fetches[row, kv_head, : max(0, num_fetches)].tolist():
+                if not (0 <= token < position and 0 <= place < hot.shape[3]):
+                    continue
                 page = page_at(int(page_table[row, token // page_tokens]), page_shape, hot.dtype)
                 hot[row, :, slot, place] = page[:, kv_head, token % page_tokens]

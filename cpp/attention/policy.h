@@ -100,7 +100,9 @@ struct PolicyMember {
   // how many. With candidates it may be missing: the most important ones are kept.
   int64_t (*select)(PolicyContext*) = nullptr;
   void (*observe)(PolicyContext*) = nullptr;  // sees the attention weights of what was attended
-  void (*append)(PolicyContext*) = nullptr;   // the newest token is in the cache
+  // The newest token is in the cache. Where a layer is asked ahead, the first such token was there when arrays were
+  // built; where it then no longer is, one token goes unsaid: what is new is told by kv_len.
+  void (*append)(PolicyContext*) = nullptr;
 
   bool learns() const { return observe != nullptr || append != nullptr; }
   bool asks_queries() const { return scans_keys || propose != nullptr || select != nullptr || observe != nullptr; }

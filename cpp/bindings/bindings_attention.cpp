@@ -87,9 +87,10 @@ void attend(DecodeAttention& attention, int64_t layer_idx, int64_t query, int64_
 }
 
 // One row, for what the policy learns from it; what is attended is dropped. With `window_on_device` as of a step whose
-// sinks and recent tokens a GPU attends to; `elsewhere`: 1 for KV heads that are not attended here, or empty.
+// sinks and recent tokens a GPU attends to; `chooses_only`: and to what was chosen, too; `elsewhere`: 1 for KV heads
+// that are not attended here, or empty.
 void learn(DecodeAttention& attention, int64_t layer_idx, int64_t query, const KeptRows& step, bool window_on_device,
-           int64_t sink_tokens, int64_t recent_tokens, const std::vector<uint8_t>& elsewhere) {
+           int64_t sink_tokens, int64_t recent_tokens, bool chooses_only, const std::vector<uint8_t>& elsewhere) {
   const AttentionShape& shape = attention.shape();
   std::vector<float> output(static_cast<size_t>(shape.num_qo_heads) * static_cast<size_t>(shape.head_dim));
   std::vector<QueryRow> rows;
@@ -101,6 +102,7 @@ void learn(DecodeAttention& attention, int64_t layer_idx, int64_t query, const K
                               .recent_tokens = recent_tokens,
                               .elsewhere = elsewhere.empty() ? nullptr : elsewhere.data(),
                               .float_output = true,
+                              .chooses_only = chooses_only,
                               .is_decoded = false};
   check_numbers(attention.attend(layer_idx, rows, true, 0, true, options));
 }

@@ -40,8 +40,8 @@ class HotRows {
 
  private:
   struct Set {
-    std::vector<int32_t> tokens;    // that are hot, ascending
-    std::vector<int32_t> places;    // of each
+    std::vector<int32_t> tokens;     // that are hot, ascending
+    std::vector<int32_t> places;     // of each
     std::vector<int64_t> chosen_at;  // by place: when it was last chosen
     int64_t now = 0;
   };

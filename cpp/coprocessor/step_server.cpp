@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <utility>
 
 #include "kernels/number_formats.h"
@@ -24,7 +25,7 @@ StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, StepP
   options_.defers_updates = true;
   for (const Request& request : plan_.requests) {
     const uint8_t* hot = of_layer(plan_.device_heads.hot, request.layer_idx);
-    is_ahead_.push_back(hot != nullptr && std::any_of(hot, hot + attention.shape().num_kv_heads, [](uint8_t x) { return x != 0; }));
+    is_ahead_.push_back(hot != nullptr && std::any_of(hot, hot + attention.shape().num_kv_heads, std::identity{}));
   }
 }
 

@@ -31,8 +31,8 @@ struct Mailbox {
   int64_t selection_units = 0;
   int64_t selection_tokens = 0;
   // Of heads with hot rows, for even and odd layers by themselves: queries that were predicted; rows to fetch, at most
-  // `fetch_tokens` of each row and KV head; and how many these are and how many are hot, two int32. Null where there are
-  // no such heads.
+  // `fetch_tokens` of each row and KV head; and how many these are and how many are hot, two int32. Null where there
+  // are no such heads.
   const char* predicted = nullptr;
   int32_t* fetches = nullptr;
   int32_t* hot_counts = nullptr;
@@ -143,7 +143,7 @@ class StepServer {
   int64_t num_checked_ = 0;              // layers, of all rows
   std::vector<QueryRow> rows_;           // of the request that is attended
   std::vector<QueryRow> prepared_rows_;
-  size_t first_ = 0;  // rows_[0] is step_->rows[first_]
+  size_t first_ = 0;                      // rows_[0] is step_->rows[first_]
   std::vector<uint8_t> is_ahead_;         // of each request
   mutable std::vector<float> no_output_;  // of what only chooses
 };

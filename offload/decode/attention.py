@@ -57,6 +57,8 @@ class DecodeAttention(NativeAttention):
         on_attended: called after each `attend` with (layer_idx, step, query, out); for benches.
         left_to_device: what steps leave to a device: sink tokens, recent tokens, and heads
             [num_layers, num_kv_heads]; None: nothing.
+        ahead_layers: in which the policy chooses before the step's own token is there, by a query
+            that was predicted.
         roles: the policy's, of each [layer, unit]; see `Policy.roles`.
         has_state: whether the policy remembers anything of a sequence.
         hold: of the mean of tokens that are attended to; None: the policy names none.
@@ -70,6 +72,7 @@ class DecodeAttention(NativeAttention):
 
     on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
     left_to_device: tuple[int, int, npt.NDArray[np.bool_]] | None = None
+    ahead_layers: frozenset[int] = frozenset()
     compression: KVCompression[Any] | None = None
     roles: npt.NDArray[np.uint8] | None = None
 
@@ -151,6 +154,7 @@ class DecodeAttention(NativeAttention):
         window: tuple[int, int],
         heads: npt.NDArray[np.bool_],
         gathered: npt.NDArray[np.bool_],
+        hot: npt.NDArray[np.bool_],
     ) -> None:
         """A device attends to a window of sink and recent tokens, and to all of some heads.
 
@@ -159,8 +163,10 @@ class DecodeAttention(NativeAttention):
         Args:
             heads, gathered: [num_layers, num_kv_heads]; those of which a device fetches a selection
                 are in both.
+            hot: likewise, those for which the policy chooses a layer ahead.
         """
         self.left_to_device = (*window, heads)
+        self.ahead_layers = frozenset(np.flatnonzero(hot.any(axis=1)).tolist())
         self.states.layers = self._selecting_layers(heads)
         self._count_heads(heads, gathered)
 

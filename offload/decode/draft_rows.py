@@ -48,12 +48,15 @@ def _attend_row(attention: DecodeAttention, seq: int, rows: DraftRows, row: int)
     if kv_len > attention.policy.dense_tokens:
         states.ensure(seq, kv_len, kv_len - 1)
     step = attention.begin_step([seq], [kv_len])
+    before = attention.begin_step([seq], [max(1, kv_len - 1)])
     for layer_idx, queries in rows.queries.items():
-        query = queries[row : row + 1]
+        query, ahead = queries[row : row + 1], layer_idx in attention.ahead_layers
         if kv_len <= attention.policy.dense_tokens:
             attention.record_step_queries(step, {layer_idx: query})
-        else:
+        elif not ahead:
             _learn(attention, layer_idx, step, query)
+        elif kv_len - 1 > attention.policy.dense_tokens:
+            _learn(attention, layer_idx, before, query)
 
 
 def _learn(attention: DecodeAttention, layer_idx: int, step: DecodeStep, query: Tensor) -> None:
@@ -73,5 +76,6 @@ def _learn(attention: DecodeAttention, layer_idx: int, step: DecodeStep, query: 
         attention.left_to_device is not None,
         sinks,
         recent,
+        layer_idx in attention.ahead_layers,
         elsewhere.tolist(),
     )

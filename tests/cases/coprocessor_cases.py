@@ -149,6 +149,7 @@ class World:
         requests: Sequence[Request] | None = None,
         max_rows: int | None = None,
         selection: tuple[int, int] = (0, 0),
+        fetch_tokens: int = 0,
         **options: Any,
     ) -> Coprocessor:
         """`selection`: lists of a row, and tokens of a list, that the GPU publishes."""
@@ -167,6 +168,7 @@ class World:
             pinned=False,
             selection_units=selection[0],
             selection_tokens=selection[1],
+            fetch_tokens=fetch_tokens,
         )
         mailbox.query.fill_(float("nan"))
         mailbox.kv.fill_(float("nan"))

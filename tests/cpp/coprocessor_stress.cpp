@@ -403,6 +403,277 @@ void aborts(int rounds) {
   coprocessor.start();
 }
 
+// Rows that a GPU keeps of layers with hot heads, in memory that ends with them, and what passes between the two.
+struct AheadSide : Side {
+  static constexpr int64_t kBudget = 40;  // the policy's
+  static constexpr int64_t kHotTokens = 2 * kBudget;
+  static constexpr int64_t kSets = kMaxRows * kShape.num_kv_heads;
+  static constexpr int64_t kRowElements = 2 * int64_t{kShape.head_dim};  // a key, then a value
+  HotRows map{kMaxRows, kNumLayers, kShape.num_kv_heads, kHotTokens};
+  Exact<uint16_t> predicted = Exact<uint16_t>(2 * kMaxRows * kRow);
+  Exact<int32_t> fetches = Exact<int32_t>(2 * kSets * kBudget * 2);
+  Exact<int32_t> hot_counts = Exact<int32_t>(2 * kSets * 2);
+  Exact<uint16_t> hot = Exact<uint16_t>(kNumLayers * kSets * kHotTokens * kRowElements);
+  std::vector<int64_t> counts_of[kMaxRows][kNumLayers];  // one layer learns while the next prepares
+  std::vector<float> attended_of[kMaxRows][kNumLayers];
+
+  AheadSide() {
+    hot_counts.fill([] { return 0; });
+    hot.fill([] { return 0; });
+    for (int64_t row = 0; row < kMaxRows; ++row) {
+      for (int64_t layer_idx = 0; layer_idx < kNumLayers; ++layer_idx) {
+        counts_of[row][layer_idx] = counts[row];
+        attended_of[row][layer_idx] = attended[row];
+        arrays[row][static_cast<size_t>(2 * layer_idx)] = counts_of[row][layer_idx].data();
+        arrays[row][static_cast<size_t>(2 * layer_idx + 1)] = attended_of[row][layer_idx].data();
+      }
+    }
+  }
+  Mailbox mailbox() {
+    Mailbox mailbox = Side::mailbox();
+    mailbox.predicted = reinterpret_cast<const char*>(predicted.data());
+    mailbox.fetches = fetches.data();
+    mailbox.hot_counts = hot_counts.data();
+    mailbox.fetch_tokens = kBudget;
+    return mailbox;
+  }
+  const uint16_t* row_of(int64_t slot, int64_t layer_idx, int64_t side, int64_t kv_head, int64_t token) const {
+    const int64_t page_tokens = int64_t{1} << kShape.page_shift, per_layer = kMaxTokens / page_tokens;
+    const auto page = static_cast<size_t>(layer_idx * per_layer + token / page_tokens);
+    const auto* rows = reinterpret_cast<const uint16_t*>(tables[slot][page]);
+    return rows + ((side * kShape.num_kv_heads + kv_head) * page_tokens + token % page_tokens) * kShape.head_dim;
+  }
+  uint16_t* hot_row(int64_t slot, int64_t layer_idx, int64_t kv_head, int64_t place) {
+    const int64_t set = (layer_idx * kMaxRows + slot) * kShape.num_kv_heads + kv_head;
+    return hot.data() + (set * kHotTokens + place) * kRowElements;
+  }
+  // As fetch_rows of gpu_ops; appends what the reply said.
+  void fetch(int64_t slot, int64_t layer_idx, std::vector<int32_t>& replied) {
+    for (int64_t h = 0; h < kShape.num_kv_heads; ++h) {
+      const int64_t at = (layer_idx % 2 * kMaxRows + slot) * kShape.num_kv_heads + h;
+      const int32_t n = hot_counts[2 * at];
+      replied.insert(replied.end(), {n, hot_counts[2 * at + 1]});
+      CHECK(n >= 0 && n <= kBudget, "%d rows to fetch", n);
+      for (int64_t i = 0; i < n; ++i) {
+        const int32_t token = fetches[(at * kBudget + i) * 2], place = fetches[(at * kBudget + i) * 2 + 1];
+        replied.insert(replied.end(), {token, place});
+        CHECK(token >= 0 && token < kMaxTokens && place >= 0 && place < kHotTokens, "%d at %d", token, place);
+        for (int64_t side = 0; side < 2; ++side) {
+          std::memcpy(hot_row(slot, layer_idx, h, place) + side * kShape.head_dim,
+                      row_of(slot, layer_idx, side, h, token), kShape.head_dim * sizeof(uint16_t));
+        }
+      }
+    }
+  }
+  // The GPU's rows are those of the map.
+  int64_t check_rows(int64_t layer_idx) {
+    int64_t num_hot = 0;
+    for (int64_t slot = 0; slot < kMaxRows; ++slot) {
+      for (int h = 0; h < kShape.num_kv_heads; ++h) {
+        for (const Fetch& fetch : map.hot(slot, layer_idx, h)) {
+          for (int64_t side = 0; side < 2; ++side) {
+            CHECK(std::memcmp(hot_row(slot, layer_idx, h, fetch.place) + side * kShape.head_dim,
+                              row_of(slot, layer_idx, side, h, fetch.token), kShape.head_dim * sizeof(uint16_t)) == 0,
+                  "layer %d, slot %d, head %d: token %d at %d", static_cast<int>(layer_idx), static_cast<int>(slot), h,
+                  fetch.token, fetch.place);
+          }
+          ++num_hot;
+        }
+      }
+    }
+    return num_hot;
+  }
+};
+
+// A GPU whose layers attend to rows that are chosen a layer ahead, beside others that the CPU attends to, or does not.
+struct AheadStep {
+  std::vector<uint8_t> host, hot;                  // of each layer: the CPU attends; its rows are hot
+  std::vector<std::pair<int64_t, int64_t>> parts;  // first row, rows of each micro-batch
+
+  DeviceHeads heads() const {
+    DeviceHeads heads;
+    for (int64_t i = 0; i < kNumLayers * kShape.num_kv_heads; ++i) {
+      const auto layer_idx = static_cast<size_t>(i / kShape.num_kv_heads);
+      heads.attended.push_back(host[layer_idx] == 0 && hot[layer_idx] == 0);
+      heads.hot.push_back(hot[layer_idx]);
+    }
+    return heads;
+  }
+  bool is_ahead(int64_t layer_idx) const { return layer_idx < kNumLayers && hot[static_cast<size_t>(layer_idx)] != 0; }
+  // In their order, as requests_of in offload/decode/gpu/layer_heads.py.
+  std::vector<Request> requests() const {
+    std::vector<Request> requests;
+    for (int64_t layer_idx = 0; layer_idx < kNumLayers; ++layer_idx) {
+      for (const auto& [first, n] : parts) {
+        if (host[static_cast<size_t>(layer_idx)] != 0) requests.push_back({layer_idx, first, n});
+        if (is_ahead(layer_idx + 1)) requests.push_back({layer_idx + 1, first, n});
+      }
+    }
+    return requests;
+  }
+  // As DeviceStep: micro-batches take turns in finishing a layer and projecting the next.
+  template <class Raise, class Await>
+  void play(AheadSide& side, const Numbers& numbers, const ServedStep& step, Raise&& raise, Await&& await,
+            std::vector<float>& answers, std::vector<int32_t>& replied) const {
+    const std::vector<Request> all = requests();
+    const auto number_of = [&](int64_t layer_idx, int64_t first) {
+      const auto found = std::find_if(
+          all.begin(), all.end(), [&](const Request& r) { return r.layer_idx == layer_idx && r.first_row == first; });
+      return static_cast<int>(found - all.begin());
+    };
+    const auto finish = [&](int64_t layer_idx, int64_t first, int64_t n) {
+      if (host[static_cast<size_t>(layer_idx)] != 0) {
+        await(number_of(layer_idx, first));
+        for (int64_t j = first * kRow; j < (first + n) * kRow; ++j) {
+          answers.push_back(side.output[static_cast<size_t>(j)]);
+          side.output[static_cast<size_t>(j)] = 0.0f;
+        }
+      }
+      if (!is_ahead(layer_idx + 1)) return;
+      await(number_of(layer_idx + 1, first));
+      for (const StepRow& row : step.rows) {
+        if (row.slot >= first && row.slot < first + n) side.fetch(row.slot, layer_idx + 1, replied);
+      }
+    };
+    const auto project = [&](int64_t layer_idx, int64_t first, int64_t n) {
+      for (int64_t row = first; row < first + n; ++row) {
+        const int64_t at = layer_idx * kMaxRows + row;
+        std::memcpy(side.kv.data() + at * kKv, numbers.kv.data() + at * kKv, kKv * sizeof(uint16_t));
+        if (host[static_cast<size_t>(layer_idx)] == 0) continue;
+        std::memcpy(side.query.data() + row * kRow, numbers.query.data() + at * kRow, kRow * sizeof(uint16_t));
+      }
+      if (host[static_cast<size_t>(layer_idx)] != 0) raise(number_of(layer_idx, first));
+      if (!is_ahead(layer_idx + 1)) return;
+      for (int64_t row = first; row < first + n; ++row) {
+        std::memcpy(side.predicted.data() + ((layer_idx + 1) % 2 * kMaxRows + row) * kRow,
+                    numbers.query.data() + ((layer_idx + 1) * kMaxRows + row) * kRow, kRow * sizeof(uint16_t));
+      }
+      raise(number_of(layer_idx + 1, first));
+    };
+    for (int64_t layer_idx = 0; layer_idx <= kNumLayers; ++layer_idx) {
+      for (const auto& [first, n] : parts) {
+        if (layer_idx > 0) finish(layer_idx - 1, first, n);
+        if (layer_idx < kNumLayers) project(layer_idx, first, n);
+      }
+    }
+  }
+  // By a thread's flags.
+  void play_driven(AheadSide& side, const Numbers& numbers, const ServedStep& step, std::vector<float>& answers,
+                   std::vector<int32_t>& replied) const {
+    const std::atomic<bool> never{false};
+    play(
+        side, numbers, step,
+        [&](int request) {
+          std::atomic_ref<int32_t>(side.requests[static_cast<size_t>(request * kFlagStride)]).store(1);
+        },
+        [&](int request) {
+          int32_t* reply = side.replies.data() + request * kFlagStride;
+          wait_while(never, reply, 0);
+          std::atomic_ref<int32_t>(*reply).store(0);
+        },
+        answers, replied);
+    std::atomic_ref<int32_t>(side.requests[requests().size() * kFlagStride]).store(1);
+  }
+};
+
+// Steps from within the budget to beyond it, in which sequences come and go; the same fetches as on one thread.
+void rows_are_fetched_ahead(const AheadStep& plan, int num_threads, int num_steps, bool proposes) {
+  WorkerPool one(1), pool(num_threads, 30);
+  DecodeAttention serial(kShape, *scalar_table(), one), parallel(kShape, *scalar_table(), pool);
+  serial.set_policy(make_policy(proposes));
+  parallel.set_policy(make_policy(proposes));
+  serial.probe().start(0.3, 7);
+  parallel.probe().start(0.3, 7);
+  AheadSide alone, driven;
+  const auto plan_of = [&](AheadSide& side) {
+    return StepPlan{plan.requests(), {0, 1, 1}, 2, 6, plan.heads(), &side.map};
+  };
+  Coprocessor called(serial, alone.mailbox(), plan_of(alone)), threaded(parallel, driven.mailbox(), plan_of(driven));
+  threaded.set_deadline(60'000'000'000);
+  threaded.start();
+  std::vector<float> expected, answers;
+  std::vector<int32_t> expected_replies, replied;
+  int64_t num_hot = 0;
+  for (int i = 0; i < num_steps; ++i) {
+    const Numbers numbers;
+    const ServedStep step = alone.step(20 + i), same = driven.step(20 + i);
+    if (i % 10 == 9) {  // the slot tells of another sequence
+      alone.map.forget(i / 10 % kMaxRows);
+      driven.map.forget(i / 10 % kMaxRows);
+    }
+    called.begin(step);
+    plan.play(
+        alone, numbers, step, [](int) {},
+        [&](int request) {
+          const std::string failure = called.serve(request);
+          CHECK(failure.empty(), "%s", failure.c_str());
+        },
+        expected, expected_replies);
+    CHECK(called.end().empty(), "end");
+    const int64_t number = threaded.queue(driven.step(20 + i));
+    std::thread gpu([&] { plan.play_driven(driven, numbers, same, answers, replied); });
+    std::string message;
+    CHECK(threaded.wait(number, 60'000'000'000, &message) == Coprocessor::Outcome::done, "%s", message.c_str());
+    gpu.join();
+    for (int64_t layer_idx = 1; layer_idx < kNumLayers; ++layer_idx) num_hot += driven.check_rows(layer_idx);
+  }
+  CHECK(threaded.close(10'000'000'000) == Coprocessor::Retirement::gone, "close");
+  CHECK(num_hot > 0 && replied == expected_replies, "what was to be fetched");
+  CHECK(answers.size() == expected.size() && relative_error(answers, expected) < 1e-5, "answers");
+  CHECK(parallel.probe().num_found() == serial.probe().num_found(), "probes");
+  CHECK(alone.pages == driven.pages, "pages");
+  for (int64_t row = 0; row < kMaxRows; ++row) {
+    for (int64_t layer_idx = 0; layer_idx < kNumLayers; ++layer_idx) {
+      CHECK(alone.counts_of[row][layer_idx] == driven.counts_of[row][layer_idx], "prepared and appended");
+      CHECK(relative_error(driven.attended_of[row][layer_idx], alone.attended_of[row][layer_idx]) < 1e-4, "observed");
+    }
+  }
+  const auto [hits, misses] = driven.map.take_counts();
+  CHECK(alone.map.take_counts() == std::make_pair(hits, misses) && hits > misses, "hits");
+}
+
+// Aborted anywhere, also between a request that comes ahead and its reply: what the GPU fetches then is a row of some
+// token, in some place; and the next steps are served, of slots that hold nothing.
+void aborts_ahead(const AheadStep& plan, int rounds) {
+  AheadSide side;
+  const Numbers numbers;
+  WorkerPool pool(3, 30);
+  DecodeAttention attention(kShape, *scalar_table(), pool);
+  attention.set_policy(make_policy(true));
+  Coprocessor coprocessor(attention, side.mailbox(), {plan.requests(), {0, 1, 1}, 2, 6, plan.heads(), &side.map});
+  std::vector<float> answers;
+  std::vector<int32_t> replied;
+  for (int round = 0; round < rounds; ++round) {
+    coprocessor.start();
+    const int fault = round % 5;
+    if (fault == 1) coprocessor.inject_stall(1, 100'000'000);
+    if (fault == 2) coprocessor.inject_death(1);
+    const ServedStep step = side.step(50 + round);
+    for (int i = 0; i < 3; ++i) coprocessor.queue(side.step(50 + round));
+    std::thread gpu([&] {
+      for (int i = 0; i < 3; ++i) plan.play_driven(side, numbers, step, answers, replied);
+    });
+    std::this_thread::sleep_for(std::chrono::microseconds(uniform(0, 4000)));
+    const auto result = coprocessor.abort(fault == 1 ? 20'000'000 : 10'000'000'000);
+    CHECK(result != Coprocessor::Retirement::stuck || fault == 1, "stuck");
+    gpu.join();
+    if (result == Coprocessor::Retirement::stuck) return;  // as above
+    for (int64_t slot = 0; slot < kMaxRows; ++slot) side.map.forget(slot);
+    coprocessor.reset();
+    coprocessor.inject_stall(-1, 0);  // a fault that has not come by now
+    coprocessor.inject_death(-1);
+    coprocessor.start();
+    const int64_t number = coprocessor.queue(side.step(50 + round));
+    std::thread again([&] { plan.play_driven(side, numbers, step, answers, replied); });
+    std::string message;
+    CHECK(coprocessor.wait(number, 60'000'000'000, &message) == Coprocessor::Outcome::done, "%s", message.c_str());
+    again.join();
+    for (int64_t layer_idx = 1; layer_idx < kNumLayers; ++layer_idx) side.check_rows(layer_idx);
+    coprocessor.abort(10'000'000'000);
+    coprocessor.reset();
+  }
+}
+
 }  // namespace
 }  // namespace offload::test
 
@@ -412,7 +683,16 @@ int main() {
     for (const bool proposes : {false, true}) steps_are_the_same(threads, 40, threads == 2, proposes);
   }
   for (const int threads : {1, 3}) heads_of_the_gpu(threads, 4, 12);
+  const AheadStep between{{1, 0, 1}, {0, 1, 0}, {{0, 1}, {1, 2}}}, below{{1, 0, 0}, {0, 1, 1}, {{0, 3}}},
+      alone{{0, 0, 0}, {0, 1, 1}, {{0, 1}, {1, 2}}};
+  for (const AheadStep& plan : {between, below, alone}) {
+    for (const int threads : {1, 3}) {
+      for (const bool proposes : {false, true}) rows_are_fetched_ahead(plan, threads, 60, proposes);
+    }
+  }
   rings_count_what_they_lose();
   aborts(60);
+  aborts_ahead(between, 20);
+  aborts_ahead(alone, 20);
   std::puts("ok");
 }

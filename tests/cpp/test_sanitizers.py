@@ -18,6 +18,7 @@ ADDRESS = [
     "-fno-sanitize-recover=all",
 ]
 ATTENTION = [*sorted(path.stem for path in (CPP / "attention").glob("*.cpp")), "worker_pool"]
+COPROCESSOR = ["coprocessor", "step_server", "hot_rows"]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_coprocessor_has_no_races(thread_folder):
             thread_folder,
             "coprocessor_stress.cpp",
             kernels=["scalar"],
-            units=[*ATTENTION, "coprocessor", "step_server"],
+            units=[*ATTENTION, *COPROCESSOR],
             flags=THREAD,
         )
     )
@@ -93,7 +94,7 @@ def test_heads_apart_stay_in_bounds_and_agree(address_folder):
 @pytest.mark.slow
 def test_coprocessor_stays_in_bounds(address_folder):
     """Also of mailboxes that are gone."""
-    stays_in_bounds(address_folder, "coprocessor_stress.cpp", "coprocessor", "step_server")
+    stays_in_bounds(address_folder, "coprocessor_stress.cpp", *COPROCESSOR)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from cases.coprocessor_cases import (
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
+from cpu_ops import _native
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
 from cpu_ops.mailbox import Mailbox
 from cpu_ops.worker_pool import WorkerPool
@@ -284,6 +285,24 @@ def test_a_gpu_that_attends_to_everything(dtype, pool):
     below = world.coprocessor(requests=[(2, 0, 2)], sink_tokens=4, recent_tokens=8)
     check = decode_synchronously(world, below, world.random_step(new_rng()))
     assert np.isfinite(check[2]).all()
+
+
+def test_hot_heads_that_do_not_fit(pool):
+    twins = Twins.of(of_heads(), pool)
+    hot, none = np.zeros((4, 3), bool), np.zeros((4, 3), bool)
+    hot[2, :2] = True
+    options = {"publishing_heads": None, "selection": (0, 0), "hot_heads": hot}
+    with pytest.raises(ValueError, match="hot_heads need hot_rows, and a mailbox with"):
+        twins.coprocessor(**options)
+    options |= {"hot_rows": _native.HotRows(4, 4, 3, 96), "fetch_tokens": 48}
+    for on_gpu in (none, None):
+        with pytest.raises(ValueError, match="all heads of layer 2 must be of hot_heads or of"):
+            twins.coprocessor(**options, device_heads=on_gpu)
+    others = ~hot & (np.arange(4) == 2)[:, None]
+    twins.coprocessor(**options, device_heads=others)
+    hot[0] = True
+    with pytest.raises(ValueError, match="layer 0 has no layer above"):
+        twins.coprocessor(**options, device_heads=others)
 
 
 def test_heads_that_do_not_fit(pool):

@@ -292,17 +292,23 @@ def test_a_worker_that_does_not_come_back(driven_backend, fault, tiny_folders, s
 
 
 STUCK = """
-import sys, time, torch
+import sys, time, numpy as np, torch
 sys.path[:0] = ["tests", "tests/cpu_ops"]
 from pathlib import Path
 from cases.device_cases import greedy, load
+from cases.inside import decoder_of
+from offload.decode.gpu.placement import HeadPlacement, Place
 from test_coprocessor_faults import SMALL, Stuck
 from cases.tiny_models import random_tokens
 from cpu_ops.coprocessor import CoprocessorError
 
-folder, device, backend = Path(sys.argv[1]), *sys.argv[2:]
+folder, device, backend, hot = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])
 tokens = random_tokens(1, 100)
 model = load(folder, Stuck(**SMALL), (device, backend), deadline_seconds=0.5)
+if hot:
+    places = np.array(decoder_of(model).placement.places)
+    places[1:] = Place.HOT
+    decoder_of(model).place(HeadPlacement(places))
 for attempt in range(2):
     begin = time.monotonic()
     try:
@@ -322,9 +328,10 @@ def in_a_process(program: str, *arguments: object) -> list[str]:
     return result.stdout.splitlines()
 
 
-def test_a_worker_that_is_stuck_for_good(driven_backend, tiny_folders, stock):
+@pytest.mark.parametrize("hot", [0, 1])
+def test_a_worker_that_is_stuck_for_good(driven_backend, tiny_folders, stock, hot):
     """The error says what to do, doing it works in the same process, and the process can end."""
-    lines = in_a_process(STUCK, tiny_folders["llama"], *driven_backend)
+    lines = in_a_process(STUCK, tiny_folders["llama"], *driven_backend, hot)
     assert re.match(r"True:.*layer 1 \(request 1 of 2\), attending; .* stuck.*load it", lines[0])
     assert re.match(r"True:.*its thread is stuck in an earlier step; load the model", lines[1])
     tokens = random_tokens(1, 100)

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import random
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load, small
-from cases.inside import decoder_of
+from cases.drafts import verifying
+from cases.inside import decoder_of, resident_of, split_steps, states_of, steps_of
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpu_ops import _native
+from cpu_ops.coprocessor import CoprocessorError
+from offload.decode.gpu.linear import OneRow
 from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.engine.engine import Engine
+from offload.engine.sampling_params import SamplingParams
+from offload.policies import Policy
 
 BUDGET = 64
 POLICIES = ["exact_topk", "lychee_cluster", "lfps", "quest", "sketch"]
@@ -26,12 +38,22 @@ def backend(request):
     return request.param
 
 
-def hot_model(folder: Path, backend: Any, policy: str = "exact_topk", **options: Any) -> Any:
-    """All layers below the first with hot rows."""
-    model = load(folder, small(policy, **options), backend)
+def hot_model(
+    folder: Path,
+    backend: Any,
+    policy: Policy | str = "exact_topk",
+    *,
+    first_layer: int = 1,
+    loading: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Any:
+    """All layers from `first_layer` on with hot rows, those above on the GPU."""
+    named = small(policy, **options) if isinstance(policy, str) else policy
+    model = load(folder, named, backend, **loading)
     decoder = decoder_of(model)
     places = np.array(decoder.placement.places)
-    places[1:] = Place.HOT
+    places[:first_layer] = Place.GPU
+    places[first_layer:] = Place.HOT
     decoder._choose = None
     decoder.place(HeadPlacement(places))
     return model
@@ -39,7 +61,7 @@ def hot_model(folder: Path, backend: Any, policy: str = "exact_topk", **options:
 
 def check_rows(model: Any) -> int:
     """The GPU's hot rows are those of the map; how many there are."""
-    steps = decoder_of(model)._steps
+    steps = steps_of(model)
     resident, count = steps.step.resident, 0
     for index, slot in enumerate(resident.slots):
         if slot.seq is None:
@@ -59,31 +81,227 @@ def check_rows(model: Any) -> int:
     return count
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+def check_each_step(model: Any) -> list[int]:
+    """`check_rows` after every step from now on; the list grows by what it returns."""
+    counted: list[int] = []
+    decoder = decoder_of(model)
+    run = type(decoder)._run
+
+    def run_and_check(*args: Any, **kwargs: Any) -> None:
+        run(decoder, *args, **kwargs)
+        counted.append(check_rows(model))
+
+    decoder._run = run_and_check
+    return counted
+
+
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "exact_topk", "lfps"))
 def test_within_the_budget_it_is_full_attention(policy, backend, tiny_folders, stock_models):
     model = hot_model(tiny_folders["llama"], backend, policy, budget_tokens=256)
     tokens = random_tokens(1, 100, seed=3)
     assert torch.equal(greedy(model, tokens, 40), greedy(stock_models["llama"], tokens, 40))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "lychee_cluster", "sketch"))
 def test_rows_are_those_of_the_map(policy, backend, tiny_folders):
     """Beyond the budget, of a batch, from step to step; and they stay near the exact choice."""
     model = hot_model(tiny_folders["llama"], backend, policy)
     tokens = random_tokens(2, 200, seed=4)
-    counted = []
-    decoder = decoder_of(model)
-    step = type(decoder)._run
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        step(decoder, *args, **kwargs)
-        counted.append(check_rows(model))
-
-    decoder._run = run
+    counted = check_each_step(model)
     greedy(model, tokens, 30)
     assert min(counted) > 0
-    hits, misses = decoder._steps.step.resident.hot.map.take_counts()
+    hits, misses = resident_of(model).hot.map.take_counts()
     assert hits > misses
+
+
+# What happens to sequences between steps.
+
+
+def test_rows_join_and_leave(backend, tiny_folders):
+    """Some within the budget, some beyond it, one that comes to it; slots are used again."""
+    model = hot_model(tiny_folders["llama"], backend, "lychee_cluster")
+    counted, chance = check_each_step(model), random.Random(2)
+    engine = Engine(model, max_num_seqs=4, slice_seconds=1e-3)
+    waiting = [5, 100, 62, 230, 70, 150]
+    while waiting or engine.has_work:
+        if waiting:
+            prompt = random_tokens(1, waiting.pop(), seed=len(waiting))[0].tolist()
+            options = {"temperature": 0.0, "max_tokens": chance.randrange(3, 12)}
+            engine.add_request(prompt, SamplingParams(**options, ignore_eos=True), str(len(prompt)))
+        for _ in range(chance.randrange(5)):
+            assert all(output.error is None for output in engine.step())
+    engine.stop()
+    assert max(counted) > 0
+    assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize("kv_len", [*range(61, 69), 129])
+def test_around_the_budget(kv_len, backend, tiny_folders, stock_models):
+    """The steps that come to it: exact up to one token beyond, for the choice is a token behind."""
+    model = hot_model(tiny_folders["llama"], backend, "quest")
+    counted, tokens = check_each_step(model), random_tokens(1, kv_len, seed=kv_len)
+    new = max(4, BUDGET + 1 - kv_len)
+    out = greedy(model, tokens, new + 1)
+    assert len(counted) == new
+    assert min(counted[1:]) > 0
+    exact = max(1, BUDGET + 2 - kv_len)  # tokens; the prompt's own is
+    expected = greedy(stock_models["llama"], tokens, exact)
+    assert torch.equal(out[:, : kv_len + exact], expected)
+
+
+def test_a_cropped_cache_goes_on(backend, tiny_folders):
+    """Its slot holds nothing at first; the next tokens are others."""
+    model = hot_model(tiny_folders["llama"], backend, "quest")
+    counted, cache = check_each_step(model), model.new_cache()
+    text = greedy(model, random_tokens(1, 150), 10, past_key_values=cache)
+    for kept, seed in ((140, 1), (100, 2), (66, 3), (40, 4)):
+        cache.crop(kept - cache.get_seq_length())
+        assert len(resident_of(model).hot.map.hot(0, 1, 0)) == 0
+        text = torch.cat([text[:, :kept], random_tokens(1, 1, seed=seed)], dim=1)
+        text = greedy(model, text, 12, past_key_values=cache)
+    assert min(counted[:-12]) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    slow_but([{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"cache": "copied"}]),
+    ids=str,
+)
+def test_sequences_that_fork(options, backend, tiny_folders):
+    """Beams share pages of which each gets its own last one; drafts are taken back."""
+    model = hot_model(tiny_folders["llama"], backend, "lychee_cluster")
+    counted, tokens = check_each_step(model), random_tokens(1, 30).repeat(1, 4)
+    if "cache" not in options:
+        greedy(model, tokens, 24, **options)
+    else:
+        cache = model.new_cache()
+        text = greedy(model, tokens, 8, past_key_values=cache)
+        branch = copy.deepcopy(cache)
+        for each in (branch, cache):  # each in a slot that was the other's, or nobody's
+            other = torch.cat([text, random_tokens(1, 1, seed=len(counted))], dim=1)
+            greedy(model, other, 8, past_key_values=each)
+    assert min(counted) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bypass_threshold", [0.02, 0.1])
+def test_heads_that_the_policy_answers(bypass_threshold, backend, tiny_folders):
+    """Nothing is chosen for them then: they attend to what is hot."""
+    policy = replace(small("lfps"), bypass_threshold=bypass_threshold)
+    model = hot_model(tiny_folders["llama"], backend, policy)
+    counted = check_each_step(model)
+    greedy(model, random_tokens(1, 50), 40)
+    assert len(counted) == 39
+    assert min(counted[-10:]) > 0  # at least what was there within the budget
+    hits, misses = resident_of(model).hot.map.take_counts()
+    assert hits + misses > 0
+
+
+@pytest.mark.slow
+def test_micro_batches_take_turns(backend, tiny_folders):
+    """The two parts of a batch share nothing but the map, and choose as one part does."""
+    model = hot_model(tiny_folders["llama"], backend, "exact_topk")
+    tokens = random_tokens(4, 150, seed=9)
+    mask = torch.ones_like(tokens)
+    for row, padding in enumerate((0, 120, 87, 20)):
+        mask[row, :padding] = 0
+    expected = greedy(model, tokens, 24, attention_mask=mask)
+    split_steps(model, 2)
+    counted = check_each_step(model)
+    assert torch.equal(greedy(model, tokens, 24, attention_mask=mask), expected)
+    assert min(counted) > 0
+    assert {link.num_micro_batches for link in steps_of(model).links.values()} == {1, 2}
+
+
+@pytest.mark.slow
+def test_tokens_that_are_read_again(backend, tiny_folders):
+    """Keys and values that change in the host's pages are fetched anew."""
+    options = {"cache_correction_every": 8}
+    model = hot_model(tiny_folders["llama"], backend, "quest", loading=options)
+    counted = check_each_step(model)
+    greedy(model, random_tokens(1, 150), 40)
+    assert min(counted) > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", slow_but(POLICIES[1:], "lfps"))
+def test_rejected_rows_of_a_draft_leave_no_trace(policy, backend, tiny_folders):
+    """What the policy keeps is what decoding one by one leaves, bit by bit, where queries are the
+    same: only the last layer has hot rows."""
+    model = hot_model(tiny_folders["llama"], backend, policy, first_layer=2)
+    prompt = 60  # dense at first
+    text, states = random_tokens(1, prompt + 60, seed=3), []
+    for drafts in ([(4, 2), (1, 3), (2, 0), (5, 4), (3, 1)] * 3, [(1, 0)] * 45):
+        cache, at = model.new_cache(), prompt
+        model(text[:, :prompt], past_key_values=cache)
+        with verifying(model, cache):
+            for accepted, rejected in drafts:
+                draft = [text[:, at : at + accepted], random_tokens(1, 8, seed=at)[:, :rejected]]
+                model(torch.cat(draft, dim=1), past_key_values=cache)
+                at += accepted
+                if rejected:
+                    cache.crop(-rejected)
+        (seq,) = cache._seqs
+        states.append(states_of(model).arrays_of(seq).layers[2])
+        states[-1] = {name: np.array(array) for name, array in states[-1].items()}
+    drafted, plain = states
+    assert at == prompt + 45
+    assert drafted.keys() == plain.keys()
+    for name, array in plain.items():
+        np.testing.assert_array_equal(drafted[name], array, err_msg=name)
+
+
+# What fails in the middle of a step.
+
+
+@pytest.mark.parametrize("fault", slow_but(["stall", "die"], "die"))
+def test_a_worker_that_does_not_come_back(fault, tiny_folders):
+    """Between a request that comes ahead and its reply."""
+    model = hot_model(
+        tiny_folders["llama"], FLAGS.values[0], "quest", loading={"deadline_seconds": 0.4}
+    )
+    tokens = random_tokens(2, 150)
+    expected = greedy(model, tokens, 12)
+    counted = check_each_step(model)
+    for layer_idx in (1, 2):
+        greedy(model, tokens.flip(0)[:, :90], 2)  # the slots tell of other sequences
+        coprocessor = decoder_of(model).coprocessors[0]
+        if fault == "stall":
+            coprocessor.stall(layer_idx, seconds=0.8)
+        else:
+            coprocessor.die(layer_idx)
+        with pytest.raises(
+            CoprocessorError, match=rf"layer {layer_idx} \(request {layer_idx} of 2"
+        ):
+            greedy(model, tokens[:, :80], 12)
+        assert torch.equal(greedy(model, tokens, 12), expected)
+    assert min(counted) > 0
+
+
+@pytest.mark.parametrize("kv_len", [100, slow_but([60])[0]])
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "exact_topk", "lfps"))
+def test_a_predicted_query_that_is_not_finite(policy, kv_len, backend, tiny_folders, monkeypatch):
+    """An error that names the layer; within the budget nobody looks at it."""
+    model = hot_model(tiny_folders["llama"], backend, policy)
+    tokens = random_tokens(1, kv_len)
+    expected = greedy(model, tokens, 4)
+
+    def spoilt(self: OneRow, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(self._query, float("nan"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OneRow, "query", spoilt)
+        decoder_of(model)._drop_steps()  # what was captured has the query
+        if kv_len + 4 <= BUDGET:
+            assert torch.equal(greedy(model, tokens, 4), expected)
+        else:
+            with pytest.raises(RuntimeError, match="non-finite attention in layer 1"):
+                greedy(model, tokens, 4)
+    decoder_of(model)._drop_steps()
+    counted = check_each_step(model)
+    assert torch.equal(greedy(model, tokens, 4), expected)
+    assert min(counted) > 0
+    assert model.kv_store.num_sequences == 0
 
 
 @settings(max_examples=60, deadline=None)

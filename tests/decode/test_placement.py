@@ -23,6 +23,7 @@ from offload.policies.base import DENSE, RETRIEVE, REUSE
 from offload.policies.device_support import DeviceSupport
 from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
+from offload.policies.tidal_decode import TidalDecode
 from offload.system.errors import DeviceMemoryError
 
 G, C, F = Place.GPU, Place.CPU, Place.GATHER
@@ -101,6 +102,7 @@ def test_another_model_is_refused() -> None:
 
 LYCHEE = make_policy("lychee_decode", retrieval_heads=2, budget_tokens=128)  # on 4 layers x 4 heads
 SKETCH = make_policy("sketch", dense_layers=1)
+TIDAL_QUEST = TidalDecode(make_policy("quest", dense_layers=1), select_layers=(1, 3))
 TIDAL = make_policy("tidal_decode", select_layers=(1,), dense_layers=1, budget_tokens=128)
 
 
@@ -125,6 +127,15 @@ def test_roles_of_these_policies() -> None:
         (SKETCH, ("GG", "cG"), "head 1 of layer 1 .* has it select"),
         (SKETCH, ("cG", "cc"), "head 0 of layer 0 cannot be placed CODES: .* dense layers stay"),
         (make_policy("quest", dense_layers=1), ("GG", "G."), "head 0 of layer 1 .* has it select"),
+        (
+            make_policy("quest", dense_layers=1),
+            ("GG", "h."),
+            "head 0 .* HOT: .* other heads are on the",
+        ),
+        (make_policy("quest", dense_layers=0), ("hh", ".."), "head 0 of layer 0 .* HOT: .* below"),
+        (TIDAL_QUEST, ("GG", "hh", "..", "GG"), "head 0 of layer 1 .* HOT: .* nor if others reuse"),
+        (LYCHEE, ("GGGG", "hhhh", "GGgg", "gggg"), "head 0 of layer 1 .* HOT: .* that select"),
+        (make_policy("full"), ("GG", "hh"), "head 0 of layer 1 .* HOT: .* selects no tokens"),
     ],
 )
 def test_places_that_the_policy_cannot_have(policy, rows: tuple[str, ...], message: str) -> None:
@@ -142,6 +153,9 @@ def test_places_that_the_policy_cannot_have(policy, rows: tuple[str, ...], messa
         (make_policy("full"), ("G.", "..")),
         (make_policy("quest", dense_layers=1), ("GG", "..")),
         (SKETCH, ("GG", "c.", "cc")),
+        (SKETCH, ("GG", "hh", "cc", "hh")),
+        (TIDAL_QUEST, ("GG", "hh", "GG", "GG")),
+        (TIDAL_QUEST, ("GG", "..", "..", "hh")),
     ],
 )
 def test_places_that_the_policy_can_have(policy, rows: tuple[str, ...]) -> None:
@@ -341,6 +355,22 @@ def test_a_calibration_moves_as_many_codes_as_there_were() -> None:
     places = np.array([[Place.CODES, Place.CODES], [Place.CPU, Place.CPU], [Place.CPU] * 2])
     moved = HeadPlacement(places.astype(np.uint8)).after_calibration(before, after, 4)
     assert (moved.places == Place.CODES).sum() == 2
+
+
+def test_a_calibration_leaves_no_hot_rows_beside_heads_of_the_cpu() -> None:
+    """One of two heads with hot rows retrieves now, and the GPU has no more room than before."""
+    before, after = (
+        replace(
+            make_policy("per_head", rest="quest", retrieval="full", dense_layers=0),
+            head_roles=HeadRoles.of(np.array(retrieves, bool), head_dim=16),
+            is_part=True,
+        )
+        for retrieves in ([[1, 0], [0, 0], [0, 0]], [[1, 0], [1, 0], [0, 0]])
+    )
+    places = np.array([[Place.GPU, Place.CPU], [Place.HOT] * 2, [Place.HOT] * 2])
+    moved = HeadPlacement(places.astype(np.uint8)).after_calibration(before, after, 4)
+    moved.check_policy(after, 4)
+    assert moved.text() == "G.\n..\nhh"
 
 
 def test_what_an_h200_would_have() -> None:

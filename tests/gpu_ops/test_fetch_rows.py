@@ -22,7 +22,7 @@ def run(
     num_fetches: list[list[int]],
     **changes: Any,
 ) -> None:
-    """Random tokens into random places; those of inactive rows are out of range."""
+    """Random tokens before the last into random places; what inactive rows have is no token."""
     rng, head_dim = new_rng(), changes.pop("head_dim", 64)
     host = HostPages(
         rng, device, dtype, kv_lens, head_dim=head_dim, num_kv_heads=NUM_KV_HEADS, page_tokens=16
@@ -36,7 +36,8 @@ def run(
         for head in range(NUM_KV_HEADS if kv_len else 0):
             m = num_fetches[row][head]
             tokens, places = (
-                torch.from_numpy(rng.permutation(size)[:m].copy()) for size in (kv_len, CAPACITY)
+                torch.from_numpy(rng.permutation(size)[:m].copy())
+                for size in (kv_len - 1, CAPACITY)
             )
             fetches[row, head, :m] = torch.stack((tokens, places), 1).int()
             if head in HEADS:
@@ -74,6 +75,31 @@ def test_counts(device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> Non
     """Around the tiles, here of eight tokens, up to the capacity."""
     monkeypatch.setattr("gpu_ops.fetch_rows._TILE_BYTES", 8 * 2 * 64 * 4)
     run(device, torch.float32, [60], [[count, 3, 24 - count]])
+
+
+def test_what_is_no_row_is_passed_over(device: str) -> None:
+    """As an earlier, longer sequence may have left it: its pages are gone, and its places other."""
+    rng, tokens = new_rng(), {"dtype": torch.int32, "device": device}
+    host = HostPages(rng, device, torch.float32, [33], head_dim=64, num_kv_heads=1, page_tokens=16)
+    pairs = [(40_000, 0), (32, 1), (-1, 2), (5, CAPACITY), (6, -1), (31, 3)]
+    fetches = torch.full((1, 1, 6, 2), 2**30, **tokens)
+    fetches[0, 0] = torch.tensor(pairs)
+    hot = poisoned(1, 2, 1, CAPACITY, 64, dtype=torch.float32, device=device)
+    fetch_rows(
+        fetches,
+        torch.tensor([[[2**20, 4]]], **tokens),
+        host.table,
+        torch.tensor([32], device=device),
+        torch.zeros(1, **tokens),
+        page_tokens=16,
+        sink_tokens=4,
+        recent_tokens=8,
+        hot=hot,
+        counts=torch.zeros(1, 1, **tokens),
+    )
+    written = hot[0, 0, 0, :, 0].isfinite().nonzero()[:, 0]
+    assert written.tolist() == [3]
+    assert torch.equal(hot[0, :, 0, 3].cpu(), host.kv[0][:, 0, 31])
 
 
 def test_operands_that_do_not_fit(device: str) -> None:

@@ -158,6 +158,25 @@ def test_clocks_are_aligned_by_what_the_leading_thread_did() -> None:
     assert step.gpu[1] == Interval("wait", 0, 400 + 995, 620 + 995)
 
 
+def test_clocks_are_aligned_where_a_layer_is_asked_for_ahead() -> None:
+    """Its request is seen before its own projection, which raises none."""
+    events = [
+        TraceEvent("wait", 0, 0, 1000, 1310),
+        TraceEvent("attend", 0, 0, 1330, 1600),
+        TraceEvent("wait", 1, 1, 1605, 1610),
+        TraceEvent("attend", 1, 1, 1615, 1700),
+    ]
+    marks = [
+        Interval("linear", 0, 0, 300),
+        Interval("predicted", 1, 300, 320),
+        Interval("wait", 0, 400, 620),
+        Interval("linear", 1, 620, 900),
+        Interval("hot", 1, 900, 950),
+    ]
+    step = timeline_of(1000, 2000, marks, events)
+    assert step.gpu[1] == Interval("predicted", 1, 300 + 995, 320 + 995)
+
+
 def test_replies_of_several_layers() -> None:
     """Each has its own wait; where there is none, a request is seen when its layer is attended."""
     cpu, tasks = [], []

@@ -44,6 +44,18 @@ CASES: dict[str, tuple[Policy, ModelShape, tuple[str, ...]]] = {
         replace(SHAPE, num_layers=2),
         ("cccc", "cccc"),
     ),
+    "hot rows": (
+        make_policy("exact_topk", dense_layers=1, **WINDOW),
+        SHAPE,
+        ("GGGG", "hhhh", "....", "hhhh"),
+    ),
+    "hot rows of some heads": (
+        make_policy(
+            "per_head", rest="quest", retrieval="full", retrieval_heads=2, dense_layers=0, **WINDOW
+        ),
+        SHAPE,
+        ("....", "Ghhh", "hhhh", "...."),
+    ),
     "one KV head": (
         make_policy("full"),
         replace(SHAPE, num_layers=3, num_kv_heads=1, intermediate_size=50, vocab_size=5000),
@@ -147,6 +159,7 @@ def test_a_step_takes_what_was_planned(
             ),
             "codes of keys": [] if codes is None else [codes._pages, codes.means],
             "fetched rows": running.heads._rows,
+            "hot rows": vars(running.resident.hot) if running.resident.hot else [],
             "KV of resident heads": running.resident._pages,
         }
         assert {name: planned[name] for name in parts} == {

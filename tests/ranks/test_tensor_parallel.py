@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from offload import OffloadedModel
 from offload.cli import app
 from offload.decode.gpu.micro_batches import MicroBatchChoice
+from offload.decode.gpu.placement import HeadPlacement
 from offload.policies.head_roles import HeadRoles, evenly_spaced_heads
 from offload.policies.lychee_decode.policy import LycheeDecode
 from offload.policies.registry import make_policy
@@ -191,6 +192,25 @@ def test_each_rank_has_its_part(ranks, uneven_folder):
     assert parts[0]["budget"] == 2 * parts[1]["budget"]
     total = sum(part["budget"] + part["weight_bytes"] for part in parts)
     assert 40 * 2**20 - 3 <= total <= 40 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["quest", "lfps"])
+def test_each_rank_keeps_the_hot_rows_of_its_heads(policy, ranks, tiny_folders, tmp_path):
+    """Requests that come ahead, and the CPU's fetch lists, are each rank's own."""
+    path = tmp_path / "placement.json"
+    HeadPlacement.from_text("GG\nhh\nhh").save(path)
+    tokens, folder = random_tokens(1, 200), tiny_folders["llama"]
+    one = load(folder, small(policy), ("cpu", "inline"), placement=str(path))
+    got = ranks.call(
+        "tokens_of",
+        folder=folder,
+        policy=policy,
+        input_ids=tokens,
+        max_new_tokens=40,
+        load_options={"backend": "inline", "placement": str(path)},
+    )
+    assert all_equal(got, greedy(one, tokens, 40))
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,9 @@ class DeviceDecoder:
             placement.places, roles, shares_selection=policy.shares_selection
         )
         places = placement.places
-        self.attention.leave_to_device(self._window, placement.on_device, places == Place.GATHER)
+        self.attention.leave_to_device(
+            self._window, placement.on_device, places == Place.GATHER, places == Place.HOT
+        )
         self._gave_up = self._agreed_on = None
         self._drop_steps()
 
@@ -430,6 +432,8 @@ class DeviceDecoder:
         try:
             link.gpu_sync.run(self._key(kind), run, rows, slots)
         except BaseException:
+            if link.coprocessor.is_stuck:  # perhaps in the map of hot rows
+                steps.step.resident.hot = None
             for seq in seqs:  # who knows what was written
                 steps.step.resident.forget(seq)
                 if link.coprocessor.is_stuck:

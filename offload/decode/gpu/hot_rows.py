@@ -49,17 +49,16 @@ class HotRows:
         self._policy, self._page_tokens = policy, page_tokens
         self._group_size, self._sm_scale = model.shape.group_size, model.sm_scale
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
-        buffers = allocate(
-            self.layout(
-                model.shape,
-                layers,
-                policy,
-                num_slots=num_slots,
-                dtype=dtype,
-                num_multiprocessors=num_sms,
-            ),
-            device,
+        layout = self.layout(
+            model.shape,
+            layers,
+            policy,
+            num_slots=num_slots,
+            dtype=dtype,
+            num_multiprocessors=num_sms,
         )
+        del layout["head_lists"]
+        buffers = allocate(layout, device)
         self.predicted = buffers.pop("predicted")
         self._counts = buffers.pop("counts")
         self._partial_out = buffers.pop("partial_out")
@@ -93,6 +92,7 @@ class HotRows:
         partial = num_slots * shape.group_size * splits
         return {
             "predicted": ((num_slots, shape.query_width), dtype),
+            "head_lists": ((sum(hot.values()),), torch.int32),
             "counts": ((num_slots, shape.num_kv_heads), torch.int32),
             "partial_out": ((partial * shape.head_dim,), torch.float32),
             "partial_lse": ((partial,), torch.float32),

@@ -178,8 +178,9 @@ class HeadPlacement:
                     layer_idx,
                     int(wrong[0]),
                     "hot rows are of heads that select or reuse by KV head, with a budget beyond "
-                    "the window, in a layer below the first whose other heads are on the GPU; and "
-                    "those that reuse are not right below heads of the GPU that retrieve",
+                    "the window, in a layer below the first whose other heads are on the GPU; not "
+                    "right below heads of the GPU that retrieve, if they reuse, nor if others "
+                    "reuse what they select",
                 )
             wrong = np.flatnonzero((places == Place.GATHER) & ~gathered[layer_idx])
             if wrong.size:
@@ -215,7 +216,8 @@ class HeadPlacement:
         places[tuple(coming.T)] = Place.GPU
         fetched = may_be_gathered(policy, roles, places)
         places[(places == Place.GATHER) & ~fetched] = Place.CPU
-        places[(places == Place.HOT) & ~may_be_hot(policy, roles, places)] = Place.CPU
+        for _ in range(2):  # one that comes to the CPU takes its layer's others along
+            places[(places == Place.HOT) & ~may_be_hot(policy, roles, places)] = Place.CPU
         num_coded = int((self.places == Place.CODES).sum())
         places[places == Place.CODES] = Place.CPU
         coded = np.argwhere(has_codes(policy, roles) & (places == Place.CPU))[:num_coded]
@@ -433,7 +435,8 @@ def may_be_hot(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArr
         publishes = (above == RETRIEVE) & (places[layer_idx - 1] == Place.GPU)
         reuses = (of_layer == REUSE) & (not publishes.any())
         hot[layer_idx] = ((of_layer == SELECT) | reuses) & leaves_none
-    return hot
+    # What is chosen a layer ahead lacks the step's own token: nobody could inherit it.
+    return hot & ~awaited_heads(roles, places, shares_selection=policy.shares_selection)
 
 
 def check_dense_until(policy: Policy) -> None:

@@ -23,7 +23,10 @@ import numpy as np
 # What counts as work, and what each side does while it waits.
 CPU_WORK = ("store", "attend", "update", "prepare")
 CPU_WAITS = ("warm", "wait")
-GPU_WORK = ("linear", "candidates", "window", "gathered", "attention", "merge", "sample", "copy")
+GPU_WORK = (
+    *("linear", "candidates", "predicted"),
+    *("window", "attention", "gathered", "hot", "merge", "sample", "copy"),
+)
 GPU_WAITS = ("wait",)
 # Of a worker, in the order in which a layer comes to them; and those that a reply waits for.
 ATTEND_TASKS = ("ask", "score", "choose", "attend", "merge")

@@ -64,8 +64,11 @@ def timeline_of(
     led = [e for e in events if e.worker < 0]
     seen = {e.layer_idx: e.end_ns for e in led if e.kind == "wait"}
     attended = {e.layer_idx: e.end_ns for e in led if e.kind == "attend"}
+    ahead = {m.layer for m in marks if m.kind == "predicted"}  # asked for in the layer above
     raised = [
-        (m.end_ns, seen[m.layer]) for m in marks if m.kind == "linear" and m.layer in attended
+        (m.end_ns, seen[m.layer])
+        for m in marks
+        if m.layer in attended and m.kind == ("predicted" if m.layer in ahead else "linear")
     ]
     answered = [(attended[m.layer], m.end_ns) for m in marks if m.kind == "wait"]
     if raised and answered:

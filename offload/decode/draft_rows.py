@@ -48,7 +48,9 @@ def _attend_row(attention: DecodeAttention, seq: int, rows: DraftRows, row: int)
     if kv_len > attention.policy.dense_tokens:
         states.ensure(seq, kv_len, kv_len - 1)
     step = attention.begin_step([seq], [kv_len])
-    before = attention.begin_step([seq], [max(1, kv_len - 1)])
+    before = step  # where a layer is asked ahead: without the row's own token
+    if attention.ahead_layers:
+        before = attention.begin_step([seq], [max(1, kv_len - 1)])
     for layer_idx, queries in rows.queries.items():
         query, ahead = queries[row : row + 1], layer_idx in attention.ahead_layers
         if kv_len <= attention.policy.dense_tokens:

@@ -63,6 +63,7 @@ _ANY_ALIGNMENT = (
     "positions",
     "counts",
     "host_counts",
+    "hot_counts",
     "page_table",
     "host_pages",
     "partial_lse",

@@ -310,18 +310,18 @@ def test_the_map_is_a_plain_lru(choices, hot_tokens):
     rows = _native.HotRows(2, 1, 1, hot_tokens)
     places: dict[int, int] = {}
     last: dict[int, int] = {}
-    for now, chosen in enumerate(choices):
+    for step, chosen in enumerate(choices):
         tokens = np.array(sorted(chosen), np.int32)
         fetched = dict(rows.choose(1, 0, 0, tokens).tolist())
         assert sorted(fetched) == sorted(chosen - places.keys())
-        last |= dict.fromkeys(chosen, now)
+        last |= dict.fromkeys(chosen, step)
         places |= fetched
         held = dict(rows.hot(1, 0, 0).tolist())
         assert len(held) <= hot_tokens
         gone = places.keys() - held.keys()
         if gone:  # nothing that was chosen before them stays instead
             stays = [last[token] for token in held if token not in chosen]
-            assert max(last[token] for token in gone) <= min(stays, default=now)
+            assert max(last[token] for token in gone) <= min(stays, default=step)
         places = {token: places[token] for token in held}
         assert places == held
         assert sorted(held.values()) == list(range(len(held)))

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from cases import machine
+
 from perf.tables.training_tables import compared_roles_table, trained_heads_table
 
-MACHINE: dict[str, Any] = {
-    "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0"},
-    "cpu": "A CPU",
-    "cpus_present": 4,
-    "cpus_usable": 2,
-    "memory_bytes": 24 * 2**30,
-    "isa": "avx2",
-    "gpus": ["A GPU"],
-    "commit": "0123456789abcdef",
-    "uncommitted_changes": False,
-    "date": "2026-01-01",
-}
+MACHINE = machine.MACHINE | {"gpus": ["A GPU"]}
 
 
 def training(method: str, right: float | None) -> dict[str, Any]:

@@ -175,9 +175,13 @@ def test_the_device_pipeline_shares_a_model_too(
     together = SharedModel(tiny_folders["llama"], some, config)
     prompt = random_tokens(PROMPT).tolist()
     said = answers(together, prompt)
-    for policy, answer in zip(some, said, strict=True):
+    for policy, answer, runtime in zip(some, said, together.runtimes, strict=True):
         alone = OffloadedModel.from_pretrained(
-            tiny_folders["llama"], policy=policy, num_threads=1, **options
+            tiny_folders["llama"],
+            policy=policy,
+            num_threads=1,
+            placement=runtime.decoder.placement,  # by role: alone, all would be on the GPU
+            **options,
         )
         assert answer.tokens == greedy(alone, prompt)
         assert (answer.attended_tokens is None) == ("device" in options)

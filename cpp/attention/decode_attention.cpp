@@ -53,7 +53,7 @@ void DecodeAttention::prepare_unit(int64_t layer_idx, const std::vector<QueryRow
   const QueryRow& row = rows[static_cast<size_t>(r)];
   if (setup_.tokens_of(row, u) <= setup_.policy.dense_tokens || !asks_policy(setup_.role_of(layer_idx, u))) return;
   const TraceSpan span = setup_.task_span(TraceKind::prepare, layer_idx, r, u, worker);
-  selector_.prepare(layer_idx, row, r, u, worker);
+  selector_.prepare(layer_idx, rows, r, u, worker);
 }
 
 // Where workers share a unit, one of them prepares it, which is the one that will ask for it, and the other updates.

@@ -67,12 +67,12 @@ void LaneJob::task(int64_t index, int stage, int64_t i, int worker) {
   if (stage == kMerge) return merge(r, u, worker);
   const TraceSpan span = pass_.task_span(kStageKinds[stage], r, u, worker);
   if (stage == kAsk) {
-    if (prepares_) selector_.prepare(pass_.layer_idx, pass_.row(r), r, u, worker);
+    if (prepares_) selector_.prepare(pass_.layer_idx, pass_.rows, r, u, worker);
     selector_.ask(r, u, worker);
     const bool learns = pass_.unit(r, u).answered && !pass_.options.defers_updates;
     if (learns && !setup_.failure.is_set()) learner_.update(r, u, worker);
   } else if (stage == kScan) {
-    selector_.scan_codes(r, u, i, worker);
+    selector_.scan(r, u, i, worker);
   } else if (stage == kScore) {
     selector_.score_range(r, u, i, worker);
   } else {
@@ -87,7 +87,7 @@ StagedLanes::Stage LaneJob::advance(int64_t index, int stage, int worker) {
   Unit& unit = pass_.unit(r, first);
   if (stage == kScan) {
     const TraceSpan span = pass_.task_span(TraceKind::ask, r, first, worker);
-    selector_.finish_codes(r, first, worker);
+    selector_.finish_scan(r, first, worker);
   }
   if (stage == kScore) {
     const TraceSpan span = pass_.task_span(TraceKind::choose, r, first, worker);
@@ -113,11 +113,14 @@ StagedLanes::Stage LaneJob::advance(int64_t index, int stage, int worker) {
   return {};
 }
 
-// What follows propose(), or the codes that it left to the workers.
+// What follows propose(), or what it left to the workers.
 StagedLanes::Stage LaneJob::stage_of_candidates(int r, int u, int stage) {
   Candidates& candidates = pass_.unit(r, u).candidates;
-  if (stage == kAsk && candidates.codes.k > 0) {
-    candidates.num_scans = std::clamp<int64_t>(plan_.max_ranges(), 1, candidates.codes.args.n / kMinScanCodes);
+  const Deferred& deferred = candidates.deferred;
+  if (stage == kAsk && (deferred.codes.k > 0 || deferred.num_ranked > 0)) {
+    const bool of_codes = deferred.codes.k > 0;
+    const int64_t most = of_codes ? deferred.codes.args.n / kMinScanCodes : deferred.num_ranked / kMinRankRows;
+    candidates.num_scans = std::clamp<int64_t>(plan_.max_ranges(), 1, most);
     return {kScan, candidates.num_scans};
   }
   const auto n = static_cast<int64_t>(candidates.considered.size());

@@ -15,7 +15,7 @@ namespace offload {
 
 // What propose() has named for a unit, and the scores of it; Selector's.
 struct Candidates {
-  CodesRequest codes;               // where propose() leaves them to the workers
+  Deferred deferred;                // what propose() leaves to the workers
   int64_t num_scans = 0;            // that their scoring is cut into
   Scratch<float> code_scores;       // [codes]
   std::vector<int32_t> considered;  // sinks, candidates, recent tokens

@@ -14,13 +14,21 @@ namespace offload {
 
 inline constexpr int64_t kErrorBytes = 240;
 inline constexpr int64_t kAnswered = -2;  // of propose: the unit's output is written, nothing is attended
-inline constexpr int64_t kDeferred = -3;  // of top_codes, then of propose: the workers score the codes together
+// Of top_codes or rank_rows, then of propose: the workers score the codes, or rank the rows, together.
+inline constexpr int64_t kDeferred = -3;
 
 // What top_codes was asked, where it left the answer to the runtime.
 struct CodesRequest {
   CodeArgs args{};  // but for the scores
   int64_t k = 0;
   int32_t* tokens = nullptr;
+};
+
+// What propose has left to the workers: codes if k is not 0, rows to rank if there are any.
+struct Deferred {
+  CodesRequest codes;
+  RankArgs ranks{};
+  int64_t num_ranked = 0;  // rows in all of its ranges
 };
 
 struct WorkerProfile;
@@ -49,16 +57,17 @@ struct PolicyContext {
   float* lse;                 // [group_size], where it answers
   const uint8_t* text_marks;  // [kv_len] what the text of each token ends with; null where it is not known
   int64_t bytes_touched;      // callbacks add what they read and write of their own arrays
-  int64_t may_defer;          // propose: whether it may return kDeferred
-  void* const* arrays;        // the policy's own arrays of this (sequence, layer), in the order that it declares
+  int64_t may_defer;  // 1: propose may leave codes to the workers; 2: rows to rank, too, which are more than the units
+  int64_t resumes;    // propose: called again, after the workers have ranked
+  void* const* arrays;  // the policy's own arrays of this (sequence, layer), in the order that it declares
   // SIMD primitives, as function pointers so that Numba code can call them.
   void (*score_tokens)(const PolicyContext*, const int32_t* indices, int64_t n, float* scores);
   int64_t (*top_k)(const PolicyContext*, const float* x, int64_t n, int64_t k, int32_t* positions);
   void (*score_rows)(const PolicyContext*, const float* query, const void* rows, int64_t n, int64_t width,
                      float* scores);
-  void (*rank_rows)(const PolicyContext*, const float* query, int64_t num_queries, const int8_t* rows,
-                    const Bf16* scales, const Bf16* spreads, float spread_weight, int64_t boxes, const int32_t* ranges,
-                    int64_t num_ranges, float* ranks);
+  int64_t (*rank_rows)(const PolicyContext*, const float* query, int64_t num_queries, const int8_t* rows,
+                       const Bf16* scales, const Bf16* spreads, float spread_weight, int64_t boxes,
+                       const int32_t* ranges, int64_t num_ranges, float* ranks);
   int64_t (*top_codes)(const PolicyContext*, const float* query, const float* offsets, const uint8_t* codes,
                        const float* scales, const float* levels, int64_t bits, int64_t k, int32_t* tokens);
   void (*load_keys)(const PolicyContext*, int64_t first, int64_t n, float* out);
@@ -75,7 +84,7 @@ struct PolicyContext {
   int64_t dtype;
   RowSource keys;
   WorkerProfile* profile;
-  CodesRequest* deferred;
+  Deferred* deferred;
 };
 
 // What a unit does in a layer where its row has more than dense_tokens.

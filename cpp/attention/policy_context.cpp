@@ -6,7 +6,9 @@
 namespace offload {
 namespace {
 
-constexpr int64_t kMinDeferredCodes = 2 * kMinScanCodes;  // fewer are scored where they are asked for
+// Fewer are scored where they are asked for.
+constexpr int64_t kMinDeferredCodes = 2 * kMinScanCodes;
+constexpr int64_t kMinDeferredRows = 2 * kMinRankRows;
 
 const KernelTable& kernels_of(const PolicyContext* context) {
   return *static_cast<const KernelTable*>(context->kernels);
@@ -49,17 +51,31 @@ void score_rows(const PolicyContext* context, const float* query, const void* ro
                                              n});
 }
 
-void rank_rows(const PolicyContext* context, const float* query, int64_t num_queries, const int8_t* rows,
-               const Bf16* scales, const Bf16* spreads, float spread_weight, int64_t boxes, const int32_t* ranges,
-               int64_t num_ranges, float* ranks) {
+int64_t rank_rows(const PolicyContext* context, const float* query, int64_t num_queries, const int8_t* rows,
+                  const Bf16* scales, const Bf16* spreads, float spread_weight, int64_t boxes, const int32_t* ranges,
+                  int64_t num_ranges, float* ranks) {
   const int64_t of_scales = spreads != nullptr ? 2 * sizeof(Bf16) : sizeof(Bf16);
-  const int64_t row_bytes = context->head_dim + of_scales;
-  for (int64_t i = 0; i < num_ranges && context->profile != nullptr; ++i) {
-    context->profile->bytes += (ranges[2 * i + 1] - ranges[2 * i]) * row_bytes;
+  int64_t num_rows = 0;
+  for (int64_t i = 0; i < num_ranges; ++i) num_rows += ranges[2 * i + 1] - ranges[2 * i];
+  if (context->profile != nullptr) context->profile->bytes += num_rows * (context->head_dim + of_scales);
+  const RankArgs args{query,
+                      static_cast<int>(num_queries),
+                      static_cast<int>(context->head_dim),
+                      rows,
+                      scales,
+                      spreads,
+                      spread_weight,
+                      boxes != 0,
+                      ranges,
+                      static_cast<int>(num_ranges),
+                      ranks};
+  if (context->may_defer > 1 && num_rows >= kMinDeferredRows) {
+    context->deferred->ranks = args;
+    context->deferred->num_ranked = num_rows;
+    return kDeferred;
   }
-  kernels_of(context).rank_rows({query, static_cast<int>(num_queries), static_cast<int>(context->head_dim), rows,
-                                 scales, spreads, spread_weight, boxes != 0, ranges, static_cast<int>(num_ranges),
-                                 ranks});
+  kernels_of(context).rank_rows(args);
+  return 0;
 }
 
 int64_t top_codes(const PolicyContext* context, const float* query, const float* offsets, const uint8_t* codes,
@@ -77,7 +93,7 @@ int64_t top_codes(const PolicyContext* context, const float* query, const float*
                 n,
                 nullptr};
   if (context->may_defer != 0 && k > 0 && n >= kMinDeferredCodes) {
-    *context->deferred = {args, k, tokens};
+    context->deferred->codes = {args, k, tokens};
     return kDeferred;
   }
   static thread_local std::vector<float> scores;

@@ -8,7 +8,9 @@
 
 namespace offload {
 
-inline constexpr int64_t kMinScanCodes = 4096;  // of one task: each makes tables of its queries first
+// Of one task: each makes tables of its queries first, or rounds them.
+inline constexpr int64_t kMinScanCodes = 4096;
+inline constexpr int64_t kMinRankRows = 512;
 
 // `query` may be null. The text of an error lies in the calling thread's memory until its next call.
 PolicyContext policy_context(AttentionSetup& setup, int64_t layer_idx, const QueryRow& row, int unit,

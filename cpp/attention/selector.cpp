@@ -8,17 +8,29 @@
 
 namespace offload {
 
+namespace {
+
+// As a context has it.
+int64_t may_defer(const AttentionSetup& setup, size_t num_rows) {
+  const int threads = setup.pool.num_threads();
+  if (threads == 1) return 0;
+  return static_cast<int64_t>(num_rows) * setup.units() < threads ? 2 : 1;
+}
+
+}  // namespace
+
 PolicyContext Selector::context(int r, int u, int worker) const {
   const float* query = pass_.queries_of(r, u * setup_.unit_group());
   return policy_context(setup_, pass_.layer_idx, pass_.row(r), u, query, worker);
 }
 
-void Selector::prepare(int64_t layer_idx, const QueryRow& row, int r, int u, int worker) {
+void Selector::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows, int r, int u, int worker) {
   const PolicyMember& member = setup_.member_of(layer_idx, u);
   if (member.prepare == nullptr) return;
   const PhaseTimer timer(setup_.profile_of(worker), Phase::predict);
   // Without the query, whether it is known or not: predictions come before it.
-  PolicyContext ctx = policy_context(setup_, layer_idx, row, u, nullptr, worker);
+  PolicyContext ctx = policy_context(setup_, layer_idx, rows[static_cast<size_t>(r)], u, nullptr, worker);
+  ctx.may_defer = may_defer(setup_, rows.size());
   member.prepare(&ctx);
   returned_well(setup_, ctx, r, u, "prepare");
 }
@@ -47,24 +59,31 @@ bool Selector::takes_list(int r, int u) {
 void Selector::propose(int r, int u, int worker) {
   const PhaseTimer timer(setup_.profile_of(worker), Phase::predict);
   Candidates& candidates = pass_.unit(r, u).candidates;
-  candidates.codes = {};
+  candidates.deferred = {};
   if (takes_list(r, u)) {
     if (candidates.considered.empty()) return pass_.report_non_finite(r, u);
     return make_room(candidates);
   }
+  call_propose(r, u, may_defer(setup_, pass_.rows.size()), worker);
+}
+
+void Selector::call_propose(int r, int u, int64_t may_defer, int worker) {
+  Candidates& candidates = pass_.unit(r, u).candidates;
   float output[kMaxGroupSize * kMaxHeadDim];
   float lse[kMaxGroupSize];
   PolicyContext ctx = context(r, u, worker);
   ctx.output = output;
   ctx.lse = lse;
-  ctx.may_defer = setup_.pool.num_threads() > 1;
-  ctx.deferred = &candidates.codes;
+  ctx.may_defer = may_defer;
+  ctx.resumes = candidates.deferred.num_ranked > 0;
+  ctx.deferred = &candidates.deferred;
   const int64_t count = pass_.member_of(u).propose(&ctx);
   if (!returned_well(setup_, ctx, r, u, "propose")) return;
-  if (count == kDeferred && candidates.codes.k > 0) {
-    return candidates.code_scores.resize(static_cast<size_t>(candidates.codes.args.n));
+  if (count == kDeferred && candidates.deferred.codes.k > 0) {
+    return candidates.code_scores.resize(static_cast<size_t>(candidates.deferred.codes.args.n));
   }
-  candidates.codes = {};  // what was deferred, and then not asked for
+  if (count == kDeferred && candidates.deferred.num_ranked > 0 && ctx.resumes == 0) return;
+  candidates.deferred = {};  // what was deferred, and then not asked for
   if (count == kAnswered) return write_answer(r, u, output, lse);
   const int64_t most = ctx.last - ctx.first;
   if (!ascends_within(setup_, ctx, r, u, "propose", ctx.candidates, count, ctx.first, ctx.last, most)) return;
@@ -94,10 +113,18 @@ void Selector::write_answer(int r, int u, const float* output, const float* lse)
   }
 }
 
-void Selector::scan_codes(int r, int u, int64_t range, int worker) {
+void Selector::scan(int r, int u, int64_t range, int worker) {
   const PhaseTimer timer(setup_.profile_of(worker), Phase::predict);
+  if (pass_.unit(r, u).candidates.deferred.codes.k > 0) {
+    scan_codes(r, u, range);
+  } else {
+    rank_range(r, u, range);
+  }
+}
+
+void Selector::scan_codes(int r, int u, int64_t range) {
   Candidates& candidates = pass_.unit(r, u).candidates;
-  CodeArgs args = candidates.codes.args;
+  CodeArgs args = candidates.deferred.codes.args;
   const int64_t blocks = ceil_div(args.n, kCodeBlock);  // whole ones
   const int64_t begin = blocks * range / candidates.num_scans * kCodeBlock;
   args.n = std::min(args.n, blocks * (range + 1) / candidates.num_scans * kCodeBlock) - begin;
@@ -107,10 +134,38 @@ void Selector::scan_codes(int r, int u, int64_t range, int worker) {
   setup_.kernels.score_codes(args);
 }
 
-void Selector::finish_codes(int r, int u, int worker) {
+// Of the rows of all ranges, one after the other, a share.
+void Selector::rank_range(int r, int u, int64_t range) {
+  static thread_local std::vector<int32_t> ranges;
+  const Candidates& candidates = pass_.unit(r, u).candidates;
+  RankArgs args = candidates.deferred.ranks;
+  const int64_t rows = candidates.deferred.num_ranked;
+  const int64_t begin = rows * range / candidates.num_scans;
+  const int64_t end = rows * (range + 1) / candidates.num_scans;
+  ranges.clear();
+  int64_t at = 0;  // rows before those of the range
+  for (int i = 0; i < args.num_ranges && at < end; ++i) {
+    const int64_t first = args.ranges[2 * i];
+    const int64_t n = args.ranges[2 * i + 1] - first;
+    const int64_t from = std::max(begin - at, int64_t{0});
+    const int64_t to = std::min(end - at, n);
+    if (from < to) {
+      ranges.push_back(static_cast<int32_t>(first + from));
+      ranges.push_back(static_cast<int32_t>(first + to));
+    }
+    at += n;
+  }
+  args.ranges = ranges.data();
+  args.num_ranges = static_cast<int>(ranges.size() / 2);
+  args.ranks += begin;
+  setup_.kernels.rank_rows(args);
+}
+
+void Selector::finish_scan(int r, int u, int worker) {
   const PhaseTimer timer(setup_.profile_of(worker), Phase::predict);
   Candidates& candidates = pass_.unit(r, u).candidates;
-  CodesRequest& codes = candidates.codes;
+  if (candidates.deferred.codes.k == 0) return call_propose(r, u, 0, worker);
+  CodesRequest& codes = candidates.deferred.codes;
   codes.args.scores = candidates.code_scores.data();
   const int64_t count = list_codes(setup_.kernels, codes.args, setup_.policy.sink_tokens, codes.k, codes.tokens);
   if (count < 0) return pass_.report_non_finite(r, u);

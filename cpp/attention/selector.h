@@ -16,14 +16,14 @@ class Selector {
   explicit Selector(LayerPass& pass) : pass_(pass), setup_(pass.setup) {}
 
   // The policy's prepare() of a row of any layer.
-  void prepare(int64_t layer_idx, const QueryRow& row, int r, int u, int worker);
+  void prepare(int64_t layer_idx, const std::vector<QueryRow>& rows, int r, int u, int worker);
   // For policies that do not scan all keys: select() alone, or propose(), whose candidates are scored next. What
   // propose() answered is written.
   void ask(int r, int u, int worker);
 
   // Codes that propose() left to the workers: those of a range of tokens, and what follows the last range.
-  void scan_codes(int r, int u, int64_t range, int worker);
-  void finish_codes(int r, int u, int worker);
+  void scan(int r, int u, int64_t range, int worker);
+  void finish_scan(int r, int u, int worker);
   // Scores of a range of what a unit considers, and what follows the last range: attention weights over all of it, and
   // the policy's choice among its candidates.
   void score_range(int r, int u, int64_t range, int worker);
@@ -40,6 +40,9 @@ class Selector {
 
  private:
   void propose(int r, int u, int worker);
+  void call_propose(int r, int u, int64_t may_defer, int worker);
+  void scan_codes(int r, int u, int64_t range);
+  void rank_range(int r, int u, int64_t range);
   void write_answer(int r, int u, const float* output, const float* lse);
   bool takes_list(int r, int u);
   void list_considered(int64_t kv_len, const int32_t* chosen, int64_t n, std::vector<int32_t>* tokens) const;

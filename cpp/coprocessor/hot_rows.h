@@ -40,10 +40,16 @@ class HotRows {
 
  private:
   struct Set {
-    std::vector<int32_t> tokens;     // that are hot, ascending
-    std::vector<int32_t> places;     // of each
-    std::vector<int64_t> chosen_at;  // by place: when it was last chosen
-    int64_t now = 0;
+    std::vector<int32_t> tokens;      // that are hot, ascending
+    std::vector<int32_t> places;      // of each
+    std::vector<uint32_t> chosen_at;  // of each: when it was last chosen
+    uint32_t now = 0;                 // steps
+
+    void resize(size_t n) {
+      tokens.resize(n);
+      places.resize(n);
+      chosen_at.resize(n);
+    }
   };
   size_t index_of(int64_t slot, int64_t layer_idx, int kv_head) const {
     return static_cast<size_t>((slot * num_layers_ + layer_idx) * num_kv_heads_ + kv_head);

@@ -41,6 +41,7 @@ _FEATURES = binding.get_host_cpu_features()
 IS_ZEN_5 = all(_FEATURES.get(name) for name in ("sse4a", "avx512vp2intersect"))
 _LOCALITY = 3 if IS_ZEN_5 else 2
 ANSWERED = -2  # what `propose` returns when it has written the unit's output itself
+DEFERRED = -3  # or when it has left something to the workers together
 # numba and llvmlite are untyped: everything they give is Any here.
 _CONTEXT_POINTER: Any = types.CPointer(numba.from_dtype(CONTEXT_DTYPE))  # type: ignore[no-untyped-call]
 
@@ -240,7 +241,7 @@ def score_rows(
 
 
 @numba.njit(inline="always")
-def rank_rows(pointer: Any, function: Any, arguments: Any) -> None:
+def rank_rows(pointer: Any, function: Any, arguments: Any) -> Any:
     """rank_rows(pointer, ctx.rank_rows, (query, num_queries, rows, scales, spreads,
     spread_weight, boxes, ranges, num_ranges, ranks)): of each row in some ranges the largest
     scale * query · row + spread_weight * spread * |query| of all queries; of boxes, where that is
@@ -251,8 +252,11 @@ def rank_rows(pointer: Any, function: Any, arguments: Any) -> None:
     [num_ranges, 2] (first row and end), `ranks` of float32, for one range after the other.
     spread_weight is a float, boxes an int64. Queries are rounded; where one is
     not finite all ranks are NaN, and a row that gives no number ranks -inf.
+
+    Returns 0, or DEFERRED where ctx.may_defer is 2: the workers will rank the rows together, and
+    `propose` must return that as it is; it is called again afterwards, with ctx.resumes.
     """
-    _run(pointer, function, arguments)
+    return _count(pointer, function, arguments)
 
 
 @numba.njit(inline="always")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from cases.attention_cases import built
 from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, LycheeIndex, Stream, check_index
 from cases.slowly import combinations, slow_but
 
+from cpu_ops.worker_pool import WorkerPool
 from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.index import grow_index
 from offload.policies.lychee_cluster.layout import STATE
@@ -42,6 +44,21 @@ def test_a_built_index(policy, dtype, kv_len, pool):
     if policy.paper:
         num_units = min(64, round(index.num_groups**0.5))
     assert index.num_units == num_units
+
+
+def test_workers_rank_together():
+    """More workers than heads and more chunks than one of them ranks: they find the same."""
+    policy = replace(SMALL, ranked_chunks=1800)
+    found = []
+    for num_threads in (1, KV_HEADS + 3):
+        with closing(WorkerPool(num_threads)) as pool:
+            stream = Stream(policy, pool, text=True)
+            stream.prefill(12_000)
+            for _ in range(3):
+                stream.step()
+                assert stream.index.num_groups > policy.ranked_chunks > 2 * 512
+                found.append([tokens.tolist() for tokens in stream.selection()])
+    assert found[:3] == found[3:]
 
 
 @pytest.mark.parametrize("text", slow_but([True, False], True))

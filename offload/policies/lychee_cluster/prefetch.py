@@ -53,7 +53,7 @@ def prepare(pointer: Any) -> None:
     prefetch(scratch.candidates, 4 * found)
     prefetch(scratch.flags.ctypes.data, 8 * len(scratch.flags))
     asked = num_units * (ctx.head_dim + 8) + 5 * ranked + 4 * found
-    for i in range(opened):
+    for i in range(opened if ctx.may_defer < 2 else 0):  # else others will read them, too
         if asked > _MOST_BYTES:
             return
         asked += prefetch_unit(ctx, index, units[i])

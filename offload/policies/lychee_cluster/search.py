@@ -76,8 +76,10 @@ _CHOICE = 2.5  # groups to rank, for each that will be taken
 @numba.njit
 def _rank_ranges(
     pointer: Any, ctx: Any, index: Any, scratch: Any, first_row: int, num_ranges: int
-) -> None:
-    """Ranks of the rows in RANGES, counted from `first_row` on, to the scores."""
+) -> int:
+    """Ranks of the rows in RANGES, counted from `first_row` on, to the scores; DEFERRED where the
+    workers will write them.
+    """
     header, state, width = index.header, read_state(ctx.arrays), ctx.head_dim
     num_rows = header.num_units + header.capacity_groups
     query, num_queries = ctx.query, ctx.group_size
@@ -92,7 +94,8 @@ def _rank_ranges(
         boxes = np.int64(1)
     of_rows = (query, num_queries, rows, scales, scales + 2 * num_rows, weight, boxes)
     ranges = scratch.units + 4 * RANGES
-    rank_rows(pointer, ctx.rank_rows, (*of_rows, ranges, num_ranges, scratch.scores))
+    done: int = rank_rows(pointer, ctx.rank_rows, (*of_rows, ranges, num_ranges, scratch.scores))
+    return done
 
 
 @cached_njit()
@@ -255,7 +258,8 @@ def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) -
 
 @numba.njit
 def _visit_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) -> int:
-    """Rank the groups of the best coarse units; how many groups that are, -1 for NaN.
+    """Rank the groups of the best coarse units; how many groups that are, -1 for NaN, DEFERRED
+    where others rank them.
 
     Their ranks are in the scores, unit by unit; `units` holds the units, from ENDS on where the
     groups of each end there, and from RANGES on which groups they are.
@@ -270,8 +274,10 @@ def _visit_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) 
         visited += n
         units[ENDS + i] = visited
         units[RANGES + 2 * i], units[RANGES + 2 * i + 1] = first, first + n
-    _rank_ranges(pointer, ctx, index, scratch, index.header.num_units, kept)
-    return visited if kept >= 0 else -1
+    if kept < 0:
+        return -1
+    done = _rank_ranges(pointer, ctx, index, scratch, index.header.num_units, kept)
+    return visited if done == 0 else done
 
 
 @numba.njit(inline="always")
@@ -356,9 +362,13 @@ def propose(pointer: Any) -> int:
             numbers = read_numbers(ctx.parameters)
             ratio, least = numbers.candidate_ratio, int(numbers.least_candidates)
             wanted = max(int(needed * ratio), least - buffered)
-        visited = _visit_units(pointer, ctx, index, scratch, wanted)
+        if ctx.resumes:
+            units = view_int32(scratch.units, UNITS_LENGTH)
+            visited = np.int64(units[ENDS + units[OPENED] - 1])
+        else:
+            visited = np.int64(_visit_units(pointer, ctx, index, scratch, wanted))
         if visited < 0:
-            return -1
+            return int(visited)
         partial = view_int32(scratch.units + 4 * PARTIAL, 2)
         partial[0] = -1
         if header.paper:

@@ -37,6 +37,7 @@ class DeviceHeads:
 
     Args:
         layers: who attends to which heads.
+        kv: what stays on the GPU, to which sources attend.
         num_rows: of a step at most.
         max_tokens: of a sequence whose heads publish.
 

@@ -1,4 +1,4 @@
-"""Attention to rows that `gather_rows` brought, merged into what the window has given.
+"""Attention to rows that `gather_rows` brought, merged into what other tokens have given.
 
 Split over tokens as `paged_attention`: a grid that is fixed at capture, pieces whose length is
 computed from the counts on the device.
@@ -159,9 +159,10 @@ def gathered_attention(
         partial_out, partial_lse: scratch, float32 [n, num_heads * group_size, num_splits, head_dim]
             and [n, num_heads * group_size, num_splits] with the num_splits of
             `num_gathered_splits`.
-        out: float32 [n, num_qo_heads * head_dim]: on entry attention to the window, normalised.
-        lse: float32 [n, num_qo_heads], natural log; -inf where the window attended to nothing, and
-            then `out` may be anything.
+        out: float32 [n, num_qo_heads * head_dim]: on entry attention to other tokens, normalised,
+            such as those of the window.
+        lse: float32 [n, num_qo_heads], natural log; -inf where that is none, and then `out` may be
+            anything.
 
     Raises:
         ValueError: operands that do not fit together.

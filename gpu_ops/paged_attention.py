@@ -23,7 +23,6 @@ from torch import Tensor
 from gpu_ops.checks import (
     check_dims,
     check_dtype,
-    check_group,
     check_head_dim,
     check_page_tokens,
     check_tensor,
@@ -49,7 +48,6 @@ _MAX_RETRIEVAL_SPLITS = 1024  # of one head: all of their lse are in one program
 _MAX_TILES_PER_SPLIT = 8
 _MERGE_PROGRAMS = 256  # that the merge has at least, by parts of a head's output
 _MERGED_ELEMENTS = 4096  # of the pieces of a head, that a program has in registers at once
-_PARTIAL_DIMS = "[n, num_qo_heads, num_splits, head_dim]"
 
 
 @jit_for_any("min_tiles")
@@ -217,7 +215,7 @@ def retrieval_attention(
         page_tokens: a power of two; of at least 64 for full speed.
         partial_out, partial_lse: scratch, float32 [n, num_qo_heads, num_splits, head_dim] and
             [n, num_qo_heads, num_splits]; for full speed with the num_splits of
-            `num_retrieval_splits`.
+            `num_retrieval_splits`, or where all heads are there of `num_kv_splits`.
         out, lse: float32 [n, num_qo_heads * head_dim] and [n, num_qo_heads], natural log, or
             None. Only the query heads of `heads` are written.
         scores: None, or float32 [n, H, group_size, max_tokens], written for the tokens
@@ -225,7 +223,7 @@ def retrieval_attention(
             has the weight 2**score / e**lse.
     """
     check_dtype("query", query)
-    check_dims("partial_out", partial_out, _PARTIAL_DIMS)
+    check_dims("partial_out", partial_out, "[n, num_qo_heads, num_splits, head_dim]")
     n, num_qo_heads, num_splits, head_dim = partial_out.shape
     device = query.device
     check_head_dim(head_dim)
@@ -342,36 +340,3 @@ def retrieval_attention_reference(
         grouped_out[row, kv_heads] = o.to(out.dtype)
         if scores is not None:
             scores[row, :, :, : position + 1] = of_row * math.log2(math.e)
-
-
-def paged_decode_attention(
-    query: Tensor,
-    page_table: Tensor,
-    positions: Tensor,
-    *,
-    num_kv_heads: int,
-    page_tokens: int,
-    sm_scale: float,
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    out: Tensor,
-) -> None:
-    """`retrieval_attention` of all KV heads.
-
-    Args:
-        partial_out, partial_lse: with the num_splits of `num_kv_splits`.
-        out: [n, num_qo_heads * head_dim], query's dtype.
-    """
-    check_dims("partial_out", partial_out, _PARTIAL_DIMS)
-    retrieval_attention(
-        query,
-        page_table,
-        positions,
-        None,
-        group_size=check_group(partial_out.shape[1], num_kv_heads),
-        page_tokens=page_tokens,
-        sm_scale=sm_scale,
-        partial_out=partial_out,
-        partial_lse=partial_lse,
-        out=out,
-    )

@@ -35,7 +35,6 @@ from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import (
     num_kv_splits,
     num_retrieval_splits,
-    paged_decode_attention,
     retrieval_attention,
 )
 from gpu_ops.rms_norm import add_rms_norm
@@ -126,11 +125,12 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
     raise_flag(flag, flag.device)
     await_flag(flag, flag.device)
     num_splits = num_kv_splits(num_kv_heads, 132)
-    paged_decode_attention(
+    retrieval_attention(
         query,
         table,
         positions,
-        num_kv_heads=num_kv_heads,
+        None,
+        group_size=group_size,
         page_tokens=256,
         sm_scale=0.125,
         partial_out=zeros(n, num_qo_heads, num_splits, head_dim, dtype=torch.float32),

@@ -158,6 +158,23 @@ def test_without_a_window(device: str) -> None:
     check(device, torch.float32, [[20, 4, 9], [0, 0, 6]], has_window=False)
 
 
+def test_a_head_split_over_several(device: str) -> None:
+    """Its tokens in two calls, each merged into what was there, are its tokens in one."""
+    step = Step(device, torch.float32, [[33, 7, 40], [0, 9, 3]])
+    for first, last in ((0, 9), (9, 40)):
+        gathered_attention(
+            step.query,
+            step.gathered[:, :, :, first:last].contiguous(),
+            step.lists.counts - first,
+            step.positions,
+            step.head_indices,
+            out=step.out,
+            lse=step.lse,
+            **step.options,
+        )
+    step.check(2 * TOLERANCE[torch.float32])
+
+
 def test_after_gather_rows(device: str) -> None:
     """The two together, over host pages."""
     middle, kv_lens = [[20, 7, 40], [0, 1, 33]], [60, 60]

@@ -19,7 +19,7 @@ from cases.slowly import combinations
 from gpu_ops.gathered_attention import gathered_attention
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
-from gpu_ops.paged_attention import paged_decode_attention, retrieval_attention
+from gpu_ops.paged_attention import retrieval_attention
 from gpu_ops.top_k_candidates import TopKBuffers
 from gpu_ops.top_k_tokens import top_k_tokens
 from gpu_ops.window_attention import window_attention
@@ -97,11 +97,12 @@ def test_window_attention(device: str) -> None:
 
 def test_paged_attention(device: str) -> None:
     step = Step(device)
-    paged_decode_attention(
+    retrieval_attention(
         step.query,
         step.pages.table,
         step.positions,
-        num_kv_heads=KV_HEADS,
+        None,
+        group_size=GROUP_SIZE,
         page_tokens=PAGE_TOKENS,
         sm_scale=SM_SCALE,
         partial_out=step.scratch(N, HEADS, SPLITS, HEAD_DIM),

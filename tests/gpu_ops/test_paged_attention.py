@@ -1,4 +1,4 @@
-"""paged_decode_attention against float64: lengths about pages, tiles and splits, also mixed."""
+"""All heads' attention to pages against float64: lengths about pages, tiles, splits, also mixed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cases.operands import DTYPES, TOLERANCE, Pages, assert_close, attention, po
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
-from gpu_ops.paged_attention import num_kv_splits, paged_decode_attention
+from gpu_ops.paged_attention import num_kv_splits, retrieval_attention
 
 
 def check(
@@ -35,11 +35,12 @@ def check(
     pages = Pages(rng, kv, page_tokens)
     partial = (n, num_qo_heads, num_splits)
     out = poisoned(n, num_qo_heads * head_dim, dtype=dtype, device=device)
-    paged_decode_attention(
+    retrieval_attention(
         query,
         pages.table,
         torch.tensor(kv_lens, device=device) - 1,
-        num_kv_heads=num_kv_heads,
+        None,
+        group_size=group_size,
         page_tokens=page_tokens,
         sm_scale=sm_scale,
         partial_out=poisoned(*partial, head_dim, dtype=torch.float32, device=device),
@@ -110,11 +111,12 @@ def test_graph_replays_with_other_lengths() -> None:
     partial = torch.empty(1, 4, 8, 64, device="cuda"), torch.empty(1, 4, 8, device="cuda")
 
     def run() -> None:
-        paged_decode_attention(
+        retrieval_attention(
             query,
             pages.table,
             position,
-            num_kv_heads=2,
+            None,
+            group_size=2,
             page_tokens=16,
             sm_scale=0.125,
             partial_out=partial[0],
@@ -144,7 +146,7 @@ def test_number_of_splits() -> None:
 def test_wrong_operands() -> None:
     query, table = torch.zeros(1, 128), torch.zeros(1, 1, dtype=torch.int64)
     options = {
-        "num_kv_heads": 2,
+        "group_size": 1,
         "page_tokens": 16,
         "sm_scale": 1.0,
         "partial_out": torch.zeros(1, 2, 4, 64),
@@ -153,9 +155,9 @@ def test_wrong_operands() -> None:
     }
     position = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"page_tokens must be a power of two .* got 8"):
-        paged_decode_attention(query, table, position, **options | {"page_tokens": 8})
-    with pytest.raises(ValueError, match="multiple of num_kv_heads, got 2 and 3"):
-        paged_decode_attention(query, table, position, **options | {"num_kv_heads": 3})
+        retrieval_attention(query, table, position, None, **options | {"page_tokens": 8})
+    with pytest.raises(ValueError, match="multiple of group_size, got 2 and 3"):
+        retrieval_attention(query, table, position, None, **options | {"group_size": 3})
     small = {"partial_lse": torch.zeros(1, 2, 3)}
     with pytest.raises(ValueError, match=r"partial_lse must be \[1, 2, 4\], got \[1, 2, 3\]"):
-        paged_decode_attention(query, table, position, **options | small)
+        retrieval_attention(query, table, position, None, **options | small)

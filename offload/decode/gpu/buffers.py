@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
@@ -36,7 +39,8 @@ class StepBuffers:
         self.positions, self.rope_positions, self.tokens = self.state
         self.hidden = buffers["hidden"]
         self.queries = buffers["queries"]  # rotated, of every layer: to be read after a step, too
-        self.window_out, self.window_lse = buffers["window_out"], buffers["window_lse"]
+        # Of all that the GPU attends to in a layer (`AttentionSource`).
+        self.device_out, self.device_lse = buffers["device_out"], buffers["device_lse"]
         self.attended = buffers["attended"]
         # What the host attended to in layers in which it does nothing.
         self.no_out, self.no_lse = buffers["no_out"], buffers["no_lse"].fill_(float("-inf"))
@@ -54,14 +58,31 @@ class StepBuffers:
             "state": ((3, num_rows), torch.int64),
             "hidden": ((num_rows, shape.hidden_size), dtype),
             "queries": ((shape.num_layers, *row), dtype),
-            "window_out": (row, torch.float32),
-            "window_lse": (lse, torch.float32),
+            "device_out": (row, torch.float32),
+            "device_lse": (lse, torch.float32),
             "attended": (row, dtype),
             "no_out": (row, torch.float32),
             "no_lse": (lse, torch.float32),
             "partial_out": ((*partial, shape.head_dim), torch.float32),
             "partial_lse": (partial, torch.float32),
         }
+
+
+class AttentionSource(NamedTuple):
+    """Tokens of some heads that the GPU can attend to.
+
+    Attributes:
+        kind: its name in traces.
+        layers: in which it has heads.
+        attend: of a layer, rows and buffers: `device_out` and `device_lse` of its heads become the
+            softmax over its tokens and all that they were of before, so that a head may be split
+            over several sources; other heads stay as they are. A source that has all of a head's
+            tokens, or comes first, writes them anew.
+    """
+
+    kind: str
+    layers: Container[int]
+    attend: Callable[[int, slice, StepBuffers], None]
 
 
 @dataclass(frozen=True)
@@ -83,6 +104,11 @@ class HostLink:
     def micro_batches(self) -> list[slice]:
         """Rows of each part."""
         return micro_batch_rows(self.num_rows, self.num_micro_batches)
+
+    def attend(self, layer_idx: int, rows: slice) -> tuple[Tensor, Tensor]:
+        """(out, lse) over the tokens that the host attends to, when it has replied."""
+        self.gpu_sync.await_reply(self.request_of[layer_idx, rows.start])
+        return self.mailbox.output[rows], self.mailbox.lse[rows]
 
 
 def micro_batch_rows(num_rows: int, num_micro_batches: int) -> list[slice]:

@@ -1,12 +1,12 @@
-"""What the GPU does in a decode step for KV heads to which the host does not attend.
+"""What the GPU attends to in a decode step, and what it publishes and fetches for that.
 
 Heads whose KV stays on the GPU attend to all of it; those that retrieve publish their heaviest
-tokens, for the GPU's own heads in `selection`, for the CPU's in the mailbox. Other heads attend to
-rows that were fetched from the host's pages, of tokens that a head above them published: they are
-known before the query is, so they are fetched beside the linear layers.
+tokens, for the GPU's own heads in `selection`, for the CPU's in the mailbox. All other heads attend
+to their windows, and some to rows that were fetched from the host's pages, too: of tokens that a
+head above them published, known before the query is, so that they are fetched beside the linear
+layers; or of those in `hot_rows`.
 
-All results are the GPU's part of a merge with the host's: `window_out` and `window_lse` of the
-step's buffers, where those of other heads are left alone.
+Each of these is an `AttentionSource`; together they are the GPU's part of a merge with the host's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from gpu_ops.layout import Layout, allocate
 from gpu_ops.paged_attention import num_retrieval_splits, retrieval_attention
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
-from offload.decode.gpu.buffers import StepBuffers
+from gpu_ops.window_attention import window_attention
+from offload.decode.gpu.buffers import AttentionSource, StepBuffers
 from offload.decode.gpu.layer_heads import LayerHeads, most_heads
+from offload.decode.gpu.resident_kv import ResidentKV
 from offload.models import LeanModel, ModelShape
 from offload.policies import Policy
 
@@ -35,6 +37,7 @@ class DeviceHeads:
 
     Args:
         layers: who attends to which heads.
+        kv: what stays on the GPU, to which sources attend.
         num_rows: of a step at most.
         max_tokens: of a sequence whose heads publish.
 
@@ -48,6 +51,7 @@ class DeviceHeads:
         model: LeanModel,
         layers: Sequence[LayerHeads],
         policy: Policy,
+        kv: ResidentKV,
         *,
         num_rows: int,
         max_tokens: int,
@@ -57,7 +61,7 @@ class DeviceHeads:
     ) -> None:
         self.layers = tuple(layers)
         self._shape, self._policy, self._page_tokens = model.shape, policy, page_tokens
-        self._sm_scale = model.sm_scale
+        self._group_size, self._sm_scale, self._kv = model.shape.group_size, model.sm_scale, kv
         self._num_rows, self._max_tokens = num_rows, max_tokens
         self._chosen_tokens = _chosen_tokens(layers, policy)
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
@@ -136,36 +140,66 @@ class DeviceHeads:
         or none."""
         return self._page_slots.get(layer_idx)
 
-    def attend_resident(
-        self, layer_idx: int, rows: slice, b: StepBuffers, page_table: Tensor
-    ) -> None:
-        """The layer's resident heads, to all tokens; leaves their scores for `send_selection`."""
-        publishes = bool(self.layers[layer_idx].publishing)
-        heads = self._resident[layer_idx]
-        num_splits = num_retrieval_splits(len(heads), self._num_multiprocessors)
-        partial_out, partial_lse = self._partials(rows, self._shape.num_kv_heads, num_splits)
+    @property
+    def held(self) -> list[AttentionSource]:
+        """What is on the GPU when a layer begins."""
+        return [
+            AttentionSource("window", self._kv.windows, self._attend_window),
+            AttentionSource("attention", self._kv.page_tables, self._attend_resident),
+        ]
+
+    @property
+    def fetched(self) -> list[AttentionSource]:
+        """What comes from the host until a layer needs it."""
+        sources = [AttentionSource("gathered", self._gathered, self._attend_gathered)]
+        if self._kv.hot is not None:
+            sources.append(AttentionSource("hot", self._kv.hot.rows, self._kv.hot.attend))
+        return sources
+
+    def _attend_window(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
+        """All heads, to their windows."""
+        window_attention(
+            b.queries[layer_idx, rows],
+            self._kv.windows[layer_idx][rows],
+            b.positions[rows],
+            sm_scale=self._sm_scale,
+            out=b.device_out[rows],
+            lse=b.device_lse[rows],
+        )
+
+    def _attend_resident(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
+        """The layer's resident heads, to all tokens; leaves their scores for `send_selection`.
+
+        Where nothing is to be merged, the result is in `attended`.
+        """
+        layer, heads, lse = self.layers[layer_idx], None, None
+        partial_out, partial_lse, out = b.partial_out[rows], b.partial_lse[rows], b.attended[rows]
+        if not layer.is_resident:
+            heads, out, lse = self._resident[layer_idx], b.device_out[rows], b.device_lse[rows]
+            num_splits = num_retrieval_splits(len(heads), self._num_multiprocessors)
+            partial_out, partial_lse = self._partials(rows, self._shape.num_kv_heads, num_splits)
         retrieval_attention(
             b.queries[layer_idx, rows],
-            page_table[rows],
+            self._kv.page_tables[layer_idx][rows],
             b.positions[rows],
             heads,
-            group_size=self._shape.group_size,
+            group_size=self._group_size,
             page_tokens=self._page_tokens,
             sm_scale=self._sm_scale,
             partial_out=partial_out,
             partial_lse=partial_lse,
-            out=b.window_out[rows],
-            lse=b.window_lse[rows],
-            scores=self._scores_of(layer_idx, rows) if publishes else None,
+            out=out,
+            lse=lse,
+            scores=self._scores_of(layer_idx, rows) if layer.publishing else None,
         )
 
     def send_selection(self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox) -> None:
-        """The heaviest tokens of the heads that `attend_resident` has just scored."""
+        """The heaviest tokens of the resident heads, which have just been scored."""
         policy, rule = self._policy, self._policy.device.top_k()
         assert rule is not None
         top_k_tokens(
             self._scores_of(layer_idx, rows),
-            b.window_lse[rows],
+            b.device_lse[rows],
             b.positions[rows],
             self._resident[layer_idx],
             sink_tokens=policy.sink_tokens,
@@ -182,15 +216,7 @@ class DeviceHeads:
             host_counts=mailbox.counts[rows],
         )
 
-    def gather(
-        self,
-        layer_idx: int,
-        rows: slice,
-        positions: Tensor,
-        host_pages: Mapping[int, Tensor],
-        *,
-        early: bool,
-    ) -> None:
+    def gather(self, layer_idx: int, rows: slice, b: StepBuffers, *, early: bool) -> None:
         """Fetch rows of the layer's gathered heads: of the early ones, or of the others."""
         num_early = self.layers[layer_idx].num_early
         heads = self._gathered[layer_idx]
@@ -200,8 +226,8 @@ class DeviceHeads:
         gather_rows(
             self.selection[rows],
             self.counts[rows],
-            host_pages[layer_idx][rows],
-            positions[rows],
+            self._kv.host_pages.tables[layer_idx][rows],
+            b.positions[rows],
             heads,
             num_kv_heads=self._shape.num_kv_heads,
             page_tokens=self._page_tokens,
@@ -211,8 +237,8 @@ class DeviceHeads:
             first_slot=0 if early else num_early,
         )
 
-    def attend_gathered(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
-        """The layer's gathered heads, to what was fetched: merged into their windows' results."""
+    def _attend_gathered(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
+        """The layer's gathered heads, to what was fetched."""
         gathered = self._rows_of(layer_idx, rows)
         num_heads = gathered.shape[2]
         num_splits = num_gathered_splits(num_heads, self._chosen_tokens, self._num_multiprocessors)
@@ -223,18 +249,18 @@ class DeviceHeads:
             self.counts[rows],
             b.positions[rows],
             self._gathered[layer_idx],
-            group_size=self._shape.group_size,
+            group_size=self._group_size,
             sink_tokens=self._policy.sink_tokens,
             recent_tokens=self._policy.recent_tokens,
             sm_scale=self._sm_scale,
             partial_out=partial_out,
             partial_lse=partial_lse,
-            out=b.window_out[rows],
-            lse=b.window_lse[rows],
+            out=b.device_out[rows],
+            lse=b.device_lse[rows],
         )
 
     def _partials(self, rows: slice, num_heads: int, num_splits: int) -> tuple[Tensor, Tensor]:
-        shape = (rows.stop - rows.start, num_heads * self._shape.group_size, num_splits)
+        shape = (rows.stop - rows.start, num_heads * self._group_size, num_splits)
         return (
             _part_of(self._partial_out, rows, self._num_rows, (*shape, self._shape.head_dim)),
             _part_of(self._partial_lse, rows, self._num_rows, shape),
@@ -242,7 +268,7 @@ class DeviceHeads:
 
     def _scores_of(self, layer_idx: int, rows: slice) -> Tensor:
         num_heads = len(self.layers[layer_idx].publishing)
-        shape = (rows.stop - rows.start, num_heads, self._shape.group_size, self._max_tokens)
+        shape = (rows.stop - rows.start, num_heads, self._group_size, self._max_tokens)
         return _part_of(self._scores, rows, self._num_rows, shape)
 
     def _rows_of(self, layer_idx: int, rows: slice) -> Tensor:

@@ -124,7 +124,7 @@ class HotRows:
         )
 
     def attend(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
-        """The layer's heads to their hot rows, merged into their windows' results."""
+        """The layer's heads, to their hot rows: see `AttentionSource`."""
         hot = self.rows[layer_idx][rows]
         n, _, num_heads, hot_tokens, head_dim = hot.shape
         num_splits = num_gathered_splits(num_heads, hot_tokens, self._num_multiprocessors)
@@ -143,6 +143,6 @@ class HotRows:
             sm_scale=self._sm_scale,
             partial_out=self._partial_out[: size * head_dim].view(*partial, head_dim),
             partial_lse=self._partial_lse[:size].view(partial),
-            out=b.window_out[rows],
-            lse=b.window_lse[rows],
+            out=b.device_out[rows],
+            lse=b.device_lse[rows],
         )

@@ -138,6 +138,7 @@ class PreparedSteps:
             model,
             layers,
             policy,
+            resident,
             num_rows=self.num_slots,
             max_tokens=self.max_tokens,
             page_tokens=store.page_tokens,

@@ -14,16 +14,14 @@ host attends for one while the device computes for the other:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from gpu_ops.merge_state import merge_state
-from gpu_ops.paged_attention import paged_decode_attention
 from gpu_ops.rope_publish import rope_publish
-from gpu_ops.window_attention import window_attention
-from offload.decode.gpu.buffers import HostLink, StepBuffers
+from offload.decode.gpu.buffers import AttentionSource, HostLink, StepBuffers
 from offload.decode.gpu.gpu_sync import SideWork
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.linear import DeviceWeights, LinearPath, linear_path
@@ -171,48 +169,22 @@ class DeviceStep:
 
     def attend_and_finish(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """The rest of a layer."""
-        b, rows, layer = self.buffers, batch.rows, self.weights.layers[layer_idx]
-        shape, attended = self.model.shape, b.attended[rows]
-        if self.heads.layers[layer_idx].is_resident:
+        layer = self.weights.layers[layer_idx]
+        if self.heads.layers[layer_idx].is_resident:  # straight into `attended`
             self.gather_ahead(layer_idx + 1, batch, link, early=True)
-            paged_decode_attention(
-                b.queries[layer_idx, rows],
-                self.resident.page_tables[layer_idx][rows],
-                b.positions[rows],
-                num_kv_heads=shape.num_kv_heads,
-                page_tokens=self.store.page_tokens,
-                sm_scale=self.model.sm_scale,
-                partial_out=b.partial_out[rows],
-                partial_lse=b.partial_lse[rows],
-                out=attended,
-            )
-            self._mark("attention", layer_idx)
+            self._attend(self.heads.held, layer_idx, batch.rows)
         else:
             self.attend_to_sources(layer_idx, batch, link)
         self.gather_ahead(layer_idx + 1, batch, link, early=False)
         self._fetch_ahead(layer_idx + 1, batch, link)
-        batch.linears.add_attention(layer, batch.x, attended)
+        batch.linears.add_attention(layer, batch.x, self.buffers.attended[batch.rows])
         batch.linears.add_mlp(layer, batch.x)
 
     def attend_to_sources(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
-        """The GPU's heads and windows here; what else the policy chooses, the host meanwhile."""
+        """What the GPU holds and has fetched, here; what the host attends to, there meanwhile."""
         self._join_selection(batch, link)  # which reads the scores and lse that are written here
         b, rows, placed = self.buffers, batch.rows, self.heads.layers[layer_idx]
-        out, lse = b.window_out[rows], b.window_lse[rows]
-        host_out, host_lse = b.no_out[rows], b.no_lse[rows]
-        if placed.has_window:
-            window_attention(
-                b.queries[layer_idx, rows],
-                self.resident.windows[layer_idx][rows],
-                b.positions[rows],
-                sm_scale=self.model.sm_scale,
-                out=out,
-                lse=lse,
-            )
-            self._mark("window", layer_idx)
-        if placed.resident:
-            self.heads.attend_resident(layer_idx, rows, b, self.resident.page_tables[layer_idx])
-            self._mark("attention", layer_idx)
+        self._attend(self.heads.held, layer_idx, rows)
         if placed.publishing:
             with link.gpu_sync.side_stream(_SENDING) as batch.selection:
                 self.heads.send_selection(layer_idx, rows, b, link.mailbox)
@@ -220,18 +192,12 @@ class DeviceStep:
             link.gpu_sync.join(gathering)
         batch.gathering.clear()
         self.gather_ahead(layer_idx + 1, batch, link, early=True)
-        if placed.gathered:
-            self.heads.attend_gathered(layer_idx, rows, b)
-            self._mark("gathered", layer_idx)
-        if placed.hot:
-            assert self.resident.hot is not None
-            self.resident.hot.attend(layer_idx, rows, b)
-            self._mark("hot", layer_idx)
+        self._attend(self.heads.fetched, layer_idx, rows)
+        of_host = b.no_out[rows], b.no_lse[rows]
         if placed.host:
-            link.gpu_sync.await_reply(link.request_of[layer_idx, rows.start])
+            of_host = link.attend(layer_idx, rows)
             self._mark("wait", layer_idx)
-            host_out, host_lse = link.mailbox.output[rows], link.mailbox.lse[rows]
-        merge_state(out, lse, host_out, host_lse, b.attended[rows])
+        merge_state(b.device_out[rows], b.device_lse[rows], *of_host, b.attended[rows])
         self._mark("merge", layer_idx)
 
     def gather_ahead(
@@ -245,9 +211,14 @@ class DeviceStep:
             return
         # The selection comes first in its lane; the others need not wait for it.
         with link.gpu_sync.side_stream(_GATHERING if early else _SENDING) as gathering:
-            tables = self.resident.host_pages.tables
-            self.heads.gather(layer_idx, batch.rows, self.buffers.positions, tables, early=early)
+            self.heads.gather(layer_idx, batch.rows, self.buffers, early=early)
         batch.gathering.append(gathering)
+
+    def _attend(self, sources: Sequence[AttentionSource], layer_idx: int, rows: slice) -> None:
+        for source in sources:
+            if layer_idx in source.layers:
+                source.attend(layer_idx, rows, self.buffers)
+                self._mark(source.kind, layer_idx)
 
     def _ask_ahead(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """Have the host choose a layer's hot rows by the query that this layer's input makes there.

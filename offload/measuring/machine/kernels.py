@@ -20,7 +20,6 @@ from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import (
     num_kv_splits,
     num_retrieval_splits,
-    paged_decode_attention,
     retrieval_attention,
 )
 from gpu_ops.top_k_candidates import TopKBuffers
@@ -141,11 +140,12 @@ class AttentionBench(Operands):
             ][:CALLS]
             calls = [
                 functools.partial(
-                    paged_decode_attention,
+                    retrieval_attention,
                     query,
                     table,
                     position,
-                    num_kv_heads=shape.num_kv_heads,
+                    None,
+                    group_size=shape.group_size,
                     page_tokens=PAGE_TOKENS,
                     sm_scale=shape.head_dim**-0.5,
                     **self.partials(splits),

@@ -101,7 +101,7 @@ StagedLanes::Stage LaneJob::advance(int64_t index, int stage, int worker) {
   if (stage <= kScan && pass_.member_of(first).propose != nullptr) {
     const StagedLanes::Stage next = stage_of_candidates(r, first, stage);
     if (next.num_tasks > 0) return next;
-    unit.n = pass_.tokens_of(r, first);  // nothing is considered: everything is attended
+    if (unit.candidates.num_ranges > 0) unit.n = pass_.tokens_of(r, first);  // none is considered: all are attended
   }
   if (stage <= kScore) {
     const StagedLanes::Stage next = begin_attending(lane);
@@ -122,6 +122,11 @@ StagedLanes::Stage LaneJob::stage_of_candidates(int r, int u, int stage) {
     const int64_t most = of_codes ? deferred.codes.args.n / kMinScanCodes : deferred.num_ranked / kMinRankRows;
     candidates.num_scans = std::clamp<int64_t>(plan_.max_ranges(), 1, most);
     return {kScan, candidates.num_scans};
+  }
+  if (selector_.takes_all(r, u)) {
+    selector_.take_all(r, u);
+    if (setup_.failure.is_set()) staged_.cancel();
+    return {};
   }
   const auto n = static_cast<int64_t>(candidates.considered.size());
   candidates.num_ranges = std::clamp<int64_t>(divide_rounded(n, kMinScoreTokens), 1, plan_.max_ranges());

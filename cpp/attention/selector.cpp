@@ -21,7 +21,9 @@ int64_t may_defer(const AttentionSetup& setup, size_t num_rows) {
 
 PolicyContext Selector::context(int r, int u, int worker) const {
   const float* query = pass_.queries_of(r, u * setup_.unit_group());
-  return policy_context(setup_, pass_.layer_idx, pass_.row(r), u, query, worker);
+  PolicyContext ctx = policy_context(setup_, pass_.layer_idx, pass_.row(r), u, query, worker);
+  ctx.ahead = pass_.options.chooses_only;
+  return ctx;
 }
 
 void Selector::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows, int r, int u, int worker) {
@@ -171,6 +173,27 @@ void Selector::finish_scan(int r, int u, int worker) {
   if (count < 0) return pass_.report_non_finite(r, u);
   list_considered(pass_.tokens_of(r, u), codes.tokens, count, &candidates.considered);
   make_room(candidates);
+}
+
+bool Selector::takes_all(int r, int u) const {
+  return pass_.options.chooses_only && setup_.policy.top_p >= 1.0 && pass_.member_of(u).observe == nullptr &&
+         static_cast<int64_t>(pass_.unit(r, u).candidates.considered.size()) <= setup_.policy.budget_tokens;
+}
+
+void Selector::take_all(int r, int u) {
+  Unit& unit = pass_.unit(r, u);
+  const int group = setup_.unit_group();
+  const float* query = pass_.queries_of(r, u * group);
+  float check = 0.0f;  // stays 0 unless some number is NaN or inf: no score would tell
+  for (int i = 0; i < group * setup_.shape.head_dim; ++i) check += query[i] * 0.0f;
+  if (check != 0.0f) return pass_.report_non_finite(r, u);
+  std::vector<int32_t>& chosen = pass_.selection_of(r, u);
+  chosen.swap(unit.candidates.considered);
+  unit.candidates.num_ranges = 0;
+  unit.weights.clear();
+  unit.indices = chosen.data();
+  unit.n = static_cast<int64_t>(chosen.size());
+  if (!setup_.policy.roles.empty()) pass_.published_of(r, u).set(chosen);
 }
 
 // Sinks, the policy's tokens, recent ones.

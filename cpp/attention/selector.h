@@ -24,6 +24,9 @@ class Selector {
   // Codes that propose() left to the workers: those of a range of tokens, and what follows the last range.
   void scan(int r, int u, int64_t range, int worker);
   void finish_scan(int r, int u, int worker);
+  // Whether all that propose named is chosen as it is, ahead; and to choose it.
+  bool takes_all(int r, int u) const;
+  void take_all(int r, int u);
   // Scores of a range of what a unit considers, and what follows the last range: attention weights over all of it, and
   // the policy's choice among its candidates.
   void score_range(int r, int u, int64_t range, int worker);

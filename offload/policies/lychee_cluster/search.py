@@ -70,6 +70,7 @@ NUMBERS = NumberLayout(
 )
 read_numbers = NUMBERS.read
 PAPER_UNITS = 6  # coarse units that its search opens (more where they are small)
+_AHEAD = 0.97  # of the room: how many tokens so many chunks have is not known before
 _CHOICE = 2.5  # groups to rank, for each that will be taken
 
 
@@ -321,11 +322,14 @@ def _take_chunks(
     units = view_int32(scratch.units, UNITS_LENGTH)
     partial = view_int32(scratch.units + 4 * PARTIAL, 2)
     room = header.candidate_capacity - header.carried_tokens - (ctx.budget_tokens - needed)
+    if ctx.ahead:
+        room = needed
     first_offset = index.offsets.ctypes.data
     taken = 0
     k = 0
     size = group_tokens(ctx, header)
-    while (taken < needed or taken < 0.9 * wanted) and k < visited and taken < room:
+    least = max(min(needed, wanted), 0.9 * wanted)
+    while taken < least and k < visited and taken < room:
         k = min(visited, k + 1 + int((wanted - taken) / size))
         count: int = top_k(pointer, ctx.top_k, scratch.scores, visited, k, scratch.picked)
         if count < 0:
@@ -362,6 +366,8 @@ def propose(pointer: Any) -> int:
             numbers = read_numbers(ctx.parameters)
             ratio, least = numbers.candidate_ratio, int(numbers.least_candidates)
             wanted = max(int(needed * ratio), least - buffered)
+            if ctx.ahead:  # nothing will be scored: the best chunks are the choice
+                wanted = int(_AHEAD * needed)
         if ctx.resumes:
             units = view_int32(scratch.units, UNITS_LENGTH)
             visited = np.int64(units[ENDS + units[OPENED] - 1])

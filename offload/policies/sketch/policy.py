@@ -108,7 +108,8 @@ def propose(pointer: Any) -> int:
             offset += rotated[d] * mean[d]
         offsets[g] = offset
         rotate(rotated)
-    wanted = min(int(numbers.candidate_ratio * ctx.budget_tokens), ctx.last - ctx.first)
+    ratio = 1.0 if ctx.ahead else numbers.candidate_ratio  # ahead, nothing is scored
+    wanted = min(int(ratio * ctx.budget_tokens), ctx.last - ctx.first)
     code_bytes = sizes.max_tokens * (head_dim * bits // 8)
     ctx.candidates = tokens_at
     count: int = top_codes(

@@ -133,7 +133,8 @@ class Scheduler:
         self._read_share = read_share
         self._sizes = dict(_LEAST)  # of slices that take so long
         self._decodes = False  # somebody, when the last slice began
-        self._owed = 0.0  # seconds of decoding before the next slice
+        self._owed = 0.0  # seconds of decoding before more is read
+        self._paused_at = 0.0  # seconds of the slice that are in `_owed`
         self._last: Request | None = None  # whose slice was read
 
     def __len__(self) -> int:
@@ -205,6 +206,7 @@ class Scheduler:
         """
         if not (self.reading or self.correcting) or (self.running and self._owed > 0.0):
             return []
+        self._owed = self._paused_at = 0.0
         self._decodes = bool(self.running)
         whole = self._sizes[self._decodes]
         corrected = self._corrected_in(whole // 2 if self.reading else whole)
@@ -240,6 +242,16 @@ class Scheduler:
             left -= max(request.correction.num_left, _LEAST[True])
         return parts
 
+    def pauses(self, seconds: float) -> bool:
+        """Whether the others decode now, in the middle of a slice.
+
+        Args:
+            seconds: of reading since the slice began.
+        """
+        self._owed += (seconds - self._paused_at) * (1.0 - self._read_share) / self._read_share
+        self._paused_at = seconds
+        return bool(self.running) and self._owed > 0.0
+
     def was_read(self, num_tokens: int, seconds: float) -> None:
         """A slice took so long: the next one is as much larger or smaller."""
         decodes = self._decodes
@@ -247,11 +259,15 @@ class Scheduler:
         if 2 * num_tokens >= size:  # else a prompt's end says little
             size = int(size * min(_GROWTH[decodes], max(0.5, wanted / seconds)))
             self._sizes[decodes] = min(_MOST, max(_LEAST[decodes], size))
-        self._owed = seconds * (1.0 - self._read_share) / self._read_share
+        self.pauses(seconds)
 
     def was_decoded(self, seconds: float) -> None:
         """A step took so long."""
         self._owed -= seconds
+
+    def waits_for_readers(self) -> None:
+        """None of those that run can decode: nobody is kept waiting by a slice."""
+        self._owed = 0.0
 
 
 def _shares(

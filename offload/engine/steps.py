@@ -82,8 +82,6 @@ class Steps:
         self._others = runtime.current_generation
         self._outputs: list[RequestOutput] = []
         self._slice_began = 0.0
-        # A GPU is given a slice's layers before it has come to them: there is no place in between.
-        self._pauses = runtime.device.type == "cpu"
 
     def run(self, cancelled: Iterable[Request]) -> list[RequestOutput]:
         """One step: its outputs."""
@@ -277,10 +275,10 @@ class Steps:
         """Of reading, since the slice began."""
         return time.perf_counter() - self.stats.decode_seconds - self._slice_began
 
-    def _pause(self) -> None:
+    def _pause(self, num_tokens: int) -> None:
         """Behind a layer of a slice the others decode, if reading has had its share of the time:
         how long a slice takes is not how long they wait."""
-        if self.scheduler.pauses(self._slice_seconds()):
+        if self.scheduler.owes(self._slice_seconds()):
             self._decode()
 
     def _correct(self, request: Request, size: int) -> None:
@@ -320,7 +318,7 @@ class Steps:
             hidden = self._runner.read(
                 [(r.seq, r.prompt[a:b]) for r, a, b in spans if r.seq is not None],
                 builds=any(stop == len(request.prompt) for request, _, stop in spans),
-                on_tokens=(lambda _: self._pause()) if self._pauses else None,
+                on_tokens=self._pause,
             )
         except Exception as error:
             if isinstance(error, HostBudgetError) and self._make_room():

@@ -215,7 +215,7 @@ class Scheduler:
         Args:
             num_left: tokens of a prompt that have to be read.
         """
-        if not (self.reading or self.correcting) or (self.running and self._owed > 0.0):
+        if not (self.reading or self.correcting) or self.decodes_first:
             return []
         self._owed = self._paused_at = 0.0
         can_pause = self._can_pause and not self.correcting
@@ -262,7 +262,13 @@ class Scheduler:
         """
         self._owed += (seconds - self._paused_at) * (1.0 - self._read_share) / self._read_share
         self._paused_at = seconds
-        return self._kind == _PAUSED and bool(self.running) and self._owed > 0.0
+        # Several steps in a row: threads of torch's still spin beside the first.
+        return self._kind == _PAUSED and self._owed > self._slice_seconds / 2
+
+    @property
+    def decodes_first(self) -> bool:
+        """Whether those that run decode before more is read."""
+        return bool(self.running) and self._owed > 0.0
 
     def was_read(self, num_tokens: int, seconds: float) -> None:
         """A slice took so long: the next one is as much larger or smaller."""

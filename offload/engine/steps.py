@@ -280,6 +280,8 @@ class Steps:
         how long a slice takes is not how long they wait."""
         if self.scheduler.owes(self._slice_seconds()):
             self._decode()
+            while self.scheduler.decodes_first:
+                self._decode()
 
     def _correct(self, request: Request, size: int) -> None:
         """Read some decoded tokens again; behind the last of them it goes on."""

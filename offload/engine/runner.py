@@ -16,6 +16,7 @@ from offload.decode.sampling import SamplingOptions
 from offload.engine.correction import SlicedCorrection
 from offload.engine.sampler import Chosen, score
 from offload.models.batch import RaggedBatch, tokens_each
+from offload.prefill.forward import OnTokens
 from offload.runtime.passes import Pass
 from offload.runtime.runtime import Runtime
 from offload.system.autocast import current_device, without_autocast
@@ -46,13 +47,18 @@ class Runner:
         self._sequences.free(seqs)
 
     def read(
-        self, parts: Sequence[tuple[int, Sequence[int]]], *, builds: bool
+        self,
+        parts: Sequence[tuple[int, Sequence[int]]],
+        *,
+        builds: bool,
+        on_tokens: OnTokens | None = None,
     ) -> tuple[Tensor, ...]:
         """Read some more of prompts: of each, hidden states [num_tokens, hidden_size] for `logits`.
 
         Args:
             parts: sequences, and their next tokens.
             builds: a GPU builds what the policy keeps: some prompt is read to its end.
+            on_tokens: as of `prefill`; on a CPU other sequences may `decode` in there.
 
         Raises:
             HostBudgetError, RuntimeError, ValueError: as `Runtime.run`; all are as before.
@@ -64,7 +70,7 @@ class Runner:
 
         def compute(seqs: list[int]) -> Tensor:
             self._sequences.note_text(batch, seqs, ids, batch.position_ids)
-            return runtime.prefill(embedded, batch, seqs, builds=builds)
+            return runtime.prefill(embedded, batch, seqs, builds=builds, on_tokens=on_tokens)
 
         with (
             self._timed(),
@@ -193,11 +199,11 @@ class Runner:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self.seconds
         try:
             yield
-        finally:
-            self.seconds += time.perf_counter() - start
+        finally:  # passes in the middle of this one are part of it
+            self.seconds = before + time.perf_counter() - start
 
 
 def _batch_of(firsts: Sequence[int], sizes: Sequence[int]) -> RaggedBatch:

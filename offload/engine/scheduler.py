@@ -11,11 +11,16 @@ from offload.kv.store import KVStore
 from offload.policies.state import PolicyStates
 from offload.runtime.correcting import Corrections
 
-# Tokens of a slice at least, while others decode and while nobody does: fewer take about as long.
-_LEAST = {True: 32, False: 256}
+# Slices while nobody decodes, while others wait for them, and in which others decode.
+_ALONE, _WAITED, _PAUSED = "alone", "waited", "paused"
+# Tokens of a slice at least: fewer take about as long.
+_LEAST = {_ALONE: 256, _WAITED: 32, _PAUSED: 32}
+# `slice_seconds` of each: larger ones read more per second, and keep only those waiting that are
+# read next, or cancelled.
+_SECONDS = {_ALONE: 3.0, _WAITED: 1.0, _PAUSED: 2.0}
 _MOST = 2**16
 # Of the next slice at most, against the last: one that was quick by chance makes no long gap.
-_GROWTH = {True: 1.25, False: 2.0}
+_GROWTH = {_ALONE: 2.0, _WAITED: 1.25, _PAUSED: 2.0}
 _ANSWER_TOKENS = 1024  # that are expected where a request has no maximum
 _LOOKED_THROUGH = 8  # prompts behind the first, for such as fit a slice
 
@@ -113,6 +118,10 @@ class Scheduler:
     a long one. A prompt whose beginning is just being read waits, and shares that. Corrections come
     before prompts, one after the other, and leave them half of each slice.
 
+    Args:
+        max_num_seqs, slice_seconds, read_share: as of `Engine`.
+        can_pause: others can decode in the middle of a slice of prompts.
+
     Attributes:
         waiting: requests that were not admitted yet.
         restoring: those whose sequences come back from disk.
@@ -121,19 +130,22 @@ class Scheduler:
         correcting: those whose decoded tokens are read again, before they go on.
     """
 
-    def __init__(self, *, max_num_seqs: int, slice_seconds: float, read_share: float) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, slice_seconds: float, read_share: float, can_pause: bool
+    ) -> None:
         self.waiting: deque[Request] = deque()
         self.restoring: list[Request] = []
         self.reading: list[Request] = []
         self.running: list[Request] = []
         self.correcting: list[Request] = []
         self.max_num_seqs = max_num_seqs
-        # Nobody waits for a slice while nobody decodes, but for a request that is cancelled.
-        self._slice_seconds = {True: slice_seconds, False: 3 * slice_seconds}
+        self._can_pause = can_pause
+        self._slice_seconds = slice_seconds
         self._read_share = read_share
         self._sizes = dict(_LEAST)  # of slices that take so long
-        self._decodes = False  # somebody, when the last slice began
-        self._owed = 0.0  # seconds of decoding before the next slice
+        self._kind = _ALONE  # of the last slice
+        self._owed = 0.0  # seconds of decoding before more is read
+        self._paused_at = 0.0  # seconds of the slice that are in `_owed`
         self._last: Request | None = None  # whose slice was read
 
     def __len__(self) -> int:
@@ -203,10 +215,12 @@ class Scheduler:
         Args:
             num_left: tokens of a prompt that have to be read.
         """
-        if not (self.reading or self.correcting) or (self.running and self._owed > 0.0):
+        if not (self.reading or self.correcting) or self.decodes_first:
             return []
-        self._decodes = bool(self.running)
-        whole = self._sizes[self._decodes]
+        self._owed = self._paused_at = 0.0
+        can_pause = self._can_pause and not self.correcting
+        self._kind = _ALONE if not self.running else _PAUSED if can_pause else _WAITED
+        whole = self._sizes[self._kind]
         corrected = self._corrected_in(whole // 2 if self.reading else whole)
         if not self.reading:
             return corrected
@@ -237,21 +251,41 @@ class Scheduler:
                 break
             assert request.correction is not None
             parts.append((request, min(left, request.correction.num_left)))
-            left -= max(request.correction.num_left, _LEAST[True])
+            left -= max(request.correction.num_left, _LEAST[_WAITED])
         return parts
+
+    def owes(self, seconds: float) -> bool:
+        """Whether the others decode now, in the middle of a slice where they can.
+
+        Args:
+            seconds: of reading since the slice began.
+        """
+        self._owed += (seconds - self._paused_at) * (1.0 - self._read_share) / self._read_share
+        self._paused_at = seconds
+        # Several steps in a row: threads of torch's still spin beside the first.
+        return self._kind == _PAUSED and self._owed > self._slice_seconds / 2
+
+    @property
+    def decodes_first(self) -> bool:
+        """Whether those that run decode before more is read."""
+        return bool(self.running) and self._owed > 0.0
 
     def was_read(self, num_tokens: int, seconds: float) -> None:
         """A slice took so long: the next one is as much larger or smaller."""
-        decodes = self._decodes
-        size, wanted = self._sizes[decodes], self._slice_seconds[decodes]
+        kind = self._kind
+        size, wanted = self._sizes[kind], self._slice_seconds * _SECONDS[kind]
         if 2 * num_tokens >= size:  # else a prompt's end says little
-            size = int(size * min(_GROWTH[decodes], max(0.5, wanted / seconds)))
-            self._sizes[decodes] = min(_MOST, max(_LEAST[decodes], size))
-        self._owed = seconds * (1.0 - self._read_share) / self._read_share
+            size = int(size * min(_GROWTH[kind], max(0.5, wanted / seconds)))
+            self._sizes[kind] = min(_MOST, max(_LEAST[kind], size))
+        self.owes(seconds)
 
     def was_decoded(self, seconds: float) -> None:
         """A step took so long."""
         self._owed -= seconds
+
+    def waits_for_readers(self) -> None:
+        """None of those that run can decode: nobody is kept waiting by a slice."""
+        self._owed = 0.0
 
 
 def _shares(

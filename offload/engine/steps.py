@@ -81,6 +81,7 @@ class Steps:
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
         self._others = runtime.current_generation
         self._outputs: list[RequestOutput] = []
+        self._slice_began = 0.0
 
     def run(self, cancelled: Iterable[Request]) -> list[RequestOutput]:
         """One step: its outputs."""
@@ -167,7 +168,7 @@ class Steps:
     def _decode(self) -> None:
         rows = self._not_due([request for request in self.scheduler.running if request.is_ready()])
         if not rows:
-            self.scheduler.was_decoded(math.inf)  # nobody is kept waiting by a slice
+            self.scheduler.waits_for_readers()
             return
         start = time.perf_counter()
         self._decode_rows(rows)
@@ -259,15 +260,28 @@ class Steps:
         parts = self.scheduler.next_slice(self.prefixes.num_left)
         if not parts:
             return
-        start = time.perf_counter()
+        # What is decoded in between does not count.
+        self._slice_began = time.perf_counter() - self.stats.decode_seconds
         for request, size in parts:
             if request.is_read:
                 self._correct(request, size)
         if prompts := [part for part in parts if not part[0].is_read]:
             self._read_parts(prompts)
-        seconds, num_tokens = time.perf_counter() - start, sum(size for _, size in parts)
+        seconds, num_tokens = self._slice_seconds(), sum(size for _, size in parts)
         self.scheduler.was_read(num_tokens, seconds)
         self.stats.read_seconds += seconds
+
+    def _slice_seconds(self) -> float:
+        """Of reading, since the slice began."""
+        return time.perf_counter() - self.stats.decode_seconds - self._slice_began
+
+    def _pause(self, num_tokens: int) -> None:
+        """Behind a layer of a slice the others decode, if reading has had its share of the time:
+        how long a slice takes is not how long they wait."""
+        if self.scheduler.owes(self._slice_seconds()):
+            self._decode()
+            while self.scheduler.decodes_first:
+                self._decode()
 
     def _correct(self, request: Request, size: int) -> None:
         """Read some decoded tokens again; behind the last of them it goes on."""
@@ -306,6 +320,7 @@ class Steps:
             hidden = self._runner.read(
                 [(r.seq, r.prompt[a:b]) for r, a, b in spans if r.seq is not None],
                 builds=any(stop == len(request.prompt) for request, _, stop in spans),
+                on_tokens=self._pause,
             )
         except Exception as error:
             if isinstance(error, HostBudgetError) and self._make_room():

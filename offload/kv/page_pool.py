@@ -22,7 +22,8 @@ from offload.system.huge_pages import map_slab
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 from offload.system.pinned_memory import HostRegistration
 
-DEFAULT_SLAB_BYTES = 64 * 2**20
+# Touching takes 2 ms per MiB on a slow machine, and all that decode wait for it.
+DEFAULT_SLAB_BYTES = 16 * 2**20
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

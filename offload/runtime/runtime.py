@@ -144,6 +144,7 @@ class Runtime:
         attentions: Sequence[DecodeAttention] | None = None,
         corrects: bool = False,
         builds: bool = True,
+        on_tokens: OnTokens | None = None,
     ) -> torch.Tensor:
         """Embeddings [num_tokens, hidden_size] of new tokens through all layers, overwritten.
 
@@ -152,6 +153,7 @@ class Runtime:
             attentions: of the policies that will decode after it; None: this runtime's own.
             corrects: tokens that were decoded are read again.
             builds: what policies build on a GPU during a prefill; False: more of the prompt comes.
+            on_tokens: in the place of the attribute.
         """
         if self.attention.top_p_controller is not None and not corrects:
             self.attention.top_p_controller.restart()
@@ -170,7 +172,7 @@ class Runtime:
                 store=self.store if seqs else None,
                 slice_tokens=self.config.prefill_slice_tokens,
                 pool=self._decoder.pool,
-                on_tokens=None if corrects else self.on_tokens,
+                on_tokens=on_tokens or (None if corrects else self.on_tokens),
                 device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
             )
         self.current_generation.stats.index_seconds += seconds

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from offload.engine.scheduler import _LEAST
+
 
 @pytest.fixture(autouse=True)
 def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.engine.scheduler._LEAST", {True: 16, False: 16})
+    monkeypatch.setattr("offload.engine.scheduler._LEAST", dict.fromkeys(_LEAST, 16))

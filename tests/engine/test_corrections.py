@@ -17,7 +17,7 @@ from cases.tiny_models import random_tokens, save_long_model
 
 from offload import Engine, OffloadedModel, SamplingParams
 from offload.engine.runner import Runner
-from offload.engine.scheduler import Scheduler
+from offload.engine.scheduler import _ALONE, _LEAST, Scheduler
 from offload.engine.sessions import Sessions
 from offload.policies.registry import available_policies, make_policy
 from offload.prefill import forward as prefill_forward
@@ -210,7 +210,7 @@ def test_short_corrections_make_no_long_slice(
     while engine.has_work:
         passes.clear()
         step(engine, found)
-        if engine._steps.scheduler._decodes:
+        if engine._steps.scheduler._kind != _ALONE:
             assert len(passes) <= 1
             num_seen += len(passes)
     assert num_seen > 20
@@ -372,7 +372,7 @@ def test_sessions_go_on_as_one_cache_does(
     folder: Path, tmp_path: Path, name: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next prompt reads again what waits."""
-    monkeypatch.setattr("offload.engine.scheduler._LEAST", {True: 4096, False: 4096})
+    monkeypatch.setattr("offload.engine.scheduler._LEAST", dict.fromkeys(_LEAST, 4096))
     model = load(folder, name)
     more = [[], *prompts_of(25, 33, 28)]
     cache, text, wanted = model.new_cache(), prompts_of(90)[0], []

@@ -22,6 +22,7 @@ from offload.engine.preemption import Preempted
 from offload.engine.request import Request, RequestOutput
 from offload.engine.runner import Runner
 from offload.engine.sampling_params import SamplingParams
+from offload.engine.scheduler import Scheduler
 from offload.policies.registry import available_policies, make_policy
 
 FEW = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8}
@@ -44,10 +45,14 @@ def answers(engine: Engine, outputs: dict[str, list[int]] | None = None) -> dict
     """Of all requests that are there, by id."""
     found: dict[str, list[int]] = {} if outputs is None else outputs
     while engine.has_work:
-        for output in engine.step():
-            assert output.error is None, output
-            found.setdefault(output.request_id, []).extend(c.token for c in output.tokens)
+        answers_of_step(engine, found)
     return found
+
+
+def answers_of_step(engine: Engine, found: dict[str, list[int]]) -> None:
+    for output in engine.step():
+        assert output.error is None, output
+        found.setdefault(output.request_id, []).extend(c.token for c in output.tokens)
 
 
 def load(folder: Path, name: str = "full", **options: Any) -> Any:
@@ -103,6 +108,33 @@ def test_a_mix_gets_the_tokens_of_each_alone(
     engine.stop()
     assert model.kv_store.num_sequences == 0
     assert model.kv_store.host_bytes_used == 0
+
+
+@pytest.mark.parametrize("name", ["full", "lychee_cluster"])
+def test_others_decode_between_the_layers_of_a_slice(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model, (short, long) = load(long_folder, name), prompts_of(70, 200)
+    wanted = {"decodes": alone(model, short, 30), "is read": alone(model, long)}
+    engine, found, during = Engine(model), dict[str, list[int]](), list[int]()
+    read = Runner.read
+
+    def counting(self: Runner, *arguments: Any, **options: Any) -> Any:
+        before = engine.stats.decode_steps
+        hidden = read(self, *arguments, **options)
+        during.append(engine.stats.decode_steps - before)
+        return hidden
+
+    engine.add_request(short, replace(GREEDY, max_tokens=30), "decodes")
+    while not engine.stats.decode_steps:
+        answers_of_step(engine, found)
+    monkeypatch.setattr(Runner, "read", counting)
+    monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: True)
+    engine.add_request(long, GREEDY, "is read")
+    assert answers(engine, found) == wanted
+    assert during[0] == model.config.num_hidden_layers
+    engine.stop()
+    assert model.kv_store.num_sequences == 0
 
 
 @pytest.fixture(scope="module")

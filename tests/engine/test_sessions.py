@@ -17,6 +17,7 @@ from cases.inside import allow_host_bytes
 from cases.tiny_models import random_tokens
 
 from offload import Engine, OffloadedCache, OffloadedModel, RequestOutput, SamplingParams
+from offload.engine.scheduler import _LEAST
 from offload.engine.session_folder import SessionFolder
 from offload.engine.sessions import SessionInUseError, Sessions
 from offload.policies.registry import make_policy
@@ -38,7 +39,7 @@ def load(folder: Path, name: str = "full", **options: Any) -> Any:
 @pytest.fixture(autouse=True)
 def whole_prompts(short_slices: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes come of the same slices only."""
-    monkeypatch.setattr("offload.engine.scheduler._LEAST", {True: 4096, False: 4096})
+    monkeypatch.setattr("offload.engine.scheduler._LEAST", dict.fromkeys(_LEAST, 4096))
 
 
 @pytest.fixture(scope="module")

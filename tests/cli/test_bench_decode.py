@@ -22,6 +22,7 @@ from offload.bench.eval.haystack import prose_text
 from offload.cli import app
 from offload.cli.bench import decode as bench_decode
 from offload.cli.bench.options import DTYPE_NAMES, MODEL_SHAPE_NAMES
+from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.measuring.steps.measure import WARM_UP_STEPS, measure_steps
 from offload.measuring.steps.step_timeline import SHARES
 from offload.models.dtypes import DTYPES
@@ -65,6 +66,17 @@ def test_json_of_a_shape() -> None:
         assert row["memory"]["kv_host"] >= row["kv_len"] * MODEL_SHAPES["tiny"].kv_token_bytes
     assert [row["steps"] for row in document["rows"][:3]] == [2, 2, 2]
     assert document["rows"][0]["policy_options"]["budget_tokens"] == 256
+
+
+def test_a_placement_is_of_a_gpu(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    HeadPlacement.filled(4, 2, Place.GPU).save(plan)
+    result = runner.invoke(app, [*SMALL, "--placement", str(plan)])
+    assert result.exit_code == 1
+    assert "names no policy" in " ".join(result.stderr.split())
+    result = runner.invoke(app, [*SMALL, "--policy", "quest", "--placement", str(plan)])
+    assert result.exit_code == 1
+    assert "placement is for a GPU that decodes" in " ".join(result.stderr.split())
 
 
 def test_table_and_log() -> None:

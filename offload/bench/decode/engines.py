@@ -23,6 +23,7 @@ from offload.bench.decode.baselines.transformers_decode import (
 )
 from offload.bench.decode.models import DecodeModel, OnDone, ignore, lean_model, release
 from offload.bench.eval.labels import policy_label, policy_options
+from offload.decode.gpu.placement import Place
 from offload.measuring.steps.measure import measure_steps
 from offload.measuring.steps.session import DecodeSession
 from offload.measuring.steps.step_timeline import StepTimeline
@@ -102,6 +103,8 @@ def our_row(
 ) -> tuple[Row, list[StepTimeline]]:
     """A session, which is closed, and its traced steps."""
     policy = session.runtime.config.policy
+    placement = getattr(session.runtime.decoder, "placement", None)
+    places = {} if placement is None else {p.name: sum(placement.counts(p)) for p in Place}
     with closing(session):
         measurement, steps = measure_steps(
             session,
@@ -115,6 +118,7 @@ def our_row(
         "label": policy_label(policy),
         "policy_options": policy_options(policy),
         "kv_len": kv_len,
+        "places": places,
         **asdict(measurement),
     }
     return row, steps

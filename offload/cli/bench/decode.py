@@ -62,6 +62,7 @@ ENGINE_NAMES = (
 DEFAULT_ENGINE_NAMES = tuple(name for name in ENGINE_NAMES if name != "transformers-compiled")
 CPU_ENGINE_NAMES = ("offload", "transformers")
 BACKEND_NAMES = ("graph", "stream")
+DEFAULT_POLICIES = "auto,lychee_cluster,lfps"
 # What a machine can do in a few minutes.
 GPU_DEFAULTS = ("llama-3.1-8b", "4096,32768,131072")
 CPU_DEFAULTS = ("smollm2-135m", "512,2048,7168")
@@ -94,8 +95,13 @@ def decode(
         ),
     ] = None,
     policy: Annotated[
-        str, typer.Option(metavar="NAMES", help="Of host attention, comma-separated.")
-    ] = "auto,lychee_cluster,lfps",
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Of host attention, comma-separated. "
+            rf"\[default: {DEFAULT_POLICIES}; with --placement, its own]",
+        ),
+    ] = None,
     budget_tokens: BudgetTokens = 1024,
     option: PolicyOptions = None,
     engines: Annotated[
@@ -131,6 +137,14 @@ def decode(
     ] = 8,
     threads: Threads = None,
     max_memory: MaxMemory = None,
+    placement: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where KV heads are attended: the output of offload plan --json. "
+            r"\[default: chosen for this machine]",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -189,6 +203,10 @@ def decode(
         offload bench decode smollm2-135m-instruct --device cpu --context 2048,7168 --json
 
         offload bench decode --policy lfps --context 131072 --engines offload --trace steps.json
+
+        offload plan llama-3.1-8b --policy lychee_cluster --hot-rows --json > hot.json
+
+        offload bench decode --context 131072 --engines offload,graph --placement hot.json
     """
     model = given_model(model, old_model)
     check_one_source(shape, model)
@@ -221,10 +239,15 @@ def decode(
 
         from offload.bench.decode.engines import DecodePlan
         from offload.policies.registry import policy_names
-        from offload.runtime.config import checked_device, runtime_config
+        from offload.runtime.config import checked_device, planned_policy, runtime_config
 
-        names = comma_separated(policy, option="--policy", available=tuple(policy_names()))
-        policies = policy_grid(names, [budget_tokens], options, option="--option")
+        if policy is None and placement is not None:
+            policies = [planned_policy(placement)]
+        else:
+            names = comma_separated(
+                policy or DEFAULT_POLICIES, option="--policy", available=tuple(policy_names())
+            )
+            policies = policy_grid(names, [budget_tokens], options, option="--option")
         where = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         on_cpu = where.type == "cpu"
         defaults = CPU_DEFAULTS if on_cpu else GPU_DEFAULTS
@@ -244,6 +267,8 @@ def decode(
                 num_threads=threads,
                 dtype=dtype or ("bfloat16" if model is None else "auto"),
                 max_memory=budgets,
+                policy=policies[0],  # each has its turn
+                placement=placement,
             )
             policies, why = resolved_policies(policies, config, model, shape or defaults[0])
         plan = DecodePlan(

@@ -25,6 +25,7 @@ from perf.plots import (
 )
 from perf.results_file import ROOT, read_results
 from perf.tables import (
+    ahead_tables,
     gpu_tables,
     latency_tables,
     placement_tables,
@@ -52,6 +53,9 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "policy-speed": ("decode-policies", selection_tables.policy_speed_table),
     "prefill": ("decode", tables.prefill_table),
     "gpu-plan": ("gpu-plan", placement_tables.gpu_plan_table),
+    "hot-rows": ("hot-rows", ahead_tables.hot_rows_table),
+    "ruler-ahead": ("ruler-gpu", ahead_tables.ruler_ahead_table),
+    "ruler-roles": ("ruler-gpu", ahead_tables.ruler_roles_table),
     "latency": ("latency", latency_tables.latency_table),
     "latency-phases": ("latency", latency_tables.latency_phases_table),
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),

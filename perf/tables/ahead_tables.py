@@ -26,7 +26,7 @@ def hot_rows_table(result: dict[str, Any]) -> str:
         )
 
     columns: Columns = {
-        "sequences": "{batch_size} × {kv_len:,}",
+        "sequences": lambda row: f"{row['batch_size']} {TIMES} {row['kv_len']:,}",
         "CPU threads": "{threads}",
         "policy": "`{policy}`",
         "KV heads": lambda row: ", ".join(f"{n} {place}" for place, n in row["places"].items()),

@@ -101,6 +101,10 @@ StagedLanes::Stage LaneJob::advance(int64_t index, int stage, int worker) {
   if (stage <= kScan && pass_.member_of(first).propose != nullptr) {
     const StagedLanes::Stage next = stage_of_candidates(r, first, stage);
     if (next.num_tasks > 0) return next;
+    if (setup_.failure.is_set()) {  // of take_all(): nothing is to be learnt
+      staged_.cancel();
+      return {};
+    }
     if (unit.candidates.num_ranges > 0) unit.n = pass_.tokens_of(r, first);  // none is considered: all are attended
   }
   if (stage <= kScore) {
@@ -125,7 +129,6 @@ StagedLanes::Stage LaneJob::stage_of_candidates(int r, int u, int stage) {
   }
   if (selector_.takes_all(r, u)) {
     selector_.take_all(r, u);
-    if (setup_.failure.is_set()) staged_.cancel();
     return {};
   }
   const auto n = static_cast<int64_t>(candidates.considered.size());

@@ -58,8 +58,8 @@ struct PolicyContext {
   const uint8_t* text_marks;  // [kv_len] what the text of each token ends with; null where it is not known
   int64_t bytes_touched;      // callbacks add what they read and write of their own arrays
   int64_t may_defer;  // 1: propose may leave codes to the workers; 2: rows to rank, too, which are more than the units
-  // A choice a layer ahead, which others will attend to beside what they hold: where propose names no more than
-  // budget_tokens, and nobody observes, that is the choice, and nothing is scored.
+  // A choice a layer ahead, which others will attend to beside what they hold, and no weight is asked for: where
+  // propose names no more than budget_tokens, that is the choice, and nothing is scored.
   int64_t ahead;
   int64_t resumes;      // propose: called again, after the workers have ranked
   void* const* arrays;  // the policy's own arrays of this (sequence, layer), in the order that it declares

@@ -69,7 +69,7 @@ int64_t rank_rows(const PolicyContext* context, const float* query, int64_t num_
                       ranges,
                       static_cast<int>(num_ranges),
                       ranks};
-  if (context->may_defer > 1 && num_rows >= kMinDeferredRows) {
+  if (context->deferred != nullptr && context->may_defer > 1 && num_rows >= kMinDeferredRows) {
     context->deferred->ranks = args;
     context->deferred->num_ranked = num_rows;
     return kDeferred;
@@ -92,7 +92,7 @@ int64_t top_codes(const PolicyContext* context, const float* query, const float*
                 scales,
                 n,
                 nullptr};
-  if (context->may_defer != 0 && k > 0 && n >= kMinDeferredCodes) {
+  if (context->deferred != nullptr && context->may_defer != 0 && k > 0 && n >= kMinDeferredCodes) {
     context->deferred->codes = {args, k, tokens};
     return kDeferred;
   }

@@ -22,7 +22,7 @@ int64_t may_defer(const AttentionSetup& setup, size_t num_rows) {
 PolicyContext Selector::context(int r, int u, int worker) const {
   const float* query = pass_.queries_of(r, u * setup_.unit_group());
   PolicyContext ctx = policy_context(setup_, pass_.layer_idx, pass_.row(r), u, query, worker);
-  ctx.ahead = pass_.options.chooses_only;
+  ctx.ahead = is_unscored(u);
   return ctx;
 }
 
@@ -175,8 +175,12 @@ void Selector::finish_scan(int r, int u, int worker) {
   make_room(candidates);
 }
 
+bool Selector::is_unscored(int u) const {
+  return pass_.options.chooses_only && setup_.policy.top_p >= 1.0 && pass_.member_of(u).observe == nullptr;
+}
+
 bool Selector::takes_all(int r, int u) const {
-  return pass_.options.chooses_only && setup_.policy.top_p >= 1.0 && pass_.member_of(u).observe == nullptr &&
+  return is_unscored(u) &&
          static_cast<int64_t>(pass_.unit(r, u).candidates.considered.size()) <= setup_.policy.budget_tokens;
 }
 

@@ -166,7 +166,7 @@ class Steps:
             self.scheduler.begin(request)
 
     def _decode(self) -> None:
-        rows = self._not_due([request for request in self.scheduler.running if request.is_ready()])
+        rows = self._not_due(self._ready())
         if not rows:
             self.scheduler.waits_for_readers()
             return
@@ -176,6 +176,17 @@ class Steps:
         self.scheduler.was_decoded(seconds)
         self.stats.decode_steps += 1
         self.stats.decode_seconds += seconds
+
+    def _ready(self) -> list[Request]:
+        """Those that run, and whose next token may be chosen now."""
+        ready: list[Request] = []
+        for request in [*self.scheduler.running]:
+            try:
+                if request.is_ready():
+                    ready.append(request)
+            except Exception as error:  # in a slice it would be taken for one of the prompt's
+                self.emit_error(request, error)
+        return ready
 
     def _not_due(self, rows: list[Request]) -> list[Request]:
         """Those that decode their next token; the others are corrected with it."""

@@ -137,6 +137,49 @@ def test_others_decode_between_the_layers_of_a_slice(
     assert model.kv_store.num_sequences == 0
 
 
+@pytest.mark.parametrize("callback", ["is_ready", "on_output"])
+def test_a_callback_fails_between_the_layers_of_a_slice(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch, callback: str
+) -> None:
+    """Its request ends, and not the one that is read."""
+    model, (short, long) = load(long_folder), prompts_of(70, 200)
+    wanted, is_reading, reads = alone(model, long), False, list[bool]()
+    read = Runner.read
+
+    def noting(self: Runner, *arguments: Any, **options: Any) -> Any:
+        nonlocal is_reading
+        is_reading = bool(reads)  # not of the first prompt
+        try:
+            return read(self, *arguments, **options)
+        finally:
+            is_reading = False
+            reads.append(True)
+
+    def fails(*output: RequestOutput) -> bool:
+        if is_reading:
+            raise ArithmeticError("in a slice")
+        return True
+
+    engine, options = Engine(model), {callback: fails}
+    monkeypatch.setattr(Runner, "read", noting)
+    engine.add_request(short, replace(GREEDY, max_tokens=60), "decodes", **options)
+    while not engine.stats.decode_steps:
+        engine.step()
+    reads[:] = [True]
+    monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: True)
+    engine.add_request(long, GREEDY, "is read")
+    outputs = list[RequestOutput]()
+    while engine.has_work:
+        outputs += engine.step()
+    of_short = [output for output in outputs if output.request_id == "decodes"]
+    assert isinstance(of_short[-1].error, ArithmeticError)
+    of_long = [output for output in outputs if output.request_id == "is read"]
+    assert [chosen.token for output in of_long for chosen in output.tokens] == wanted
+    assert of_long[-1].error is None
+    engine.stop()
+    assert model.kv_store.num_sequences == 0
+
+
 @pytest.fixture(scope="module")
 def model(tiny_folders: dict[str, Path]) -> Any:
     return load(tiny_folders["llama"])

@@ -14,6 +14,8 @@ from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, LycheeIndex, Stream, c
 from cases.slowly import combinations, slow_but
 
 from cpu_ops.worker_pool import WorkerPool
+from offload.policies import Sketch, Union
+from offload.policies.hard_kv import HardKV
 from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.index import grow_index
 from offload.policies.lychee_cluster.layout import STATE
@@ -59,6 +61,56 @@ def test_workers_rank_together():
                 assert stream.index.num_groups > policy.ranked_chunks > 2 * 512
                 found.append([tokens.tolist() for tokens in stream.selection()])
     assert found[:3] == found[3:]
+
+
+def choose_ahead(stream: Stream) -> list[np.ndarray]:
+    """What a step chooses without its own token, as for others to attend to."""
+    step = stream.attention.begin_step([stream.seq], [stream.kv_len])
+    query = torch.ones(1, KV_HEADS * GROUP * HEAD_DIM)
+    stream.attention.native.learn(
+        0, query.data_ptr(), step.native, False, 0, 0, True, [False] * KV_HEADS
+    )
+    return stream.selection()
+
+
+def test_ahead_nothing_is_carried_on(pool):
+    """A step that scored its candidates does not have all later ones score theirs."""
+    stream = Stream(SMALL, pool)
+    stream.prefill(3000)
+    stream.step()
+    before = stream.index.arrays["carried"].copy()
+    assert (before[:, :, 1] > 0).any(axis=1).all()
+    stream.store.reserve([stream.seq], [1])
+    stream.attention.states.append_delimiter_classes(stream.seq, np.zeros(1, np.uint8))
+    stream.store.append(stream.seq, 0, *2 * (stream._keys(1),))
+    stream.store.commit([stream.seq], [1])
+    stream.kv_len += 1
+    assert all(len(tokens) <= SMALL.budget_tokens for tokens in choose_ahead(stream))
+    np.testing.assert_array_equal(stream.index.arrays["carried"], before)
+
+
+@pytest.mark.parametrize("name", ["hard_kv", "union"])
+def test_ahead_what_is_scored_is_as_ever(name, pool):
+    """Where weights cut the choice, or two lists are merged, all candidates are proposed."""
+    sketch = Sketch(budget_tokens=64, sink_tokens=4, recent_tokens=8, dense_layers=0)
+    policy = (
+        HardKV(sketch, top_p=0.6, max_tokens=64)
+        if name == "hard_kv"
+        else Union(sketch, replace(SMALL, budget_tokens=64, sink_tokens=4, recent_tokens=8))
+    )
+    found = []
+    for ahead in (False, True):
+        stream = Stream(policy, pool, text=False)
+        stream.prefill(2000)
+        if ahead:
+            found.append(choose_ahead(stream))
+            continue
+        query = torch.ones(1, KV_HEADS * GROUP * HEAD_DIM)
+        step = stream.attention.begin_step([stream.seq], [stream.kv_len])
+        stream.attention.attend(0, step, query, torch.empty_like(query))
+        found.append(stream.selection())
+    for tokens, expected in zip(*found, strict=True):
+        np.testing.assert_array_equal(tokens, expected)
 
 
 @pytest.mark.parametrize("text", slow_but([True, False], True))

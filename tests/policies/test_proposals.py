@@ -31,6 +31,7 @@ from offload.policies.callback import (
     callback,
     load_keys,
     offset_floats,
+    rank_rows,
     read_context,
     score_rows,
     store_rows,
@@ -327,3 +328,57 @@ def test_row_primitives(pool):
     heads = queries.double().numpy().reshape(-1, HEAD_DIM)[:GROUP_SIZE]
     wide = heads @ cache.keys[0, 20:40].T * HEAD_DIM**-0.5
     np.testing.assert_allclose(scores, wide, rtol=1e-2, atol=1e-2)
+
+
+RANKED = StateLayout(
+    tokens=np.int32,
+    appended=np.int32,
+    rows=np.int8,
+    scales=np.uint16,
+    ranges=np.int32,
+    query=np.float32,
+    ranks=np.float32,
+)
+read_ranked, NUM_RANKED = RANKED.read, 1024
+
+
+@callback
+def prepare(pointer: Any) -> None:
+    """Ranks rows by a query of its own: as many as workers would rank together in `propose`."""
+    ctx = read_context(pointer)
+    state = read_ranked(ctx.arrays)
+    ranks = state.ranks + 4 * NUM_RANKED * ctx.unit
+    of_rows = (state.query, 1, state.rows, state.scales, 0, np.float32(0), 0, state.ranges, 1)
+    rank_rows(pointer, ctx.rank_rows, (*of_rows, ranks))
+
+
+class RankedState(LayerState):
+    layout = RANKED
+
+    def build(self, context):
+        return {
+            "tokens": np.zeros((32, 4096), np.int32),
+            "appended": np.zeros(64, np.int32),
+            "rows": np.ones((NUM_RANKED, HEAD_DIM), np.int8),
+            "scales": np.full(NUM_RANKED, 0x3F80, np.uint16),  # 1 in bfloat16
+            "ranges": np.array([0, NUM_RANKED], np.int32),
+            "query": np.ones(HEAD_DIM, np.float32),
+            "ranks": np.zeros((32, NUM_RANKED), np.float32),
+        }
+
+
+@dataclass(frozen=True)
+class RanksBefore(EveryThird):
+    prepare: ClassVar[Callback | None] = prepare
+    state = cached_property(RankedState)
+
+
+def test_rows_are_ranked_before_the_query_is_known():
+    """Nobody ranks them later: there is nothing to defer to."""
+    pool = WorkerPool(5)  # more than units
+    cache = Cache.random(new_rng(), kv_len=300, dtype=torch.float32, page_tokens=16)
+    attention = cache.attention(pool, GROUP_SIZE, RanksBefore(**OPTIONS))
+    attention.native.prepare(0, attention.begin_step([cache.seq], [300]).native)
+    arrays = attention.states.arrays_of(cache.seq)
+    np.testing.assert_allclose(arrays.layers[0]["ranks"][:2], HEAD_DIM, rtol=1e-3)
+    pool.close()

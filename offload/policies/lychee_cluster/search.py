@@ -382,6 +382,8 @@ def propose(pointer: Any) -> int:
         elif not _take_chunks(pointer, ctx, index, scratch, visited, needed, wanted):
             return -1
         others = carried_tokens(ctx, header)
+        if ctx.ahead:  # beside the best chunks they are more than the budget: all would be scored
+            others = others[:0]
         count = _write_flagged(index, scratch.flags, partial, ctx.last, others, ctx.candidates)
         view_int32(scratch.units, UNITS_LENGTH)[FOUND] = count
         ctx.bytes_touched += 4 * count

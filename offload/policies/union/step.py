@@ -77,6 +77,7 @@ def propose(pointer: Any) -> int:
     own = read_own(arrays)
     found = view_int64(own.found, FOUND, ctx.unit)
     ctx.may_defer = 0  # both are needed at once
+    ctx.ahead = 0  # together they are more than the budget, and are scored
     for index in range(2):
         member = turn_to(ctx, arrays, numbers, index)
         proposed: int = ask_callback(pointer, np.int64(member.propose))

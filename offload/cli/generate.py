@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -25,6 +24,7 @@ from offload.cli.options import (
     DType,
     MaxMemory,
     ModelName,
+    Placement,
     PolicyChoice,
     Threads,
     Verbose,
@@ -174,14 +174,7 @@ class Loading:
             r"--host-bytes-per-sequence or ranks. \[default: never]",
         ),
     ] = None
-    placement: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where KV heads are attended: the output of offload plan --json. "
-            r"\[default: chosen for this machine]",
-        ),
-    ] = None
+    placement: Placement = None
     quality_probe: Annotated[
         float,
         typer.Option(

@@ -38,6 +38,14 @@ ModelName = Annotated[
     str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")
 ]
 PageTokens = Annotated[int, typer.Option(min=1, help="In a page of the KV cache.")]
+Placement = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Where KV heads are attended: the output of offload plan --json. "
+        r"\[default: chosen for this machine]",
+    ),
+]
 Plot = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Draw a picture: .png, .svg or .pdf (needs matplotlib)."),

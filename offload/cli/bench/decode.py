@@ -37,6 +37,7 @@ from offload.cli.console import (
 from offload.cli.options import (
     AnyDevice,
     MaxMemory,
+    Placement,
     Text,
     Threads,
     check_name,
@@ -137,14 +138,7 @@ def decode(
     ] = 8,
     threads: Threads = None,
     max_memory: MaxMemory = None,
-    placement: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where KV heads are attended: the output of offload plan --json. "
-            r"\[default: chosen for this machine]",
-        ),
-    ] = None,
+    placement: Placement = None,
     dtype: Annotated[
         str | None,
         typer.Option(

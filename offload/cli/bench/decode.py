@@ -236,12 +236,14 @@ def decode(
         from offload.runtime.config import checked_device, planned_policy, runtime_config
 
         if policy is None and placement is not None:
-            policies = [planned_policy(placement)]
+            planned = planned_policy(placement)
+            names = [planned.name]
+            budget_tokens = planned.budget_tokens if planned.selects else budget_tokens
         else:
             names = comma_separated(
                 policy or DEFAULT_POLICIES, option="--policy", available=tuple(policy_names())
             )
-            policies = policy_grid(names, [budget_tokens], options, option="--option")
+        policies = policy_grid(names, [budget_tokens], options, option="--option")
         where = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         on_cpu = where.type == "cpu"
         defaults = CPU_DEFAULTS if on_cpu else GPU_DEFAULTS

@@ -57,7 +57,8 @@ struct PolicyContext {
   float* lse;                 // [group_size], where it answers
   const uint8_t* text_marks;  // [kv_len] what the text of each token ends with; null where it is not known
   int64_t bytes_touched;      // callbacks add what they read and write of their own arrays
-  int64_t may_defer;  // 1: propose may leave codes to the workers; 2: rows to rank, too, which are more than the units
+  // 1: propose may leave codes to the workers; 2: rows to rank, too, for there are more workers than units to ask.
+  int64_t may_defer;
   // A choice a layer ahead, which others will attend to beside what they hold, and no weight is asked for: where
   // propose names no more than budget_tokens, that is the choice, and nothing is scored.
   int64_t ahead;

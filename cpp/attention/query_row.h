@@ -79,7 +79,7 @@ struct AttendOptions {
   bool defers_updates = false;         // the policy's observe() and append() wait for update()
   // Tokens are chosen, and nothing is attended: output is written, but says nothing. The policy learns as if.
   bool chooses_only = false;
-  bool is_decoded = true;              // false: a row again, for the policy only, which is not probed
+  bool is_decoded = true;  // false: a row again, for the policy only, which is not probed
 };
 
 }  // namespace offload

@@ -25,6 +25,7 @@ from offload.models import LeanModel
 from offload.models.batch import RaggedBatch, tokens_each
 from offload.models.weights import fuse_layer, norm_of
 from offload.policies import Policy
+from offload.system.errors import DeviceMemoryError
 
 
 class NativeDecoder:
@@ -187,8 +188,13 @@ class NativeDecoder:
     def check_usable(self) -> None:
         """Nothing: an error leaves no step behind."""
 
-    def begin_generation(self, num_sequences: int, kv_len: int) -> None:
+    def begin_generation(
+        self, num_sequences: int, kv_len: int, read_tokens: int | None = None
+    ) -> None:
         """Nothing: all that a step takes is in the store, which checks for itself."""
+
+    def give_heads_back(self, why: DeviceMemoryError) -> bool:
+        return False
 
     def close(self) -> None:
         self.pool.close()

@@ -11,6 +11,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.sampling import SamplingOptions
 from offload.models.batch import RaggedBatch
+from offload.system.errors import DeviceMemoryError
 
 
 class Decoder(Protocol):
@@ -106,12 +107,20 @@ class Decoder(Protocol):
     def check_usable(self) -> None:
         """Raise CoprocessorError where an earlier fault was for good, or after a fork."""
 
-    def begin_generation(self, num_sequences: int, kv_len: int) -> None:
+    def begin_generation(
+        self, num_sequences: int, kv_len: int, read_tokens: int | None = None
+    ) -> None:
         """So many sequences of up to so many tokens come next.
+
+        Args:
+            read_tokens: of prompts that a prefill reads at most; None: all of them at once.
 
         Raises:
             DeviceMemoryError: the step that comes to so many would.
         """
+
+    def give_heads_back(self, why: DeviceMemoryError) -> bool:
+        """Leave fewer heads on the device, where a prefill found no room; whether any went."""
 
     def close(self) -> None:
         """End the threads."""

@@ -89,6 +89,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             slice_seconds=slice_seconds,
             read_share=read_share,
+            most_slice_tokens=runtime.config.prefill_slice_tokens,
             # A GPU is given all layers of a slice before it has come to the first.
             can_pause=runtime.device.type == "cpu",
         )

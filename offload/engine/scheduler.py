@@ -18,7 +18,6 @@ _LEAST = {_ALONE: 256, _WAITED: 32, _PAUSED: 32}
 # `slice_seconds` of each: larger ones read more per second, and keep only those waiting that are
 # read next, or cancelled.
 _SECONDS = {_ALONE: 3.0, _WAITED: 1.0, _PAUSED: 2.0}
-_MOST = 2**16
 # Of the next slice at most, against the last: one that was quick by chance makes no long gap.
 _GROWTH = {_ALONE: 2.0, _WAITED: 1.25, _PAUSED: 2.0}
 _ANSWER_TOKENS = 1024  # that are expected where a request has no maximum
@@ -120,6 +119,7 @@ class Scheduler:
 
     Args:
         max_num_seqs, slice_seconds, read_share: as of `Engine`.
+        most_slice_tokens: of a slice.
         can_pause: others can decode in the middle of a slice of prompts.
 
     Attributes:
@@ -131,14 +131,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, max_num_seqs: int, slice_seconds: float, read_share: float, can_pause: bool
+        self,
+        *,
+        max_num_seqs: int,
+        slice_seconds: float,
+        read_share: float,
+        most_slice_tokens: int,
+        can_pause: bool,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.restoring: list[Request] = []
         self.reading: list[Request] = []
         self.running: list[Request] = []
         self.correcting: list[Request] = []
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs, self.most_slice_tokens = max_num_seqs, most_slice_tokens
         self._can_pause = can_pause
         self._slice_seconds = slice_seconds
         self._read_share = read_share
@@ -276,7 +282,7 @@ class Scheduler:
         size, wanted = self._sizes[kind], self._slice_seconds * _SECONDS[kind]
         if 2 * num_tokens >= size:  # else a prompt's end says little
             size = int(size * min(_GROWTH[kind], max(0.5, wanted / seconds)))
-            self._sizes[kind] = min(_MOST, max(_LEAST[kind], size))
+            self._sizes[kind] = min(self.most_slice_tokens, max(_LEAST[kind], size))
         self.owes(seconds)
 
     def was_decoded(self, seconds: float) -> None:

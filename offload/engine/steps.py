@@ -127,7 +127,9 @@ class Steps:
             self._others, self._begun = others, (0, 0)
         if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
             try:
-                self._runner.runtime.decoder.begin_generation(count, longest)
+                self._runner.runtime.decoder.begin_generation(
+                    count, longest, self.scheduler.most_slice_tokens
+                )
                 self._runner.check_corrections(longest)
             except Exception as error:
                 if len(requests) == 1 or not isinstance(error, DeviceMemoryError):

@@ -158,11 +158,20 @@ def store_bytes(work: Workload, slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
     return pool_bytes(num_pages, elements * work.item_bytes, slab_bytes)
 
 
-def prefill_bytes(work: Workload, slice_tokens: int) -> int:
-    """Peak bytes of a prefill of the whole batch."""
+def prefill_bytes(work: Workload, slice_tokens: int, read_tokens: int | None = None) -> int:
+    """Peak bytes of a prefill.
+
+    Args:
+        read_tokens: of a sequence, behind as many as it may have; None: the whole batch at once.
+    """
+    num_tokens, past_tokens = work.batch_size * work.kv_len, 0
+    if read_tokens is not None:
+        num_tokens = min(read_tokens, work.kv_len)
+        past_tokens = work.kv_len - num_tokens
     return PrefillMemory.of(
         work.shape,
-        num_tokens=work.batch_size * work.kv_len,
+        num_tokens=num_tokens,
+        past_tokens=past_tokens,
         item_bytes=work.item_bytes,
         slice_tokens=slice_tokens,
         page_tokens=work.page_tokens,

@@ -28,6 +28,8 @@ OnQueries = Callable[[int, int, torch.Tensor, int], None]
 # sequence, cached ones included. They are overwritten soon after it returns, in the order of the
 # stream that is current then: not the one that the layers compute on.
 OnLayer = Callable[[int, int, torch.Tensor, torch.Tensor], None]
+# Gets why more of a device's memory is needed; whether there is more now.
+GiveBack = Callable[[DeviceMemoryError], bool]
 # Gets the tokens that went through one more layer.
 OnTokens = Callable[[int], None]
 # Gets (layer_idx, seq, queries [num_qo_heads, n, head_dim] rotated, (keys, values)), these each
@@ -52,6 +54,7 @@ def prefill(
     keeps: bool = True,
     copied_heads: int = 0,
     device_budget_bytes: int | None = None,
+    give_back: GiveBack | None = None,
 ) -> torch.Tensor:
     """Run all layers over the new tokens of `batch`, on the device of `hidden`.
 
@@ -70,6 +73,7 @@ def prefill(
             needed for them, and whether they are finite is not checked.
         copied_heads: KV heads of a layer of which on_layer makes copies.
         device_budget_bytes: what torch may have on a CUDA device, beside what is free there.
+        give_back: asked for more of a CUDA device where there is too little, until it has none.
 
     Returns:
         [num_tokens, hidden_size], before the final norm. The K/V are in the store, if it keeps
@@ -92,8 +96,7 @@ def prefill(
             builds_index=store is not None and on_layer is not None,
             copied_heads=copied_heads,
         )
-        available = available_bytes(hidden.device, device_budget_bytes)
-        check_fits(memory, available, already_there=memory.hidden_bytes)  # the embeddings
+        _find_room(memory, hidden.device, device_budget_bytes, give_back)
 
     def run_layers() -> torch.Tensor:
         positions = batch.position_ids[None].to(hidden.device)
@@ -146,6 +149,21 @@ def prefill(
         f"prefilling {batch.num_tokens} tokens in slices of {slice_tokens} ran out of device "
         f"memory{counted}; lower prefill_slice_tokens or shorten the prompt: {reason}"
     )
+
+
+def _find_room(
+    memory: PrefillMemory,
+    device: torch.device,
+    budget_bytes: int | None,
+    give_back: GiveBack | None,
+) -> None:
+    while True:
+        available = available_bytes(device, budget_bytes)
+        try:
+            return check_fits(memory, available, already_there=memory.hidden_bytes)  # embeddings
+        except DeviceMemoryError as error:
+            if give_back is None or not give_back(error):
+                raise
 
 
 def _write_kv(

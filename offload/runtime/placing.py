@@ -48,7 +48,7 @@ class Chooser:
     prefill_slice_tokens: int
     profile: MachineProfile | None
     is_measured: bool = True
-    _known: dict[tuple[int, int, int | None], tuple[HeadPlacement, DeviceRoom]] = field(
+    _known: dict[tuple[int, int, int | None, int | None], tuple[HeadPlacement, DeviceRoom]] = field(
         default_factory=dict
     )
 
@@ -63,23 +63,29 @@ class Chooser:
         return cls(config.policy, shape, dtype, *slices, profile, measured is not None)
 
     def __call__(
-        self, now: HeadPlacement, num_sequences: int, kv_len: int, room_bytes: int | None
+        self,
+        now: HeadPlacement,
+        num_sequences: int,
+        kv_len: int,
+        room_bytes: int | None,
+        read_tokens: int | None = None,
     ) -> HeadPlacement:
         """The best that is known for sequences of `kv_len` tokens; `now` if that is about as good.
 
         Args:
             room_bytes: of the GPU, beside the weights and what other models have; None: no limit.
+            read_tokens: of prompts, that a prefill reads at most; None: of all sequences at once.
         """
         kv_len = min(self.shape.max_context, _rounded_up(kv_len))
         if room_bytes is not None:  # what is free changes a little all the time
             step = max(1, (1 << room_bytes.bit_length()) // _ROOM_SHARES)
             room_bytes = room_bytes // step * step
         work = self.workload(num_sequences, kv_len)
-        key = (num_sequences, kv_len, room_bytes)
+        key = (num_sequences, kv_len, read_tokens, room_bytes)
         if key not in self._known:
             if len(self._known) == _KEPT_CHOICES:
                 self._known.clear()
-            self._known[key] = self._choose(work, room_bytes)
+            self._known[key] = self._choose(work, read_tokens, room_bytes)
         wanted, room = self._known[key]
         had, has = (int((x.places == Place.GPU).sum()) for x in (now, wanted))
         if abs(has - had) <= _ABOUT * has and room.holds(now):
@@ -97,14 +103,16 @@ class Chooser:
             page_tokens=self.page_tokens,
         )
 
-    def _choose(self, work: Workload, room_bytes: int | None) -> tuple[HeadPlacement, DeviceRoom]:
+    def _choose(
+        self, work: Workload, read_tokens: int | None, room_bytes: int | None
+    ) -> tuple[HeadPlacement, DeviceRoom]:
         """The placement, and the room that it was chosen for."""
         device = None if self.profile is None else self.profile.device
         model = None
         if self.profile is not None and device is not None:
             model = StepModel(self.profile, work, on_gpu=True)
         room = DeviceRoom(work, room_bytes, device)
-        prefill = prefill_bytes(work, self.prefill_slice_tokens)
+        prefill = prefill_bytes(work, self.prefill_slice_tokens, read_tokens)
         try:
             return choose_beside_prefill(model, room, prefill)
         except DeviceMemoryError:  # growing says so when it does not fit

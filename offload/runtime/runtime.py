@@ -174,6 +174,7 @@ class Runtime:
                 pool=self._decoder.pool,
                 on_tokens=on_tokens or (None if corrects else self.on_tokens),
                 device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
+                give_back=self._decoder.give_heads_back,
             )
         self.current_generation.stats.index_seconds += seconds
         return hidden

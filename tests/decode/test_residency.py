@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, greedy, load, 
 from cases.inside import (
     allow_device_bytes,
     decoder_of,
+    keep_placement,
     least_placement_of,
     states_of,
     steps_of,
@@ -22,9 +24,13 @@ from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.policies import Policy
-from offload.policies.base import DENSE, SELECT
+from offload.policies.base import DENSE, RETRIEVE, SELECT
 from offload.policies.registry import available_policies, make_policy
+from offload.prefill.forward import _find_room
+from offload.prefill.memory import PrefillMemory
+from offload.system.errors import DeviceMemoryError
 
 NAMES = [name for name in available_policies() if name not in ("auto", "full")]
 
@@ -158,7 +164,9 @@ def test_room_decides_when_a_generation_begins(
     decoder, asked = decoder_of(model), []
     layer_bytes = model.kv_store.page_bytes  # of a page of each head
 
-    def choose(now: HeadPlacement, num_sequences: int, kv_len: int, room: int) -> HeadPlacement:
+    def choose(
+        now: HeadPlacement, num_sequences: int, kv_len: int, room: int, read_tokens: int | None
+    ) -> HeadPlacement:
         asked.append((num_sequences, kv_len, room))
         pages = num_sequences * -(-kv_len // 16)
         return whole(min(3, room // (pages * layer_bytes)))
@@ -188,6 +196,73 @@ def test_room_decides_when_a_generation_begins(
     assert [record.getMessage().endswith("4 KV heads stay there") for record in caplog.records] == [
         True
     ]
+
+
+def test_a_prefill_without_room_takes_it_from_the_heads(
+    tiny_folders: dict[str, Path],
+    full: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Head by head until it fits, or until nobody could give more; what is decoded stays exact."""
+    model = load(tiny_folders["llama"], "full", ("cpu", "inline"))
+    decoder, taken = decoder_of(model), []
+    shape = decoder.model.shape
+    memory = PrefillMemory.of(shape, item_bytes=4, num_tokens=8, slice_tokens=8)
+    needed = memory.total_bytes - memory.hidden_bytes
+
+    def choose(*of_sequences: Any) -> HeadPlacement:
+        return whole(max(0, 3 - len(taken)))
+
+    def available(*_: Any) -> int:
+        layers = int((decoder.placement.places == Place.GPU).sum()) // 2
+        return needed + 50 * (1 - layers)
+
+    def find_room() -> None:
+        def give_back(why: DeviceMemoryError) -> bool:
+            taken.append(why)
+            return bool(decoder.give_heads_back(why))
+
+        _find_room(memory, torch.device("cpu"), None, give_back)
+
+    monkeypatch.setattr("offload.prefill.forward.available_bytes", available)
+    decoder._choose = choose
+    tokens = random_tokens(1, 100)
+    wanted = greedy(full, tokens, 20)
+    assert torch.equal(greedy(model, tokens, 20), wanted)
+    assert decoder.placement == whole(3)
+    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
+        find_room()
+    assert decoder.placement == whole(1)
+    assert len(caplog.records) == 2
+    assert "prefill needs" in caplog.records[0].getMessage()
+    memory = replace(memory, kv_bytes=memory.kv_bytes + 1000)
+    with pytest.raises(DeviceMemoryError, match="prefill needs"):
+        find_room()
+    assert torch.equal(greedy(model, tokens, 20), wanted)
+    keep_placement(model, keeps=True)
+    assert not decoder.give_heads_back(DeviceMemoryError("none"))
+
+
+def test_a_generation_is_prepared_for_its_end(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps are made once, although scores have room for a power of two of tokens."""
+    monkeypatch.setattr("offload.decode.gpu.buffers._MIN_SCORE_TOKENS", 16)
+    policy = make_policy("lychee_decode", budget_tokens=64, sink_tokens=4, recent_tokens=16)
+    model = load(tiny_folders["llama"], policy, ("cpu", "inline"))
+    decoder, made = decoder_of(model), []
+
+    def make(*args: Any, **options: Any) -> PreparedSteps:
+        made.append(options["max_tokens"])
+        return PreparedSteps(*args, **options)
+
+    monkeypatch.setattr("offload.decode.gpu.decoder.PreparedSteps", make)
+    places = np.array(decoder.placement.places)
+    places[decoder.attention.roles == RETRIEVE] = Place.GPU
+    decoder.place(HeadPlacement(places))
+    greedy(model, random_tokens(1, 100), 60)
+    assert made == [256]
 
 
 @pytest.mark.parametrize("seed", range(4))

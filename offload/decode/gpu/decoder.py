@@ -38,8 +38,9 @@ from offload.system.errors import DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
-# Of the placement now, sequences, tokens of each, and the GPU's bytes for it; None: no limit.
-PlacementChooser = Callable[[HeadPlacement, int, int, "int | None"], HeadPlacement]
+# Of the placement now, sequences, tokens of each, the GPU's bytes for it (None: no limit), and the
+# tokens that a prefill reads (None: all).
+PlacementChooser = Callable[[HeadPlacement, int, int, "int | None", "int | None"], HeadPlacement]
 
 
 class DeviceDecoder:
@@ -106,6 +107,8 @@ class DeviceDecoder:
             None  # by `_fails_anywhere`
         )
         self._gave_up: tuple[HeadPlacement, int] | None = None  # and pages that it had no room for
+        # By `begin_generation`: sequences, tokens of each, tokens that a prefill reads.
+        self._expected: tuple[int, int, int | None] = (1, 1, None)
         self._steps: PreparedSteps | None = None  # with the first sequences
         self.place(placement or self._least_placement())
         if model.ranks is not None:
@@ -245,13 +248,16 @@ class DeviceDecoder:
         if self._steps is not None:
             self._steps.step.resident.trim()
 
-    def begin_generation(self, num_sequences: int, kv_len: int) -> None:
+    def begin_generation(
+        self, num_sequences: int, kv_len: int, read_tokens: int | None = None
+    ) -> None:
         """As `Decoder.begin_generation`.
 
         A placement that was given up comes back for fewer pages than it had no room for. So each
         time that this proves wrong, the number is smaller than before; all ranks know the same one.
         """
         num_pages = num_sequences * self._num_pages(kv_len)
+        self._expected = num_sequences, kv_len, read_tokens
         if self._choose is not None:
             self._keeps_placement = False
             wanted = self._chosen(self.placement, num_sequences, kv_len)
@@ -263,6 +269,17 @@ class DeviceDecoder:
             self.place(self._gave_up[0])
         placement = self.placement if self._keeps_placement else self._least_placement()
         self._check_room(placement, num_sequences, kv_len)
+
+    def give_heads_back(self, why: DeviceMemoryError) -> bool:
+        """As `Decoder.give_heads_back`; never where somebody has asked for the placement."""
+        if self._keeps_placement or self.model.ranks is not None:
+            return False
+        num_sequences, kv_len, _ = self._expected
+        less = next(iter(self._fallbacks(num_sequences, kv_len)), None)
+        if less is None:
+            return False
+        self._give_up(less, why, num_sequences * self._num_pages(kv_len))
+        return True
 
     def _check_room(self, placement: HeadPlacement, num_sequences: int, kv_len: int) -> None:
         """Raises DeviceMemoryError where the budget cannot hold its pages."""
@@ -284,7 +301,7 @@ class DeviceDecoder:
         if after_failure:
             self._free_room.failed(room)
             room = self._free_room.num_bytes(self._device_budget_bytes, self.device_bytes)
-        return self._choose(now, num_sequences, kv_len, room)
+        return self._choose(now, num_sequences, kv_len, room, self._expected[2])
 
     def check_usable(self) -> None:
         for coprocessor in self.coprocessors:
@@ -453,6 +470,9 @@ class DeviceDecoder:
         """Room for at least `num_sequences` rows, and where heads publish on the GPU for the scores
         of `kv_len` tokens; more than there was means new captures.
         """
+        # As many as are expected: others join, and tokens come, without new captures.
+        num_sequences = max(num_sequences, self._expected[0])
+        kv_len = min(max(kv_len, self._expected[1]), self.model.shape.max_context)
         slots, steps = num_slots(num_sequences), self._steps
         if steps is not None:
             if num_sequences <= steps.num_slots and kv_len <= steps.max_tokens:

@@ -122,9 +122,8 @@ class MachineProfile:
             options are; "*" of any other; else 1.
         select_hidden: likewise, the share of that time in which the policy prepares, before the
             query, or learns, after the answer: a GPU does not wait while it has work itself.
-        select_ahead: as select_scale, what they took to choose a layer ahead in all, as a multiple
-            of reading the same bytes cold; an ahead choice attends to nothing, and what it reads
-            was not read before.
+        select_ahead: likewise, what choosing a layer ahead took in all, as a multiple of attending
+            cold to the bytes that they look at: nobody reads these before, and then attends.
         device: the GPU, or None.
         measured_threads: None, or how many threads it was measured with where they are not
             num_threads.

@@ -10,12 +10,12 @@ A layer on a GPU, with what goes on beside each other in one column:
     merge
 
 so a layer takes linear + max(GPU's side, reply) + merge; a layer without heads on the CPU has no
-reply. A layer with hot rows also makes the next layer's query, and asks the CPU a whole layer before
-it needs the answer: it takes the longer of what the GPU does in it and the CPU for one such request.
-What runs beside each other also slows each other down: how much longer a layer takes with
-rows on their way, or with a top-k beside it, was measured as a whole (`measuring.machine.layers`).
-A step is its layers, the last projection, choosing the token, and what a step costs beside its
-kernels. Without a GPU it is the same without anything beside anything.
+reply. A layer with hot rows also makes the next layer's query, by which the CPU is asked a whole
+layer before the GPU needs the answer: the layer takes the longer of what the GPU does in it and of
+what the CPU does for one such request. What runs beside each other also slows each other down: how
+much longer a layer takes with rows on their way, or with a top-k beside it, was measured as a whole
+(`measuring.machine.layers`). A step is its layers, the last projection, choosing the token, and
+what a step costs beside its kernels. Without a GPU it is the same without anything beside anything.
 """
 
 from __future__ import annotations
@@ -309,19 +309,25 @@ class StepModel:
         whole, hidden = self._pool_us(self._read_bytes(roles, members, 0))
         return whole - min(hidden, self.linear_us)
 
+    def choose_cold_us(self, roles: UInt8Array, members: UInt8Array) -> float:
+        """Reading what such heads look at to select, when no cache holds it."""
+        selected = self._read_bytes(roles, members, 0).selected
+        return self.profile.attend_cold.us(self.work.batch_size * sum(selected.values()))
+
     def _choose_us(self, roles: UInt8Array, members: UInt8Array) -> float:
         """What the worker pool does to choose a layer ahead for such heads; what they reuse was
         chosen before."""
-        work, profile = self.work, self.profile
         selected = self._read_bytes(roles, members, 0).selected
-        num_bytes = sum(selected.values())
-        if not num_bytes:
-            return profile.attend_cold.fixed_us
+        if not selected:
+            return self.profile.attend_cold.fixed_us
+        policy, factors = self.work.policy, self.profile.select_ahead
+        if policy.selection_top_p < 1.0:  # cut by weights: it scores what its members would take
+            factors = {"*": factors.get("*", 1.0)}
         factor = sum(
-            of_member * self._factor(profile.select_ahead, work.policy.members[index])
-            for index, of_member in selected.items()
+            num_bytes * self._factor(factors, policy.members[index])
+            for index, num_bytes in selected.items()
         )
-        return profile.attend_cold.us(work.batch_size * num_bytes) * factor / num_bytes
+        return self.choose_cold_us(roles, members) * factor / sum(selected.values())
 
     def _read_bytes(self, roles: UInt8Array, members: UInt8Array, window: int) -> _ReadBytes:
         """What a layer reads, with `window` tokens of the window."""

@@ -26,7 +26,8 @@ from offload.system.errors import DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
-# Of a placement's heads on the GPU: another one with about as many is not worth new captures.
+# Of a placement's heads on the GPU, and of those with hot rows: another one with about as many is
+# not worth new captures.
 _ABOUT = 0.1
 _ROOM_SHARES = 2**7  # of a room's next power of two; choosing takes 20 to 130 ms
 _KEPT_CHOICES = 64
@@ -81,10 +82,12 @@ class Chooser:
                 self._known.clear()
             self._known[key] = self._choose(work, room_bytes)
         wanted, room = self._known[key]
-        had, has = (int((x.places == Place.GPU).sum()) for x in (now, wanted))
-        if abs(has - had) <= _ABOUT * has and room.holds(now):
-            return now
-        return wanted
+        counts = [
+            [int((x.places == place).sum()) for x in (now, wanted)]
+            for place in (Place.GPU, Place.HOT)
+        ]
+        is_about = all(abs(has - had) <= _ABOUT * has for had, has in counts)
+        return now if is_about and room.holds(now) else wanted
 
     def workload(self, num_sequences: int, kv_len: int) -> Workload:
         """The workload of sequences of `kv_len` tokens."""

@@ -32,8 +32,8 @@ from offload.system.version import __version__
 _FORMATS = "offload-profile-"
 _FORMAT = _FORMATS + "6"
 _KEPT_FORMAT = "offload-profiles-1"  # of a machine's profiles together
-# Its 16 CPUs are threads of 8 cores: from 4 to 15 of them lychee_cluster's part of a layer, 500 and
-# 399 us, falls to 215 and 167 (perf/results/hot-rows.json).
+# Of the typical machine: from 4 to 15 threads, what the CPU does of a layer of lychee_cluster falls
+# from 500 us to 215, and with hot rows from 399 to 167 (perf/results/hot-rows.json).
 _TYPICAL_GAIN = 0.65
 OnProgress = Callable[[str, int, int], None]
 

@@ -7,7 +7,8 @@ profile decides what the CPU had better do; else a typical machine's.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -15,7 +16,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_beside_prefill, least_placement
-from offload.planning.placement_bytes import prefill_bytes
+from offload.planning.placement_bytes import head_state_bytes, prefill_bytes
 from offload.planning.profile import MachineProfile, cached_profile, typical_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _ABOUT = 0.1
 _ROOM_SHARES = 2**7  # of a room's next power of two; choosing takes 20 to 130 ms
 _KEPT_CHOICES = 64
+_KEPT_TOKENS = 32768
 
 
 @dataclass
@@ -100,11 +102,25 @@ class Chooser:
             page_tokens=self.page_tokens,
         )
 
+    @cached_property
+    def _kept_per_token(self) -> tuple[float, ...]:
+        """Bytes of a KV head that each of the policy's members keeps, by one made head: under 1 s.
+
+        Where the CPU reads these to choose, it decides whether hot rows are faster.
+        """
+        tokens = max(_KEPT_TOKENS, 2 * self.policy.dense_tokens)
+        head = replace(self.shape, num_kv_heads=1, num_qo_heads=self.shape.group_size)
+        of_head = head_state_bytes(self.policy, head, self.dtype, tokens)
+        return tuple(num_bytes / tokens for num_bytes in of_head)
+
     def _choose(self, work: Workload, room_bytes: int | None) -> tuple[HeadPlacement, DeviceRoom]:
         """The placement, and the room that it was chosen for."""
         device = None if self.profile is None else self.profile.device
         model = None
         if self.profile is not None and device is not None:
+            if work.is_sparse:
+                kept = tuple(work.kv_len * num_bytes for num_bytes in self._kept_per_token)
+                work = replace(work, head_state_bytes=kept)
             model = StepModel(self.profile, work, on_gpu=True)
         room = DeviceRoom(work, room_bytes, device)
         prefill = prefill_bytes(work, self.prefill_slice_tokens)

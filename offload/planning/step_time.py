@@ -254,7 +254,7 @@ class StepModel:
         scores = self._num_scores(resident) if publishes else 0
         exposed = gather + device.top_k_beside.us(scores)
         exposed = max(exposed, reply - linear - gpu - device.merge_us)
-        kind = "GPU + hot" if len(resident) else "hot"
+        kind = "GPU + hot rows" if len(resident) else "hot rows"
         return LayerTime(kind, linear, gpu, gather, reply, exposed, device.merge_us)
 
     def _gather_us(self, device: DeviceProfile, num_bytes: float) -> tuple[float, float, float]:

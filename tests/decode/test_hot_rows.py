@@ -230,8 +230,9 @@ def test_a_gpu_without_room_for_hot_rows_goes_on(tiny_folders, monkeypatch, capl
         raise torch.OutOfMemoryError("no room")
 
     tokens = random_tokens(1, 150)
-    expected = greedy(load(tiny_folders["llama"], small("quest"), INLINE), tokens, 10)
-    model = hot_model(tiny_folders["llama"], INLINE, "quest")
+    inline = ("cpu", "inline")
+    expected = greedy(load(tiny_folders["llama"], small("quest"), inline), tokens, 10)
+    model = hot_model(tiny_folders["llama"], inline, "quest")
     monkeypatch.setattr("offload.decode.gpu.prepared_steps.HotRows", no_room)
     assert torch.equal(greedy(model, tokens, 10), expected)
     assert not (decoder_of(model).placement.places == Place.HOT).any()

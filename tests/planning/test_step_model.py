@@ -123,7 +123,7 @@ def test_a_layer_with_hot_rows_by_hand() -> None:
     query = 3.0 + 4096 * 4096 * 2 / 3.6e6  # W_q, once more
     attends = 5.0 + 8 * 3 * 1024 * ROW * 1e-7
     quick = layer_of(0.1, *[H] * 8)
-    assert quick.kind == "hot"
+    assert quick.kind == "hot rows"
     assert quick.linear == pytest.approx(129.0 + query)
     assert quick.gpu == pytest.approx(6.6 + attends)
     of_gpu = 129.0 + query + 6.6 + attends + added + 4.6
@@ -135,7 +135,7 @@ def test_a_layer_with_hot_rows_by_hand() -> None:
     assert slow.total == pytest.approx(slow.reply)
     assert slow.reply > of_gpu > quick.reply
     mixed = layer_of(0.1, G, *[H] * 7)
-    assert mixed.kind == "GPU + hot"
+    assert mixed.kind == "GPU + hot rows"
     pages = 5.0 + 131072 * ROW * 1e-7
     assert mixed.gpu == pytest.approx(6.6 + pages + 5.0 + 7 * 3 * 1024 * ROW * 1e-7)
 

@@ -212,6 +212,7 @@ class DecodeAttention:
         step: StepRows,
         sparse_layers: list[bool],
         prepares: bool,
+        chooses_only: bool,
     ) -> list[tuple[float, dict[str, Any]]]: ...
     def attend_csr(
         self,

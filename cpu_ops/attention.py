@@ -195,7 +195,13 @@ class NativeAttention:
             )
 
     def time_layers(
-        self, step: DecodeStep, queries: Sequence[Tensor], out: Tensor, *, prepares: bool = True
+        self,
+        step: DecodeStep,
+        queries: Sequence[Tensor],
+        out: Tensor,
+        *,
+        prepares: bool = True,
+        chooses_only: bool = False,
     ) -> list[tuple[float, dict[str, Any]]]:
         """Attend layer after layer as the CPU's decode step does, without its linear layers: for
         benches. Policies prepare, and keep no queries for a later `build`.
@@ -204,6 +210,8 @@ class NativeAttention:
             queries: of each layer [n, num_qo_heads * head_dim], rotated, contiguous.
             out: of the same shape; holds the last layer's o then.
             prepares: whether preparing counts; else it is done by then, as with a GPU.
+            chooses_only: nothing is attended, as where a GPU asks a layer ahead; `out` is of no
+                use.
 
         Returns:
             (seconds, what `profile` would return) of each layer.
@@ -225,6 +233,7 @@ class NativeAttention:
             step.native,
             self.sparse_layers.tolist(),
             prepares,
+            chooses_only,
         )
 
     def last_selection(self) -> list[list[int]]:

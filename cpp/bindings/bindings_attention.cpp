@@ -72,9 +72,9 @@ void set_policy(DecodeAttention& attention, int64_t budget_tokens, int64_t dense
 }
 
 // `num_rows` rows of a step from `first_row` on; query, output and lse are those of row 0.
-void attend(DecodeAttention& attention, int64_t layer_idx, int64_t query, int64_t query_stride_bytes, int64_t output,
-            int64_t output_stride_bytes, int64_t lse, const KeptRows& step, int first_row, int num_rows, bool sparse,
-            bool prepares) {
+void attend_with(DecodeAttention& attention, int64_t layer_idx, int64_t query, int64_t query_stride_bytes,
+                 int64_t output, int64_t output_stride_bytes, int64_t lse, const KeptRows& step, int first_row,
+                 int num_rows, bool sparse, bool prepares, const AttendOptions& options) {
   std::vector<QueryRow> rows;
   step.rows.of_layer(layer_idx, attention.shape().num_kv_heads, rows, first_row, num_rows);
   for (int64_t i = 0; i < num_rows; ++i) {
@@ -83,7 +83,14 @@ void attend(DecodeAttention& attention, int64_t layer_idx, int64_t query, int64_
     row.output = pointer<char>(output) + (first_row + i) * output_stride_bytes;
     if (lse != 0) row.lse = pointer<float>(lse) + (first_row + i) * attention.shape().num_qo_heads;
   }
-  check_numbers(attention.attend(layer_idx, rows, sparse, first_row, prepares));
+  check_numbers(attention.attend(layer_idx, rows, sparse, first_row, prepares, options));
+}
+
+void attend(DecodeAttention& attention, int64_t layer_idx, int64_t query, int64_t query_stride_bytes, int64_t output,
+            int64_t output_stride_bytes, int64_t lse, const KeptRows& step, int first_row, int num_rows, bool sparse,
+            bool prepares) {
+  attend_with(attention, layer_idx, query, query_stride_bytes, output, output_stride_bytes, lse, step, first_row,
+              num_rows, sparse, prepares, {});
 }
 
 // One row, for what the policy learns from it; what is attended is dropped. With `window_on_device` as of a step whose
@@ -172,10 +179,10 @@ py::dict as_dict(const WorkerProfile& sum) {
 }
 
 // Attends layers one after the other as DecoderLayers::run does, without its linear layers: for benches. `queries`:
-// address of each layer's, contiguous. With `prepares` what comes before the query counts, too. Returns (seconds,
-// profile) of each layer.
+// address of each layer's, contiguous. With `prepares` what comes before the query counts, too; with `chooses_only`
+// nothing is attended, as a layer ahead. Returns (seconds, profile) of each layer.
 py::list time_layers(DecodeAttention& attention, const std::vector<int64_t>& queries, int64_t output,
-                     const KeptRows& step, const std::vector<bool>& sparse_layers, bool prepares) {
+                     const KeptRows& step, const std::vector<bool>& sparse_layers, bool prepares, bool chooses_only) {
   using Clock = std::chrono::steady_clock;
   const int64_t row_bytes = attention.shape().num_qo_heads * attention.shape().row_bytes();
   std::vector<std::pair<double, WorkerProfile>> measured;
@@ -185,8 +192,9 @@ py::list time_layers(DecodeAttention& attention, const std::vector<int64_t>& que
       if (!prepares && sparse_layers[layer_idx]) prepare(attention, static_cast<int64_t>(layer_idx), step);
       attention.start_profile();
       const Clock::time_point start = Clock::now();
-      attend(attention, static_cast<int64_t>(layer_idx), queries[layer_idx], row_bytes, output, row_bytes, 0, step, 0,
-             static_cast<int>(step.rows.num_rows), sparse_layers[layer_idx], prepares);
+      attend_with(attention, static_cast<int64_t>(layer_idx), queries[layer_idx], row_bytes, output, row_bytes, 0, step,
+                  0, static_cast<int>(step.rows.num_rows), sparse_layers[layer_idx], prepares,
+                  {.chooses_only = chooses_only});
       const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
       measured.emplace_back(seconds, attention.profile());
     }

@@ -98,14 +98,6 @@ def plan(
             help="Count and predict for these places of heads, instead of choosing the best.",
         ),
     ] = None,
-    hot_rows: Annotated[
-        bool,
-        typer.Option(
-            "--hot-rows",
-            help="Layers that are not on the GPU keep hot rows there, which the CPU chooses a "
-            "layer ahead, where they may. No plan chooses them by itself yet.",
-        ),
-    ] = False,
     machine: Machine,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; generate takes it as --placement.")
@@ -138,8 +130,6 @@ def plan(
     """
     options = chosen.options()
     device, threads, profile = machine.device, machine.threads, machine.profile
-    if hot_rows and placement is not None:
-        raise typer.BadParameter("a given placement is taken as it is", param_hint="--hot-rows")
     if machine.remeasure and profile is not None:
         raise typer.BadParameter("a given profile is not measured", param_hint="--remeasure")
     budgets = memory_budgets(max_memory or []) or {}
@@ -215,7 +205,6 @@ def plan(
             max_memory=limits,
             on_this_machine=profile is None,
             placement=places,
-            hot_rows=hot_rows,
         )
         found = make_plan(request, measured)
         if as_json:

@@ -5,8 +5,9 @@ which must be there, then retrieving heads and dense heads of other layers, most
 first. Then whole layers, the last ones first: nobody below waits for what they would select. Each
 other layer's reusing heads are shared out between the CPU and rows that the GPU fetches, so that
 the slower of the two takes least, and codes of keys come layer by layer while they fit. How many
-whole layers are best is tried: a GPU that attends to everything may be slower than a selection. The
-result depends on nothing but the arguments.
+whole layers are best is tried, with hot rows in the others and without: a GPU that attends to
+everything may be slower than a selection, and so may one that waits for nobody. The result depends
+on nothing but the arguments.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def choose_placement(model: StepModel | None, room: DeviceRoom) -> HeadPlacement
         return HeadPlacement(found[0])
     # Of equally fast ones that with most on the GPU; `least` where a GPU is slower than the CPU.
     placements = [*map(HeadPlacement, found), least]
+    if work.is_sparse:
+        placements += _with_hot_rows(placements, room)
     return min(placements, key=lambda placement: round(model.step(placement).milliseconds, 4))
 
 
@@ -183,6 +186,14 @@ def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) 
     counts = {most}
     if model is not None:
         counts |= set(range(0, most, -(-num_layers // _TRIED_COUNTS)))
+        policy, num_qo_heads = room.work.policy, room.work.shape.num_qo_heads
+        counts.add(
+            _most_that_fit(
+                most,
+                lambda n: HeadPlacement(with_last(n)).with_hot_rows(policy, num_qo_heads).places,
+                room,
+            )
+        )
     found = []
     for count in sorted(counts, reverse=True):
         trial = with_last(count)
@@ -192,6 +203,13 @@ def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) 
             _add_codes(trial, room)
         found.append(trial)
     return found
+
+
+def _with_hot_rows(placements: list[HeadPlacement], room: DeviceRoom) -> list[HeadPlacement]:
+    """The same with hot rows where there may be any, as far as there is room for them."""
+    policy, num_qo_heads = room.work.policy, room.work.shape.num_qo_heads
+    hot = (placement.with_hot_rows(policy, num_qo_heads) for placement in placements)
+    return [placement for placement in dict.fromkeys(hot) if room.holds(placement)]
 
 
 def _by_benefit(places: UInt8Array, movable: BoolArray, model: StepModel | None) -> list[int]:

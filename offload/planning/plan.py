@@ -15,9 +15,6 @@ from typing import Any
 import torch
 
 from gpu_ops.layout import layout_bytes
-from offload.decode.gpu.buffers import num_slots
-from offload.decode.gpu.hot_rows import HotRows
-from offload.decode.gpu.layer_heads import LayerHeads
 from offload.decode.gpu.placement import HeadPlacement, Place, check_dense_until
 from offload.kv.page_pool import page_shape
 from offload.loading.planned_model import PlannedModel
@@ -47,7 +44,6 @@ class PlanRequest:
         on_this_machine: memory that nobody names is what this machine has left; a plan that needs
             more on the host says so.
         placement: a given one; None: the best is chosen.
-        hot_rows: of the best, layers that are not on the GPU keep hot rows there where they may.
     """
 
     model: PlannedModel
@@ -60,7 +56,6 @@ class PlanRequest:
     prefill_slice_tokens: int = 8192
     on_this_machine: bool = True
     placement: HeadPlacement | None = None
-    hot_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.context > self.model.shape.max_context:
@@ -171,11 +166,7 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
         if request.placement is not None:
             placement = _given(request, room, limit)
         else:
-            beside = _beside_hot_rows(room, work) if request.hot_rows else room
-            placement, notes = _chosen(step_model, beside, prefill)
-            if request.hot_rows:
-                placement = placement.with_hot_rows(request.policy, shape.num_qo_heads)
-                notes.append("what hot rows save is not predicted: the time is the CPU's")
+            placement, notes = _chosen(step_model, room, prefill)
         device_bytes = {"weights": model.weight_bytes}
         device_bytes |= step_device_bytes(placement, work, profile.device)
         device_bytes["prefill, at its peak"] = prefill
@@ -226,22 +217,6 @@ def _chosen(model: StepModel, room: DeviceRoom, prefill: int) -> tuple[HeadPlace
         "a second prompt of this length does not fit beside what decoding the first keeps on "
         f"the GPU: prefill takes {format_bytes(prefill)} at its peak"
     ]
-
-
-def _beside_hot_rows(room: DeviceRoom, work: Workload) -> DeviceRoom:
-    """What is left of `room` beside hot rows of all heads."""
-    if room.budget_bytes is None or not work.policy.selects:
-        return room
-    heads = tuple(range(work.shape.num_kv_heads))
-    layout = HotRows.layout(
-        work.shape,
-        [LayerHeads((), (), (), heads)] * work.shape.num_layers,
-        work.policy,
-        num_slots=num_slots(work.batch_size),
-        dtype=work.dtype,
-        num_multiprocessors=1 if room.device is None else room.device.num_multiprocessors,
-    )
-    return replace(room, budget_bytes=max(0, room.budget_bytes - layout_bytes(layout)))
 
 
 def _given(request: PlanRequest, room: DeviceRoom, limit: int | None) -> HeadPlacement:

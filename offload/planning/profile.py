@@ -30,8 +30,11 @@ from offload.system.machine import cpu_model, nvidia_driver
 from offload.system.version import __version__
 
 _FORMATS = "offload-profile-"
-_FORMAT = _FORMATS + "5"
+_FORMAT = _FORMATS + "6"
 _KEPT_FORMAT = "offload-profiles-1"  # of a machine's profiles together
+# Of the typical machine: from 4 to 15 threads, what the CPU does of a layer of lychee_cluster falls
+# from 500 us to 215, and with hot rows from 399 to 167 (perf/results/hot-rows.json).
+_TYPICAL_GAIN = 0.65
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -115,9 +118,12 @@ class MachineProfile:
         lm_head_us: the last projection, alike.
         step_us: without a GPU: of a step beside its layers and the last projection.
         select_scale: by `workload.policy_key`, what its units that select took, as a multiple
-            of what `StepModel` says of the bytes they look at; "*" of any other; else 1.
+            of what `StepModel` says of the bytes they look at; by a policy's name, whatever its
+            options are; "*" of any other; else 1.
         select_hidden: likewise, the share of that time in which the policy prepares, before the
             query, or learns, after the answer: a GPU does not wait while it has work itself.
+        select_ahead: likewise, what choosing a layer ahead took in all, as a multiple of attending
+            cold to the bytes that they look at: nobody reads these before, and then attends.
         device: the GPU, or None.
         measured_threads: None, or how many threads it was measured with where they are not
             num_threads.
@@ -138,6 +144,7 @@ class MachineProfile:
     step_us: float
     select_scale: dict[str, float]
     select_hidden: dict[str, float]
+    select_ahead: dict[str, float]
     device: DeviceProfile | None = None
     measured_threads: int | None = None
 
@@ -159,17 +166,20 @@ class MachineProfile:
             "version": self.version,
         }
 
-    def for_threads(self, num_threads: int) -> MachineProfile:
+    def for_threads(self, num_threads: int, *, gain: float = 1.0) -> MachineProfile:
         """What is known of the same machine with another number of threads.
 
         With fewer threads, what they do takes longer in proportion, as if memory could never be
         read faster by more of them; with more, it takes as long as was measured, as if it were
         always busy. So nothing is predicted to be faster than what was measured. What policies take
         is a multiple of that (`select_scale`) and stays, and so does the GPU's part.
+
+        Args:
+            gain: twice as many threads are 2 ** gain times as fast; 1: in proportion.
         """
         if num_threads == self.num_threads:
             return self
-        slower = max(1.0, self.num_threads / num_threads)
+        slower = max(1.0, (self.num_threads / num_threads) ** gain)
         tables = ("attend_cold", "attend_warm", "scan_dense", "scan_retrieve")
         changes: dict[str, Any] = {name: getattr(self, name).times(slower) for name in tables}
         for name in ("layer_linear_us", "lm_head_us"):
@@ -293,7 +303,7 @@ def typical_profile(num_threads: int) -> MachineProfile:
     Which side is faster at something differs less between machines than how fast both are.
     """
     path = Path(__file__).with_name("typical_profile.json")
-    return MachineProfile.load(path).for_threads(num_threads)
+    return MachineProfile.load(path).for_threads(num_threads, gain=_TYPICAL_GAIN)
 
 
 def store_profile(profile: MachineProfile) -> Path:

@@ -10,10 +10,12 @@ A layer on a GPU, with what goes on beside each other in one column:
     merge
 
 so a layer takes linear + max(GPU's side, reply) + merge; a layer without heads on the CPU has no
-reply. What runs beside each other also slows each other down: how much longer a layer takes with
-rows on their way, or with a top-k beside it, was measured as a whole (`measuring.machine.layers`).
-A step is its layers, the last projection, choosing the token, and what a step costs beside its
-kernels. Without a GPU it is the same without anything beside anything.
+reply. A layer with hot rows also makes the next layer's query, by which the CPU is asked a whole
+layer before the GPU needs the answer: the layer takes the longer of what the GPU does in it and of
+what the CPU does for one such request. What runs beside each other also slows each other down: how
+much longer a layer takes with rows on their way, or with a top-k beside it, was measured as a whole
+(`measuring.machine.layers`). A step is its layers, the last projection, choosing the token, and
+what a step costs beside its kernels. Without a GPU it is the same without anything beside anything.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.decode.gpu.placement import HeadPlacement, Place, UInt8Array, awaited_heads
+from offload.decode.gpu.hot_rows import HOT_BUDGETS
+from offload.decode.gpu.placement import (
+    BoolArray,
+    HeadPlacement,
+    Place,
+    UInt8Array,
+    awaited_heads,
+)
 from offload.models.shape import layer_elements
 from offload.planning.profile import DeviceProfile, MachineProfile, shape_key
 from offload.planning.workload import Workload, policy_key
@@ -37,10 +46,11 @@ class LayerTime:
 
     Attributes:
         kind: what is attended where, such as "GPU + gather + CPU".
-        linear: linear layers, norms and rotation.
+        linear: linear layers, norms and rotation; with hot rows a predicted query, too.
         gpu: attention on the GPU over pages, fetched rows and windows.
         gather: what fetching beside a layer adds to it, attention to the rows not counted.
-        reply: from the request to the CPU's answer; 0 where nobody asks.
+        reply: from the request to the CPU's answer; 0 where nobody asks. With hot rows all that the
+            CPU does for a request, and nobody waits if a layer takes longer.
         exposed: what the GPU waits for the slower of gather and reply beyond its own attention.
         merge: of the parts.
     """
@@ -181,8 +191,8 @@ class StepModel:
         """
         roles, work = self.roles[layer_idx], self.work
         members = work.unit_members[layer_idx]
-        # With codes on the GPU as without, and with hot rows: what these save was not measured.
-        on_cpu = (places == Place.CPU) | (places == Place.CODES) | (places == Place.HOT)
+        # With codes on the GPU as without: what these save was not measured.
+        on_cpu = (places == Place.CPU) | (places == Place.CODES)
         if self._device is None:
             attend = self.attend_us(roles, members)
             return LayerTime("CPU", self.linear_us, 0.0, 0.0, attend, attend, 0.0)
@@ -191,6 +201,9 @@ class StepModel:
         publishes = publishes and self._publishes(resident)
         num_gathered = int((places == Place.GATHER).sum())
         num_on_cpu = int(on_cpu.sum())
+        hot = places == Place.HOT
+        if hot.any():
+            return self._hot_layer(device, roles, members, hot, publishes=publishes)
         window = device.window_us if num_gathered or num_on_cpu else 0.0
         gpu = self._resident_us(device, resident, publishes=publishes) + window
         gather = slowed = merge = reply = 0.0
@@ -217,6 +230,32 @@ class StepModel:
         counts = {"GPU": len(resident), "gather": num_gathered, "CPU": num_on_cpu}
         kind = " + ".join(name for name, count in counts.items() if count)
         return LayerTime(kind, self.linear_us, gpu, gather, reply, exposed, merge)
+
+    def _hot_layer(
+        self,
+        device: DeviceProfile,
+        roles: UInt8Array,
+        members: UInt8Array,
+        hot: BoolArray,
+        *,
+        publishes: bool,
+    ) -> LayerTime:
+        """Time of a layer with hot heads, whose others are on the GPU."""
+        work, num_hot = self.work, int(hot.sum())
+        resident = roles[~hot]
+        linear = self.linear_us + self._matrices_us(device, work.shape.query_width)
+        rows = min(work.kv_len, HOT_BUDGETS * work.policy.budget_tokens)
+        gpu = device.window_us + self._resident_us(device, resident, publishes=publishes)
+        gpu += device.attention.us(work.batch_size * num_hot * rows * 2 * work.row_bytes)
+        # As if no row of the choice were hot yet: how many are depends on the text.
+        fetched = work.batch_size * num_hot * work.chosen_tokens * 2 * work.row_bytes
+        gather = sum(self._gather_us(device, fetched)[:2])
+        reply = device.round_trip_us + self._choose_us(roles[hot], members[hot])
+        scores = self._num_scores(resident) if publishes else 0
+        exposed = gather + device.top_k_beside.us(scores)
+        exposed = max(exposed, reply - linear - gpu - device.merge_us)
+        kind = "GPU + hot rows" if len(resident) else "hot rows"
+        return LayerTime(kind, linear, gpu, gather, reply, exposed, device.merge_us)
 
     def _gather_us(self, device: DeviceProfile, num_bytes: float) -> tuple[float, float, float]:
         """Time of a layer's fetched rows: what fetching adds to a layer that has nothing else to
@@ -270,6 +309,26 @@ class StepModel:
         whole, hidden = self._pool_us(self._read_bytes(roles, members, 0))
         return whole - min(hidden, self.linear_us)
 
+    def choose_cold_us(self, roles: UInt8Array, members: UInt8Array) -> float:
+        """Reading what such heads look at to select, when no cache holds it."""
+        selected = self._read_bytes(roles, members, 0).selected
+        return self.profile.attend_cold.us(self.work.batch_size * sum(selected.values()))
+
+    def _choose_us(self, roles: UInt8Array, members: UInt8Array) -> float:
+        """What the worker pool does to choose a layer ahead for such heads; what they reuse was
+        chosen before."""
+        selected = self._read_bytes(roles, members, 0).selected
+        if not selected:
+            return self.profile.attend_cold.fixed_us
+        policy, factors = self.work.policy, self.profile.select_ahead
+        if policy.selection_top_p < 1.0:  # cut by weights: it scores what its members would take
+            factors = {"*": factors.get("*", 1.0)}
+        factor = sum(
+            num_bytes * self._factor(factors, policy.members[index])
+            for index, num_bytes in selected.items()
+        )
+        return self.choose_cold_us(roles, members) * factor / sum(selected.values())
+
     def _read_bytes(self, roles: UInt8Array, members: UInt8Array, window: int) -> _ReadBytes:
         """What a layer reads, with `window` tokens of the window."""
         work, read = self.work, _ReadBytes()
@@ -320,13 +379,18 @@ class StepModel:
 
     def _select_scale(self, member: Policy) -> tuple[float, float]:
         """Factor of a policy's own kernels, and the share of them beside query and answer."""
-        work = self.work
-        key = policy_key(member, work.shape, work.kv_len)
-        scale = self.profile.select_scale.get(key)
-        if scale is None:
-            self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
-            return self.profile.select_scale.get("*", 1.0), 0.0
+        key = policy_key(member, self.work.shape, self.work.kv_len)
+        scale = self._factor(self.profile.select_scale, member)
         return scale, self.profile.select_hidden.get(key, 0.0)
+
+    def _factor(self, factors: dict[str, float], member: Policy) -> float:
+        """What was measured of the policy, or else what stands for it."""
+        key = policy_key(member, self.work.shape, self.work.kv_len)
+        if key in factors:
+            return factors[key]
+        self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
+        names = (self.work.policy.name, member.name, "*")
+        return next((factors[name] for name in names if name in factors), 1.0)
 
     def _rows_us(self, num_bytes: float) -> float:
         """Attending to selected rows, as many of which were read ahead as there is time for."""

@@ -7,7 +7,8 @@ profile decides what the CPU had better do; else a typical machine's.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -15,7 +16,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_beside_prefill, least_placement
-from offload.planning.placement_bytes import prefill_bytes
+from offload.planning.placement_bytes import head_state_bytes, prefill_bytes
 from offload.planning.profile import MachineProfile, cached_profile, typical_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
@@ -26,10 +27,12 @@ from offload.system.errors import DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
-# Of a placement's heads on the GPU: another one with about as many is not worth new captures.
+# Of a placement's heads on the GPU, and of those with hot rows: another one with about as many is
+# not worth new captures.
 _ABOUT = 0.1
 _ROOM_SHARES = 2**7  # of a room's next power of two; choosing takes 20 to 130 ms
 _KEPT_CHOICES = 64
+_KEPT_TOKENS = 32768
 
 
 @dataclass
@@ -87,10 +90,12 @@ class Chooser:
                 self._known.clear()
             self._known[key] = self._choose(work, read_tokens, room_bytes)
         wanted, room = self._known[key]
-        had, has = (int((x.places == Place.GPU).sum()) for x in (now, wanted))
-        if abs(has - had) <= _ABOUT * has and room.holds(now):
-            return now
-        return wanted
+        counts = [
+            [int((x.places == place).sum()) for x in (now, wanted)]
+            for place in (Place.GPU, Place.HOT)
+        ]
+        is_about = all(abs(has - had) <= _ABOUT * has for had, has in counts)
+        return now if is_about and room.holds(now) else wanted
 
     def workload(self, num_sequences: int, kv_len: int) -> Workload:
         """The workload of sequences of `kv_len` tokens."""
@@ -103,6 +108,17 @@ class Chooser:
             page_tokens=self.page_tokens,
         )
 
+    @cached_property
+    def _kept_per_token(self) -> tuple[float, ...]:
+        """Bytes of a KV head that each of the policy's members keeps, by one made head: under 1 s.
+
+        Where the CPU reads these to choose, it decides whether hot rows are faster.
+        """
+        tokens = max(_KEPT_TOKENS, 2 * self.policy.dense_tokens)
+        head = replace(self.shape, num_kv_heads=1, num_qo_heads=self.shape.group_size)
+        of_head = head_state_bytes(self.policy, head, self.dtype, tokens)
+        return tuple(num_bytes / tokens for num_bytes in of_head)
+
     def _choose(
         self, work: Workload, read_tokens: int | None, room_bytes: int | None
     ) -> tuple[HeadPlacement, DeviceRoom]:
@@ -110,6 +126,9 @@ class Chooser:
         device = None if self.profile is None else self.profile.device
         model = None
         if self.profile is not None and device is not None:
+            if work.is_sparse:
+                kept = tuple(work.kv_len * num_bytes for num_bytes in self._kept_per_token)
+                work = replace(work, head_state_bytes=kept)
             model = StepModel(self.profile, work, on_gpu=True)
         room = DeviceRoom(work, room_bytes, device)
         prefill = prefill_bytes(work, self.prefill_slice_tokens, read_tokens)

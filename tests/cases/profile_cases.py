@@ -72,6 +72,7 @@ def machine_profile(**changes: Any) -> MachineProfile:
             step_us=0.0,
             select_scale={},
             select_hidden={},
+            select_ahead={"*": 1.5},
             device=device_profile(),
         ),
         **changes,

@@ -250,6 +250,8 @@ def test_timed_layers_attend_as_others_do(pool, name, prepares):
     for layer_idx, query in enumerate(queries):
         attention.attend(layer_idx, rows, query, expected)
     assert torch.equal(out, expected)
+    for _, profile in attention.time_layers(rows, queries, out, chooses_only=True):
+        assert profile["attended_tokens"] == 0
 
 
 def test_layers_that_cannot_be_timed(pool):

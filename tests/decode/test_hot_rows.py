@@ -223,6 +223,22 @@ def test_tokens_that_are_read_again(backend, tiny_folders):
     assert min(counted) > 0
 
 
+def test_a_gpu_without_room_for_hot_rows_goes_on(tiny_folders, monkeypatch, caplog):
+    """The CPU attends, as it would have without them."""
+
+    def no_room(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    tokens = random_tokens(1, 150)
+    inline = ("cpu", "inline")
+    expected = greedy(load(tiny_folders["llama"], small("quest"), inline), tokens, 10)
+    model = hot_model(tiny_folders["llama"], inline, "quest")
+    monkeypatch.setattr("offload.decode.gpu.prepared_steps.HotRows", no_room)
+    assert torch.equal(greedy(model, tokens, 10), expected)
+    assert not (decoder_of(model).placement.places == Place.HOT).any()
+    assert caplog.text.count("only dense layers stay there") == 1
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("policy", slow_but(POLICIES[1:], "lfps"))
 def test_rejected_rows_of_a_draft_leave_no_trace(policy, backend, tiny_folders):

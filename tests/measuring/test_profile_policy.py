@@ -34,6 +34,7 @@ def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert 1e-3 < scale < 1e4
     assert 0.0 <= found.select_hidden[key] < 1.0
     assert found.select_hidden[key] == 0.0 or name != "exact_topk"  # which does nothing else
+    assert 1e-3 < found.select_ahead[key] < 1e4
     monkeypatch.setattr(
         "offload.measuring.machine.policy.measure_policy_us", None
     )  # not called again
@@ -49,6 +50,9 @@ def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -
     other.attend_us(*layer)
     assert any("selecting on the CPU" in line for line in other._assumed)
     assert not any("selecting on the CPU" in line for line in scaled._assumed)
+    ahead = StepModel(found, work, on_gpu=True)
+    measured = found.select_ahead[key] * ahead.choose_cold_us(*layer)
+    assert ahead._choose_us(*layer) == pytest.approx(measured)
 
 
 def test_each_member_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,9 +60,9 @@ def test_each_member_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(policy, PerHead)
     measured = []
 
-    def measure(member: Policy, *_: Any) -> tuple[float, float]:
+    def measure(member: Policy, *_: Any) -> tuple[float, float, float]:
         measured.append(member)
-        return 100.0, 0.0
+        return 100.0, 0.0, 50.0
 
     monkeypatch.setattr("offload.measuring.machine.policy.measure_policy_us", measure)
     found = with_policy(machine_profile(), policy, SHAPE, torch.float32, KV_LEN)
@@ -72,9 +76,9 @@ def test_what_a_step_reads_between_two_visits_of_a_layer_leaves_the_caches(
     """All its other layers; without a GPU their weights, too."""
     between = []
 
-    def measure(*arguments: Any) -> tuple[float, float]:
+    def measure(*arguments: Any) -> tuple[float, float, float]:
         between.append(arguments[-1])
-        return 100.0, 0.0
+        return 100.0, 0.0, 50.0
 
     monkeypatch.setattr("offload.measuring.machine.policy.measure_policy_us", measure)
     policy = make_policy("exact_topk", budget_tokens=256)

@@ -74,7 +74,7 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
     [
         (lambda text: text[: len(text) // 2], "is not JSON"),
         (lambda text: "[]", "another format"),
-        (lambda text: text.replace("profile-5", "profile-0"), "another format"),
+        (lambda text: text.replace("profile-6", "profile-0"), "another format"),
         (lambda text: text.replace('"isa"', '"esa"'), "damaged .*unknown field 'esa'"),
         (lambda text: text.replace('"isa": "avx2",', ""), "damaged .*isa"),
         (lambda text: text.replace("190000000000.0", "-1"), "damaged .*read_bandwidth must be"),
@@ -174,7 +174,7 @@ def test_a_profile_of_an_older_version_is_measured_again(
 ) -> None:
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
     path = store_profile(_profile_of(2))
-    path.write_text(path.read_text().replace("offload-profile-5", "offload-profile-1"))
+    path.write_text(path.read_text().replace("offload-profile-6", "offload-profile-1"))
     assert cached_profile(CPU, 2) is None
 
 

@@ -27,6 +27,7 @@ from offload.models.shape import MODEL_SHAPES, weight_elements
 from offload.planning.choose import least_placement
 from offload.planning.placement_bytes import policy_state_bytes, step_device_bytes, store_bytes
 from offload.planning.plan import PlanRequest, make_plan
+from offload.planning.profile import typical_profile
 from offload.planning.workload import Workload
 from offload.policies.registry import make_policy
 from offload.runtime.budgets import weight_bytes_of
@@ -221,22 +222,59 @@ def test_a_smaller_budget_moves_heads_to_the_host() -> None:
         assert sum(plan.device_bytes.values()) <= size * GIB
 
 
-def test_hot_rows_fit_beside_the_heads_of_a_plan() -> None:
-    """Layers that are not on the GPU keep them, within the same memory."""
-    budget = {"max_memory": {0: 20 * GIB}}
-    plain, hot = (
-        make_plan(request("lychee_cluster", hot_rows=hot, **budget), machine_profile())
-        for hot in (False, True)
-    )
-    on_cpu = plain.placement.places == Place.CPU
-    assert on_cpu.any()
-    assert not (hot.placement.places == Place.CPU).any()
-    assert sum(hot.placement.counts(Place.GPU)) <= sum(plain.placement.counts(Place.GPU))
-    kept = (hot.placement.places == Place.HOT).sum()
-    rows = kept * 2 * 1024 * 2 * 128 * 2  # twice the budget, K and V of 128 bfloat16
-    assert hot.device_bytes["hot rows"] == pytest.approx(int(rows), rel=0.1)
-    assert sum(hot.device_bytes.values()) <= 20 * GIB
-    assert any("hot rows" in note for note in hot.notes)
+def places_of(policy: str, max_memory_gib: int, **changes: Any) -> dict[str, int]:
+    """How many heads are where, by the profile of a typical machine."""
+    asked = request(policy, max_memory={0: max_memory_gib * GIB}, **changes)
+    plan = make_plan(asked, typical_profile(15))
+    assert make_plan(asked, typical_profile(15)).placement == plan.placement
+    assert sum(plan.device_bytes.values()) <= max_memory_gib * GIB
+    plan.placement.check_policy(asked.policy, asked.model.shape.num_qo_heads)
+    counts = {place.name: sum(plan.placement.counts(place)) for place in Place}
+    return {name: count for name, count in counts.items() if count}
+
+
+@pytest.mark.parametrize("max_memory_gib", [20, 24, 80])
+def test_a_plan_has_hot_rows_where_they_are_faster(max_memory_gib: int) -> None:
+    """Also where there is room for all heads: attending to everything takes longer."""
+    assert places_of("lychee_cluster", max_memory_gib) == {"GPU": 16, "HOT": 240}
+
+
+def test_hot_rows_are_beside_heads_that_retrieve() -> None:
+    counts = places_of("per_head", 24)
+    assert counts["GPU"] > 16
+    assert counts.keys() == {"GPU", "HOT"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "context"),
+    [
+        ("lychee_cluster", 4096),
+        ("lychee_cluster", 32768),
+        ("full", 4096),
+        ("full", 131072),
+        ("lfps", 131072),
+        ("tidal_decode", 131072),
+        ("lychee_decode", 131072),
+    ],
+)
+def test_a_plan_has_no_hot_rows_where_they_are_slower(policy: str, context: int) -> None:
+    """Where the GPU has room for all, where the CPU has to score, where rows are fetched."""
+    counts = places_of(policy, 24, context=context)
+    assert "HOT" not in counts
+    if context <= 32768:
+        assert counts == {"GPU": 256}
+
+
+def test_hot_rows_are_counted() -> None:
+    plan = make_plan(request("lychee_cluster", max_memory={0: 20 * GIB}), typical_profile(15))
+    kept = sum(plan.placement.counts(Place.HOT))
+    rows = kept * 3 * 1024 * 2 * 128 * 2  # three times the budget, K and V of 128 bfloat16
+    assert plan.device_bytes["hot rows"] == pytest.approx(rows, rel=0.1)
+    scarce = request("lychee_cluster", policy_options={"budget_tokens": 16384}, context=65536)
+    limit = sum(make_plan(scarce, typical_profile(15)).device_bytes.values())
+    for lacks in (2**28, 2**30, 2**31):
+        tight = replace(scarce, max_memory={0: limit - lacks})
+        assert sum(make_plan(tight, typical_profile(15)).device_bytes.values()) <= limit - lacks
 
 
 def test_a_second_prompt_that_does_not_fit_is_noted() -> None:

@@ -214,6 +214,26 @@ def test_a_placement_about_as_good_stays() -> None:
     assert choose(now, 1, 65536, room // 4) != now
 
 
+def test_hot_rows_come_and_go() -> None:
+    """As many heads are on the GPU with them as without, and it is another placement."""
+    policy = make_policy("lychee_cluster")
+    choose = chooser(policy, typical_profile(15))
+    choose.shape = shape = MODEL_SHAPES["llama-3.1-8b"]
+    least = least_placement(choose.workload(1, 131072))
+    hot = choose(least, 1, 131072, 8 * 2**30)
+    assert hot == least.with_hot_rows(policy, shape.num_qo_heads) != least
+    assert choose(hot, 1, 131072, 8 * 2**30) == hot
+    fewer = np.array(hot.places)
+    fewer[-1] = Place.CPU
+    assert choose(HeadPlacement(fewer), 1, 131072, 8 * 2**30) == HeadPlacement(fewer)
+    assert (choose(hot, 1, 4096, 8 * 2**30).places == Place.GPU).all()
+    for name in ("lfps", "tidal_decode"):
+        other = chooser(make_policy(name), typical_profile(15))
+        other.shape = shape
+        placement = other(least_placement(other.workload(1, 131072)), 1, 131072, 8 * 2**30)
+        assert not (placement.places == Place.HOT).any()
+
+
 def test_a_little_more_room_is_no_reason_to_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is free changes with every allocation of anybody."""
     choose = chooser(make_policy("quest"))

@@ -19,7 +19,7 @@ from offload import OffloadedModel
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.checkpoint import check_checkpoint
 from offload.models.shape import ModelShape
-from offload.planning.profile import MachineProfile
+from offload.planning.profile import MachineProfile, typical_profile
 from offload.planning.workload import Workload, policy_key
 from offload.policies import Policy
 from offload.policies.auto import Auto
@@ -112,6 +112,10 @@ def test_policies_that_refuse_the_model(monkeypatch: pytest.MonkeyPatch) -> None
     policy, reason = resolved(room)
     assert policy == make_policy("lychee_cluster")
     assert reason.endswith("KV heads on the GPU, lychee_cluster, budget 1,024")
+    reason = resolved(replace(room, profile=typical_profile(15)))[1]
+    assert reason == (
+        "16 of 256 KV heads on the GPU, hot rows of 240, lychee_cluster, budget 1,024"
+    )
     monkeypatch.setattr(lychee, "check_model", refuses("lychee_cluster"))
     policy, reason = resolved(room)
     assert policy == Full()

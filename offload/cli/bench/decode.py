@@ -198,9 +198,9 @@ def decode(
 
         offload bench decode --policy lfps --context 131072 --engines offload --trace steps.json
 
-        offload plan llama-3.1-8b --policy lychee_cluster --hot-rows --json > hot.json
+        offload plan llama-3.1-8b --policy lychee_cluster --json > plan.json
 
-        offload bench decode --context 131072 --engines offload,graph --placement hot.json
+        offload bench decode --context 131072 --engines offload,graph --placement plan.json
     """
     model = given_model(model, old_model)
     check_one_source(shape, model)

@@ -24,7 +24,7 @@ from offload.decode.gpu.layer_heads import LayerHeads
 from offload.models import LeanModel, ModelShape
 from offload.policies import Policy
 
-HOT_BUDGETS = 2  # rows that stay, in budgets: what is attended to beside the choice costs little
+HOT_BUDGETS = 3  # rows that stay, in budgets: what is attended to beside the choice costs little
 
 
 class HotRows:

@@ -14,7 +14,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.measuring.synthetic.attention_cache import AttentionCache
 from offload.planning.cost_table import CostTable
-from offload.planning.profile import OnProgress
+from offload.planning.profile import OnProgress, typical_profile
 from offload.policies import ExactTopK, Full, Policy, TidalDecode
 from offload.system.memory import host_memory_limit_bytes
 
@@ -77,6 +77,7 @@ def measure_host(
         "scan_retrieve": scans[1],
         "select_scale": {},
         "select_hidden": {},
+        "select_ahead": typical_profile(1).select_ahead,
     }
 
 

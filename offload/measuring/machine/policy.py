@@ -47,7 +47,7 @@ def with_policy(
     profile: MachineProfile, policy: Policy, shape: ModelShape, dtype: torch.dtype, kv_len: int
 ) -> MachineProfile:
     """`profile` with the policy's `select_scale`, and that of each of its members: measured now, 1
-    to 3 s, if it is not there.
+    to 3 s, if it is not there; with a GPU `select_ahead`, too.
 
     Args:
         kv_len: of the context that is planned; at most so many tokens are attended to.
@@ -84,16 +84,20 @@ def _with_member(
     between = whole.touched_bytes(whole.roles[-1], whole.work.unit_members[-1])
     if profile.device is None:
         between += layer_elements(shape) * dtype.itemsize
-    measured, hidden = measure_policy_us(
+    measured, hidden, ahead = measure_policy_us(
         policy, shape, dtype, tokens, profile.num_threads, int((shape.num_layers - 1) * between)
     )
     model = model_of(_LAYERS)
-    predicted = model.attend_us(model.roles[-1], model.work.unit_members[-1])
-    return replace(
+    heads = model.roles[-1], model.work.unit_members[-1]
+    profile = replace(
         profile,
-        select_scale={**profile.select_scale, key: measured / predicted},
+        select_scale={**profile.select_scale, key: measured / model.attend_us(*heads)},
         select_hidden={**profile.select_hidden, key: hidden},
     )
+    if profile.device is None:
+        return profile
+    factor = ahead / model.choose_cold_us(*heads)
+    return replace(profile, select_ahead={**profile.select_ahead, key: factor})
 
 
 def measure_policy_us(
@@ -103,11 +107,12 @@ def measure_policy_us(
     kv_len: int,
     num_threads: int,
     bytes_between: int,
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """Time of one layer's attention to `kv_len` tokens, after so many other bytes were read.
 
     Returns:
-        Median microseconds, and which share of the time is before the query and after the answer.
+        Median microseconds; which share of the time is before the query and after the answer; and
+        median microseconds where the layer is asked ahead, and nothing is attended.
     """
     pages = _LAYERS * num_pages(kv_len)
     store = one_slab_store(shape, dtype, num_layers=_LAYERS, pages=pages)
@@ -136,21 +141,30 @@ def measure_policy_us(
         out = torch.empty(1, shape.num_qo_heads * shape.head_dim, dtype=dtype)
         most = min(_MAX_BYTES_BETWEEN, host_memory_limit_bytes() // 8)
         between = torch.ones(max(2**20, min(bytes_between, most)), dtype=torch.uint8)
-        times: list[list[float]] = [[], []]  # of everything; of what a GPU waits for
+        everything: list[float] = []
+        answers: list[float] = []  # what a GPU waits for
+        ahead: list[float] = []
         begin, is_first = time.perf_counter(), True
-        while len(times[1]) < _LAYERS * _REPEATS:
-            for answers, prepares in enumerate((True, False)):
+        while len(ahead) < _LAYERS * _REPEATS:
+            for times in (everything, answers, ahead):
                 measure_read_bandwidth(pool, between, repeats=1)
                 of_layers = [next(queries)] * _LAYERS
-                layers = attention.time_layers(step, of_layers, out, prepares=prepares)
+                layers = attention.time_layers(
+                    step,
+                    of_layers,
+                    out,
+                    prepares=times is not answers,
+                    chooses_only=times is ahead,
+                )
                 if is_first or time.perf_counter() - begin < _WARM_UP_SECONDS:
                     continue  # code is loaded, and threads come back to their CPUs
                 for seconds, profile in layers:
                     phases = profile["seconds"]
                     updates = phases["update"] / max(sum(phases.values()), 1e-9)
-                    times[answers].append(1e6 * seconds * (1.0 - answers * updates))
+                    share = 1.0 - updates if times is answers else 1.0
+                    times.append(1e6 * seconds * share)
             is_first = False
-    whole, answer = (float(np.median(x)) for x in times)
+    whole, answer, asked = (float(np.median(times)) for times in (everything, answers, ahead))
     chooser = policy.members[0]
     is_done = chooser.prepare is chooser.observe is chooser.append is None
-    return whole, 0.0 if is_done else max(0.0, 1.0 - answer / whole)
+    return whole, 0.0 if is_done else max(0.0, 1.0 - answer / whole), asked

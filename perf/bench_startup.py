@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,14 +17,24 @@ from offload.loading.gguf import EMBEDDED_MODEL
 from offload.loading.names import resolve_folder
 from perf.results_file import ROOT, Run, script_options
 
-_HELP = "import sys; sys.argv = ['offload', '--help']; from offload.cli import app; app()"
+_COMMANDS = {
+    "offload --help": ["--help"],
+    "offload generate": ["generate", EMBEDDED_MODEL, "--prompt", "hi", "--max-new-tokens", "1"],
+}
+_RUN = ["-c", "from offload.cli import app; app()"]
 
 
 def run_python(arguments: Sequence[str]) -> tuple[float, str]:
-    """(seconds, stdout) of a Python process."""
+    """(seconds, stdout) of a Python process, its modules compiled as those of a package are."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     return time.perf_counter() - start, done.stdout
 
@@ -35,10 +46,13 @@ def main() -> None:
 
     run = Run(options)
     folder = str(resolve_folder(EMBEDDED_MODEL))
+    for arguments in _COMMANDS.values():  # compiles what was not, once
+        run_python([*_RUN, *arguments])
     seconds: dict[tuple[str, str], list[float]] = {}
     for _ in tqdm(range(options.repeats), desc="start-up", unit="round"):
-        elapsed, _ = run_python(["-c", _HELP])
-        seconds.setdefault(("offload", "offload --help"), []).append(elapsed)
+        for command, arguments in _COMMANDS.items():
+            elapsed, _ = run_python([*_RUN, *arguments])
+            seconds.setdefault(("offload", command), []).append(elapsed)
         for engine in ("offload", "transformers"):
             _, printed = run_python(["-m", "perf.startup_probe", engine, folder])
             for phase, elapsed in json.loads(printed).items():

@@ -32,6 +32,7 @@ from offload.cli.options import (
 )
 from offload.policies.registry import make_policy
 from offload.ranks.launch import is_rank, is_silent_rank, run_ranks
+from offload.system.garbage import importing_torch
 from offload.system.stdlib_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NEEDLE, DEMO_QUESTION
 from offload.system.text_file import argument_text, decoded, read_text_file
 
@@ -264,21 +265,23 @@ def generate(
     is_silent = has_ranks and is_silent_rank()
 
     with running(verbose=verbose):
-        policies = [make_policy(chosen.policy, **options)]
-        compare = asked.demo if chosen.compare is None else chosen.compare
-        if compare and chosen.policy != "full":
-            policies.append(make_policy("full"))
-        prompt = _read_prompt(asked.prompt_file) if asked.prompt is None else asked.prompt
-        prompt = argument_text(prompt, "--prompt")
-        needle = asked.needle
-        if needle is not None:
-            needle = argument_text(needle, "--needle")
+        with importing_torch():
+            policies = [make_policy(chosen.policy, **options)]
+            compare = asked.demo if chosen.compare is None else chosen.compare
+            if compare and chosen.policy != "full":
+                policies.append(make_policy("full"))
+            prompt = _read_prompt(asked.prompt_file) if asked.prompt is None else asked.prompt
+            prompt = argument_text(prompt, "--prompt")
+            needle = asked.needle
+            if needle is not None:
+                needle = argument_text(needle, "--needle")
 
-        from offload.loading.names import load_tokenizer
-        from offload.runtime.model import OffloadedModel
+            from offload.loading.names import load_tokenizer
+            from offload.runtime.model import OffloadedModel
 
+            with quiet_transformers(verbose=verbose):
+                tokenizer = load_tokenizer(model)
         with quiet_transformers(verbose=verbose):
-            tokenizer = load_tokenizer(model)
             if asked.context is not None:
                 check_context(model, asked.context)
             input_ids = prompt_tokens(

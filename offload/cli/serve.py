@@ -13,6 +13,7 @@ from offload.cli.console import print_marked, quiet_transformers, running, stder
 from offload.cli.generate import Loading
 from offload.cli.options import DEFAULT_MODEL, ModelName, PolicyChoice, Verbose, memory_budgets
 from offload.policies.registry import make_policy
+from offload.system.garbage import importing_torch
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -178,15 +179,16 @@ def serve(
         --api-key-file keys.txt
     """
     with running(verbose=verbose):
-        load_served, access = prepare(
-            model,
-            chosen=chosen,
-            loading=loading,
-            load=load,
-            kept=kept,
-            listening=listening,
-            verbose=verbose,
-        )
+        with importing_torch():
+            load_served, access = prepare(
+                model,
+                chosen=chosen,
+                loading=loading,
+                load=load,
+                kept=kept,
+                listening=listening,
+                verbose=verbose,
+            )
         if not access.api_keys and access.host not in _LOOPBACK:
             print_marked("warning:", f"everybody who reaches {access.host} may ask", "bold yellow")
         from offload.serve.server import Server

@@ -430,3 +430,20 @@ def test_nothing_but_our_lines_is_left_on_stderr(generate: Any) -> None:
     assert re.fullmatch(r"INFO +auto: exact: contexts up to .* are faster so\s*", before)
     assert [line[:13] for line in after.splitlines() if line[0] == "│"] == ["│ auto (full)"]
     assert len(after.splitlines()) == 6  # a title, and a table of one row
+
+
+def test_a_fresh_process(tiny_folders: dict[str, Path]) -> None:
+    """It imports nothing of other commands, and the garbage collector leaves modules out."""
+    script = (
+        "import gc, sys\n"
+        "from offload.cli import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 200_000, gc.get_freeze_count()\n"
+        "assert 0 < len(gc.get_objects()) < 200_000, len(gc.get_objects())\n"
+        "others = {'datasets', 'fastapi', 'gguf', 'matplotlib', 'ray', 'uvicorn'}\n"
+        "others |= {'offload.engine', 'offload.measuring', 'offload.serve', 'offload.training'}\n"
+        "assert not others & {*sys.modules}, others & {*sys.modules}\n"
+    )
+    model = str(tiny_folders["llama"])
+    command = ["generate", model, "--threads", "1", "-p", "the quick", "-n", "1"]
+    subprocess.run([sys.executable, "-c", script, *command], check=True, timeout=120)

@@ -186,7 +186,8 @@ def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) 
     counts = {most}
     if model is not None:
         counts |= set(range(0, most, -(-num_layers // _TRIED_COUNTS)))
-        policy, num_qo_heads = room.work.policy, room.work.shape.num_qo_heads
+        work = room.work
+        policy, num_qo_heads = work.policy, work.shape.num_qo_heads
         counts.add(
             _most_that_fit(
                 most,
@@ -207,7 +208,8 @@ def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) 
 
 def _with_hot_rows(placements: list[HeadPlacement], room: DeviceRoom) -> list[HeadPlacement]:
     """The same with hot rows where there may be any, as far as there is room for them."""
-    policy, num_qo_heads = room.work.policy, room.work.shape.num_qo_heads
+    work = room.work
+    policy, num_qo_heads = work.policy, work.shape.num_qo_heads
     hot = (placement.with_hot_rows(policy, num_qo_heads) for placement in placements)
     return [placement for placement in dict.fromkeys(hot) if room.holds(placement)]
 

@@ -320,7 +320,8 @@ class StepModel:
         selected = self._read_bytes(roles, members, 0).selected
         if not selected:
             return self.profile.attend_cold.fixed_us
-        policy, factors = self.work.policy, self.profile.select_ahead
+        work, factors = self.work, self.profile.select_ahead
+        policy = work.policy
         if policy.selection_top_p < 1.0:  # cut by weights: it scores what its members would take
             factors = {"*": factors.get("*", 1.0)}
         factor = sum(
@@ -385,11 +386,12 @@ class StepModel:
 
     def _factor(self, factors: dict[str, float], member: Policy) -> float:
         """What was measured of the policy, or else what stands for it."""
-        key = policy_key(member, self.work.shape, self.work.kv_len)
+        work = self.work
+        key = policy_key(member, work.shape, work.kv_len)
         if key in factors:
             return factors[key]
         self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
-        names = (self.work.policy.name, member.name, "*")
+        names = (work.policy.name, member.name, "*")
         return next((factors[name] for name in names if name in factors), 1.0)
 
     def _rows_us(self, num_bytes: float) -> float:

@@ -177,6 +177,24 @@ def test_clocks_are_aligned_where_a_layer_is_asked_for_ahead() -> None:
     assert step.gpu[1] == Interval("predicted", 1, 300 + 995, 320 + 995)
 
 
+def test_clocks_are_aligned_by_each_micro_batch() -> None:
+    """Two requests of a layer: the first is answered while the second waits."""
+    events = [
+        TraceEvent("wait", 0, 0, 1000, 1310),
+        TraceEvent("attend", 0, 0, 1330, 1600),
+        TraceEvent("wait", 0, 1, 1600, 1605),
+        TraceEvent("attend", 0, 1, 1605, 1900),
+    ]
+    marks = [
+        Interval("linear", 0, 0, 300),
+        Interval("linear", 0, 300, 500),
+        Interval("wait", 0, 500, 620),
+        Interval("wait", 0, 700, 920),
+    ]
+    step = timeline_of(1000, 2000, marks, events)
+    assert step.gpu[0] == Interval("linear", 0, 995, 1295)
+
+
 def test_replies_of_several_layers() -> None:
     """Each has its own wait; where there is none, a request is seen when its layer is attended."""
     cpu, tasks = [], []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,25 +58,38 @@ def timeline_of(
     """One step on the CPU's clock.
 
     A request rises after the GPU's mark before it and is seen when the CPU's wait ends; a reply is
-    written after the CPU's attention ends and seen before the GPU's wait does. Where the GPU asks
-    for nothing its first mark is taken for the start.
+    written after the CPU's attention ends and seen before the GPU's wait does. A layer has one of
+    each for every micro-batch, in the same order. Where the GPU asks for nothing its first mark is
+    taken for the start.
     """
     led = [e for e in events if e.worker < 0]
-    seen = {e.layer_idx: e.end_ns for e in led if e.kind == "wait"}
-    attended = {e.layer_idx: e.end_ns for e in led if e.kind == "attend"}
+    seen = _ends((e.layer_idx, e.end_ns) for e in led if e.kind == "wait")
+    attended = _ends((e.layer_idx, e.end_ns) for e in led if e.kind == "attend")
     ahead = {m.layer for m in marks if m.kind == "predicted"}  # asked for in the layer above
-    raised = [
-        (m.end_ns, seen[m.layer])
+    asked = _ends(
+        (m.layer, m.end_ns)
         for m in marks
-        if m.layer in attended and m.kind == ("predicted" if m.layer in ahead else "linear")
+        if m.kind == ("predicted" if m.layer in ahead else "linear")
+    )
+    waited = _ends((m.layer, m.end_ns) for m in marks if m.kind == "wait")
+    raised = [pair for layer in attended for pair in zip(asked[layer], seen[layer], strict=False)]
+    answered = [
+        pair for layer, ends in waited.items() for pair in zip(attended[layer], ends, strict=False)
     ]
-    answered = [(attended[m.layer], m.end_ns) for m in marks if m.kind == "wait"]
     if raised and answered:
         offset, _ = clock_offset_ns(raised, answered)
     else:
         offset = start - min(m.start_ns for m in marks)
     cpu = tuple(Interval(e.kind, e.layer_idx, e.start_ns, e.end_ns) for e in led)
     return StepTimeline(start, end, cpu, shifted(marks, offset), worker_tasks(events))
+
+
+def _ends(ends: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Of each layer, in order."""
+    of_layers: dict[int, list[int]] = {}
+    for layer, end_ns in ends:
+        of_layers.setdefault(layer, []).append(end_ns)
+    return of_layers
 
 
 def timeline_in_turns(

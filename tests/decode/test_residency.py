@@ -269,7 +269,10 @@ def test_heads_that_were_given_back_do_not_return(tiny_folders: dict[str, Path])
     while len(placed) < 10 and decoder.give_heads_back(why):
         placed.append(decoder.placement)
     assert placed == [whole(3), whole(2), least_placement_of(model)]
-    # Nor do more come, although there is more room than when they were placed.
+    # In the end it was refused: that says nothing of what comes next.
+    decoder.begin_generation(1, 128)
+    assert decoder.placement == whole(3)
+    # No more come, although there is more room than when they were placed.
     decoder.begin_generation(1, 128)
     allow_device_bytes(model, 30 * model.kv_store.page_bytes * 10)
     decoder.place(whole(1))

@@ -279,11 +279,11 @@ class DeviceDecoder:
 
     def give_heads_back(self, why: DeviceMemoryError) -> bool:
         """As `Decoder.give_heads_back`; never where somebody has asked for the placement."""
-        if self._keeps_placement or self.model.ranks is not None:
-            return False
-        num_sequences, kv_len, _ = self._expected
-        less = next(iter(self._fallbacks(num_sequences, kv_len)), None)
+        less, (num_sequences, kv_len, _) = None, self._expected
+        if not self._keeps_placement and self.model.ranks is None:
+            less = next(iter(self._fallbacks(num_sequences, kv_len)), None)
         if less is None:
+            self._free_room.forget()
             return False
         self._give_up(less, why, num_sequences * self._num_pages(kv_len))
         return True
@@ -376,8 +376,9 @@ class DeviceDecoder:
         """Attend as `less` says until a generation needs fewer than `num_pages` of each head."""
         wanted, failed = self._gave_up or (self.placement, num_pages)
         self._keeps_placement = less == self._least_placement()
-        heads = sum(less.counts(Place.GPU))
+        heads, hot = (sum(less.counts(place)) for place in (Place.GPU, Place.HOT))
         rest = "it has no codes of keys" if self._choose is None else f"{heads} KV heads stay there"
+        rest += f", and hot rows of {hot}" if hot else ""
         if self._keeps_placement:
             rest = "only dense layers stay there"
         logger.warning("%s. While sequences need so much, %s", why, rest)

@@ -44,3 +44,7 @@ class FreeRoom:
         """A placement chosen for so much, of what `num_bytes` saw last, did not fit."""
         seen = self._seen_bytes
         self._failed = None if room is None or seen is None else (room, seen)
+
+    def forget(self) -> None:
+        """What has failed would not fit beside any placement."""
+        self._failed = None

@@ -193,6 +193,9 @@ class NativeDecoder:
     ) -> None:
         """Nothing: all that a step takes is in the store, which checks for itself."""
 
+    def end_generation(self) -> None:
+        """Nothing, either."""
+
     def give_heads_back(self, why: DeviceMemoryError) -> bool:
         return False
 

@@ -119,6 +119,9 @@ class Decoder(Protocol):
             DeviceMemoryError: the step that comes to so many would.
         """
 
+    def end_generation(self) -> None:
+        """What `begin_generation` has said is over."""
+
     def give_heads_back(self, why: DeviceMemoryError) -> bool:
         """Leave fewer heads on the device, where a prefill found no room; whether any went."""
 

@@ -148,7 +148,8 @@ class Scheduler:
         self._can_pause = can_pause
         self._slice_seconds = slice_seconds
         self._read_share = read_share
-        self._sizes = dict(_LEAST)  # of slices that take so long
+        # Of slices that take so long.
+        self._sizes = {kind: min(size, most_slice_tokens) for kind, size in _LEAST.items()}
         self._kind = _ALONE  # of the last slice
         self._owed = 0.0  # seconds of decoding before more is read
         self._paused_at = 0.0  # seconds of the slice that are in `_owed`

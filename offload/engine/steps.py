@@ -235,6 +235,7 @@ class Steps:
         while self.prefixes.drop():
             pass
         self._preempted.close()
+        self._runner.runtime.decoder.end_generation()
 
     def _make_room(self) -> bool:
         """More came than was expected: prefixes go, then idle sessions, then what comes back from

@@ -372,6 +372,7 @@ class Runtime:
                 raise
             finally:
                 if not outer.is_running:
+                    self._decoder.end_generation()
                     outer = Generation(self.config.num_threads, stats=generation.stats)
                 self.current_generation = outer
                 outer.restart_watch()

@@ -244,6 +244,79 @@ def test_a_prefill_without_room_takes_it_from_the_heads(
     assert not decoder.give_heads_back(DeviceMemoryError("none"))
 
 
+def by_room(model: Any) -> Any:
+    """As many layers as there is room for, and all that it was asked."""
+    layer_bytes, asked = model.kv_store.page_bytes, []
+
+    def choose(
+        now: HeadPlacement, num_sequences: int, kv_len: int, room: int, read_tokens: int | None
+    ) -> HeadPlacement:
+        asked.append((num_sequences, kv_len))
+        return whole(min(3, room // (num_sequences * -(-kv_len // 16) * layer_bytes)))
+
+    decoder_of(model)._choose = choose
+    return asked
+
+
+def test_heads_that_were_given_back_do_not_return(tiny_folders: dict[str, Path]) -> None:
+    """A prefill that needs more than there is asks until there are none."""
+    model = load(tiny_folders["llama"], "full", ("cpu", "inline"))
+    decoder, why = decoder_of(model), DeviceMemoryError("prefill needs more")
+    by_room(model)
+    allow_device_bytes(model, 3 * model.kv_store.page_bytes * 10)
+    decoder.begin_generation(1, 128)
+    placed = [decoder.placement]
+    while len(placed) < 10 and decoder.give_heads_back(why):
+        placed.append(decoder.placement)
+    assert placed == [whole(3), whole(2), least_placement_of(model)]
+    # In the end it was refused: that says nothing of what comes next.
+    decoder.begin_generation(1, 128)
+    assert decoder.placement == whole(3)
+    # No more come, although there is more room than when they were placed.
+    decoder.begin_generation(1, 128)
+    allow_device_bytes(model, 30 * model.kv_store.page_bytes * 10)
+    decoder.place(whole(1))
+    assert decoder.give_heads_back(why)
+    assert decoder.placement == least_placement_of(model)
+
+
+def test_a_generation_that_is_refused_changes_nothing(tiny_folders: dict[str, Path]) -> None:
+    """Those that run keep their steps and their heads."""
+    policy = make_policy(
+        "lychee_cluster", budget_tokens=64, sink_tokens=4, recent_tokens=16, dense_layers=1
+    )
+    model = load(tiny_folders["llama"], policy, ("cpu", "inline"))
+    decoder = decoder_of(model)
+    asked = by_room(model)
+    allow_device_bytes(model, 3 * model.kv_store.page_bytes * 16)
+    cache, least = model.new_cache(), least_placement_of(model)
+    decoder._choose = lambda *of_sequences: asked.append(of_sequences) or least
+    decoder.begin_generation(1, 128)
+    with torch.no_grad():
+        model(random_tokens(1, 100), past_key_values=cache)
+        model(random_tokens(1, 1), past_key_values=cache)
+        steps = steps_of(model)
+        asked.clear()
+        with pytest.raises(DeviceMemoryError):
+            decoder.begin_generation(64, 4096)
+        model(random_tokens(1, 1), past_key_values=cache)
+    assert steps_of(model) is steps
+    assert not asked
+
+
+def test_less_is_chosen_for_all_that_are_expected(tiny_folders: dict[str, Path]) -> None:
+    """Steps have rows for those that have yet to join."""
+    model = load(tiny_folders["llama"], "full", ("cpu", "inline"))
+    decoder, tokens = decoder_of(model), random_tokens(1, 100)
+    asked = by_room(model)
+    decoder.begin_generation = lambda *_: None  # of `greedy`: an engine has said more
+    allow_device_bytes(model, model.kv_store.page_bytes * 10)
+    type(decoder).begin_generation(decoder, 4, 300)
+    decoder.place(whole(3))
+    greedy(model, tokens, 20)
+    assert asked == [(4, 300), (4, 300)]
+
+
 def test_a_generation_is_prepared_for_its_end(
     tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,6 +260,24 @@ def test_a_step_that_fails_is_done_request_by_request(
     assert (tokens, failed) == (wanted, ["1"])
 
 
+def test_slices_are_as_short_as_those_of_a_prefill(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one, too: a decoder leaves room for no more."""
+    model, read = load(tiny_folders["llama"], prefill_slice_tokens=8), []
+    was_read = Scheduler.was_read
+
+    def note(self: Scheduler, num_tokens: int, seconds: float) -> None:
+        read.append(num_tokens)
+        was_read(self, num_tokens, seconds)
+
+    monkeypatch.setattr(Scheduler, "was_read", note)
+    engine = Engine(model)
+    engine.add_request(prompts_of(41)[0], GREEDY, "one")
+    answers(engine)
+    assert read == [8] * 5 + [1]
+
+
 def test_bad_requests(engine: Engine, tiny_folders: dict[str, Path]) -> None:
     for prompt, params, words in (
         ([], GREEDY, "empty"),

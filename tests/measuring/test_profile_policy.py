@@ -55,6 +55,14 @@ def test_a_policy_is_measured_once(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert ahead._choose_us(*layer) == pytest.approx(measured)
 
 
+def test_a_policy_that_chooses_nothing_is_measured() -> None:
+    """There is no such time ahead."""
+    before, policy = machine_profile(num_threads=1), make_policy("streaming_llm", budget_tokens=256)
+    found = with_policy(before, policy, SHAPE, torch.float32, KV_LEN)
+    assert found.select_scale.keys() == {policy_key(policy, SHAPE, KV_LEN)}
+    assert found.select_ahead == before.select_ahead
+
+
 def test_each_member_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy("per_head", rest="quest", budget_tokens=256, dense_layers=1)
     assert isinstance(policy, PerHead)

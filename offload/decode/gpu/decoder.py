@@ -23,6 +23,7 @@ from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
 from offload.decode.gpu.bursts import MOST_STEPS
 from offload.decode.gpu.free_room import FreeRoom
 from offload.decode.gpu.gpu_sync import GpuSync, Step, make_gpu_sync
+from offload.decode.gpu.hot_rows import HOT_BUDGETS
 from offload.decode.gpu.layer_heads import layer_heads, scores_tokens
 from offload.decode.gpu.linear import DeviceWeights, linear_path
 from offload.decode.gpu.placement import HeadPlacement, Place, least_places
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 # Of the placement now, sequences, tokens of each, the GPU's bytes for it (None: no limit), and the
 # tokens that a prefill reads (None: all).
 PlacementChooser = Callable[[HeadPlacement, int, int, "int | None", "int | None"], HeadPlacement]
+_NOTHING_EXPECTED = (1, 1, None)
 
 
 class DeviceDecoder:
@@ -108,7 +110,7 @@ class DeviceDecoder:
         )
         self._gave_up: tuple[HeadPlacement, int] | None = None  # and pages that it had no room for
         # By `begin_generation`: sequences, tokens of each, tokens that a prefill reads.
-        self._expected: tuple[int, int, int | None] = (1, 1, None)
+        self._expected: tuple[int, int, int | None] = _NOTHING_EXPECTED
         self._steps: PreparedSteps | None = None  # with the first sequences
         self.place(placement or self._least_placement())
         if model.ranks is not None:
@@ -257,26 +259,31 @@ class DeviceDecoder:
         time that this proves wrong, the number is smaller than before; all ranks know the same one.
         """
         num_pages = num_sequences * self._num_pages(kv_len)
+        comes_back = self._gave_up is not None and num_pages < self._gave_up[1]
+        keeps = self._keeps_placement and self._choose is None and not comes_back
+        placement = self.placement if keeps else self._least_placement()
+        self._check_room(placement, num_sequences, kv_len)  # before those that run lose anything
+        self._keeps_placement = keeps
         self._expected = num_sequences, kv_len, read_tokens
         if self._choose is not None:
-            self._keeps_placement = False
             wanted = self._chosen(self.placement, num_sequences, kv_len)
             changes, ranks = wanted != self.placement, self.model.ranks
             if changes if ranks is None else ranks.total(int(changes))[0]:
                 self.place(wanted)
-        elif self._gave_up is not None and num_pages < self._gave_up[1]:
-            self._keeps_placement = False
+        elif comes_back and self._gave_up is not None:
             self.place(self._gave_up[0])
-        placement = self.placement if self._keeps_placement else self._least_placement()
-        self._check_room(placement, num_sequences, kv_len)
+
+    def end_generation(self) -> None:
+        """As `Decoder.end_generation`: steps that are made anew are for those that come."""
+        self._expected = _NOTHING_EXPECTED
 
     def give_heads_back(self, why: DeviceMemoryError) -> bool:
         """As `Decoder.give_heads_back`; never where somebody has asked for the placement."""
-        if self._keeps_placement or self.model.ranks is not None:
-            return False
-        num_sequences, kv_len, _ = self._expected
-        less = next(iter(self._fallbacks(num_sequences, kv_len)), None)
+        less, (num_sequences, kv_len, _) = None, self._expected
+        if not self._keeps_placement and self.model.ranks is None:
+            less = next(iter(self._fallbacks(num_sequences, kv_len)), None)
         if less is None:
+            self._free_room.forget()
             return False
         self._give_up(less, why, num_sequences * self._num_pages(kv_len))
         return True
@@ -341,23 +348,37 @@ class DeviceDecoder:
 
     def _fallbacks(self, num_sequences: int, kv_len: int) -> list[HeadPlacement]:
         """Placements that need less of the GPU, as many on all ranks: the codes go first."""
+        # Steps have rows for all that are expected (`_make_slots`).
+        num_sequences = max(num_sequences, self._expected[0])
         least = self._least_placement()
         less = [self.placement.without_codes(), least]
         if CodeShape.of(self._policy, self.model.shape, self.store.page_tokens) is None:
             less = [least]
         if self.model.ranks is None:
             if self._choose is not None:
-                to_come = min(kv_len + kv_len // 4, self.model.shape.max_context)
-                less.insert(-1, self._chosen(least, num_sequences, to_come, after_failure=True))
+                to_come = max(kv_len + kv_len // 4, self._expected[1])
+                to_come = min(to_come, self.model.shape.max_context)
+                chosen = self._chosen(least, num_sequences, to_come, after_failure=True)
+                # More may be free than when the placement now was chosen.
+                if self._num_rows(chosen, to_come) < self._num_rows(self.placement, to_come):
+                    less.insert(-1, chosen)
             less = [placement for placement in dict.fromkeys(less) if placement != self.placement]
         return less
+
+    def _num_rows(self, placement: HeadPlacement, kv_len: int) -> int:
+        """Keys and values of a sequence that are on the GPU beside windows, or come there."""
+        budget_tokens = self._policy.budget_tokens if self._policy.selects else 0
+        num_rows = sum(placement.counts(Place.GPU)) * kv_len
+        num_rows += sum(placement.counts(Place.HOT)) * HOT_BUDGETS * budget_tokens
+        return num_rows + max(placement.counts(Place.GATHER)) * 2 * budget_tokens
 
     def _give_up(self, less: HeadPlacement, why: DeviceMemoryError, num_pages: int) -> None:
         """Attend as `less` says until a generation needs fewer than `num_pages` of each head."""
         wanted, failed = self._gave_up or (self.placement, num_pages)
         self._keeps_placement = less == self._least_placement()
-        heads = sum(less.counts(Place.GPU))
+        heads, hot = (sum(less.counts(place)) for place in (Place.GPU, Place.HOT))
         rest = "it has no codes of keys" if self._choose is None else f"{heads} KV heads stay there"
+        rest += f", and hot rows of {hot}" if hot else ""
         if self._keeps_placement:
             rest = "only dense layers stay there"
         logger.warning("%s. While sequences need so much, %s", why, rest)

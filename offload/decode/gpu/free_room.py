@@ -15,7 +15,8 @@ class FreeRoom:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._failed_bytes: int | None = None
+        self._seen_bytes: int | None = None  # by the last `num_bytes`, whatever has failed
+        self._failed: tuple[int, int] | None = None  # what proved too few, and was seen then
 
     def num_bytes(self, budget_bytes: int | None, held_bytes: int) -> int | None:
         """None: as much as is asked for.
@@ -30,13 +31,20 @@ class FreeRoom:
             free += torch.cuda.memory_reserved(self._device)
             free -= torch.cuda.memory_allocated(self._device)
             room = max(0, free - SPARE_BYTES) if room is None else min(room, free)
-        if room is None or self._failed_bytes is None:
+        self._seen_bytes = room
+        if room is None or self._failed is None:
             return room
-        if room > _CLEARLY_MORE * self._failed_bytes:
-            self._failed_bytes = None
+        failed_bytes, seen_bytes = self._failed
+        if room > _CLEARLY_MORE * seen_bytes:
+            self._failed = None
             return room
-        return min(room, int(_AFTER_FAILURE * self._failed_bytes))
+        return min(room, int(_AFTER_FAILURE * failed_bytes))
 
     def failed(self, room: int | None) -> None:
-        """A placement chosen for so much did not fit."""
-        self._failed_bytes = room
+        """A placement chosen for so much, of what `num_bytes` saw last, did not fit."""
+        seen = self._seen_bytes
+        self._failed = None if room is None or seen is None else (room, seen)
+
+    def forget(self) -> None:
+        """What has failed would not fit beside any placement."""
+        self._failed = None

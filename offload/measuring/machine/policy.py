@@ -94,10 +94,10 @@ def _with_member(
         select_scale={**profile.select_scale, key: measured / model.attend_us(*heads)},
         select_hidden={**profile.select_hidden, key: hidden},
     )
-    if profile.device is None:
+    cold = model.choose_cold_us(*heads)
+    if profile.device is None or not cold:  # streaming_llm chooses nothing
         return profile
-    factor = ahead / model.choose_cold_us(*heads)
-    return replace(profile, select_ahead={**profile.select_ahead, key: factor})
+    return replace(profile, select_ahead={**profile.select_ahead, key: ahead / cold})
 
 
 def measure_policy_us(

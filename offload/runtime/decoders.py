@@ -24,6 +24,7 @@ def make_decoder(opened: LoadedModel, store: KVStore) -> Decoder:
         num_threads=opened.num_threads,
         deadline_seconds=config.deadline_seconds,
         device_budget_bytes=opened.device_kv_bytes,
+        device_limit_bytes=config.max_memory.get(opened.device.index or 0),
         placement=opened.placement,
         keeps_placement=config.placement is not None,
         choose=opened.choose,

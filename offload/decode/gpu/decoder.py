@@ -52,6 +52,7 @@ class DeviceDecoder:
         backend: as `gpu_sync.choose_backend` returns it.
         deadline_seconds: after which a step that one side does not finish is an error.
         device_budget_bytes: of what stays on the GPU beside weights and buffers.
+        device_limit_bytes: of all that torch has there.
         placement: where each KV head is attended to; None: layers that the policy leaves dense on
             the GPU, all others on the CPU.
         keeps_placement: False: where the GPU has no room for the placement, it goes on without one
@@ -78,6 +79,7 @@ class DeviceDecoder:
         num_threads: int,
         deadline_seconds: float = 5.0,
         device_budget_bytes: int | None = None,
+        device_limit_bytes: int | None = None,
         placement: HeadPlacement | None = None,
         keeps_placement: bool = True,
         choose: PlacementChooser | None = None,
@@ -104,7 +106,7 @@ class DeviceDecoder:
         self._num_micro_batches = None if backend == "graph" else 1  # None: what proves faster
         self._keeps_placement = keeps_placement
         self._choose = choose
-        self._free_room = FreeRoom(device)
+        self._free_room = FreeRoom(device, device_limit_bytes)
         self._agreed_on: tuple[list[int], list[int], list[bool]] | None = (
             None  # by `_fails_anywhere`
         )

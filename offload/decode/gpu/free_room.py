@@ -11,10 +11,14 @@ _AFTER_FAILURE, _CLEARLY_MORE = 0.9, 1.1
 
 
 class FreeRoom:
-    """Bytes for a placement; less than it seems where that has proved too few."""
+    """Bytes for a placement; less than it seems where that has proved too few.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        limit_bytes: of all that torch has on the device; None: as much as there is.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
+        self._device, self._limit_bytes = device, limit_bytes
         self._seen_bytes: int | None = None  # by the last `num_bytes`, whatever has failed
         self._failed: tuple[int, int] | None = None  # what proved too few, and was seen then
 
@@ -27,9 +31,11 @@ class FreeRoom:
         """
         room = budget_bytes
         if self._device.type == "cuda":
+            allocated = torch.cuda.memory_allocated(self._device)
             free = torch.cuda.mem_get_info(self._device)[0] + held_bytes
-            free += torch.cuda.memory_reserved(self._device)
-            free -= torch.cuda.memory_allocated(self._device)
+            free += torch.cuda.memory_reserved(self._device) - allocated
+            if self._limit_bytes is not None:  # weights, workspaces, other models
+                free = max(0, min(free, self._limit_bytes - allocated + held_bytes))
             room = max(0, free - SPARE_BYTES) if room is None else min(room, free)
         self._seen_bytes = room
         if room is None or self._failed is None:

@@ -69,29 +69,29 @@ def layer_heads(
     awaited = np.zeros(places.shape, np.bool_)
     if roles is not None:
         awaited = awaited_heads(roles, places, shares_selection=shares_selection)
-    for layer_idx, of_layer in enumerate(places):
-
-        def heads(*of: Place, of_layer: npt.NDArray[np.uint8] = of_layer) -> tuple[int, ...]:
-            return tuple(np.flatnonzero(np.isin(of_layer, of)).tolist())
-
-        resident = heads(Place.GPU)
-        publishes = bool(resident) and bool(awaited[layer_idx, list(resident)].any())
+    publishing = (awaited & (places == Place.GPU)).any(axis=1).tolist()
+    for of_layer, publishes in zip(places.tolist(), publishing, strict=True):
+        resident = _heads_at(of_layer, Place.GPU)
         above = layers[-1].publishing if layers else ()
-        gathered = heads(Place.GATHER)
+        gathered = _heads_at(of_layer, Place.GATHER)
         late = {head for head in gathered if head in above or (above and shares_selection)}
         early = tuple(head for head in gathered if head not in late)
         layers.append(
             LayerHeads(
                 resident,
                 early + tuple(head for head in gathered if head in late),
-                heads(Place.CPU, Place.CODES),
-                heads(Place.HOT),
+                _heads_at(of_layer, Place.CPU, Place.CODES),
+                _heads_at(of_layer, Place.HOT),
                 resident if publishes else (),
                 len(early),
-                heads(Place.CODES),
+                _heads_at(of_layer, Place.CODES),
             )
         )
     return tuple(layers)
+
+
+def _heads_at(of_layer: list[int], *places: Place) -> tuple[int, ...]:
+    return tuple(head for head, place in enumerate(of_layer) if place in places)
 
 
 def requests_of(

@@ -139,6 +139,7 @@ class StepModel:
         self.roles = work.roles()
         self._device = profile.device if on_gpu else None
         self._assumed: list[str] = []
+        self._layer_times: dict[tuple[bytes, bytes, bytes, float, bool], LayerTime] = {}
         if self._device is not None:
             self.linear_us = self._layer_linear_us(self._device)
             if not self._device.gather_measured:
@@ -189,8 +190,22 @@ class StepModel:
             top_k_us: what the layer before publishes takes, beside the linear layers in between.
             publishes: whether somebody waits for what heads on the GPU retrieve.
         """
-        roles, work = self.roles[layer_idx], self.work
-        members = work.unit_members[layer_idx]
+        roles, members = self.roles[layer_idx], self.work.unit_members[layer_idx]
+        # Most layers are alike, and so are most placements that are compared.
+        key = (roles.tobytes(), members.tobytes(), places.tobytes(), top_k_us, publishes)
+        if key not in self._layer_times:
+            self._layer_times[key] = self._layer(roles, members, places, top_k_us, publishes)
+        return self._layer_times[key]
+
+    def _layer(
+        self,
+        roles: UInt8Array,
+        members: UInt8Array,
+        places: UInt8Array,
+        top_k_us: float,
+        publishes: bool,
+    ) -> LayerTime:
+        work = self.work
         # With codes on the GPU as without: what these save was not measured.
         on_cpu = (places == Place.CPU) | (places == Place.CODES)
         if self._device is None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from offload.decode.gpu.placement import (
     BoolArray,
@@ -136,7 +137,9 @@ def _check_dense(placement: HeadPlacement, room: DeviceRoom) -> None:
 def _most_that_fit(most: int, placed: Callable[[int], UInt8Array], room: DeviceRoom) -> int:
     """The largest count up to `most` whose places fit; what they take grows with it, and 0 fits."""
     fails = lambda count: not room.holds(HeadPlacement(placed(count)))  # noqa: E731
-    return bisect_left(range(1, most + 1), True, key=fails)
+    if most and not fails(most):  # as a rule
+        return most
+    return bisect_left(range(1, most), True, key=fails)
 
 
 def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> UInt8Array:
@@ -186,20 +189,14 @@ def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) 
     counts = {most}
     if model is not None:
         counts |= set(range(0, most, -(-num_layers // _TRIED_COUNTS)))
-        work = room.work
-        policy, num_qo_heads = work.policy, work.shape.num_qo_heads
-        counts.add(
-            _most_that_fit(
-                most,
-                lambda n: HeadPlacement(with_last(n)).with_hot_rows(policy, num_qo_heads).places,
-                room,
-            )
-        )
+        hot = lambda n: _hot(HeadPlacement(with_last(n)), room.work).places  # noqa: E731
+        counts.add(_most_that_fit(most, hot, room))
+        wanted = _wanted_rows(places, model, room.work)
     found = []
     for count in sorted(counts, reverse=True):
         trial = with_last(count)
         if model is not None and room.work.is_sparse:
-            _add_gathered(trial, model, room)
+            _add_gathered(trial, wanted, room)
         if room.work.is_sparse:
             _add_codes(trial, room)
         found.append(trial)
@@ -208,10 +205,13 @@ def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) 
 
 def _with_hot_rows(placements: list[HeadPlacement], room: DeviceRoom) -> list[HeadPlacement]:
     """The same with hot rows where there may be any, as far as there is room for them."""
-    work = room.work
-    policy, num_qo_heads = work.policy, work.shape.num_qo_heads
-    hot = (placement.with_hot_rows(policy, num_qo_heads) for placement in placements)
+    hot = (_hot(placement, room.work) for placement in placements)
     return [placement for placement in dict.fromkeys(hot) if room.holds(placement)]
+
+
+def _hot(placement: HeadPlacement, work: Workload) -> HeadPlacement:
+    heads = work.shape.num_qo_heads
+    return placement.with_hot_rows(work.policy, heads, roles=work.selected_roles)
 
 
 def _by_benefit(places: UInt8Array, movable: BoolArray, model: StepModel | None) -> list[int]:
@@ -231,20 +231,33 @@ def _by_benefit(places: UInt8Array, movable: BoolArray, model: StepModel | None)
     return sorted(layers, key=lambda layer_idx: (-round(saved_us(layer_idx), 3), layer_idx))
 
 
-def _add_gathered(places: UInt8Array, model: StepModel, room: DeviceRoom) -> None:
+def _wanted_rows(
+    places: UInt8Array, model: StepModel, work: Workload
+) -> list[npt.NDArray[np.intp]]:
+    """Reusing heads of each layer that had better be fetched than attended to by the CPU.
+
+    They depend on the layers above alone: whole layers below may go to the GPU.
+    """
+    if not work.is_sparse:
+        return []
+    eligible = may_be_gathered(work.policy, work.roles(), places) & (places == Place.CPU)
+    return [
+        np.flatnonzero(eligible[i])[: _best_count(places, eligible, i, model)]
+        for i in range(len(places))
+    ]
+
+
+def _add_gathered(places: UInt8Array, wanted: list[npt.NDArray[np.intp]], room: DeviceRoom) -> None:
     """Share each layer's reusing heads out between the CPU and rows that the GPU fetches.
 
     All layers use one buffer, as wide as the layer that fetches most needs it: how wide it may be
     is found first.
     """
-    work = room.work
-    eligible = may_be_gathered(work.policy, work.roles(), places) & (places == Place.CPU)
-    wanted = [_best_count(places, eligible, layer_idx, model) for layer_idx in range(len(places))]
-    for most in range(max(wanted, default=0), 0, -1):
+    wanted = [heads[places[i, heads] == Place.CPU] for i, heads in enumerate(wanted)]
+    for most in range(max(map(len, wanted), default=0), 0, -1):
         trial = places.copy()
-        for layer_idx, count in enumerate(wanted):
-            heads = np.flatnonzero(eligible[layer_idx])
-            trial[layer_idx, heads[: min(count, most)]] = Place.GATHER
+        for layer_idx, heads in enumerate(wanted):
+            trial[layer_idx, heads[:most]] = Place.GATHER
         if room.holds(HeadPlacement(trial)):
             places[:] = trial
             return
@@ -274,6 +287,8 @@ def _best_count(places: UInt8Array, eligible: BoolArray, layer_idx: int, model: 
     move the best number up.
     """
     heads = np.flatnonzero(eligible[layer_idx])
+    if not len(heads):
+        return 0
     top_k_us = model.top_k_us(layer_idx - 1, places[layer_idx - 1]) if layer_idx else 0.0
     totals = []
     for count in range(len(heads) + 1):

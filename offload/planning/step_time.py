@@ -347,17 +347,15 @@ class StepModel:
 
     def _read_bytes(self, roles: UInt8Array, members: UInt8Array, window: int) -> _ReadBytes:
         """What a layer reads, with `window` tokens of the window."""
-        work, read = self.work, _ReadBytes()
+        work, read, is_sparse = self.work, _ReadBytes(), self.work.is_sparse
+        scanned = (work.kv_len - work.window_tokens + window) * 2 * work.row_bytes
+        attended = (work.chosen_tokens + window) * 2 * work.row_bytes
         for role, index in zip(roles.tolist(), members.tolist(), strict=True):
-            if role in (DENSE, RETRIEVE) or not work.is_sparse:
-                scanned = (work.kv_len - work.window_tokens + window) * 2 * work.row_bytes
-                if role == RETRIEVE and work.is_sparse:
-                    read.retrieved += scanned
-                else:
-                    read.dense += scanned
-                continue
-            attended = (work.chosen_tokens + window) * 2 * work.row_bytes
-            if role == REUSE:
+            if role == RETRIEVE and is_sparse:
+                read.retrieved += scanned
+            elif role in (DENSE, RETRIEVE) or not is_sparse:
+                read.dense += scanned
+            elif role == REUSE:
                 read.certain += attended
             elif role == SELECT:
                 num_bytes, rereads_keys = work.policy.members[index].state.read_bytes(

@@ -224,9 +224,16 @@ class HeadPlacement:
         places[tuple(coded.T)] = Place.CODES
         return HeadPlacement(places, self.source)
 
-    def with_hot_rows(self, policy: Policy, num_qo_heads: int) -> HeadPlacement:
-        """The same, but that layers which are not on the GPU keep hot rows there where they may."""
-        roles = kv_head_roles(policy, self.num_layers, num_qo_heads, self.num_kv_heads)
+    def with_hot_rows(
+        self, policy: Policy, num_qo_heads: int, *, roles: UInt8Array | None = None
+    ) -> HeadPlacement:
+        """The same, but that layers which are not on the GPU keep hot rows there where they may.
+
+        Args:
+            roles: of `kv_head_roles`, where they are known.
+        """
+        if roles is None:
+            roles = kv_head_roles(policy, self.num_layers, num_qo_heads, self.num_kv_heads)
         if roles is None:
             return self
         places = np.where(self.places == Place.GPU, Place.GPU, Place.HOT).astype(np.uint8)

@@ -162,7 +162,16 @@ def _add_retrieving(places: UInt8Array, model: StepModel | None, room: DeviceRoo
     """Put heads that may stay there on the GPU while they fit, most saved time per byte first."""
     policy = room.work.policy
     movable = may_stay_on_gpu(policy, room.work.roles()) & (places == Place.CPU)
-    for layer_idx in _by_benefit(places, movable, model):
+    layers = _by_benefit(places, movable, model)
+
+    def with_first(count: int) -> UInt8Array:
+        trial: UInt8Array = places.copy()
+        trial[layers[:count]] = np.where(movable, Place.GPU, places)[layers[:count]]
+        return trial
+
+    whole = _most_that_fit(len(layers), with_first, room)
+    places[:] = with_first(whole)
+    for layer_idx in layers[whole:]:
         heads = np.flatnonzero(movable[layer_idx])
         for count in range(len(heads), 0, -1):
             if policy.shares_selection and count < len(heads):

@@ -347,9 +347,11 @@ class StepModel:
 
     def _read_bytes(self, roles: UInt8Array, members: UInt8Array, window: int) -> _ReadBytes:
         """What a layer reads, with `window` tokens of the window."""
-        work, read, is_sparse = self.work, _ReadBytes(), self.work.is_sparse
+        work, read, of_members = self.work, _ReadBytes(), self.work.policy.members
+        is_sparse = work.is_sparse
         scanned = (work.kv_len - work.window_tokens + window) * 2 * work.row_bytes
-        attended = (work.chosen_tokens + window) * 2 * work.row_bytes
+        chosen_tokens, row_bytes = work.chosen_tokens, work.row_bytes
+        attended = (chosen_tokens + window) * 2 * row_bytes
         for role, index in zip(roles.tolist(), members.tolist(), strict=True):
             if role == RETRIEVE and is_sparse:
                 read.retrieved += scanned
@@ -358,10 +360,10 @@ class StepModel:
             elif role == REUSE:
                 read.certain += attended
             elif role == SELECT:
-                num_bytes, rereads_keys = work.policy.members[index].state.read_bytes(
+                num_bytes, rereads_keys = of_members[index].state.read_bytes(
                     kv_len=work.kv_len,
-                    chosen_tokens=work.chosen_tokens,
-                    row_bytes=work.row_bytes,
+                    chosen_tokens=chosen_tokens,
+                    row_bytes=row_bytes,
                     state_bytes=work.head_state_bytes[index] if work.head_state_bytes else 0.0,
                 )
                 num_bytes += attended if rereads_keys else attended / 2

@@ -37,6 +37,8 @@ from offload.planning.workload import Workload
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
 
+IntArray = npt.NDArray[np.intp]
+
 _TRIED_COUNTS = 8  # of whole layers, beside the most that fit
 
 
@@ -200,12 +202,12 @@ def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) 
         counts |= set(range(0, most, -(-num_layers // _TRIED_COUNTS)))
         hot = lambda n: _hot(HeadPlacement(with_last(n)), room.work).places  # noqa: E731
         counts.add(_most_that_fit(most, hot, room))
-        wanted = _wanted_rows(places, model, room.work)
+        order = _fetching_order(places, model, room.work)
     found = []
     for count in sorted(counts, reverse=True):
         trial = with_last(count)
         if model is not None and room.work.is_sparse:
-            _add_gathered(trial, wanted, room)
+            _add_gathered(trial, order, room)
         if room.work.is_sparse:
             _add_codes(trial, room)
         found.append(trial)
@@ -240,33 +242,31 @@ def _by_benefit(places: UInt8Array, movable: BoolArray, model: StepModel | None)
     return sorted(layers, key=lambda layer_idx: (-round(saved_us(layer_idx), 3), layer_idx))
 
 
-def _wanted_rows(
-    places: UInt8Array, model: StepModel, work: Workload
-) -> list[npt.NDArray[np.intp]]:
-    """Reusing heads of each layer that had better be fetched than attended to by the CPU.
+def _fetching_order(places: UInt8Array, model: StepModel, work: Workload) -> IntArray:
+    """[num_layers, num_kv_heads]: from 1 on, reusing heads in the order in which a layer had better
+    have the GPU fetch their rows; 0: not at all.
 
-    They depend on the layers above alone: whole layers below may go to the GPU.
+    It depends on the layers above alone: whole layers below may go to the GPU.
     """
-    if not work.is_sparse:
-        return []
-    eligible = may_be_gathered(work.policy, work.roles(), places) & (places == Place.CPU)
-    return [
-        np.flatnonzero(eligible[i])[: _best_count(places, eligible, i, model)]
-        for i in range(len(places))
-    ]
+    order = np.zeros(places.shape, np.intp)
+    if work.is_sparse:
+        eligible = may_be_gathered(work.policy, work.roles(), places) & (places == Place.CPU)
+        for layer_idx in np.flatnonzero(eligible.any(axis=1)).tolist():
+            heads = np.flatnonzero(eligible[layer_idx])
+            heads = heads[: _best_count(places, heads, layer_idx, model)]
+            order[layer_idx, heads] = range(1, len(heads) + 1)
+    return order
 
 
-def _add_gathered(places: UInt8Array, wanted: list[npt.NDArray[np.intp]], room: DeviceRoom) -> None:
+def _add_gathered(places: UInt8Array, order: IntArray, room: DeviceRoom) -> None:
     """Share each layer's reusing heads out between the CPU and rows that the GPU fetches.
 
     All layers use one buffer, as wide as the layer that fetches most needs it: how wide it may be
     is found first.
     """
-    wanted = [heads[places[i, heads] == Place.CPU] for i, heads in enumerate(wanted)]
-    for most in range(max(map(len, wanted), default=0), 0, -1):
-        trial = places.copy()
-        for layer_idx, heads in enumerate(wanted):
-            trial[layer_idx, heads[:most]] = Place.GATHER
+    order = np.where(places == Place.CPU, order, 0)
+    for most in range(int(order.max()), 0, -1):
+        trial = np.where((order > 0) & (order <= most), Place.GATHER, places).astype(np.uint8)
         if room.holds(HeadPlacement(trial)):
             places[:] = trial
             return
@@ -289,15 +289,12 @@ def _add_codes(places: UInt8Array, room: DeviceRoom) -> None:
     places[:] = with_first(_most_that_fit(len(layers), with_first, room))
 
 
-def _best_count(places: UInt8Array, eligible: BoolArray, layer_idx: int, model: StepModel) -> int:
-    """How many heads of a layer to fetch; of equally fast numbers the least.
+def _best_count(places: UInt8Array, heads: IntArray, layer_idx: int, model: StepModel) -> int:
+    """How many of these heads of a layer to fetch; of equally fast numbers the least.
 
     The CPU's part falls with the number and the fetching rises, so that a faster link can only
     move the best number up.
     """
-    heads = np.flatnonzero(eligible[layer_idx])
-    if not len(heads):
-        return 0
     top_k_us = model.top_k_us(layer_idx - 1, places[layer_idx - 1]) if layer_idx else 0.0
     totals = []
     for count in range(len(heads) + 1):

@@ -21,6 +21,7 @@ what a step costs beside its kernels. Without a GPU it is the same without anyth
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from offload.decode.gpu.hot_rows import HOT_BUDGETS
@@ -34,7 +35,7 @@ from offload.decode.gpu.placement import (
 from offload.models.shape import layer_elements
 from offload.planning.profile import DeviceProfile, MachineProfile, shape_key
 from offload.planning.workload import Workload, policy_key
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
 
 # Of a worker's second-level cache that reading ahead fills (cache_warmer.cpp).
 _AHEAD_BYTES_PER_WORKER = 2**20
@@ -340,8 +341,7 @@ class StepModel:
         if policy.selection_top_p < 1.0:  # cut by weights: it scores what its members would take
             factors = {"*": factors.get("*", 1.0)}
         factor = sum(
-            num_bytes * self._factor(factors, policy.members[index])
-            for index, num_bytes in selected.items()
+            num_bytes * self._factor(factors, index) for index, num_bytes in selected.items()
         )
         return self.choose_cold_us(roles, members) * factor / sum(selected.values())
 
@@ -378,9 +378,7 @@ class StepModel:
         selected, hidden = sum(read.selected.values()), 0.0
         if read.certain or selected:
             rows = self._rows_us(work.batch_size * (read.certain + selected))
-            scales = {
-                index: self._select_scale(work.policy.members[index]) for index in read.selected
-            }
+            scales = {index: self._select_scale(index) for index in read.selected}
             scale = 1.0
             if selected:
                 scale = (
@@ -393,20 +391,23 @@ class StepModel:
             cost += rows * scale
         return (cost, hidden) if cost else (profile.attend_cold.fixed_us, 0.0)
 
-    def _select_scale(self, member: Policy) -> tuple[float, float]:
-        """Factor of a policy's own kernels, and the share of them beside query and answer."""
-        key = policy_key(member, self.work.shape, self.work.kv_len)
-        scale = self._factor(self.profile.select_scale, member)
-        return scale, self.profile.select_hidden.get(key, 0.0)
-
-    def _factor(self, factors: dict[str, float], member: Policy) -> float:
-        """What was measured of the policy, or else what stands for it."""
+    @cached_property
+    def _member_keys(self) -> tuple[str, ...]:
         work = self.work
-        key = policy_key(member, work.shape, work.kv_len)
+        return tuple(policy_key(of, work.shape, work.kv_len) for of in work.policy.members)
+
+    def _select_scale(self, index: int) -> tuple[float, float]:
+        """Factor of a member's own kernels, and the share of them beside query and answer."""
+        scale = self._factor(self.profile.select_scale, index)
+        return scale, self.profile.select_hidden.get(self._member_keys[index], 0.0)
+
+    def _factor(self, factors: dict[str, float], index: int) -> float:
+        """What was measured of a member of the policy, or else what stands for it."""
+        policy, key = self.work.policy, self._member_keys[index]
         if key in factors:
             return factors[key]
         self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
-        names = (work.policy.name, member.name, "*")
+        names = (policy.name, policy.members[index].name, "*")
         return next((factors[name] for name in names if name in factors), 1.0)
 
     def _rows_us(self, num_bytes: float) -> float:

@@ -84,9 +84,11 @@ def choose_placement(model: StepModel | None, room: DeviceRoom) -> HeadPlacement
         return HeadPlacement(found[0])
     # Of equally fast ones that with most on the GPU; `least` where a GPU is slower than the CPU.
     placements = [*map(HeadPlacement, found), least]
-    if work.is_sparse:
-        placements += _with_hot_rows(placements, room)
-    return min(placements, key=lambda placement: round(model.step(placement).milliseconds, 4))
+    if work.is_sparse:  # with hot rows where there may be any
+        placements += [_hot(placement, work) for placement in placements]
+    distinct = dict.fromkeys(placements)
+    fastest = sorted(distinct, key=lambda each: round(model.step(each).milliseconds, 4))
+    return next(placement for placement in fastest if room.holds(placement))
 
 
 def choose_beside_prefill(
@@ -212,12 +214,6 @@ def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) 
             _add_codes(trial, room)
         found.append(trial)
     return found
-
-
-def _with_hot_rows(placements: list[HeadPlacement], room: DeviceRoom) -> list[HeadPlacement]:
-    """The same with hot rows where there may be any, as far as there is room for them."""
-    hot = (_hot(placement, room.work) for placement in placements)
-    return [placement for placement in dict.fromkeys(hot) if room.holds(placement)]
 
 
 def _hot(placement: HeadPlacement, work: Workload) -> HeadPlacement:

@@ -140,7 +140,10 @@ def _check_dense(placement: HeadPlacement, room: DeviceRoom) -> None:
 
 def _most_that_fit(most: int, placed: Callable[[int], UInt8Array], room: DeviceRoom) -> int:
     """The largest count up to `most` whose places fit; what they take grows with it, and 0 fits."""
-    fails = lambda count: not room.holds(HeadPlacement(placed(count)))  # noqa: E731
+
+    def fails(count: int) -> bool:
+        return not room.holds(HeadPlacement(placed(count)))
+
     if most and not fails(most):  # as a rule
         return most
     return bisect_left(range(1, most), True, key=fails)
@@ -202,9 +205,10 @@ def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) 
     counts = {most}
     if model is not None:
         counts |= set(range(0, most, -(-num_layers // _TRIED_COUNTS)))
-        hot = lambda n: _hot(HeadPlacement(with_last(n)), room.work).places  # noqa: E731
-        counts.add(_most_that_fit(most, hot, room))
-        order = _fetching_order(places, model, room.work)
+        work = room.work
+        hot = _most_that_fit(most, lambda n: _hot(HeadPlacement(with_last(n)), work).places, room)
+        counts.add(hot)
+        order = _fetching_order(places, model, work)
     found = []
     for count in sorted(counts, reverse=True):
         trial = with_last(count)

@@ -140,6 +140,8 @@ class StepModel:
         self.roles = work.roles()
         self._device = profile.device if on_gpu else None
         self._assumed: list[str] = []
+        # Most layers are alike, and so are most placements that are compared.
+        self._top_k_times: dict[tuple[bytes, bytes], float] = {}
         self._layer_times: dict[tuple[bytes, bytes, bytes, float, bool], LayerTime] = {}
         if self._device is not None:
             self.linear_us = self._layer_linear_us(self._device)
@@ -192,7 +194,6 @@ class StepModel:
             publishes: whether somebody waits for what heads on the GPU retrieve.
         """
         roles, members = self.roles[layer_idx], self.work.unit_members[layer_idx]
-        # Most layers are alike, and so are most placements that are compared.
         key = (roles.tobytes(), members.tobytes(), places.tobytes(), top_k_us, publishes)
         if key not in self._layer_times:
             self._layer_times[key] = self._layer(roles, members, places, top_k_us, publishes)
@@ -299,8 +300,14 @@ class StepModel:
 
     def top_k_us(self, layer_idx: int, places: UInt8Array) -> float:
         """Time of the top-k of what a layer's heads publish on the GPU."""
-        resident = self.roles[layer_idx][places == Place.GPU]
-        return 0.0 if self._device is None else self._device.top_k.us(self._num_scores(resident))
+        if self._device is None:
+            return 0.0
+        roles = self.roles[layer_idx]
+        key = (roles.tobytes(), places.tobytes())
+        if key not in self._top_k_times:
+            num_scores = self._num_scores(roles[places == Place.GPU])
+            self._top_k_times[key] = self._device.top_k.us(num_scores)
+        return self._top_k_times[key]
 
     def _resident_us(self, device: DeviceProfile, roles: UInt8Array, *, publishes: bool) -> float:
         """Attention to all tokens of heads in GPU pages."""

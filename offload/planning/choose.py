@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from offload.decode.gpu.placement import (
     BoolArray,
@@ -35,6 +36,8 @@ from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
+
+IntArray = npt.NDArray[np.intp]
 
 _TRIED_COUNTS = 8  # of whole layers, beside the most that fit
 
@@ -81,9 +84,11 @@ def choose_placement(model: StepModel | None, room: DeviceRoom) -> HeadPlacement
         return HeadPlacement(found[0])
     # Of equally fast ones that with most on the GPU; `least` where a GPU is slower than the CPU.
     placements = [*map(HeadPlacement, found), least]
-    if work.is_sparse:
-        placements += _with_hot_rows(placements, room)
-    return min(placements, key=lambda placement: round(model.step(placement).milliseconds, 4))
+    if work.is_sparse:  # with hot rows where there may be any
+        placements += [_hot(placement, work) for placement in placements]
+    distinct = dict.fromkeys(placements)
+    fastest = sorted(distinct, key=lambda each: round(model.step(each).milliseconds, 4))
+    return next(placement for placement in fastest if room.holds(placement))
 
 
 def choose_beside_prefill(
@@ -135,8 +140,13 @@ def _check_dense(placement: HeadPlacement, room: DeviceRoom) -> None:
 
 def _most_that_fit(most: int, placed: Callable[[int], UInt8Array], room: DeviceRoom) -> int:
     """The largest count up to `most` whose places fit; what they take grows with it, and 0 fits."""
-    fails = lambda count: not room.holds(HeadPlacement(placed(count)))  # noqa: E731
-    return bisect_left(range(1, most + 1), True, key=fails)
+
+    def fails(count: int) -> bool:
+        return not room.holds(HeadPlacement(placed(count)))
+
+    if most and not fails(most):  # as a rule
+        return most
+    return bisect_left(range(1, most), True, key=fails)
 
 
 def _more_full_heads(places: UInt8Array, room: DeviceRoom) -> UInt8Array:
@@ -159,7 +169,16 @@ def _add_retrieving(places: UInt8Array, model: StepModel | None, room: DeviceRoo
     """Put heads that may stay there on the GPU while they fit, most saved time per byte first."""
     policy = room.work.policy
     movable = may_stay_on_gpu(policy, room.work.roles()) & (places == Place.CPU)
-    for layer_idx in _by_benefit(places, movable, model):
+    layers = _by_benefit(places, movable, model)
+
+    def with_first(count: int) -> UInt8Array:
+        trial: UInt8Array = places.copy()
+        trial[layers[:count]] = np.where(movable, Place.GPU, places)[layers[:count]]
+        return trial
+
+    whole = _most_that_fit(len(layers), with_first, room)
+    places[:] = with_first(whole)
+    for layer_idx in layers[whole:]:
         heads = np.flatnonzero(movable[layer_idx])
         for count in range(len(heads), 0, -1):
             if policy.shares_selection and count < len(heads):
@@ -187,31 +206,23 @@ def _with_layers(places: UInt8Array, model: StepModel | None, room: DeviceRoom) 
     if model is not None:
         counts |= set(range(0, most, -(-num_layers // _TRIED_COUNTS)))
         work = room.work
-        policy, num_qo_heads = work.policy, work.shape.num_qo_heads
-        counts.add(
-            _most_that_fit(
-                most,
-                lambda n: HeadPlacement(with_last(n)).with_hot_rows(policy, num_qo_heads).places,
-                room,
-            )
-        )
+        hot = _most_that_fit(most, lambda n: _hot(HeadPlacement(with_last(n)), work).places, room)
+        counts.add(hot)
+        order = _fetching_order(places, model, work)
     found = []
     for count in sorted(counts, reverse=True):
         trial = with_last(count)
         if model is not None and room.work.is_sparse:
-            _add_gathered(trial, model, room)
+            _add_gathered(trial, order, room)
         if room.work.is_sparse:
             _add_codes(trial, room)
         found.append(trial)
     return found
 
 
-def _with_hot_rows(placements: list[HeadPlacement], room: DeviceRoom) -> list[HeadPlacement]:
-    """The same with hot rows where there may be any, as far as there is room for them."""
-    work = room.work
-    policy, num_qo_heads = work.policy, work.shape.num_qo_heads
-    hot = (placement.with_hot_rows(policy, num_qo_heads) for placement in placements)
-    return [placement for placement in dict.fromkeys(hot) if room.holds(placement)]
+def _hot(placement: HeadPlacement, work: Workload) -> HeadPlacement:
+    heads = work.shape.num_qo_heads
+    return placement.with_hot_rows(work.policy, heads, roles=work.selected_roles)
 
 
 def _by_benefit(places: UInt8Array, movable: BoolArray, model: StepModel | None) -> list[int]:
@@ -231,20 +242,31 @@ def _by_benefit(places: UInt8Array, movable: BoolArray, model: StepModel | None)
     return sorted(layers, key=lambda layer_idx: (-round(saved_us(layer_idx), 3), layer_idx))
 
 
-def _add_gathered(places: UInt8Array, model: StepModel, room: DeviceRoom) -> None:
+def _fetching_order(places: UInt8Array, model: StepModel, work: Workload) -> IntArray:
+    """[num_layers, num_kv_heads]: from 1 on, reusing heads in the order in which a layer had better
+    have the GPU fetch their rows; 0: not at all.
+
+    It depends on the layers above alone: whole layers below may go to the GPU.
+    """
+    order = np.zeros(places.shape, np.intp)
+    if work.is_sparse:
+        eligible = may_be_gathered(work.policy, work.roles(), places) & (places == Place.CPU)
+        for layer_idx in np.flatnonzero(eligible.any(axis=1)).tolist():
+            heads = np.flatnonzero(eligible[layer_idx])
+            heads = heads[: _best_count(places, heads, layer_idx, model)]
+            order[layer_idx, heads] = range(1, len(heads) + 1)
+    return order
+
+
+def _add_gathered(places: UInt8Array, order: IntArray, room: DeviceRoom) -> None:
     """Share each layer's reusing heads out between the CPU and rows that the GPU fetches.
 
     All layers use one buffer, as wide as the layer that fetches most needs it: how wide it may be
     is found first.
     """
-    work = room.work
-    eligible = may_be_gathered(work.policy, work.roles(), places) & (places == Place.CPU)
-    wanted = [_best_count(places, eligible, layer_idx, model) for layer_idx in range(len(places))]
-    for most in range(max(wanted, default=0), 0, -1):
-        trial = places.copy()
-        for layer_idx, count in enumerate(wanted):
-            heads = np.flatnonzero(eligible[layer_idx])
-            trial[layer_idx, heads[: min(count, most)]] = Place.GATHER
+    order = np.where(places == Place.CPU, order, 0)
+    for most in range(int(order.max()), 0, -1):
+        trial = np.where((order > 0) & (order <= most), Place.GATHER, places).astype(np.uint8)
         if room.holds(HeadPlacement(trial)):
             places[:] = trial
             return
@@ -267,13 +289,12 @@ def _add_codes(places: UInt8Array, room: DeviceRoom) -> None:
     places[:] = with_first(_most_that_fit(len(layers), with_first, room))
 
 
-def _best_count(places: UInt8Array, eligible: BoolArray, layer_idx: int, model: StepModel) -> int:
-    """How many heads of a layer to fetch; of equally fast numbers the least.
+def _best_count(places: UInt8Array, heads: IntArray, layer_idx: int, model: StepModel) -> int:
+    """How many of these heads of a layer to fetch; of equally fast numbers the least.
 
     The CPU's part falls with the number and the fetching rises, so that a faster link can only
     move the best number up.
     """
-    heads = np.flatnonzero(eligible[layer_idx])
     top_k_us = model.top_k_us(layer_idx - 1, places[layer_idx - 1]) if layer_idx else 0.0
     totals = []
     for count in range(len(heads) + 1):

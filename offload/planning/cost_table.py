@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class CostTable:
         points = self.points
         if len(points) == 1:
             return points[0][1] * max(1.0, size / points[0][0]) if points[0][0] else points[0][1]
-        last = next((i for i, (at, _) in enumerate(points) if at >= size), len(points) - 1)
+        last = min(bisect_left(points, (size,)), len(points) - 1)
         (a, cost_a), (b, cost_b) = points[max(0, last - 1)], points[max(1, last)]
         # Before the first point too, but a kernel takes its time however little it does.
         return max(cost_a + (cost_b - cost_a) / (b - a) * (size - a), 0.0)

@@ -122,8 +122,10 @@ def _code_layouts(
     layers: Sequence[LayerHeads], work: Workload, *, num_slots: int, max_tokens: int
 ) -> tuple[Layout, Layout, Layout]:
     """Layouts of heads with codes: pages and means, tables, and the buffers of their lists."""
+    if not any(layer.coded for layer in layers):
+        return {}, {}, {}
     shape = CodeShape.of(work.policy, work.shape, work.page_tokens)
-    if shape is None or not any(layer.coded for layer in layers):
+    if shape is None:
         return {}, {}, {}
     pages = shape.pages_layout(layers, work.pages_per_layer if work.is_sparse else 0)
     slots = shape.slots_layout(layers, num_slots=num_slots, max_tokens=max_tokens)

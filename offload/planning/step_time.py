@@ -21,6 +21,7 @@ what a step costs beside its kernels. Without a GPU it is the same without anyth
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from offload.decode.gpu.hot_rows import HOT_BUDGETS
@@ -34,7 +35,7 @@ from offload.decode.gpu.placement import (
 from offload.models.shape import layer_elements
 from offload.planning.profile import DeviceProfile, MachineProfile, shape_key
 from offload.planning.workload import Workload, policy_key
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
 
 # Of a worker's second-level cache that reading ahead fills (cache_warmer.cpp).
 _AHEAD_BYTES_PER_WORKER = 2**20
@@ -139,6 +140,9 @@ class StepModel:
         self.roles = work.roles()
         self._device = profile.device if on_gpu else None
         self._assumed: list[str] = []
+        # Most layers are alike, and so are most placements that are compared.
+        self._top_k_times: dict[tuple[bytes, bytes], float] = {}
+        self._layer_times: dict[tuple[bytes, bytes, bytes, float, bool], LayerTime] = {}
         if self._device is not None:
             self.linear_us = self._layer_linear_us(self._device)
             if not self._device.gather_measured:
@@ -189,8 +193,21 @@ class StepModel:
             top_k_us: what the layer before publishes takes, beside the linear layers in between.
             publishes: whether somebody waits for what heads on the GPU retrieve.
         """
-        roles, work = self.roles[layer_idx], self.work
-        members = work.unit_members[layer_idx]
+        roles, members = self.roles[layer_idx], self.work.unit_members[layer_idx]
+        key = (roles.tobytes(), members.tobytes(), places.tobytes(), top_k_us, publishes)
+        if key not in self._layer_times:
+            self._layer_times[key] = self._layer(roles, members, places, top_k_us, publishes)
+        return self._layer_times[key]
+
+    def _layer(
+        self,
+        roles: UInt8Array,
+        members: UInt8Array,
+        places: UInt8Array,
+        top_k_us: float,
+        publishes: bool,
+    ) -> LayerTime:
+        work = self.work
         # With codes on the GPU as without: what these save was not measured.
         on_cpu = (places == Place.CPU) | (places == Place.CODES)
         if self._device is None:
@@ -283,8 +300,14 @@ class StepModel:
 
     def top_k_us(self, layer_idx: int, places: UInt8Array) -> float:
         """Time of the top-k of what a layer's heads publish on the GPU."""
-        resident = self.roles[layer_idx][places == Place.GPU]
-        return 0.0 if self._device is None else self._device.top_k.us(self._num_scores(resident))
+        if self._device is None:
+            return 0.0
+        roles = self.roles[layer_idx]
+        key = (roles.tobytes(), places.tobytes())
+        if key not in self._top_k_times:
+            num_scores = self._num_scores(roles[places == Place.GPU])
+            self._top_k_times[key] = self._device.top_k.us(num_scores)
+        return self._top_k_times[key]
 
     def _resident_us(self, device: DeviceProfile, roles: UInt8Array, *, publishes: bool) -> float:
         """Attention to all tokens of heads in GPU pages."""
@@ -325,30 +348,29 @@ class StepModel:
         if policy.selection_top_p < 1.0:  # cut by weights: it scores what its members would take
             factors = {"*": factors.get("*", 1.0)}
         factor = sum(
-            num_bytes * self._factor(factors, policy.members[index])
-            for index, num_bytes in selected.items()
+            num_bytes * self._factor(factors, index) for index, num_bytes in selected.items()
         )
         return self.choose_cold_us(roles, members) * factor / sum(selected.values())
 
     def _read_bytes(self, roles: UInt8Array, members: UInt8Array, window: int) -> _ReadBytes:
         """What a layer reads, with `window` tokens of the window."""
-        work, read = self.work, _ReadBytes()
+        work, read, of_members = self.work, _ReadBytes(), self.work.policy.members
+        is_sparse = work.is_sparse
+        scanned = (work.kv_len - work.window_tokens + window) * 2 * work.row_bytes
+        chosen_tokens, row_bytes = work.chosen_tokens, work.row_bytes
+        attended = (chosen_tokens + window) * 2 * row_bytes
         for role, index in zip(roles.tolist(), members.tolist(), strict=True):
-            if role in (DENSE, RETRIEVE) or not work.is_sparse:
-                scanned = (work.kv_len - work.window_tokens + window) * 2 * work.row_bytes
-                if role == RETRIEVE and work.is_sparse:
-                    read.retrieved += scanned
-                else:
-                    read.dense += scanned
-                continue
-            attended = (work.chosen_tokens + window) * 2 * work.row_bytes
-            if role == REUSE:
+            if role == RETRIEVE and is_sparse:
+                read.retrieved += scanned
+            elif role in (DENSE, RETRIEVE) or not is_sparse:
+                read.dense += scanned
+            elif role == REUSE:
                 read.certain += attended
             elif role == SELECT:
-                num_bytes, rereads_keys = work.policy.members[index].state.read_bytes(
+                num_bytes, rereads_keys = of_members[index].state.read_bytes(
                     kv_len=work.kv_len,
-                    chosen_tokens=work.chosen_tokens,
-                    row_bytes=work.row_bytes,
+                    chosen_tokens=chosen_tokens,
+                    row_bytes=row_bytes,
                     state_bytes=work.head_state_bytes[index] if work.head_state_bytes else 0.0,
                 )
                 num_bytes += attended if rereads_keys else attended / 2
@@ -363,9 +385,7 @@ class StepModel:
         selected, hidden = sum(read.selected.values()), 0.0
         if read.certain or selected:
             rows = self._rows_us(work.batch_size * (read.certain + selected))
-            scales = {
-                index: self._select_scale(work.policy.members[index]) for index in read.selected
-            }
+            scales = {index: self._select_scale(index) for index in read.selected}
             scale = 1.0
             if selected:
                 scale = (
@@ -378,20 +398,23 @@ class StepModel:
             cost += rows * scale
         return (cost, hidden) if cost else (profile.attend_cold.fixed_us, 0.0)
 
-    def _select_scale(self, member: Policy) -> tuple[float, float]:
-        """Factor of a policy's own kernels, and the share of them beside query and answer."""
-        key = policy_key(member, self.work.shape, self.work.kv_len)
-        scale = self._factor(self.profile.select_scale, member)
-        return scale, self.profile.select_hidden.get(key, 0.0)
-
-    def _factor(self, factors: dict[str, float], member: Policy) -> float:
-        """What was measured of the policy, or else what stands for it."""
+    @cached_property
+    def _member_keys(self) -> tuple[str, ...]:
         work = self.work
-        key = policy_key(member, work.shape, work.kv_len)
+        return tuple(policy_key(of, work.shape, work.kv_len) for of in work.policy.members)
+
+    def _select_scale(self, index: int) -> tuple[float, float]:
+        """Factor of a member's own kernels, and the share of them beside query and answer."""
+        scale = self._factor(self.profile.select_scale, index)
+        return scale, self.profile.select_hidden.get(self._member_keys[index], 0.0)
+
+    def _factor(self, factors: dict[str, float], index: int) -> float:
+        """What was measured of a member of the policy, or else what stands for it."""
+        policy, key = self.work.policy, self._member_keys[index]
         if key in factors:
             return factors[key]
         self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")
-        names = (work.policy.name, member.name, "*")
+        names = (policy.name, policy.members[index].name, "*")
         return next((factors[name] for name in names if name in factors), 1.0)
 
     def _rows_us(self, num_bytes: float) -> float:

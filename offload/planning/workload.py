@@ -52,22 +52,22 @@ class Workload:
         """Pages of all sequences in a layer."""
         return self.batch_size * -(-self.kv_len // self.page_tokens)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of a key of one KV head."""
         return self.shape.head_dim * self.item_bytes
 
-    @property
+    @cached_property
     def is_sparse(self) -> bool:
         """Whether the policy has a say at this length."""
         return self.policy.selects and self.kv_len > self.policy.dense_tokens
 
-    @property
+    @cached_property
     def window_tokens(self) -> int:
         """Sinks and recent tokens of a head, which a GPU attends to itself."""
         return min(self.kv_len, sum(window_of(self.policy)))
 
-    @property
+    @cached_property
     def chosen_tokens(self) -> int:
         """Tokens of a head that the policy chooses beside the window."""
         if not self.is_sparse:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # Of a placement's heads on the GPU, and of those with hot rows: another one with about as many is
 # not worth new captures.
 _ABOUT = 0.1
-_ROOM_SHARES = 2**7  # of a room's next power of two; choosing takes 20 to 130 ms
+_ROOM_SHARES = 2**7  # of a room's next power of two; choosing takes up to 10 ms
 _KEPT_CHOICES = 64
 _KEPT_TOKENS = 32768
 

@@ -111,14 +111,12 @@ class DeviceHeads:
             budget, scored = policy.budget_tokens, max_tokens
         chosen, num_sms = _chosen_tokens(layers, policy), num_multiprocessors
         partials = [
-            shape.num_kv_heads * num_retrieval_splits(len(x.resident), num_sms)
-            for x in layers
-            if x.resident
+            shape.num_kv_heads * num_retrieval_splits(n, num_sms)
+            for n in {len(x.resident) for x in layers} - {0}
         ]
         partials += [
-            len(x.gathered) * num_gathered_splits(len(x.gathered), chosen, num_sms)
-            for x in layers
-            if x.gathered
+            n * num_gathered_splits(n, chosen, num_sms)
+            for n in {len(x.gathered) for x in layers} - {0}
         ]
         partial = num_rows * shape.group_size * max(partials, default=0)
         scores = num_rows * published * shape.group_size * scored

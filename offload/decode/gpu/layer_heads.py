@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -69,29 +70,32 @@ def layer_heads(
     awaited = np.zeros(places.shape, np.bool_)
     if roles is not None:
         awaited = awaited_heads(roles, places, shares_selection=shares_selection)
-    for layer_idx, of_layer in enumerate(places):
-
-        def heads(*of: Place, of_layer: npt.NDArray[np.uint8] = of_layer) -> tuple[int, ...]:
-            return tuple(np.flatnonzero(np.isin(of_layer, of)).tolist())
-
-        resident = heads(Place.GPU)
-        publishes = bool(resident) and bool(awaited[layer_idx, list(resident)].any())
+    publishing = (awaited & (places == Place.GPU)).any(axis=1).tolist()
+    for of_layer, publishes in zip(places.tolist(), publishing, strict=True):
         above = layers[-1].publishing if layers else ()
-        gathered = heads(Place.GATHER)
-        late = {head for head in gathered if head in above or (above and shares_selection)}
-        early = tuple(head for head in gathered if head not in late)
-        layers.append(
-            LayerHeads(
-                resident,
-                early + tuple(head for head in gathered if head in late),
-                heads(Place.CPU, Place.CODES),
-                heads(Place.HOT),
-                resident if publishes else (),
-                len(early),
-                heads(Place.CODES),
-            )
-        )
+        late = tuple(range(len(of_layer))) if above and shares_selection else above
+        layers.append(_heads_of(tuple(of_layer), publishes, late))
     return tuple(layers)
+
+
+@lru_cache(maxsize=1024)  # most layers are alike, and so are placements that are compared
+def _heads_of(of_layer: tuple[int, ...], publishes: bool, late: tuple[int, ...]) -> LayerHeads:
+    """The heads of one layer; fetched ones that are in `late` wait for the layer above."""
+
+    def heads(*of: Place) -> tuple[int, ...]:
+        return tuple(head for head, place in enumerate(of_layer) if place in of)
+
+    resident, gathered = heads(Place.GPU), heads(Place.GATHER)
+    early = tuple(head for head in gathered if head not in late)
+    return LayerHeads(
+        resident,
+        early + tuple(head for head in gathered if head in late),
+        heads(Place.CPU, Place.CODES),
+        heads(Place.HOT),
+        resident if publishes else (),
+        len(early),
+        heads(Place.CODES),
+    )
 
 
 def requests_of(

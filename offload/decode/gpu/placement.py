@@ -224,9 +224,16 @@ class HeadPlacement:
         places[tuple(coded.T)] = Place.CODES
         return HeadPlacement(places, self.source)
 
-    def with_hot_rows(self, policy: Policy, num_qo_heads: int) -> HeadPlacement:
-        """The same, but that layers which are not on the GPU keep hot rows there where they may."""
-        roles = kv_head_roles(policy, self.num_layers, num_qo_heads, self.num_kv_heads)
+    def with_hot_rows(
+        self, policy: Policy, num_qo_heads: int, *, roles: UInt8Array | None = None
+    ) -> HeadPlacement:
+        """The same, but that layers which are not on the GPU keep hot rows there where they may.
+
+        Args:
+            roles: of `kv_head_roles`, where they are known.
+        """
+        if roles is None:
+            roles = kv_head_roles(policy, self.num_layers, num_qo_heads, self.num_kv_heads)
         if roles is None:
             return self
         places = np.where(self.places == Place.GPU, Place.GPU, Place.HOT).astype(np.uint8)
@@ -429,12 +436,10 @@ def may_be_hot(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArr
     fixed = policy.sink_tokens + policy.recent_tokens
     if policy.per_query_head or policy.budget_tokens <= fixed or not policy.recent_tokens:
         return hot
-    for layer_idx in range(1, len(roles)):
-        of_layer, above = roles[layer_idx], roles[layer_idx - 1]
-        leaves_none = np.isin(places[layer_idx], (Place.HOT, Place.GPU)).all()
-        publishes = (above == RETRIEVE) & (places[layer_idx - 1] == Place.GPU)
-        reuses = (of_layer == REUSE) & (not publishes.any())
-        hot[layer_idx] = ((of_layer == SELECT) | reuses) & leaves_none
+    leaves_none = ((places == Place.HOT) | (places == Place.GPU)).all(axis=1, keepdims=True)
+    publishes = ((roles == RETRIEVE) & (places == Place.GPU)).any(axis=1, keepdims=True)
+    reuses = (roles[1:] == REUSE) & ~publishes[:-1]
+    hot[1:] = ((roles[1:] == SELECT) | reuses) & leaves_none[1:]
     # What is chosen a layer ahead lacks the step's own token: nobody could inherit it.
     return hot & ~awaited_heads(roles, places, shares_selection=policy.shares_selection)
 
@@ -465,18 +470,12 @@ def awaited_heads(
         shares_selection: the policy's; what a layer's heads publish is for all.
     """
     awaited = np.zeros(roles.shape, np.bool_)
-    waiting = np.zeros(roles.shape[1], np.bool_)  # for the next head above that publishes
-    for layer_idx in range(len(roles) - 1, -1, -1):
-        of_layer = roles[layer_idx]
-        publishes = (of_layer == RETRIEVE) | (of_layer == SELECT)
-        if shares_selection and publishes.any():
-            awaited[layer_idx] = publishes & waiting.any()
-            waiting[:] = False
-        else:
-            awaited[layer_idx] = publishes & waiting
-            waiting &= ~publishes
-        waiting |= (of_layer == REUSE) & (places[layer_idx] != Place.GPU)
-    return awaited
+    publishes = (roles == RETRIEVE) | (roles == SELECT)
+    waits = (roles == REUSE) & (places != Place.GPU)
+    above = _publishing_layers(publishes, shares_selection)
+    layers, heads = np.nonzero(waits & (above >= 0))
+    awaited[above[layers, heads], heads] = True
+    return publishes & awaited.any(axis=1, keepdims=True) if shares_selection else awaited
 
 
 def may_be_gathered(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArray:
@@ -485,19 +484,26 @@ def may_be_gathered(policy: Policy, roles: UInt8Array, places: UInt8Array) -> Bo
     Args:
         places: where those above are.
     """
-    gathered = np.zeros(roles.shape, np.bool_)
     if policy.budget_tokens <= policy.sink_tokens + policy.recent_tokens:
-        return gathered  # there are no rows beside those of the window
-    published = np.zeros(roles.shape[1], np.bool_)  # by the GPU
-    for layer_idx, of_layer in enumerate(roles):
-        gathered[layer_idx] = (of_layer == REUSE) & published
-        publishes = (of_layer == RETRIEVE) | (of_layer == SELECT)
-        on_gpu = (of_layer == RETRIEVE) & (places[layer_idx] == Place.GPU)
-        if policy.shares_selection and publishes.any():
-            published[:] = on_gpu[publishes].all()
-        else:
-            published = np.where(publishes, on_gpu, published)
+        return np.zeros(roles.shape, np.bool_)  # there are no rows beside those of the window
+    publishes = (roles == RETRIEVE) | (roles == SELECT)
+    on_gpu = (roles == RETRIEVE) & (places == Place.GPU)
+    if policy.shares_selection:
+        on_gpu[:] = (on_gpu | ~publishes).all(axis=1, keepdims=True)
+    above = _publishing_layers(publishes, policy.shares_selection)
+    published = (above >= 0) & on_gpu[above, np.arange(roles.shape[1])]
+    gathered: BoolArray = (roles == REUSE) & published
     return gathered
+
+
+def _publishing_layers(publishes: BoolArray, shares_selection: bool) -> npt.NDArray[np.intp]:
+    """[num_layers, num_kv_heads]: the nearest layer above that publishes what the head could
+    reuse, or -1."""
+    if shares_selection:
+        publishes = np.broadcast_to(publishes.any(axis=1, keepdims=True), publishes.shape)
+    above = np.full(publishes.shape, -1)
+    above[1:] = np.where(publishes, np.arange(len(publishes))[:, None], -1)[:-1]
+    return np.maximum.accumulate(above, axis=0)
 
 
 def _name_of(source: str) -> str:

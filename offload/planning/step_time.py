@@ -354,7 +354,8 @@ class StepModel:
 
     def _read_bytes(self, roles: UInt8Array, members: UInt8Array, window: int) -> _ReadBytes:
         """What a layer reads, with `window` tokens of the window."""
-        work, read, of_members = self.work, _ReadBytes(), self.work.policy.members
+        work, read = self.work, _ReadBytes()
+        of_members = work.policy.members
         is_sparse = work.is_sparse
         scanned = (work.kv_len - work.window_tokens + window) * 2 * work.row_bytes
         chosen_tokens, row_bytes = work.chosen_tokens, work.row_bytes
@@ -410,7 +411,8 @@ class StepModel:
 
     def _factor(self, factors: dict[str, float], index: int) -> float:
         """What was measured of a member of the policy, or else what stands for it."""
-        policy, key = self.work.policy, self._member_keys[index]
+        work, key = self.work, self._member_keys[index]
+        policy = work.policy
         if key in factors:
             return factors[key]
         self._assume("selecting on the CPU: the bytes that the policy looks at stand for it")

@@ -25,10 +25,11 @@ from offload.decode.gpu.free_room import FreeRoom
 from offload.decode.gpu.gpu_sync import GpuSync, Step, make_gpu_sync
 from offload.decode.gpu.layer_heads import layer_heads, scores_tokens
 from offload.decode.gpu.linear import DeviceWeights, linear_path
+from offload.decode.gpu.pages import PageBudget
 from offload.decode.gpu.placement import HeadPlacement, Place, least_places
 from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.decode.gpu.resident_codes import CodeShape
-from offload.decode.gpu.resident_kv import check_resident_room, window_of
+from offload.decode.gpu.resident_kv import ResidentKV, check_resident_room, window_of
 from offload.decode.sampling import SamplingOptions, TokenChooser
 from offload.kv.store import KVStore
 from offload.models import LeanModel
@@ -110,6 +111,8 @@ class DeviceDecoder:
         # By `begin_generation`: sequences, tokens of each, tokens that a prefill reads.
         self._expected: tuple[int, int, int | None] = (1, 1, None)
         self._steps: PreparedSteps | None = None  # with the first sequences
+        self._kept: ResidentKV | None = None  # of the last steps, for those that come next
+        self._took_over = False
         self.place(placement or self._least_placement())
         if model.ranks is not None:
             model.ranks.close_before_leaving(self.close)
@@ -117,7 +120,7 @@ class DeviceDecoder:
     @property
     def device_bytes(self) -> int:
         """Bytes of the KV cache that is on the device."""
-        return 0 if self._steps is None else self._steps.step.resident.num_bytes
+        return 0 if self._resident is None else self._resident.num_bytes
 
     @property
     def coprocessors(self) -> list[Coprocessor]:
@@ -145,7 +148,9 @@ class DeviceDecoder:
             self._window, placement.on_device, places == Place.GATHER, places == Place.HOT
         )
         self._gave_up = self._agreed_on = None
-        self._drop_steps()
+        self._retire_steps()
+        if self._kept is not None:
+            self._kept.keep(self._layers)
 
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
         """As `Decoder.decode`, of one new token per sequence."""
@@ -237,16 +242,18 @@ class DeviceDecoder:
         return linear_path(self._weights, len(hidden)).logits(self._weights, hidden)
 
     def forget(self, seq: int) -> None:
-        if self._steps is not None:
-            self._steps.step.resident.forget(seq)
+        if self._resident is not None:
+            self._resident.forget(seq)
+        if self._kept is not None and not self._kept.is_bound:
+            self._kept = None
 
     def crop(self, seq: int, kv_len: int) -> None:
-        if self._steps is not None:
-            self._steps.step.resident.crop(seq, kv_len)
+        if self._resident is not None:
+            self._resident.crop(seq, kv_len)
 
     def trim(self) -> None:
-        if self._steps is not None:
-            self._steps.step.resident.trim()
+        if self._resident is not None:
+            self._resident.trim()
 
     def begin_generation(
         self, num_sequences: int, kv_len: int, read_tokens: int | None = None
@@ -316,6 +323,11 @@ class DeviceDecoder:
         assert self._steps is not None
         return self._steps
 
+    @property
+    def _resident(self) -> ResidentKV | None:
+        """What the GPU has of sequences."""
+        return self._kept if self._steps is None else self._steps.step.resident
+
     def _bind(self, seqs: Sequence[int], num_new: int = 1) -> tuple[list[int], list[int]]:
         """Slots for `seqs`, and their kv_lens after the steps, for which there is room."""
         kv_lens = [self.store.kv_len(seq) + num_new for seq in seqs]
@@ -361,6 +373,7 @@ class DeviceDecoder:
         if self._keeps_placement:
             rest = "only dense layers stay there"
         logger.warning("%s. While sequences need so much, %s", why, rest)
+        self._drop_steps()  # and all pages, before others need room
         self.place(less)
         self._gave_up = wanted, min(failed, num_pages)
 
@@ -386,6 +399,16 @@ class DeviceDecoder:
     def _bind_lens(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         self._make_slots(len(seqs), max(kv_lens))
         resident = self._prepared.step.resident
+        if self._took_over:
+            self._took_over = False
+            try:
+                return self._bind_to(resident, seqs, kv_lens)
+            except DeviceMemoryError:  # pages lie as they were needed before
+                resident.clear()
+        return self._bind_to(resident, seqs, kv_lens)
+
+    @staticmethod
+    def _bind_to(resident: ResidentKV, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         slots = resident.bind(seqs)
         resident.reserve(slots, kv_lens)
         return slots
@@ -480,8 +503,26 @@ class DeviceDecoder:
             slots = max(slots, steps.num_slots)
         start = time.perf_counter()
         steps = None
-        self._drop_steps()  # their memory first
-        self._steps = PreparedSteps(
+        self._retire_steps()  # their memory first
+        max_tokens = self._room_for(kv_len)
+        if self._kept is not None:
+            try:
+                self._steps = self._make_steps(slots, max_tokens, self._kept)
+            except (DeviceMemoryError, torch.OutOfMemoryError) as error:
+                logger.debug("no room for new steps beside what is there: %s", error)
+            self._took_over = self._steps is not None
+        self._kept = None
+        if self._steps is None:
+            self._steps = self._make_steps(slots, max_tokens)
+        self.setup_seconds += time.perf_counter() - start
+
+    def _make_steps(
+        self, slots: int, max_tokens: int, kept: ResidentKV | None = None
+    ) -> PreparedSteps:
+        """Steps of the placement, which go on with what is `kept`."""
+        budget = PageBudget() if kept is None else kept.budget
+        budget.limit_bytes = self._device_budget_bytes
+        steps = PreparedSteps(
             self.model,
             self._weights,
             self.attention,
@@ -489,16 +530,18 @@ class DeviceDecoder:
             self._layers,
             window=self._window,
             num_slots=slots,
-            max_tokens=self._room_for(kv_len),
+            max_tokens=max_tokens,
             device=self.device,
-            device_budget_bytes=self._device_budget_bytes,
+            budget=budget,
             deadline_seconds=self._deadline_seconds,
             make_gpu_sync=functools.partial(
                 self._make_gpu_sync, self._backend, deadline_seconds=self._deadline_seconds
             ),
             captures=self._backend == "graph",
         )
-        self.setup_seconds += time.perf_counter() - start
+        if kept is not None:
+            steps.step.resident.take_over(kept)
+        return steps
 
     def _room_for(self, kv_len: int) -> int:
         """`step_tokens`; as scores are kept of heads that publish or have codes. All ranks do as if
@@ -508,7 +551,20 @@ class DeviceDecoder:
         max_context = self.model.shape.max_context
         return step_tokens(max_context, kv_len, self.store.page_tokens, grows=grows)
 
+    def _retire_steps(self) -> None:
+        """Drop the steps; what the GPU has of sequences stays for others.
+
+        With ranks nothing stays: where one of them has no room for it, their slots would differ.
+        """
+        if self._steps is not None:
+            resident = self._steps.step.resident
+            if self.model.ranks is None and resident.is_bound:
+                self._kept = resident
+            self._steps.close()
+        self._steps = None
+
     def _drop_steps(self) -> None:
         if self._steps is not None:
             self._steps.close()
-        self._steps = None
+        self._steps = self._kept = None
+        self._took_over = False

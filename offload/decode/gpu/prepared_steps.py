@@ -36,7 +36,8 @@ class PreparedSteps:
     Attributes:
         window: sink tokens and recent tokens, which the GPU attends to.
         max_tokens: that scores have room for, of heads which publish or have codes.
-        make_handshake: of a coprocessor and its mailbox.
+        budget: of pages on the GPU.
+        make_gpu_sync: of a coprocessor and its mailbox.
         captures: whether steps are CUDA graphs.
         step: what a step launches, with its buffers and what stays on the GPU in the slots.
         links: to the host, by rows and micro-batches of the steps that there have been.
@@ -55,7 +56,7 @@ class PreparedSteps:
     num_slots: int
     max_tokens: int
     device: torch.device
-    device_budget_bytes: int | None
+    budget: PageBudget
     deadline_seconds: float
     make_gpu_sync: Callable[[Coprocessor, Mailbox], GpuSync]
     captures: bool
@@ -110,8 +111,7 @@ class PreparedSteps:
         model, layers, store, device = self.model, self.layers, self.attention.store, self.device
         policy = self.attention.policy
         sink_tokens, recent_tokens = self.window
-        budget = PageBudget(self.device_budget_bytes)
-        codes, hot = self._make_codes(budget), None
+        codes, hot = self._make_codes(self.budget), None
         if any(layer.hot for layer in layers):
             hot = HotRows(
                 model,
@@ -130,7 +130,7 @@ class PreparedSteps:
             num_slots=self.num_slots,
             max_context=self.max_tokens,
             device=device,
-            budget=budget,
+            budget=self.budget,
             codes=codes,
             hot=hot,
         )

@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -19,29 +20,35 @@ from torch import Tensor
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
+from offload.decode.gpu.aside import StepsAside
 from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
 from offload.decode.gpu.bursts import MOST_STEPS
 from offload.decode.gpu.free_room import FreeRoom
 from offload.decode.gpu.gpu_sync import GpuSync, Step, make_gpu_sync
-from offload.decode.gpu.layer_heads import layer_heads, scores_tokens
+from offload.decode.gpu.layer_heads import LayerHeads, layer_heads, scores_tokens
 from offload.decode.gpu.linear import DeviceWeights, linear_path
 from offload.decode.gpu.pages import PageBudget
 from offload.decode.gpu.placement import HeadPlacement, Place, least_places
 from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.decode.gpu.resident_codes import CodeShape
 from offload.decode.gpu.resident_kv import ResidentKV, check_resident_room, window_of
+from offload.decode.gpu.step import DeviceStep
 from offload.decode.sampling import SamplingOptions, TokenChooser
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.batch import RaggedBatch
 from offload.policies import Policy
+from offload.system.captures import CAPTURING
 from offload.system.errors import DeviceMemoryError
+from offload.system.interrupts import shielded
 
 logger = logging.getLogger(__name__)
 
 # Of the placement now, sequences, tokens of each, the GPU's bytes for it (None: no limit), and the
 # tokens that a prefill reads (None: all).
 PlacementChooser = Callable[[HeadPlacement, int, int, "int | None", "int | None"], HeadPlacement]
+
+_SAMPLED = "sampled tokens"  # a kind of steps
 
 
 class DeviceDecoder:
@@ -113,6 +120,10 @@ class DeviceDecoder:
         self._steps: PreparedSteps | None = None  # with the first sequences
         self._kept: ResidentKV | None = None  # of the last steps, for those that come next
         self._took_over = False
+        self._captures_aside = backend == "graph" and model.ranks is None
+        self._aside: StepsAside | None = None  # those that come next
+        self._wanted: HeadPlacement | None = None  # of them
+        self._kinds: set[str] = set()  # of greedy steps that there have been
         self.place(placement or self._least_placement())
         if model.ranks is not None:
             model.ranks.close_before_leaving(self.close)
@@ -138,25 +149,30 @@ class DeviceDecoder:
         num_kv_heads = self.store.num_kv_heads
         placement.check_model(num_layers=len(self.model.layers), num_kv_heads=num_kv_heads)
         placement.check_policy(policy, self.model.shape.num_qo_heads)
-        self.placement = placement
-        roles = None if policy.per_query_head else self.attention.roles
-        self._layers = layer_heads(
-            placement.places, roles, shares_selection=policy.shares_selection
-        )
-        places = placement.places
+        self._drop_aside()
+        self._attend_as(placement)
+        self._retire_steps()
+        if self._kept is not None:
+            self._kept.keep(self._layers)
+
+    def _attend_as(self, placement: HeadPlacement) -> None:
+        self.placement, places = placement, placement.places
+        self._layers = self._layers_of(placement)
         self.attention.leave_to_device(
             self._window, placement.on_device, places == Place.GATHER, places == Place.HOT
         )
         self._gave_up = self._agreed_on = None
-        self._retire_steps()
-        if self._kept is not None:
-            self._kept.keep(self._layers)
+
+    def _layers_of(self, placement: HeadPlacement) -> tuple[LayerHeads, ...]:
+        policy = self._policy
+        roles = None if policy.per_query_head else self.attention.roles
+        return layer_heads(placement.places, roles, shares_selection=policy.shares_selection)
 
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
         """As `Decoder.decode`, of one new token per sequence."""
         slots, kv_lens = self._bind(seqs)
         link, step = self._choose_link(slots), self._prepared.step
-        run, b = functools.partial(step.run_layers, link), step.buffers
+        run, b = self._step("layers", step, link), step.buffers
         self._prepare(link, "layers", run)
         self._write_state(slots, kv_lens, batch.position_ids)
         at = torch.tensor(slots, device=self.device)
@@ -175,12 +191,13 @@ class DeviceDecoder:
         slots, kv_lens = self._bind(seqs)
         link, step = self._choose_link(slots), self._prepared.step
         samples = options.temperature > 0.0
-        kind = "sampled tokens" if samples else "tokens"
-        run = functools.partial(step.run_tokens, link, samples=samples)
+        kind = _SAMPLED if samples else "tokens"
+        run = self._step(kind, step, link)
         step.buffers.chooser.use(options)
         self._prepare(link, kind, run)
         self._write_state(slots, kv_lens, position_ids, tokens)
-        self._run(link, kind, run, seqs, slots, kv_lens)
+        with self._drawing(samples):
+            self._run(link, kind, run, seqs, slots, kv_lens)
         return step.buffers.host_tokens[slots]
 
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
@@ -208,17 +225,22 @@ class DeviceDecoder:
         bursts, resident = steps.bursts, steps.step.resident
         assert bursts is not None
         start = time.perf_counter()
-        link = steps.choose_link(slots, 1)
+        link = steps.choose_link(slots, 1, self._expected[0])
         steps.step.buffers.chooser.use(options)
         steps.step.after_projection, steps.step.on_mark = self.after_projection, None
-        if bursts.prepare(link, samples=samples):
+        if not samples:
+            self._kinds.add("bursts")
+        with self._drawing(samples):
+            is_new = bursts.prepare(link, samples=samples)
+        if is_new:
             self.setup_seconds += time.perf_counter() - start
         resident.address_pages(slots, seqs, kv_lens)
         firsts = [kv_len - count + 1 for kv_len in kv_lens]
         self._write_state(slots, firsts, position_ids, tokens)
         start = time.perf_counter()
         try:
-            chosen = bursts.run(link, slots, count, samples=samples)
+            with self._drawing(samples):
+                chosen = bursts.run(link, slots, count, samples=samples)
         except BaseException:
             bursts.wait()
             for seq in seqs:  # who knows what was written
@@ -233,7 +255,9 @@ class DeviceDecoder:
         num_rows, vocab_size = logits.shape
         chooser = TokenChooser(num_rows, vocab_size, logits.device)
         chooser.use(options)
-        chosen = chooser.choose(logits.contiguous(), samples=options.temperature > 0.0)
+        samples = options.temperature > 0.0
+        with self._drawing(samples):
+            chosen = chooser.choose(logits.contiguous(), samples=samples)
         ranks = self.model.ranks
         return (chosen if ranks is None else ranks.broadcast(chosen)).cpu()
 
@@ -265,20 +289,29 @@ class DeviceDecoder:
         """
         num_pages = num_sequences * self._num_pages(kv_len)
         self._expected = num_sequences, kv_len, read_tokens
+        wanted = self.placement
         if self._choose is not None:
             self._keeps_placement = False
-            wanted = self._chosen(self.placement, num_sequences, kv_len)
+            now = self.placement if self._aside is None else self._aside.placement
+            wanted = self._chosen(now, num_sequences, kv_len)
+        elif self._gave_up is not None and num_pages < self._gave_up[1]:
+            self._keeps_placement = False
+            wanted = self._gave_up[0]
+        if self._goes_aside():
+            self._begin_aside(wanted)
+        else:
+            self._drop_aside()
             changes, ranks = wanted != self.placement, self.model.ranks
             if changes if ranks is None else ranks.total(int(changes))[0]:
                 self.place(wanted)
-        elif self._gave_up is not None and num_pages < self._gave_up[1]:
-            self._keeps_placement = False
-            self.place(self._gave_up[0])
         placement = self.placement if self._keeps_placement else self._least_placement()
         self._check_room(placement, num_sequences, kv_len)
 
     def give_heads_back(self, why: DeviceMemoryError) -> bool:
         """As `Decoder.give_heads_back`; never where somebody has asked for the placement."""
+        if self._aside is not None:
+            self._end_aside()
+            return True
         if self._keeps_placement or self.model.ranks is not None:
             return False
         num_sequences, kv_len, _ = self._expected
@@ -397,6 +430,17 @@ class DeviceDecoder:
         return ranks.total(int(failure is not None))[0] > 0
 
     def _bind_lens(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
+        if self._aside is not None:
+            try:
+                return self._bind_in_room(seqs, kv_lens)
+            except DeviceMemoryError as error:
+                if self._aside is None:
+                    raise
+                logger.debug("no room beside steps that are being made: %s", error)
+            self._end_aside()
+        return self._bind_in_room(seqs, kv_lens)
+
+    def _bind_in_room(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         self._make_slots(len(seqs), max(kv_lens))
         resident = self._prepared.step.resident
         if self._took_over:
@@ -424,17 +468,32 @@ class DeviceDecoder:
     def _choose_link(self, slots: Sequence[int]) -> HostLink:
         steps, start = self._prepared, time.perf_counter()
         num_links = len(steps.links)
-        link = steps.choose_link(slots, self._num_micro_batches)
+        link = steps.choose_link(slots, self._num_micro_batches, self._expected[0])
         if len(steps.links) > num_links:
             self.setup_seconds += time.perf_counter() - start
         return link
+
+    @staticmethod
+    def _step(kind: str, step: DeviceStep, link: HostLink) -> Step:
+        if kind == "layers":
+            return functools.partial(step.run_layers, link)
+        return functools.partial(step.run_tokens, link, samples=kind == _SAMPLED)
+
+    def _drawing(self, samples: bool) -> AbstractContextManager[object]:
+        """Nothing is drawn on the GPU while a thread captures."""
+        return CAPTURING if samples and self._aside is not None else nullcontext()
 
     def _prepare(self, link: HostLink, kind: str, run: Step) -> None:
         """Do what the first run of a step needs; it may run the step, with no row in use."""
         step, start = self._prepared.step, time.perf_counter()
         step.buffers.host_state.fill_(-1)
         step.after_projection, step.on_mark = self.after_projection, self.on_mark
-        if link.gpu_sync.prepare(self._key(kind), run):
+        samples = kind == _SAMPLED
+        if not samples:
+            self._kinds.add(kind)
+        with self._drawing(samples):
+            is_new = link.gpu_sync.prepare(self._key(kind), run, samples=samples)
+        if is_new:
             self.setup_seconds += time.perf_counter() - start
 
     def _key(self, kind: str) -> tuple[object, ...]:
@@ -493,41 +552,54 @@ class DeviceDecoder:
         """Room for at least `num_sequences` rows, and where heads publish on the GPU for the scores
         of `kv_len` tokens; more than there was means new captures.
         """
+        if self._aside is not None:
+            serves = self._prepared.has_room(num_sequences, kv_len)
+            if not serves or self._aside.is_done:
+                self._swap(serves=serves)
+            if self._aside is not None:
+                return
         # As many as are expected: others join, and tokens come, without new captures.
         num_sequences = max(num_sequences, self._expected[0])
         kv_len = min(max(kv_len, self._expected[1]), self.model.shape.max_context)
         slots, steps = num_slots(num_sequences), self._steps
         if steps is not None:
-            if num_sequences <= steps.num_slots and kv_len <= steps.max_tokens:
+            if steps.has_room(num_sequences, kv_len):
                 return
             slots = max(slots, steps.num_slots)
         start = time.perf_counter()
         steps = None
         self._retire_steps()  # their memory first
-        max_tokens = self._room_for(kv_len)
-        if self._kept is not None:
+        max_tokens, kept = self._room_for(kv_len, self._layers), self._kept
+        new: PreparedSteps | None
+        make = functools.partial(self._make_steps, self.placement, self._layers, slots, max_tokens)
+        if kept is not None:
             try:
-                self._steps = self._make_steps(slots, max_tokens, self._kept)
+                new = make(kept.budget)
+                new.step.resident.take_over(kept)
+                self._steps, self._took_over = new, True
             except (DeviceMemoryError, torch.OutOfMemoryError) as error:
                 logger.debug("no room for new steps beside what is there: %s", error)
-            self._took_over = self._steps is not None
-        self._kept = None
+                new = None
+        self._kept = kept = None
         if self._steps is None:
-            self._steps = self._make_steps(slots, max_tokens)
+            self._steps = make(PageBudget())
         self.setup_seconds += time.perf_counter() - start
 
     def _make_steps(
-        self, slots: int, max_tokens: int, kept: ResidentKV | None = None
+        self,
+        placement: HeadPlacement,
+        layers: Sequence[LayerHeads],
+        slots: int,
+        max_tokens: int,
+        budget: PageBudget,
     ) -> PreparedSteps:
-        """Steps of the placement, which go on with what is `kept`."""
-        budget = PageBudget() if kept is None else kept.budget
         budget.limit_bytes = self._device_budget_bytes
-        steps = PreparedSteps(
+        return PreparedSteps(
             self.model,
             self._weights,
             self.attention,
-            self.placement,
-            self._layers,
+            placement,
+            layers,
             window=self._window,
             num_slots=slots,
             max_tokens=max_tokens,
@@ -539,23 +611,117 @@ class DeviceDecoder:
             ),
             captures=self._backend == "graph",
         )
-        if kept is not None:
-            steps.step.resident.take_over(kept)
-        return steps
 
-    def _room_for(self, kv_len: int) -> int:
+    def _room_for(self, kv_len: int, layers: Sequence[LayerHeads]) -> int:
         """`step_tokens`; as scores are kept of heads that publish or have codes. All ranks do as if
         they had some: they capture together.
         """
-        grows = self.model.ranks is not None or scores_tokens(self._layers)
+        grows = self.model.ranks is not None or scores_tokens(layers)
         max_context = self.model.shape.max_context
         return step_tokens(max_context, kv_len, self.store.page_tokens, grows=grows)
+
+    def _goes_aside(self) -> bool:
+        """Whether steps to come are made while those that there are run."""
+        is_watched = self.on_mark is not None or self.after_projection is not None
+        if not self._captures_aside or is_watched or self._steps is None:
+            return False
+        return self._steps.step.resident.is_bound
+
+    def _begin_aside(self, wanted: HeadPlacement) -> None:
+        """Make steps of a placement for what is expected, if there are none. What is being made
+        comes to its end: whether it is what is wanted shows then.
+        """
+        self._wanted = wanted
+        if self._aside is not None or self._serve_expected(self._prepared, self.placement):
+            return
+        layers, old = self._layers_of(wanted), self._prepared
+        bound = sum(slot.seq is not None for slot in old.step.resident.slots)
+        rows = num_slots(self._expected[0])
+        slots = max(rows, num_slots(bound))
+        if wanted == self.placement:
+            slots = max(slots, old.num_slots)
+        kv_len = min(self._expected[1], self.model.shape.max_context)
+        max_tokens, kinds = self._room_for(kv_len, layers), sorted(self._kinds)
+        budget = old.step.resident.budget
+
+        def make() -> PreparedSteps:
+            steps = self._make_steps(wanted, layers, slots, max_tokens, budget)
+            try:
+                link = steps.choose_link([rows - 1], self._num_micro_batches)
+                for kind in kinds:
+                    if kind != "bursts":
+                        run = self._step(kind, steps.step, link)
+                        link.gpu_sync.capture((kind, None, None), run)
+                    elif steps.bursts is not None:
+                        steps.bursts.prepare(steps.choose_link([rows - 1], 1), samples=False)
+            except BaseException:
+                steps.close()
+                raise
+            return steps
+
+        self._aside = StepsAside(wanted, make, self.device)
+
+    def _serve_expected(self, steps: PreparedSteps, placement: HeadPlacement) -> bool:
+        num_sequences, kv_len, _ = self._expected
+        kv_len = min(kv_len, self.model.shape.max_context)
+        return steps.has_room(num_sequences, kv_len) and placement == self._wanted
+
+    def _swap(self, *, serves: bool) -> None:
+        """Between two steps: go on with those that were made aside, when they are done.
+
+        Args:
+            serves: those that there are would do for the next step, too.
+        """
+        assert self._aside is not None
+        assert self._wanted is not None
+        start = time.perf_counter()
+        steps = self._aside.wait()
+        placement, self._aside = self._aside.placement, None
+        if steps is not None and self._serve_expected(steps, placement):
+            try:
+                with shielded():
+                    self._replace_steps(steps, placement)
+            except torch.OutOfMemoryError as error:
+                logger.debug("no room to go on with steps that were made aside: %s", error)
+        elif steps is not None and serves:  # others are expected meanwhile
+            steps.close()
+            self._begin_aside(self._wanted)
+        else:
+            if steps is not None:
+                steps.close()
+            self.place(self._wanted)
+        self.setup_seconds += time.perf_counter() - start
+
+    def _replace_steps(self, steps: PreparedSteps, placement: HeadPlacement) -> None:
+        old = self._prepared
+        self._attend_as(placement)
+        try:
+            steps.step.resident.take_over(old.step.resident)
+        except BaseException:
+            steps.close()
+            self._drop_steps()
+            raise
+        self._steps, self._took_over = steps, True
+        old.close()
+
+    def _drop_aside(self) -> None:
+        if self._aside is not None:
+            steps = self._aside.wait()
+            self._aside = None
+            if steps is not None:
+                steps.close()
+
+    def _end_aside(self) -> None:
+        """What is wanted is made by the next step."""
+        assert self._wanted is not None
+        self.place(self._wanted)
 
     def _retire_steps(self) -> None:
         """Drop the steps; what the GPU has of sequences stays for others.
 
         With ranks nothing stays: where one of them has no room for it, their slots would differ.
         """
+        self._drop_aside()
         if self._steps is not None:
             resident = self._steps.step.resident
             if self.model.ranks is None and resident.is_bound:
@@ -564,6 +730,7 @@ class DeviceDecoder:
         self._steps = None
 
     def _drop_steps(self) -> None:
+        self._drop_aside()
         if self._steps is not None:
             self._steps.close()
         self._steps = self._kept = None

@@ -28,6 +28,9 @@ from offload.models import LeanModel
 from offload.policies.layer_state import State
 from offload.system.errors import DeviceMemoryError
 
+# A link of more rows than a step needs does for so many steps.
+_STEPS_WITH_LARGER = 256
+
 
 @dataclass(eq=False)
 class PreparedSteps:
@@ -63,6 +66,7 @@ class PreparedSteps:
     step: DeviceStep = field(init=False)
     links: dict[tuple[int, int], HostLink] = field(default_factory=dict, init=False)
     bursts: Bursts | None = field(default=None, init=False)
+    _steps_with_larger: dict[int, int] = field(default_factory=dict, init=False)  # by rows
     _choices: dict[int, MicroBatchChoice] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -77,9 +81,25 @@ class PreparedSteps:
                 "the device"
             ) from error
 
-    def choose_link(self, slots: Sequence[int], num_micro_batches: int | None) -> HostLink:
-        """Link of the step that fits these slots; None: as many micro-batches as are fastest."""
+    def has_room(self, num_sequences: int, kv_len: int) -> bool:
+        """For a step of so many sequences of up to `kv_len` tokens."""
+        return num_sequences <= self.num_slots and kv_len <= self.max_tokens
+
+    def choose_link(
+        self, slots: Sequence[int], num_micro_batches: int | None, expected: int = 1
+    ) -> HostLink:
+        """Link of the step that fits these slots; None: as many micro-batches as are fastest.
+
+        Args:
+            expected: sequences. A link for more rows, up to as many, does for a while where there
+                is none of as few: a new one makes all of them wait.
+        """
         num_rows = num_slots(max(slots) + 1)
+        if num_rows < expected and not any(rows == num_rows for rows, _ in self.links):
+            larger = [rows for rows, _ in self.links if num_rows < rows <= num_slots(expected)]
+            if larger and self._steps_with_larger.setdefault(num_rows, 0) < _STEPS_WITH_LARGER:
+                self._steps_with_larger[num_rows] += 1
+                num_rows = min(larger)
         if num_micro_batches is None:
             num_micro_batches = self._choice(num_rows).num_micro_batches
         num_micro_batches = min(num_micro_batches, num_rows)

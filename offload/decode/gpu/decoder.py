@@ -27,6 +27,7 @@ from offload.decode.gpu.free_room import FreeRoom
 from offload.decode.gpu.gpu_sync import GpuSync, Step, make_gpu_sync
 from offload.decode.gpu.layer_heads import LayerHeads, layer_heads, scores_tokens
 from offload.decode.gpu.linear import DeviceWeights, linear_path
+from offload.decode.gpu.micro_batches import WORTH_A_TRIAL_STEPS
 from offload.decode.gpu.pages import PageBudget
 from offload.decode.gpu.placement import HeadPlacement, Place, least_places
 from offload.decode.gpu.prepared_steps import PreparedSteps
@@ -173,7 +174,7 @@ class DeviceDecoder:
         slots, kv_lens = self._bind(seqs)
         link, step = self._choose_link(slots), self._prepared.step
         run, b = self._step("layers", step, link), step.buffers
-        self._prepare(link, "layers", run)
+        self._prepare(link, "layers", run, kv_lens)
         self._write_state(slots, kv_lens, batch.position_ids)
         at = torch.tensor(slots, device=self.device)
         b.hidden[at] = hidden
@@ -194,7 +195,7 @@ class DeviceDecoder:
         kind = _SAMPLED if samples else "tokens"
         run = self._step(kind, step, link)
         step.buffers.chooser.use(options)
-        self._prepare(link, kind, run)
+        self._prepare(link, kind, run, kv_lens)
         self._write_state(slots, kv_lens, position_ids, tokens)
         with self._drawing(samples):
             self._run(link, kind, run, seqs, slots, kv_lens)
@@ -483,8 +484,12 @@ class DeviceDecoder:
         """Nothing is drawn on the GPU while a thread captures."""
         return CAPTURING if samples and self._aside is not None else nullcontext()
 
-    def _prepare(self, link: HostLink, kind: str, run: Step) -> None:
-        """Do what the first run of a step needs; it may run the step, with no row in use."""
+    def _prepare(self, link: HostLink, kind: str, run: Step, kv_lens: Sequence[int]) -> None:
+        """Do what the first run of a step needs; it may run the step, with no row in use.
+
+        Args:
+            kv_lens: after the step.
+        """
         step, start = self._prepared.step, time.perf_counter()
         step.buffers.host_state.fill_(-1)
         step.after_projection, step.on_mark = self.after_projection, self.on_mark
@@ -493,8 +498,20 @@ class DeviceDecoder:
             self._kinds.add(kind)
         with self._drawing(samples):
             is_new = link.gpu_sync.prepare(self._key(kind), run, samples=samples)
+            if is_new and self._will_try_micro_batches(kv_lens):
+                for other in self._prepared.other_ways(link):
+                    run = self._step(kind, step, other)
+                    other.gpu_sync.capture(self._key(kind), run, samples=samples)
         if is_new:
             self.setup_seconds += time.perf_counter() - start
+
+    def _will_try_micro_batches(self, kv_lens: Sequence[int]) -> bool:
+        """Whether it is known of a generation that it lasts long enough."""
+        _, most, read_tokens = self._expected
+        if self._num_micro_batches is not None or read_tokens is not None:
+            return False
+        is_single = self._prepared.bursts is None  # else most steps are not
+        return is_single and most - max(kv_lens) >= WORTH_A_TRIAL_STEPS
 
     def _key(self, kind: str) -> tuple[object, ...]:
         """The key that steps share if they launch the same."""

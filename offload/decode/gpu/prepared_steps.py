@@ -111,6 +111,12 @@ class PreparedSteps:
         """A step took so long: `choose_link` learns from it."""
         self._choice(link.num_rows).record(link.num_micro_batches, seconds)
 
+    def other_ways(self, link: HostLink) -> list[HostLink]:
+        """Links for the same rows in other numbers of micro-batches, which will be tried."""
+        options = self._choice(link.num_rows).options
+        others = [count for count in options if count != link.num_micro_batches]
+        return [self.choose_link([link.num_rows - 1], count) for count in others]
+
     def close(self) -> None:
         """End the threads of the links, and drop what was captured."""
         for link in self.links.values():

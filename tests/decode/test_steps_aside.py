@@ -36,18 +36,18 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached, self.made = threading.Event(), threading.Event(), 0
         self.fails = False
-        make = PreparedSteps._make_step
+        make = PreparedSteps.make_link
 
-        def make_step(steps: PreparedSteps) -> Any:
+        def make_link(steps: PreparedSteps, *args: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
                 self.made += 1
                 self.reached.set()
                 assert self.opened.wait(30)
                 if self.fails:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
-            return make(steps)
+            return make(steps, *args)
 
-        monkeypatch.setattr(PreparedSteps, "_make_step", make_step)
+        monkeypatch.setattr(PreparedSteps, "make_link", make_link)
 
 
 @pytest.fixture

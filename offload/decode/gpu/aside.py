@@ -22,13 +22,18 @@ _SWITCH_SECONDS = 0.0005
 
 
 class StepsAside:
-    """Steps of `placement`, made by `make` in a thread that begins at once."""
+    """Steps of `placement`, made by `make` and then captured in a thread that begins at once."""
 
     def __init__(
-        self, placement: HeadPlacement, make: Callable[[], PreparedSteps], device: torch.device
+        self,
+        placement: HeadPlacement,
+        make: Callable[[], PreparedSteps],
+        capture: Callable[[PreparedSteps], None],
+        device: torch.device,
     ) -> None:
         self.placement = placement
-        self._make, self._device = make, device
+        self._make, self._capture = make, capture
+        self._has_buffers = threading.Event()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._steps: PreparedSteps | None = None
         self._thread = threading.Thread(target=self._run, name="steps aside")
@@ -39,6 +44,10 @@ class StepsAside:
     @property
     def is_done(self) -> bool:
         return not self._thread.is_alive()
+
+    def wait_for_buffers(self) -> None:
+        """Until they have their memory: what is free is free for others then."""
+        self._has_buffers.wait()
 
     def wait(self) -> PreparedSteps | None:
         """The steps; None: they could not be made, or the process was forked meanwhile."""
@@ -53,11 +62,22 @@ class StepsAside:
                 torch.no_grad(),
                 torch.cuda.stream(self._stream),
             ):
-                self._steps = self._make()
+                self._steps = self._made()
         except Exception as error:
             logger.debug("steps could not be made beside others: %s", error)
         finally:
+            self._has_buffers.set()
             _running.discard(self)
+
+    def _made(self) -> PreparedSteps:
+        steps = self._make()
+        self._has_buffers.set()
+        try:
+            self._capture(steps)
+        except BaseException:
+            steps.close()
+            raise
+        return steps
 
 
 _running: weakref.WeakSet[StepsAside] = weakref.WeakSet()

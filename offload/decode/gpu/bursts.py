@@ -36,7 +36,7 @@ class Bursts:
         num_rows = step.buffers.state.shape[1]
         tokens = torch.empty(MOST_STEPS, num_rows, dtype=torch.int64)
         self._host_tokens = tokens.pin_memory() if device.type == "cuda" else tokens
-        self._stream = own_stream() if device.type == "cuda" else None
+        self._stream = own_stream(device) if device.type == "cuda" else None
         self._step_seconds = _BURST_SECONDS / 2  # until one was timed
 
     @property

@@ -661,22 +661,18 @@ class DeviceDecoder:
         max_tokens, kinds = self._room_for(kv_len, layers), sorted(self._kinds)
         budget = old.step.resident.budget
 
-        def make() -> PreparedSteps:
-            steps = self._make_steps(wanted, layers, slots, max_tokens, budget)
-            try:
-                link = steps.choose_link([rows - 1], self._num_micro_batches)
-                for kind in kinds:
-                    if kind != "bursts":
-                        run = self._step(kind, steps.step, link)
-                        link.gpu_sync.capture((kind, None, None), run)
-                    elif steps.bursts is not None:
-                        steps.bursts.prepare(steps.choose_link([rows - 1], 1), samples=False)
-            except BaseException:
-                steps.close()
-                raise
-            return steps
+        def capture(steps: PreparedSteps) -> None:
+            link = steps.choose_link([rows - 1], self._num_micro_batches)
+            for kind in kinds:
+                if kind != "bursts":
+                    run = self._step(kind, steps.step, link)
+                    link.gpu_sync.capture((kind, None, None), run)
+                elif steps.bursts is not None:
+                    steps.bursts.prepare(steps.choose_link([rows - 1], 1), samples=False)
 
-        self._aside = StepsAside(wanted, make, self.device)
+        make = functools.partial(self._make_steps, wanted, layers, slots, max_tokens, budget)
+        self._aside = StepsAside(wanted, make, capture, self.device)
+        self._aside.wait_for_buffers()  # a prefill counts what is free
 
     def _serve_expected(self, steps: PreparedSteps, placement: HeadPlacement) -> bool:
         num_sequences, kv_len, _ = self._expected

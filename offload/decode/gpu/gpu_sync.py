@@ -152,12 +152,12 @@ class InlineSync:
 _streams: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()
 
 
-def own_stream(priority: int = 0) -> torch.cuda.Stream:
+def own_stream(device: torch.device | None = None, priority: int = 0) -> torch.cuda.Stream:
     """A stream that nobody else has from here: torch has 32 of each priority, and begins again.
     What is launched into one while another thread captures there would become part of the graph.
     """
     for _ in range(32):
-        stream = torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         if stream not in _streams:
             break
     _streams.add(stream)

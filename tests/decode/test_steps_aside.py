@@ -90,7 +90,7 @@ class Decoding:
 
     def place_aside(self, text: str, num_sequences: int = 1) -> None:
         self.wanted = HeadPlacement.from_text(text)
-        self.decoder.begin_generation(num_sequences, 100)
+        self.decoder.begin_generation(num_sequences, 100, 64)
 
     def settle(self) -> None:
         self.decoder._aside._thread.join(30)
@@ -104,7 +104,9 @@ def decoding(backend: tuple[str, str], tiny_folders: dict[str, Path]) -> Decodin
     return decoding
 
 
-def test_the_old_steps_go_on_until_the_new_ones_are_there(decoding: Decoding, gate: Gate) -> None:
+def test_the_old_steps_go_on_until_the_new_ones_are_there(
+    decoding: Decoding, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, before = steps_of(decoding.model), decoding.decoder.placement
     interval = sys.getswitchinterval()
     decoding.place_aside("GG GG ..", 4)
@@ -128,6 +130,11 @@ def test_the_old_steps_go_on_until_the_new_ones_are_there(decoding: Decoding, ga
     decoding.step(1)
     decoding.step(0)
     assert steps_of(decoding.model) is new
+    monkeypatch.setattr("offload.decode.gpu.prepared_steps._STEPS_WITH_LARGER", 3)
+    decoding.step(0)
+    assert list(new.links) == [(4, 1)]
+    decoding.step(0)
+    assert list(new.links) == [(4, 1), (1, 1)]
     assert gate.made == 1
 
 

@@ -226,7 +226,7 @@ class DeviceDecoder:
         bursts, resident = steps.bursts, steps.step.resident
         assert bursts is not None
         start = time.perf_counter()
-        link = steps.choose_link(slots, 1, self._expected[0])
+        link = steps.choose_link(slots, 1, self._most_rows)
         steps.step.buffers.chooser.use(options)
         steps.step.after_projection, steps.step.on_mark = self.after_projection, None
         if not samples:
@@ -466,10 +466,17 @@ class DeviceDecoder:
         heads = self.attention.num_qo_heads, self.store.num_kv_heads
         return HeadPlacement(least_places(self._policy, len(self.model.layers), *heads))
 
+    @property
+    def _most_rows(self) -> int:
+        """Of a step of fewer sequences: many where others join and leave, none in a `generate`."""
+        num_sequences, _, read_tokens = self._expected
+        joins = read_tokens is not None and num_sequences > 1
+        return self._prepared.num_slots if joins else 0
+
     def _choose_link(self, slots: Sequence[int]) -> HostLink:
         steps, start = self._prepared, time.perf_counter()
         num_links = len(steps.links)
-        link = steps.choose_link(slots, self._num_micro_batches, self._expected[0])
+        link = steps.choose_link(slots, self._num_micro_batches, self._most_rows)
         if len(steps.links) > num_links:
             self.setup_seconds += time.perf_counter() - start
         return link

@@ -86,19 +86,20 @@ class PreparedSteps:
         return num_sequences <= self.num_slots and kv_len <= self.max_tokens
 
     def choose_link(
-        self, slots: Sequence[int], num_micro_batches: int | None, expected: int = 1
+        self, slots: Sequence[int], num_micro_batches: int | None, most_rows: int = 0
     ) -> HostLink:
         """Link of the step that fits these slots; None: as many micro-batches as are fastest.
 
         Args:
-            expected: sequences. A link for more rows, up to as many, does for a while where there
-                is none of as few: a new one makes all of them wait.
+            most_rows: a link for more rows, up to as many, does for a while where there is none of
+                as few: a new one makes all sequences wait.
         """
         num_rows = num_slots(max(slots) + 1)
-        if num_rows < expected and not any(rows == num_rows for rows, _ in self.links):
-            larger = [rows for rows, _ in self.links if num_rows < rows <= num_slots(expected)]
-            if larger and self._steps_with_larger.setdefault(num_rows, 0) < _STEPS_WITH_LARGER:
-                self._steps_with_larger[num_rows] += 1
+        larger = [rows for rows, _ in self.links if num_rows <= rows <= most_rows]
+        if larger and min(larger) > num_rows:
+            num_borrowed = self._steps_with_larger.get(num_rows, 0)
+            if num_borrowed < _STEPS_WITH_LARGER:
+                self._steps_with_larger[num_rows] = num_borrowed + 1
                 num_rows = min(larger)
         if num_micro_batches is None:
             num_micro_batches = self._choice(num_rows).num_micro_batches

@@ -12,7 +12,6 @@ on nothing but the arguments.
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from offload.system.memory import format_bytes
 IntArray = npt.NDArray[np.intp]
 
 _TRIED_COUNTS = 8  # of whole layers, beside the most that fit
+_MUCH_SLOWER = 1.5  # than without room for a prompt
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,26 @@ def choose_beside_prefill(
 ) -> tuple[HeadPlacement, DeviceRoom]:
     """The best placement that leaves a prefill its bytes, and the room without them.
 
-    Where that room is too small even for the dense layers: the best placement, and all of the room.
-    The first prompt is read before anything stays on the GPU, so only a second one may not fit.
+    The best placement, and all of the room, where that one has no room even for the dense layers,
+    or several sequences would decode much slower. The first prompts are read before anything stays
+    on the GPU; others take their room from heads (`Decoder.give_heads_back`).
 
     Raises:
         DeviceMemoryError: as `choose_placement` of all of the room.
     """
-    if room.budget_bytes is not None:
-        beside = replace(room, budget_bytes=room.budget_bytes - prefill_bytes)
-        with contextlib.suppress(DeviceMemoryError):
-            return choose_placement(model, beside), beside
-    return choose_placement(model, room), room
+    if room.budget_bytes is None:
+        return choose_placement(model, room), room
+    beside = replace(room, budget_bytes=room.budget_bytes - prefill_bytes)
+    try:
+        placement = choose_placement(model, beside)
+    except DeviceMemoryError:
+        return choose_placement(model, room), room
+    if model is not None and room.work.batch_size > 1:
+        whole = choose_placement(model, room)
+        slower, faster = (model.step(places).milliseconds for places in (placement, whole))
+        if slower > _MUCH_SLOWER * faster:
+            return whole, room
+    return placement, beside
 
 
 def least_placement(work: Workload) -> HeadPlacement:

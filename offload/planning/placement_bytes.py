@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 
@@ -182,6 +183,15 @@ def prefill_bytes(work: Workload, slice_tokens: int, read_tokens: int | None = N
             work.shape.num_layers, work.shape.num_kv_heads
         ),
     ).total_bytes
+
+
+def next_prompt_bytes(work: Workload, slice_tokens: int, read_tokens: int | None = None) -> int:
+    """`prefill_bytes` of one more prompt, as long as the sequences that decode may be.
+
+    What is kept on the GPU leaves room for it. More than one is read before anything is kept, or
+    takes room from what is (`Decoder.give_heads_back`).
+    """
+    return prefill_bytes(replace(work, batch_size=1), slice_tokens, read_tokens)
 
 
 def head_state_bytes(

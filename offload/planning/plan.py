@@ -21,6 +21,7 @@ from offload.loading.planned_model import PlannedModel
 from offload.planning.choose import DeviceRoom, choose_beside_prefill
 from offload.planning.placement_bytes import (
     head_state_bytes,
+    next_prompt_bytes,
     prefill_bytes,
     step_device_bytes,
     step_layouts,
@@ -159,8 +160,9 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
     notes: list[str] = []
     if request.on_gpu and profile.device is not None:
         limit = request.max_memory.get(request.device_index, profile.device.memory_bytes or None)
-        prefill = prefill_bytes(work, request.prefill_slice_tokens)
-        _check_prefill(request, prefill, limit)
+        slice_tokens = request.prefill_slice_tokens
+        _check_prefill(request, prefill_bytes(work, slice_tokens), limit)
+        prefill = next_prompt_bytes(work, slice_tokens)
         left = None if limit is None else limit - model.weight_bytes
         room = DeviceRoom(work, left, profile.device)
         if request.placement is not None:

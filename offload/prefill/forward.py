@@ -20,6 +20,7 @@ from offload.prefill.attention import KV, attend, takes_all_keys
 from offload.prefill.kv_stream import LayerStream
 from offload.prefill.layer import add_mlp, project_qkv, rotate
 from offload.prefill.memory import PrefillMemory, available_bytes, check_fits
+from offload.system.captures import CAPTURING
 from offload.system.errors import DeviceMemoryError
 
 # Gets (seq, layer_idx, queries [num_qo_heads, n, head_dim] rotated, kv_len of the last of them).
@@ -143,7 +144,8 @@ def prefill(
     # Not inside the handler: the error's traceback would keep every tensor of `run_layers` alive
     # for as long as somebody looks at ours.
     if hidden.is_cuda:
-        torch.cuda.empty_cache()
+        with CAPTURING:
+            torch.cuda.empty_cache()
     counted = f" (counted beforehand: {memory})" if memory is not None else ""
     raise DeviceMemoryError(
         f"prefilling {batch.num_tokens} tokens in slices of {slice_tokens} ran out of device "

@@ -22,7 +22,7 @@ from offload.loading.checkpoint import Checkpoint
 from offload.loading.planned_model import PlannedModel
 from offload.models.shape import ModelShape, layer_elements
 from offload.planning.choose import DeviceRoom, choose_beside_prefill, least_placement
-from offload.planning.placement_bytes import head_state_bytes, prefill_bytes
+from offload.planning.placement_bytes import head_state_bytes, next_prompt_bytes
 from offload.planning.profile import MachineProfile, cached_profile, typical_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key
@@ -205,7 +205,7 @@ def _placed(policy: Policy, work: Workload, room: Room, *, known: bool) -> HeadP
         model = StepModel(room.profile, work, on_gpu=True)
     try:
         whole = DeviceRoom(work, room.room_bytes, device)
-        prefill = prefill_bytes(work, room.prefill_slice_tokens)
+        prefill = next_prompt_bytes(work, room.prefill_slice_tokens)
         return choose_beside_prefill(model, whole, prefill)[0]
     except DeviceMemoryError:
         return least_placement(work)

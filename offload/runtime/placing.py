@@ -16,7 +16,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_beside_prefill, least_placement
-from offload.planning.placement_bytes import head_state_bytes, prefill_bytes
+from offload.planning.placement_bytes import head_state_bytes, next_prompt_bytes
 from offload.planning.profile import MachineProfile, cached_profile, typical_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
@@ -131,7 +131,7 @@ class Chooser:
                 work = replace(work, head_state_bytes=kept)
             model = StepModel(self.profile, work, on_gpu=True)
         room = DeviceRoom(work, room_bytes, device)
-        prefill = prefill_bytes(work, self.prefill_slice_tokens, read_tokens)
+        prefill = next_prompt_bytes(work, self.prefill_slice_tokens, read_tokens)
         try:
             return choose_beside_prefill(model, room, prefill)
         except DeviceMemoryError:  # growing says so when it does not fit

@@ -49,10 +49,9 @@ class FlagHandshake(GraphSync):
     def join(self, work: SideWork) -> None:
         """It is done."""
 
-    def prepare(self, key: Hashable, step: Step) -> bool:
+    def capture(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
         is_new = key not in self._steps
         self._steps[key] = step
-        self._coprocessor.start()
         return is_new
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
@@ -83,6 +82,11 @@ class _NoEvent:
 
 
 def make_flag_handshake(
-    backend: str, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
+    backend: str,
+    coprocessor: Coprocessor,
+    mailbox: Mailbox,
+    *,
+    deadline_seconds: float,
+    stream: object = None,
 ) -> FlagHandshake:
     return FlagHandshake(coprocessor, mailbox, deadline_seconds=deadline_seconds)

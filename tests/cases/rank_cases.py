@@ -199,5 +199,5 @@ def room_for_scores(folder: Path) -> int:
         places[decoder.attention.roles == RETRIEVE] = Place.GPU
         decoder.place(HeadPlacement(places))
     with mock.patch("offload.decode.gpu.buffers._MIN_SCORE_TOKENS", 16):
-        room: int = decoder._room_for(300)
+        room: int = decoder._room_for(300, decoder._layers)
     return room

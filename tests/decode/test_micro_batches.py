@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from cases.device_cases import FLAGS, GRAPH, greedy, load, small
+from cases.inside import decoder_of
+from cases.tiny_models import random_tokens
 
 from offload.decode.gpu.buffers import micro_batch_rows
 from offload.decode.gpu.micro_batches import MicroBatchChoice
@@ -36,6 +40,29 @@ def test_it_is_tried_again_when_contexts_have_grown():
 
 def test_one_way_needs_no_trial():
     assert set(run(MicroBatchChoice((1,)), {1: 0.01}, 2000)) == {1}
+
+
+@pytest.mark.parametrize("backend", [FLAGS, GRAPH])
+def test_a_long_generation_captures_all_ways_before_its_first_step(backend, tiny_folders):
+    """None when it tries them; a short one only the first way, until then."""
+    wanted = None
+    for new_tokens, first in ((66, {(2, 1), (2, 2)}), (40, {(2, 1)})):
+        model = load(tiny_folders["llama"], small("exact_topk"), backend)
+        decoder, links = decoder_of(model), []
+        decoder._num_micro_batches = None
+        run = decoder._run
+
+        def run_and_look(link, *args, decoder=decoder, run=run, links=links):
+            links.append((set(decoder._prepared.links), link.num_micro_batches))
+            return run(link, *args)
+
+        decoder._run = run_and_look
+        tokens = greedy(model, random_tokens(2, 100), new_tokens)
+        assert links[0] == (first, 1)
+        assert {count for _, count in links} == {1, 2}  # tried
+        assert links[-1][0] == {(2, 1), (2, 2)}
+        wanted = tokens if wanted is None else wanted
+        assert torch.equal(tokens, wanted[:, : tokens.shape[1]])
 
 
 def test_parts_cover_the_rows():

@@ -7,12 +7,14 @@ store's pages.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from offload.decode.gpu.buffers import HostLink
+from offload.decode.gpu.gpu_sync import capture_graph
 from offload.decode.gpu.step import DeviceStep
 
 MOST_STEPS = 64
@@ -24,17 +26,19 @@ class Bursts:
     """Bursts of the steps of one `DeviceStep`.
 
     Args:
+        stream: where they run; None: there is no GPU.
         captures: each kind of step is a CUDA graph; else it is launched operation by operation.
     """
 
-    def __init__(self, step: DeviceStep, device: torch.device, *, captures: bool) -> None:
-        self._step, self._device = step, device
+    def __init__(
+        self, step: DeviceStep, stream: torch.cuda.Stream | None, *, captures: bool
+    ) -> None:
+        self._step, self._stream = step, stream
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._captures = captures
         num_rows = step.buffers.state.shape[1]
         tokens = torch.empty(MOST_STEPS, num_rows, dtype=torch.int64)
-        self._host_tokens = tokens.pin_memory() if device.type == "cuda" else tokens
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._host_tokens = tokens if stream is None else tokens.pin_memory()
         self._step_seconds = _BURST_SECONDS / 2  # until one was timed
 
     @property
@@ -54,13 +58,8 @@ class Bursts:
         assert self._stream is not None
         self._step.buffers.state.fill_(-1)
         self._stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            with torch.random.fork_rng([self._stream.device_index]):  # its draws do not count
-                self._step.run_resident(link, samples=samples)
-            self._stream.synchronize()
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._step.run_resident(link, samples=samples)
+        run = functools.partial(self._step.run_resident, link, samples=samples)
+        graph = capture_graph(self._stream, run, samples=samples)
         torch.cuda.current_stream().wait_stream(self._stream)
         self._graphs[key] = graph
         return True

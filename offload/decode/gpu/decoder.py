@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -19,23 +20,29 @@ from torch import Tensor
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
+from offload.decode.gpu.aside import StepsAside
 from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
 from offload.decode.gpu.bursts import MOST_STEPS
 from offload.decode.gpu.free_room import FreeRoom
-from offload.decode.gpu.gpu_sync import GpuSync, Step, make_gpu_sync
+from offload.decode.gpu.gpu_sync import GpuSync, Step, make_gpu_sync, own_stream
 from offload.decode.gpu.hot_rows import HOT_BUDGETS
-from offload.decode.gpu.layer_heads import layer_heads, scores_tokens
+from offload.decode.gpu.layer_heads import LayerHeads, layer_heads, scores_tokens
 from offload.decode.gpu.linear import DeviceWeights, linear_path
+from offload.decode.gpu.micro_batches import WORTH_A_TRIAL_STEPS
+from offload.decode.gpu.pages import PageBudget
 from offload.decode.gpu.placement import HeadPlacement, Place, least_places
 from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.decode.gpu.resident_codes import CodeShape
-from offload.decode.gpu.resident_kv import check_resident_room, window_of
+from offload.decode.gpu.resident_kv import ResidentKV, check_resident_room, window_of
+from offload.decode.gpu.step import DeviceStep
 from offload.decode.sampling import SamplingOptions, TokenChooser
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.batch import RaggedBatch
 from offload.policies import Policy
+from offload.system.captures import CAPTURING
 from offload.system.errors import DeviceMemoryError
+from offload.system.interrupts import shielded
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +50,8 @@ logger = logging.getLogger(__name__)
 # tokens that a prefill reads (None: all).
 PlacementChooser = Callable[[HeadPlacement, int, int, "int | None", "int | None"], HeadPlacement]
 _NOTHING_EXPECTED = (1, 1, None)
+
+_SAMPLED = "sampled tokens"  # a kind of steps
 
 
 class DeviceDecoder:
@@ -114,6 +123,13 @@ class DeviceDecoder:
         # By `begin_generation`: sequences, tokens of each, tokens that a prefill reads.
         self._expected: tuple[int, int, int | None] = _NOTHING_EXPECTED
         self._steps: PreparedSteps | None = None  # with the first sequences
+        self._kept: ResidentKV | None = None  # of the last steps, for those that come next
+        self._took_over = False
+        self._streams: list[torch.cuda.Stream] = []
+        self._captures_aside = backend == "graph" and model.ranks is None
+        self._aside: StepsAside | None = None  # those that come next
+        self._wanted: HeadPlacement | None = None  # of them
+        self._kinds: set[str] = set()  # of greedy steps that there have been
         self.place(placement or self._least_placement())
         if model.ranks is not None:
             model.ranks.close_before_leaving(self.close)
@@ -121,7 +137,7 @@ class DeviceDecoder:
     @property
     def device_bytes(self) -> int:
         """Bytes of the KV cache that is on the device."""
-        return 0 if self._steps is None else self._steps.step.resident.num_bytes
+        return 0 if self._resident is None else self._resident.num_bytes
 
     @property
     def coprocessors(self) -> list[Coprocessor]:
@@ -139,24 +155,31 @@ class DeviceDecoder:
         num_kv_heads = self.store.num_kv_heads
         placement.check_model(num_layers=len(self.model.layers), num_kv_heads=num_kv_heads)
         placement.check_policy(policy, self.model.shape.num_qo_heads)
-        self.placement = placement
-        roles = None if policy.per_query_head else self.attention.roles
-        self._layers = layer_heads(
-            placement.places, roles, shares_selection=policy.shares_selection
-        )
-        places = placement.places
+        self._drop_aside()
+        self._attend_as(placement)
+        self._retire_steps()
+        if self._kept is not None:
+            self._kept.keep(self._layers)
+
+    def _attend_as(self, placement: HeadPlacement) -> None:
+        self.placement, places = placement, placement.places
+        self._layers = self._layers_of(placement)
         self.attention.leave_to_device(
             self._window, placement.on_device, places == Place.GATHER, places == Place.HOT
         )
         self._gave_up = self._agreed_on = None
-        self._drop_steps()
+
+    def _layers_of(self, placement: HeadPlacement) -> tuple[LayerHeads, ...]:
+        policy = self._policy
+        roles = None if policy.per_query_head else self.attention.roles
+        return layer_heads(placement.places, roles, shares_selection=policy.shares_selection)
 
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> Tensor:
         """As `Decoder.decode`, of one new token per sequence."""
         slots, kv_lens = self._bind(seqs)
         link, step = self._choose_link(slots), self._prepared.step
-        run, b = functools.partial(step.run_layers, link), step.buffers
-        self._prepare(link, "layers", run)
+        run, b = self._step("layers", step, link), step.buffers
+        self._prepare(link, "layers", run, kv_lens)
         self._write_state(slots, kv_lens, batch.position_ids)
         at = torch.tensor(slots, device=self.device)
         b.hidden[at] = hidden
@@ -174,12 +197,13 @@ class DeviceDecoder:
         slots, kv_lens = self._bind(seqs)
         link, step = self._choose_link(slots), self._prepared.step
         samples = options.temperature > 0.0
-        kind = "sampled tokens" if samples else "tokens"
-        run = functools.partial(step.run_tokens, link, samples=samples)
+        kind = _SAMPLED if samples else "tokens"
+        run = self._step(kind, step, link)
         step.buffers.chooser.use(options)
-        self._prepare(link, kind, run)
+        self._prepare(link, kind, run, kv_lens)
         self._write_state(slots, kv_lens, position_ids, tokens)
-        self._run(link, kind, run, seqs, slots, kv_lens)
+        with self._drawing(samples):
+            self._run(link, kind, run, seqs, slots, kv_lens)
         return step.buffers.host_tokens[slots]
 
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
@@ -207,17 +231,22 @@ class DeviceDecoder:
         bursts, resident = steps.bursts, steps.step.resident
         assert bursts is not None
         start = time.perf_counter()
-        link = steps.choose_link(slots, 1)
+        link = steps.choose_link(slots, 1, self._most_rows)
         steps.step.buffers.chooser.use(options)
         steps.step.after_projection, steps.step.on_mark = self.after_projection, None
-        if bursts.prepare(link, samples=samples):
+        if not samples:
+            self._kinds.add("bursts")
+        with self._drawing(samples):
+            is_new = bursts.prepare(link, samples=samples)
+        if is_new:
             self.setup_seconds += time.perf_counter() - start
         resident.address_pages(slots, seqs, kv_lens)
         firsts = [kv_len - count + 1 for kv_len in kv_lens]
         self._write_state(slots, firsts, position_ids, tokens)
         start = time.perf_counter()
         try:
-            chosen = bursts.run(link, slots, count, samples=samples)
+            with self._drawing(samples):
+                chosen = bursts.run(link, slots, count, samples=samples)
         except BaseException:
             bursts.wait()
             for seq in seqs:  # who knows what was written
@@ -232,7 +261,9 @@ class DeviceDecoder:
         num_rows, vocab_size = logits.shape
         chooser = TokenChooser(num_rows, vocab_size, logits.device)
         chooser.use(options)
-        chosen = chooser.choose(logits.contiguous(), samples=options.temperature > 0.0)
+        samples = options.temperature > 0.0
+        with self._drawing(samples):
+            chosen = chooser.choose(logits.contiguous(), samples=samples)
         ranks = self.model.ranks
         return (chosen if ranks is None else ranks.broadcast(chosen)).cpu()
 
@@ -241,16 +272,18 @@ class DeviceDecoder:
         return linear_path(self._weights, len(hidden)).logits(self._weights, hidden)
 
     def forget(self, seq: int) -> None:
-        if self._steps is not None:
-            self._steps.step.resident.forget(seq)
+        if self._resident is not None:
+            self._resident.forget(seq)
+        if self._kept is not None and not self._kept.is_bound:
+            self._kept = None
 
     def crop(self, seq: int, kv_len: int) -> None:
-        if self._steps is not None:
-            self._steps.step.resident.crop(seq, kv_len)
+        if self._resident is not None:
+            self._resident.crop(seq, kv_len)
 
     def trim(self) -> None:
-        if self._steps is not None:
-            self._steps.step.resident.trim()
+        if self._resident is not None:
+            self._resident.trim()
 
     def begin_generation(
         self, num_sequences: int, kv_len: int, read_tokens: int | None = None
@@ -267,13 +300,19 @@ class DeviceDecoder:
         self._check_room(placement, num_sequences, kv_len)  # before those that run lose anything
         self._keeps_placement = keeps
         self._expected = num_sequences, kv_len, read_tokens
+        wanted = self.placement
         if self._choose is not None:
-            wanted = self._chosen(self.placement, num_sequences, kv_len)
+            now = self.placement if self._aside is None else self._aside.placement
+            wanted = self._chosen(now, num_sequences, kv_len)
+        elif comes_back and self._gave_up is not None:
+            wanted = self._gave_up[0]
+        if self._goes_aside():
+            self._begin_aside(wanted)
+        else:
+            self._drop_aside()
             changes, ranks = wanted != self.placement, self.model.ranks
             if changes if ranks is None else ranks.total(int(changes))[0]:
                 self.place(wanted)
-        elif comes_back and self._gave_up is not None:
-            self.place(self._gave_up[0])
 
     def end_generation(self) -> None:
         """As `Decoder.end_generation`: steps that are made anew are for those that come."""
@@ -281,6 +320,12 @@ class DeviceDecoder:
 
     def give_heads_back(self, why: DeviceMemoryError) -> bool:
         """As `Decoder.give_heads_back`; never where somebody has asked for the placement."""
+        if self._aside is not None:
+            self._end_aside()
+            return True
+        if self._steps is not None and not self._steps.step.resident.is_bound:
+            self._drop_steps()  # they are made again
+            return True
         less, (num_sequences, kv_len, _) = None, self._expected
         if not self._keeps_placement and self.model.ranks is None:
             less = next(iter(self._fallbacks(num_sequences, kv_len)), None)
@@ -324,6 +369,11 @@ class DeviceDecoder:
     def _prepared(self) -> PreparedSteps:
         assert self._steps is not None
         return self._steps
+
+    @property
+    def _resident(self) -> ResidentKV | None:
+        """What the GPU has of sequences."""
+        return self._kept if self._steps is None else self._steps.step.resident
 
     def _bind(self, seqs: Sequence[int], num_new: int = 1) -> tuple[list[int], list[int]]:
         """Slots for `seqs`, and their kv_lens after the steps, for which there is room."""
@@ -384,6 +434,7 @@ class DeviceDecoder:
         if self._keeps_placement:
             rest = "only dense layers stay there"
         logger.warning("%s. While sequences need so much, %s", why, rest)
+        self._drop_steps()  # and all pages, before others need room
         self.place(less)
         self._gave_up = wanted, min(failed, num_pages)
 
@@ -407,8 +458,29 @@ class DeviceDecoder:
         return ranks.total(int(failure is not None))[0] > 0
 
     def _bind_lens(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
+        if self._aside is not None:
+            try:
+                return self._bind_in_room(seqs, kv_lens)
+            except DeviceMemoryError as error:
+                if self._aside is None:
+                    raise
+                logger.debug("no room beside steps that are being made: %s", error)
+            self._end_aside()
+        return self._bind_in_room(seqs, kv_lens)
+
+    def _bind_in_room(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         self._make_slots(len(seqs), max(kv_lens))
         resident = self._prepared.step.resident
+        if self._took_over:
+            self._took_over = False
+            try:
+                return self._bind_to(resident, seqs, kv_lens)
+            except DeviceMemoryError:  # pages lie as they were needed before
+                resident.clear()
+        return self._bind_to(resident, seqs, kv_lens)
+
+    @staticmethod
+    def _bind_to(resident: ResidentKV, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         slots = resident.bind(seqs)
         resident.reserve(slots, kv_lens)
         return slots
@@ -421,21 +493,59 @@ class DeviceDecoder:
         heads = self.attention.num_qo_heads, self.store.num_kv_heads
         return HeadPlacement(least_places(self._policy, len(self.model.layers), *heads))
 
+    @property
+    def _most_rows(self) -> int:
+        """Of a step of fewer sequences: many where others join and leave, none in a `generate`."""
+        num_sequences, _, read_tokens = self._expected
+        joins = read_tokens is not None and num_sequences > 1
+        return self._prepared.num_slots if joins else 0
+
     def _choose_link(self, slots: Sequence[int]) -> HostLink:
         steps, start = self._prepared, time.perf_counter()
         num_links = len(steps.links)
-        link = steps.choose_link(slots, self._num_micro_batches)
+        link = steps.choose_link(slots, self._num_micro_batches, self._most_rows)
         if len(steps.links) > num_links:
             self.setup_seconds += time.perf_counter() - start
         return link
 
-    def _prepare(self, link: HostLink, kind: str, run: Step) -> None:
-        """Do what the first run of a step needs; it may run the step, with no row in use."""
+    @staticmethod
+    def _step(kind: str, step: DeviceStep, link: HostLink) -> Step:
+        if kind == "layers":
+            return functools.partial(step.run_layers, link)
+        return functools.partial(step.run_tokens, link, samples=kind == _SAMPLED)
+
+    def _drawing(self, samples: bool) -> AbstractContextManager[object]:
+        """Nothing is drawn on the GPU while a thread captures."""
+        return CAPTURING if samples and self._aside is not None else nullcontext()
+
+    def _prepare(self, link: HostLink, kind: str, run: Step, kv_lens: Sequence[int]) -> None:
+        """Do what the first run of a step needs; it may run the step, with no row in use.
+
+        Args:
+            kv_lens: after the step.
+        """
         step, start = self._prepared.step, time.perf_counter()
         step.buffers.host_state.fill_(-1)
         step.after_projection, step.on_mark = self.after_projection, self.on_mark
-        if link.gpu_sync.prepare(self._key(kind), run):
+        samples = kind == _SAMPLED
+        if not samples:
+            self._kinds.add(kind)
+        with self._drawing(samples):
+            is_new = link.gpu_sync.prepare(self._key(kind), run, samples=samples)
+            if is_new and self._will_try_micro_batches(kv_lens):
+                for other in self._prepared.other_ways(link):
+                    run = self._step(kind, step, other)
+                    other.gpu_sync.capture(self._key(kind), run, samples=samples)
+        if is_new:
             self.setup_seconds += time.perf_counter() - start
+
+    def _will_try_micro_batches(self, kv_lens: Sequence[int]) -> bool:
+        """Whether it is known of a generation that it lasts long enough."""
+        _, most, read_tokens = self._expected
+        if self._num_micro_batches is not None or read_tokens is not None:
+            return False
+        is_single = self._prepared.bursts is None  # else most steps are not
+        return is_single and most - max(kv_lens) >= WORTH_A_TRIAL_STEPS
 
     def _key(self, kind: str) -> tuple[object, ...]:
         """The key that steps share if they launch the same."""
@@ -493,45 +603,196 @@ class DeviceDecoder:
         """Room for at least `num_sequences` rows, and where heads publish on the GPU for the scores
         of `kv_len` tokens; more than there was means new captures.
         """
+        if self._aside is not None:
+            serves = self._prepared.has_room(num_sequences, kv_len)
+            if not serves or self._aside.is_done:
+                self._swap(serves=serves)
+            if self._aside is not None:
+                return
         # As many as are expected: others join, and tokens come, without new captures.
         num_sequences = max(num_sequences, self._expected[0])
         kv_len = min(max(kv_len, self._expected[1]), self.model.shape.max_context)
         slots, steps = num_slots(num_sequences), self._steps
         if steps is not None:
-            if num_sequences <= steps.num_slots and kv_len <= steps.max_tokens:
+            if steps.has_room(num_sequences, kv_len):
                 return
             slots = max(slots, steps.num_slots)
         start = time.perf_counter()
         steps = None
-        self._drop_steps()  # their memory first
-        self._steps = PreparedSteps(
+        self._retire_steps()  # their memory first
+        max_tokens, kept = self._room_for(kv_len, self._layers), self._kept
+        new: PreparedSteps | None
+        make = functools.partial(self._make_steps, self.placement, self._layers, slots, max_tokens)
+        if kept is not None:
+            try:
+                new = make(kept.budget)
+                new.step.resident.take_over(kept)
+                self._steps, self._took_over = new, True
+            except (DeviceMemoryError, torch.OutOfMemoryError) as error:
+                logger.debug("no room for new steps beside what is there: %s", error)
+                new = None
+        self._kept = kept = None
+        if self._steps is None:
+            self._steps = make(PageBudget())
+        self.setup_seconds += time.perf_counter() - start
+
+    def _make_steps(
+        self,
+        placement: HeadPlacement,
+        layers: Sequence[LayerHeads],
+        slots: int,
+        max_tokens: int,
+        budget: PageBudget,
+    ) -> PreparedSteps:
+        budget.limit_bytes = self._device_budget_bytes
+        stream = self._free_stream()
+        return PreparedSteps(
             self.model,
             self._weights,
             self.attention,
-            self.placement,
-            self._layers,
+            placement,
+            layers,
             window=self._window,
             num_slots=slots,
-            max_tokens=self._room_for(kv_len),
+            max_tokens=max_tokens,
             device=self.device,
-            device_budget_bytes=self._device_budget_bytes,
+            budget=budget,
             deadline_seconds=self._deadline_seconds,
+            stream=stream,
             make_gpu_sync=functools.partial(
-                self._make_gpu_sync, self._backend, deadline_seconds=self._deadline_seconds
+                self._make_gpu_sync,
+                self._backend,
+                deadline_seconds=self._deadline_seconds,
+                stream=stream,
             ),
             captures=self._backend == "graph",
         )
-        self.setup_seconds += time.perf_counter() - start
 
-    def _room_for(self, kv_len: int) -> int:
+    def _free_stream(self) -> torch.cuda.Stream | None:
+        """One of two that the steps now do not run in. More would cost: cuBLAS keeps a workspace
+        of 32 MiB for each.
+        """
+        if not self._streams and self.device.type == "cuda":
+            self._streams += [own_stream(self.device), own_stream(self.device)]
+        taken = None if self._steps is None else self._steps.stream
+        return next((stream for stream in self._streams if stream is not taken), None)
+
+    def _room_for(self, kv_len: int, layers: Sequence[LayerHeads]) -> int:
         """`step_tokens`; as scores are kept of heads that publish or have codes. All ranks do as if
         they had some: they capture together.
         """
-        grows = self.model.ranks is not None or scores_tokens(self._layers)
+        grows = self.model.ranks is not None or scores_tokens(layers)
         max_context = self.model.shape.max_context
         return step_tokens(max_context, kv_len, self.store.page_tokens, grows=grows)
 
-    def _drop_steps(self) -> None:
+    def _goes_aside(self) -> bool:
+        """Whether steps to come are made while those that there are run."""
+        is_watched = self.on_mark is not None or self.after_projection is not None
+        if not self._captures_aside or is_watched or self._steps is None:
+            return False
+        return self._steps.step.resident.is_bound
+
+    def _begin_aside(self, wanted: HeadPlacement) -> None:
+        """Make steps of a placement for what is expected, if there are none. What is being made
+        comes to its end: whether it is what is wanted shows then.
+        """
+        self._wanted = wanted
+        if self._aside is not None or self._serve_expected(self._prepared, self.placement):
+            return
+        layers, old = self._layers_of(wanted), self._prepared
+        bound = sum(slot.seq is not None for slot in old.step.resident.slots)
+        rows = num_slots(self._expected[0])
+        slots = max(rows, num_slots(bound))
+        if wanted == self.placement:
+            slots = max(slots, old.num_slots)
+        kv_len = min(self._expected[1], self.model.shape.max_context)
+        max_tokens, kinds = self._room_for(kv_len, layers), sorted(self._kinds)
+        budget = old.step.resident.budget
+
+        def capture(steps: PreparedSteps) -> None:
+            link = steps.choose_link([rows - 1], self._num_micro_batches)
+            for kind in kinds:
+                if kind != "bursts":
+                    run = self._step(kind, steps.step, link)
+                    link.gpu_sync.capture((kind, None, None), run)
+                elif steps.bursts is not None:
+                    steps.bursts.prepare(steps.choose_link([rows - 1], 1), samples=False)
+
+        make = functools.partial(self._make_steps, wanted, layers, slots, max_tokens, budget)
+        self._aside = StepsAside(wanted, make, capture, self.device)
+        self._aside.wait_for_buffers()  # a prefill counts what is free
+
+    def _serve_expected(self, steps: PreparedSteps, placement: HeadPlacement) -> bool:
+        num_sequences, kv_len, _ = self._expected
+        kv_len = min(kv_len, self.model.shape.max_context)
+        return steps.has_room(num_sequences, kv_len) and placement == self._wanted
+
+    def _swap(self, *, serves: bool) -> None:
+        """Between two steps: go on with those that were made aside, when they are done.
+
+        Args:
+            serves: those that there are would do for the next step, too.
+        """
+        assert self._aside is not None
+        assert self._wanted is not None
+        start = time.perf_counter()
+        steps = self._aside.wait()
+        placement, self._aside = self._aside.placement, None
+        if steps is not None and self._serve_expected(steps, placement):
+            try:
+                with shielded():
+                    self._replace_steps(steps, placement)
+            except torch.OutOfMemoryError as error:
+                logger.debug("no room to go on with steps that were made aside: %s", error)
+        elif steps is not None and serves:  # others are expected meanwhile
+            steps.close()
+            self._begin_aside(self._wanted)
+        else:
+            if steps is not None:
+                steps.close()
+            self.place(self._wanted)
+        self.setup_seconds += time.perf_counter() - start
+
+    def _replace_steps(self, steps: PreparedSteps, placement: HeadPlacement) -> None:
+        old = self._prepared
+        self._attend_as(placement)
+        try:
+            steps.step.resident.take_over(old.step.resident)
+        except BaseException:
+            steps.close()
+            self._drop_steps()
+            raise
+        self._steps, self._took_over = steps, True
+        old.close()
+
+    def _drop_aside(self) -> None:
+        if self._aside is not None:
+            steps = self._aside.wait()
+            self._aside = None
+            if steps is not None:
+                steps.close()
+
+    def _end_aside(self) -> None:
+        """What is wanted is made by the next step."""
+        assert self._wanted is not None
+        self.place(self._wanted)
+
+    def _retire_steps(self) -> None:
+        """Drop the steps; what the GPU has of sequences stays for others.
+
+        With ranks nothing stays: where one of them has no room for it, their slots would differ.
+        """
+        self._drop_aside()
         if self._steps is not None:
+            resident = self._steps.step.resident
+            if self.model.ranks is None and resident.is_bound:
+                self._kept = resident
             self._steps.close()
         self._steps = None
+
+    def _drop_steps(self) -> None:
+        self._drop_aside()
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = self._kept = None
+        self._took_over = False

@@ -16,6 +16,7 @@ before it launches what reads the reply. Backends with the same results:
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -26,6 +27,7 @@ from cpu_ops.coprocessor import Coprocessor, CoprocessorError
 from cpu_ops.mailbox import Mailbox
 from cpu_ops.step_rows import DecodeStep
 from gpu_ops.flags import await_flag, raise_flag
+from offload.system.captures import CAPTURING
 from offload.system.interrupts import shielded
 
 Step = Callable[[], None]
@@ -62,11 +64,18 @@ class GpuSync(Protocol):
     def join(self, work: SideWork) -> None:
         """What the step launches next comes after `work`; each must be joined before its end."""
 
-    def prepare(self, key: Hashable, step: Step) -> bool:
-        """Do what running `step` for the first time needs, while no row of it is in use.
+    def capture(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
+        """Do what running `step` for the first time needs, while no row of it is in use. The CPU
+        side is left alone: another thread may run steps of another link.
+
+        Args:
+            samples: the step draws from torch's default generator of the device.
 
         Returns whether there was something to do.
         """
+
+    def prepare(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
+        """`capture`, and have the CPU side ready."""
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
         """Run a prepared step to its end.
@@ -106,9 +115,12 @@ class InlineSync:
     def join(self, work: SideWork) -> None:
         """It is done."""
 
-    def prepare(self, key: Hashable, step: Step) -> bool:
+    def capture(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
         """Nothing to prepare."""
         return False
+
+    def prepare(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
+        return self.capture(key, step, samples=samples)
 
     def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
         try:
@@ -137,12 +149,49 @@ class InlineSync:
         """Wait for what was launched: here there is nothing."""
 
 
+_streams: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()
+
+
+def own_stream(device: torch.device | None = None, priority: int = 0) -> torch.cuda.Stream:
+    """A stream that nobody else has from here: torch has 32 of each priority, and begins again.
+    What is launched into one while another thread captures there would become part of the graph.
+    """
+    for _ in range(32):
+        stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        if stream not in _streams:
+            break
+    _streams.add(stream)
+    return stream
+
+
+def capture_graph(stream: torch.cuda.Stream, step: Step, *, samples: bool) -> torch.cuda.CUDAGraph:
+    """Run `step` once in `stream`, to load its kernels, and capture it.
+
+    Unlike `torch.cuda.graph` it does not wait for the rest of the GPU.
+
+    Args:
+        samples: its draws do not count.
+    """
+    with torch.cuda.stream(stream):
+        with torch.random.fork_rng([stream.device_index]) if samples else nullcontext():
+            step()
+        stream.synchronize()
+        with CAPTURING:
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                step()
+            finally:
+                graph.capture_end()
+    return graph
+
+
 class SideStream:
     """A stream that forks from the current one, and is joined by it."""
 
     def __init__(self) -> None:
         # Before the step's own kernels, where both are ready: it has little to do, and others wait.
-        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = own_stream(priority=-1)
 
     @contextmanager
     def fork(self) -> Iterator[SideWork]:
@@ -196,12 +245,18 @@ class GraphSync(StreamSync):
 
     Args:
         deadline_seconds: for a whole step, on both sides.
+        stream: where steps are captured and run.
     """
 
     name = "graph"
 
     def __init__(
-        self, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
+        self,
+        coprocessor: Coprocessor,
+        mailbox: Mailbox,
+        *,
+        deadline_seconds: float,
+        stream: torch.cuda.Stream,
     ) -> None:
         super().__init__(coprocessor)
         self._deadline_seconds = deadline_seconds
@@ -209,7 +264,7 @@ class GraphSync(StreamSync):
         # For the run before a capture, in which the GPU replies to itself.
         self._practice = torch.zeros_like(mailbox.requests, pin_memory=True)[:, :1]
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = stream
         self._is_warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -221,11 +276,15 @@ class GraphSync(StreamSync):
         flags = self._practice if self._is_warming_up else self._replies
         await_flag(flags[request], self._stream.device)
 
-    def prepare(self, key: Hashable, step: Step) -> bool:
-        """Capture `step`. It is run once before, without the CPU side, to load its kernels."""
+    def capture(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
+        """It is run once before, without the CPU side."""
         is_new = key not in self._graphs
         if is_new:
-            self._graphs[key] = self._capture(step)
+            self._graphs[key] = self._capture(step, samples=samples)
+        return is_new
+
+    def prepare(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
+        is_new = super().prepare(key, step, samples=samples)
         self._coprocessor.start()
         return is_new
 
@@ -237,20 +296,23 @@ class GraphSync(StreamSync):
         self._replay(key)
         self._coprocessor.wait()
 
-    def _capture(self, step: Step) -> torch.cuda.CUDAGraph:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            self._is_warming_up = True
+    def _capture(self, step: Step, *, samples: bool) -> torch.cuda.CUDAGraph:
+        def run() -> None:
+            self._is_warming_up = not torch.cuda.is_current_stream_capturing()
             try:
-                with torch.random.fork_rng([self._stream.device_index]):  # its draws do not count
-                    step()
+                step()
+                if not self._is_warming_up:
+                    self.request_attention(-1)
             finally:
                 self._is_warming_up = False
-            self._stream.synchronize()
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                step()
-                self.request_attention(-1)
+
+        self._stream.wait_stream(torch.cuda.current_stream())
+        try:
+            graph = capture_graph(self._stream, run, samples=samples)
+        except torch.OutOfMemoryError:  # a capture cannot give back what is only kept
+            with CAPTURING:
+                torch.cuda.empty_cache()
+            graph = capture_graph(self._stream, run, samples=samples)
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph
 
@@ -291,11 +353,21 @@ class GraphSync(StreamSync):
 
 
 def make_gpu_sync(
-    backend: str, coprocessor: Coprocessor, mailbox: Mailbox, *, deadline_seconds: float
+    backend: str,
+    coprocessor: Coprocessor,
+    mailbox: Mailbox,
+    *,
+    deadline_seconds: float,
+    stream: torch.cuda.Stream | None = None,
 ) -> GpuSync:
-    """The `GpuSync` of a backend that `choose_backend` returned."""
+    """The `GpuSync` of a backend that `choose_backend` returned.
+
+    Args:
+        stream: of the device, for graphs.
+    """
     if backend == "inline":
         return InlineSync(coprocessor)
     if backend == "stream":
         return StreamSync(coprocessor)
-    return GraphSync(coprocessor, mailbox, deadline_seconds=deadline_seconds)
+    stream = stream or own_stream()
+    return GraphSync(coprocessor, mailbox, deadline_seconds=deadline_seconds, stream=stream)

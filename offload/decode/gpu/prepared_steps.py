@@ -28,6 +28,9 @@ from offload.models import LeanModel
 from offload.policies.layer_state import State
 from offload.system.errors import DeviceMemoryError
 
+# A link of more rows than a step needs does for so many steps.
+_STEPS_WITH_LARGER = 256
+
 
 @dataclass(eq=False)
 class PreparedSteps:
@@ -36,7 +39,9 @@ class PreparedSteps:
     Attributes:
         window: sink tokens and recent tokens, which the GPU attends to.
         max_tokens: that scores have room for, of heads which publish or have codes.
-        make_handshake: of a coprocessor and its mailbox.
+        budget: of pages on the GPU.
+        stream: where steps run; None: there is no GPU.
+        make_gpu_sync: of a coprocessor and its mailbox.
         captures: whether steps are CUDA graphs.
         step: what a step launches, with its buffers and what stays on the GPU in the slots.
         links: to the host, by rows and micro-batches of the steps that there have been.
@@ -55,20 +60,22 @@ class PreparedSteps:
     num_slots: int
     max_tokens: int
     device: torch.device
-    device_budget_bytes: int | None
+    budget: PageBudget
     deadline_seconds: float
+    stream: torch.cuda.Stream | None
     make_gpu_sync: Callable[[Coprocessor, Mailbox], GpuSync]
     captures: bool
     step: DeviceStep = field(init=False)
     links: dict[tuple[int, int], HostLink] = field(default_factory=dict, init=False)
     bursts: Bursts | None = field(default=None, init=False)
+    _steps_with_larger: dict[int, int] = field(default_factory=dict, init=False)  # by rows
     _choices: dict[int, MicroBatchChoice] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         try:
             self.step = self._make_step()
             if all(layer.is_resident for layer in self.layers):
-                self.bursts = Bursts(self.step, self.device, captures=self.captures)
+                self.bursts = Bursts(self.step, self.stream, captures=self.captures)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"the GPU has no memory left for decode steps of {self.num_slots} sequences ("
@@ -76,9 +83,26 @@ class PreparedSteps:
                 "the device"
             ) from error
 
-    def choose_link(self, slots: Sequence[int], num_micro_batches: int | None) -> HostLink:
-        """Link of the step that fits these slots; None: as many micro-batches as are fastest."""
+    def has_room(self, num_sequences: int, kv_len: int) -> bool:
+        """For a step of so many sequences of up to `kv_len` tokens."""
+        return num_sequences <= self.num_slots and kv_len <= self.max_tokens
+
+    def choose_link(
+        self, slots: Sequence[int], num_micro_batches: int | None, most_rows: int = 0
+    ) -> HostLink:
+        """Link of the step that fits these slots; None: as many micro-batches as are fastest.
+
+        Args:
+            most_rows: a link for more rows, up to as many, does for a while where there is none of
+                as few: a new one makes all sequences wait.
+        """
         num_rows = num_slots(max(slots) + 1)
+        larger = [rows for rows, _ in self.links if num_rows <= rows <= most_rows]
+        if larger and min(larger) > num_rows:
+            num_borrowed = self._steps_with_larger.get(num_rows, 0)
+            if num_borrowed < _STEPS_WITH_LARGER:
+                self._steps_with_larger[num_rows] = num_borrowed + 1
+                num_rows = min(larger)
         if num_micro_batches is None:
             num_micro_batches = self._choice(num_rows).num_micro_batches
         num_micro_batches = min(num_micro_batches, num_rows)
@@ -89,6 +113,12 @@ class PreparedSteps:
     def record(self, link: HostLink, seconds: float) -> None:
         """A step took so long: `choose_link` learns from it."""
         self._choice(link.num_rows).record(link.num_micro_batches, seconds)
+
+    def other_ways(self, link: HostLink) -> list[HostLink]:
+        """Links for the same rows in other numbers of micro-batches, which will be tried."""
+        options = self._choice(link.num_rows).options
+        others = [count for count in options if count != link.num_micro_batches]
+        return [self.choose_link([link.num_rows - 1], count) for count in others]
 
     def close(self) -> None:
         """End the threads of the links, and drop what was captured."""
@@ -110,8 +140,7 @@ class PreparedSteps:
         model, layers, store, device = self.model, self.layers, self.attention.store, self.device
         policy = self.attention.policy
         sink_tokens, recent_tokens = self.window
-        budget = PageBudget(self.device_budget_bytes)
-        codes, hot = self._make_codes(budget), None
+        codes, hot = self._make_codes(self.budget), None
         if any(layer.hot for layer in layers):
             hot = HotRows(
                 model,
@@ -130,7 +159,7 @@ class PreparedSteps:
             num_slots=self.num_slots,
             max_context=self.max_tokens,
             device=device,
-            budget=budget,
+            budget=self.budget,
             codes=codes,
             hot=hot,
         )

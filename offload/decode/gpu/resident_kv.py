@@ -8,6 +8,7 @@ A *slot* is a row of a decode step. While a sequence is bound to a slot, the GPU
       pages;
     - of layers in which it lists candidates: codes of the keys (`resident_codes`);
     - of heads with hot rows: these (`hot_rows`), from the first step on.
+Where heads are placed elsewhere, or rows are added, what is still true goes over (`take_over`).
 The host store has all of it too, so that binding is only copying, and forks, truncation and beams
 need no GPU code: a slot that no longer tells the truth is bound again.
 
@@ -20,8 +21,8 @@ if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens. Pag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -45,11 +46,14 @@ _SINK_TOKENS, _RECENT_TOKENS = 4, 64
 
 @dataclass
 class Slot:
-    """seq: the bound sequence, or None. kv_len: tokens of it that the GPU knows."""
+    """seq: the bound sequence, or None. kv_len: tokens of it that the GPU knows. is_whole: False:
+    what was taken over lacks some layers, which are loaded when it is bound.
+    """
 
     seq: int | None = None
     kv_len: int = 0
     last_used: int = 0
+    is_whole: bool = True
 
 
 class HostPages:
@@ -93,6 +97,9 @@ class ResidentKV:
         codes: which the layers need, within the same budget; None: no layer has some.
         hot: rows that layers keep; None: no layer does.
 
+    Attributes:
+        budget: of all pages.
+
     Raises:
         DeviceMemoryError: a budget that cannot hold one page of each resident head.
     """
@@ -117,15 +124,16 @@ class ResidentKV:
             layer_idx: layer.resident for layer_idx, layer in enumerate(layers) if layer.resident
         }
         self.slots = [Slot() for _ in range(num_slots)]
+        self.budget = budget or PageBudget()
+        self._layers = tuple(layers)
         self._store = store
         self._clock = 0
-        self._budget = budget or PageBudget()
         self._pages = {
             count: DevicePages(
                 page_shape(count, store.page_tokens, store.head_dim),
                 store.dtype,
                 device,
-                self._budget,
+                self.budget,
             )
             for count in sorted({len(heads) for heads in self.resident_heads.values()})
         }
@@ -156,6 +164,9 @@ class ResidentKV:
         self._addresses: list[dict[int, list[int]]] = [
             {layer_idx: [] for layer_idx in self.resident_heads} for _ in self.slots
         ]
+        # Layers that slots which are not whole lack.
+        self._missing_windows: frozenset[int] = frozenset()
+        self._missing_pages: frozenset[int] = frozenset()
 
     @staticmethod
     def layout(
@@ -186,7 +197,7 @@ class ResidentKV:
         held = sum(tensor.nbytes for tensors in by_layer for tensor in tensors.values())
         held += 0 if self.codes is None else self.codes.table_bytes
         held += 0 if self.hot is None else self.hot.num_bytes
-        return held + self._budget.reserved_bytes
+        return held + self.budget.reserved_bytes
 
     def page(self, layer_idx: int, address: int) -> Tensor:
         """A page of a layer: [2, resident heads, page_tokens, head_dim]."""
@@ -219,6 +230,8 @@ class ResidentKV:
             if slot.seq != seq or slot.kv_len != kv_len:
                 self._load(index, seq, kv_len)
                 slot = self.slots[index]
+            elif not slot.is_whole:
+                self._load_missing(index, seq, kv_len)
             elif self.codes is not None and not self.codes.holds(index):  # it has grown
                 self._load_codes(self.codes, index, seq, kv_len)
             self._update_host_pages(index, seq, kv_len)
@@ -269,9 +282,76 @@ class ResidentKV:
             if self.codes is not None:
                 self.codes.trim()
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether there is anything of a sequence."""
+        return any(slot.seq is not None for slot in self.slots)
+
+    def clear(self) -> None:
+        """Give back all that there is of sequences: what is bound is loaded again."""
+        for index in range(len(self.slots)):
+            self._clear(index)
+        self.trim()
+
+    def keep(self, layers: Sequence[LayerHeads]) -> None:
+        """Give back what steps of `layers` cannot take over; only `take_over` comes after this,
+        beside what ends sequences."""
+        with shielded():
+            for layer_idx, heads in [*self.resident_heads.items()]:
+                if layers[layer_idx].resident != heads:
+                    for addresses in self._addresses:
+                        self._pages[len(heads)].release(addresses.pop(layer_idx))
+                    del self.resident_heads[layer_idx], self.page_tables[layer_idx]
+            for layer_idx in [*self.windows]:
+                if not layers[layer_idx].has_window:
+                    del self.windows[layer_idx]
+            if self.codes is not None:
+                for index in range(len(self.slots)):
+                    self.codes.clear(index)
+            self.trim()
+            self.codes = self.hot = None
+            self.host_pages = HostPages((), torch.empty(0))
+
+    def take_over(self, old: ResidentKV) -> None:
+        """Have what is still true of `old`, whose budget this one shares and which is of no more
+        use; nothing is bound yet. Layers with the same resident heads keep their pages, and windows
+        are copied. The rest is loaded when a sequence is bound.
+        """
+        old.keep(self._layers)
+        max_pages = min((table.shape[1] for table in self.page_tables.values()), default=0)
+        fits = [
+            index
+            for index, slot in enumerate(old.slots)
+            if slot.seq is not None
+            and slot.is_whole
+            and all(len(pages) <= max_pages for pages in old._addresses[index].values())
+        ]
+        fits.sort(key=lambda index: old.slots[index].last_used, reverse=True)
+        chosen = sorted(fits[: len(self.slots)])
+        for index in range(len(old.slots)):
+            if index not in chosen:
+                old._clear(index)
+        n = len(chosen)
+        tables = [(self.windows[i], window) for i, window in old.windows.items()]
+        tables += [(self.page_tables[i], table) for i, table in old.page_tables.items()]
+        if n and tables:
+            at = torch.tensor(chosen, device=tables[0][0].device)
+            for to, table in tables:
+                columns = slice(min(to.shape[1], table.shape[1]))
+                to[:n, columns] = table[at][:, columns]
+        with shielded():
+            self._missing_windows = frozenset(self.windows) - frozenset(old.windows)
+            self._missing_pages = frozenset(self.resident_heads) - frozenset(old.resident_heads)
+            is_whole = not (self._missing_windows or self._missing_pages)
+            for index, of_old in enumerate(chosen):
+                self.slots[index] = replace(old.slots[of_old], is_whole=is_whole)
+                self._addresses[index] |= old._addresses[of_old]
+            self._pages |= {n: pages for n, pages in old._pages.items() if n in self._pages}
+            self._clock = old._clock
+
     def _check_budget(self) -> None:
         """A page of each resident head, before anything is allocated."""
-        limit = self._budget.limit_bytes
+        limit = self.budget.limit_bytes
         if limit is None:
             return
         needed = sum(self._pages[len(heads)].page_bytes for heads in self.resident_heads.values())
@@ -369,10 +449,31 @@ class ResidentKV:
     def _load(self, index: int, seq: int, kv_len: int) -> None:
         """Copy what the slot must know of `seq` from the host store."""
         self._clear(index)
+        self._load_layers(index, seq, kv_len, self.windows, self.resident_heads)
+        self.slots[index] = Slot(seq, kv_len)
+
+    def _load_missing(self, index: int, seq: int, kv_len: int) -> None:
+        """Copy what was not taken over."""
+        try:
+            self._load_layers(index, seq, kv_len, self._missing_windows, self._missing_pages)
+        except BaseException:
+            self._clear(index)
+            raise
+        self.slots[index].is_whole = True
+
+    def _load_layers(
+        self,
+        index: int,
+        seq: int,
+        kv_len: int,
+        windows: Iterable[int],
+        resident: Iterable[int],
+    ) -> None:
         self._reserve(index, kv_len)
         sinks = min(self.sink_tokens, kv_len)
         first = max(self.sink_tokens, kv_len - self.recent_tokens)
-        for layer_idx, window in self.windows.items():
+        for layer_idx in windows:
+            window = self.windows[layer_idx]
             if sinks:
                 for side, rows in enumerate(self._store.gather(seq, layer_idx, 0, sinks)):
                     window[index, side, :, :sinks] = rows.to(window.device)
@@ -381,11 +482,10 @@ class ResidentKV:
                 places = (self.sink_tokens + positions % self.recent_tokens).to(window.device)
                 for side, rows in enumerate(self._store.gather(seq, layer_idx, first, kv_len)):
                     window[index, side][:, places] = rows.to(window.device)
-        for layer_idx, addresses in self._addresses[index].items():
-            self._load_pages(layer_idx, seq, addresses)
+        for layer_idx in resident:
+            self._load_pages(layer_idx, seq, self._addresses[index][layer_idx])
         if self.codes is not None:
             self._load_codes(self.codes, index, seq, kv_len)
-        self.slots[index] = Slot(seq, kv_len)
 
     def _load_pages(self, layer_idx: int, seq: int, addresses: Sequence[int]) -> None:
         heads = self.resident_heads[layer_idx]

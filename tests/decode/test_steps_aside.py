@@ -1,0 +1,272 @@
+"""Steps of another placement, or of more rows, are made beside those that run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.device_cases import FLAGS, GRAPH, INLINE, load
+from cases.inside import decoder_of, steps_of
+from cases.tiny_models import random_tokens
+
+from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.prepared_steps import PreparedSteps
+from offload.engine.engine import Engine
+from offload.engine.sampling_params import SamplingParams
+from offload.policies.base import DENSE, RETRIEVE
+from offload.system.errors import DeviceMemoryError
+
+
+@pytest.fixture(params=[INLINE, FLAGS, GRAPH])
+def backend(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param
+
+
+class Gate:
+    """Steps that a thread makes beside others wait here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.reached, self.made = threading.Event(), threading.Event(), 0
+        self.fails = False
+        make = PreparedSteps.make_link
+
+        def make_link(steps: PreparedSteps, *args: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                self.made += 1
+                self.reached.set()
+                assert self.opened.wait(30)
+                if self.fails:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+            return make(steps, *args)
+
+        monkeypatch.setattr(PreparedSteps, "make_link", make_link)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+
+
+class Decoding:
+    """Two sequences of a model with a GPU, beside the same on the CPU."""
+
+    def __init__(self, folder: Path, backend: tuple[str, str], policy: str = "full") -> None:
+        self.model = load(folder, policy, backend)
+        self._plain = load(folder, policy, ("cpu", None))
+        self.decoder = decoder_of(self.model)
+        self.decoder._captures_aside = True
+        self.decoder._choose = lambda now, *of_sequences: self.wanted
+        self.wanted = HeadPlacement.from_text("GG .. ..")
+        self.decoder.place(self.wanted)
+        self._caches: list[tuple[Any, Any, torch.Tensor]] = []
+        self.begin(1)
+
+    @torch.no_grad()
+    def begin(self, num_sequences: int, prompt_tokens: int = 40) -> None:
+        tokens = random_tokens(num_sequences, prompt_tokens)
+        caches = self.model.new_cache(), self._plain.new_cache()
+        for model, cache in zip((self.model, self._plain), caches, strict=True):
+            model(tokens.to(model.device), past_key_values=cache)
+        self._caches.append((*caches, tokens[:, -1:]))
+
+    @torch.no_grad()
+    def step(self, which: int = 0) -> None:
+        """The same token on both."""
+        cache, plain, token = self._caches[which]
+        wanted = self._plain(token, past_key_values=plain).logits[:, -1:].argmax(-1)
+        logits = self.model(token.to(self.model.device), past_key_values=cache).logits
+        assert torch.equal(logits[:, -1:].argmax(-1).cpu(), wanted)
+        self._caches[which] = (cache, plain, wanted)
+
+    def place_aside(self, text: str, num_sequences: int = 1) -> None:
+        self.wanted = HeadPlacement.from_text(text)
+        self.decoder.begin_generation(num_sequences, 100, 64)
+
+    def settle(self) -> None:
+        self.decoder._aside._thread.join(30)
+        assert self.decoder._aside.is_done
+
+
+@pytest.fixture
+def decoding(backend: tuple[str, str], tiny_folders: dict[str, Path]) -> Decoding:
+    decoding = Decoding(tiny_folders["llama"], backend)
+    decoding.step()
+    return decoding
+
+
+def test_the_old_steps_go_on_until_the_new_ones_are_there(
+    decoding: Decoding, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, before = steps_of(decoding.model), decoding.decoder.placement
+    interval = sys.getswitchinterval()
+    decoding.place_aside("GG GG ..", 4)
+    assert gate.reached.wait(30)
+    assert sys.getswitchinterval() < interval
+    for _ in range(3):
+        decoding.step()
+        assert steps_of(decoding.model) is old
+        assert decoding.decoder.placement == before
+    gate.opened.set()
+    decoding.settle()
+    assert sys.getswitchinterval() == interval
+    new = decoding.decoder._aside.wait()
+    assert len(new.links) == 1
+    decoding.step()
+    assert steps_of(decoding.model) is new
+    assert decoding.decoder.placement == decoding.wanted
+    assert not old.links
+    assert list(new.links) == [(4, 1)]  # one row of four, for now
+    decoding.begin(3)
+    decoding.step(1)
+    decoding.step(0)
+    assert steps_of(decoding.model) is new
+    monkeypatch.setattr("offload.decode.gpu.prepared_steps._STEPS_WITH_LARGER", 3)
+    decoding.step(0)
+    assert list(new.links) == [(4, 1)]
+    decoding.step(0)
+    assert list(new.links) == [(4, 1), (1, 1)]
+    assert gate.made == 1
+
+
+def test_a_step_that_needs_more_rows_waits(decoding: Decoding, gate: Gate) -> None:
+    decoding.place_aside("GG .. GG", 2)
+    assert gate.reached.wait(30)
+    threading.Timer(0.3, gate.opened.set).start()
+    start = time.perf_counter()
+    decoding.begin(2)
+    decoding.step(1)
+    assert time.perf_counter() - start > 0.2
+    assert decoding.decoder.placement == decoding.wanted
+    decoding.step(0)
+    assert gate.made == 1
+
+
+def test_what_is_wanted_changes_meanwhile(decoding: Decoding, gate: Gate) -> None:
+    decoding.place_aside("GG GG ..")
+    assert gate.reached.wait(30)
+    decoding.place_aside("GG GG GG", 4)
+    gate.opened.set()
+    decoding.settle()
+    decoding.step()  # those are not wanted any more: others are begun
+    decoding.settle()
+    decoding.step()
+    assert decoding.decoder.placement == decoding.wanted
+    assert steps_of(decoding.model).num_slots == 4
+    assert gate.made == 2
+    decoding.place_aside("GG GG ..")
+    decoding.place_aside("GG GG GG", 4)  # as it is
+    decoding.settle()
+    old = steps_of(decoding.model)
+    decoding.step()
+    assert steps_of(decoding.model) is old
+    assert decoding.decoder._aside is None
+
+
+def test_steps_that_cannot_be_made_beside_others(decoding: Decoding, gate: Gate) -> None:
+    gate.fails = True
+    gate.opened.set()
+    decoding.place_aside("GG GG ..", 2)
+    decoding.settle()
+    decoding.step()
+    assert decoding.decoder.placement == decoding.wanted
+    assert steps_of(decoding.model).num_slots == 2
+
+
+@pytest.mark.parametrize("what", ["place", "give back", "forget", "no room", "fork", "close"])
+def test_what_may_happen_meanwhile(
+    decoding: Decoding, gate: Gate, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoding.decoder
+    decoding.place_aside("GG GG ..", 2)
+    assert gate.reached.wait(30)
+    threading.Timer(0.2, gate.opened.set).start()
+    if what == "place":
+        decoding.wanted = HeadPlacement.from_text("GG G. G.")
+        decoder.place(decoding.wanted)
+    elif what == "give back":
+        assert decoder.give_heads_back(DeviceMemoryError("a prefill"))
+    elif what == "forget":
+        for seq in decoding._caches[0][0].seqs:
+            decoder.forget(seq)
+        decoding.place_aside("GG .. G.")
+    elif what == "no room":
+        bind, failed = decoder._bind_to, []
+
+        def fail_once(*args: Any) -> Any:
+            if not failed:
+                failed.append(args)
+                raise DeviceMemoryError("of pages")
+            return bind(*args)
+
+        monkeypatch.setattr(decoder, "_bind_to", fail_once)
+    elif what == "fork":
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if decoder._aside.is_done else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+    elif what == "close":
+        decoder.close()
+        assert decoder._aside is None
+        return
+    decoding.step()
+    if what == "fork":
+        assert decoder._aside is None
+    assert decoder.placement == decoding.wanted
+    assert decoder._aside is None
+    decoding.step()
+
+
+@pytest.mark.parametrize("policy", ["full", "lychee_decode", "tidal_decode"])
+def test_requests_join_while_others_decode(
+    backend: tuple[str, str], policy: str, tiny_folders: dict[str, Path]
+) -> None:
+    """Tokens are those of each request by itself, and nothing is left behind."""
+    prompts = [random_tokens(1, 20 + 7 * i, seed=i)[0].tolist() for i in range(8)]
+
+    def answers(folder: Path, where: tuple[str, Any], change: Callable[[Any], None]) -> Any:
+        model = load(folder, policy, where)
+        change(model)
+        engine = Engine(model, max_num_seqs=8, slice_seconds=1e-3)
+        said: dict[str, list[Any]] = {}
+        waiting = [*enumerate(prompts)]
+        while waiting or engine.has_work:
+            if waiting:
+                name, prompt = waiting.pop(0)
+                params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+                engine.add_request(prompt, params, str(name))
+            for output in [*engine.step(), *engine.step()]:
+                assert output.error is None
+                said.setdefault(output.request_id, []).extend(output.tokens)
+        return {name: [chosen.token for chosen in of] for name, of in said.items()}
+
+    made: list[bool] = []
+
+    def aside(model: Any) -> None:
+        decoder = decoder_of(model)
+        least, roles = decoder._least_placement(), decoder.attention.roles
+        places = np.array(least.places)
+        places[np.isin(roles, (DENSE, RETRIEVE)) if roles is not None else 1] = Place.GPU
+        more, replace_steps = HeadPlacement(places), decoder._replace_steps
+        assert more != least
+
+        def replaced(*args: Any) -> None:
+            made.append(True)
+            replace_steps(*args)
+
+        decoder._captures_aside, decoder._replace_steps = True, replaced
+        decoder._choose = lambda now, num_sequences, *_: least if num_sequences == 4 else more
+
+    wanted = answers(tiny_folders["llama"], ("cpu", None), lambda model: None)
+    assert len(wanted) == 8
+    assert answers(tiny_folders["llama"], backend, aside) == wanted
+    assert made

@@ -87,6 +87,6 @@ def make_flag_handshake(
     mailbox: Mailbox,
     *,
     deadline_seconds: float,
-    stream: object = None,
+    streams: object = None,
 ) -> FlagHandshake:
     return FlagHandshake(coprocessor, mailbox, deadline_seconds=deadline_seconds)

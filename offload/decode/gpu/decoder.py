@@ -24,7 +24,7 @@ from offload.decode.gpu.aside import StepsAside
 from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
 from offload.decode.gpu.bursts import MOST_STEPS
 from offload.decode.gpu.free_room import FreeRoom
-from offload.decode.gpu.gpu_sync import GpuSync, Step, make_gpu_sync, own_stream
+from offload.decode.gpu.gpu_sync import GpuSync, Step, StepStreams, make_gpu_sync
 from offload.decode.gpu.hot_rows import HOT_BUDGETS
 from offload.decode.gpu.layer_heads import LayerHeads, layer_heads, scores_tokens
 from offload.decode.gpu.linear import DeviceWeights, linear_path
@@ -125,7 +125,7 @@ class DeviceDecoder:
         self._steps: PreparedSteps | None = None  # with the first sequences
         self._kept: ResidentKV | None = None  # of the last steps, for those that come next
         self._took_over = False
-        self._streams: list[torch.cuda.Stream] = []
+        self._streams: list[StepStreams] = []
         self._captures_aside = backend == "graph" and model.ranks is None
         self._aside: StepsAside | None = None  # those that come next
         self._wanted: HeadPlacement | None = None  # of them
@@ -645,7 +645,7 @@ class DeviceDecoder:
         budget: PageBudget,
     ) -> PreparedSteps:
         budget.limit_bytes = self._device_budget_bytes
-        stream = self._free_stream()
+        streams = self._free_streams()
         return PreparedSteps(
             self.model,
             self._weights,
@@ -658,24 +658,24 @@ class DeviceDecoder:
             device=self.device,
             budget=budget,
             deadline_seconds=self._deadline_seconds,
-            stream=stream,
+            streams=streams,
             make_gpu_sync=functools.partial(
                 self._make_gpu_sync,
                 self._backend,
                 deadline_seconds=self._deadline_seconds,
-                stream=stream,
+                streams=streams,
             ),
             captures=self._backend == "graph",
         )
 
-    def _free_stream(self) -> torch.cuda.Stream | None:
-        """One of two that the steps now do not run in. More would cost: cuBLAS keeps a workspace
+    def _free_streams(self) -> StepStreams | None:
+        """Those of two that the steps now do not run in. More would cost: cuBLAS keeps a workspace
         of 32 MiB for each.
         """
         if not self._streams and self.device.type == "cuda":
-            self._streams += [own_stream(self.device), own_stream(self.device)]
-        taken = None if self._steps is None else self._steps.stream
-        return next((stream for stream in self._streams if stream is not taken), None)
+            self._streams += [StepStreams(self.device), StepStreams(self.device)]
+        taken = None if self._steps is None else self._steps.streams
+        return next((streams for streams in self._streams if streams is not taken), None)
 
     def _room_for(self, kv_len: int, layers: Sequence[LayerHeads]) -> int:
         """`step_tokens`; as scores are kept of heads that publish or have codes. All ranks do as if

@@ -15,6 +15,7 @@ before it launches what reads the reply. Backends with the same results:
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -149,19 +150,36 @@ class InlineSync:
         """Wait for what was launched: here there is nothing."""
 
 
-_streams: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()
-
-
-def own_stream(device: torch.device | None = None, priority: int = 0) -> torch.cuda.Stream:
-    """A stream that nobody else has from here: torch has 32 of each priority, and begins again.
-    What is launched into one while another thread captures there would become part of the graph.
+class StepStreams:
+    """Streams in which steps are captured and run, and nobody else launches anything: it would
+    become part of what another thread captures there. torch has 32 of each priority, and gives
+    them again.
     """
-    for _ in range(32):
-        stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-        if stream not in _streams:
-            break
-    _streams.add(stream)
-    return stream
+
+    def __init__(self, device: torch.device) -> None:
+        self._taken: set[int] = set()
+        weakref.finalize(self, _give_streams_back, self._taken)
+        self.main = self._own(device, 0)
+        # Before the step's own kernels, where both are ready: it has little to do, and others wait.
+        self.lanes = [SideStream(self._own(device, -1)) for _ in range(NUM_LANES)]
+
+    def _own(self, device: torch.device, priority: int) -> torch.cuda.Stream:
+        with _taking:
+            for _ in range(32):
+                stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+                if stream.cuda_stream not in _taken_streams:
+                    break
+            self._taken.add(stream.cuda_stream)
+            _taken_streams.add(stream.cuda_stream)
+        return stream
+
+
+_taking = threading.Lock()
+_taken_streams: set[int] = set()
+
+
+def _give_streams_back(taken: set[int]) -> None:
+    _taken_streams.difference_update(taken)
 
 
 def capture_graph(stream: torch.cuda.Stream, step: Step, *, samples: bool) -> torch.cuda.CUDAGraph:
@@ -189,9 +207,8 @@ def capture_graph(stream: torch.cuda.Stream, step: Step, *, samples: bool) -> to
 class SideStream:
     """A stream that forks from the current one, and is joined by it."""
 
-    def __init__(self) -> None:
-        # Before the step's own kernels, where both are ready: it has little to do, and others wait.
-        self._stream = own_stream(priority=-1)
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream = stream or torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def fork(self) -> Iterator[SideWork]:
@@ -216,10 +233,10 @@ class StreamSync(InlineSync):
 
     name = "stream"
 
-    def __init__(self, coprocessor: Coprocessor) -> None:
+    def __init__(self, coprocessor: Coprocessor, lanes: Sequence[SideStream] | None = None) -> None:
         super().__init__(coprocessor)
         self._requested = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._side = [SideStream() for _ in range(NUM_LANES)]
+        self._side = lanes or [SideStream() for _ in range(NUM_LANES)]
 
     def request_attention(self, request: int) -> None:
         self._requested.record()
@@ -245,7 +262,7 @@ class GraphSync(StreamSync):
 
     Args:
         deadline_seconds: for a whole step, on both sides.
-        stream: where steps are captured and run.
+        streams: where steps are captured and run.
     """
 
     name = "graph"
@@ -256,15 +273,15 @@ class GraphSync(StreamSync):
         mailbox: Mailbox,
         *,
         deadline_seconds: float,
-        stream: torch.cuda.Stream,
+        streams: StepStreams,
     ) -> None:
-        super().__init__(coprocessor)
+        super().__init__(coprocessor, streams.lanes)
         self._deadline_seconds = deadline_seconds
         self._requests, self._replies = mailbox.requests[:, :1], mailbox.replies[:, :1]
         # For the run before a capture, in which the GPU replies to itself.
         self._practice = torch.zeros_like(mailbox.requests, pin_memory=True)[:, :1]
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._stream = stream
+        self._stream = streams.main
         self._is_warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -358,16 +375,16 @@ def make_gpu_sync(
     mailbox: Mailbox,
     *,
     deadline_seconds: float,
-    stream: torch.cuda.Stream | None = None,
+    streams: StepStreams | None = None,
 ) -> GpuSync:
     """The `GpuSync` of a backend that `choose_backend` returned.
 
     Args:
-        stream: of the device, for graphs.
+        streams: of the device, for graphs.
     """
     if backend == "inline":
         return InlineSync(coprocessor)
     if backend == "stream":
         return StreamSync(coprocessor)
-    stream = stream or own_stream()
-    return GraphSync(coprocessor, mailbox, deadline_seconds=deadline_seconds, stream=stream)
+    assert streams is not None
+    return GraphSync(coprocessor, mailbox, deadline_seconds=deadline_seconds, streams=streams)

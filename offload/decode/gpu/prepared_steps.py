@@ -13,7 +13,7 @@ from cpu_ops.mailbox import Mailbox
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.buffers import HostLink, StepBuffers, micro_batch_rows, num_slots
 from offload.decode.gpu.bursts import Bursts
-from offload.decode.gpu.gpu_sync import GpuSync
+from offload.decode.gpu.gpu_sync import GpuSync, StepStreams
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.hot_rows import HotRows
 from offload.decode.gpu.layer_heads import LayerHeads, requests_of
@@ -40,7 +40,7 @@ class PreparedSteps:
         window: sink tokens and recent tokens, which the GPU attends to.
         max_tokens: that scores have room for, of heads which publish or have codes.
         budget: of pages on the GPU.
-        stream: where steps run; None: there is no GPU.
+        streams: where steps run; None: there is no GPU.
         make_gpu_sync: of a coprocessor and its mailbox.
         captures: whether steps are CUDA graphs.
         step: what a step launches, with its buffers and what stays on the GPU in the slots.
@@ -62,7 +62,7 @@ class PreparedSteps:
     device: torch.device
     budget: PageBudget
     deadline_seconds: float
-    stream: torch.cuda.Stream | None
+    streams: StepStreams | None
     make_gpu_sync: Callable[[Coprocessor, Mailbox], GpuSync]
     captures: bool
     step: DeviceStep = field(init=False)
@@ -75,7 +75,8 @@ class PreparedSteps:
         try:
             self.step = self._make_step()
             if all(layer.is_resident for layer in self.layers):
-                self.bursts = Bursts(self.step, self.stream, captures=self.captures)
+                stream = None if self.streams is None else self.streams.main
+                self.bursts = Bursts(self.step, stream, captures=self.captures)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"the GPU has no memory left for decode steps of {self.num_slots} sequences ("

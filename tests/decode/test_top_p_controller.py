@@ -198,9 +198,9 @@ def test_drafts_do_not_count_twice(tiny_folders, lookup):
 def test_a_thousand_steps_of_changing_shares_are_captured_once(tiny_folders, monkeypatch):
     captured, shares, capture = [], set(), GraphSync._capture
 
-    def counted(self: GraphSync, step: Step) -> torch.cuda.CUDAGraph:
+    def counted(self: GraphSync, step: Step, **options: Any) -> torch.cuda.CUDAGraph:
         captured.append(step)
-        return capture(self, step)
+        return capture(self, step, **options)
 
     monkeypatch.setattr(GraphSync, "_capture", counted)
     model = load(tiny_folders["llama"], reachable(), ("cuda", "graph"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from offload.bench.decode.engines import GRAPH, OURS, STOCK_COMPILED, STOCK_OFFLOADED
 from offload.system.memory import format_bytes
-from perf.tables.gpu_tables import Results, decode_rows, engine_name
+from perf.tables.gpu_tables import Results, decode_rows, engine_name, peers_note
 from perf.tables.markdown import DEFAULT_BUDGET_TOKENS, LLAMA_CPP_NOTE, Row
 
 _HUES = {"offload": "Blues", "transformers": "Greys", "llama.cpp": "Oranges", GRAPH: "Greens"}
@@ -82,6 +82,7 @@ def time_per_token_caption(gpu: Results, cpu: dict[str, Any] | None) -> str:
         f" Budget {gpu['decode']['settings']['budget_tokens']:,} tokens, other options at their "
         f"defaults. Of {format_bytes(longest['memory']['kv_host'])} of keys and values, "
         f"{engine_name(longest)} holds {format_bytes(longest['memory']['kv_device'])} on the GPU."
+        f"{peers_note(gpu)}"
     )
     parts = [_caption("With a GPU", _gpu_lines(gpu), gpu["decode"], held)]
     if cpu is not None:

@@ -32,13 +32,11 @@ def hot_rows_table(result: dict[str, Any]) -> str:
         "KV heads": lambda row: ", ".join(f"{n} {place}" for place, n in row["places"].items()),
         "ms a step": median("milliseconds", ".2f"),
         "faster than all on the GPU": against_graph,
-        "waiting for the CPU or hot rows": _waiting,
     }
     title = (
         f"{result['settings']['shape']} shapes, {result['settings']['dtype']}, budget 1,024, at "
         "most 24 GiB of the GPU, made keys (two layers' of them, repeated). All on the GPU: one "
-        "graph with the whole KV cache there, whatever it takes. Waiting: ms of a traced step in "
-        "which the GPU waits for replies, or for hot rows and attends to them."
+        "graph with the whole KV cache there, whatever it takes."
     )
     return "\n\n".join([title, table(columns, rows), machine_line(result["machine"])])
 
@@ -80,11 +78,6 @@ def ruler_ahead_table(result: dict[str, Any]) -> str:
         "brackets 95 %."
     )
     return "\n\n".join([title, table(columns, rows)])
-
-
-def _waiting(row: Row) -> str:
-    kinds = row["microseconds"]["gpu"]
-    return f"{(kinds.get('wait', 0) + kinds.get('hot', 0)) / 1e3:.1f}"
 
 
 def _difference(row: Row) -> str:

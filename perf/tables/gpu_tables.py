@@ -31,7 +31,7 @@ def gpu_decode_table(results: Results) -> str:
         f"{settings['shape']} with random weights, {settings['dtype']}, batch 1: milliseconds per "
         "token by context. Keys, values and queries of our rows have the structure of real "
         f"attention and differ in every step. Medians; ±: half of the 10th to 90th percentile. "
-        f"{_options_note(results['decode'])}"
+        f"{_options_note(results['decode'])}{peers_note(results)}"
     )
     columns: Columns = {"engine": "{name}", **context_columns(rows, milliseconds_cell)}
     return gpu_section(results["decode"], title, columns, by_context(rows, engine_name))
@@ -112,12 +112,33 @@ def gpu_machine_line(result: dict[str, Any]) -> str:
 
 
 def decode_rows(results: Results) -> list[Row]:
-    """Rows of `decode`, and of `peers` if they were measured in the same run."""
+    """Rows of `decode`, and of `peers` if they were measured on the same kind of machine."""
     decode, baselines = results["decode"], results.get("peers")
     rows: list[Row] = list(decode["rows"])
-    if baselines is not None and baselines["settings"]["run"] == decode["settings"]["run"]:
+    if baselines is not None and _kind_of(baselines) == _kind_of(decode):
         rows += baselines["rows"]
     return rows
+
+
+def peers_note(results: Results) -> str:
+    """When the peers of `decode_rows` were measured, if in another run."""
+    decode, baselines = results["decode"], results.get("peers")
+    if (
+        baselines is None
+        or _kind_of(baselines) != _kind_of(decode)
+        or baselines["settings"]["run"] == decode["settings"]["run"]
+    ):
+        return ""
+    machine = baselines["machine"]
+    return (
+        f" transformers: another run on the same kind of machine, {machine['date']}, "
+        f"transformers {machine['versions']['transformers']}."
+    )
+
+
+def _kind_of(result: dict[str, Any]) -> tuple[object, ...]:
+    machine = result["machine"]
+    return (*machine["gpus"], machine["cpu"], machine["cpus_usable"])
 
 
 def _of(result: dict[str, Any], engine: str) -> list[Row]:

@@ -161,8 +161,14 @@ def test_memory_of_a_prefill() -> None:
     assert "1.200 | 21.00 GiB | 6.00 GiB |" in table
 
 
-def test_peers_of_another_run_do_not_count() -> None:
+def test_peers_of_another_run_are_dated_and_of_another_machine_left_out() -> None:
     results = copy.deepcopy(made_results())
+    assert "another run" not in gpu_decode_table(results)
     results["peers"]["settings"]["run"] = "2"
+    date = results["peers"]["machine"]["date"]
+    assert f"transformers: another run on the same kind of machine, {date}" in gpu_decode_table(
+        results
+    )
+    results["peers"]["machine"] = {**results["peers"]["machine"], "gpus": ["another"]}
     assert "transformers" not in gpu_decode_table(results).split("*NVIDIA")[0]
     assert "NVIDIA H200, driver 580" in gpu_decode_table(results)

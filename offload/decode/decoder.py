@@ -122,6 +122,9 @@ class Decoder(Protocol):
     def end_generation(self) -> None:
         """What `begin_generation` has said is over."""
 
+    def finish_captures(self) -> None:
+        """Until the generation ends nothing is captured beside it: the caller draws on the GPU."""
+
     def give_heads_back(self, why: DeviceMemoryError) -> bool:
         """Leave fewer heads on the device, where a prefill found no room; whether any went."""
 

@@ -19,6 +19,7 @@ from cases.device_cases import FLAGS, GRAPH, INLINE, greedy, load
 from cases.inside import decoder_of, steps_of
 from cases.tiny_models import random_tokens
 
+from cpu_ops.coprocessor import Coprocessor
 from offload.decode.gpu import aside as steps_aside
 from offload.decode.gpu import decoder as device_decoder
 from offload.decode.gpu import resident_kv
@@ -243,6 +244,36 @@ def test_what_may_happen_meanwhile(
     assert decoder.placement == decoding.wanted
     assert decoder._aside is None
     decoding.step()
+
+
+def test_steps_that_failed_are_not_closed_beside_others(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coprocessor that is closed has the attention forget what a step that runs may need."""
+    closed, failed = [], []
+    close, sync = (
+        Coprocessor.close,
+        type(next(iter(steps_of(decoding.model).links.values())).gpu_sync),
+    )
+
+    def watched(coprocessor: Coprocessor) -> None:
+        closed.append(threading.current_thread())
+        close(coprocessor)
+
+    def capture(*args: Any, **kwargs: Any) -> bool:
+        failed.append(threading.current_thread())
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Coprocessor, "close", watched)
+        patch.setattr(sync, "capture", capture)
+        decoding.place_aside("GG GG ..", 2)
+        decoding.settle()
+    assert failed
+    assert threading.main_thread() not in failed
+    assert not closed
+    decoding.step()
+    assert decoding.decoder.placement == decoding.wanted
 
 
 def test_steps_that_failed_are_not_wanted_any_more(decoding: Decoding, gate: Gate) -> None:

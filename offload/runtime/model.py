@@ -258,8 +258,7 @@ class OffloadedModel(FixedModel):
         if not synced_gpus and not hooked and model_kwargs.get("use_cache"):
             options = fast_options(logits_processor, stopping_criteria, generation_config)
         if options is None or not self._offload.chooses_tokens(options):
-            if generation_config.do_sample:
-                self._offload.finish_captures()
+            self._offload.finish_captures()
             return super()._sample(
                 input_ids,
                 logits_processor,
@@ -380,7 +379,7 @@ class OffloadedModel(FixedModel):
         model_kwargs["past_key_values"] = self._offload.begin_generation(
             request, cache, is_draft=generation_config.is_assistant
         )
-        if generation_config.do_sample and generation_mode != "sample":
+        if generation_mode not in ("greedy_search", "sample"):
             self._offload.finish_captures()
 
     def _prepare_generated_length(

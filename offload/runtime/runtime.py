@@ -252,7 +252,8 @@ class Runtime:
         return options.temperature == 0.0 or self._decoder.samples
 
     def finish_captures(self) -> None:
-        """Before transformers draws tokens on the device: see `Decoder.finish_captures`."""
+        """Before transformers' own loops, and the caller's code in them, use the device: see
+        `Decoder.finish_captures`."""
         self._decoder.finish_captures()
 
     def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:

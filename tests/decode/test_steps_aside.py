@@ -344,11 +344,16 @@ def test_draws_and_captures_take_turns(
 
 @pytest.mark.parametrize(
     "options",
-    [{"repetition_penalty": 1.1}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}],
-    ids=["stock loop", "beams", "drafts"],
+    [
+        {"repetition_penalty": 1.1},
+        {"do_sample": False},
+        {"num_beams": 2},
+        {"prompt_lookup_num_tokens": 2},
+    ],
+    ids=["stock loop", "no draws", "beams", "drafts"],
 )
 @pytest.mark.parametrize("changes", [False, True])
-def test_transformers_draws_while_nothing_is_captured(
+def test_nothing_is_captured_in_loops_of_transformers(
     decoding: Decoding, gate: Gate, options: dict[str, Any], changes: bool
 ) -> None:
     decoder, is_running = decoding.decoder, []
@@ -361,12 +366,23 @@ def test_transformers_draws_while_nothing_is_captured(
         decoding.place_aside("GG .. GG")
     decoding.wanted = HeadPlacement.from_text("GG GG ..")
     threading.Timer(0.3, gate.opened.set).start()
-    options = {**options, "do_sample": True, "logits_processor": [watch]}
+    options = {"do_sample": True, **options, "logits_processor": [watch]}
     greedy(decoding.model, random_tokens(1, 40, seed=3), 4, **options)
     assert is_running
     assert not any(is_running)
     assert gate.made == 1
     assert decoder.placement == decoding.wanted
+
+
+def test_nothing_is_captured_after_a_generation(decoding: Decoding, gate: Gate) -> None:
+    """The caller may wait for the GPU, or draw there."""
+    decoding.wanted = HeadPlacement.from_text("GG GG ..")
+    threading.Timer(0.5, gate.opened.set).start()
+    greedy(decoding.model, random_tokens(1, 40, seed=3), 2)
+    assert gate.made == 1
+    assert decoding.decoder._aside.is_done
+    decoding.step()
+    assert decoding.decoder.placement == decoding.wanted
 
 
 def test_ctrl_c_at_any_line(decoding: Decoding) -> None:

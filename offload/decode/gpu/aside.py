@@ -70,8 +70,8 @@ class StepsAside:
             _running.discard(self)
 
     def _made(self) -> PreparedSteps:
-        """Where captures fail nothing is closed: the attention, in which others are in the middle of
-        a step, would forget what they need (`Coprocessor.close`). No thread of theirs has begun.
+        """Where captures fail nothing is closed: the attention would forget what a step needs that
+        others are in the middle of (`Coprocessor.close`). No thread of a coprocessor has begun.
         """
         steps = self._make()
         self._has_buffers.set()

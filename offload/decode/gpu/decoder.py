@@ -322,8 +322,12 @@ class DeviceDecoder:
                 self.place(wanted)
 
     def end_generation(self) -> None:
-        """As `Decoder.end_generation`: steps that are made anew are for those that come."""
+        """As `Decoder.end_generation`: steps that are made anew are for those that come. The
+        caller may draw, or wait for the whole GPU, which is refused while a thread captures.
+        """
         self._expected = _NOTHING_EXPECTED
+        if self._aside is not None:
+            self._aside.wait()
 
     def finish_captures(self) -> None:
         """As `Decoder.finish_captures`."""

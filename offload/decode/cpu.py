@@ -196,6 +196,9 @@ class NativeDecoder:
     def end_generation(self) -> None:
         """Nothing, either."""
 
+    def finish_captures(self) -> None:
+        """Nothing is captured."""
+
     def give_heads_back(self, why: DeviceMemoryError) -> bool:
         return False
 

@@ -27,6 +27,7 @@ from offload.policies import Policy
 from offload.prefill.attention import warm_up_attention
 from offload.prefill.forward import prefill
 from offload.system.autocast import without_autocast
+from offload.system.captures import CAPTURING
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import available_cpus
 from offload.system.progress import Progress
@@ -58,8 +59,9 @@ def warm_up(lean: LeanModel, decoder: Decoder, policy: Policy, dtype: torch.dtyp
                     on_progress=progress,
                 )
             _prefill(lean, _PREFILL_TOKENS, _PREFILL_TOKENS, dtype, device)
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            with CAPTURING:  # steps of another model
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
         except (DeviceMemoryError, torch.OutOfMemoryError) as error:
             if ranks is not None:  # the others are in the middle of it
                 raise

@@ -37,6 +37,7 @@ from offload.runtime.capping import with_cap_in_tokens
 from offload.runtime.compressing import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import Chooser, placement_for
+from offload.system.captures import CAPTURING
 from offload.system.memory import worker_threads
 
 logger = logging.getLogger(__name__)
@@ -224,7 +225,8 @@ def with_calibrated_policy(
 
     policy = calibrate() if ranks is None else ranks.once(calibrate)
     if stock.device.type == "cuda":  # what is free there is shared out next
-        torch.cuda.empty_cache()
+        with CAPTURING:  # steps of another model
+            torch.cuda.empty_cache()
     placement = config.placement
     if placement is not None and policy != config.policy:
         num_qo_heads = stock.config.num_attention_heads

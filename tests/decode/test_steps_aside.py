@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, load
+from cases.device_cases import FLAGS, GRAPH, INLINE, greedy, load
 from cases.inside import decoder_of, steps_of
 from cases.tiny_models import random_tokens
 
+from cpu_ops.coprocessor import Coprocessor
+from offload.decode.gpu import aside as steps_aside
+from offload.decode.gpu import decoder as device_decoder
+from offload.decode.gpu import resident_kv
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.decode.gpu.prepared_steps import PreparedSteps
+from offload.decode.sampling import TokenChooser
 from offload.engine.engine import Engine
 from offload.engine.sampling_params import SamplingParams
 from offload.policies.base import DENSE, RETRIEVE
+from offload.system.captures import CAPTURING
 from offload.system.errors import DeviceMemoryError
+
+_TRACED = {module.__file__ for module in (steps_aside, device_decoder, resident_kv)}
 
 
 @pytest.fixture(params=[INLINE, FLAGS, GRAPH])
@@ -80,12 +90,22 @@ class Decoding:
         self._caches.append((*caches, tokens[:, -1:]))
 
     @torch.no_grad()
-    def step(self, which: int = 0) -> None:
-        """The same token on both."""
+    def step(self, which: int = 0, act: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """The same token on both.
+
+        Args:
+            act: calls the step of the model with a GPU.
+        """
         cache, plain, token = self._caches[which]
         wanted = self._plain(token, past_key_values=plain).logits[:, -1:].argmax(-1)
-        logits = self.model(token.to(self.model.device), past_key_values=cache).logits
-        assert torch.equal(logits[:, -1:].argmax(-1).cpu(), wanted)
+        said: list[torch.Tensor] = []
+
+        def step() -> None:
+            logits = self.model(token.to(self.model.device), past_key_values=cache).logits
+            said.append(logits[:, -1:].argmax(-1).cpu())
+
+        (act or (lambda step: step()))(step)
+        assert torch.equal(said[-1], wanted)
         self._caches[which] = (cache, plain, wanted)
 
     def place_aside(self, text: str, num_sequences: int = 1) -> None:
@@ -226,6 +246,191 @@ def test_what_may_happen_meanwhile(
     decoding.step()
 
 
+def test_steps_that_failed_are_not_closed_beside_others(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coprocessor that is closed has the attention forget what a step that runs may need."""
+    closed, failed = [], []
+    close, sync = (
+        Coprocessor.close,
+        type(next(iter(steps_of(decoding.model).links.values())).gpu_sync),
+    )
+
+    def watched(coprocessor: Coprocessor) -> None:
+        closed.append(threading.current_thread())
+        close(coprocessor)
+
+    def capture(*args: Any, **kwargs: Any) -> bool:
+        failed.append(threading.current_thread())
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Coprocessor, "close", watched)
+        patch.setattr(sync, "capture", capture)
+        decoding.place_aside("GG GG ..", 2)
+        decoding.settle()
+    assert failed
+    assert threading.main_thread() not in failed
+    assert not closed
+    decoding.step()
+    assert decoding.decoder.placement == decoding.wanted
+
+
+def test_steps_that_failed_are_not_wanted_any_more(decoding: Decoding, gate: Gate) -> None:
+    decoding.begin(1)
+    decoding.step(1)
+    old, before = steps_of(decoding.model), decoding.wanted
+    gate.fails = True
+    decoding.place_aside("GG GG ..")
+    decoding.wanted = before
+    decoding.decoder.begin_generation(1, 100, 64)
+    gate.opened.set()
+    decoding.settle()
+    decoding.step()
+    assert decoding.decoder._aside is None
+    assert steps_of(decoding.model) is old
+
+
+def test_a_burst_ends_with_the_steps_it_began_with(
+    decoding: Decoding, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, tokens, counts = decoding.decoder, random_tokens(1, 40, seed=3), []
+    decoding.wanted = HeadPlacement.from_text("GG GG GG")
+    decoder.place(decoding.wanted)
+    decoding.step()
+    decoding.wanted = HeadPlacement.from_text("GG GG ..")
+    at_once = decoder.tokens_at_once
+
+    def then_they_are_made(*args: Any) -> int:
+        counts.append(at_once(*args))
+        if decoder._aside is not None:
+            gate.opened.set()
+            decoding.settle()
+        return counts[-1]
+
+    monkeypatch.setattr(decoder, "tokens_at_once", then_they_are_made)
+    assert torch.equal(greedy(decoding.model, tokens, 9), greedy(decoding._plain, tokens, 9))
+    assert counts[0] > 1
+    assert decoder.placement == decoding.wanted
+    assert gate.made == 1
+
+
+def test_draws_and_captures_take_turns(
+    backend: tuple[str, str], tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model may capture: torch refuses draws meanwhile."""
+    model, drawn = load(tiny_folders["llama"], "full", backend), []
+    choose = TokenChooser.choose
+
+    def watched(chooser: TokenChooser, logits: torch.Tensor, *, samples: bool) -> torch.Tensor:
+        taken: list[bool] = []
+
+        def take() -> None:
+            taken.append(CAPTURING.acquire(blocking=False))
+            if taken[-1]:
+                CAPTURING.release()
+
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+        drawn.append(taken == [False])
+        return choose(chooser, logits, samples=samples)
+
+    monkeypatch.setattr(TokenChooser, "choose", watched)
+    greedy(model, random_tokens(1, 20), 4, do_sample=True)
+    assert drawn
+    assert all(drawn)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.1},
+        {"do_sample": False},
+        {"num_beams": 2},
+        {"prompt_lookup_num_tokens": 2},
+    ],
+    ids=["stock loop", "no draws", "beams", "drafts"],
+)
+@pytest.mark.parametrize("changes", [False, True])
+def test_nothing_is_captured_in_loops_of_transformers(
+    decoding: Decoding, gate: Gate, options: dict[str, Any], changes: bool
+) -> None:
+    decoder, is_running = decoding.decoder, []
+
+    def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        is_running.append(decoder._aside is not None and not decoder._aside.is_done)
+        return scores
+
+    if changes:
+        decoding.place_aside("GG .. GG")
+    decoding.wanted = HeadPlacement.from_text("GG GG ..")
+    threading.Timer(0.3, gate.opened.set).start()
+    options = {"do_sample": True, **options, "logits_processor": [watch]}
+    greedy(decoding.model, random_tokens(1, 40, seed=3), 4, **options)
+    assert is_running
+    assert not any(is_running)
+    assert gate.made == 1
+    assert decoder.placement == decoding.wanted
+
+
+def test_nothing_is_captured_after_a_generation(decoding: Decoding, gate: Gate) -> None:
+    """The caller may wait for the GPU, or draw there."""
+    decoding.wanted = HeadPlacement.from_text("GG GG ..")
+    threading.Timer(0.5, gate.opened.set).start()
+    greedy(decoding.model, random_tokens(1, 40, seed=3), 2)
+    assert gate.made == 1
+    assert decoding.decoder._aside.is_done
+    decoding.step()
+    assert decoding.decoder.placement == decoding.wanted
+
+
+def test_ctrl_c_at_any_line(decoding: Decoding) -> None:
+    """… of a generation that begins, and of the step that goes on with others: no step runs as
+    another placement says, and what is wanted comes."""
+    decoder = decoding.decoder
+    texts = ("GG .. ..", "GG GG ..", "GG G. GG", ".G GG ..")
+    lines, stop_at = 0, 1
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename not in _TRACED:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == stop_at:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    def interrupted(act: Callable[[], None]) -> None:
+        sys.settrace(trace)
+        try:
+            act()
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            act()
+        finally:
+            sys.settrace(None)
+
+    def settle() -> None:
+        if decoder._aside is not None:
+            decoding.settle()
+
+    for is_aside in (True, False):
+        decoder._captures_aside, stop_at, lines = is_aside, 1, 2
+        while lines > stop_at:
+            lines, stop_at = 0, stop_at + 2
+            decoding.wanted = HeadPlacement.from_text(texts[stop_at // 2 % 4])
+            interrupted(partial(decoder.begin_generation, 1 + stop_at // 2 % 2, 100, 64))
+            settle()
+            decoding.step(act=interrupted)
+            settle()
+            decoding.step()
+            assert decoder.placement == decoding.wanted, stop_at
+            assert decoder._aside is None
+        assert stop_at > 60
+
+
 @pytest.mark.parametrize("policy", ["full", "lychee_decode", "tidal_decode"])
 def test_requests_join_while_others_decode(
     backend: tuple[str, str], policy: str, tiny_folders: dict[str, Path]
@@ -251,7 +456,7 @@ def test_requests_join_while_others_decode(
 
     made: list[bool] = []
 
-    def aside(model: Any) -> None:
+    def goes_aside(model: Any) -> None:
         decoder = decoder_of(model)
         least, roles = decoder._least_placement(), decoder.attention.roles
         places = np.array(least.places)
@@ -268,5 +473,5 @@ def test_requests_join_while_others_decode(
 
     wanted = answers(tiny_folders["llama"], ("cpu", None), lambda model: None)
     assert len(wanted) == 8
-    assert answers(tiny_folders["llama"], backend, aside) == wanted
+    assert answers(tiny_folders["llama"], backend, goes_aside) == wanted
     assert made

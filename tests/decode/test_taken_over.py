@@ -67,10 +67,14 @@ def random_places(model: Any, chance: random.Random) -> HeadPlacement:
 
 
 class Life:
-    """Sequences that begin, decode together, fork, lose tokens and end, as `seed` says."""
+    """Sequences that begin, decode together, fork, lose tokens and end, as `seed` says.
 
-    def __init__(self, model: Any, seed: int, *, places: bool) -> None:
-        self.model, self.places = model, places
+    Args:
+        places: heads change their places; `aside`: while steps for that are made beside others.
+    """
+
+    def __init__(self, model: Any, seed: int, *, places: bool, aside: bool = False) -> None:
+        self.model, self.places, self.aside = model, places, aside
         self._chance, self._placing = random.Random(seed), random.Random(seed)
         self.said: list[list[int]] = []
         self._caches: list[tuple[Any, torch.Tensor]] = []
@@ -81,8 +85,18 @@ class Life:
         for _ in range(num_steps):
             self._chance.choice([self._decode, self._decode, self._decode, self._change])()
             if self.places and self._placing.random() < 0.3:
-                decoder_of(self.model).place(random_places(self.model, self._placing))
+                self._place(random_places(self.model, self._placing))
         return self.said
+
+    def _place(self, placement: HeadPlacement) -> None:
+        decoder = decoder_of(self.model)
+        if not self.aside:
+            return decoder.place(placement)
+        decoder._captures_aside, decoder._choose = True, lambda *_: placement
+        decoder.begin_generation(self._placing.choice([1, 2, 4]), 200, 64)
+        if decoder._aside is not None and self._placing.random() < 0.5:
+            decoder._aside.wait()
+        return None
 
     def _begin(self, num_sequences: int) -> None:
         tokens = random_tokens(num_sequences, self._chance.randrange(10, 150))
@@ -123,17 +137,18 @@ class Life:
         return None
 
 
+@pytest.mark.parametrize("aside", [False, True], ids=["between", "aside"])
 @pytest.mark.parametrize("seed", slow_but(range(8), 0, 1))
 @pytest.mark.parametrize("name", list(policies()))
 def test_tokens_are_those_of_the_cpu(
-    backend: tuple[str, str], name: str, seed: int, tiny_folders: dict[str, Path]
+    backend: tuple[str, str], name: str, seed: int, aside: bool, tiny_folders: dict[str, Path]
 ) -> None:
     policy = policies()[name]
     plain = load(tiny_folders["llama"], policy, ("cpu", None))
     model = load(tiny_folders["llama"], policy, backend)
     wanted = Life(plain, seed, places=False).run(60)
     assert len(wanted) > 20
-    assert Life(model, seed, places=True).run(60) == wanted
+    assert Life(model, seed, places=True, aside=aside).run(60) == wanted
 
 
 class HostReads:

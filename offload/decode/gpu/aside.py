@@ -70,13 +70,12 @@ class StepsAside:
             _running.discard(self)
 
     def _made(self) -> PreparedSteps:
+        """Where captures fail nothing is closed: the attention would forget what a step needs that
+        others are in the middle of (`Coprocessor.close`). No thread of a coprocessor has begun.
+        """
         steps = self._make()
         self._has_buffers.set()
-        try:
-            self._capture(steps)
-        except BaseException:
-            steps.close()
-            raise
+        self._capture(steps)
         return steps
 
 

@@ -125,6 +125,7 @@ class DeviceDecoder:
         self._steps: PreparedSteps | None = None  # with the first sequences
         self._kept: ResidentKV | None = None  # of the last steps, for those that come next
         self._took_over = False
+        self._keeps_steps = False  # those made aside wait until a burst is over
         self._streams: list[StepStreams] = []
         self._captures_aside = backend == "graph" and model.ranks is None
         self._aside: StepsAside | None = None  # those that come next
@@ -156,10 +157,11 @@ class DeviceDecoder:
         placement.check_model(num_layers=len(self.model.layers), num_kv_heads=num_kv_heads)
         placement.check_policy(policy, self.model.shape.num_qo_heads)
         self._drop_aside()
-        self._attend_as(placement)
-        self._retire_steps()
-        if self._kept is not None:
-            self._kept.keep(self._layers)
+        with shielded():  # no step of one placement may run as another says
+            self._attend_as(placement)
+            self._retire_steps()
+            if self._kept is not None:
+                self._kept.keep(self._layers)
 
     def _attend_as(self, placement: HeadPlacement) -> None:
         self.placement, places = placement, placement.places
@@ -226,7 +228,12 @@ class DeviceDecoder:
         """`count` whole steps: see `Decoder.choose_several`."""
         if count == 1:
             return self.choose_tokens(seqs, tokens, position_ids, options)[:, None]
-        slots, kv_lens = self._bind(seqs, count)
+        # As `tokens_at_once` has bound them: other steps may have no bursts.
+        self._keeps_steps = True
+        try:
+            slots, kv_lens = self._bind(seqs, count)
+        finally:
+            self._keeps_steps = False
         steps, samples = self._prepared, options.temperature > 0.0
         bursts, resident = steps.bursts, steps.step.resident
         assert bursts is not None
@@ -315,8 +322,19 @@ class DeviceDecoder:
                 self.place(wanted)
 
     def end_generation(self) -> None:
-        """As `Decoder.end_generation`: steps that are made anew are for those that come."""
+        """As `Decoder.end_generation`: steps that are made anew are for those that come. The
+        caller may draw, or wait for the whole GPU, which is refused while a thread captures.
+        """
         self._expected = _NOTHING_EXPECTED
+        if self._aside is not None:
+            self._aside.wait()
+
+    def finish_captures(self) -> None:
+        """As `Decoder.finish_captures`."""
+        if self._aside is not None:
+            steps = self._aside.wait()
+            if steps is None or not self._serve_expected(steps, self._aside.placement):
+                self._end_aside()
 
     def give_heads_back(self, why: DeviceMemoryError) -> bool:
         """As `Decoder.give_heads_back`; never where somebody has asked for the placement."""
@@ -514,9 +532,10 @@ class DeviceDecoder:
             return functools.partial(step.run_layers, link)
         return functools.partial(step.run_tokens, link, samples=kind == _SAMPLED)
 
-    def _drawing(self, samples: bool) -> AbstractContextManager[object]:
-        """Nothing is drawn on the GPU while a thread captures."""
-        return CAPTURING if samples and self._aside is not None else nullcontext()
+    @staticmethod
+    def _drawing(samples: bool) -> AbstractContextManager[object]:
+        """Nothing is drawn on the GPU while a thread captures, this model's or another's."""
+        return CAPTURING if samples else nullcontext()
 
     def _prepare(self, link: HostLink, kind: str, run: Step, kv_lens: Sequence[int]) -> None:
         """Do what the first run of a step needs; it may run the step, with no row in use.
@@ -605,7 +624,7 @@ class DeviceDecoder:
         """
         if self._aside is not None:
             serves = self._prepared.has_room(num_sequences, kv_len)
-            if not serves or self._aside.is_done:
+            if not serves or (self._aside.is_done and not self._keeps_steps):
                 self._swap(serves=serves)
             if self._aside is not None:
                 return
@@ -626,8 +645,9 @@ class DeviceDecoder:
         if kept is not None:
             try:
                 new = make(kept.budget)
-                new.step.resident.take_over(kept)
-                self._steps, self._took_over = new, True
+                with shielded():  # two that own the same pages would give them to others
+                    new.step.resident.take_over(kept)
+                    self._steps, self._took_over, self._kept = new, True, None
             except (DeviceMemoryError, torch.OutOfMemoryError) as error:
                 logger.debug("no room for new steps beside what is there: %s", error)
                 new = None
@@ -719,7 +739,8 @@ class DeviceDecoder:
                     steps.bursts.prepare(steps.choose_link([rows - 1], 1), samples=False)
 
         make = functools.partial(self._make_steps, wanted, layers, slots, max_tokens, budget)
-        self._aside = StepsAside(wanted, make, capture, self.device)
+        with shielded():  # the thread that was started is ours
+            self._aside = StepsAside(wanted, make, capture, self.device)
         self._aside.wait_for_buffers()  # a prefill counts what is free
 
     def _serve_expected(self, steps: PreparedSteps, placement: HeadPlacement) -> bool:
@@ -734,24 +755,32 @@ class DeviceDecoder:
             serves: those that there are would do for the next step, too.
         """
         assert self._aside is not None
-        assert self._wanted is not None
         start = time.perf_counter()
-        steps = self._aside.wait()
-        placement, self._aside = self._aside.placement, None
-        if steps is not None and self._serve_expected(steps, placement):
-            try:
-                with shielded():
+        self._aside.wait()
+        with shielded():
+            steps, placement, self._aside = self._aside.wait(), self._aside.placement, None
+            if steps is not None and self._serve_expected(steps, placement):
+                try:
                     self._replace_steps(steps, placement)
-            except torch.OutOfMemoryError as error:
-                logger.debug("no room to go on with steps that were made aside: %s", error)
-        elif steps is not None and serves:  # others are expected meanwhile
-            steps.close()
+                except torch.OutOfMemoryError as error:
+                    logger.debug("no room to go on with steps that were made aside: %s", error)
+            else:
+                if steps is not None:
+                    steps.close()
+                can_wait = serves and (
+                    steps is not None or self._serve_expected(self._prepared, self.placement)
+                )
+                steps = None  # their memory first
+                self._go_on(can_wait=can_wait)
+        self.setup_seconds += time.perf_counter() - start
+
+    def _go_on(self, *, can_wait: bool) -> None:
+        """Without what was made aside: others are expected meanwhile, or it could not be made."""
+        assert self._wanted is not None
+        if can_wait:
             self._begin_aside(self._wanted)
         else:
-            if steps is not None:
-                steps.close()
             self.place(self._wanted)
-        self.setup_seconds += time.perf_counter() - start
 
     def _replace_steps(self, steps: PreparedSteps, placement: HeadPlacement) -> None:
         old = self._prepared
@@ -783,16 +812,18 @@ class DeviceDecoder:
         With ranks nothing stays: where one of them has no room for it, their slots would differ.
         """
         self._drop_aside()
-        if self._steps is not None:
-            resident = self._steps.step.resident
-            if self.model.ranks is None and resident.is_bound:
-                self._kept = resident
-            self._steps.close()
-        self._steps = None
+        with shielded():
+            if self._steps is not None:
+                resident = self._steps.step.resident
+                if self.model.ranks is None and resident.is_bound:
+                    self._kept = resident
+                self._steps.close()
+            self._steps = None
 
     def _drop_steps(self) -> None:
         self._drop_aside()
-        if self._steps is not None:
-            self._steps.close()
-        self._steps = self._kept = None
-        self._took_over = False
+        with shielded():
+            if self._steps is not None:
+                self._steps.close()
+            self._steps = self._kept = None
+            self._took_over = False

@@ -174,10 +174,11 @@ void bind_coprocessor(py::module_& m) {
       .def(py::init<int64_t, int64_t, int, int64_t>())
       .def("forget", &HotRows::forget)
       // (token, place) of each hot row, [n, 2].
-      .def("hot", [](const HotRows& rows, int64_t slot, int64_t layer_idx, int kv_head) {
-        const std::vector<Fetch> hot = rows.hot(slot, layer_idx, kv_head);
-        return pairs_of(hot.data(), static_cast<int64_t>(hot.size()));
-      })
+      .def("hot",
+           [](const HotRows& rows, int64_t slot, int64_t layer_idx, int kv_head) {
+             const std::vector<Fetch> hot = rows.hot(slot, layer_idx, kv_head);
+             return pairs_of(hot.data(), static_cast<int64_t>(hot.size()));
+           })
       .def("take_counts", &HotRows::take_counts)
       // For tests: (token, place) of what has to be fetched, [n, 2].
       .def("choose", [](HotRows& rows, int64_t slot, int64_t layer_idx, int kv_head, const Int32s& tokens) {
@@ -186,11 +187,10 @@ void bind_coprocessor(py::module_& m) {
         return pairs_of(fetches.data(), n);
       });
   py::class_<PyCoprocessor>(m, "Coprocessor")
-      .def(
-          py::init<py::object, const std::vector<int64_t>&, int64_t, int64_t, int64_t, int64_t,
-                   const std::vector<std::vector<int64_t>>&, const std::vector<uint8_t>&, int64_t, int64_t,
-                   const std::vector<uint8_t>&, const std::vector<uint8_t>&, const std::vector<uint8_t>&,
-                   const std::vector<uint8_t>&, py::object, py::object>())
+      .def(py::init<py::object, const std::vector<int64_t>&, int64_t, int64_t, int64_t, int64_t,
+                    const std::vector<std::vector<int64_t>>&, const std::vector<uint8_t>&, int64_t, int64_t,
+                    const std::vector<uint8_t>&, const std::vector<uint8_t>&, const std::vector<uint8_t>&,
+                    const std::vector<uint8_t>&, py::object, py::object>())
       .def("set_deadline", &PyCoprocessor::set_deadline)
       .def("begin", &PyCoprocessor::begin_step)
       .def(

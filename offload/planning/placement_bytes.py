@@ -5,6 +5,7 @@ What a step allocates its owners declare (`layout`); here is which there are, an
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from contextlib import closing
@@ -213,6 +214,18 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
     """
     if not policy.selects or not policy.state.has_arrays or kv_len <= policy.dense_tokens:
         return 0.0
+    try:
+        sizes = _state_bytes(policy, shape, dtype)
+    except TypeError:  # an option of a policy of one's own that has no hash
+        sizes = _state_bytes.__wrapped__(policy, shape, dtype)
+    first, second = (capacity_for(n) for n in _STATE_LENS)
+    per_token = (sizes[1] - sizes[0]) / (second - first)
+    return float(sizes[0] + per_token * (capacity_for(kv_len) - first))
+
+
+@functools.lru_cache(maxsize=64)
+def _state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype) -> list[int]:
+    """Of a sequence and layer at each of _STATE_LENS."""
     from cpu_ops.worker_pool import WorkerPool
 
     generator = torch.Generator().manual_seed(0)
@@ -235,6 +248,4 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
                 num_layers=shape.num_layers,
             )
             sizes.append(sum(array.nbytes for array in policy.state.build(context).values()))
-    first, second = (capacity_for(n) for n in _STATE_LENS)
-    per_token = (sizes[1] - sizes[0]) / (second - first)
-    return float(sizes[0] + per_token * (capacity_for(kv_len) - first))
+    return sizes

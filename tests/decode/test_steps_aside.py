@@ -145,7 +145,7 @@ def test_the_old_steps_go_on_until_the_new_ones_are_there(
     assert steps_of(decoding.model) is new
     assert decoding.decoder.placement == decoding.wanted
     assert not old.links
-    assert list(new.links) == [(4, 1)]  # one row of four, for now
+    assert list(new.links) == [(4, 1)]  # made for four rows; one is in use
     decoding.begin(3)
     decoding.step(1)
     decoding.step(0)

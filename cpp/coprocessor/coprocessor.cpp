@@ -71,12 +71,12 @@ struct Coprocessor::State {
   }
   // Answers, without serving, whatever the GPU waits for or asks for until `stop`.
   void drain(const std::atomic<bool>& stop) const {
-    for (size_t i = 0; i < num_requests(); ++i) set(reply_flag(i), 1);
+    for (size_t i = 0; i <= num_requests(); ++i) set(reply_flag(i), 1);
     while (!stop.load()) {
       for (size_t i = 0; i <= num_requests(); ++i) {
         if (!is_up(request_flag(i))) continue;
         set(request_flag(i), 0);
-        if (i < num_requests()) set(reply_flag(i), 1);
+        set(reply_flag(i), 1);
       }
       std::this_thread::sleep_for(kDrainPause);
     }
@@ -212,6 +212,7 @@ bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
     fail(message);
     return false;
   }
+  set(reply_flag(static_cast<size_t>(num)), 1);
   return true;
 }
 
@@ -363,8 +364,10 @@ Coprocessor::Retirement Coprocessor::abort(int64_t grace_ns) {
 void Coprocessor::reset() {
   end_drain();
   State& state = *state_;
-  for (size_t i = 0; i <= state.num_requests(); ++i) set(state.request_flag(i), 0);
-  for (size_t i = 0; i < state.num_requests(); ++i) set(state.reply_flag(i), 0);
+  for (size_t i = 0; i <= state.num_requests(); ++i) {
+    set(state.request_flag(i), 0);
+    set(state.reply_flag(i), 0);
+  }
   const std::lock_guard<std::mutex> lock(state.mutex);
   state.failure.clear();
   state.num_done.store(state.num_queued);

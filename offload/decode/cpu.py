@@ -104,6 +104,8 @@ class NativeDecoder:
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
         options: SamplingOptions,
+        *,
+        ahead: bool = False,
     ) -> torch.Tensor:
         """One whole step, to the `likeliest` tokens: see `Decoder.choose_tokens`."""
         assert options.temperature == 0.0
@@ -117,6 +119,13 @@ class NativeDecoder:
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
         """One: nobody waits for anybody."""
         return 1
+
+    def begin_steps(self, seqs: Sequence[int], most: int) -> int:
+        """One, likewise."""
+        return 1
+
+    def end_steps(self) -> None:
+        """Nothing was begun."""
 
     def choose_several(
         self,

@@ -57,13 +57,21 @@ class Decoder(Protocol):
         """
 
     def choose_tokens(
-        self, seqs: Sequence[int], tokens: Tensor, position_ids: Tensor, options: SamplingOptions
+        self,
+        seqs: Sequence[int],
+        tokens: Tensor,
+        position_ids: Tensor,
+        options: SamplingOptions,
+        *,
+        ahead: bool = False,
     ) -> Tensor:
         """One whole step, from the last tokens to the next.
 
         Args:
             tokens, position_ids: int64 [num_sequences], of the last token of each, on the host.
             options: greedy ones, unless it `samples`.
+            ahead: the next step is of the same sequences, from the tokens that this one chooses,
+                before `end_steps`.
 
         Returns:
             int64 [num_sequences], on the host; -1 where the logits were not finite.
@@ -78,6 +86,17 @@ class Decoder(Protocol):
         Raises:
             DeviceMemoryError: as `decode`.
         """
+
+    def begin_steps(self, seqs: Sequence[int], most: int) -> int:
+        """How many steps, up to `most`, had best follow each other with nothing in between. Until
+        `end_steps` there is room for them, and `choose_tokens` is called for `seqs` alone.
+
+        Raises:
+            DeviceMemoryError: as `decode`.
+        """
+
+    def end_steps(self) -> None:
+        """They are over, or their last ones do not come."""
 
     def choose_several(
         self,

@@ -22,7 +22,15 @@ class SamplingOptions:
 
 
 class BurstError(RuntimeError):
-    """Numbers were not finite in one of several steps: single ones tell where."""
+    """One of several steps has failed: single ones tell where, if it fails again.
+
+    Attributes:
+        chosen: int64 [n, num_steps], in the steps before it, which are done; None: in none.
+    """
+
+    def __init__(self, message: str, chosen: Tensor | None = None) -> None:
+        super().__init__(message)
+        self.chosen = chosen
 
 
 def check_chosen(tokens: Tensor, num_layers: int) -> Tensor:

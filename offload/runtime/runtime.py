@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from offload.decode.attention import DecodeAttention
 from offload.decode.decoder import Decoder
-from offload.decode.sampling import SamplingOptions, check_chosen
+from offload.decode.sampling import BurstError, SamplingOptions, check_chosen
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, tokens_each
 from offload.prefill.forward import OnTokens
@@ -34,6 +35,8 @@ from offload.runtime.slices import run_in_slices
 from offload.system.autocast import current_device, without_autocast
 from offload.system.interrupts import shielded
 from offload.system.torch_threads import torch_threads
+
+logger = logging.getLogger(__name__)
 
 _PROBE_SEED = 13
 
@@ -273,14 +276,52 @@ class Runtime:
         position_ids: torch.Tensor,
         options: SamplingOptions,
         most: int = 1,
+        ends: Callable[[torch.Tensor], bool] = lambda tokens: False,
     ) -> torch.Tensor:
         """Decode steps from the last token of each row to the next, int64 [batch_size, n <= most].
 
+        Args:
+            ends: whether there had best be no further step behind tokens [batch_size]; where many
+                come at once, nobody asks.
+
         Raises:
-            As `run`; ValueError for a context that is too long.
+            As `run`; ValueError for a context that is too long; BurstError where it was not the
+            first of several steps that failed.
         """
+        chosen: list[torch.Tensor] = []
+        try:
+            try:
+                count, in_turn = self._steps_at_once(cache, most)
+                while len(chosen) < in_turn and not (chosen and ends(tokens)):
+                    ahead = len(chosen) + 1 < in_turn
+                    step = (cache, tokens, position_ids, options, count)
+                    chosen.append(self._choose(*step, ahead=ahead))
+                    tokens, position_ids = chosen[-1][:, -1], position_ids + 1
+            finally:
+                self._decoder.end_steps()
+        except RuntimeError as error:
+            if not chosen:
+                raise
+            logger.warning("a step has failed and is tried again: %s", error)
+            raise BurstError(str(error), torch.cat(chosen, dim=1)) from error
+        except BaseException:
+            if chosen:  # whoever asked has none of them
+                cache.crop(-len(chosen))
+            raise
+        return torch.cat(chosen, dim=1)
+
+    def _choose(
+        self,
+        cache: OffloadedCache,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        options: SamplingOptions,
+        count: int,
+        *,
+        ahead: bool,
+    ) -> torch.Tensor:
+        """As `choose_tokens`, in one pass: int64 [batch_size, count]."""
         start, before = time.perf_counter(), self._decoder.setup_seconds
-        count = self._tokens_at_once(cache, most)
         self.check_context(max(cache.seen_lens) + count)
         batch, corrections = tokens_each(cache.batch_size, count), self.sequences.corrections
         if corrections is not None and corrections.are_due(cache.seqs):
@@ -297,7 +338,14 @@ class Runtime:
                 self.sequences.note_decoded(batch, seqs, tokens, position_ids)
             start += self._build_index(seqs)
             with current_device(self.device):
-                chosen = self._decoder.choose_several(seqs, tokens, position_ids, options, count)
+                if count > 1:
+                    chosen = self._decoder.choose_several(
+                        seqs, tokens, position_ids, options, count
+                    )
+                else:
+                    chosen = self._decoder.choose_tokens(
+                        seqs, tokens, position_ids, options, ahead=ahead
+                    )[:, None]
             start += self._count_setup(before)
             if count > 1:  # nobody has read their delimiter classes meanwhile
                 fed = torch.cat([tokens[:, None], chosen[:, :-1]], dim=1)
@@ -309,12 +357,14 @@ class Runtime:
         self._record("decode", batch.num_tokens, start)
         return chosen
 
-    def _tokens_at_once(self, cache: OffloadedCache, most: int) -> int:
-        """Steps that nobody looks at one by one may be several at once."""
+    def _steps_at_once(self, cache: OffloadedCache, most: int) -> tuple[int, int]:
+        """Tokens that come in one pass, and passes that are begun (`Decoder.begin_steps`): steps
+        that nobody looks at one by one may be several."""
         if self.sequences.corrections or self.sequences.compression or self.attention.is_probed:
-            return 1
+            return 1, 1
         with current_device(self.device):
-            return self._decoder.tokens_at_once(cache.seqs, most)
+            count = self._decoder.tokens_at_once(cache.seqs, most)
+            return count, 1 if count > 1 else self._decoder.begin_steps(cache.seqs, most)
 
     def logits(self, hidden: torch.Tensor, phase: str) -> torch.Tensor:
         """[..., hidden_size] before the final norm -> [..., vocab_size]."""

@@ -43,9 +43,9 @@ def generate_tokens(
     Returns:
         int64 [batch_size, tokens], prompt and new tokens.
     """
-    ends = [c.eos_token_id.cpu() for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
-    eos = torch.cat(ends) if ends else torch.empty(0, dtype=torch.int64)
-    pad = int(generation_config._pad_token_tensor) if ends else 0
+    ids = [c.eos_token_id.cpu() for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
+    eos = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+    pad = int(generation_config._pad_token_tensor) if ids else 0
     batch_size, length = input_ids.shape
     text = torch.empty(batch_size, stopping_criteria.max_length, dtype=torch.int64)
     text[:, :length] = input_ids
@@ -54,6 +54,11 @@ def generate_tokens(
     positions -= length
     chosen = runtime.first_tokens(outputs.logits[:, -1], options)[:, None]
     del outputs  # the logits may be of a whole prompt
+    failed = False  # the last step that was tried
+
+    def ends(tokens: Tensor) -> bool:
+        return bool((torch.isin(tokens, eos) & unfinished).any())
+
     while True:
         ended = torch.isin(chosen, eos) & unfinished[:, None]
         if bool(ended[:, :-1].any()):  # what follows an answer's end is padding
@@ -71,12 +76,16 @@ def generate_tokens(
         unfinished &= ~ended[:, -1]
         if length == text.shape[1] or not bool(unfinished.any()):
             break
-        most, last = text.shape[1] - length, chosen[:, -1].contiguous()
+        # Steps that feed themselves would feed an answer that has ended other tokens than padding.
+        most = text.shape[1] - length if bool(unfinished.all()) and not failed else 1
+        last = chosen[:, -1].contiguous()
         step = (cache, last, positions + length, options)
         try:
-            chosen = runtime.choose_tokens(*step, most)
-        except BurstError:
-            chosen = runtime.choose_tokens(*step)
+            chosen = runtime.choose_tokens(*step, most, ends)
+            failed = False
+        except BurstError as error:
+            failed = error.chosen is not None
+            chosen = runtime.choose_tokens(*step) if error.chosen is None else error.chosen
     if streamer is not None:
         streamer.end()
     return text[:, :length].to(input_ids.device)

@@ -54,20 +54,33 @@ class FlagHandshake(GraphSync):
         self._steps[key] = step
         return is_new
 
-    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
-        super().run(key, step, rows, slots)
-        self._gpu.join()  # a GPU holds no locks of this process after its last flag
+    def run(
+        self,
+        key: Hashable,
+        step: Step,
+        rows: DecodeStep,
+        slots: Sequence[int],
+        *,
+        is_launched: bool = False,
+        ahead: bool = False,
+    ) -> None:
+        super().run(key, step, rows, slots, is_launched=is_launched, ahead=ahead)
+        if not ahead:
+            self._gpu.join()  # a GPU holds no locks of this process after its last flag
 
     def close(self) -> None:
         self._coprocessor.close()
 
-    def _replay(self, key: Hashable) -> None:
-        step = self._steps[key]
+    def _replay(self, key: Hashable, *, ahead: bool) -> None:
+        step, before = self._steps[key], self._gpu
 
         @torch.no_grad()
         def run() -> None:
+            if before.ident is not None:
+                before.join()
             step()
             self.request_attention(-1)
+            self.await_reply(-1)
 
         self._gpu = threading.Thread(target=run, daemon=True)
         self._gpu.start()

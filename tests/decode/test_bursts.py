@@ -13,7 +13,7 @@ from cases.inside import decoder_of, resident_of
 from cases.tiny_models import random_tokens
 from transformers.generation.streamers import BaseStreamer
 
-from offload.decode.gpu.bursts import MOST_STEPS, Bursts
+from offload.decode.gpu.bursts import MOST_STEPS, BurstLength, Bursts
 from offload.decode.gpu.placement import HeadPlacement, Place
 
 
@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest, tiny_folders: dict[str, Path]) -> Any:
 
 @pytest.fixture(autouse=True)
 def sevens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bursts, "num_steps", property(lambda self: 7))
+    monkeypatch.setattr(BurstLength, "num_steps", property(lambda self: 7))
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_numbers_that_are_not_finite_are_told_of_their_layer(
 
 def test_bursts_are_as_long_as_a_reader_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    bursts = object.__new__(Bursts)
+    bursts = BurstLength()
     for seconds, wanted in ((0.001, MOST_STEPS), (0.008, 8), (0.1, 1)):
         bursts.timed(2, 2 * seconds)
         assert bursts.num_steps == wanted

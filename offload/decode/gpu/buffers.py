@@ -28,7 +28,7 @@ class StepBuffers:
 
     def __init__(self, model: LeanModel, num_rows: int, dtype: torch.dtype, device: torch.device):
         shape = model.shape
-        # What changes from step to step: the host writes it, the step's first operation copies it.
+        # What changes from step to step: the host writes it, or the step before.
         host_state = torch.full((3, num_rows), -1, dtype=torch.int64)
         self.host_state = host_state.pin_memory() if device.type == "cuda" else host_state
         self.host_tokens = torch.empty_like(self.host_state[2], pin_memory=device.type == "cuda")

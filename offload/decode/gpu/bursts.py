@@ -22,6 +22,22 @@ MOST_STEPS = 64
 _BURST_SECONDS = 0.064
 
 
+class BurstLength:
+    """How many steps follow each other before somebody sees their tokens."""
+
+    def __init__(self) -> None:
+        self._step_seconds = _BURST_SECONDS / 2  # until one was timed
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the next burst."""
+        return max(1, min(MOST_STEPS, int(_BURST_SECONDS / self._step_seconds)))
+
+    def timed(self, num_steps: int, seconds: float) -> None:
+        """So many took so long."""
+        self._step_seconds = max(seconds / num_steps, 1e-6)
+
+
 class Bursts:
     """Bursts of the steps of one `DeviceStep`.
 
@@ -39,16 +55,6 @@ class Bursts:
         num_rows = step.buffers.state.shape[1]
         tokens = torch.empty(MOST_STEPS, num_rows, dtype=torch.int64)
         self._host_tokens = tokens if stream is None else tokens.pin_memory()
-        self._step_seconds = _BURST_SECONDS / 2  # until one was timed
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the next burst."""
-        return max(1, min(MOST_STEPS, int(_BURST_SECONDS / self._step_seconds)))
-
-    def timed(self, num_steps: int, seconds: float) -> None:
-        """A burst took so long."""
-        self._step_seconds = max(seconds / num_steps, 1e-6)
 
     def prepare(self, link: HostLink, *, samples: bool) -> bool:
         """Capture a step for the rows of `link`, with no row in use; whether that was to do."""
@@ -65,20 +71,18 @@ class Bursts:
         return True
 
     def run(self, link: HostLink, slots: Sequence[int], num_steps: int, *, samples: bool) -> Tensor:
-        """Prepared steps from `buffers.host_state` on: int64 [len(slots), num_steps], on the host.
+        """Prepared steps from `buffers.state` on: int64 [len(slots), num_steps], on the host.
 
         Tokens are -1 from where logits were not finite.
         """
         b, rows = self._step.buffers, self._host_tokens[:, : link.num_rows]
         if self._stream is None:
-            b.state.copy_(b.host_state)
             for number in range(num_steps):
                 self._step.run_resident(link, samples=samples)
                 rows[number] = b.tokens[: link.num_rows]
             return rows[:num_steps, slots].T.contiguous()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            b.state.copy_(b.host_state, non_blocking=True)
             for number in range(num_steps):
                 if self._captures:
                     self._graphs[self._key(link, samples)].replay()

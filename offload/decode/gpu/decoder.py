@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,6 +53,18 @@ PlacementChooser = Callable[[HeadPlacement, int, int, "int | None", "int | None"
 _NOTHING_EXPECTED = (1, 1, None)
 
 _SAMPLED = "sampled tokens"  # a kind of steps
+
+
+@dataclass
+class _StepsInTurn:
+    """Steps of the same sequences, between `begin_steps` and `end_steps`.
+
+    Attributes:
+        is_launched: the next one is.
+    """
+
+    link: HostLink
+    is_launched: bool = False
 
 
 class DeviceDecoder:
@@ -126,6 +139,7 @@ class DeviceDecoder:
         self._kept: ResidentKV | None = None  # of the last steps, for those that come next
         self._took_over = False
         self._keeps_steps = False  # those made aside wait until a burst is over
+        self._in_turn: _StepsInTurn | None = None
         self._streams: list[StepStreams] = []
         self._captures_aside = backend == "graph" and model.ranks is None
         self._aside: StepsAside | None = None  # those that come next
@@ -193,20 +207,59 @@ class DeviceDecoder:
         return hidden
 
     def choose_tokens(
-        self, seqs: Sequence[int], tokens: Tensor, position_ids: Tensor, options: SamplingOptions
+        self,
+        seqs: Sequence[int],
+        tokens: Tensor,
+        position_ids: Tensor,
+        options: SamplingOptions,
+        *,
+        ahead: bool = False,
     ) -> Tensor:
         """One whole step: see `Decoder.choose_tokens`."""
         slots, kv_lens = self._bind(seqs)
-        link, step = self._choose_link(slots), self._prepared.step
+        in_turn, step = self._in_turn, self._prepared.step
+        link = self._choose_link(slots) if in_turn is None else in_turn.link
         samples = options.temperature > 0.0
         kind = _SAMPLED if samples else "tokens"
         run = self._step(kind, step, link)
-        step.buffers.chooser.use(options)
-        self._prepare(link, kind, run, kv_lens)
-        self._write_state(slots, kv_lens, position_ids, tokens)
+        if in_turn is None or not in_turn.is_launched:
+            step.buffers.chooser.use(options)
+            self._prepare(link, kind, run, kv_lens)
+            self._write_state(slots, kv_lens, position_ids, tokens)
         with self._drawing(samples):
-            self._run(link, kind, run, seqs, slots, kv_lens)
+            self._run(link, kind, run, seqs, slots, kv_lens, ahead=ahead)
         return step.buffers.host_tokens[slots]
+
+    def begin_steps(self, seqs: Sequence[int], most: int) -> int:
+        """As `Decoder.begin_steps`: the GPU begins with each when the CPU has what the last leaves.
+
+        A policy whose shares change between steps, and a compression that wants their queries, look
+        at what the GPU writes in the next step.
+        """
+        is_watched = self.model.ranks is not None or self.on_mark is not None
+        is_watched |= self.after_projection is not None
+        attention = self.attention
+        is_watched |= attention.top_p_controller is not None or attention.compression is not None
+        if most < 2 or is_watched:
+            return 1
+        slots, _ = self._bind(seqs, min(most, MOST_STEPS))
+        link, steps = self._choose_link(slots), self._prepared
+        settled = steps.settled_steps(link)
+        most = min(most, steps.burst_length.num_steps, most if settled is None else settled)
+        if most < 2:
+            return 1
+        self._in_turn, self._keeps_steps = _StepsInTurn(link), True
+        return most
+
+    def end_steps(self) -> None:
+        """As `Decoder.end_steps`."""
+        in_turn, self._in_turn = self._in_turn, None
+        self._keeps_steps = False
+        if in_turn is None or not in_turn.is_launched:
+            return
+        with shielded():
+            in_turn.link.mailbox.hot_counts.zero_()  # it fetches nothing, so that hot rows stay
+            in_turn.link.gpu_sync.discard()
 
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
         """As `Decoder.tokens_at_once`: a burst, if the GPU has all heads of all of them."""
@@ -215,7 +268,7 @@ class DeviceDecoder:
             return 1
         self._bind(seqs, min(most, MOST_STEPS))  # which may have to place heads elsewhere
         bursts = self._prepared.bursts
-        return 1 if bursts is None else min(most, bursts.num_steps)
+        return 1 if bursts is None else min(most, self._prepared.burst_length.num_steps)
 
     def choose_several(
         self,
@@ -260,7 +313,7 @@ class DeviceDecoder:
                 resident.forget(seq)
             raise
         resident.advance(slots, kv_lens)
-        bursts.timed(count, time.perf_counter() - start)
+        steps.burst_length.timed(count, time.perf_counter() - start)
         return chosen
 
     def first_tokens(self, logits: Tensor, options: SamplingOptions) -> Tensor:
@@ -544,7 +597,7 @@ class DeviceDecoder:
             kv_lens: after the step.
         """
         step, start = self._prepared.step, time.perf_counter()
-        step.buffers.host_state.fill_(-1)
+        step.buffers.state.fill_(-1)
         step.after_projection, step.on_mark = self.after_projection, self.on_mark
         samples = kind == _SAMPLED
         if not samples:
@@ -582,9 +635,11 @@ class DeviceDecoder:
         rows[0] -= 1
         if tokens is not None:
             rows[2] = tokens.numpy()
-        state = self._prepared.step.buffers.host_state.numpy()
+        b = self._prepared.step.buffers
+        state = b.host_state.numpy()
         state.fill(-1)
         state[:, slots] = rows
+        b.state.copy_(b.host_state, non_blocking=True)
 
     def _run(
         self,
@@ -594,13 +649,22 @@ class DeviceDecoder:
         seqs: Sequence[int],
         slots: Sequence[int],
         kv_lens: Sequence[int],
+        *,
+        ahead: bool = False,
     ) -> None:
         """One step of bound sequences that end with `kv_lens` tokens."""
-        start, steps = time.perf_counter(), self._prepared
+        start, steps, in_turn = time.perf_counter(), self._prepared, self._in_turn
+        is_launched = in_turn is not None and in_turn.is_launched
         rows = self.attention.begin_step(seqs, kv_lens)
+        if in_turn is not None:
+            in_turn.is_launched = ahead
         try:
-            link.gpu_sync.run(self._key(kind), run, rows, slots)
+            link.gpu_sync.run(
+                self._key(kind), run, rows, slots, is_launched=is_launched, ahead=ahead
+            )
         except BaseException:
+            if in_turn is not None:
+                in_turn.is_launched = False
             if link.coprocessor.is_stuck:  # perhaps in the map of hot rows
                 steps.step.resident.hot = None
             for seq in seqs:  # who knows what was written
@@ -609,6 +673,7 @@ class DeviceDecoder:
                     self.store.renew_page_table(seq)
             raise
         steps.step.resident.advance(slots, kv_lens)
+        steps.burst_length.timed(1, time.perf_counter() - start)
         compression = self.attention.compression
         if compression is not None and compression.wants_queries(seqs, kv_lens):
             compression.record_step(rows, slice(None), steps.step.buffers.queries[:, slots].cpu())

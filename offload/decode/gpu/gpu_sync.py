@@ -78,19 +78,35 @@ class GpuSync(Protocol):
     def prepare(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
         """`capture`, and have the CPU side ready."""
 
-    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+    def run(
+        self,
+        key: Hashable,
+        step: Step,
+        rows: DecodeStep,
+        slots: Sequence[int],
+        *,
+        is_launched: bool = False,
+        ahead: bool = False,
+    ) -> None:
         """Run a prepared step to its end.
 
         Args:
             key: equal keys promise that `step` launches the same work.
             rows: of `DecodeAttention.begin_step`; one row per sequence.
             slots: the row of the static buffers that each of them has.
+            is_launched: the run before did so `ahead`.
+            ahead: the next run is of the same `step` and `slots`, and finds on the GPU what it
+                reads: the GPU may begin with it now. Until then, or until `discard`, nothing may
+                wait for the GPU.
 
         Raises:
             CoprocessorError: the CPU side missed its deadline, or saw the GPU miss it, or found
                 something wrong with the numbers; names the layer. The next step may be run.
             GpuSyncError: the GPU does not come back.
         """
+
+    def discard(self) -> None:
+        """What was launched ahead does not come."""
 
     def close(self) -> None:
         """End threads, drop graphs."""
@@ -123,18 +139,30 @@ class InlineSync:
     def prepare(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
         return self.capture(key, step, samples=samples)
 
-    def run(self, key: Hashable, step: Step, rows: DecodeStep, slots: Sequence[int]) -> None:
+    def run(
+        self,
+        key: Hashable,
+        step: Step,
+        rows: DecodeStep,
+        slots: Sequence[int],
+        *,
+        is_launched: bool = False,
+        ahead: bool = False,
+    ) -> None:
         try:
             self._coprocessor.begin_step(rows, slots)
-            self._run_step(key, step)
+            self._run_step(key, step, is_launched=is_launched, ahead=ahead)
         except BaseException as error:
             self._recover(error)
             raise
 
+    def discard(self) -> None:
+        """Nothing is launched before it is asked for."""
+
     def close(self) -> None:
         self._coprocessor.close()
 
-    def _run_step(self, key: Hashable, step: Step) -> None:
+    def _run_step(self, key: Hashable, step: Step, *, is_launched: bool, ahead: bool) -> None:
         step()
         self._synchronize()
         self._coprocessor.end_step()
@@ -309,8 +337,14 @@ class GraphSync(StreamSync):
         super().close()
         self._graphs.clear()
 
-    def _run_step(self, key: Hashable, step: Step) -> None:
-        self._replay(key)
+    def discard(self) -> None:
+        self._drain()
+
+    def _run_step(self, key: Hashable, step: Step, *, is_launched: bool, ahead: bool) -> None:
+        if not is_launched:
+            self._replay(key, ahead=ahead)
+        if ahead:  # nobody asks for attention until the CPU has what this step leaves
+            self._replay(key, ahead=True)
         self._coprocessor.wait()
 
     def _capture(self, step: Step, *, samples: bool) -> torch.cuda.CUDAGraph:
@@ -320,6 +354,7 @@ class GraphSync(StreamSync):
                 step()
                 if not self._is_warming_up:
                     self.request_attention(-1)
+                    self.await_reply(-1)
             finally:
                 self._is_warming_up = False
 
@@ -333,12 +368,13 @@ class GraphSync(StreamSync):
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph
 
-    def _replay(self, key: Hashable) -> None:
+    def _replay(self, key: Hashable, *, ahead: bool) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._graphs[key].replay()
             self._finished.record()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        if not ahead:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _is_idle(self) -> bool:
         return bool(self._finished.query())  # type: ignore[no-untyped-call]

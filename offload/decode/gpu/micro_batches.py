@@ -37,6 +37,11 @@ class MicroBatchChoice:
         self._times: dict[int, list[float]] = {}
         self._steps_until_trial = _SETTLED_STEPS
 
+    @property
+    def settled_steps(self) -> int | None:
+        """Steps that are certain to be as the next one; None: all."""
+        return None if len(self.options) == 1 else self._steps_until_trial
+
     def record(self, num_micro_batches: int, seconds: float) -> None:
         """A step in `num_micro_batches` took so long."""
         if len(self.options) == 1 or num_micro_batches != self.num_micro_batches:

@@ -12,7 +12,7 @@ from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.buffers import HostLink, StepBuffers, micro_batch_rows, num_slots
-from offload.decode.gpu.bursts import Bursts
+from offload.decode.gpu.bursts import BurstLength, Bursts
 from offload.decode.gpu.gpu_sync import GpuSync, StepStreams
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.hot_rows import HotRows
@@ -46,6 +46,7 @@ class PreparedSteps:
         step: what a step launches, with its buffers and what stays on the GPU in the slots.
         links: to the host, by rows and micro-batches of the steps that there have been.
         bursts: of several steps; None: some heads are not on the GPU.
+        burst_length: of these, or of steps that are launched ahead.
 
     Raises:
         DeviceMemoryError: the GPU has no memory left for them.
@@ -68,6 +69,7 @@ class PreparedSteps:
     step: DeviceStep = field(init=False)
     links: dict[tuple[int, int], HostLink] = field(default_factory=dict, init=False)
     bursts: Bursts | None = field(default=None, init=False)
+    burst_length: BurstLength = field(default_factory=BurstLength, init=False)
     _steps_with_larger: dict[int, int] = field(default_factory=dict, init=False)  # by rows
     _choices: dict[int, MicroBatchChoice] = field(default_factory=dict, init=False)
 
@@ -114,6 +116,10 @@ class PreparedSteps:
     def record(self, link: HostLink, seconds: float) -> None:
         """A step took so long: `choose_link` learns from it."""
         self._choice(link.num_rows).record(link.num_micro_batches, seconds)
+
+    def settled_steps(self, link: HostLink) -> int | None:
+        """Steps that `link` is certain to serve; None: all."""
+        return self._choice(link.num_rows).settled_steps
 
     def other_ways(self, link: HostLink) -> list[HostLink]:
         """Links for the same rows in other numbers of micro-batches, which will be tried."""

@@ -71,14 +71,13 @@ class DeviceStep:
 
     def run_layers(self, link: HostLink) -> None:
         """From `buffers.hidden` to `buffers.hidden`, before the final norm."""
-        self.buffers.state.copy_(self.buffers.host_state, non_blocking=True)
         self.all_layers(link)
 
     def run_tokens(self, link: HostLink, *, samples: bool) -> None:
-        """From the tokens in `buffers.host_state` to the next in `buffers.host_tokens`."""
+        """From the tokens in `buffers.tokens` to the next there and in `buffers.host_tokens`, whose
+        positions follow."""
         b, n = self.buffers, link.num_rows
         self._mark("start")
-        b.state.copy_(b.host_state, non_blocking=True)
         b.hidden[:n] = self.model.embed_tokens(b.tokens[:n].clamp(min=0))
         self.all_layers(link)
         logits = self._linears(slice(0, n)).logits(self.weights, b.hidden[:n])
@@ -87,6 +86,7 @@ class DeviceStep:
         if self.model.ranks is not None:  # one of them draws for all
             self.model.ranks.broadcast(tokens)
         b.host_tokens[:n].copy_(tokens, non_blocking=True)
+        self._feed(tokens, n)
         self._mark("sample")
 
     def run_resident(self, link: HostLink, *, samples: bool) -> None:
@@ -100,8 +100,12 @@ class DeviceStep:
         finally:
             self._writes_pages = False
         logits = self._linears(slice(0, n)).logits(self.weights, b.hidden[:n])
-        b.tokens[:n] = self.buffers.chooser.choose(logits, samples=samples)
-        b.state[:2, :n] += (b.positions[:n] >= 0).long()
+        self._feed(b.chooser.choose(logits, samples=samples), n)
+
+    def _feed(self, tokens: Tensor, num_rows: int) -> None:
+        b = self.buffers
+        b.tokens[:num_rows] = tokens
+        b.state[:2, :num_rows] += (b.positions[:num_rows] >= 0).long()
 
     def all_layers(self, link: HostLink) -> None:
         """Rows [0, link.num_rows) of `buffers.hidden` through all layers, in place."""

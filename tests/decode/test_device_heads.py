@@ -251,8 +251,8 @@ class LateHandshake(InlineSync):
             for launch in self.late.pop(first)[2]:
                 launch()
 
-    def run(self, *args: Any) -> None:
-        super().run(*args)
+    def run(self, *args: Any, **options: Any) -> None:
+        super().run(*args, **options)
         assert not self.late, "not joined in its step"
 
 

@@ -242,11 +242,16 @@ class DeviceDecoder:
         is_watched |= attention.top_p_controller is not None or attention.compression is not None
         if most < 2 or is_watched:
             return 1
-        slots, _ = self._bind(seqs, min(most, MOST_STEPS))
+        slots, kv_lens = self._bind(seqs)
         link, steps = self._choose_link(slots), self._prepared
         settled = steps.settled_steps(link)
         most = min(most, steps.burst_length.num_steps, most if settled is None else settled)
+        most = min(most, steps.max_tokens - max(kv_lens) + 1)
         if most < 2:
+            return 1
+        try:
+            steps.step.resident.reserve(slots, [kv_len + most - 1 for kv_len in kv_lens])
+        except DeviceMemoryError:  # single steps go as far as they can
             return 1
         self._in_turn, self._keeps_steps = _StepsInTurn(link), True
         return most

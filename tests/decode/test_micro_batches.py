@@ -52,9 +52,9 @@ def test_a_long_generation_captures_all_ways_before_its_first_step(backend, tiny
         decoder._num_micro_batches = None
         run = decoder._run
 
-        def run_and_look(link, *args, decoder=decoder, run=run, links=links):
+        def run_and_look(link, *args, decoder=decoder, run=run, links=links, **options):
             links.append((set(decoder._prepared.links), link.num_micro_batches))
-            return run(link, *args)
+            return run(link, *args, **options)
 
         decoder._run = run_and_look
         tokens = greedy(model, random_tokens(2, 100), new_tokens)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, check_works, greedy, load, small
-from cases.inside import decoder_of, runtime_of
+from cases.inside import decoder_of, runtime_of, split_steps
 from cases.tiny_models import random_tokens
 
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
@@ -35,6 +35,7 @@ def sevens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_turn(folder: Path, policy: str, backend: Any, *, hot: bool = False) -> Any:
     model = load(folder, policy if policy == "full" else small(policy), backend)
+    split_steps(model, 1)  # nothing is tried
     if hot:
         decoder = decoder_of(model)
         heads = model.config.num_attention_heads

@@ -619,7 +619,7 @@ class DeviceDecoder:
     def _will_try_micro_batches(self, kv_lens: Sequence[int]) -> bool:
         """Whether it is known of a generation that it lasts long enough."""
         _, most, read_tokens = self._expected
-        if self._num_micro_batches is not None or read_tokens is not None:
+        if self._num_micro_batches is not None or read_tokens is not None or self.on_mark:
             return False
         is_single = self._prepared.bursts is None  # else most steps are not
         return is_single and most - max(kv_lens) >= WORTH_A_TRIAL_STEPS
@@ -685,7 +685,7 @@ class DeviceDecoder:
         self.attention.count_rows(rows)
         if self.attention.top_p_controller is not None:
             self.attention.top_p_controller.after_step()
-        if self._num_micro_batches is None:
+        if self._num_micro_batches is None and self.on_mark is None:  # marks are of one way
             steps.record(link, time.perf_counter() - start)
 
     def _make_slots(self, num_sequences: int, kv_len: int) -> None:

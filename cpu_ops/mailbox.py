@@ -9,7 +9,7 @@ Rows are slots, one sequence each; all tensors are contiguous.
     output    float32 [max_rows, num_qo_heads * head_dim]         what the CPU attended to
     lse       float32 [max_rows, num_qo_heads]                    natural log
     requests  int32   [num_requests + 1, 16]
-    replies   int32   [num_requests + 1, 16]
+    replies   int32   [num_requests + 2, 16]
     selection int32   [max_rows, selection_units, selection_tokens]   what the GPU's heads last
     counts    int32   [max_rows, selection_units]                     published, and how many tokens
     predicted dtype   [2, max_rows, num_qo_heads * head_dim]      rotated; of layer l in [l % 2]
@@ -22,8 +22,9 @@ others attended to does not count.
 A flag is element [i, 0], alone in its cache line. The GPU sets `requests[i]` to 1 when the rows of
 request i are in `query` and `kv`; the CPU resets it when it has seen it. The CPU sets `replies[i]`
 to 1 when `output` and `lse` are there; the GPU waits for that and resets it. The last of `requests`
-says that all layers of the step are in `kv`, the last of `replies` that the CPU has taken them: the
-GPU may write those of the next step.
+says that all layers of the step are in `kv`. Replies [num_requests] and [num_requests + 1] say that
+the CPU has taken these, and the GPU may begin with the next step; and that the CPU has begun with
+the step, so that nobody reads any more what the GPU left of the step before.
 
 A layer with hot rows is asked for a layer ahead: its request says that its rows are in `predicted`,
 and the keys and values of the layers above in `kv`. The reply says that `fetches` and `hot_counts`
@@ -104,7 +105,7 @@ class Mailbox:
             "output": (row, torch.float32),
             "lse": ((max_rows, num_qo_heads), torch.float32),
             "requests": ((num_requests + 1, FLAG_STRIDE), torch.int32),
-            "replies": ((num_requests + 1, FLAG_STRIDE), torch.int32),
+            "replies": ((num_requests + 2, FLAG_STRIDE), torch.int32),
             "selection": ((max_rows, selection_units, selection_tokens), torch.int32),
             "counts": ((max_rows, selection_units), torch.int32),
             "predicted": ((2, *row) if fetch_tokens else (2, max_rows, 0), dtype),
@@ -137,7 +138,7 @@ class Mailbox:
 
     @property
     def num_requests(self) -> int:
-        return int(self.replies.shape[0]) - 1
+        return int(self.requests.shape[0]) - 1
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

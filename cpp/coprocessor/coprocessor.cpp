@@ -50,6 +50,8 @@ struct Coprocessor::State {
   int32_t* request_flag(size_t i) const { return mailbox.requests + static_cast<int64_t>(i) * kFlagStride; }
   int32_t* reply_flag(size_t i) const { return mailbox.replies + static_cast<int64_t>(i) * kFlagStride; }
   size_t num_requests() const { return server.requests().size(); }
+  size_t has_taken() const { return num_requests(); }
+  size_t has_begun() const { return num_requests() + 1; }
 
   void progress(At where, int request) {
     at.store(static_cast<int>(where), std::memory_order_relaxed);
@@ -71,13 +73,14 @@ struct Coprocessor::State {
   }
   // Answers, without serving, whatever the GPU waits for or asks for until `stop`.
   void drain(const std::atomic<bool>& stop) const {
-    for (size_t i = 0; i <= num_requests(); ++i) set(reply_flag(i), 1);
+    for (size_t i = 0; i <= has_begun(); ++i) set(reply_flag(i), 1);
     while (!stop.load()) {
       for (size_t i = 0; i <= num_requests(); ++i) {
         if (!is_up(request_flag(i))) continue;
         set(request_flag(i), 0);
         set(reply_flag(i), 1);
       }
+      set(reply_flag(has_begun()), 1);
       std::this_thread::sleep_for(kDrainPause);
     }
   }
@@ -174,6 +177,7 @@ void Coprocessor::State::warm_up(int request) {
 // False: the thread is to end.
 bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
   const int num = static_cast<int>(num_requests());
+  set(reply_flag(has_begun()), 1);
   server.begin(step);
   if (num > 0) {
     progress(At::preparing, 0);
@@ -212,7 +216,7 @@ bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
     fail(message);
     return false;
   }
-  set(reply_flag(static_cast<size_t>(num)), 1);
+  set(reply_flag(has_taken()), 1);
   return true;
 }
 
@@ -364,10 +368,8 @@ Coprocessor::Retirement Coprocessor::abort(int64_t grace_ns) {
 void Coprocessor::reset() {
   end_drain();
   State& state = *state_;
-  for (size_t i = 0; i <= state.num_requests(); ++i) {
-    set(state.request_flag(i), 0);
-    set(state.reply_flag(i), 0);
-  }
+  for (size_t i = 0; i <= state.num_requests(); ++i) set(state.request_flag(i), 0);
+  for (size_t i = 0; i <= state.has_begun(); ++i) set(state.reply_flag(i), 0);
   const std::lock_guard<std::mutex> lock(state.mutex);
   state.failure.clear();
   state.num_done.store(state.num_queued);

@@ -42,6 +42,9 @@ class FlagHandshake(GraphSync):
             time.sleep(0)
         self._replies[request].value = 0
 
+    def await_begin(self) -> None:
+        self.await_reply(-1)
+
     @contextmanager
     def side_stream(self, lane: int = 0) -> Iterator[SideWork]:
         yield SideWork()
@@ -80,7 +83,7 @@ class FlagHandshake(GraphSync):
                 before.join()
             step()
             self.request_attention(-1)
-            self.await_reply(-1)
+            self.await_reply(-2)
 
         self._gpu = threading.Thread(target=run, daemon=True)
         self._gpu.start()

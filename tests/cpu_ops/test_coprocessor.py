@@ -311,7 +311,7 @@ def test_mailboxes_that_do_not_fit(pool):
     windows = {"sink_tokens": 4, "recent_tokens": 8}
     good = Mailbox.allocate(**sizes)
     num_bytes = sum(x.nbytes for x in good.tensors)
-    assert num_bytes == 4 * (2 * 192 * 2 + 3 * 2 * 2 * 64 + 2 * 6 + 4 * 16)
+    assert num_bytes == 4 * (2 * 192 * 2 + 3 * 2 * 2 * 64 + 2 * 6 + 5 * 16)
     Coprocessor(world.attention, good, [(0, 0, 2)], **windows)
     for name, value, message in (
         ("num_layers", 2, r"mailbox.kv must be torch.float32 \[3, 2, 2, 2, 32\]"),

@@ -237,7 +237,6 @@ class DeviceDecoder:
         at what the GPU writes in the next step.
         """
         is_watched = self.model.ranks is not None or self.on_mark is not None
-        is_watched |= self.after_projection is not None
         attention = self.attention
         is_watched |= attention.top_p_controller is not None or attention.compression is not None
         if most < 2 or is_watched:

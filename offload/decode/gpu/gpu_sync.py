@@ -57,6 +57,9 @@ class GpuSync(Protocol):
     def await_reply(self, request: int) -> None:
         """What the step launches next reads the reply."""
 
+    def await_begin(self) -> None:
+        """What the step launches next writes what the host reads of the step before. Once a step."""
+
     def side_stream(self, lane: int = 0) -> AbstractContextManager[SideWork]:
         """What the step launches inside runs beside what it launches afterwards, and after what it
         launched inside before in the same lane, which is below `NUM_LANES`.
@@ -125,6 +128,9 @@ class InlineSync:
 
     def await_reply(self, request: int) -> None:
         self._coprocessor.serve(request)
+
+    def await_begin(self) -> None:
+        """It has begun before the step."""
 
     def side_stream(self, lane: int = 0) -> AbstractContextManager[SideWork]:
         return nullcontext(SideWork())
@@ -307,7 +313,7 @@ class GraphSync(StreamSync):
         self._deadline_seconds = deadline_seconds
         self._requests, self._replies = mailbox.requests[:, :1], mailbox.replies[:, :1]
         # For the run before a capture, in which the GPU replies to itself.
-        self._practice = torch.zeros_like(mailbox.requests, pin_memory=True)[:, :1]
+        self._practice = torch.zeros_like(mailbox.replies, pin_memory=True)[:, :1]
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._stream = streams.main
         self._is_warming_up = False
@@ -320,6 +326,10 @@ class GraphSync(StreamSync):
     def await_reply(self, request: int) -> None:
         flags = self._practice if self._is_warming_up else self._replies
         await_flag(flags[request], self._stream.device)
+
+    def await_begin(self) -> None:
+        if not self._is_warming_up:
+            self.await_reply(-1)
 
     def capture(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
         """It is run once before, without the CPU side."""
@@ -354,7 +364,7 @@ class GraphSync(StreamSync):
                 step()
                 if not self._is_warming_up:
                     self.request_attention(-1)
-                    self.await_reply(-1)
+                    self.await_reply(-2)
             finally:
                 self._is_warming_up = False
 

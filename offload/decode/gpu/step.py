@@ -72,6 +72,7 @@ class DeviceStep:
     def run_layers(self, link: HostLink) -> None:
         """From `buffers.hidden` to `buffers.hidden`, before the final norm."""
         self.all_layers(link)
+        link.gpu_sync.await_begin()
 
     def run_tokens(self, link: HostLink, *, samples: bool) -> None:
         """From the tokens in `buffers.tokens` to the next there and in `buffers.host_tokens`, whose
@@ -85,6 +86,7 @@ class DeviceStep:
         tokens = b.chooser.choose(logits, samples=samples)
         if self.model.ranks is not None:  # one of them draws for all
             self.model.ranks.broadcast(tokens)
+        link.gpu_sync.await_begin()
         b.host_tokens[:n].copy_(tokens, non_blocking=True)
         self._feed(tokens, n)
         self._mark("sample")

@@ -58,7 +58,7 @@ class GpuSync(Protocol):
         """What the step launches next reads the reply."""
 
     def await_begin(self) -> None:
-        """What the step launches next writes what the host reads of the step before. Once a step."""
+        """What the step launches next writes what the host read of the step before. Once a step."""
 
     def side_stream(self, lane: int = 0) -> AbstractContextManager[SideWork]:
         """What the step launches inside runs beside what it launches afterwards, and after what it

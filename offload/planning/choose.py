@@ -39,7 +39,7 @@ from offload.system.memory import format_bytes
 IntArray = npt.NDArray[np.intp]
 
 _TRIED_COUNTS = 8  # of whole layers, beside the most that fit
-_MUCH_SLOWER = 1.5  # than without room for a prompt
+_MUCH_SLOWER = 1.25  # than without room for a prompt
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,9 @@ class StepModel:
         """Time of a layer with hot heads, whose others are on the GPU."""
         work, num_hot = self.work, int(hot.sum())
         resident = roles[~hot]
-        linear = self.linear_us + self._matrices_us(device, work.shape.query_width)
+        linear = self.linear_us
+        if (roles[hot] != REUSE).any():
+            linear += self._matrices_us(device, work.shape.query_width)
         rows = min(work.kv_len, HOT_BUDGETS * work.policy.budget_tokens)
         gpu = device.window_us + self._resident_us(device, resident, publishes=publishes)
         gpu += device.attention.us(work.batch_size * num_hot * rows * 2 * work.row_bytes)

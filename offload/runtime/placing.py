@@ -27,7 +27,7 @@ from offload.system.errors import DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
-# Of a placement's heads on the GPU, and of those with hot rows: another one with about as many is
+# Of a placement's heads on the GPU, and of its predicted time: another one that is about as good is
 # not worth new captures.
 _ABOUT = 0.1
 _ROOM_SHARES = 2**7  # of a room's next power of two; choosing takes up to 10 ms
@@ -90,12 +90,14 @@ class Chooser:
                 self._known.clear()
             self._known[key] = self._choose(work, read_tokens, room_bytes)
         wanted, room = self._known[key]
-        counts = [
-            [int((x.places == place).sum()) for x in (now, wanted)]
-            for place in (Place.GPU, Place.HOT)
-        ]
-        is_about = all(abs(has - had) <= _ABOUT * has for had, has in counts)
-        return now if is_about and room.holds(now) else wanted
+        if now == wanted or not room.holds(now):
+            return wanted
+        had, has = (int((x.places == Place.GPU).sum()) for x in (now, wanted))
+        is_about, model = abs(has - had) <= _ABOUT * has, self._model(work)
+        if is_about and model is not None:
+            had_ms, has_ms = (model.step(x).milliseconds for x in (now, wanted))
+            is_about = had_ms <= (1 + _ABOUT) * has_ms
+        return now if is_about else wanted
 
     def workload(self, num_sequences: int, kv_len: int) -> Workload:
         """The workload of sequences of `kv_len` tokens."""
@@ -119,17 +121,20 @@ class Chooser:
         of_head = head_state_bytes(self.policy, head, self.dtype, tokens)
         return tuple(num_bytes / tokens for num_bytes in of_head)
 
+    def _model(self, work: Workload) -> StepModel | None:
+        if self.profile is None or self.profile.device is None:
+            return None
+        if work.is_sparse:
+            kept = tuple(work.kv_len * num_bytes for num_bytes in self._kept_per_token)
+            work = replace(work, head_state_bytes=kept)
+        return StepModel(self.profile, work, on_gpu=True)
+
     def _choose(
         self, work: Workload, read_tokens: int | None, room_bytes: int | None
     ) -> tuple[HeadPlacement, DeviceRoom]:
         """The placement, and the room that it was chosen for."""
         device = None if self.profile is None else self.profile.device
-        model = None
-        if self.profile is not None and device is not None:
-            if work.is_sparse:
-                kept = tuple(work.kv_len * num_bytes for num_bytes in self._kept_per_token)
-                work = replace(work, head_state_bytes=kept)
-            model = StepModel(self.profile, work, on_gpu=True)
+        model = self._model(work)
         room = DeviceRoom(work, room_bytes, device)
         prefill = next_prompt_bytes(work, self.prefill_slice_tokens, read_tokens)
         try:

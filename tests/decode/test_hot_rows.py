@@ -17,7 +17,7 @@ from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load, small
 from cases.drafts import verifying
 from cases.inside import decoder_of, resident_of, split_steps, states_of, steps_of
 from cases.slowly import slow_but
-from cases.tiny_models import random_tokens
+from cases.tiny_models import make_tiny_model, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -292,6 +292,27 @@ def test_a_worker_that_does_not_come_back(fault, tiny_folders):
             greedy(model, tokens[:, :80], 12)
         assert torch.equal(greedy(model, tokens, 12), expected)
     assert min(counted) > 0
+
+
+@pytest.mark.parametrize(("policy", "predicts"), [("exact_topk", True), ("tidal_decode", False)])
+def test_only_those_that_choose_need_a_query(
+    policy: str, predicts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that reuse a choice from above wait for no projection; rows are those of the map."""
+    make_tiny_model("llama", num_hidden_layers=5).save_pretrained(tmp_path)
+    model, calls = load(tmp_path, small(policy), INLINE.values[0]), list[bool]()
+    decoder_of(model).place(HeadPlacement.from_text("GG GG .. hh hh"))
+    query = OneRow.query
+
+    def counted(self: OneRow, *args: Any) -> torch.Tensor:
+        calls.append(True)
+        return query(self, *args)
+
+    monkeypatch.setattr(OneRow, "query", counted)
+    cache = model.new_cache()
+    greedy(model, random_tokens(1, 200), 12, past_key_values=cache)
+    assert bool(calls) == predicts
+    assert check_rows(model) > 0
 
 
 @pytest.mark.parametrize("kv_len", [100, slow_but([60])[0]])

@@ -20,7 +20,7 @@ from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.placement import HeadPlacement, Place
 
 POLICIES = ["full", "lfps", "lychee_cluster", "lychee_decode", "tidal_decode", "sketch", "quest"]
-HOT = ["lfps", "lychee_cluster", "tidal_decode"]
+HOT = ["lfps", "lychee_cluster"]
 
 
 @pytest.fixture(scope="module", params=[INLINE, FLAGS, STREAM, GRAPH])

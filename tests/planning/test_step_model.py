@@ -118,7 +118,7 @@ def test_a_layer_with_hot_rows_by_hand() -> None:
         return model.layer(5, row(*heads))
 
     window = work.window_tokens
-    fetched = 8 * (1024 - window) * ROW
+    fetched = 8 * (1024 - window) * ROW / 8  # the rest was chosen before
     added = 40.0 + (fetched - 1e6) * 60.0 / 3e6
     query = 3.0 + 4096 * 4096 * 2 / 3.6e6  # W_q, once more
     attends = 5.0 + 8 * 3 * 1024 * ROW * 1e-7
@@ -136,6 +136,8 @@ def test_a_layer_with_hot_rows_by_hand() -> None:
     assert slow.reply > of_gpu > quick.reply
     mixed = layer_of(0.1, G, *[H] * 7)
     assert mixed.kind == "GPU + hot rows"
+    reuses = model_of(workload("tidal_decode", budget_tokens=1024)).layer(5, row(*[H] * 8))
+    assert reuses.linear == 129.0  # needs no query
     pages = 5.0 + 131072 * ROW * 1e-7
     assert mixed.gpu == pytest.approx(6.6 + pages + 5.0 + 7 * 3 * 1024 * ROW * 1e-7)
 

@@ -234,6 +234,20 @@ def test_hot_rows_come_and_go() -> None:
         assert not (placement.places == Place.HOT).any()
 
 
+def test_a_placement_that_got_slow_for_a_batch_goes() -> None:
+    """As many heads are on the GPU; the rows of the others, fetched for one, are too many for
+    eight."""
+    policy = make_policy("tidal_decode", budget_tokens=1024)
+    shape = MODEL_SHAPES["llama-3.1-8b"]
+    choose = Chooser(policy, shape, torch.bfloat16, 64, 8192, typical_profile(15))
+    one = choose(least_placement(choose.workload(1, 32768)), 1, 32768, 8 * 2**30)
+    assert {*one.places.flat} == {Place.GPU, Place.GATHER}
+    eight = choose(one, 8, 32768, 8 * 2**30)
+    assert sum(eight.counts(Place.GPU)) == sum(one.counts(Place.GPU))
+    assert sum(eight.counts(Place.HOT)) > 200
+    assert choose(eight, 8, 32768, 8 * 2**30) == eight
+
+
 def test_a_little_more_room_is_no_reason_to_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is free changes with every allocation of anybody."""
     choose = chooser(make_policy("quest"))

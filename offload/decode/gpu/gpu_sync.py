@@ -15,6 +15,7 @@ before it launches what reads the reply. Backends with the same results:
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -188,10 +189,14 @@ class StepStreams:
     """Streams in which steps are captured and run, and nobody else launches anything: it would
     become part of what another thread captures there. torch has 32 of each priority, and gives
     them again.
+
+    Attributes:
+        are_own: False: so many models are loaded that some streams are of others, too.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._taken: set[int] = set()
+        self.are_own = True
         weakref.finalize(self, _give_streams_back, self._taken)
         self.main = self._own(device, 0)
         # Before the step's own kernels, where both are ready: it has little to do, and others wait.
@@ -199,16 +204,21 @@ class StepStreams:
 
     def _own(self, device: torch.device, priority: int) -> torch.cuda.Stream:
         with _taking:
-            for _ in range(32):
-                stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+            for attempt in range(4 * _POOL_SIZE):
+                if attempt == _POOL_SIZE:
+                    gc.collect()  # models that are gone
+                nearest = priority - max(0, attempt // _POOL_SIZE - 1)
+                stream = torch.cuda.Stream(device, priority=nearest)  # type: ignore[no-untyped-call]
                 if stream.cuda_stream not in _taken_streams:
-                    break
-            self._taken.add(stream.cuda_stream)
-            _taken_streams.add(stream.cuda_stream)
+                    self._taken.add(stream.cuda_stream)
+                    _taken_streams.add(stream.cuda_stream)
+                    return stream
+        self.are_own = False
         return stream
 
 
-_taking = threading.Lock()
+_POOL_SIZE = 32
+_taking = threading.RLock()  # streams are given back in the middle of a collection
 _taken_streams: set[int] = set()
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.decode.gpu.placement import Place, awaited_heads
+from offload.policies.base import REUSE
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class LayerHeads:
         num_early: gathered ones whose selection is known before the layer above attends, the first
             so many; the others wait for what is published there.
         coded: of the host's, those for which the GPU lists candidates.
+        predicts: whether the choice for some hot heads needs a query, or all reuse one from above.
     """
 
     resident: tuple[int, ...]
@@ -41,6 +43,7 @@ class LayerHeads:
     publishing: tuple[int, ...] = ()
     num_early: int = 0
     coded: tuple[int, ...] = ()
+    predicts: bool = False
 
     @property
     def is_resident(self) -> bool:
@@ -71,15 +74,21 @@ def layer_heads(
     if roles is not None:
         awaited = awaited_heads(roles, places, shares_selection=shares_selection)
     publishing = (awaited & (places == Place.GPU)).any(axis=1).tolist()
-    for of_layer, publishes in zip(places.tolist(), publishing, strict=True):
+    predicts = places == Place.HOT
+    if roles is not None:
+        predicts &= roles != REUSE
+    of_layers = zip(places.tolist(), publishing, predicts.any(axis=1).tolist(), strict=True)
+    for of_layer, publishes, needs_query in of_layers:
         above = layers[-1].publishing if layers else ()
         late = tuple(range(len(of_layer))) if above and shares_selection else above
-        layers.append(_heads_of(tuple(of_layer), publishes, late))
+        layers.append(_heads_of(tuple(of_layer), publishes, late, needs_query))
     return tuple(layers)
 
 
 @lru_cache(maxsize=1024)  # most layers are alike, and so are placements that are compared
-def _heads_of(of_layer: tuple[int, ...], publishes: bool, late: tuple[int, ...]) -> LayerHeads:
+def _heads_of(
+    of_layer: tuple[int, ...], publishes: bool, late: tuple[int, ...], predicts: bool
+) -> LayerHeads:
     """The heads of one layer; fetched ones that are in `late` wait for the layer above."""
 
     def heads(*of: Place) -> tuple[int, ...]:
@@ -95,6 +104,7 @@ def _heads_of(of_layer: tuple[int, ...], publishes: bool, late: tuple[int, ...])
         resident if publishes else (),
         len(early),
         heads(Place.CODES),
+        predicts,
     )
 
 

@@ -236,17 +236,18 @@ class DeviceStep:
         hot, rows, layer = self.resident.hot, batch.rows, self.weights.layers[layer_idx]
         assert hot is not None
         self._join_selection(batch, link)
-        rope_publish(
-            batch.linears.query(layer, batch.x),
-            *batch.rope,
-            self.buffers.positions[rows],
-            num_kv_heads=0,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            norm_eps=layer.qk_norm_eps,
-            query=hot.predicted[rows],
-            host_query=link.mailbox.predicted[layer_idx % 2, rows],
-        )
+        if self.heads.layers[layer_idx].predicts:
+            rope_publish(
+                batch.linears.query(layer, batch.x),
+                *batch.rope,
+                self.buffers.positions[rows],
+                num_kv_heads=0,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                norm_eps=layer.qk_norm_eps,
+                query=hot.predicted[rows],
+                host_query=link.mailbox.predicted[layer_idx % 2, rows],
+            )
         self._mark("predicted", layer_idx)
         link.gpu_sync.request_attention(link.request_of[layer_idx, rows.start])
 

@@ -134,6 +134,11 @@ def test_a_run_that_is_cut_goes_on(
     assert [row["prompts"] for row in rows if row["part"] == "quality"] == [2] * 3
 
 
+def test_a_cell_that_has_only_just_begun_has_no_answers(tmp_path: Path) -> None:
+    (tmp_path / "1200-vt.jsonl").touch()
+    assert quality.records_of(tmp_path, 1200, {"full": {}}) == []
+
+
 def result() -> dict[str, Any]:
     def timed(device: str, label: str, milliseconds: float | None, **more: Any) -> dict[str, Any]:
         times = dict.fromkeys(("milliseconds", "milliseconds_p10"), milliseconds)

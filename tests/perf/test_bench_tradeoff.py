@@ -232,3 +232,11 @@ def test_plot(tmp_path: Path) -> None:
     assert all(f"<!-- {name}" in text for name in ("quest -->", "full -->", "transformers 20 ms"))
     assert "4,096 tokens, with a GPU" in text
     assert "prefers-color-scheme:dark" in text
+
+
+def test_a_table_says_how_many_prompts_a_gpu_read() -> None:
+    found = result()
+    for row in found["rows"]:
+        if row["part"] == "quality":
+            row["prompts_read_on"] = {"cuda": 20, "cpu": 2}
+    assert "22 prompts, 20 of them read by a GPU, the mean of 10 tasks" in tradeoff_table(found)

@@ -181,6 +181,8 @@ def _counted(quality: Sequence[Row]) -> str:
     row = quality[0]
     few = "" if any(row["interval"] for row in quality[1:]) else ", too few for an interval"
     reads = ", read by a GPU" if row["reads_on"] else ""
+    if "prompts_read_on" in row:  # by where, if a run without a GPU went on from one with
+        reads = f", {row['prompts_read_on']['cuda']} of them read by a GPU"
     return (
         f": {row['prompts']} prompts{reads}, the mean of {row['counting_tasks']} tasks in which "
         f"full attention scores, of at least {row['fewest_samples']} prompts each{few}"

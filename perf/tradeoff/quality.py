@@ -63,8 +63,11 @@ def records_of(folder: Path, length: int, policies: Mapping[str, Any]) -> list[R
     """
     labels, records = {_as_text(options): label for label, options in policies.items()}, []
     for path in sorted(folder.glob(f"{length}-*.jsonl")):
-        whole = (x for x in path.read_text("utf-8").splitlines(keepends=True) if x.endswith("\n"))
-        header, *of_file = map(json.loads, whole)
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        if not whole:
+            continue  # its process has only just begun
+        header, *of_file = whole
         named = header["options"]["policies"]
         own = {name: labels[_as_text(options)] for name, options in named.items()}
         for record in of_file:

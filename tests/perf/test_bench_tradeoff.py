@@ -134,6 +134,11 @@ def test_a_run_that_is_cut_goes_on(
     assert [row["prompts"] for row in rows if row["part"] == "quality"] == [2] * 3
 
 
+def test_a_cell_that_has_only_just_begun_has_no_answers(tmp_path: Path) -> None:
+    (tmp_path / "1200-vt.jsonl").touch()
+    assert quality.records_of(tmp_path, 1200, {"full": {}}) == []
+
+
 def result() -> dict[str, Any]:
     def timed(device: str, label: str, milliseconds: float | None, **more: Any) -> dict[str, Any]:
         times = dict.fromkeys(("milliseconds", "milliseconds_p10"), milliseconds)
@@ -227,3 +232,11 @@ def test_plot(tmp_path: Path) -> None:
     assert all(f"<!-- {name}" in text for name in ("quest -->", "full -->", "transformers 20 ms"))
     assert "4,096 tokens, with a GPU" in text
     assert "prefers-color-scheme:dark" in text
+
+
+def test_a_table_says_how_many_prompts_a_gpu_read() -> None:
+    found = result()
+    for row in found["rows"]:
+        if row["part"] == "quality":
+            row["prompts_read_on"] = {"cuda": 20, "cpu": 2}
+    assert "22 prompts, 20 of them read by a GPU, the mean of 10 tasks" in tradeoff_table(found)

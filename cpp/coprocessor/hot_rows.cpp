@@ -1,12 +1,24 @@
 #include "coprocessor/hot_rows.h"
 
 #include <algorithm>
-#include <numeric>
+#include <bit>
+#include <cstring>
 
 namespace offload {
 namespace {
 
-constexpr uint32_t kAges = 255;  // steps that are told apart
+constexpr int kAges = 255;  // steps that are told apart
+constexpr uint32_t kBits = 64;
+
+// Of a token; `bits` by their address, which no byte that is written may be taken for.
+uint64_t test(const uint64_t* bits, int32_t token) {
+  const auto t = static_cast<uint32_t>(token);
+  return bits[t / kBits] >> (t % kBits) & 1;
+}
+void flip(uint64_t* bits, int32_t token) {
+  const auto t = static_cast<uint32_t>(token);
+  bits[t / kBits] ^= uint64_t{1} << (t % kBits);
+}
 
 }  // namespace
 
@@ -23,92 +35,87 @@ int64_t HotRows::num_hot(int64_t slot, int64_t layer_idx, int kv_head) const {
 std::vector<Fetch> HotRows::hot(int64_t slot, int64_t layer_idx, int kv_head) const {
   const Set& set = sets_[index_of(slot, layer_idx, kv_head)];
   std::vector<Fetch> rows;
-  for (size_t i = 0; i < set.tokens.size(); ++i) rows.push_back({set.tokens[i], set.places[i]});
+  for (size_t i = 0; i < set.tokens.size(); ++i) rows.push_back({set.tokens[i], static_cast<int32_t>(i)});
+  std::sort(rows.begin(), rows.end(), [](const Fetch& a, const Fetch& b) { return a.token < b.token; });
   return rows;
 }
 
-// Takes the `count` tokens out that were chosen longest ago, of those that are not chosen now; of those chosen at one
-// time, or more than kAges steps ago, the first. No branch depends on a token: which ones go nobody could predict.
-void HotRows::evict(Set& set, int64_t count, std::vector<int32_t>& free_places) {
-  uint32_t counts[kAges + 1] = {};
-  const auto age_of = [&](size_t i) { return std::min<uint32_t>(set.now - set.chosen_at[i], kAges); };
-  for (size_t i = 0; i < set.tokens.size(); ++i) ++counts[age_of(i)];
-  uint32_t oldest = kAges;  // of the ages that stay, at least in part
+// Frees `count` places of the tokens that were chosen longest ago, of those that are not chosen now; of those chosen at
+// one time, or more than kAges steps ago, the first places.
+void HotRows::evict(Set& set, size_t count, std::vector<int32_t>& free_places) {
+  const size_t num_hot = set.tokens.size();
+  const uint8_t* const ages = set.ages.data();
+  uint32_t counts[4][kAges + 1] = {};  // equal ages follow each other, and one counter would wait for itself
+  for (size_t i = 0; i < num_hot; ++i) ++counts[i % 4][ages[i]];
+  const auto count_of = [&](int age) { return counts[0][age] + counts[1][age] + counts[2][age] + counts[3][age]; };
+  int oldest = kAges;  // of the ages that stay, at least in part
   auto left = static_cast<uint32_t>(count);
-  for (; oldest > 0 && counts[oldest] <= left; --oldest) left -= counts[oldest];
+  for (; oldest > 0 && count_of(oldest) <= left; --oldest) left -= count_of(oldest);
   if (oldest == 0) left = 0;  // chosen now
-  size_t kept = 0;
-  size_t gone = 0;
-  free_places.resize(set.tokens.size());
-  for (size_t i = 0; i < set.tokens.size(); ++i) {
-    const uint32_t age = age_of(i);
-    const bool is_last = age == oldest && left > 0;
-    const bool goes = age > oldest || is_last;
-    left -= is_last;
-    free_places[gone] = set.places[i];
-    set.tokens[kept] = set.tokens[i];
-    set.places[kept] = set.places[i];
-    set.chosen_at[kept] = set.chosen_at[i];
-    gone += goes;
-    kept += !goes;
+  static thread_local std::vector<uint8_t> may_go;  // whole words, few of whose bytes are set
+  may_go.assign((num_hot + 7) / 8 * 8, 0);
+  uint8_t* const of_place = may_go.data();
+  for (size_t i = 0; i < num_hot; ++i) of_place[i] = ages[i] >= oldest;
+  free_places.clear();
+  for (size_t first = 0; first < num_hot && free_places.size() < count; first += 8) {
+    uint64_t word;
+    std::memcpy(&word, of_place + first, sizeof word);
+    for (; word != 0; word &= word - 1) {
+      const size_t place = first + static_cast<size_t>(std::countr_zero(word)) / 8;
+      if (ages[place] == oldest && left-- == 0) {
+        left = 0;
+        continue;
+      }
+      free_places.push_back(static_cast<int32_t>(place));
+      flip(set.is_hot.data(), set.tokens[place]);
+    }
   }
-  free_places.resize(gone);
-  set.resize(kept);
 }
 
 int64_t HotRows::choose(int64_t slot, int64_t layer_idx, int kv_head, const int32_t* tokens, int64_t n,
                         Fetch* fetches) {
   static thread_local std::vector<int32_t> missing;
   static thread_local std::vector<int32_t> places;
+  static thread_local std::vector<uint64_t> chosen;  // a bit per token; none is up between two calls
   Set& set = sets_[index_of(slot, layer_idx, kv_head)];
-  places.clear();
-  ++set.now;
   n = std::min(n, hot_tokens_);
-  missing.resize(static_cast<size_t>(n));
   const size_t num_hot = set.tokens.size();
-  const auto num_chosen = static_cast<size_t>(n);
+  const size_t num_words = n > 0 ? static_cast<size_t>(tokens[n - 1]) / kBits + 1 : 0;
+  if (set.is_hot.size() < num_words) set.is_hot.resize(num_words + num_words / 8);
+  if (chosen.size() < set.is_hot.size()) chosen.resize(set.is_hot.size());
+
+  missing.resize(static_cast<size_t>(n) + 1);  // one more is written, and not meant
   size_t count = 0;
-  size_t at = 0;
-  size_t next = 0;
-  while (at < num_hot && next < num_chosen) {  // likewise without branches
-    const int32_t hot = set.tokens[at];
-    const int32_t token = tokens[next];
-    set.chosen_at[at] = hot == token ? set.now : set.chosen_at[at];
-    missing[count] = token;
-    count += hot > token;
-    at += hot <= token;
-    next += token <= hot;
+  uint64_t* const is_hot = set.is_hot.data();
+  uint64_t* const is_chosen = chosen.data();
+  for (int64_t i = 0; i < n; ++i) {
+    missing[count] = tokens[i];
+    count += 1 - test(is_hot, tokens[i]);
+    flip(is_chosen, tokens[i]);
   }
-  while (next < num_chosen) missing[count++] = tokens[next++];
-  missing.resize(count);
+  const int32_t* const hot_tokens = set.tokens.data();
+  uint8_t* const ages = set.ages.data();
+  for (size_t i = 0; i < num_hot; ++i) {
+    const auto stays = static_cast<uint8_t>(test(is_chosen, hot_tokens[i]) - 1);  // all bits, or none
+    ages[i] = static_cast<uint8_t>(std::min(ages[i] + 1, kAges)) & stays;
+  }
+  for (int64_t i = 0; i < n; ++i) is_chosen[static_cast<uint32_t>(tokens[i]) / kBits] = 0;
   hits_.fetch_add(n - static_cast<int64_t>(count), std::memory_order_relaxed);
   misses_.fetch_add(static_cast<int64_t>(count), std::memory_order_relaxed);
   if (count == 0) return 0;
 
+  places.clear();
   const auto most = static_cast<size_t>(hot_tokens_);
-  if (num_hot + count > most) evict(set, static_cast<int64_t>(num_hot + count - most), places);
-  const size_t num_new = count - places.size();
-  places.resize(count);
-  std::iota(places.end() - static_cast<std::ptrdiff_t>(num_new), places.end(), static_cast<int32_t>(num_hot));
-
-  // Both ascend: merged from their ends, in place.
-  size_t old = set.tokens.size();
-  size_t fresh = count;
-  set.resize(old + fresh);
-  for (size_t to = old + fresh; fresh > 0;) {
-    --to;
-    if (old > 0 && set.tokens[old - 1] > missing[fresh - 1]) {
-      --old;
-      set.tokens[to] = set.tokens[old];
-      set.places[to] = set.places[old];
-      set.chosen_at[to] = set.chosen_at[old];
-      continue;
-    }
-    --fresh;
-    set.tokens[to] = missing[fresh];
-    set.places[to] = places[fresh];
-    set.chosen_at[to] = set.now;
-    fetches[fresh] = {missing[fresh], places[fresh]};
+  if (num_hot + count > most) evict(set, num_hot + count - most, places);
+  for (size_t place = num_hot; places.size() < count; ++place) places.push_back(static_cast<int32_t>(place));
+  set.tokens.resize(std::max(num_hot, static_cast<size_t>(places.back()) + 1));
+  set.ages.resize(set.tokens.size());
+  for (size_t i = 0; i < count; ++i) {
+    const auto place = static_cast<size_t>(places[i]);
+    set.tokens[place] = missing[i];
+    set.ages[place] = 0;
+    flip(is_hot, missing[i]);
+    fetches[i] = {missing[i], places[i]};
   }
   return static_cast<int64_t>(count);
 }

@@ -40,21 +40,14 @@ class HotRows {
 
  private:
   struct Set {
-    std::vector<int32_t> tokens;      // that are hot, ascending
-    std::vector<int32_t> places;      // of each
-    std::vector<uint32_t> chosen_at;  // of each: when it was last chosen
-    uint32_t now = 0;                 // steps
-
-    void resize(size_t n) {
-      tokens.resize(n);
-      places.resize(n);
-      chosen_at.resize(n);
-    }
+    std::vector<int32_t> tokens;   // of each place
+    std::vector<uint8_t> ages;     // of each place: steps since it was chosen, the most that are told apart at most
+    std::vector<uint64_t> is_hot;  // a bit per token
   };
   size_t index_of(int64_t slot, int64_t layer_idx, int kv_head) const {
     return static_cast<size_t>((slot * num_layers_ + layer_idx) * num_kv_heads_ + kv_head);
   }
-  static void evict(Set& set, int64_t count, std::vector<int32_t>& free_places);
+  static void evict(Set& set, size_t count, std::vector<int32_t>& free_places);
 
   const int64_t num_layers_;
   const int num_kv_heads_;

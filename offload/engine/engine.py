@@ -123,7 +123,7 @@ class Engine:
             prompt: token ids.
             request_id: default: a new one, which is returned.
             on_output: called with every output, in the thread that runs the engine.
-            is_ready: asked before each token whether it may be chosen now.
+            is_ready: asked before each token, or a few, whether it may be chosen now.
             session_id: of the prompt, only what the session's last request and its answer do not
                 begin with is read. Needs `sessions`.
 
@@ -229,7 +229,8 @@ class Engine:
 
     @torch.inference_mode(False)
     def step(self) -> list[RequestOutput]:
-        """Decode a token of each running request, and read a slice of a prompt if it is time.
+        """Decode a token of each running request, or with a GPU up to four where nobody waits, and
+        read a slice of a prompt if it is time.
 
         Errors of a request end that request. What `on_output` was called with is returned. Ctrl-C
         comes behind the step.

@@ -66,6 +66,7 @@ class Request:
         is_preempted: its sequence is on disk until there is room.
         continues_session: it began with the sequence of an earlier one.
         correction: of its sequence, before its next token; None: it is not due.
+        is_over: what it had is given back; `finish_reason` is known before.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class Request:
     restoring: Iterator[None] | None = None
     is_preempted: bool = False
     correction: SlicedCorrection | None = None
+    is_over: bool = False
 
     def __post_init__(self) -> None:
         self.ids = np.asarray(self.prompt, np.int64)

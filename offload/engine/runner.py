@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -163,16 +163,49 @@ class Runner:
         rows = zip(hidden, tokens, strict=False)  # nothing follows the prompt's last
         return tuple(score(self.logits(row[None])[0], token, num_likeliest) for row, token in rows)
 
-    def decode(self, seqs: Sequence[int], tokens: Sequence[int], *, greedy: bool) -> Tensor:
-        """The likeliest next tokens int64 [n] if `greedy`, else logits [n, vocab_size].
-
-        Args:
-            tokens: the last of each sequence, which are in the cache afterwards.
+    def logits_after(self, seqs: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Logits [n, vocab_size] of what follows the last `tokens` of sequences, which are in the
+        cache afterwards.
 
         Raises:
             As `Decoder.decode`; all sequences are as before.
         """
-        runtime, ids = self.runtime, torch.tensor(tokens)
+        with self._decoding():
+            return self._decode(seqs, torch.tensor(tokens), greedy=False)
+
+    def choose(
+        self,
+        seqs: Sequence[int],
+        tokens: Sequence[int],
+        most: int,
+        take: Callable[[list[int]], bool],
+    ) -> None:
+        """Decode likeliest tokens, of each sequence one in a step.
+
+        Args:
+            tokens: the last of each sequence, which are in the cache afterwards.
+            most: steps, where several had best follow each other.
+            take: told of the tokens of each step, -1 where logits were not finite; whether another
+                step may follow. It must not wait for the GPU.
+
+        Raises:
+            As `Decoder.decode`; all sequences are as before the step that failed.
+        """
+        ids, decoder = torch.tensor(tokens), self.runtime.decoder
+        with self._decoding():
+            try:
+                for left in reversed(range(self.runtime.begin_steps(seqs, most))):
+                    ids = self._decode(seqs, ids, greedy=True, ahead=left > 0)
+                    if not take(ids.tolist()):
+                        break
+            finally:
+                decoder.end_steps()
+
+    def _decode(
+        self, seqs: Sequence[int], ids: Tensor, *, greedy: bool, ahead: bool = False
+    ) -> Tensor:
+        """The likeliest next tokens int64 [n] if `greedy`, else logits [n, vocab_size]."""
+        runtime = self.runtime
         positions = torch.tensor([runtime.store.kv_len(seq) for seq in seqs])
         batch = replace(tokens_each(len(seqs)), position_ids=positions)
 
@@ -181,21 +214,28 @@ class Runner:
             self._sequences.note_decoded(batch, seqs, ids, positions)
             runtime.attention.build_states(seqs, (positions + 1).tolist())
             if greedy:
-                return runtime.decoder.choose_tokens(seqs, ids, positions, SamplingOptions())
+                return runtime.decoder.choose_tokens(
+                    seqs, ids, positions, SamplingOptions(), ahead=ahead
+                )
             embedded = self._lean.embed_tokens(ids.to(runtime.device))
             return runtime.decoder.logits(runtime.decoder.decode(embedded, batch, seqs))
 
+        this = Pass(self._sequences, seqs, [1] * len(seqs))
+        return runtime.extend(this, compute, prefill=False)
+
+    @contextlib.contextmanager
+    def _decoding(self) -> Iterator[None]:
         # Little work of torch's lies between the kernels, and a second thread of its would wait for
         # a CPU on which one of our workers still spins (`Runtime.generation`).
+        device = self.runtime.device
         with (
             self._timed(),
             torch.no_grad(),
             torch_threads(1),
-            current_device(runtime.device),
-            without_autocast(runtime.device),
+            current_device(device),
+            without_autocast(device),
         ):
-            this = Pass(self._sequences, seqs, [1] * len(seqs))
-            return runtime.extend(this, compute, prefill=False)
+            yield
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

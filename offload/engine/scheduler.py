@@ -162,6 +162,11 @@ class Scheduler:
         yield from (*self._admitted, *self.waiting)
 
     @property
+    def keeps_waiting(self) -> bool:
+        """Whether there are requests that do not decode."""
+        return len(self) > len(self.running)
+
+    @property
     def num_running(self) -> int:
         """Requests that are restored, read, corrected or decoded."""
         return len(self._admitted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 # Of each step in which requests are answered.
 _SAVING_SECONDS = 0.01
 _RESTORING_SECONDS = 0.03
+# Of a `run`, where nobody waits: a request that comes meanwhile does.
+_STEPS_IN_TURN = 4
 
 
 @dataclass
@@ -92,7 +95,7 @@ class Steps:
             self._emit(request, request.output())
         self.scheduler.admit(self._fits)
         self._restore()
-        self._decode()
+        self._decode(1 if self.scheduler.keeps_waiting else _STEPS_IN_TURN)
         self._read()
         if self._sessions is not None:
             self._sessions.work(_SAVING_SECONDS)
@@ -167,16 +170,16 @@ class Steps:
             request.restoring = None
             self.scheduler.begin(request)
 
-    def _decode(self) -> None:
+    def _decode(self, most: int = 1) -> None:
+        """Up to `most` tokens of each that runs."""
         rows = self._not_due(self._ready())
         if not rows:
             self.scheduler.waits_for_readers()
             return
         start = time.perf_counter()
-        self._decode_rows(rows)
+        self.stats.decode_steps += self._decode_rows(rows, most)
         seconds = time.perf_counter() - start
         self.scheduler.was_decoded(seconds)
-        self.stats.decode_steps += 1
         self.stats.decode_seconds += seconds
 
     def _ready(self) -> list[Request]:
@@ -199,36 +202,50 @@ class Steps:
                 self.scheduler.correct(request)
         return [request for request in rows if request.correction is None]
 
-    def _decode_rows(self, rows: list[Request]) -> None:
-        """One token of each; where that fails, of each by itself."""
+    def _decode_rows(self, rows: list[Request], most: int = 1) -> int:
+        """One token of each, or a few; where that fails, of each by itself. How many steps."""
         if not rows:
-            return
+            return 1
         seqs = [request.seq for request in rows if request.seq is not None]
         tokens = [request.answer[-1] for request in rows]
-        greedy = all(request.params.is_greedy for request in rows)
+        # What is told meanwhile may wait for the GPU.
+        taken: list[Callable[[], None]] = []
+
+        def take(tokens: list[int]) -> bool:
+            pairs = zip(rows, tokens, strict=True)
+            taken.extend(self._taken(request, Chosen(token)) for request, token in pairs)
+            return min(tokens) >= 0 and all(request.finish_reason is None for request in rows)
+
+        failure: Exception | None = None
         try:
-            result = self._runner.decode(seqs, tokens, greedy=greedy)
-        except HostBudgetError as error:
+            if all(request.params.is_greedy for request in rows):
+                left = min(request.max_tokens - len(request.answer) for request in rows)
+                self._runner.choose(seqs, tokens, min(most, left), take)
+            else:
+                for request, logits in zip(
+                    rows, self._runner.logits_after(seqs, tokens), strict=True
+                ):
+                    taken.append(functools.partial(self._choose, request, logits))
+        except Exception as error:
+            failure = error
+        num_steps = max(1, len(taken) // len(rows))
+        for tell in taken:
+            tell()
+        if failure is None:
+            return num_steps
+        rows = [request for request in rows if request.finish_reason is None]
+        if isinstance(failure, HostBudgetError):
             if self._make_room():
                 self._decode_rows([row for row in rows if row.seq is not None])
             else:
-                self.emit_error(rows[-1], error)
-            return
-        except Exception as error:
-            if len(rows) == 1:
-                self.emit_error(rows[0], error)
-                return
-            logger.warning("a step of %d requests failed: %s", len(rows), error)
+                self.emit_error(rows[-1], failure)
+        elif len(rows) == 1:
+            self.emit_error(rows[0], failure)
+        else:
+            logger.warning("a step of %d requests failed: %s", len(rows), failure)
             for row in rows:
                 self._decode_rows([row])
-            return
-        for request, of_row in zip(rows, result.tolist() if greedy else result, strict=True):
-            if not greedy:
-                self._choose(request, of_row)
-            elif of_row < 0:
-                self.emit_error(request, RuntimeError("non-finite logits"))
-            else:
-                self._take(request, Chosen(of_row))
+        return num_steps
 
     def close(self) -> None:
         """Give back what is kept of prompts that were read, and for requests that have ended."""
@@ -385,16 +402,19 @@ class Steps:
         except Exception as error:
             self.emit_error(request, error)
             return
-        self._take(request, chosen)
+        self._taken(request, chosen)()
 
-    def _take(self, request: Request, chosen: Chosen) -> None:
+    def _taken(self, request: Request, chosen: Chosen) -> Callable[[], None]:
+        """Adds the next token of an answer; what tells of it."""
+        if chosen.token < 0:
+            error = RuntimeError("non-finite logits")
+            return functools.partial(self.emit_error, request, error)
         self.stats.answer_tokens += 1
         try:
-            output = request.take(chosen)
+            return functools.partial(self._emit, request, request.take(chosen))
         except Exception as error:
-            self.emit_error(request, error)
-            return
-        self._emit(request, output)
+            request.finish_reason = "error"  # and no further token
+            return functools.partial(self.emit_error, request, error)
 
     def emit_error(self, request: Request, error: BaseException) -> None:
         """End a request."""
@@ -404,20 +424,23 @@ class Steps:
 
     def _emit(self, request: Request, output: RequestOutput) -> None:
         """Tell who asked; free what a finished request has."""
-        if request.finish_reason is not None:
+        if request.is_over:  # its callback has failed
+            return
+        if output.finish_reason is not None:
             self._finish(request)
         if request.on_output is not None:
             try:
                 request.on_output(output)
             except Exception as error:
                 logger.exception("on_output of request %s", request.request_id)
-                if request.finish_reason is None:
-                    request.finish_reason = "error"
+                request.finish_reason = "error"
+                if not request.is_over:
                     self._finish(request)
                 output = replace(output, finish_reason="error", error=error)
         self._outputs.append(output)
 
     def _finish(self, request: Request) -> None:
+        request.is_over = True
         self.scheduler.remove(request)
         self._give_up_correction(request)
         if request.restoring is not None:

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, load, small
-from cases.inside import steps_of
+from cases.inside import split_steps, steps_of
 from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
+from offload.decode.gpu.bursts import BurstLength
 from offload.engine.engine import Engine
+from offload.engine.request import RequestOutput
 from offload.engine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -55,4 +57,54 @@ def test_rows_join_and_leave(
     links = steps_of(model).links
     engine.stop()
     assert {rows for rows, _ in links} <= {1, 2, 4}
+    assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize("backend", [SLOW_INLINE, FLAGS, STREAM, GRAPH])
+def test_steps_in_turn(
+    tiny_folders: dict[str, Path], backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody waits several come at a time, each told once; one ends in the middle, and of
+    another the callback fails."""
+    model = load(tiny_folders["llama"], small("lychee_cluster"), backend)
+    split_steps(model, 1)
+    monkeypatch.setattr(BurstLength, "num_steps", property(lambda self: 7))
+    prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (150, 90, 120)]
+    wanted = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=model.device)
+        options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 20}
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        wanted.append(text[0, len(prompt) :].tolist())
+    place = next(i for i in range(6, 20) if wanted[1][i] not in wanted[1][:i])
+    heard: list[int] = []
+
+    def fails(output: RequestOutput) -> None:
+        heard.extend(chosen.token for chosen in output.tokens)
+        if len(heard) == 7:
+            raise ValueError("for a test")
+
+    engine = Engine(model, max_num_seqs=4)
+    many = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    ends = SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[wanted[1][place]])
+    engine.add_request(prompts[0], many, "0")
+    engine.add_request(prompts[1], ends, "1")
+    engine.add_request(prompts[2], many, "2", on_output=fails)
+    found: dict[str, list[int]] = {"0": [], "1": [], "2": []}
+    reasons, most = {}, 0
+    while engine.has_work:
+        outputs = engine.step()
+        most = max(most, sum(output.request_id == "0" for output in outputs))
+        for output in outputs:
+            found[output.request_id] += [chosen.token for chosen in output.tokens]
+            if output.finish_reason is not None:
+                assert output.request_id not in reasons
+                reasons[output.request_id] = output.finish_reason
+    assert most == 4
+    assert reasons == {"0": "length", "1": "stop", "2": "error"}
+    assert found["0"] == wanted[0]
+    assert found["1"] == wanted[1][: place + 1]
+    assert heard == found["2"] == wanted[2][:7]
+    assert engine.stats.failed == 1
+    engine.stop()
     assert model.kv_store.num_sequences == 0

@@ -242,14 +242,14 @@ def test_a_step_that_fails_is_done_request_by_request(
 ) -> None:
     prompts = prompts_of(30, 50)
     wanted = alone(model, prompts[0])
-    decode = Runner.decode
+    decode = Runner._decode
 
-    def failing(self: Runner, seqs: list[int], tokens: list[int], **options: Any) -> Any:
+    def failing(self: Runner, seqs: list[int], tokens: Any, **options: Any) -> Any:
         if any(self.runtime.store.kv_len(seq) > 52 for seq in seqs):
             raise RuntimeError("not finite")
         return decode(self, seqs, tokens, **options)
 
-    monkeypatch.setattr(Runner, "decode", failing)
+    monkeypatch.setattr(Runner, "_decode", failing)
     for number, prompt in enumerate(prompts):
         engine.add_request(prompt, GREEDY, str(number))
     tokens, failed = [], []

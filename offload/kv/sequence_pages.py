@@ -203,6 +203,15 @@ class SequencePages:
         return -(-num_tokens // self.page_tokens)
 
 
+def make_room(pool: PagePool, batch: Sequence[tuple[SequencePages, int]]) -> None:
+    """`KVStore.make_room` of distinct sequences and the numbers of their new tokens."""
+    num_pages = 0
+    for sequence, num_new in batch:
+        may_be_copied = num_new > 0 and sequence.shared_tail_id() is not None
+        num_pages += sequence.num_rows * (sequence.num_missing_pages(num_new) + may_be_copied)
+    pool.make_room(num_pages)
+
+
 def reserve(pool: PagePool, batch: Sequence[tuple[SequencePages, int]]) -> None:
     """`KVStore.reserve` of distinct sequences and the numbers of their new tokens."""
     num_rows = batch[0][0].num_rows if batch else 0

@@ -51,7 +51,7 @@ from offload.kv.arguments import (
 from offload.kv.ledger import MemoryLedger
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape
 from offload.kv.rewriting import RowsOfLayer, rewrite
-from offload.kv.sequence_pages import SequencePages, reserve
+from offload.kv.sequence_pages import SequencePages, make_room, reserve
 from offload.kv.transfer import Part, all_finite, read_rows, write_rows
 from offload.system.errors import HostBudgetError
 from offload.system.memory import format_bytes, host_memory_limit_bytes
@@ -251,6 +251,14 @@ class KVStore:
         """
         batch = self._batch(seqs, num_new_tokens)
         reserve(self._pool, batch)
+
+    def make_room(self, seqs: Sequence[int], num_new_tokens: Sequence[int]) -> None:
+        """Let `reserve` of as many, or of less several times, take no memory from the system.
+
+        Raises:
+            HostBudgetError, ValueError: as `reserve`.
+        """
+        make_room(self._pool, self._batch(seqs, num_new_tokens))
 
     def append(
         self,

@@ -30,6 +30,7 @@ class FlagHandshake(GraphSync):
         self._requests = [ctypes.c_int32.from_address(row.data_ptr()) for row in mailbox.requests]
         self._replies = [ctypes.c_int32.from_address(row.data_ptr()) for row in mailbox.replies]
         self._steps: dict[Hashable, Step] = {}
+        self._random_state = torch.get_rng_state()
         self._gpu = threading.Thread()
         self._finished: Any = _NoEvent()
         self._stream = None  # type: ignore[assignment]
@@ -71,6 +72,10 @@ class FlagHandshake(GraphSync):
         if not ahead:
             self._gpu.join()  # a GPU holds no locks of this process after its last flag
 
+    def discard(self) -> None:
+        self._drain()
+        torch.set_rng_state(self._random_state)
+
     def close(self) -> None:
         self._coprocessor.close()
 
@@ -81,6 +86,7 @@ class FlagHandshake(GraphSync):
         def run() -> None:
             if before.ident is not None:
                 before.join()
+            self._random_state = torch.get_rng_state()
             step()
             self.request_attention(-1)
             self.await_reply(-2)

@@ -4,6 +4,8 @@ GPU begins with each as soon as the CPU has what the last one leaves."""
 from __future__ import annotations
 
 import itertools
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from cpu_ops.coprocessor import Coprocessor, CoprocessorError
 from offload.decode.gpu.bursts import BurstLength
 from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.resident_codes import ResidentCodes
+from offload.kv.page_pool import PagePool
+from offload.policies.registry import make_policy
 
 POLICIES = ["full", "lfps", "lychee_cluster", "lychee_decode", "tidal_decode", "sketch", "quest"]
 HOT = ["lfps", "lychee_cluster"]
@@ -66,6 +71,15 @@ def begun(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return ended
 
 
+def in_single_steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    only, begin = decoder_of(model), DeviceDecoder.begin_steps
+
+    def begins(self: DeviceDecoder, *args: Any) -> int:
+        return 1 if self is only else begin(self, *args)
+
+    monkeypatch.setattr(DeviceDecoder, "begin_steps", begins)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_tokens_of_single_steps(
     backend: Any, policy: str, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -93,13 +107,7 @@ def test_answers_that_end(
     single steps."""
     folder = tiny_folders["llama"]
     models = [in_turn(folder, policy, backend, hot=hot) for _ in range(2)]
-    begin = DeviceDecoder.begin_steps
-    single = decoder_of(models[1])
-    monkeypatch.setattr(
-        DeviceDecoder,
-        "begin_steps",
-        lambda self, *args: 1 if self is single else begin(self, *args),
-    )
+    in_single_steps(models[1], monkeypatch)
     tokens, more = random_tokens(2, 150), random_tokens(2, 9, seed=4)
     free = greedy(models[1], tokens, 20)[:, 150:]
     ended = begun(models[0], monkeypatch)
@@ -189,3 +197,112 @@ def test_a_fault_that_comes_once(
     monkeypatch.setattr(Coprocessor, "begin_step", fails)
     assert torch.equal(greedy(model, tokens, 24), expected)
     assert "a step has failed and is tried again: for a test" in caplog.text
+
+
+def test_codes_that_are_first_needed_meanwhile(
+    backend: Any, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences come past the budget in the middle of seven steps: steps that need codes begin
+    when these are there."""
+    models = [in_turn(tiny_folders["llama"], "sketch", backend) for _ in range(2)]
+    in_single_steps(models[1], monkeypatch)
+    load_layer, loaded = ResidentCodes._load_layer, list[tuple[int, int]]()
+
+    def loads(self: ResidentCodes, slot: int, layer_idx: int, state: Any, kv_len: int) -> None:
+        loaded.append((layer_idx, kv_len))
+        load_layer(self, slot, layer_idx, state, kv_len)
+
+    monkeypatch.setattr(ResidentCodes, "_load_layer", loads)
+    for model in models:
+        places = np.array(decoder_of(model).placement.places)
+        places[1:] = Place.CODES
+        decoder_of(model).place(HeadPlacement(places))
+    ended = begun(models[0], monkeypatch)
+    outs = [greedy(model, random_tokens(1, 60), 40) for model in models]
+    assert torch.equal(*outs)
+    assert loaded == [(1, 64), (2, 64)] * 2
+    assert ended[:2] == [(4, 0), (7, 0)]
+
+
+def test_no_memory_is_taken_from_the_system_meanwhile(
+    backend: Any, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What registers it with the driver may wait for the GPU, which waits for the next step."""
+    model = in_turn(tiny_folders["llama"], "lfps", backend)
+    decoder, grow, launched = decoder_of(model), PagePool._grow, list[bool]()
+
+    def grows(self: PagePool, missing_pages: int) -> None:
+        launched.append(decoder._in_turn is not None and decoder._in_turn.is_launched)
+        grow(self, missing_pages)
+
+    monkeypatch.setattr(PagePool, "_grow", grows)
+    monkeypatch.setattr(model.kv_store._pool, "_slab_bytes", 1)
+    ended = begun(model, monkeypatch)
+    greedy(model, random_tokens(2, 150), 40)
+    assert len(launched) > 2
+    assert not any(launched)
+    assert ended[:5] == [(7, 0)] * 5
+
+
+@pytest.mark.parametrize("recent_tokens", [1, 2])
+def test_a_window_of_the_newest_token_alone(
+    backend: Any, recent_tokens: int, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU may fetch the row before it at once, from a page that it was not told of yet."""
+    options = {"budget_tokens": 64, "dense_layers": 1, "select_layers": (1,)}
+    policy = make_policy("tidal_decode", recent_tokens=recent_tokens, **options)
+    model = load(tiny_folders["llama"], policy, backend)
+    split_steps(model, 1)
+    decoder_of(model).place(HeadPlacement.from_text("GG GG gg"))
+    ended = begun(model, monkeypatch)
+    out = greedy(model, random_tokens(1, 150), 40)
+    assert bool(ended) == (recent_tokens > 1)
+    monkeypatch.setattr(DeviceDecoder, "begin_steps", lambda *args: 1)
+    assert torch.equal(out, greedy(model, random_tokens(1, 150), 40))
+
+
+def test_draws_of_steps_that_do_not_come(
+    backend: Any, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are drawn again: how many steps are begun depends on the time that they take, and what
+    follows on the seed alone."""
+    models = [in_turn(tiny_folders["llama"], "lfps", backend) for _ in range(2)]
+    in_single_steps(models[1], monkeypatch)
+
+    def sampled(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(3)
+        options |= {"do_sample": True, "top_k": 0, "pad_token_id": 7}
+        out = greedy(model, random_tokens(2, 150), 24, **options)
+        return out, torch.rand(3, device=model.device)
+
+    free, _ = sampled(models[1])
+    ended = begun(models[0], monkeypatch)
+    for row, place in itertools.product(range(2), (2, 9)):
+        eos = int(free[row, 150 + place])
+        for ours, theirs in zip(*(sampled(x, eos_token_id=eos) for x in models), strict=True):
+            assert torch.equal(ours, theirs)
+    assert any(launched for _, launched in ended)
+
+
+@pytest.mark.parametrize("line", range(5))
+def test_ctrl_c_as_they_end(backend: Any, line: int, tiny_folders: dict[str, Path]) -> None:
+    """What was launched does not stay there, for the next step to follow."""
+    model, tokens = in_turn(tiny_folders["llama"], "lfps", backend), random_tokens(1, 150)
+    expected, lines = greedy(model, tokens, 24), itertools.count()
+
+    def of_line(frame: Any, event: str, arg: Any) -> Any:
+        if event == "line" and next(lines) == line:
+            signal.raise_signal(signal.SIGINT)
+        return of_line
+
+    def of_call(frame: Any, event: str, arg: Any) -> Any:
+        return of_line if frame.f_code is DeviceDecoder.end_steps.__code__ else None
+
+    tracing = sys.gettrace()
+    sys.settrace(of_call)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            greedy(model, tokens, 24, eos_token_id=int(expected[0, 152]))
+    finally:
+        sys.settrace(tracing)
+    assert torch.equal(greedy(model, tokens, 24), expected)

@@ -42,7 +42,7 @@ from offload.models import LeanModel
 from offload.models.batch import RaggedBatch
 from offload.policies import Policy
 from offload.system.captures import CAPTURING
-from offload.system.errors import DeviceMemoryError
+from offload.system.errors import DeviceMemoryError, HostBudgetError
 from offload.system.interrupts import shielded
 
 logger = logging.getLogger(__name__)
@@ -239,31 +239,38 @@ class DeviceDecoder:
         is_watched = self.model.ranks is not None or self.on_mark is not None
         attention = self.attention
         is_watched |= attention.top_p_controller is not None or attention.compression is not None
-        if most < 2 or is_watched:
+        # A step is launched when the host's pages are known up to the token before the last.
+        is_late = self._window[1] < 2 and any(x.gathered or x.hot for x in self._layers)
+        if most < 2 or is_watched or is_late:
             return 1
         slots, kv_lens = self._bind(seqs)
         link, steps = self._choose_link(slots), self._prepared
-        settled = steps.settled_steps(link)
+        resident, settled = steps.step.resident, steps.settled_steps(link)
         most = min(most, steps.burst_length.num_steps, most if settled is None else settled)
         most = min(most, steps.max_tokens - max(kv_lens) + 1)
+        if resident.codes is not None:  # they come between two steps, where a sequence needs them
+            budget = resident.codes.shape.budget_tokens
+            most = min(most, *(budget - n + 1 for n in kv_lens if n <= budget), most)
         if most < 2:
             return 1
-        try:
-            steps.step.resident.reserve(slots, [kv_len + most - 1 for kv_len in kv_lens])
-        except DeviceMemoryError:  # single steps go as far as they can
+        try:  # single steps go as far as they can
+            self.store.make_room(seqs, [most] * len(seqs))
+            resident.reserve(slots, [kv_len + most - 1 for kv_len in kv_lens])
+        except (DeviceMemoryError, HostBudgetError):
             return 1
         self._in_turn, self._keeps_steps = _StepsInTurn(link), True
         return most
 
     def end_steps(self) -> None:
         """As `Decoder.end_steps`."""
-        in_turn, self._in_turn = self._in_turn, None
-        self._keeps_steps = False
-        if in_turn is None or not in_turn.is_launched:
+        if self._in_turn is None:
             return
         with shielded():
-            in_turn.link.mailbox.hot_counts.zero_()  # it fetches nothing, so that hot rows stay
-            in_turn.link.gpu_sync.discard()
+            in_turn, self._in_turn = self._in_turn, None
+            self._keeps_steps = False
+            if in_turn.is_launched:
+                in_turn.link.mailbox.hot_counts.zero_()  # it fetches nothing: hot rows stay
+                in_turn.link.gpu_sync.discard()
 
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
         """As `Decoder.tokens_at_once`: a burst, if the GPU has all heads of all of them."""
@@ -382,6 +389,7 @@ class DeviceDecoder:
         """As `Decoder.end_generation`: steps that are made anew are for those that come. The
         caller may draw, or wait for the whole GPU, which is refused while a thread captures.
         """
+        self.end_steps()  # where ctrl-C came before it
         self._expected = _NOTHING_EXPECTED
         if self._aside is not None:
             self._aside.wait()

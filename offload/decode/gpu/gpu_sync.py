@@ -110,7 +110,7 @@ class GpuSync(Protocol):
         """
 
     def discard(self) -> None:
-        """What was launched ahead does not come."""
+        """What was launched ahead does not come; what it has drawn is drawn again."""
 
     def close(self) -> None:
         """End threads, drop graphs."""
@@ -325,6 +325,8 @@ class GraphSync(StreamSync):
         # For the run before a capture, in which the GPU replies to itself.
         self._practice = torch.zeros_like(mailbox.replies, pin_memory=True)[:, :1]
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._sampling = set[Hashable]()  # graphs that draw
+        self._random_state: torch.Tensor | None = None  # before the last launch, if that draws
         self._stream = streams.main
         self._is_warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -346,6 +348,8 @@ class GraphSync(StreamSync):
         is_new = key not in self._graphs
         if is_new:
             self._graphs[key] = self._capture(step, samples=samples)
+            if samples:
+                self._sampling.add(key)
         return is_new
 
     def prepare(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
@@ -359,6 +363,9 @@ class GraphSync(StreamSync):
 
     def discard(self) -> None:
         self._drain()
+        if self._random_state is not None:
+            with CAPTURING:
+                torch.cuda.set_rng_state(self._random_state, self._stream.device)
 
     def _run_step(self, key: Hashable, step: Step, *, is_launched: bool, ahead: bool) -> None:
         if not is_launched:
@@ -389,6 +396,8 @@ class GraphSync(StreamSync):
         return graph
 
     def _replay(self, key: Hashable, *, ahead: bool) -> None:
+        samples, device = key in self._sampling, self._stream.device
+        self._random_state = torch.cuda.get_rng_state(device) if samples else None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._graphs[key].replay()

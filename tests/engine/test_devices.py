@@ -73,7 +73,7 @@ def test_steps_in_turn(
     wanted = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
-        options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 20}
+        options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 80}
         text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         wanted.append(text[0, len(prompt) :].tolist())
     place = next(i for i in range(6, 20) if wanted[1][i] not in wanted[1][:i])
@@ -85,8 +85,8 @@ def test_steps_in_turn(
             raise ValueError("for a test")
 
     engine = Engine(model, max_num_seqs=4)
-    many = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    ends = SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[wanted[1][place]])
+    many = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    ends = SamplingParams(temperature=0.0, max_tokens=80, stop_token_ids=[wanted[1][place]])
     engine.add_request(prompts[0], many, "0")
     engine.add_request(prompts[1], ends, "1")
     engine.add_request(prompts[2], many, "2", on_output=fails)

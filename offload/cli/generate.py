@@ -204,12 +204,17 @@ class Sampling:
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0
     top_k: Annotated[int, typer.Option(min=0, help="0 is all.")] = 0
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on to --max-new-tokens, to measure.")
+    ] = False
 
     def settings(self) -> dict[str, Any]:
         """Arguments of `generate`."""
         settings: dict[str, Any] = {"do_sample": self.temperature > 0.0}
         if self.temperature > 0.0:
             settings |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        if self.ignore_eos:
+            settings["eos_token_id"] = None
         return settings | {"max_new_tokens": self.max_new_tokens}
 
 

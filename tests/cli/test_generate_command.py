@@ -121,6 +121,18 @@ def test_stop_strings_of_a_file(tiny_folders: dict[str, Path], tmp_path: Path) -
     assert len(answer) < len(free)
 
 
+def test_an_answer_that_goes_on(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folders["llama"], tmp_path / "model")
+    path = folder / "generation_config.json"
+    config = json.loads(path.read_text()) | {"eos_token_id": list(range(320))}
+    path.write_text(json.dumps(config))
+    options = ["generate", str(folder), "--threads", "1", "-p", "the quick brown fox", "-n", "6"]
+    for more, num_tokens in (([], 1), (["--ignore-eos"], 6)):
+        result = runner.invoke(app, [*options, "--json", *more])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["runs"][0]["new_tokens"] == num_tokens
+
+
 def test_json(generate: Any) -> None:
     arguments = ["-p", "the quick brown fox", "-n", "6", "--json", "--policy", "exact_topk"]
     options = ["--option", "budget_tokens=128", "--compare", "--expect", "no such answer"]

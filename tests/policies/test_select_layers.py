@@ -130,12 +130,6 @@ def test_what_does_not_fit_is_left(
     assert re.search(message, record.message)
 
 
-def test_without_a_file_the_log_says_how_to_make_one(caplog: Any) -> None:
-    with caplog.at_level(logging.INFO, logger="offload"):
-        with_kept(sparse())
-    assert "tidal_decode selects in layers 1,2; `offload calibrate MODEL" in caplog.text
-
-
 def test_layers_inside_the_policys_dense_ones_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 1 is not after the first dense_layers=2"):
         sparse(LAYERS, dense_layers=2)

@@ -326,7 +326,9 @@ def calibrated_roles(
 
 
 @contextmanager
-def reading_progress(policy: str, lean: LeanModel, times: int) -> Iterator[Callable[[], None]]:
+def reading_progress(
+    policy: str, lean: LeanModel, times: int, found: str = "heads"
+) -> Iterator[Callable[[], None]]:
     """Shows how far a calibration is that a model's loading waits for.
 
     Yields:
@@ -335,8 +337,8 @@ def reading_progress(policy: str, lean: LeanModel, times: int) -> Iterator[Calla
     device = lean.lm_head.weight.device
     progress = Progress(
         logger,
-        title=f"finding {policy}'s heads",
-        begins=f"{policy}: finding the heads of this model that retrieve, on {device}, once "
+        title=f"finding {policy}'s {found}",
+        begins=f"{policy}: finding the {found} of this model that retrieve, on {device}, once "
         "(%d layers to read)",
         ended="found them in %.1f s",
     )

@@ -8,7 +8,7 @@ same ones, but for one that only copies and one that only looks up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,23 @@ def lookup_mass(
     on_layer: Callable[[], None] = lambda: None,
 ) -> FloatArray:
     """[num_layers, num_kv_heads]: the share of attention that falls on the facts while the answers
-    are read, of the query head that gives most; one prefill of `tokens`, in a store of its own.
+    are read, of the query head that gives most.
+    """
+    mass = np.zeros((lean.shape.num_layers, lean.shape.num_kv_heads))
+    for layer_idx, lookup, weights in lookup_attention(lean, tokens, lookups, on_layer):
+        on_fact = weights[..., lookup.fact.start : lookup.fact.stop].sum(-1).mean(-1)
+        mass[layer_idx] += on_fact.amax(1).cpu().numpy() / len(lookups)
+    return mass
+
+
+def lookup_attention(
+    lean: LeanModel,
+    tokens: Tensor,
+    lookups: Sequence[LookUp],
+    on_layer: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[int, LookUp, Tensor]]:
+    """(layer, look-up, attention weights [num_kv_heads, group_size, queries, num_tokens] of its
+    answer), layer by layer; one prefill of `tokens`, in a store of its own.
 
     It runs where the model's weights are.
     """
@@ -136,18 +152,15 @@ def lookup_mass(
         begin = max(0, first - (kv_len - queries.shape[1]))
         kept[layer_idx].append(queries[:, begin:].float().clone())
 
-    mass = np.zeros((shape.num_layers, shape.num_kv_heads))
     with keys_of_text(lean, tokens, keep_queries, on_layer) as keys_of:
         for layer_idx, queries in enumerate(kept):
             of_layer = torch.cat(queries, dim=1)
             groups = of_layer.view(shape.num_kv_heads, -1, *of_layer.shape[1:])
             keys = keys_of(layer_idx).float().transpose(1, 2)[:, None]
             for lookup in lookups:
-                asked, fact = lookup.queries, lookup.fact
+                asked = lookup.queries
                 scores = groups[:, :, asked.start - first : asked.stop - first] @ keys
                 later = torch.arange(len(tokens)) > torch.tensor(asked)[:, None]
                 later = later.to(scores.device)
                 weights = (lean.sm_scale * scores).masked_fill(later, -torch.inf).softmax(-1)
-                on_fact = weights[..., fact.start : fact.stop].sum(-1).mean(-1)
-                mass[layer_idx] += on_fact.amax(1).cpu().numpy() / len(lookups)
-    return mass
+                yield layer_idx, lookup, weights

@@ -40,7 +40,9 @@ from offload.policies.tidal_decode.select_layers import (
     check_depth,
     checked_layers,
     default_select_layers,
+    keep_calibrated,
     kept_layers,
+    known_by_shape,
     parse_layers,
 )
 from offload.policies.wrapped import WrappedPolicy, forwards
@@ -68,32 +70,44 @@ class LayersCalibration(Calibration):
         load_tokenizer: Callable[[], Any],
         checkpoint: Callable[[], str],
     ) -> Policy:
-        """With select layers that a sweep has found; none is made here, which takes minutes.
+        """With select layers of the model, if none were given: those that are kept, else
+        calibrated ones, which are kept for the next time. No sweep is made, which takes minutes.
 
         Raises:
             ValueError: it has a file's layers of another model, or of other weights.
         """
-        shape = make_lean().shape.kv_heads
-        layers = self.policy.select_layers
+        from offload.policies.tidal_decode.calibration import calibrated_layers
+
+        policy, lean = self.policy, make_lean()
+        shape = lean.shape.kv_heads
+        layers = policy.select_layers
         if isinstance(layers, SelectLayers):
             layers.check(**shape, model_type=model_type, checkpoint=checkpoint())
-        return self.with_kept(checkpoint, model_type, **shape)
+        kept = self.with_kept(checkpoint, model_type, **shape)
+        if kept is not policy or layers is not None:
+            return kept
+        found = None
+        if not known_by_shape(model_type, shape["num_layers"], shape["num_kv_heads"]):
+            found = calibrated_layers(lean, model_type, load_tokenizer, policy.dense_layers)
+        if found is None:
+            usual = policy.layers_of(shape["num_layers"], shape["num_kv_heads"])
+            logger.info(
+                "tidal_decode selects in layers %s; `offload calibrate MODEL --policy "
+                "tidal_decode` finds those of this model",
+                ",".join(map(str, usual)),
+            )
+            return policy
+        found = replace(found, checkpoint=checkpoint())
+        keep_calibrated(found)
+        return replace(policy, select_layers=found)
 
     def with_kept(self, checkpoint: Callable[[], str], model_type: str, **shape: Any) -> Policy:
-        """With select layers that a sweep has found of the model, if none were given."""
+        """With select layers that are kept of the model, if none were given."""
         policy = self.policy
         if policy.select_layers is not None:
             return policy
         kept = kept_layers(checkpoint(), policy.dense_layers, **shape, model_type=model_type)
-        if kept is None:
-            layers = policy.layers_of(shape["num_layers"], shape["num_kv_heads"])
-            logger.info(
-                "tidal_decode selects in layers %s; `offload calibrate MODEL --policy "
-                "tidal_decode` finds those of this model",
-                ",".join(map(str, layers)),
-            )
-            return policy
-        return replace(policy, select_layers=kept)
+        return policy if kept is None else replace(policy, select_layers=kept)
 
 
 @dataclass(frozen=True)
@@ -103,8 +117,9 @@ class TidalDecode(WrappedPolicy):
     Args:
         inner: a policy that selects in every layer; its budget, sinks, recent window and dense
             layers hold for all layers.
-        select_layers: their numbers, or a layers file's. None: `OffloadedModel` takes those that a
-            sweep has found for the model (`kept_layers`), else `default_select_layers`.
+        select_layers: their numbers, or a layers file's. None: `OffloadedModel` takes those that
+            are kept for the model (`kept_layers`), else calibrates when it loads, if it can and
+            does not know the shape; without that they are `default_select_layers`.
 
     Raises:
         ValueError: a select layer that is negative, given twice or inside the dense layers; none at

@@ -1,7 +1,7 @@
 """Which layers select, and the JSON file that says so of one model.
 
-`offload calibrate --policy tidal_decode` finds them by a sweep (`training.layer_sweep`), and keeps
-them in the cache folder.
+`offload calibrate --policy tidal_decode` finds them by a sweep (`training.layer_sweep`); else a
+`calibration` does when a model of unknown shape is loaded. Both keep them in the cache folder.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _SELECT_LAYERS = {(32, 8): (2, 13), (32, 32): (2, 7), (30, 3): (2, 6, 17, 21)}
 _MIDDLE = 13 / 32  # of the depth, where nothing is known: Llama-3's
 
+_CALIBRATION = "1"  # change it when other layers are found than by older versions
 _SWEEP = "calibrate MODEL --policy tidal_decode"
 
 
@@ -81,6 +82,11 @@ def default_select_layers(num_layers: int, num_kv_heads: int, dense_layers: int)
     middle = _SELECT_LAYERS.get((num_layers, num_kv_heads), (round(_MIDDLE * num_layers),))
     layers = {dense_layers, *middle}
     return tuple(sorted(layer for layer in layers if dense_layers <= layer < num_layers))
+
+
+def known_by_shape(model_type: str, num_layers: int, num_kv_heads: int) -> bool:
+    """Whether `default_select_layers` are those of this very model, by its own answers."""
+    return model_type == "llama" and (num_layers, num_kv_heads) in _SELECT_LAYERS
 
 
 def parse_layers(
@@ -146,32 +152,57 @@ def check_depth(layers: Sequence[int], num_layers: int) -> None:
 
 
 def kept_layers(checkpoint: str, dense_layers: int, **model: Any) -> SelectLayers | None:
-    """What a sweep has found; None where none are kept, or what lies there is not it.
+    """What a sweep has found, else a calibration; None where none are kept, or what lies there is
+    not it.
 
     Args:
         checkpoint: as `loading.names.checkpoint_name` has it; "": unknown.
         model: the rest of what `SelectLayers.check` takes.
     """
-    try:
-        file = kept_path(checkpoint, dense_layers)
-        if file is None or not file.is_file():
-            return None
-        layers = SelectLayers.load(file)
-        layers.check(**model, checkpoint=checkpoint)
-    except (OSError, ValueError, RuntimeError) as error:  # or there is no home
-        logger.warning("%s; it is left", error)
-        return None
-    if layers.dense_layers != dense_layers:
+    for place in (kept_path, _calibrated_path):
+        try:
+            file = place(checkpoint, dense_layers)
+            if file is None or not file.is_file():
+                continue
+            layers = SelectLayers.load(file)
+            layers.check(**model, checkpoint=checkpoint)
+        except (OSError, ValueError, RuntimeError) as error:  # or there is no home
+            logger.warning("%s; it is left", error)
+            continue
+        if layers.dense_layers == dense_layers:
+            return layers
         logger.warning("layers file %s was changed; it is left", file)
-        return None
-    return layers
+    return None
+
+
+def keep_calibrated(layers: SelectLayers) -> None:
+    """Have `kept_layers` find them for their checkpoint. Where the cache cannot be written to, they
+    are not kept."""
+    try:
+        path = _calibrated_path(layers.checkpoint, layers.dense_layers)
+        if path is not None:
+            layers.keep(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        logger.info(
+            "calibrated layers are not kept (%s); set OFFLOAD_CACHE to a folder that can be "
+            "written to",
+            error,
+        )
 
 
 def kept_path(checkpoint: str, dense_layers: int) -> Path | None:
-    """Where they are; None for a checkpoint that is unknown.
+    """Where those of a sweep are; None for a checkpoint that is unknown.
 
     Raises:
         RuntimeError: there is no home.
     """
+    return _path("layers", checkpoint, dense_layers)
+
+
+def _calibrated_path(checkpoint: str, dense_layers: int) -> Path | None:
+    return _path(f"layers/calibrated-{_CALIBRATION}", checkpoint, dense_layers)
+
+
+def _path(folder: str, checkpoint: str, dense_layers: int) -> Path | None:
     key = key_part(checkpoint)
-    return cache_folder() / "layers" / f"{key}-after-{dense_layers}.json" if key else None
+    return cache_folder() / folder / f"{key}-after-{dense_layers}.json" if key else None

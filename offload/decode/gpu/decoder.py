@@ -253,9 +253,13 @@ class DeviceDecoder:
             most = min(most, *(budget - n + 1 for n in kv_lens if n <= budget), most)
         if most < 2:
             return 1
+        ends = [kv_len + most - 1 for kv_len in kv_lens]
+        # What is built or grown takes memory, and may give some back, for which CUDA waits.
+        if not all(map(attention.states.serves, seqs, ends)):
+            return 1
         try:  # single steps go as far as they can
             self.store.make_room(seqs, [most] * len(seqs))
-            resident.reserve(slots, [kv_len + most - 1 for kv_len in kv_lens])
+            resident.reserve(slots, ends)
         except (DeviceMemoryError, HostBudgetError):
             return 1
         self._in_turn, self._keeps_steps = _StepsInTurn(link), True

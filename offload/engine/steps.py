@@ -228,12 +228,12 @@ class Steps:
                     taken.append(functools.partial(self._choose, request, logits))
         except Exception as error:
             failure = error
-        num_steps = max(1, len(taken) // len(rows))
+        num_steps = len(taken) // len(rows) + (failure is not None)
         for tell in taken:
             tell()
-        if failure is None:
-            return num_steps
         rows = [request for request in rows if request.finish_reason is None]
+        if failure is None or not rows:  # callbacks of all have failed meanwhile
+            return num_steps
         if isinstance(failure, HostBudgetError):
             if self._make_room():
                 self._decode_rows([row for row in rows if row.seq is not None])
@@ -440,7 +440,6 @@ class Steps:
         self._outputs.append(output)
 
     def _finish(self, request: Request) -> None:
-        request.is_over = True
         self.scheduler.remove(request)
         self._give_up_correction(request)
         if request.restoring is not None:
@@ -456,3 +455,4 @@ class Steps:
         self.prefixes.end(request)
         self._preempted.forget(request)
         self._on_finished(request)
+        request.is_over = True  # where something failed before, `Engine.failure` ends it

@@ -567,3 +567,46 @@ def test_params_are_taken_as_others_write_them() -> None:
     assert SamplingParams(stop=None).stop == ()
     with pytest.raises(ValueError, match="logit_bias"):
         SamplingParams(logit_bias={1: 1e300})
+
+
+def test_the_last_callback_fails_before_a_step_that_failed(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its token came before the failure, and is told behind it: nobody is left to try again."""
+    engine, choose = Engine(model, prefix_caching=False), Runner.choose
+
+    def two_steps(self: Runner, seqs: list[int], tokens: list[int], most: int, take: Any) -> None:
+        choose(self, seqs, tokens, 1, take)
+        raise HostBudgetError("for a test")
+
+    def fails(output: RequestOutput) -> None:
+        if output.tokens and engine.stats.answer_tokens == 2:
+            raise ValueError("for a test")
+
+    monkeypatch.setattr(Runner, "choose", two_steps)
+    engine.add_request(prompts_of(30)[0], GREEDY, "0", on_output=fails)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert isinstance(outputs[-1].error, ValueError)
+    assert engine.stats.failed == 1
+    engine.stop()
+
+
+def test_a_fault_at_the_end_of_a_request_ends_it(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, told = Engine(model, prefix_caching=False), list[RequestOutput]()
+    end, faults = engine._steps.prefixes.end, [RuntimeError("for a test")]
+
+    def failing(request: Any) -> None:
+        if faults:
+            raise faults.pop()
+        end(request)
+
+    monkeypatch.setattr(engine._steps.prefixes, "end", failing)
+    engine.add_request(prompts_of(30)[0], GREEDY, "0", on_output=told.append)
+    engine.start()
+    engine.stop(finish=True, timeout=60.0)
+    assert str(told[-1].error) == str(engine.failure) == "for a test"
+    assert not engine.has_work

@@ -14,6 +14,7 @@ import torch
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
+from offload.decode.gpu.prepared_steps import BurstLength
 from offload.policies.registry import make_policy
 
 ROOT = Path(__file__).parents[1]
@@ -56,8 +57,13 @@ def listed(where: str) -> set[str]:
     [("On a CPU", "lychee_cluster", None), ("With a GPU", "tidal_decode", "inline")],
 )
 def test_the_walk_of_a_token(
-    tiny_folders: dict[str, Path], where: str, name: str, backend: str | None
+    tiny_folders: dict[str, Path],
+    where: str,
+    name: str,
+    backend: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(BurstLength, "num_steps", property(lambda self: 2))  # a streamer hears
     policy = make_policy(name, budget_tokens=96)
     model = OffloadedModel.from_pretrained(tiny_folders["llama"], policy=policy, backend=backend)
     steps = Steps()

@@ -289,9 +289,11 @@ class Runtime:
             first of several steps that failed.
         """
         chosen: list[torch.Tensor] = []
+        before = self._decoder.setup_seconds
         try:
             try:
                 count, in_turn = self._steps_at_once(cache, most)
+                self._count_setup(before)
                 while len(chosen) < in_turn and not (chosen and ends(tokens)):
                     ahead = len(chosen) + 1 < in_turn
                     step = (cache, tokens, position_ids, options, count)

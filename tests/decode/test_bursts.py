@@ -13,8 +13,9 @@ from cases.inside import decoder_of, resident_of
 from cases.tiny_models import random_tokens
 from transformers.generation.streamers import BaseStreamer
 
-from offload.decode.gpu.bursts import MOST_STEPS, BurstLength, Bursts
+from offload.decode.gpu.bursts import MOST_STEPS, Bursts
 from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.prepared_steps import BurstLength
 
 
 @pytest.fixture(params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, check_works, greedy, load, small
+from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, check_works, greedy, load, small
 from cases.inside import decoder_of, runtime_of, split_steps
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
-from offload.decode.gpu.bursts import BurstLength
 from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.decode.gpu.prepared_steps import BurstLength
 from offload.decode.gpu.resident_codes import ResidentCodes
 from offload.kv.page_pool import PagePool
 from offload.policies.registry import make_policy
@@ -29,7 +30,7 @@ STATELESS = ["full", "lychee_decode", "tidal_decode"]
 HOT = ["lfps", "lychee_cluster"]
 
 
-@pytest.fixture(scope="module", params=[INLINE, FLAGS, STREAM, GRAPH])
+@pytest.fixture(scope="module", params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
 def backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -81,7 +82,7 @@ def in_single_steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceDecoder, "begin_steps", begins)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "full", "lychee_cluster", "tidal_decode"))
 def test_the_tokens_of_single_steps(
     backend: Any, policy: str, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

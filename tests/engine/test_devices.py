@@ -12,7 +12,7 @@ from cases.inside import split_steps, steps_of
 from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
-from offload.decode.gpu.bursts import BurstLength
+from offload.decode.gpu.prepared_steps import BurstLength
 from offload.engine.engine import Engine
 from offload.engine.request import RequestOutput
 from offload.engine.sampling_params import SamplingParams

@@ -18,24 +18,6 @@ from offload.decode.gpu.gpu_sync import capture_graph
 from offload.decode.gpu.step import DeviceStep
 
 MOST_STEPS = 64
-# Of a burst: as much as a reader of the text may wait, and a caller whose answer has ended.
-_BURST_SECONDS = 0.064
-
-
-class BurstLength:
-    """How many steps follow each other before somebody sees their tokens."""
-
-    def __init__(self) -> None:
-        self._step_seconds = _BURST_SECONDS / 2  # until one was timed
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the next burst."""
-        return max(1, min(MOST_STEPS, int(_BURST_SECONDS / self._step_seconds)))
-
-    def timed(self, num_steps: int, seconds: float) -> None:
-        """So many took so long."""
-        self._step_seconds = max(seconds / num_steps, 1e-6)
 
 
 class Bursts:

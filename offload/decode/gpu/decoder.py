@@ -245,7 +245,9 @@ class DeviceDecoder:
             return 1
         slots, kv_lens = self._bind(seqs)
         link, steps = self._choose_link(slots), self._prepared
-        resident, settled = steps.step.resident, steps.settled_steps(link)
+        resident, settled = steps.step.resident, None
+        if self._num_micro_batches is None:
+            settled = steps.settled_steps(link)
         most = min(most, steps.burst_length.num_steps, most if settled is None else settled)
         most = min(most, steps.max_tokens - max(kv_lens) + 1)
         if resident.codes is not None:  # they come between two steps, where a sequence needs them

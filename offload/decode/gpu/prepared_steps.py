@@ -12,7 +12,7 @@ from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.buffers import HostLink, StepBuffers, micro_batch_rows, num_slots
-from offload.decode.gpu.bursts import BurstLength, Bursts
+from offload.decode.gpu.bursts import MOST_STEPS, Bursts
 from offload.decode.gpu.gpu_sync import GpuSync, StepStreams
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.hot_rows import HotRows
@@ -30,6 +30,24 @@ from offload.system.errors import DeviceMemoryError
 
 # A link of more rows than a step needs does for so many steps.
 _STEPS_WITH_LARGER = 256
+# Of a burst: as much as a reader of the text may wait, and a caller whose answer has ended.
+_BURST_SECONDS = 0.064
+
+
+class BurstLength:
+    """How many steps follow each other before somebody sees their tokens."""
+
+    def __init__(self) -> None:
+        self._step_seconds = _BURST_SECONDS / 2  # until one was timed
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the next burst."""
+        return max(1, min(MOST_STEPS, int(_BURST_SECONDS / self._step_seconds)))
+
+    def timed(self, num_steps: int, seconds: float) -> None:
+        """So many took so long."""
+        self._step_seconds = max(seconds / num_steps, 1e-6)
 
 
 @dataclass(eq=False)

@@ -3,7 +3,6 @@ GPU begins with each as soon as the CPU has what the last one leaves."""
 
 from __future__ import annotations
 
-import itertools
 import signal
 import sys
 from pathlib import Path

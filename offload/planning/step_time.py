@@ -40,8 +40,8 @@ from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
 # Of a worker's second-level cache that reading ahead fills (cache_warmer.cpp).
 _AHEAD_BYTES_PER_WORKER = 2**20
 
-# Of a choice, what was not hot before. SmolLM2's 32K version, lychee_cluster, budget 1,024, from the
-# 14th to the 37th step: 0.05 behind 6,400 tokens of docstrings, 0.10 behind 20,000.
+# Of a choice, what was not hot before. SmolLM2's 32K version, lychee_cluster, budget 1,024, 14th to
+# 37th step: 0.05 behind 6,400 tokens of docstrings, 0.10 behind 20,000.
 _MISSING_SHARE = 1 / 8
 
 

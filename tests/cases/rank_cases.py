@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from cases.device_cases import greedy, small
+from cases.device_cases import greedy, keep_least_on_gpu, small
 from cases.inside import allow_device_bytes, decoder_of, runtime_of
 
 from offload import OffloadedModel
@@ -28,8 +28,11 @@ from offload.ranks.watch import POLL_SECONDS
 
 @functools.cache
 def _load(folder: Path, policy: str, options: tuple[tuple[str, Any], ...] = ()) -> Any:
-    named: str | Policy = "full" if policy == "full" else small(policy)
-    return load(folder, named, **dict(options))
+    if policy == "full":
+        return load(folder, policy, **dict(options))
+    model = load(folder, small(policy), **dict(options))
+    keep_least_on_gpu(model)  # all of it would be there, and exact
+    return model
 
 
 def load(folder: Path, policy: Policy | str, device: str = "cpu", **options: Any) -> Any:

@@ -1,53 +1,76 @@
-"""Streams of steps: each model's own, while torch has some."""
+"""Streams of steps: each model's own; and what is captured there."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from cases.device_cases import NO_GPU
 
 from offload.decode.gpu import gpu_sync
-from offload.decode.gpu.gpu_sync import StepStreams
+from offload.decode.gpu.gpu_sync import StepStreams, capture_graph
 
 DEVICE = torch.device("cuda", 0)
 
 
-@pytest.fixture(autouse=True)
-def pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch has them: 32 streams of each of four priorities, which come round again."""
-    numbers = [itertools.cycle(range(100 * pool, 100 * pool + 32)) for pool in range(4)]
-
-    def stream(device: torch.device, priority: int) -> Any:
-        return SimpleNamespace(cuda_stream=next(numbers[min(-priority, 3)]), priority=priority)
-
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(gpu_sync, "_taken_streams", set())
-
-
-def numbers_of(streams: StepStreams) -> list[int]:
+def handles_of(streams: StepStreams) -> list[int]:
     lanes = [lane._stream for lane in streams.lanes]
     return [stream.cuda_stream for stream in (streams.main, *lanes)]
 
 
-def test_models_share_none_while_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sync.gc, "collect", lambda: None)  # all are there
-    taken, models = set[int](), []
-    while (streams := StepStreams(DEVICE)).are_own:
-        assert not taken & set(numbers_of(streams))
-        taken.update(numbers_of(streams))
-        models.append(streams)
-    assert len(models) >= 32
-    del models[3]
-    assert StepStreams(DEVICE).are_own
+def check_own() -> None:
+    models = [StepStreams(DEVICE) for _ in range(40)]
+    handles = [handle for streams in models for handle in handles_of(streams)]
+    assert len({*handles}) == len(handles) == 120
+    gone = handles_of(models.pop())
+    assert {*handles_of(StepStreams(DEVICE))} == {*gone}
 
 
-def test_streams_of_models_that_are_gone_come_again() -> None:
-    """Also where only a collection finds them."""
-    for _ in range(200):
-        streams = StepStreams(DEVICE)
-        assert streams.are_own
-        assert max(numbers_of(streams)) < 200  # of the priority that they should have
-        streams.itself = streams  # type: ignore[attr-defined]
+def test_models_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = itertools.count(1)
+    monkeypatch.setattr(gpu_sync, "_spare_streams", {})
+    monkeypatch.setattr(gpu_sync, "_new_stream", lambda device, priority: next(new))
+    of = lambda handle, device: SimpleNamespace(cuda_stream=handle)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "ExternalStream", of)
+    check_own()
+
+
+@pytest.mark.cuda
+@NO_GPU
+def test_on_a_gpu() -> None:
+    check_own()
+    streams = StepStreams(DEVICE)
+    assert streams.main.priority > streams.lanes[0]._stream.priority
+    x = torch.zeros(4, device=DEVICE)
+    graph = capture_graph(streams.main, lambda: x.add_(1), samples=False)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [2.0] * 4  # once to load what it needs
+
+
+@pytest.mark.cuda
+@NO_GPU
+def test_graphs_that_only_a_collection_finds() -> None:
+    """CUDA gives a capture up whose thread destroys another graph."""
+    stream, x = StepStreams(DEVICE).main, torch.zeros(4, device=DEVICE)
+    kept: list[object] = [capture_graph(stream, lambda: x.add_(1), samples=False)]
+    kept.append(kept)
+    holders = [kept]
+    del kept
+
+    def step() -> None:
+        if torch.cuda.is_current_stream_capturing():
+            holders.clear()
+        x.add_(1)
+        [[] for _ in range(1000)]
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        capture_graph(stream, step, samples=False).replay()
+    finally:
+        gc.set_threshold(*threshold)
+    torch.cuda.synchronize()

@@ -793,8 +793,6 @@ class DeviceDecoder:
         is_watched = self.on_mark is not None or self.after_projection is not None
         if not self._captures_aside or is_watched or self._steps is None:
             return False
-        if not all(streams.are_own for streams in self._streams):
-            return False
         return self._steps.step.resident.is_bound
 
     def _begin_aside(self, wanted: HeadPlacement) -> None:

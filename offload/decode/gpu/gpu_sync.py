@@ -15,8 +15,8 @@ before it launches what reads the reply. Backends with the same results:
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -187,43 +187,36 @@ class InlineSync:
 
 class StepStreams:
     """Streams in which steps are captured and run, and nobody else launches anything: it would
-    become part of what another thread captures there. torch has 32 of each priority, and gives
-    them again.
-
-    Attributes:
-        are_own: False: so many models are loaded that some streams are of others, too.
+    become part of what another thread captures there. torch's own come round again after 32.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._taken: set[int] = set()
-        self.are_own = True
-        weakref.finalize(self, _give_streams_back, self._taken)
         self.main = self._own(device, 0)
         # Before the step's own kernels, where both are ready: it has little to do, and others wait.
         self.lanes = [SideStream(self._own(device, -1)) for _ in range(NUM_LANES)]
 
     def _own(self, device: torch.device, priority: int) -> torch.cuda.Stream:
-        with _taking:
-            for attempt in range(4 * _POOL_SIZE):
-                if attempt == _POOL_SIZE:
-                    gc.collect()  # models that are gone
-                nearest = priority - max(0, attempt // _POOL_SIZE - 1)
-                stream = torch.cuda.Stream(device, priority=nearest)  # type: ignore[no-untyped-call]
-                if stream.cuda_stream not in _taken_streams:
-                    self._taken.add(stream.cuda_stream)
-                    _taken_streams.add(stream.cuda_stream)
-                    return stream
-        self.are_own = False
-        return stream
+        spare = _spare_streams.setdefault((device.index or 0, priority), [])
+        try:
+            handle = spare.pop()
+        except IndexError:
+            handle = _new_stream(device, priority)
+        weakref.finalize(self, spare.append, handle)
+        return torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call]
 
 
-_POOL_SIZE = 32
-_taking = threading.RLock()  # streams are given back in the middle of a collection
-_taken_streams: set[int] = set()
+# Handles by device and priority. They are never destroyed: torch may keep memory by its stream.
+_spare_streams: dict[tuple[int, int], list[int]] = {}
 
 
-def _give_streams_back(taken: set[int]) -> None:
-    _taken_streams.difference_update(taken)
+def _new_stream(device: torch.device, priority: int) -> int:
+    driver, handle, non_blocking = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), 1
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # the device's context is this thread's
+        error = driver.cuStreamCreateWithPriority(ctypes.byref(handle), non_blocking, priority)
+    if error or handle.value is None:
+        raise RuntimeError(f"CUDA gave no stream for {device}: error {error}")
+    return handle.value
 
 
 def capture_graph(stream: torch.cuda.Stream, step: Step, *, samples: bool) -> torch.cuda.CUDAGraph:
@@ -238,7 +231,7 @@ def capture_graph(stream: torch.cuda.Stream, step: Step, *, samples: bool) -> to
         with torch.random.fork_rng([stream.device_index]) if samples else nullcontext():
             step()
         stream.synchronize()
-        with CAPTURING:
+        with CAPTURING, _no_collection():
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -246,6 +239,19 @@ def capture_graph(stream: torch.cuda.Stream, step: Step, *, samples: bool) -> to
             finally:
                 graph.capture_end()
     return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Graphs of models that are gone are not destroyed by a thread that captures: CUDA would give
+    the capture up."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class SideStream:

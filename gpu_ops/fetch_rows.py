@@ -9,10 +9,25 @@ from torch import Tensor
 
 from gpu_ops.checks import check_dims, check_dtype, check_page_tokens, check_reachable, check_tensor
 from gpu_ops.cpu_pages import page_at
-from gpu_ops.gather_rows import check_fixed, check_gathered
+from gpu_ops.gather_rows import GatherLaunch, check_fixed, check_gathered
 from gpu_ops.launch import jit, next_power_of_2, pointer, runs_kernel, tl
 
-_TILE_BYTES = 32768  # keys and values that a program has in flight at a time
+# Few multiprocessors, each to itself: see `GatherLaunch`.
+_LAUNCH = GatherLaunch(programs=8)
+
+
+@jit
+def load_pairs(
+    fetches: tl.tensor,
+    at: tl.tensor,  # row and head, as their counts lie
+    index: tl.tensor,
+    num_fetches: tl.tensor,
+    fetch_tokens: tl.tensor,
+) -> tl.tensor:
+    """(tokens, places), -1 past the end."""
+    pair = fetches + (at.to(tl.int64) * fetch_tokens + index) * 2
+    present = index < num_fetches
+    return tl.load(pair, mask=present, other=-1), tl.load(pair + 1, mask=present, other=-1)
 
 
 @jit
@@ -24,6 +39,7 @@ def fetch_rows_kernel(
     heads: tl.tensor,
     hot: tl.tensor,
     counts: tl.tensor,
+    num_lists: tl.tensor,
     max_pages: tl.tensor,
     fetch_tokens: tl.tensor,
     capacity: tl.tensor,
@@ -33,41 +49,57 @@ def fetch_rows_kernel(
     HEAD_DIM: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program per head and row: a grid that is fixed at capture."""
-    slot, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    kv_head = tl.load(heads + slot)
-    at = row * NUM_KV_HEADS + kv_head
-    position = tl.load(positions + row)
-    is_active = position >= 0
-    num_fetches = tl.minimum(tl.load(hot_counts + 2 * at), fetch_tokens)
-    num_fetches = tl.where(is_active, num_fetches, 0)
-    num_hot = tl.load(hot_counts + 2 * at + 1)
-    tl.store(counts + at, tl.where(is_active, num_hot + FIXED_TOKENS, 0))
-    d = tl.arange(0, BLOCK_D)
-    for start in range(0, num_fetches, BLOCK_T):
-        index = start + tl.arange(0, BLOCK_T)
-        present = index < num_fetches
-        pair = fetches + (at * fetch_tokens + index) * 2
-        token = tl.load(pair, mask=present, other=0)
-        place = tl.load(pair + 1, mask=present, other=0)
-        # After an error there may be what an earlier sequence was to fetch, whose pages are gone.
-        present &= (token >= 0) & (token < position) & (place >= 0) & (place < capacity)
-        page = tl.load(page_table + row * max_pages + token // PAGE_TOKENS, mask=present, other=0)
-        key_rows = kv_head * PAGE_TOKENS + token % PAGE_TOKENS
-        source = page + key_rows.to(tl.int64) * ROW_BYTES
-        keys = source.to(tl.pointer_type(hot.dtype.element_ty))[:, None] + d[None, :]
-        values = keys + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
-        inside = present[:, None] & (d < HEAD_DIM)[None, :]
-        # Past the L1, which has no use for rows that are read once. Rows are whole vectors.
-        k = tl.load(tl.multiple_of(keys, (16, 16)), mask=inside, cache_modifier=".cg")
-        v = tl.load(tl.multiple_of(values, (16, 16)), mask=inside, cache_modifier=".cg")
-        target = ((row * 2 * NUM_HEADS + slot) * capacity + place) * HEAD_DIM
-        out = hot + target[:, None] + d[None, :]
-        tl.store(out, k, mask=inside)
-        tl.store(out + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM, v, mask=inside)
+    """Programs, fixed at capture, that share the lists: one of each row's heads."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    # Counts and pairs come over PCIe, too: all counts at once, the next pairs beside rows.
+    lists = tl.arange(0, BLOCK_L)
+    there = lists < num_lists
+    ats = lists // NUM_HEADS * NUM_KV_HEADS
+    ats += tl.load(heads + lists % NUM_HEADS, mask=there, other=0)
+    there_positions = tl.load(positions + lists // NUM_HEADS, mask=there, other=-1)
+    nums = tl.load(hot_counts + 2 * ats, mask=there, other=0)
+    nums = tl.where(there_positions >= 0, tl.minimum(nums, fetch_tokens), 0)
+    if program == 0:
+        nums_hot = tl.load(hot_counts + 2 * ats + 1, mask=there, other=0)
+        nums_hot = tl.where(there_positions >= 0, nums_hot + FIXED_TOKENS, 0)
+        tl.store(counts + ats, nums_hot, mask=there)
+    d, block = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_T)
+    num = tl.sum(tl.where(lists == program, nums, 0))
+    at = tl.sum(tl.where(lists == program, ats, 0))
+    tokens, places = load_pairs(fetches, at, block, num, fetch_tokens)
+    i = program
+    for _ in range(program, num_lists, programs):
+        next_num = tl.sum(tl.where(lists == i + programs, nums, 0))
+        next_at = tl.sum(tl.where(lists == i + programs, ats, 0))
+        ahead = load_pairs(fetches, next_at, block, next_num, fetch_tokens)
+        row, slot = (i // NUM_HEADS).to(tl.int64), i % NUM_HEADS
+        position = tl.load(positions + row)
+        for start in range(0, num, BLOCK_T):
+            if start > 0:
+                tokens, places = load_pairs(fetches, at, start + block, num, fetch_tokens)
+            # After an error there may be what an earlier sequence was to fetch, whose pages are
+            # gone.
+            present = (tokens >= 0) & (tokens < position) & (places >= 0) & (places < capacity)
+            page_at = page_table + row * max_pages + tokens // PAGE_TOKENS
+            page = tl.load(page_at, mask=present, other=0)
+            key_rows = (at % NUM_KV_HEADS) * PAGE_TOKENS + tokens % PAGE_TOKENS
+            source = page + key_rows.to(tl.int64) * ROW_BYTES
+            keys = source.to(tl.pointer_type(hot.dtype.element_ty))[:, None] + d[None, :]
+            values = keys + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
+            inside = present[:, None] & (d < HEAD_DIM)[None, :]
+            # Past the L1, which has no use for rows that are read once. Rows are whole vectors.
+            k = tl.load(tl.multiple_of(keys, (16, 16)), mask=inside, cache_modifier=".cg")
+            v = tl.load(tl.multiple_of(values, (16, 16)), mask=inside, cache_modifier=".cg")
+            target = ((row * 2 * NUM_HEADS + slot) * capacity + places) * HEAD_DIM
+            out = hot + target[:, None] + d[None, :]
+            tl.store(out, k, mask=inside)
+            tl.store(out + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM, v, mask=inside)
+        tokens, places = ahead
+        num, at, i = next_num, next_at, i + programs
 
 
 def fetch_rows(
@@ -122,7 +154,7 @@ def fetch_rows(
             fetches, hot_counts, page_table, positions, heads, page_shape, fixed_tokens, hot, counts
         )
     row_bytes = head_dim * hot.element_size()
-    fetch_rows_kernel[(num_heads, n)](
+    fetch_rows_kernel[(_LAUNCH.programs,)](
         pointer(fetches),
         pointer(hot_counts),
         page_table,
@@ -130,6 +162,7 @@ def fetch_rows(
         heads,
         hot,
         counts,
+        n * num_heads,
         page_table.shape[1],
         fetch_tokens,
         capacity,
@@ -139,9 +172,10 @@ def fetch_rows(
         head_dim,
         row_bytes,
         page_tokens,
-        next_power_of_2(max(1, _TILE_BYTES // (2 * row_bytes))),
+        next_power_of_2(n * num_heads),
+        _LAUNCH.tile_tokens(row_bytes),
         next_power_of_2(head_dim),
-        num_warps=8,
+        num_warps=_LAUNCH.num_warps,
     )
 
 

@@ -11,6 +11,7 @@ from cases.operands import DTYPES, poisoned
 from cases.seeded import new_rng
 
 from gpu_ops.fetch_rows import fetch_rows
+from gpu_ops.gather_rows import GatherLaunch
 
 HEADS, NUM_KV_HEADS, CAPACITY = (2, 0), 3, 24
 
@@ -71,10 +72,14 @@ def test_shapes(device: str, dtype: torch.dtype, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 24])
-def test_counts(device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Around the tiles, here of eight tokens, up to the capacity."""
-    monkeypatch.setattr("gpu_ops.fetch_rows._TILE_BYTES", 8 * 2 * 64 * 4)
-    run(device, torch.float32, [60], [[count, 3, 24 - count]])
+@pytest.mark.parametrize("programs", [1, 3, 7])
+def test_counts(device: str, programs: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the tiles, here of eight tokens, up to the capacity; programs with several lists, of
+    which some are empty, and with none."""
+    launch = GatherLaunch(programs=programs, tile_bytes=8 * 2 * 64 * 4)
+    monkeypatch.setattr("gpu_ops.fetch_rows._LAUNCH", launch)
+    counts = [[count, 3, 24 - count], [24 - count, 3, count], [3, 3, 17]]
+    run(device, torch.float32, [60, 33, 50], counts)
 
 
 def test_what_is_no_row_is_passed_over(device: str) -> None:

@@ -208,6 +208,9 @@ def test_rows_are_copied_by_the_position(is_contiguous: bool) -> None:
             qkv = torch.full((4, 5), float("nan")) if is_contiguous else whole[:, :5]
             chosen.after_projection(layer_idx, 0, qkv, positions)
             assert torch.equal(qkv, rows[step, layer_idx])
+            queries = (torch.empty(4, 2) if is_contiguous else whole[:, 5:7]).fill_(-1.0)
+            chosen.after_projection(layer_idx, 0, queries, positions)  # they are predicted
+            assert torch.equal(queries, rows[step, layer_idx, :, :2])
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 6])

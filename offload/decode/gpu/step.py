@@ -52,7 +52,7 @@ class DeviceStep:
     Attributes:
         after_projection: called after the q, k, v projection of each layer with (layer_idx, first
             row, qkv [n, (num_qo_heads + 2 num_kv_heads) * head_dim], positions [n]) and may
-            overwrite qkv; for benches.
+            overwrite qkv; and before, where they are predicted, with the queries; for benches.
         on_mark: called with (kind, layer_idx) of what was launched since the call before; for
             traces.
     """
@@ -237,10 +237,13 @@ class DeviceStep:
         assert hot is not None
         self._join_selection(batch, link)
         if self.heads.layers[layer_idx].predicts:
+            positions, query = self.buffers.positions[rows], batch.linears.query(layer, batch.x)
+            if self.after_projection is not None:
+                self.after_projection(layer_idx, rows.start, query, positions)
             rope_publish(
-                batch.linears.query(layer, batch.x),
+                query,
                 *batch.rope,
-                self.buffers.positions[rows],
+                positions,
                 num_kv_heads=0,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,

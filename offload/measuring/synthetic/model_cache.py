@@ -57,7 +57,8 @@ class QKVRows:
     def after_projection(
         self, layer_idx: int, first_row: int, qkv: Tensor, positions: Tensor
     ) -> None:
-        """Overwrite `qkv` [n, width], row by row; rows beyond those there are stay as they are.
+        """Overwrite `qkv` [n, width], or queries alone, row by row; rows beyond those there are
+        stay as they are.
 
         Layers come in order, and layer 0 looks up the step. Neither synchronises nor depends on
         the step that it is called in: it may be captured.
@@ -70,7 +71,8 @@ class QKVRows:
         if layer_idx == 0:
             torch.sub(positions[:1], self.first_position, out=self.step)
             self.step.clamp_(0, self.num_steps - 1)
-        of_layer = self.rows[:, layer_idx, first_row : first_row + qkv.shape[0]]
+        n, width = qkv.shape
+        of_layer = self.rows[:, layer_idx, first_row : first_row + n, :width]
         n = of_layer.shape[1]
         if n == 0:
             return

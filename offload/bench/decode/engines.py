@@ -103,8 +103,6 @@ def our_row(
 ) -> tuple[Row, list[StepTimeline]]:
     """A session, which is closed, and its traced steps."""
     policy = session.runtime.config.policy
-    placement = getattr(session.runtime.decoder, "placement", None)
-    places = {} if placement is None else {p.name: sum(placement.counts(p)) for p in Place}
     with closing(session):
         measurement, steps = measure_steps(
             session,
@@ -112,6 +110,8 @@ def our_row(
             traced_steps=plan.traced_steps,
             on_progress=lambda done, total: on_done("repeats", done, total),
         )
+        placement = getattr(session.runtime.decoder, "placement", None)  # for its sequences by now
+    places = {} if placement is None else {p.name: sum(placement.counts(p)) for p in Place}
     row = {
         "engine": OURS,
         "policy": policy.name,

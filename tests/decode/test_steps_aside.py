@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, greedy, load
+from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, greedy, load
 from cases.inside import decoder_of, steps_of
 from cases.tiny_models import random_tokens
 
@@ -35,7 +35,7 @@ from offload.system.errors import DeviceMemoryError
 _TRACED = {module.__file__ for module in (steps_aside, device_decoder, resident_kv)}
 
 
-@pytest.fixture(params=[INLINE, FLAGS, GRAPH])
+@pytest.fixture(params=[SLOW_INLINE, FLAGS, GRAPH])
 def backend(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, load
 from cases.inside import allow_device_bytes, decoder_of, resident_of, steps_of
-from cases.slowly import slow_but
+from cases.slowly import combinations, slow_but
 from cases.tiny_models import random_tokens
 
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -137,9 +137,8 @@ class Life:
         return None
 
 
-@pytest.mark.parametrize("aside", [False, True], ids=["between", "aside"])
 @pytest.mark.parametrize("seed", slow_but(range(8), 1))
-@pytest.mark.parametrize("name", list(policies()))
+@pytest.mark.parametrize(("name", "aside"), combinations(policies(), [False, True]))
 def test_tokens_are_those_of_the_cpu(
     backend: tuple[str, str], name: str, seed: int, aside: bool, tiny_folders: dict[str, Path]
 ) -> None:

@@ -385,6 +385,31 @@ def test_nothing_is_captured_after_a_generation(decoding: Decoding, gate: Gate) 
     assert decoding.decoder.placement == decoding.wanted
 
 
+def test_all_ways_are_captured_before_they_are_tried(decoding: Decoding) -> None:
+    """And what was found out goes on in steps of the same placement that have them."""
+    decoding.decoder._num_micro_batches = None  # as with a GPU
+    decoding.place_aside("GG .. ..", 4)
+    decoding.settle()
+    decoding.step()
+    old = steps_of(decoding.model)
+    assert {*old.links} == {(4, 1), (4, 2)}
+    choice = old._choice(4)
+    decoding.place_aside("GG GG ..", 4)
+    decoding.settle()
+    decoding.step()
+    new = steps_of(decoding.model)
+    assert new._choice(4) is not choice
+    new.learn_from(old)
+    assert new._choice(4) is choice
+    decoding.place_aside("GG GG GG", 4)
+    decoding.settle()
+    decoding.step()
+    new = steps_of(decoding.model)
+    new.learn_from(old)
+    assert {*new.links} == {(4, 1)}  # nobody waits for the host
+    assert new.settled_steps(new.links[4, 1]) is None
+
+
 def test_ctrl_c_at_any_line(decoding: Decoding) -> None:
     """… of a generation that begins, and of the step that goes on with others: no step runs as
     another placement says, and what is wanted comes."""

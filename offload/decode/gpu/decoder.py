@@ -814,12 +814,16 @@ class DeviceDecoder:
 
         def capture(steps: PreparedSteps) -> None:
             link = steps.choose_link([rows - 1], self._num_micro_batches)
+            # All that will be tried, or the trial makes everybody wait.
+            others = steps.other_ways(link) if self._num_micro_batches is None else []
             for kind in kinds:
-                if kind != "bursts":
-                    run = self._step(kind, steps.step, link)
-                    link.gpu_sync.capture((kind, None, None), run)
-                elif steps.bursts is not None:
-                    steps.bursts.prepare(steps.choose_link([rows - 1], 1), samples=False)
+                if kind == "bursts":
+                    if steps.bursts is not None:
+                        steps.bursts.prepare(steps.choose_link([rows - 1], 1), samples=False)
+                    continue
+                for way in (link, *others):
+                    run = self._step(kind, steps.step, way)
+                    way.gpu_sync.capture((kind, None, None), run)
 
         make = functools.partial(self._make_steps, wanted, layers, slots, max_tokens, budget)
         with shielded():  # the thread that was started is ours
@@ -867,6 +871,8 @@ class DeviceDecoder:
 
     def _replace_steps(self, steps: PreparedSteps, placement: HeadPlacement) -> None:
         old = self._prepared
+        if placement == self.placement:
+            steps.learn_from(old)
         self._attend_as(placement)
         try:
             steps.step.resident.take_over(old.step.resident)

@@ -145,6 +145,12 @@ class PreparedSteps:
         others = [count for count in options if count != link.num_micro_batches]
         return [self.choose_link([link.num_rows - 1], count) for count in others]
 
+    def learn_from(self, others: PreparedSteps) -> None:
+        """Go on with what steps of the same placement have found out, where all ways are there."""
+        for num_rows, choice in others._choices.items():
+            if all((num_rows, count) in self.links for count in choice.options):
+                self._choices[num_rows] = choice
+
     def close(self) -> None:
         """End the threads of the links, and drop what was captured."""
         for link in self.links.values():
@@ -156,8 +162,10 @@ class PreparedSteps:
     def _choice(self, num_rows: int) -> MicroBatchChoice:
         if num_rows not in self._choices:
             ranks = self.model.ranks
+            # Nobody waits where the host attends to no head; of ranks it may be so on one alone.
+            waits = ranks is not None or any(layer.host for layer in self.layers)
             self._choices[num_rows] = MicroBatchChoice(
-                (1, 2) if num_rows > 1 else (1,), int if ranks is None else ranks.agree
+                (1, 2) if num_rows > 1 and waits else (1,), int if ranks is None else ranks.agree
             )
         return self._choices[num_rows]
 

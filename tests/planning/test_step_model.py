@@ -365,3 +365,20 @@ def test_workloads_of_nothing(name: str) -> None:
 def test_the_measured_shape_is_llamas() -> None:
     assert model_of(workload()).linear_us == 129.0
     assert workload().shape == LLAMA
+
+
+@pytest.mark.parametrize(("batch_size", "wanted"), [(1, 100.0), (2, 110.0), (5, 125.0), (8, 140.0)])
+def test_linear_layers_of_a_batch_between_those_that_were_measured(
+    batch_size: int, wanted: float
+) -> None:
+    key = shape_key(LLAMA, 2)
+    device = device_profile(layer_linear_us={key: {1: 100.0, 2: 110.0, 8: 140.0}})
+    assert model_of(workload(batch_size=batch_size), device=device).linear_us == wanted
+
+
+def test_linear_layers_of_a_batch_that_was_not_measured() -> None:
+    device = device_profile(layer_linear_us={})
+    one, more = (
+        model_of(workload(batch_size=batch_size), device=device).linear_us for batch_size in (1, 8)
+    )
+    assert more == pytest.approx(1.19 * one)

@@ -9,6 +9,8 @@ from offload.measuring.machine.steps import host_step_us
 from offload.models.shape import ModelShape
 from offload.planning.profile import MachineProfile, OnProgress, machine_key
 
+_BATCH_ROWS = (2, 8)
+
 
 def measure_profile(
     device: torch.device,
@@ -22,7 +24,8 @@ def measure_profile(
     """Measure this machine, for models of layers as in `shape`; some seconds.
 
     Args:
-        rows: sequences of a step, whose linear layers are measured beside those of one.
+        rows: sequences of a step, whose linear layers are measured beside those of one and of
+            some, on a GPU.
     """
     key = machine_key(device)
     host = measure_host(num_threads, shape, dtype, on_progress)
@@ -41,7 +44,7 @@ def measure_profile(
             device,
             shape,
             dtype,
-            rows=sorted({1, rows}),
+            rows=sorted({1, *_BATCH_ROWS, rows}),
             driver=key["driver"],
             num_threads=num_threads,
             on_progress=on_progress,

@@ -17,16 +17,37 @@ _LAUNCH = GatherLaunch(programs=8)
 
 
 @jit
+def load_list(
+    i: tl.tensor,
+    num_lists: tl.tensor,
+    hot_counts: tl.tensor,
+    positions: tl.tensor,
+    heads: tl.tensor,
+    fetch_tokens: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+) -> tl.tensor:
+    """Of the i-th list, one of each row's heads: where its counts lie; how many rows it has, and
+    how many are hot then. Nothing past the last.
+    """
+    there, row = i < num_lists, i // NUM_HEADS
+    at = row * NUM_KV_HEADS + tl.load(heads + i % NUM_HEADS, mask=there, other=0)
+    there &= tl.load(positions + row, mask=there, other=-1) >= 0
+    num = tl.minimum(tl.load(hot_counts + 2 * at, mask=there, other=0), fetch_tokens)
+    return at, num, tl.load(hot_counts + 2 * at + 1, mask=there, other=0)
+
+
+@jit
 def load_pairs(
     fetches: tl.tensor,
-    at: tl.tensor,  # row and head, as their counts lie
+    at: tl.tensor,
     index: tl.tensor,
-    num_fetches: tl.tensor,
+    num: tl.tensor,
     fetch_tokens: tl.tensor,
 ) -> tl.tensor:
     """(tokens, places), -1 past the end."""
     pair = fetches + (at.to(tl.int64) * fetch_tokens + index) * 2
-    present = index < num_fetches
+    present = index < num
     return tl.load(pair, mask=present, other=-1), tl.load(pair + 1, mask=present, other=-1)
 
 
@@ -49,35 +70,35 @@ def fetch_rows_kernel(
     HEAD_DIM: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Programs, fixed at capture, that share the lists: one of each row's heads."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    # Counts and pairs come over PCIe, too: all counts at once, the next pairs beside rows.
-    lists = tl.arange(0, BLOCK_L)
-    there = lists < num_lists
-    ats = lists // NUM_HEADS * NUM_KV_HEADS
-    ats += tl.load(heads + lists % NUM_HEADS, mask=there, other=0)
-    there_positions = tl.load(positions + lists // NUM_HEADS, mask=there, other=-1)
-    nums = tl.load(hot_counts + 2 * ats, mask=there, other=0)
-    nums = tl.where(there_positions >= 0, tl.minimum(nums, fetch_tokens), 0)
-    if program == 0:
-        nums_hot = tl.load(hot_counts + 2 * ats + 1, mask=there, other=0)
-        nums_hot = tl.where(there_positions >= 0, nums_hot + FIXED_TOKENS, 0)
-        tl.store(counts + ats, nums_hot, mask=there)
+    """Programs, fixed at capture, that share the lists."""
+    i, programs = tl.program_id(0), tl.num_programs(0)
     d, block = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_T)
-    num = tl.sum(tl.where(lists == program, nums, 0))
-    at = tl.sum(tl.where(lists == program, ats, 0))
+    # Counts and pairs come over PCIe, too: they are asked for one and two lists ahead.
+    at, num, num_hot = load_list(
+        i, num_lists, hot_counts, positions, heads, fetch_tokens, NUM_HEADS, NUM_KV_HEADS
+    )
+    next_at, next_num, next_num_hot = load_list(
+        i + programs, num_lists, hot_counts, positions, heads, fetch_tokens, NUM_HEADS, NUM_KV_HEADS
+    )
     tokens, places = load_pairs(fetches, at, block, num, fetch_tokens)
-    i = program
-    for _ in range(program, num_lists, programs):
-        next_num = tl.sum(tl.where(lists == i + programs, nums, 0))
-        next_at = tl.sum(tl.where(lists == i + programs, ats, 0))
+    for _ in range(i, num_lists, programs):
+        last_at, last_num, last_num_hot = load_list(
+            i + 2 * programs,
+            num_lists,
+            hot_counts,
+            positions,
+            heads,
+            fetch_tokens,
+            NUM_HEADS,
+            NUM_KV_HEADS,
+        )
         ahead = load_pairs(fetches, next_at, block, next_num, fetch_tokens)
         row, slot = (i // NUM_HEADS).to(tl.int64), i % NUM_HEADS
         position = tl.load(positions + row)
+        tl.store(counts + at, tl.where(position >= 0, num_hot + FIXED_TOKENS, 0))
         for start in range(0, num, BLOCK_T):
             if start > 0:
                 tokens, places = load_pairs(fetches, at, start + block, num, fetch_tokens)
@@ -99,7 +120,8 @@ def fetch_rows_kernel(
             tl.store(out, k, mask=inside)
             tl.store(out + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM, v, mask=inside)
         tokens, places = ahead
-        num, at, i = next_num, next_at, i + programs
+        at, num, num_hot, i = next_at, next_num, next_num_hot, i + programs
+        next_at, next_num, next_num_hot = last_at, last_num, last_num_hot
 
 
 def fetch_rows(
@@ -172,7 +194,6 @@ def fetch_rows(
         head_dim,
         row_bytes,
         page_tokens,
-        next_power_of_2(n * num_heads),
         _LAUNCH.tile_tokens(row_bytes),
         next_power_of_2(head_dim),
         num_warps=_LAUNCH.num_warps,

@@ -68,6 +68,7 @@ _ANY_ALIGNMENT = (
     "host_pages",
     "partial_lse",
     "num_rows",
+    "num_lists",
     "max_pages",
     "max_host_pages",
 )

@@ -148,7 +148,8 @@ def _check_dense(placement: HeadPlacement, room: DeviceRoom) -> None:
 
 
 def _most_that_fit(most: int, placed: Callable[[int], UInt8Array], room: DeviceRoom) -> int:
-    """The largest count up to `most` whose places fit; what they take grows with it, and 0 fits."""
+    """A count up to `most` whose places fit, the largest where what they take grows with it; 0
+    fits."""
 
     def fails(count: int) -> bool:
         return not room.holds(HeadPlacement(placed(count)))
@@ -237,22 +238,27 @@ def _hot(placement: HeadPlacement, work: Workload) -> HeadPlacement:
 def _hot_where_it_fits(
     placement: HeadPlacement, model: StepModel, room: DeviceRoom
 ) -> HeadPlacement:
-    """Hot rows in as many layers as fit, most saved time first."""
-    places, hot = placement.places, _hot(placement, room.work).places
-    layers: list[int] = np.flatnonzero((hot != places).any(axis=1)).tolist()
-
-    def saved_us(layer_idx: int) -> float:
+    """Hot rows in the layers that they make faster, as far as these fit, most saved time first;
+    codes in what is left."""
+    places = placement.without_codes().places
+    hot = _hot(placement, room.work).places
+    saved_us = {}
+    for layer_idx in np.flatnonzero((hot != places).any(axis=1)).tolist():
         before, after = (model.layer(layer_idx, x[layer_idx]).total for x in (places, hot))
-        return before - after
-
-    layers.sort(key=lambda layer_idx: (-round(saved_us(layer_idx), 3), layer_idx))
+        saved_us[layer_idx] = round(before - after, 3)
+    layers = sorted(
+        (layer_idx for layer_idx, saved in saved_us.items() if saved > 0.0),
+        key=lambda layer_idx: (-saved_us[layer_idx], layer_idx),
+    )
 
     def with_first(count: int) -> UInt8Array:
         trial: UInt8Array = places.copy()
         trial[layers[:count]] = hot[layers[:count]]
         return trial
 
-    return HeadPlacement(with_first(_most_that_fit(len(layers), with_first, room)))
+    found = with_first(_most_that_fit(len(layers), with_first, room))
+    _add_codes(found, room)
+    return HeadPlacement(found)
 
 
 def _by_benefit(places: UInt8Array, movable: BoolArray, model: StepModel | None) -> list[int]:

@@ -365,3 +365,18 @@ def test_the_map_is_a_plain_lru(choices, hot_tokens):
     assert len(rows.hot(0, 0, 0)) == 0
     rows.forget(1)
     assert len(rows.hot(1, 0, 0)) == 0
+
+
+def test_predicted_queries_may_be_overwritten_as_others(backend, tiny_folders):
+    """A benchmark chooses both: layers 1 and 2 have hot rows, and no layer above layer 0."""
+    model, widths = hot_model(tiny_folders["llama"], backend, "exact_topk"), set()
+    shape, cache = decoder_of(model).model.shape, model.new_cache()
+    model(random_tokens(1, 100), past_key_values=cache)
+
+    def note(layer_idx: int, first_row: int, qkv: torch.Tensor, positions: torch.Tensor) -> None:
+        widths.add((layer_idx, qkv.shape[1]))
+
+    decoder_of(model).after_projection = note
+    model(random_tokens(1, 1), past_key_values=cache)
+    whole = {(layer_idx, shape.qkv_width) for layer_idx in range(3)}
+    assert widths == whole | {(1, shape.query_width), (2, shape.query_width)}

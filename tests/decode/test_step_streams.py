@@ -56,14 +56,13 @@ def test_on_a_gpu() -> None:
 def test_graphs_that_only_a_collection_finds() -> None:
     """CUDA gives a capture up whose thread destroys another graph."""
     stream, x = StepStreams(DEVICE).main, torch.zeros(4, device=DEVICE)
-    kept: list[object] = [capture_graph(stream, lambda: x.add_(1), samples=False)]
-    kept.append(kept)
-    holders = [kept]
-    del kept
+    graphs = [capture_graph(stream, lambda: x.add_(1), samples=False)]
 
     def step() -> None:
         if torch.cuda.is_current_stream_capturing():
-            holders.clear()
+            young: list[object] = [graphs.pop()]  # the oldest are seldom collected
+            young.append(young)
+            del young
         x.add_(1)
         [[] for _ in range(1000)]
 
@@ -74,3 +73,4 @@ def test_graphs_that_only_a_collection_finds() -> None:
     finally:
         gc.set_threshold(*threshold)
     torch.cuda.synchronize()
+    assert x.tolist() == [3.0] * 4  # twice to load what a step needs

@@ -78,8 +78,8 @@ def test_counts(device: str, programs: int, count: int, monkeypatch: pytest.Monk
     which some are empty, and with none."""
     launch = GatherLaunch(programs=programs, tile_bytes=8 * 2 * 64 * 4)
     monkeypatch.setattr("gpu_ops.fetch_rows._LAUNCH", launch)
-    counts = [[count, 3, 24 - count], [24 - count, 3, count], [3, 3, 17]]
-    run(device, torch.float32, [60, 33, 50], counts)
+    counts = [[count, 3, 24 - count], [9, 9, 9], [24 - count, 3, count], [3, 3, 17]]
+    run(device, torch.float32, [60, 0, 33, 50], counts)
 
 
 def test_what_is_no_row_is_passed_over(device: str) -> None:

@@ -24,10 +24,11 @@ from offload.kv.store import KVStore
 from offload.loading.planned_model import PlannedModel, planned_model
 from offload.measuring.synthetic.random_model import random_model
 from offload.models.shape import MODEL_SHAPES, weight_elements
-from offload.planning.choose import least_placement
+from offload.planning.choose import DeviceRoom, choose_placement, least_placement
 from offload.planning.placement_bytes import policy_state_bytes, step_device_bytes, store_bytes
 from offload.planning.plan import PlanRequest, make_plan
 from offload.planning.profile import typical_profile
+from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload
 from offload.policies.registry import make_policy
 from offload.runtime.budgets import weight_bytes_of
@@ -237,6 +238,28 @@ def places_of(policy: str, max_memory_gib: int, **changes: Any) -> dict[str, int
 def test_a_plan_has_hot_rows_where_they_are_faster(max_memory_gib: int) -> None:
     """Also where there is room for all heads: attending to everything takes longer."""
     assert places_of("lychee_cluster", max_memory_gib) == {"GPU": 16, "HOT": 240}
+
+
+@pytest.mark.parametrize("policy", ["lychee_cluster", "lychee_decode", "tidal_decode"])
+def test_hot_rows_are_in_the_layers_that_they_make_faster_as_far_as_these_fit(policy: str) -> None:
+    """Of eight sequences, for which there is less and less room."""
+    shape = MODEL_SHAPES[LLAMA]
+    work = Workload(shape, make_policy(policy, budget_tokens=1024), 32768, 8)
+    profile = typical_profile(15)
+    model, counts = StepModel(profile, work, on_gpu=True), set()
+    for gib in (16, 8, 7, 6, 5):
+        room = DeviceRoom(work, gib * GIB, profile.device)
+        placement = choose_placement(model, room)
+        placement.check_policy(work.policy, shape.num_qo_heads)
+        assert room.holds(placement)
+        hot = placement.places == Place.HOT
+        for layer_idx in np.flatnonzero(hot.any(axis=1)).tolist():
+            places = placement.places[layer_idx]
+            without = np.where(hot[layer_idx], Place.CPU, places).astype(np.uint8)
+            times = [model.layer(layer_idx, x).total for x in (places, without)]
+            assert times[0] < times[1]
+        counts.add(int(hot.sum()))
+    assert len(counts) > 2, counts  # neither all that there may be nor none
 
 
 def test_hot_rows_are_beside_heads_that_retrieve() -> None:

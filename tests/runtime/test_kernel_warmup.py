@@ -101,13 +101,18 @@ def policy_named(name: str) -> Policy:
 
 @interpreter
 @pytest.mark.parametrize("backend", ["inline", "flags"])
-@pytest.mark.parametrize("name", ["full", "lychee_cluster", "lychee_decode", "sketch"])
+@pytest.mark.parametrize("name", ["full", "lychee_cluster", "lychee_decode", "sketch", "hot"])
 def test_the_rehearsal_launches_every_kernel(
     name: str, backend: str, tiny_folders: dict[str, Path]
 ) -> None:
     """For batches and lengths that it does not have itself."""
-    model = load(tiny_folders["llama"], policy_named(name), ("cpu", backend))
+    policy = policy_named("lychee_cluster" if name == "hot" else name)
+    model = load(tiny_folders["llama"], policy, ("cpu", backend))
     runtime = runtime_of(model)
+    if name == "hot":
+        decoder = decoder_of(model)
+        heads = model.config.num_attention_heads
+        decoder.place(decoder.placement.with_hot_rows(policy, heads))
     if name in ("lychee_decode", "sketch"):
         decoder_of(model).place(placed(model))
     with collected_launches() as launches:
@@ -126,6 +131,7 @@ def test_the_rehearsal_launches_every_kernel(
     assert {"gemv_kernel", "silu_mul_kernel", "rotate_kernel", "pick_kernel"} <= kernels
     assert ("await_flag_kernel" in kernels) == (backend == "flags")
     assert ("gather_rows_kernel" in kernels) == (name == "lychee_decode")
+    assert ("fetch_rows_kernel" in kernels) == (name == "hot")
     codes = {"code_query_kernel", "score_codes_kernel", "append_codes_kernel"}
     assert kernels & codes == (codes if name == "sketch" else set())
     assert ("chunk_boxes_kernel" in kernels) == (name == "lychee_cluster")

@@ -191,12 +191,14 @@ class StepStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.main = self._own(device, 0)
         # Before the step's own kernels, where both are ready: it has little to do, and others wait.
         self.lanes = [SideStream(self._own(device, -1)) for _ in range(NUM_LANES)]
 
     def _own(self, device: torch.device, priority: int) -> torch.cuda.Stream:
-        spare = _spare_streams.setdefault((device.index or 0, priority), [])
+        spare = _spare_streams.setdefault((device.index, priority), [])
         try:
             handle = spare.pop()
         except IndexError:
@@ -244,10 +246,10 @@ def capture_graph(stream: torch.cuda.Stream, step: Step, *, samples: bool) -> to
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Graphs of models that are gone are not destroyed by a thread that captures: CUDA would give
-    the capture up."""
+    the capture up. Unless somebody else collects, or lets the interpreter do it, meanwhile."""
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:

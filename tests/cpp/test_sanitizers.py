@@ -50,6 +50,7 @@ def test_worker_pool_has_no_races(thread_folder):
     )
 
 
+@pytest.mark.slow
 def test_decode_attention_has_no_races(thread_folder):
     run_threads(
         compile_program(

@@ -5,9 +5,9 @@ which must be there, then retrieving heads and dense heads of other layers, most
 first. Then whole layers, the last ones first: nobody below waits for what they would select. Each
 other layer's reusing heads are shared out between the CPU and rows that the GPU fetches, so that
 the slower of the two takes least, and codes of keys come layer by layer while they fit. How many
-whole layers are best is tried, with hot rows in as many of the others as fit and without: a GPU
-that attends to everything may be slower than a selection, and so may one that waits for nobody. The
-result depends on nothing but the arguments.
+whole layers are best is tried, with hot rows in those others that they make faster, as far as these
+fit, and without: a GPU that attends to everything may be slower than a selection, and so may one
+that waits for nobody. The result depends on nothing but the arguments.
 """
 
 from __future__ import annotations

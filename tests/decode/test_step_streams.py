@@ -21,6 +21,13 @@ def handles_of(streams: StepStreams) -> list[int]:
     return [stream.cuda_stream for stream in (streams.main, *lanes)]
 
 
+def zeros() -> torch.Tensor:
+    """Which are there: streams of steps wait for no others."""
+    x = torch.zeros(4, device=DEVICE)
+    torch.cuda.synchronize()
+    return x
+
+
 def check_own() -> None:
     models = [StepStreams(DEVICE) for _ in range(40)]
     handles = [handle for streams in models for handle in handles_of(streams)]
@@ -44,7 +51,7 @@ def test_on_a_gpu() -> None:
     check_own()
     streams = StepStreams(DEVICE)
     assert streams.main.priority > streams.lanes[0]._stream.priority
-    x = torch.zeros(4, device=DEVICE)
+    x = zeros()
     graph = capture_graph(streams.main, lambda: x.add_(1), samples=False)
     graph.replay()
     torch.cuda.synchronize()
@@ -55,7 +62,7 @@ def test_on_a_gpu() -> None:
 @NO_GPU
 def test_graphs_that_only_a_collection_finds() -> None:
     """CUDA gives a capture up whose thread destroys another graph."""
-    stream, x = StepStreams(DEVICE).main, torch.zeros(4, device=DEVICE)
+    stream, x = StepStreams(DEVICE).main, zeros()
     graphs = [capture_graph(stream, lambda: x.add_(1), samples=False)]
 
     def step() -> None:

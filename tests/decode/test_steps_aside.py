@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, greedy, load
-from cases.inside import decoder_of, steps_of
+from cases.inside import decoder_of, split_steps, steps_of
 from cases.tiny_models import random_tokens
 
 from cpu_ops.coprocessor import Coprocessor
@@ -75,6 +75,7 @@ class Decoding:
         self._plain = load(folder, policy, ("cpu", None))
         self.decoder = decoder_of(self.model)
         self.decoder._captures_aside = True
+        split_steps(self.model, 1)  # nothing is tried
         self.decoder._choose = lambda now, *of_sequences: self.wanted
         self.wanted = HeadPlacement.from_text("GG .. ..")
         self.decoder.place(self.wanted)
@@ -493,6 +494,7 @@ def test_requests_join_while_others_decode(
             made.append(True)
             replace_steps(*args)
 
+        split_steps(model, 1)
         decoder._captures_aside, decoder._replace_steps = True, replaced
         decoder._choose = lambda now, num_sequences, *_: least if num_sequences == 4 else more
 

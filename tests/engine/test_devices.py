@@ -84,7 +84,7 @@ def test_steps_in_turn(
         if len(heard) == 7:
             raise ValueError("for a test")
 
-    engine = Engine(model, max_num_seqs=4)
+    engine = Engine(model, max_num_seqs=4, read_share=0.99)  # however long it takes
     many = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
     ends = SamplingParams(temperature=0.0, max_tokens=80, stop_token_ids=[wanted[1][place]])
     engine.add_request(prompts[0], many, "0")

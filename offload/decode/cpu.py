@@ -19,7 +19,7 @@ from cpu_ops.linear import Linear
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
-from offload.decode.sampling import SamplingOptions
+from offload.decode.sampling import Draws
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.batch import RaggedBatch, tokens_each
@@ -103,12 +103,12 @@ class NativeDecoder:
         seqs: Sequence[int],
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
-        options: SamplingOptions,
+        draws: Draws | None = None,
         *,
         ahead: bool = False,
     ) -> torch.Tensor:
         """One whole step, to the `likeliest` tokens: see `Decoder.choose_tokens`."""
-        assert options.temperature == 0.0
+        assert draws is None
         batch = replace(tokens_each(len(seqs)), position_ids=position_ids)
         self._mark("start")
         hidden = self.decode(self.model.embed_tokens(tokens), batch, seqs)
@@ -132,16 +132,16 @@ class NativeDecoder:
         seqs: Sequence[int],
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
-        options: SamplingOptions,
+        draws: Draws | None,
         count: int,
     ) -> torch.Tensor:
         """Chooses one token: `count` is 1."""
         assert count == 1
-        return self.choose_tokens(seqs, tokens, position_ids, options)[:, None]
+        return self.choose_tokens(seqs, tokens, position_ids, draws)[:, None]
 
-    def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+    def first_tokens(self, logits: torch.Tensor, draws: Draws | None = None) -> torch.Tensor:
         """The `likeliest` of logits [n, vocab_size]."""
-        assert options.temperature == 0.0
+        assert draws is None
         return likeliest(logits)
 
     def _run_layers(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
-from offload.decode.sampling import SamplingOptions
+from offload.decode.sampling import Draws
 from offload.models.batch import RaggedBatch
 from offload.system.errors import DeviceMemoryError
 
@@ -61,7 +61,7 @@ class Decoder(Protocol):
         seqs: Sequence[int],
         tokens: Tensor,
         position_ids: Tensor,
-        options: SamplingOptions,
+        draws: Draws | None = None,
         *,
         ahead: bool = False,
     ) -> Tensor:
@@ -69,7 +69,8 @@ class Decoder(Protocol):
 
         Args:
             tokens, position_ids: int64 [num_sequences], of the last token of each, on the host.
-            options: greedy ones, unless it `samples`.
+            draws: for this step, and those behind it before `end_steps`, which are given the same;
+                None: the likeliest tokens are chosen. Only where it `samples`.
             ahead: the next step is of the same sequences, from the tokens that this one chooses,
                 before `end_steps`.
 
@@ -103,12 +104,12 @@ class Decoder(Protocol):
         seqs: Sequence[int],
         tokens: Tensor,
         position_ids: Tensor,
-        options: SamplingOptions,
+        draws: Draws | None,
         count: int,
     ) -> Tensor:
         """As `choose_tokens`, `count` steps: int64 [num_sequences, count]."""
 
-    def first_tokens(self, logits: Tensor, options: SamplingOptions) -> Tensor:
+    def first_tokens(self, logits: Tensor, draws: Draws | None = None) -> Tensor:
         """The choice after a prompt, of logits [n, vocab_size]: as `choose_tokens` returns it."""
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_ops.greedy import SamplingBuffers, greedy_tokens
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.sampling import sample_tokens
+
+MOST_STEPS = 64  # that random numbers are drawn for at a time
+# Whatever the process's defaults are.
+_HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,59 @@ class SamplingOptions:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What rows choose by in a step, and in those that follow without the host.
+
+    Attributes:
+        options: of each row.
+        uniform: float32 [num_rows, num_steps <= MOST_STEPS], in [0, 1), on the host.
+    """
+
+    options: Sequence[SamplingOptions]
+    uniform: Tensor
+
+    @staticmethod
+    def joined(parts: Sequence[Draws]) -> Draws | None:
+        """Of all rows, for as many steps each; None: all are greedy."""
+        options = [options for part in parts for options in part.options]
+        if not any(of_row.temperature > 0.0 for of_row in options):
+            return None
+        return Draws(options, torch.cat([part.uniform for part in parts]))
+
+
+class Sampler:
+    """How rows choose their tokens: by one of `options`, and random numbers of their own. These do
+    not depend on how many steps come at a time.
+
+    Args:
+        generator: of the random numbers, on the CPU; None: torch's own.
+    """
+
+    def __init__(
+        self,
+        options: SamplingOptions,
+        num_rows: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self._options = (options,) * num_rows
+        self._generator = generator
+        self._next: list[Tensor] = []  # of each step to come [num_rows]
+
+    def draws(self, num_steps: int = 1) -> Draws:
+        """For the next steps; the same again until they are `taken`."""
+        num_rows, generator = len(self._options), self._generator
+        if self._options[0].temperature == 0.0:
+            return Draws(self._options, torch.zeros(num_rows, num_steps, **_HOST))
+        while len(self._next) < num_steps:
+            self._next.append(torch.rand(num_rows, generator=generator, **_HOST))
+        return Draws(self._options, torch.stack(self._next[:num_steps], dim=1))
+
+    def take(self, num_steps: int = 1) -> None:
+        """Their tokens were chosen."""
+        del self._next[:num_steps]
 
 
 class BurstError(RuntimeError):
@@ -66,49 +126,54 @@ class TokenChooser:
         """Layout of all buffers, the scratch of `SamplingBuffers` among them."""
         return {
             "tokens": ((max_rows,), torch.int64),
-            "uniform": ((max_rows,), torch.float32),
-            "top_k": ((max_rows,), torch.int64),
-            "temperature": ((max_rows,), torch.float32),
-            "top_p": ((max_rows,), torch.float32),
+            # Each line from 16 bytes on, for kernels that are compiled for that.
+            "draws": ((3 + MOST_STEPS, -(-max_rows // 4) * 4), torch.float32),
         } | SamplingBuffers.layout(max_rows, vocab_size)
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         buffers = allocate(self.layout(max_rows, vocab_size), device)
-        self.tokens, self._uniform = buffers.pop("tokens"), buffers.pop("uniform")
-        self._top_k = buffers.pop("top_k")
-        self._temperature = buffers.pop("temperature").fill_(1.0)
-        self._top_p = buffers.pop("top_p").fill_(1.0)
+        self.tokens, self._draws = buffers.pop("tokens"), buffers.pop("draws").zero_()
         self._buffers = SamplingBuffers(vocab_size, **buffers)
-        self._options = SamplingOptions()
+        # Temperature, top_p, top_k; and by position, of any MOST_STEPS in a row, what is random.
+        self._host_draws = torch.zeros(self._draws.shape, **_HOST, pin_memory=device.type == "cuda")
 
-    def use(self, options: SamplingOptions) -> None:
-        """From the next step on, in all rows. Not inside a step: it is not captured."""
-        if options != self._options and options.temperature > 0.0:
-            self._temperature.fill_(options.temperature)
-            self._top_k.fill_(options.top_k)
-            self._top_p.fill_(options.top_p)
-            self._options = options
+    def use(self, draws: Draws, rows: Sequence[int], positions: Sequence[int]) -> None:
+        """From the next step on. Not inside a step: it is not captured.
 
-    def choose(self, logits: Tensor, *, samples: bool) -> Tensor:
+        Args:
+            rows: of the logits; others take the likeliest token.
+            positions: of each in the first step.
+        """
+        host = self._host_draws.numpy()
+        host[0] = 0.0
+        for row, options in zip(rows, draws.options, strict=True):
+            top_k = min(options.top_k, self._buffers.vocab_size)
+            host[:3, row] = options.temperature, options.top_p, top_k
+        steps = np.arange(draws.uniform.shape[1])
+        at = (np.asarray(positions)[:, None] + steps) % MOST_STEPS
+        host[3 + at, np.asarray(rows)[:, None]] = draws.uniform.numpy()
+        self._draws.copy_(self._host_draws, non_blocking=True)
+
+    def choose(self, logits: Tensor, positions: Tensor | None = None) -> Tensor:
         """int64 [n] of logits [n, vocab_size]: part of `tokens`; -1 where the logits are not finite
         (`greedy_tokens` and `sample_tokens` say which).
 
         Args:
-            samples: by the options in use, with torch's default generator of the device; else the
+            positions: int64 [n], by which `use` has the random numbers; None: all rows take the
                 largest, the first of equals.
         """
         n = len(logits)
         tokens = self.tokens[:n]
-        if not samples:
+        if positions is None:
             greedy_tokens(logits, tokens, self._buffers)
             return tokens
-        uniform = self._uniform[:n].uniform_()
+        temperature, top_p, top_k = self._draws[:3, :n]
         sample_tokens(
             logits,
-            temperature=self._temperature[:n],
-            top_k=self._top_k[:n],
-            top_p=self._top_p[:n],
-            uniform=uniform,
+            temperature=temperature,
+            top_k=top_k.long(),
+            top_p=top_p,
+            uniform=self._draws[3:].gather(0, positions[None] % MOST_STEPS)[0],
             out=tokens,
             buffers=self._buffers,
         )

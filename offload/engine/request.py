@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from offload.decode.sampling import Sampler, SamplingOptions
 from offload.engine.correction import SlicedCorrection
 from offload.engine.sampler import Chosen
 from offload.engine.sampling_params import SamplingParams
@@ -59,7 +60,7 @@ class Request:
         seq: its sequence of the KV store; None: it waits, or is finished.
         num_read: tokens of `prompt` in the cache.
         answer: tokens chosen so far; the last one is not in the cache.
-        generator: of its own random numbers; None: it has no seed.
+        sampler: its random numbers; they do not depend on what runs beside it.
         prompt_scores: that no output has had.
         session_id: that keeps its sequence for the next request.
         restoring: brings its sequence back from disk, in parts; None: it has come, or none will.
@@ -83,7 +84,7 @@ class Request:
     answer: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     arrived: float = field(default_factory=time.monotonic)
-    generator: torch.Generator | None = None
+    sampler: Sampler = field(init=False)
     prompt_scores: tuple[Chosen, ...] = ()
     session_id: str | None = None
     continues_session: bool = False
@@ -94,8 +95,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.ids = np.asarray(self.prompt, np.int64)
-        if self.params.seed is not None:
-            self.generator = torch.Generator().manual_seed(self.params.seed)
+        params, generator = self.params, None
+        if params.seed is not None:
+            generator = torch.Generator().manual_seed(params.seed)
+        options = SamplingOptions(params.temperature, params.top_k, params.top_p)
+        self.sampler = Sampler(options, 1, generator)
 
     @property
     def most_tokens(self) -> int:
@@ -107,9 +111,22 @@ class Request:
         """Whether it decodes."""
         return self.num_read == len(self.prompt)
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether a step cannot choose its next token by itself."""
+        params = self.params
+        has_min_p = params.temperature > 0.0 and params.min_p > 0.0
+        return params.changes_logits or has_min_p or params.logprobs is not None or self.must_go_on
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether its next token must not end it."""
+        return len(self.answer) < self.params.min_tokens and bool(self.ends)
+
     def take(self, chosen: Chosen) -> RequestOutput:
         """The next token of the answer, and whether it is the last."""
         token = chosen.token
+        self.sampler.take()
         self.answer.append(token)
         num_chosen = len(self.answer)
         may_end = num_chosen > self.params.min_tokens

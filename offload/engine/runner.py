@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from offload.decode.sampling import SamplingOptions
+from offload.decode.sampling import Draws, Sampler
 from offload.engine.correction import SlicedCorrection
 from offload.engine.sampler import Chosen, score
 from offload.models.batch import RaggedBatch, tokens_each
@@ -33,6 +33,11 @@ class Runner:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.seconds = runtime, 0.0
         self._sequences, self._lean = runtime.sequences, runtime.lean
+
+    @property
+    def samples(self) -> bool:
+        """Whether steps choose other tokens than the likeliest."""
+        return self.runtime.decoder.samples
 
     def new(self) -> int:
         """An empty sequence."""
@@ -171,19 +176,21 @@ class Runner:
             As `Decoder.decode`; all sequences are as before.
         """
         with self._decoding():
-            return self._decode(seqs, torch.tensor(tokens), greedy=False)
+            return self._decode(seqs, torch.tensor(tokens), chooses=False)
 
     def choose(
         self,
         seqs: Sequence[int],
         tokens: Sequence[int],
+        samplers: Sequence[Sampler],
         most: int,
         take: Callable[[list[int]], bool],
     ) -> None:
-        """Decode likeliest tokens, of each sequence one in a step.
+        """Decode tokens, of each sequence one in a step.
 
         Args:
             tokens: the last of each sequence, which are in the cache afterwards.
+            samplers: of each; greedy ones, unless steps draw (`samples`).
             most: steps, where several had best follow each other.
             take: told of the tokens of each step, -1 where logits were not finite; whether another
                 step may follow. It must not wait for the GPU.
@@ -194,17 +201,25 @@ class Runner:
         ids, decoder = torch.tensor(tokens), self.runtime.decoder
         with self._decoding():
             try:
-                for left in reversed(range(self.runtime.begin_steps(seqs, most))):
-                    ids = self._decode(seqs, ids, greedy=True, ahead=left > 0)
+                num_steps = self.runtime.begin_steps(seqs, most)
+                draws = Draws.joined([sampler.draws(num_steps) for sampler in samplers])
+                for left in reversed(range(num_steps)):
+                    ids = self._decode(seqs, ids, draws, chooses=True, ahead=left > 0)
                     if not take(ids.tolist()):
                         break
             finally:
                 decoder.end_steps()
 
     def _decode(
-        self, seqs: Sequence[int], ids: Tensor, *, greedy: bool, ahead: bool = False
+        self,
+        seqs: Sequence[int],
+        ids: Tensor,
+        draws: Draws | None = None,
+        *,
+        chooses: bool,
+        ahead: bool = False,
     ) -> Tensor:
-        """The likeliest next tokens int64 [n] if `greedy`, else logits [n, vocab_size]."""
+        """The next tokens int64 [n] if it `chooses`, else logits [n, vocab_size]."""
         runtime = self.runtime
         positions = torch.tensor([runtime.store.kv_len(seq) for seq in seqs])
         batch = replace(tokens_each(len(seqs)), position_ids=positions)
@@ -213,10 +228,8 @@ class Runner:
             self._sequences.note_text(batch, seqs, ids)
             self._sequences.note_decoded(batch, seqs, ids, positions)
             runtime.attention.build_states(seqs, (positions + 1).tolist())
-            if greedy:
-                return runtime.decoder.choose_tokens(
-                    seqs, ids, positions, SamplingOptions(), ahead=ahead
-                )
+            if chooses:
+                return runtime.decoder.choose_tokens(seqs, ids, positions, draws, ahead=ahead)
             embedded = self._lean.embed_tokens(ids.to(runtime.device))
             return runtime.decoder.logits(runtime.decoder.decode(embedded, batch, seqs))
 

@@ -34,7 +34,7 @@ def choose(
     params: SamplingParams,
     prompt: Sequence[int],
     answer: Sequence[int],
-    generator: torch.Generator | None,
+    uniform: float,
     ends: Collection[int],
 ) -> Chosen:
     """The next token.
@@ -42,7 +42,8 @@ def choose(
     Args:
         logits: [vocab_size], of any dtype and device; not changed.
         answer: the tokens chosen so far.
-        generator: on the CPU; None: torch's own.
+        uniform: in [0, 1): the token where probabilities, added up in the order of tokens, exceed
+            this share of their sum, as in a step on a GPU.
         ends: tokens that `min_tokens` keeps from being chosen.
 
     Raises:
@@ -50,15 +51,15 @@ def choose(
         Whatever a processor raises.
     """
     given = logits.float().cpu()
-    if bool(given.isnan().any()) or not bool(given.isfinite().any()):
+    if not bool(given.amax().isfinite()):
         raise RuntimeError("non-finite logits")
     changed = given
-    if params.changes_logits:
+    if params.changes_logits or ends:
         changed = _changed(given.clone(), params, prompt, answer, ends)
     if params.temperature == 0.0:
         token = int(changed.argmax())
     else:
-        token = _sample(changed / params.temperature, params, generator)
+        token = _sample(changed / params.temperature, params, uniform)
     return Chosen(token) if params.logprobs is None else score(given, token, params.logprobs)
 
 
@@ -96,32 +97,37 @@ def _changed(
                 f"a logits processor returned shape {list(result.shape)}, not {list(logits.shape)}"
             )
         logits = result
-    if len(answer) < params.min_tokens and ends:
+    if ends:
         logits[list(ends)] = -torch.inf
     if bool(logits.isnan().any()) or not bool((logits > -torch.inf).any()):
         raise RuntimeError("a logits processor left NaN, or no token that may be chosen")
     return logits
 
 
-def _sample(logits: Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:
-    """By top_k, top_p and min_p, in the order in which transformers' warpers apply."""
-    tokens: Tensor | None = None  # of `logits`, the likeliest first; None: all, by their ids
+def _sample(logits: Tensor, params: SamplingParams, uniform: float) -> int:
+    """By top_k, top_p and min_p, in the order in which transformers' warpers apply. As in
+    `sample_tokens`, tokens that tie for the last place are kept."""
+    tokens: Tensor | None = None  # of `logits`; None: all
+    largest = logits.amax()
     if 0 < params.top_k < len(logits):
-        logits, tokens = logits.topk(params.top_k)
-    whole = logits.logsumexp(dim=-1)
-    if params.top_p < 1.0 and tokens is None:
-        likeliest, tokens = logits.topk(min(_TRIED, len(logits)))
-        if float((likeliest - whole).exp().sum()) < params.top_p:
-            likeliest, tokens = logits.sort(descending=True)
-        logits = likeliest
-    probabilities = (logits - whole).exp()
+        logits, tokens = _kept(logits, tokens, logits.topk(params.top_k).values[-1])
+    masses = (logits - largest).exp()
     if params.top_p < 1.0:
-        before = probabilities.cumsum(dim=-1) - probabilities
-        # The likeliest stays, also by a top_p that is 0 in float32.
-        beyond = (before >= params.top_p) & (before > 0.0)
-        probabilities = probabilities.masked_fill(beyond, 0.0)
+        likeliest = masses.topk(min(_TRIED, len(masses))).values
+        enough = params.top_p * masses.sum(dtype=torch.float64)
+        if likeliest.sum(dtype=torch.float64) < enough:
+            likeliest = masses.sort(descending=True).values
+        sums = likeliest.cumsum(0, dtype=torch.float64)
+        last = min(int((sums < enough).sum()), len(likeliest) - 1)
+        masses, tokens = _kept(masses, tokens, likeliest[last])
     if params.min_p > 0.0:
-        least = params.min_p * probabilities.max()
-        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
-    at = torch.multinomial(probabilities, 1, generator=generator)[0]
-    return int(at if tokens is None else tokens[at])
+        masses, tokens = _kept(masses, tokens, params.min_p * masses.amax())
+    sums = masses.cumsum(0, dtype=torch.float64)
+    at = int(torch.searchsorted(sums, uniform * sums[-1], right=True))
+    at = min(at, int(masses.nonzero()[-1]))  # what is drawn has some probability
+    return at if tokens is None else int(tokens[at])
+
+
+def _kept(x: Tensor, tokens: Tensor | None, least: Tensor) -> tuple[Tensor, Tensor]:
+    at = (x >= least).nonzero()[:, 0]
+    return x[at], at if tokens is None else tokens[at]

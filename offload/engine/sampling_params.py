@@ -103,16 +103,7 @@ class SamplingParams:
                 )
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether an argmax of the logits is all there is to do."""
-        return self.temperature == 0.0 and not self.changes_logits and self.logprobs is None
-
-    @property
     def changes_logits(self) -> bool:
-        """Whether anything is done to logits before temperature."""
+        """Whether anything is done to all logits of an answer before temperature."""
         penalised = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return (
-            penalised != (1.0, 0.0, 0.0)
-            or bool(self.logit_bias or self.logits_processors)
-            or self.min_tokens > 0
-        )
+        return penalised != (1.0, 0.0, 0.0) or bool(self.logit_bias or self.logits_processors)

@@ -218,9 +218,10 @@ class Steps:
 
         failure: Exception | None = None
         try:
-            if all(request.params.is_greedy for request in rows):
+            if all(map(self._chooses_in_step, rows)):
                 left = min(request.max_tokens - len(request.answer) for request in rows)
-                self._runner.choose(seqs, tokens, min(most, left), take)
+                samplers = [request.sampler for request in rows]
+                self._runner.choose(seqs, tokens, samplers, min(most, left), take)
             else:
                 for request, logits in zip(
                     rows, self._runner.logits_after(seqs, tokens), strict=True
@@ -246,6 +247,10 @@ class Steps:
             for row in rows:
                 self._decode_rows([row])
         return num_steps
+
+    def _chooses_in_step(self, request: Request) -> bool:
+        is_greedy = request.params.temperature == 0.0
+        return (is_greedy or self._runner.samples) and not request.needs_logits
 
     def close(self) -> None:
         """Give back what is kept of prompts that were read, and for requests that have ended."""
@@ -395,10 +400,9 @@ class Steps:
 
     def _choose(self, request: Request, logits: torch.Tensor) -> None:
         try:
-            ends = request.ends if request.params.min_tokens else ()
-            chosen = choose(
-                logits, request.params, request.prompt, request.answer, request.generator, ends
-            )
+            ends = request.ends if request.must_go_on else ()
+            uniform = float(request.sampler.draws().uniform)
+            chosen = choose(logits, request.params, request.prompt, request.answer, uniform, ends)
         except Exception as error:
             self.emit_error(request, error)
             return

@@ -127,7 +127,8 @@ def warm_up_steps(decoder: DeviceDecoder) -> None:
             link.gpu_sync.close()
         buffers = steps.step.buffers
         for num_rows in (1, 2):  # greedy tokens come from the same buffers
-            buffers.chooser.choose(decoder.logits(buffers.hidden[:num_rows]), samples=True)
+            logits = decoder.logits(buffers.hidden[:num_rows])
+            buffers.chooser.choose(logits, buffers.positions[:num_rows])
     finally:
         decoder.place(decoder.placement)  # without slots
 

@@ -13,7 +13,7 @@ import torch
 
 from offload.decode.attention import DecodeAttention
 from offload.decode.decoder import Decoder
-from offload.decode.sampling import BurstError, SamplingOptions, check_chosen
+from offload.decode.sampling import BurstError, Draws, Sampler, SamplingOptions, check_chosen
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, tokens_each
 from offload.prefill.forward import OnTokens
@@ -259,13 +259,16 @@ class Runtime:
         `Decoder.finish_captures`."""
         self._decoder.finish_captures()
 
-    def first_tokens(self, logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+    def first_tokens(self, logits: torch.Tensor, sampler: Sampler | None = None) -> torch.Tensor:
         """The choice after a prompt: logits [batch_size, vocab_size] -> int64 [batch_size].
 
         RuntimeError for logits that are not finite.
         """
+        return self._first_tokens(logits, _draws_of(sampler, 1))
+
+    def _first_tokens(self, logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
         with current_device(self.device), without_autocast(self.device):
-            return check_chosen(self._decoder.first_tokens(logits, options), len(self.lean.layers))
+            return check_chosen(self._decoder.first_tokens(logits, draws), len(self.lean.layers))
 
     @torch.inference_mode(False)  # as in `run_lock.locked`
     @torch.no_grad()
@@ -274,15 +277,16 @@ class Runtime:
         cache: OffloadedCache,
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
-        options: SamplingOptions,
         most: int = 1,
         ends: Callable[[torch.Tensor], bool] = lambda tokens: False,
+        sampler: Sampler | None = None,
     ) -> torch.Tensor:
         """Decode steps from the last token of each row to the next, int64 [batch_size, n <= most].
 
         Args:
             ends: whether there had best be no further step behind tokens [batch_size]; where many
                 come at once, nobody asks.
+            sampler: who calls lets it `take` the steps whose tokens are used; None: the likeliest.
 
         Raises:
             As `run`; ValueError for a context that is too long; BurstError where it was not the
@@ -294,9 +298,10 @@ class Runtime:
             try:
                 count, in_turn = self._steps_at_once(cache, most)
                 self._count_setup(before)
+                draws = _draws_of(sampler, max(count, in_turn))
                 while len(chosen) < in_turn and not (chosen and ends(tokens)):
                     ahead = len(chosen) + 1 < in_turn
-                    step = (cache, tokens, position_ids, options, count)
+                    step = (cache, tokens, position_ids, draws, count)
                     chosen.append(self._choose(*step, ahead=ahead))
                     tokens, position_ids = chosen[-1][:, -1], position_ids + 1
             finally:
@@ -317,7 +322,7 @@ class Runtime:
         cache: OffloadedCache,
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
-        options: SamplingOptions,
+        draws: Draws | None,
         count: int,
         *,
         ahead: bool,
@@ -330,7 +335,7 @@ class Runtime:
             batch = replace(batch, position_ids=position_ids)
             embedded = self.lean.embed_tokens(tokens.to(self.device))
             hidden, phase = self.run(embedded, batch, cache, tokens)
-            return self.first_tokens(self.logits(hidden, phase), options)[:, None]
+            return self._first_tokens(self.logits(hidden, phase), draws)[:, None]
 
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
@@ -341,12 +346,10 @@ class Runtime:
             start += self._build_index(seqs)
             with current_device(self.device):
                 if count > 1:
-                    chosen = self._decoder.choose_several(
-                        seqs, tokens, position_ids, options, count
-                    )
+                    chosen = self._decoder.choose_several(seqs, tokens, position_ids, draws, count)
                 else:
                     chosen = self._decoder.choose_tokens(
-                        seqs, tokens, position_ids, options, ahead=ahead
+                        seqs, tokens, position_ids, draws, ahead=ahead
                     )[:, None]
             start += self._count_setup(before)
             if count > 1:  # nobody has read their delimiter classes meanwhile
@@ -528,3 +531,8 @@ class Runtime:
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
         stats.kv_device_bytes = max(stats.kv_device_bytes, self._decoder.device_bytes)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
+
+
+def _draws_of(sampler: Sampler | None, num_steps: int) -> Draws | None:
+    """None: the likeliest tokens are chosen."""
+    return None if sampler is None else Draws.joined([sampler.draws(num_steps)])

@@ -8,6 +8,7 @@ are then a captured graph, and the host reads one token id per row.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from offload.decode.sampling import BurstError, SamplingOptions
+from offload.decode.sampling import BurstError, Sampler, SamplingOptions
 
 if TYPE_CHECKING:
     from offload.runtime.runtime import Runtime
@@ -52,7 +53,8 @@ def generate_tokens(
     unfinished = torch.ones(batch_size, dtype=torch.bool)
     cache, positions = outputs.past_key_values, _last_positions(model_kwargs, batch_size, length)
     positions -= length
-    chosen = runtime.first_tokens(outputs.logits[:, -1], options)[:, None]
+    sampler = Sampler(options, batch_size)
+    chosen = runtime.first_tokens(outputs.logits[:, -1], sampler)[:, None]
     del outputs  # the logits may be of a whole prompt
     failed = False  # the last step that was tried
 
@@ -67,6 +69,7 @@ def generate_tokens(
             chosen, ended = chosen[:, :kept], ended[:, :kept]
             cache.crop(-surplus)
             runtime.current_generation.stats.decode_tokens -= surplus * batch_size
+        sampler.take(chosen.shape[1])
         chosen = torch.where(unfinished[:, None], chosen, pad)
         text[:, length : length + chosen.shape[1]] = chosen
         length += chosen.shape[1]
@@ -79,13 +82,15 @@ def generate_tokens(
         # Steps that feed themselves would feed an answer that has ended other tokens than padding.
         most = text.shape[1] - length if bool(unfinished.all()) and not failed else 1
         last = chosen[:, -1].contiguous()
-        step = (cache, last, positions + length, options)
+        step = functools.partial(
+            runtime.choose_tokens, cache, last, positions + length, sampler=sampler
+        )
         try:
-            chosen = runtime.choose_tokens(*step, most, ends)
+            chosen = step(most, ends)
             failed = False
         except BurstError as error:
             failed = error.chosen is not None
-            chosen = runtime.choose_tokens(*step) if error.chosen is None else error.chosen
+            chosen = step() if error.chosen is None else error.chosen
     if streamer is not None:
         streamer.end()
     return text[:, :length].to(input_ids.device)

@@ -25,7 +25,6 @@ from offload.decode.gpu.placement import (
     may_be_gathered,
     may_stay_on_gpu,
 )
-from offload.decode.sampling import SamplingOptions
 from offload.policies import Policy
 from offload.policies.base import DENSE, SELECT
 from offload.policies.head_roles import HeadRoles
@@ -222,7 +221,7 @@ class Case:
             tokens = self.text[:, end - 1 : end]
             if chooses is not None and chooses[step]:
                 last = tokens[:, 0], positions[:, end - 1]
-                results.append(runtime.choose_tokens(cache, *last, SamplingOptions())[:, 0])
+                results.append(runtime.choose_tokens(cache, *last)[:, 0])
                 continue
             if noise is not None:
                 decoder_of(model).decode = decode_with_noise

@@ -30,7 +30,6 @@ class FlagHandshake(GraphSync):
         self._requests = [ctypes.c_int32.from_address(row.data_ptr()) for row in mailbox.requests]
         self._replies = [ctypes.c_int32.from_address(row.data_ptr()) for row in mailbox.replies]
         self._steps: dict[Hashable, Step] = {}
-        self._random_state = torch.get_rng_state()
         self._gpu = threading.Thread()
         self._finished: Any = _NoEvent()
         self._stream = None  # type: ignore[assignment]
@@ -53,7 +52,7 @@ class FlagHandshake(GraphSync):
     def join(self, work: SideWork) -> None:
         """It is done."""
 
-    def capture(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
+    def capture(self, key: Hashable, step: Step) -> bool:
         is_new = key not in self._steps
         self._steps[key] = step
         return is_new
@@ -74,7 +73,6 @@ class FlagHandshake(GraphSync):
 
     def discard(self) -> None:
         self._drain()
-        torch.set_rng_state(self._random_state)
 
     def close(self) -> None:
         self._coprocessor.close()
@@ -86,7 +84,6 @@ class FlagHandshake(GraphSync):
         def run() -> None:
             if before.ident is not None:
                 before.join()
-            self._random_state = torch.get_rng_state()
             step()
             self.request_attention(-1)
             self.await_reply(-2)

@@ -16,7 +16,7 @@ from cases.slowly import slow_but
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.decode.sampling import SamplingOptions
+from offload.decode.sampling import Sampler, SamplingOptions
 from offload.policies.base import DENSE, RETRIEVE, REUSE
 from offload.policies.registry import make_policy
 
@@ -83,7 +83,7 @@ def check_steps(model: Any, kv_len: int, layers: range | list[int]) -> None:
         return model(token, past_key_values=cache).logits
 
     def chooses() -> torch.Tensor:
-        return runtime.choose_tokens(cache, token[0], torch.tensor([kv_len]), SamplingOptions())
+        return runtime.choose_tokens(cache, token[0], torch.tensor([kv_len]))
 
     expected = bare()
     cache.crop(-1)
@@ -134,7 +134,7 @@ def test_in_logits(device_and_backend, tmp_path):
         if runtime_of(model).chooses_tokens(options):  # else the stock loop draws, and raises
             last = random_tokens(2, 1)[:, 0], torch.full((2,), 20)
             with torch.no_grad(), pytest.raises(RuntimeError, match=message):
-                runtime_of(model).choose_tokens(cache, *last, options)
+                runtime_of(model).choose_tokens(cache, *last, sampler=Sampler(options, 2))
             assert cache.kv_lens == [20, 20]
     with pytest.raises(RuntimeError, match=r"non-finite|nan"):
         model.generate(prompt, max_new_tokens=3, do_sample=True)

@@ -52,7 +52,7 @@ def test_on_a_gpu() -> None:
     streams = StepStreams(DEVICE)
     assert streams.main.priority > streams.lanes[0]._stream.priority
     x = zeros()
-    graph = capture_graph(streams.main, lambda: x.add_(1), samples=False)
+    graph = capture_graph(streams.main, lambda: x.add_(1))
     graph.replay()
     torch.cuda.synchronize()
     assert x.tolist() == [2.0] * 4  # once to load what it needs
@@ -63,7 +63,7 @@ def test_on_a_gpu() -> None:
 def test_graphs_that_only_a_collection_finds() -> None:
     """CUDA gives a capture up whose thread destroys another graph."""
     stream, x = StepStreams(DEVICE).main, zeros()
-    graphs = [capture_graph(stream, lambda: x.add_(1), samples=False)]
+    graphs = [capture_graph(stream, lambda: x.add_(1))]
 
     def step() -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -76,7 +76,7 @@ def test_graphs_that_only_a_collection_finds() -> None:
     threshold = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
     try:
-        capture_graph(stream, step, samples=False).replay()
+        capture_graph(stream, step).replay()
     finally:
         gc.set_threshold(*threshold)
     torch.cuda.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,55 @@ def test_rows_join_and_leave(
     engine.stop()
     assert {rows for rows, _ in links} <= {1, 2, 4}
     assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize("backend", [SLOW_INLINE, FLAGS, GRAPH])
+@pytest.mark.parametrize("policy", ["full", "lychee_cluster"])
+def test_each_draws_by_itself(
+    tiny_folders: dict[str, Path],
+    policy: str,
+    backend: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokens of a seed are those of `generate`, beside others, several steps at a time or one,
+    and also where a request beside it wants the logits."""
+    model = load(tiny_folders["llama"], policy if policy == "full" else small(policy), backend)
+    monkeypatch.setattr(BurstLength, "num_steps", property(lambda self: 5))
+    options = {"temperature": 1.4, "top_k": 30, "top_p": 0.95}
+    prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (150, 90, 40)]
+    params, wanted = dict[str, SamplingParams](), dict[str, list[int]]()
+    for seed, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt], device=model.device)
+        torch.manual_seed(seed)
+        text = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            eos_token_id=None,
+            max_new_tokens=30 + seed,
+            **options,
+        )
+        wanted[str(seed)] = text[0, len(prompt) :].tolist()
+        params[str(seed)] = SamplingParams(max_tokens=30 + seed, seed=seed, **options)
+    assert len({*wanted["0"]}) > 5
+    ids = torch.tensor([prompts[0]], device=model.device)
+    text = model.generate(ids, do_sample=False, eos_token_id=None, max_new_tokens=8)
+    wanted["greedy"] = text[0, len(prompts[0]) :].tolist()
+    params["greedy"] = SamplingParams(max_tokens=8, temperature=0.0)
+    params["min_p"] = SamplingParams(max_tokens=12, seed=9, min_p=1.0)
+    wanted["min_p"] = [*wanted["greedy"]]  # and four more
+    engine = Engine(model, max_num_seqs=8, read_share=0.99)
+    for name, of_request in params.items():
+        prompt = prompts[int(name) if name.isdigit() else 0]
+        engine.add_request(prompt, replace(of_request, ignore_eos=True), name)
+    found: dict[str, list[int]] = {name: [] for name in params}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None, output
+            found[output.request_id] += [chosen.token for chosen in output.tokens]
+    engine.stop()
+    found["min_p"] = found["min_p"][:8]
+    assert found == wanted
 
 
 @pytest.mark.parametrize("backend", [SLOW_INLINE, FLAGS, STREAM, GRAPH])

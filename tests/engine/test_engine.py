@@ -244,10 +244,10 @@ def test_a_step_that_fails_is_done_request_by_request(
     wanted = alone(model, prompts[0])
     decode = Runner._decode
 
-    def failing(self: Runner, seqs: list[int], tokens: Any, **options: Any) -> Any:
+    def failing(self: Runner, seqs: list[int], *args: Any, **options: Any) -> Any:
         if any(self.runtime.store.kv_len(seq) > 52 for seq in seqs):
             raise RuntimeError("not finite")
-        return decode(self, seqs, tokens, **options)
+        return decode(self, seqs, *args, **options)
 
     monkeypatch.setattr(Runner, "_decode", failing)
     for number, prompt in enumerate(prompts):
@@ -575,8 +575,9 @@ def test_the_last_callback_fails_before_a_step_that_failed(
     """Its token came before the failure, and is told behind it: nobody is left to try again."""
     engine, choose = Engine(model, prefix_caching=False), Runner.choose
 
-    def two_steps(self: Runner, seqs: list[int], tokens: list[int], most: int, take: Any) -> None:
-        choose(self, seqs, tokens, 1, take)
+    def two_steps(self: Runner, *rows: Any) -> None:
+        *of_rows, _, take = rows
+        choose(self, *of_rows, 1, take)
         raise HostBudgetError("for a test")
 
     def fails(output: RequestOutput) -> None:

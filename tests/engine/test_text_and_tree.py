@@ -74,10 +74,10 @@ def test_tokens_are_drawn_as_transformers_draws_them(options: dict[str, float]) 
         if name in options:
             warpers.append(warper(options[name]))
     wanted = warpers(torch.tensor([[5, 6, 7]]), logits[None].clone())[0].softmax(-1)
-    generator, params = torch.Generator().manual_seed(0), SamplingParams(**options)
+    chance, params = random.Random(0), SamplingParams(**options)
     counts = torch.zeros(600)
     for _ in range(4000):
-        counts[choose(logits, params, [5, 6], [7], generator, ()).token] += 1
+        counts[choose(logits, params, [5, 6], [7], chance.random(), ()).token] += 1
     assert not bool(counts[wanted == 0].any())
     assert float((counts / 4000 - wanted).abs().sum()) < 0.25
 
@@ -85,17 +85,17 @@ def test_tokens_are_drawn_as_transformers_draws_them(options: dict[str, float]) 
 def test_logprobs_are_of_the_models_own_logits() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0])
     params = SamplingParams(temperature=0.0, logprobs=2, logit_bias={0: 100.0})
-    chosen = choose(logits, params, [1], [], None, ())
+    chosen = choose(logits, params, [1], [], 0.0, ())
     wanted = logits.log_softmax(-1)
     assert chosen.token == 0
     assert chosen.logprob == pytest.approx(float(wanted[0]))
     assert [token for token, _ in chosen.likeliest] == [1, 2]
     counted = SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.4)
-    assert choose(logits, counted, [], [1], None, ()).token == 2
+    assert choose(logits, counted, [], [1], 0.0, ()).token == 2
     ends = SamplingParams(temperature=0.0, min_tokens=2)
-    assert choose(logits, ends, [], [3], None, {1}).token == 2
+    assert choose(logits, ends, [], [3], 0.0, {1}).token == 2
     with pytest.raises(RuntimeError, match="non-finite"):
-        choose(torch.full((4,), torch.nan), params, [1], [], None, ())
+        choose(torch.full((4,), torch.nan), params, [1], [], 0.0, ())
 
 
 def test_the_tree_finds_what_a_list_finds() -> None:

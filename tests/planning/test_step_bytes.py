@@ -16,7 +16,6 @@ from offload.decode.gpu.layer_heads import LayerHeads
 from offload.decode.gpu.pages import whole_slabs
 from offload.decode.gpu.placement import HeadPlacement
 from offload.decode.gpu.resident_kv import resident_pages
-from offload.decode.sampling import SamplingOptions
 from offload.kv.store import KVStore
 from offload.measuring.synthetic.random_model import random_model
 from offload.models import LeanModel, ModelShape, lean_model_maker
@@ -95,7 +94,7 @@ def step(decoder: DeviceDecoder, batch_size: int, kv_len: int) -> None:
             store.append(seq, layer_idx, *rows.to(store.dtype))
     store.commit(seqs, [kv_len - 1] * batch_size)
     tokens = torch.zeros(batch_size, dtype=torch.int64)
-    decoder.choose_tokens(seqs, tokens, tokens + kv_len - 1, SamplingOptions())
+    decoder.choose_tokens(seqs, tokens, tokens + kv_len - 1)
 
 
 def tensors_in(owner: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
@@ -113,7 +112,7 @@ def tensors_in(owner: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value, seen)
     elif type(owner).__module__.startswith(("offload.decode", "gpu_ops", "cpu_ops")):
         held = {**getattr(owner, "__dict__", {})}
-        for name in ("host_state", "host_tokens"):
+        for name in ("host_state", "host_tokens", "_host_draws"):
             held.pop(name, None)
         yield from tensors_in(held, seen)
 

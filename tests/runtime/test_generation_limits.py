@@ -122,11 +122,9 @@ def test_new_ids_without_the_mask(model: Any, new_tokens: int) -> None:
 
 
 def test_steps_beyond_the_limit(model: Any) -> None:
-    from offload.decode.sampling import SamplingOptions
-
     cache = model.new_cache()
     model(random_tokens(1, LIMIT), past_key_values=cache)
-    step = (torch.tensor([5]), torch.tensor([LIMIT]), SamplingOptions())
+    step = torch.tensor([5]), torch.tensor([LIMIT])
     with pytest.raises(ValueError, match="of 65 tokens exceeds"):
         runtime_of(model).choose_tokens(cache, *step)
     with pytest.raises(ValueError, match="of 65 tokens exceeds"):

@@ -21,7 +21,7 @@ from gpu_ops.launch import has_triton, interpreted
 from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.decode.gpu.prepared_steps import PreparedSteps
-from offload.decode.sampling import SamplingOptions, TokenChooser
+from offload.decode.sampling import TokenChooser
 from offload.models.batch import pack
 from offload.policies import Policy
 from offload.policies.base import RETRIEVE, REUSE
@@ -156,9 +156,8 @@ def launch_steps(decoder: DeviceDecoder) -> None:
                 decoder._prepared.step.run_tokens(link, samples=num_slots == 4)
                 link.gpu_sync.close()
         chooser = TokenChooser(num_slots, vocab_size, torch.device("cpu"))
-        for temperature in (0.0, 0.7):  # of the first token
-            chooser.use(SamplingOptions(temperature))
-            chooser.choose(torch.zeros(num_slots, vocab_size), samples=temperature > 0)
+        for positions in (None, torch.zeros(num_slots, dtype=torch.int64)):  # of the first token
+            chooser.choose(torch.zeros(num_slots, vocab_size), positions)
 
 
 @pytest.mark.cuda

@@ -11,7 +11,6 @@ from cases.inside import decoder_of, runtime_of
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedModel
-from offload.decode.sampling import SamplingOptions
 from offload.models.batch import pack
 from offload.policies.registry import make_policy
 from offload.runtime.passes import Pass
@@ -46,7 +45,7 @@ def test_sequences_join_and_leave(tiny_folders: dict[str, Path], name: str) -> N
             runtime.attention.build_states(of, kv_lens)
             tokens = torch.tensor([texts[seq][-1] for seq in of])
             positions = torch.tensor(kv_lens) - 1
-            return decoder.choose_tokens(of, tokens, positions, SamplingOptions())
+            return decoder.choose_tokens(of, tokens, positions)
 
         this = Pass(runtime.sequences, seqs, [1] * len(seqs))
         for seq, token in zip(seqs, runtime.extend(this, compute, prefill=False), strict=True):

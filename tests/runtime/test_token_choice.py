@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from offload.decode.sampling import SamplingOptions, TokenChooser
+from offload.decode.sampling import MOST_STEPS, Draws, Sampler, SamplingOptions, TokenChooser
 from offload.runtime.token_loop import fast_options
 
 STOP = StoppingCriteriaList([MaxLengthCriteria(10), EosTokenCriteria(2)])
@@ -29,8 +29,12 @@ STOP = StoppingCriteriaList([MaxLengthCriteria(10), EosTokenCriteria(2)])
 
 def choose(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
     chooser = TokenChooser(*logits.shape, logits.device)
-    chooser.use(options)
-    return chooser.choose(logits, samples=options.temperature > 0.0)
+    num_rows = len(logits)
+    draws = Draws.joined([Sampler(options).draws() for _ in range(num_rows)])
+    if draws is None:
+        return chooser.choose(logits)
+    chooser.use(draws, range(num_rows), range(num_rows))
+    return chooser.choose(logits, torch.arange(num_rows))
 
 
 def test_greedy_takes_the_first_of_the_largest():
@@ -65,6 +69,30 @@ def test_frequencies_are_those_of_the_stock_warpers(options):
     # Five standard deviations of a binomial count.
     slack = 5 * (num_draws * expected * (1 - expected)).sqrt()
     assert bool(((counts - num_draws * expected).abs() <= slack).all())
+
+
+def test_random_numbers_do_not_depend_on_how_many_steps_come_at_a_time() -> None:
+    def tokens(sizes: list[int], seed: int) -> list[int]:
+        """Of steps with two rows between others, from one position on."""
+        chance, logits = torch.Generator().manual_seed(seed), torch.zeros(4, 50)
+        chooser, found = TokenChooser(4, 50, logits.device), list[int]()
+        sampler = Sampler(SamplingOptions(1.0), 2, chance)
+        for size in sizes:
+            draws = Draws.joined([sampler.draws(size)])
+            assert draws is not None
+            chooser.use(draws, [2, 0], [90 + len(found) // 2, 7 + len(found) // 2])
+            for _ in range(size):
+                step = len(found) // 2
+                chosen = chooser.choose(logits, torch.tensor([7 + step, -1, 90 + step, -1]))
+                assert chosen[1] == chosen[3] == 0
+                found += chosen[[2, 0]].tolist()
+            sampler.take(size)
+        return found
+
+    wanted = tokens([1] * 40 + [MOST_STEPS], 3)
+    assert tokens([7, 33, MOST_STEPS], 3) == wanted
+    assert len({*wanted}) > 30
+    assert tokens([7, 33, MOST_STEPS], 4) != wanted
 
 
 def options_of(processors: list[Any], stop: Any = STOP, **generation: Any) -> Any:

@@ -12,11 +12,8 @@ from torch import Tensor
 from offload.bench.eval.bounds import Bound, read_within
 from offload.bench.eval.prompt import prompt_text, prompt_tokens
 from offload.bench.eval.sample import Sample, string_match_all
-from offload.decode.sampling import SamplingOptions
 from offload.runtime.runtime import Runtime
 from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
-
-_GREEDY = SamplingOptions()
 
 
 @dataclass(frozen=True)
@@ -137,10 +134,10 @@ def greedy_answer(
         def step(token: Tensor) -> Tensor:
             nonlocal position
             position += 1
-            return runtime.choose_tokens(cache, token, torch.tensor([position - 1]), _GREEDY)[:, 0]
+            return runtime.choose_tokens(cache, token, torch.tensor([position - 1]))[:, 0]
 
         runtime.attention.start_profile()
-        token = runtime.first_tokens(prompt.logits, _GREEDY)
+        token = runtime.first_tokens(prompt.logits)
         for given in unread:
             token = step(torch.tensor([given]))
         tokens = [int(token)]

@@ -16,8 +16,7 @@ from torch import Tensor
 from offload.decode.gpu.buffers import HostLink
 from offload.decode.gpu.gpu_sync import capture_graph
 from offload.decode.gpu.step import DeviceStep
-
-MOST_STEPS = 64
+from offload.decode.sampling import MOST_STEPS
 
 
 class Bursts:
@@ -47,7 +46,7 @@ class Bursts:
         self._step.buffers.state.fill_(-1)
         self._stream.wait_stream(torch.cuda.current_stream())
         run = functools.partial(self._step.run_resident, link, samples=samples)
-        graph = capture_graph(self._stream, run, samples=samples)
+        graph = capture_graph(self._stream, run)
         torch.cuda.current_stream().wait_stream(self._stream)
         self._graphs[key] = graph
         return True

@@ -11,7 +11,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,6 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.aside import StepsAside
 from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
-from offload.decode.gpu.bursts import MOST_STEPS
 from offload.decode.gpu.free_room import FreeRoom
 from offload.decode.gpu.gpu_sync import GpuSync, Step, StepStreams, make_gpu_sync
 from offload.decode.gpu.hot_rows import HOT_BUDGETS
@@ -36,12 +34,11 @@ from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.decode.gpu.resident_codes import CodeShape
 from offload.decode.gpu.resident_kv import ResidentKV, check_resident_room, window_of
 from offload.decode.gpu.step import DeviceStep
-from offload.decode.sampling import SamplingOptions, TokenChooser
+from offload.decode.sampling import MOST_STEPS, Draws, TokenChooser
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.batch import RaggedBatch
 from offload.policies import Policy
-from offload.system.captures import CAPTURING
 from offload.system.errors import DeviceMemoryError, HostBudgetError
 from offload.system.interrupts import shielded
 
@@ -52,7 +49,8 @@ logger = logging.getLogger(__name__)
 PlacementChooser = Callable[[HeadPlacement, int, int, "int | None", "int | None"], HeadPlacement]
 _NOTHING_EXPECTED = (1, 1, None)
 
-_SAMPLED = "sampled tokens"  # a kind of steps
+# Kinds of steps, and what those that draw are called beside them.
+_TOKENS, _BURSTS, _SAMPLED = "tokens", "bursts", "sampled "
 
 
 @dataclass
@@ -144,7 +142,7 @@ class DeviceDecoder:
         self._captures_aside = backend == "graph" and model.ranks is None
         self._aside: StepsAside | None = None  # those that come next
         self._wanted: HeadPlacement | None = None  # of them
-        self._kinds: set[str] = set()  # of greedy steps that there have been
+        self._kinds: set[str] = set()  # of steps that there have been
         self.place(placement or self._least_placement())
         if model.ranks is not None:
             model.ranks.close_before_leaving(self.close)
@@ -211,7 +209,7 @@ class DeviceDecoder:
         seqs: Sequence[int],
         tokens: Tensor,
         position_ids: Tensor,
-        options: SamplingOptions,
+        draws: Draws | None = None,
         *,
         ahead: bool = False,
     ) -> Tensor:
@@ -219,15 +217,12 @@ class DeviceDecoder:
         slots, kv_lens = self._bind(seqs)
         in_turn, step = self._in_turn, self._prepared.step
         link = self._choose_link(slots) if in_turn is None else in_turn.link
-        samples = options.temperature > 0.0
-        kind = _SAMPLED if samples else "tokens"
+        kind = _TOKENS if draws is None else _SAMPLED + _TOKENS
         run = self._step(kind, step, link)
         if in_turn is None or not in_turn.is_launched:
-            step.buffers.chooser.use(options)
             self._prepare(link, kind, run, kv_lens)
-            self._write_state(slots, kv_lens, position_ids, tokens)
-        with self._drawing(samples):
-            self._run(link, kind, run, seqs, slots, kv_lens, ahead=ahead)
+            self._write_state(slots, kv_lens, position_ids, tokens, draws)
+        self._run(link, kind, run, seqs, slots, kv_lens, ahead=ahead)
         return step.buffers.host_tokens[slots]
 
     def begin_steps(self, seqs: Sequence[int], most: int) -> int:
@@ -292,38 +287,33 @@ class DeviceDecoder:
         seqs: Sequence[int],
         tokens: Tensor,
         position_ids: Tensor,
-        options: SamplingOptions,
+        draws: Draws | None,
         count: int,
     ) -> Tensor:
         """`count` whole steps: see `Decoder.choose_several`."""
         if count == 1:
-            return self.choose_tokens(seqs, tokens, position_ids, options)[:, None]
+            return self.choose_tokens(seqs, tokens, position_ids, draws)[:, None]
         # As `tokens_at_once` has bound them: other steps may have no bursts.
         self._keeps_steps = True
         try:
             slots, kv_lens = self._bind(seqs, count)
         finally:
             self._keeps_steps = False
-        steps, samples = self._prepared, options.temperature > 0.0
+        steps, samples = self._prepared, draws is not None
         bursts, resident = steps.bursts, steps.step.resident
         assert bursts is not None
         start = time.perf_counter()
         link = steps.choose_link(slots, 1, self._most_rows)
-        steps.step.buffers.chooser.use(options)
         steps.step.after_projection, steps.step.on_mark = self.after_projection, None
-        if not samples:
-            self._kinds.add("bursts")
-        with self._drawing(samples):
-            is_new = bursts.prepare(link, samples=samples)
-        if is_new:
+        self._kinds.add(_SAMPLED + _BURSTS if samples else _BURSTS)
+        if bursts.prepare(link, samples=samples):
             self.setup_seconds += time.perf_counter() - start
         resident.address_pages(slots, seqs, kv_lens)
         firsts = [kv_len - count + 1 for kv_len in kv_lens]
-        self._write_state(slots, firsts, position_ids, tokens)
+        self._write_state(slots, firsts, position_ids, tokens, draws)
         start = time.perf_counter()
         try:
-            with self._drawing(samples):
-                chosen = bursts.run(link, slots, count, samples=samples)
+            chosen = bursts.run(link, slots, count, samples=samples)
         except BaseException:
             bursts.wait()
             for seq in seqs:  # who knows what was written
@@ -333,14 +323,14 @@ class DeviceDecoder:
         steps.burst_length.timed(count, time.perf_counter() - start)
         return chosen
 
-    def first_tokens(self, logits: Tensor, options: SamplingOptions) -> Tensor:
+    def first_tokens(self, logits: Tensor, draws: Draws | None = None) -> Tensor:
         """The choice after a prompt, of logits [n, vocab_size]; with ranks rank 0's."""
         num_rows, vocab_size = logits.shape
-        chooser = TokenChooser(num_rows, vocab_size, logits.device)
-        chooser.use(options)
-        samples = options.temperature > 0.0
-        with self._drawing(samples):
-            chosen = chooser.choose(logits.contiguous(), samples=samples)
+        chooser, positions = TokenChooser(num_rows, vocab_size, logits.device), None
+        if draws is not None:
+            chooser.use(draws, range(num_rows), [0] * num_rows)
+            positions = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
+        chosen = chooser.choose(logits.contiguous(), positions)
         ranks = self.model.ranks
         return (chosen if ranks is None else ranks.broadcast(chosen)).cpu()
 
@@ -601,12 +591,7 @@ class DeviceDecoder:
     def _step(kind: str, step: DeviceStep, link: HostLink) -> Step:
         if kind == "layers":
             return functools.partial(step.run_layers, link)
-        return functools.partial(step.run_tokens, link, samples=kind == _SAMPLED)
-
-    @staticmethod
-    def _drawing(samples: bool) -> AbstractContextManager[object]:
-        """Nothing is drawn on the GPU while a thread captures, this model's or another's."""
-        return CAPTURING if samples else nullcontext()
+        return functools.partial(step.run_tokens, link, samples=kind.startswith(_SAMPLED))
 
     def _prepare(self, link: HostLink, kind: str, run: Step, kv_lens: Sequence[int]) -> None:
         """Do what the first run of a step needs; it may run the step, with no row in use.
@@ -617,15 +602,11 @@ class DeviceDecoder:
         step, start = self._prepared.step, time.perf_counter()
         step.buffers.state.fill_(-1)
         step.after_projection, step.on_mark = self.after_projection, self.on_mark
-        samples = kind == _SAMPLED
-        if not samples:
-            self._kinds.add(kind)
-        with self._drawing(samples):
-            is_new = link.gpu_sync.prepare(self._key(kind), run, samples=samples)
-            if is_new and self._will_try_micro_batches(kv_lens):
-                for other in self._prepared.other_ways(link):
-                    run = self._step(kind, step, other)
-                    other.gpu_sync.capture(self._key(kind), run, samples=samples)
+        self._kinds.add(kind)
+        is_new = link.gpu_sync.prepare(self._key(kind), run)
+        if is_new and self._will_try_micro_batches(kv_lens):
+            for other in self._prepared.other_ways(link):
+                other.gpu_sync.capture(self._key(kind), self._step(kind, step, other))
         if is_new:
             self.setup_seconds += time.perf_counter() - start
 
@@ -647,6 +628,7 @@ class DeviceDecoder:
         kv_lens: Sequence[int],
         position_ids: Tensor,
         tokens: Tensor | None = None,
+        draws: Draws | None = None,
     ) -> None:
         rows = np.zeros((3, len(slots)), np.int64)
         rows[0], rows[1] = kv_lens, position_ids.numpy()
@@ -658,6 +640,8 @@ class DeviceDecoder:
         state.fill(-1)
         state[:, slots] = rows
         b.state.copy_(b.host_state, non_blocking=True)
+        if draws is not None:
+            b.chooser.use(draws, slots, rows[0].tolist())
 
     def _run(
         self,
@@ -817,9 +801,10 @@ class DeviceDecoder:
             # All that will be tried, or the trial makes everybody wait.
             others = steps.other_ways(link) if self._num_micro_batches is None else []
             for kind in kinds:
-                if kind == "bursts":
+                if kind.endswith(_BURSTS):
                     if steps.bursts is not None:
-                        steps.bursts.prepare(steps.choose_link([rows - 1], 1), samples=False)
+                        samples = kind.startswith(_SAMPLED)
+                        steps.bursts.prepare(steps.choose_link([rows - 1], 1), samples=samples)
                     continue
                 for way in (link, *others):
                     run = self._step(kind, steps.step, way)

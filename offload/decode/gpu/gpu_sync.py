@@ -69,17 +69,14 @@ class GpuSync(Protocol):
     def join(self, work: SideWork) -> None:
         """What the step launches next comes after `work`; each must be joined before its end."""
 
-    def capture(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
+    def capture(self, key: Hashable, step: Step) -> bool:
         """Do what running `step` for the first time needs, while no row of it is in use. The CPU
         side is left alone: another thread may run steps of another link.
-
-        Args:
-            samples: the step draws from torch's default generator of the device.
 
         Returns whether there was something to do.
         """
 
-    def prepare(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
+    def prepare(self, key: Hashable, step: Step) -> bool:
         """`capture`, and have the CPU side ready."""
 
     def run(
@@ -139,12 +136,12 @@ class InlineSync:
     def join(self, work: SideWork) -> None:
         """It is done."""
 
-    def capture(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
+    def capture(self, key: Hashable, step: Step) -> bool:
         """Nothing to prepare."""
         return False
 
-    def prepare(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
-        return self.capture(key, step, samples=samples)
+    def prepare(self, key: Hashable, step: Step) -> bool:
+        return self.capture(key, step)
 
     def run(
         self,
@@ -221,17 +218,13 @@ def _new_stream(device: torch.device, priority: int) -> int:
     return handle.value
 
 
-def capture_graph(stream: torch.cuda.Stream, step: Step, *, samples: bool) -> torch.cuda.CUDAGraph:
+def capture_graph(stream: torch.cuda.Stream, step: Step) -> torch.cuda.CUDAGraph:
     """Run `step` once in `stream`, to load its kernels, and capture it.
 
     Unlike `torch.cuda.graph` it does not wait for the rest of the GPU.
-
-    Args:
-        samples: its draws do not count.
     """
     with torch.cuda.stream(stream):
-        with torch.random.fork_rng([stream.device_index]) if samples else nullcontext():
-            step()
+        step()
         stream.synchronize()
         with CAPTURING, _no_collection():
             graph = torch.cuda.CUDAGraph()
@@ -333,8 +326,6 @@ class GraphSync(StreamSync):
         # For the run before a capture, in which the GPU replies to itself.
         self._practice = torch.zeros_like(mailbox.replies, pin_memory=True)[:, :1]
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._sampling = set[Hashable]()  # graphs that draw
-        self._random_state: torch.Tensor | None = None  # before the last launch, if that draws
         self._stream = streams.main
         self._is_warming_up = False
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -351,17 +342,15 @@ class GraphSync(StreamSync):
         if not self._is_warming_up:
             self.await_reply(-1)
 
-    def capture(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
+    def capture(self, key: Hashable, step: Step) -> bool:
         """It is run once before, without the CPU side."""
         is_new = key not in self._graphs
         if is_new:
-            self._graphs[key] = self._capture(step, samples=samples)
-            if samples:
-                self._sampling.add(key)
+            self._graphs[key] = self._capture(step)
         return is_new
 
-    def prepare(self, key: Hashable, step: Step, *, samples: bool = False) -> bool:
-        is_new = super().prepare(key, step, samples=samples)
+    def prepare(self, key: Hashable, step: Step) -> bool:
+        is_new = super().prepare(key, step)
         self._coprocessor.start()
         return is_new
 
@@ -371,9 +360,6 @@ class GraphSync(StreamSync):
 
     def discard(self) -> None:
         self._drain()
-        if self._random_state is not None:
-            with CAPTURING:
-                torch.cuda.set_rng_state(self._random_state, self._stream.device)
 
     def _run_step(self, key: Hashable, step: Step, *, is_launched: bool, ahead: bool) -> None:
         if not is_launched:
@@ -382,7 +368,7 @@ class GraphSync(StreamSync):
             self._replay(key, ahead=True)
         self._coprocessor.wait()
 
-    def _capture(self, step: Step, *, samples: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, step: Step) -> torch.cuda.CUDAGraph:
         def run() -> None:
             self._is_warming_up = not torch.cuda.is_current_stream_capturing()
             try:
@@ -395,17 +381,15 @@ class GraphSync(StreamSync):
 
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            graph = capture_graph(self._stream, run, samples=samples)
+            graph = capture_graph(self._stream, run)
         except torch.OutOfMemoryError:  # a capture cannot give back what is only kept
             with CAPTURING:
                 torch.cuda.empty_cache()
-            graph = capture_graph(self._stream, run, samples=samples)
+            graph = capture_graph(self._stream, run)
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph
 
     def _replay(self, key: Hashable, *, ahead: bool) -> None:
-        samples, device = key in self._sampling, self._stream.device
-        self._random_state = torch.cuda.get_rng_state(device) if samples else None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._graphs[key].replay()

@@ -12,7 +12,7 @@ from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.mailbox import Mailbox
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.buffers import HostLink, StepBuffers, micro_batch_rows, num_slots
-from offload.decode.gpu.bursts import MOST_STEPS, Bursts
+from offload.decode.gpu.bursts import Bursts
 from offload.decode.gpu.gpu_sync import GpuSync, StepStreams
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.hot_rows import HotRows
@@ -24,6 +24,7 @@ from offload.decode.gpu.placement import HeadPlacement
 from offload.decode.gpu.resident_codes import CodeLists, CodeShape, ResidentCodes
 from offload.decode.gpu.resident_kv import ResidentKV
 from offload.decode.gpu.step import DeviceStep
+from offload.decode.sampling import MOST_STEPS
 from offload.models import LeanModel
 from offload.policies.layer_state import State
 from offload.system.errors import DeviceMemoryError

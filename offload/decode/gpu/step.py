@@ -83,7 +83,7 @@ class DeviceStep:
         self.all_layers(link)
         logits = self._linears(slice(0, n)).logits(self.weights, b.hidden[:n])
         self._mark("linear")
-        tokens = b.chooser.choose(logits, samples=samples)
+        tokens = b.chooser.choose(logits, b.positions[:n] if samples else None)
         if self.model.ranks is not None:  # one of them draws for all
             self.model.ranks.broadcast(tokens)
         link.gpu_sync.await_begin()
@@ -102,7 +102,7 @@ class DeviceStep:
         finally:
             self._writes_pages = False
         logits = self._linears(slice(0, n)).logits(self.weights, b.hidden[:n])
-        self._feed(b.chooser.choose(logits, samples=samples), n)
+        self._feed(b.chooser.choose(logits, b.positions[:n] if samples else None), n)
 
     def _feed(self, tokens: Tensor, num_rows: int) -> None:
         b = self.buffers

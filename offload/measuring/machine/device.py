@@ -21,7 +21,7 @@ from torch import Tensor
 from cpu_ops.decoder_layers import Norm
 from gpu_ops.rope_publish import rope_publish
 from offload.decode.gpu.linear import DeviceLayer, DeviceWeights, LinearPath, linear_path
-from offload.decode.sampling import SamplingOptions, TokenChooser
+from offload.decode.sampling import TokenChooser
 from offload.measuring.machine.kernels import (
     CALLS,
     COLD_BYTES,
@@ -207,8 +207,7 @@ class _LinearBench(Operands):
         """Choosing the likeliest token."""
         logits = self.random(1, self.shape.vocab_size)
         chooser = TokenChooser(1, self.shape.vocab_size, self.device)
-        chooser.use(SamplingOptions())
-        return microseconds([lambda: chooser.choose(logits, samples=False)] * 8, self.device)
+        return microseconds([lambda: chooser.choose(logits)] * 8, self.device)
 
     def _rotation(self, n: int) -> Callable[[Tensor], Any]:
         """What rotates queries and keys and writes them where a layer with a window has them."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.decode.sampling import SamplingOptions
 from offload.measuring.steps.step_timeline import StepTimeline
 from offload.measuring.steps.traced_steps import traced_steps
 from offload.measuring.synthetic.model_cache import ModelCache
@@ -77,7 +76,7 @@ class DecodeSession:
         assert self._cache is not None
         positions = torch.full((self.batch_size,), self._position)
         tokens = self._tokens[self._position].repeat(self.batch_size)
-        chosen = self.runtime.choose_tokens(self._cache, tokens, positions, SamplingOptions(), most)
+        chosen = self.runtime.choose_tokens(self._cache, tokens, positions, most)
         self._position += chosen.shape[1]
         return int(chosen.shape[1])
 

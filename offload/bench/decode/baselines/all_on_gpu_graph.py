@@ -116,7 +116,7 @@ class AllOnGPU:
             linears.add_mlp(layer, x)
         linears.finish(x)
         logits = linears.logits(self._weights, x)
-        self.tokens.copy_(self._chooser.choose(logits, samples=False))
+        self.tokens.copy_(self._chooser.choose(logits))
         return logits
 
     def _captured(self) -> torch.cuda.CUDAGraph:

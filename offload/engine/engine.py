@@ -48,8 +48,8 @@ class Engine:
         tokenizer: a fast one of transformers, for text and stop strings; None: token ids only.
         max_num_seqs: requests that are read and decoded at a time.
         max_queued: that wait beside them; one more is refused.
-        slice_seconds: that a slice of a prompt takes while others decode. On a CPU twice as long,
-            as they decode between its layers.
+        slice_seconds: half of what a slice of a prompt takes while others decode between its
+            layers.
         read_share: of the time for prompts while others decode.
         prefix_caching: prompts that begin as earlier ones share what was read. Pages are given
             back, the least recently used first, when requests need them.
@@ -90,8 +90,7 @@ class Engine:
             slice_seconds=slice_seconds,
             read_share=read_share,
             most_slice_tokens=runtime.config.prefill_slice_tokens,
-            # A GPU is given all layers of a slice before it has come to the first.
-            can_pause=runtime.device.type == "cpu",
+            reads_on_gpu=runtime.device.type == "cuda",
         )
         runner = Runner(runtime)
         prefixes = Prefixes(runner, is_enabled=prefix_caching)

@@ -63,19 +63,23 @@ class Runner:
         Args:
             parts: sequences, and their next tokens.
             builds: a GPU builds what the policy keeps: some prompt is read to its end.
-            on_tokens: as of `prefill`; on a CPU other sequences may `decode` in there.
+            on_tokens: as of `prefill`, when a GPU has come to the layer before the last; other
+                sequences may `decode` in there.
 
         Raises:
             HostBudgetError, RuntimeError, ValueError: as `Runtime.run`; all are as before.
         """
         runtime, sizes = self.runtime, [len(tokens) for _, tokens in parts]
+        paced = on_tokens
+        if on_tokens is not None and runtime.device.type == "cuda":
+            paced = _paced(on_tokens)
         ids = torch.tensor([token for _, tokens in parts for token in tokens])
         firsts = [runtime.store.kv_len(seq) for seq, _ in parts]
         batch = _batch_of(firsts, sizes)
 
         def compute(seqs: list[int]) -> Tensor:
             self._sequences.note_text(batch, seqs, ids, batch.position_ids)
-            return runtime.prefill(embedded, batch, seqs, builds=builds, on_tokens=on_tokens)
+            return runtime.prefill(embedded, batch, seqs, builds=builds, on_tokens=paced)
 
         with (
             self._timed(),
@@ -270,3 +274,19 @@ def _batch_of(firsts: Sequence[int], sizes: Sequence[int]) -> RaggedBatch:
         sequence_of_row=[*range(len(sizes))],
         rows_shape=(1, num_tokens),
     )
+
+
+def _paced(on_tokens: OnTokens) -> OnTokens:
+    """On a GPU, which would be given all layers before it has come to the second: it is given one
+    more than it has come to, so that there is time between them."""
+    launched: list[torch.cuda.Event] = []
+
+    def paced(num_tokens: int) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        launched.append(event)
+        if len(launched) > 1:
+            launched.pop(0).synchronize()
+        on_tokens(num_tokens)
+
+    return paced

@@ -18,6 +18,9 @@ _LEAST = {_ALONE: 256, _WAITED: 32, _PAUSED: 32}
 # `slice_seconds` of each: larger ones read more per second, and keep only those waiting that are
 # read next, or cancelled.
 _SECONDS = {_ALONE: 3.0, _WAITED: 1.0, _PAUSED: 2.0}
+# A GPU reads all weights for a slice, and for each of its layers gets what was read before: of so
+# many tokens, and such a share of those before, that this is not most of the work.
+_LEAST_ON_GPU, _SHARE_ON_GPU = 512, 1 / 16
 # Of the next slice at most, against the last: one that was quick by chance makes no long gap.
 _GROWTH = {_ALONE: 2.0, _WAITED: 1.25, _PAUSED: 2.0}
 _ANSWER_TOKENS = 1024  # that are expected where a request has no maximum
@@ -120,7 +123,7 @@ class Scheduler:
     Args:
         max_num_seqs, slice_seconds, read_share: as of `Engine`.
         most_slice_tokens: of a slice.
-        can_pause: others can decode in the middle of a slice of prompts.
+        reads_on_gpu: prompts are read there.
 
     Attributes:
         waiting: requests that were not admitted yet.
@@ -137,7 +140,7 @@ class Scheduler:
         slice_seconds: float,
         read_share: float,
         most_slice_tokens: int,
-        can_pause: bool,
+        reads_on_gpu: bool = False,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.restoring: list[Request] = []
@@ -145,11 +148,13 @@ class Scheduler:
         self.running: list[Request] = []
         self.correcting: list[Request] = []
         self.max_num_seqs, self.most_slice_tokens = max_num_seqs, most_slice_tokens
-        self._can_pause = can_pause
+        self._reads_on_gpu = reads_on_gpu
         self._slice_seconds = slice_seconds
         self._read_share = read_share
         # Of slices that take so long.
-        self._sizes = {kind: min(size, most_slice_tokens) for kind, size in _LEAST.items()}
+        least = _LEAST | ({_PAUSED: _LEAST_ON_GPU} if reads_on_gpu else {})
+        self._least = {kind: min(size, most_slice_tokens) for kind, size in least.items()}
+        self._sizes = dict(self._least)
         self._kind = _ALONE  # of the last slice
         self._owed = 0.0  # seconds of decoding before more is read
         self._paused_at = 0.0  # seconds of the slice that are in `_owed`
@@ -230,9 +235,11 @@ class Scheduler:
         if not (self.reading or self.correcting) or self.decodes_first:
             return []
         self._owed = self._paused_at = 0.0
-        can_pause = self._can_pause and not self.correcting
-        self._kind = _ALONE if not self.running else _PAUSED if can_pause else _WAITED
+        self._kind = _ALONE if not self.running else _WAITED if self.correcting else _PAUSED
         whole = self._sizes[self._kind]
+        if self._reads_on_gpu and self.reading and self._kind != _WAITED:
+            share = int(_SHARE_ON_GPU * self.reading[0].num_read)
+            whole = min(max(whole, share), self.most_slice_tokens)
         corrected = self._corrected_in(whole // 2 if self.reading else whole)
         if not self.reading:
             return corrected
@@ -274,8 +281,9 @@ class Scheduler:
         """
         self._owed += (seconds - self._paused_at) * (1.0 - self._read_share) / self._read_share
         self._paused_at = seconds
-        # Several steps in a row: threads of torch's still spin beside the first.
-        return self._kind == _PAUSED and self._owed > self._slice_seconds / 2
+        # Several steps in a row on a CPU: threads of torch's still spin beside the first.
+        part = 8 if self._reads_on_gpu else 2
+        return self._kind == _PAUSED and self._owed > self._slice_seconds / part
 
     @property
     def decodes_first(self) -> bool:
@@ -286,9 +294,11 @@ class Scheduler:
         """A slice took so long: the next one is as much larger or smaller."""
         kind = self._kind
         size, wanted = self._sizes[kind], self._slice_seconds * _SECONDS[kind]
-        if 2 * num_tokens >= size:  # else a prompt's end says little
+        if (
+            size // 2 <= num_tokens <= size
+        ):  # a prompt's end, or more behind a long one, says little
             size = int(size * min(_GROWTH[kind], max(0.5, wanted / seconds)))
-            self._sizes[kind] = min(self.most_slice_tokens, max(_LEAST[kind], size))
+            self._sizes[kind] = min(self.most_slice_tokens, max(self._least[kind], size))
         self.owes(seconds)
 
     def was_decoded(self, seconds: float) -> None:

@@ -1,4 +1,5 @@
-"""Attention to rows that `gather_rows` brought, merged into what other tokens have given.
+"""Attention to rows that `gather_rows` brought, and to the window beside them; or merged into what
+other tokens have given.
 
 Split over tokens as `paged_attention`: a grid that is fixed at capture, pieces whose length is
 computed from the counts on the device.
@@ -26,7 +27,7 @@ from gpu_ops.online_softmax import (
     tile_tokens,
 )
 from gpu_ops.paged_attention import num_kv_splits
-from gpu_ops.window_attention import attend_reference
+from gpu_ops.window_attention import attend_reference, window_attention_reference
 
 _MIN_TOKENS_PER_SPLIT = 32
 _MAX_TILES_PER_SPLIT = 8  # at least, in a batch whose rows fill the GPU together
@@ -45,6 +46,7 @@ def gathered_attention_kernel(
     counts: tl.tensor,
     positions: tl.tensor,
     heads: tl.tensor,
+    window: tl.tensor,  # None: it is attended to elsewhere
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
     capacity: tl.tensor,
@@ -57,11 +59,12 @@ def gathered_attention_kernel(
     GROUP_SIZE: tl.constexpr,
     FIXED_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WINDOW_TOKENS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program per split, gathered head and row."""
+    """One program per split, gathered head and row; the window is one more split."""
     split, slot = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     kv_head = tl.load(heads + slot)
@@ -69,15 +72,24 @@ def gathered_attention_kernel(
     length = split_length(num_tokens, NUM_SPLITS, BLOCK_T, min_tiles)
     first = split * length
     last = tl.minimum(first + length, num_tokens)
+    keys = gathered + (row * 2 * NUM_HEADS + slot) * capacity * HEAD_DIM
+    values = keys + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM
+    num_slots = NUM_SPLITS
+    if window is not None:
+        num_slots += 1
+        if split == NUM_SPLITS:
+            first = first * 0
+            # Its tokens are the first so many of its places (`window_attention`).
+            last = tl.minimum(tl.load(positions + row) + 1, WINDOW_TOKENS).to(tl.int32)
+            keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * HEAD_DIM)
+            values = keys + NUM_KV_HEADS * WINDOW_TOKENS * HEAD_DIM
     if first >= last:
         return  # nor does the second kernel read it
 
     first_head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE
     q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
-    keys = gathered + (row * 2 * NUM_HEADS + slot) * capacity * HEAD_DIM
-    values = keys + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM
     state = attend_rows(q, keys, values, first, last, scale, HEAD_DIM, BLOCK_T)
-    slots = ((row * NUM_HEADS + slot) * GROUP_SIZE + tl.arange(0, BLOCK_G)) * NUM_SPLITS + split
+    slots = ((row * NUM_HEADS + slot) * GROUP_SIZE + tl.arange(0, BLOCK_G)) * num_slots + split
     store_state(partial_out, partial_lse, slots, *state, GROUP_SIZE, HEAD_DIM)
 
 
@@ -89,7 +101,7 @@ def merge_gathered_kernel(
     positions: tl.tensor,
     heads: tl.tensor,
     out: tl.tensor,
-    lse: tl.tensor,
+    lse: tl.tensor,  # None: the window is the last split, and this is all
     capacity: tl.tensor,
     NUM_SPLITS: tl.constexpr,
     min_tiles: tl.tensor,
@@ -107,26 +119,40 @@ def merge_gathered_kernel(
     member, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kv_head = tl.load(heads + member // GROUP_SIZE)
     num_tokens = gathered_tokens(counts, positions, row, kv_head, capacity, FIXED_TOKENS, NUM_UNITS)
-    if num_tokens == 0:
+    num_slots = NUM_SPLITS
+    if lse is None:
+        num_slots += 1
+    elif num_tokens == 0:
         return  # the window's part is the whole
     used = tl.cdiv(num_tokens, split_length(num_tokens, NUM_SPLITS, BLOCK_T, min_tiles))
     d = tl.arange(0, BLOCK_D)
-    first_slot = (row * NUM_HEADS * GROUP_SIZE + member) * NUM_SPLITS
+    first_slot = (row * NUM_HEADS * GROUP_SIZE + member) * num_slots
     largest, total, acc = merge_states(
         partial_out, partial_lse, first_slot, 1, used, d, HEAD_DIM, TILE_S
     )
 
     head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE + member % GROUP_SIZE
-    window = tl.load(lse + head) * 1.4426950408889634  # base 2
-    window_out = tl.load(out + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+    inside = d < HEAD_DIM
+    if lse is None:
+        is_active = tl.load(positions + row) >= 0
+        slot = first_slot + NUM_SPLITS
+        window = tl.load(partial_lse + slot, mask=is_active, other=float("-inf"))
+        window_out = tl.load(partial_out + slot * HEAD_DIM + d, mask=inside, other=0.0)
+    else:
+        window = tl.load(lse + head) * 1.4426950408889634  # base 2
+        window_out = tl.load(out + head * HEAD_DIM + d, mask=inside, other=0.0)
     # A part of no tokens may be anything; one whose lse is NaN has some.
     window_out = tl.where(window == float("-inf"), 0.0, window_out)
     new_largest = tl.maximum(largest, window)
     weight, window_weight = tl.exp2(largest - new_largest), tl.exp2(window - new_largest)
     new_total = total * weight + window_weight
-    o = (acc * weight + window_out * window_weight) / new_total
-    tl.store(out + head * HEAD_DIM + d, o, mask=d < HEAD_DIM)
-    tl.store(lse + head, (new_largest + tl.log2(new_total)) * 0.6931471805599453)
+    o = acc * weight + window_out * window_weight
+    if lse is None:
+        o /= tl.where(new_total == 0, 1.0, new_total)  # an inactive row's is 0
+    else:
+        o /= new_total
+        tl.store(lse + head, (new_largest + tl.log2(new_total)) * 0.6931471805599453)
+    tl.store(out + head * HEAD_DIM + d, o.to(out.dtype.element_ty), mask=inside)
 
 
 def gathered_attention(
@@ -143,11 +169,14 @@ def gathered_attention(
     partial_out: Tensor,
     partial_lse: Tensor,
     out: Tensor,
-    lse: Tensor,
+    lse: Tensor | None = None,
+    window: Tensor | None = None,
 ) -> None:
-    """Attend the query heads of `heads` to their gathered tokens, and merge that into (out, lse).
+    """Attend the query heads of `heads` to their gathered tokens, and merge that into (out, lse);
+    or attend to them and the window, which is all that there is.
 
-    Heads that gathered nothing, other heads, and inactive rows stay as they are.
+    Other heads stay as they are; heads that gathered nothing, and inactive rows, where there is no
+    window.
 
     Args:
         query: [n, num_qo_heads * head_dim].
@@ -158,11 +187,12 @@ def gathered_attention(
         heads: int32 [num_heads], distinct KV heads.
         partial_out, partial_lse: scratch, float32 [n, num_heads * group_size, num_splits, head_dim]
             and [n, num_heads * group_size, num_splits] with the num_splits of
-            `num_gathered_splits`.
-        out: float32 [n, num_qo_heads * head_dim]: on entry attention to other tokens, normalised,
-            such as those of the window.
-        lse: float32 [n, num_qo_heads], natural log; -inf where that is none, and then `out` may be
-            anything.
+            `num_gathered_splits`, and one more for the window.
+        out: [n, num_qo_heads * head_dim]. Without a window float32: on entry attention to other
+            tokens, normalised. With one in query's dtype, 0 for an inactive row.
+        lse: float32 [n, num_qo_heads], natural log; -inf where there were no other tokens, and then
+            `out` may be anything. None with a window.
+        window: as of `window_attention`.
 
     Raises:
         ValueError: operands that do not fit together.
@@ -182,36 +212,50 @@ def gathered_attention(
     num_units = check_units(counts, num_kv_heads)
     fixed_tokens = check_fixed(sink_tokens, recent_tokens)
     check_dims("partial_lse", partial_lse, "[n, num_heads * group_size, num_splits]")
-    num_splits = partial_lse.shape[2]
+    num_splits = partial_lse.shape[2] - (window is not None)
     row_shape = (n, num_kv_heads * group_size * head_dim)
-    partial = (n, num_heads * group_size, num_splits)
+    partial = (n, num_heads * group_size, partial_lse.shape[2])
+    if num_splits < 1 or (window is None) == (lse is None):
+        raise ValueError(
+            "there must be an lse, or a window and a split for it beside another, got "
+            f"{partial_lse.shape[2]} splits"
+        )
     check_tensor("query", query, row_shape, query.dtype, device)
     check_tensor("counts", counts, (n, num_units), torch.int32, device)
     check_tensor("positions", positions, (n,), torch.int64, device)
     check_tensor("heads", heads, (num_heads,), torch.int32, device)
     check_tensor("partial_lse", partial_lse, partial, torch.float32, device)
     check_tensor("partial_out", partial_out, (*partial, head_dim), torch.float32, device)
-    check_tensor("out", out, row_shape, torch.float32, device)
-    check_tensor("lse", lse, (n, num_kv_heads * group_size), torch.float32, device)
+    window_tokens = 0
+    if window is not None:
+        check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, head_dim]")
+        window_tokens = window.shape[3]
+        window_shape = (n, 2, num_kv_heads, window_tokens, head_dim)
+        check_tensor("window", window, window_shape, query.dtype, device)
+    check_tensor("out", out, row_shape, torch.float32 if window is None else query.dtype, device)
+    if lse is not None:
+        check_tensor("lse", lse, (n, num_kv_heads * group_size), torch.float32, device)
     selected = (counts, positions, heads)
     if not runs_kernel(query):
         return gathered_attention_reference(
-            query, gathered, *selected, group_size, fixed_tokens, sm_scale, out, lse
+            query, gathered, *selected, group_size, fixed_tokens, sm_scale, out, lse, window
         )
     block_t = tile_tokens(head_dim, query.element_size())
     block_d = next_power_of_2(head_dim)
     splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT))
     shape = (num_heads, num_units, num_kv_heads, group_size, fixed_tokens, head_dim)
-    gathered_attention_kernel[(num_splits, num_heads, n)](
+    gathered_attention_kernel[(partial_lse.shape[2], num_heads, n)](
         query,
         gathered,
         *selected,
+        window,
         partial_out,
         partial_lse,
         capacity,
         sm_scale * math.log2(math.e),
         *splits,
         *shape,
+        window_tokens,
         max(MIN_GROUP, next_power_of_2(group_size)),
         block_t,
         block_d,
@@ -244,10 +288,16 @@ def gathered_attention_reference(
     fixed_tokens: int,
     sm_scale: float,
     out: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
+    window: Tensor | None,
 ) -> None:
     """`gathered_attention` by torch, in float32."""
-    head_dim = gathered.shape[4]
+    head_dim, result = gathered.shape[4], out
+    if window is not None:
+        out = torch.empty_like(out, dtype=torch.float32)
+        lse = torch.empty(len(out), out.shape[1] // head_dim, device=out.device)
+        window_attention_reference(query, window, positions, sm_scale=sm_scale, out=out, lse=lse)
+    assert lse is not None
     for row, position in enumerate(positions.tolist()):
         for slot, kv_head in enumerate(heads.tolist() if position >= 0 else ()):
             count = int(counts[row, kv_head if counts.shape[1] > 1 else 0])
@@ -258,6 +308,9 @@ def gathered_attention_reference(
             kv = gathered[row, :, slot : slot + 1, :num_tokens]
             q = query[row].view(-1, head_dim)[group]
             o, part = attend_reference(q, kv[0], kv[1], sm_scale)
-            window, window_out = lse[row, group], out[row].view(-1, head_dim)[group]
-            window_out.masked_fill_((window == float("-inf"))[:, None], 0.0)
-            merge_parts_reference(window_out, window, o, part)
+            before, before_out = lse[row, group], out[row].view(-1, head_dim)[group]
+            before_out.masked_fill_((before == float("-inf"))[:, None], 0.0)
+            merge_parts_reference(before_out, before, o, part)
+    if window is not None:
+        to, of = (x.view(len(out), -1, group_size, head_dim) for x in (result, out))
+        to[:, heads.long()] = of[:, heads.long()].to(to.dtype)

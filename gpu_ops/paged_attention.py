@@ -210,14 +210,15 @@ def retrieval_attention(
         positions: int64 [n], each row's last token, whose K/V are in their page; -1 for an
             inactive row, whose out is 0 and lse -inf.
         heads: int32 [H], ascending KV heads, on the device; below num_qo_heads / group_size, which
-            nobody checks. None: all, and `out` is in query's dtype.
+            nobody checks. None: all.
         group_size: query heads of a KV head.
         page_tokens: a power of two; of at least 64 for full speed.
         partial_out, partial_lse: scratch, float32 [n, num_qo_heads, num_splits, head_dim] and
             [n, num_qo_heads, num_splits]; for full speed with the num_splits of
             `num_retrieval_splits`, or where all heads are there of `num_kv_splits`.
-        out, lse: float32 [n, num_qo_heads * head_dim] and [n, num_qo_heads], natural log, or
-            None. Only the query heads of `heads` are written.
+        out: [n, num_qo_heads * head_dim], float32 or in query's dtype.
+        lse: float32 [n, num_qo_heads], natural log, or None. Of both only the query heads of
+            `heads` are written.
         scores: None, or float32 [n, H, group_size, max_tokens], written for the tokens
             [0, position]: query times key times sm_scale, in base 2, that is times log2(e). A token
             has the weight 2**score / e**lse.
@@ -246,7 +247,8 @@ def retrieval_attention(
         check_tensor("heads", heads, (num_heads,), torch.int32, device)
     check_tensor("partial_out", partial_out, partial_out.shape, torch.float32, device)
     check_tensor("partial_lse", partial_lse, (n, num_qo_heads, num_splits), torch.float32, device)
-    check_tensor("out", out, shape, query.dtype if heads is None else torch.float32, device)
+    is_whole = out.dtype == query.dtype
+    check_tensor("out", out, shape, query.dtype if is_whole else torch.float32, device)
     if lse is not None:
         check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
     max_tokens = 0

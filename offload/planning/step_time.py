@@ -230,10 +230,10 @@ class StepModel:
         hot = places == Place.HOT
         if hot.any():
             return self._hot_layer(device, roles, members, hot, publishes=publishes)
-        window = device.window_us if num_gathered or num_on_cpu else 0.0
+        window = device.window_us if num_on_cpu else 0.0
         gpu = self._resident_us(device, resident, publishes=publishes) + window
         gather = slowed = merge = reply = 0.0
-        if num_gathered or num_on_cpu or publishes:
+        if num_on_cpu:
             merge = device.merge_us
         fetched = work.batch_size * num_gathered * work.chosen_tokens * 2 * work.row_bytes
         attend_fetched = device.attention.us(fetched)
@@ -273,16 +273,16 @@ class StepModel:
         if (roles[hot] != REUSE).any():
             linear += self._matrices_us(device, work.shape.query_width)
         rows = min(work.kv_len, HOT_BUDGETS * work.policy.budget_tokens)
-        gpu = device.window_us + self._resident_us(device, resident, publishes=publishes)
+        gpu = self._resident_us(device, resident, publishes=publishes)
         gpu += device.attention.us(work.batch_size * num_hot * rows * 2 * work.row_bytes)
         chosen = work.batch_size * num_hot * work.chosen_tokens * 2 * work.row_bytes
         gather = sum(self._gather_us(device, _MISSING_SHARE * chosen)[:2])
         reply = device.round_trip_us + self._choose_us(roles[hot], members[hot])
         scores = self._num_scores(resident) if publishes else 0
         exposed = gather + device.top_k_beside.us(scores)
-        exposed = max(exposed, reply - linear - gpu - device.merge_us)
+        exposed = max(exposed, reply - linear - gpu)
         kind = "GPU + hot rows" if len(resident) else "hot rows"
-        return LayerTime(kind, linear, gpu, gather, reply, exposed, device.merge_us)
+        return LayerTime(kind, linear, gpu, gather, reply, exposed, 0.0)
 
     def _gather_us(self, device: DeviceProfile, num_bytes: float) -> tuple[float, float, float]:
         """Time of a layer's fetched rows: what fetching adds to a layer that has nothing else to

@@ -179,6 +179,20 @@ def select_all(
         lse=torch.zeros(n, num_qo_heads),
         **window,
     )
+    gathered_attention(
+        query,
+        gathered,
+        counts,
+        positions,
+        heads,
+        group_size=group_size,
+        sm_scale=0.125,
+        partial_out=torch.zeros(n, num_qo_heads, num_splits + 1, head_dim),
+        partial_lse=torch.zeros(n, num_qo_heads, num_splits + 1),
+        out=query,
+        window=torch.zeros(n, 2, num_kv_heads, 68, head_dim, dtype=query.dtype),
+        **window,
+    )
 
 
 def retrieve_all(

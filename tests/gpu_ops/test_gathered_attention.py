@@ -120,11 +120,75 @@ class Step:
                 assert_close(out[row, kv_head].flatten(), o, tolerance)
                 assert_close(lse[row, kv_head], expected_lse, 1e-5)
 
+    def check_with_window(self, tolerance: float) -> None:
+        """In one launch: heads that gathered nothing attend to the window, inactive rows to
+        nothing; other heads are left alone."""
+        n, group_size = len(self.query), self.group_size
+        window = poisoned(
+            *(
+                n,
+                2,
+                self.window.shape[2],
+                self.window.shape[3] + 2,
+                self.query.shape[1] // self.lse.shape[1],
+            ),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        window[:, :, :, : self.window.shape[3]] = self.window.to(self.dtype)
+        # A short context: the window is not full. Then nothing can have been gathered.
+        is_short = [
+            not any(len(self.lists.of_head(row, head)) for head in self.heads) for row in range(n)
+        ]
+        for row, short in enumerate(is_short):
+            if short and self.positions[row] >= 0:
+                self.positions[row] = self.window.shape[3] - 1
+            elif self.positions[row] >= 0:
+                window[row, :, :, self.window.shape[3] :] = self.window[row, :, :, :2].to(
+                    self.dtype
+                )
+        out = poisoned(*self.query.shape, dtype=self.dtype, device=self.device)
+        partial_out, partial_lse = (self.options[f"partial_{name}"] for name in ("out", "lse"))
+        *shape, num_splits = partial_lse.shape
+        options = {"dtype": torch.float32, "device": self.device}
+        gathered_attention(
+            self.query,
+            self.gathered,
+            self.lists.counts,
+            self.positions,
+            self.head_indices,
+            out=out,
+            window=window,
+            **self.options
+            | {
+                "partial_out": poisoned(*shape, num_splits + 1, partial_out.shape[-1], **options),
+                "partial_lse": poisoned(*shape, num_splits + 1, **options),
+            },
+        )
+        grouped = out.view(n, self.lse.shape[1] // group_size, group_size, -1)
+        query = self.query.view(grouped.shape)
+        for row, position in enumerate(self.positions.tolist()):
+            for kv_head in range(grouped.shape[1]):
+                if kv_head not in self.heads:
+                    assert grouped[row, kv_head].isnan().all()
+                    continue
+                if position < 0:
+                    assert not grouped[row, kv_head].any()
+                    continue
+                slot = self.heads.index(kv_head)
+                kv = self.gathered[row, :, slot, : len(self.lists.of_head(row, kv_head))].double()
+                seen = window[row, :, kv_head, : position + 1].double()
+                kv = torch.cat((seen, kv), dim=1)[:, None]
+                o, _ = attention(query[row, kv_head].flatten(), kv[0], kv[1], self.sm_scale)
+                assert_close(grouped[row, kv_head].flatten(), o, tolerance)
+
 
 def check(device: str, dtype: torch.dtype, *arguments: Any, **options: Any) -> None:
     step = Step(device, dtype, *arguments, **options)
     step.run()
     step.check(2 * TOLERANCE[dtype])
+    if options.get("has_window", True):
+        step.check_with_window(2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -258,3 +322,28 @@ def test_wrong_operands() -> None:
     step.lists.counts = step.lists.counts[:, :2]
     with pytest.raises(ValueError, match=r"counts must be \[n, 1\] or .*=3\], got \[1, 2\]"):
         step.run()
+
+
+def test_a_window_that_is_not_finite_shows(device: str) -> None:
+    step = Step(device, torch.float32, [[33, 7, 40], [9, 9, 9]])
+    step.window[0, 0, 2, 3, 5] = float("nan")
+    step.window = step.window.float()
+    out = torch.zeros_like(step.query)
+    *shape, num_splits = step.options["partial_lse"].shape
+    options = {"dtype": torch.float32, "device": device if device == "cuda" else "cpu"}
+    partial = {
+        "partial_out": torch.zeros(*shape, num_splits + 1, 64, **options),
+        "partial_lse": torch.zeros(*shape, num_splits + 1, **options),
+    }
+    gathered_attention(
+        step.query,
+        step.gathered,
+        step.lists.counts,
+        step.positions,
+        step.head_indices,
+        out=out,
+        window=step.window,
+        **step.options | partial,
+    )
+    is_finite = out.view(2, 3, -1).isfinite().all(-1).tolist()
+    assert is_finite == [[True, True, False], [True, True, True]]

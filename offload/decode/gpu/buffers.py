@@ -42,8 +42,6 @@ class StepBuffers:
         # Of all that the GPU attends to in a layer (`AttentionSource`).
         self.device_out, self.device_lse = buffers["device_out"], buffers["device_lse"]
         self.attended = buffers["attended"]
-        # What the host attended to in layers in which it does nothing.
-        self.no_out, self.no_lse = buffers["no_out"], buffers["no_lse"].fill_(float("-inf"))
         self.partial_out, self.partial_lse = buffers["partial_out"], buffers["partial_lse"]
 
     @staticmethod
@@ -61,8 +59,6 @@ class StepBuffers:
             "device_out": (row, torch.float32),
             "device_lse": (lse, torch.float32),
             "attended": (row, dtype),
-            "no_out": (row, torch.float32),
-            "no_lse": (lse, torch.float32),
             "partial_out": ((*partial, shape.head_dim), torch.float32),
             "partial_lse": (partial, torch.float32),
         }
@@ -74,10 +70,11 @@ class AttentionSource(NamedTuple):
     Attributes:
         kind: its name in traces.
         layers: in which it has heads.
-        attend: of a layer, rows and buffers: `device_out` and `device_lse` of its heads become the
-            softmax over its tokens and all that they were of before, so that a head may be split
-            over several sources; other heads stay as they are. A source that has all of a head's
-            tokens, or comes first, writes them anew.
+        attend: of a layer, rows and buffers. Where the host attends to none of the layer's heads,
+            `attended` of its heads becomes the whole. Else `device_out` and `device_lse` of its
+            heads become the softmax over its tokens and all that they were of before, so that a
+            head may be split over several sources; a source that has all of a head's tokens, or
+            comes first, writes them anew. Other heads stay as they are.
     """
 
     kind: str

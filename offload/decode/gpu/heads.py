@@ -115,7 +115,7 @@ class DeviceHeads:
             for n in {len(x.resident) for x in layers} - {0}
         ]
         partials += [
-            n * num_gathered_splits(n, chosen, num_sms)
+            n * (num_gathered_splits(n, chosen, num_sms) + 1)
             for n in {len(x.gathered) for x in layers} - {0}
         ]
         partial = num_rows * shape.group_size * max(partials, default=0)
@@ -141,8 +141,9 @@ class DeviceHeads:
     @property
     def held(self) -> list[AttentionSource]:
         """What is on the GPU when a layer begins."""
+        merged = [i for i, layer in enumerate(self.layers) if layer.host]
         return [
-            AttentionSource("window", self._kv.windows, self._attend_window),
+            AttentionSource("window", merged, self._attend_window),
             AttentionSource("attention", self._kv.page_tables, self._attend_resident),
         ]
 
@@ -151,7 +152,7 @@ class DeviceHeads:
         """What comes from the host until a layer needs it."""
         sources = [AttentionSource("gathered", self._gathered, self._attend_gathered)]
         if self._kv.hot is not None:
-            sources.append(AttentionSource("hot", self._kv.hot.rows, self._kv.hot.attend))
+            sources.append(AttentionSource("hot", self._kv.hot.rows, self._attend_hot))
         return sources
 
     def _attend_window(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
@@ -166,14 +167,12 @@ class DeviceHeads:
         )
 
     def _attend_resident(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
-        """The layer's resident heads, to all tokens; leaves their scores for `send_selection`.
-
-        Where nothing is to be merged, the result is in `attended`.
-        """
+        """The layer's resident heads, to all tokens; leaves their scores for `send_selection`."""
         layer, heads, lse = self.layers[layer_idx], None, None
         partial_out, partial_lse, out = b.partial_out[rows], b.partial_lse[rows], b.attended[rows]
         if not layer.is_resident:
-            heads, out, lse = self._resident[layer_idx], b.device_out[rows], b.device_lse[rows]
+            heads, lse = self._resident[layer_idx], b.device_lse[rows]
+            out = b.device_out[rows] if layer.host else out
             num_splits = num_retrieval_splits(len(heads), self._num_multiprocessors)
             partial_out, partial_lse = self._partials(rows, self._shape.num_kv_heads, num_splits)
         retrieval_attention(
@@ -236,11 +235,12 @@ class DeviceHeads:
         )
 
     def _attend_gathered(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
-        """The layer's gathered heads, to what was fetched."""
-        gathered = self._rows_of(layer_idx, rows)
+        """The layer's gathered heads, to what was fetched; and where the host attends to no head,
+        whose part would be merged, to their windows."""
+        gathered, is_whole = self._rows_of(layer_idx, rows), not self.layers[layer_idx].host
         num_heads = gathered.shape[2]
         num_splits = num_gathered_splits(num_heads, self._chosen_tokens, self._num_multiprocessors)
-        partial_out, partial_lse = self._partials(rows, num_heads, num_splits)
+        partial_out, partial_lse = self._partials(rows, num_heads, num_splits + is_whole)
         gathered_attention(
             b.queries[layer_idx, rows],
             gathered,
@@ -253,9 +253,15 @@ class DeviceHeads:
             sm_scale=self._sm_scale,
             partial_out=partial_out,
             partial_lse=partial_lse,
-            out=b.device_out[rows],
-            lse=b.device_lse[rows],
+            out=(b.attended if is_whole else b.device_out)[rows],
+            lse=None if is_whole else b.device_lse[rows],
+            window=self._kv.windows[layer_idx][rows] if is_whole else None,
         )
+
+    def _attend_hot(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
+        """The layer's hot heads."""
+        assert self._kv.hot is not None
+        self._kv.hot.attend(layer_idx, rows, b, self._kv.windows[layer_idx][rows])
 
     def _partials(self, rows: slice, num_heads: int, num_splits: int) -> tuple[Tensor, Tensor]:
         shape = (rows.stop - rows.start, num_heads * self._group_size, num_splits)

@@ -88,7 +88,7 @@ class HotRows:
         if not hot:
             return {}
         hot_tokens, num_sms = HOT_BUDGETS * policy.budget_tokens, num_multiprocessors
-        splits = max(n * num_gathered_splits(n, hot_tokens, num_sms) for n in hot.values())
+        splits = max(n * (num_gathered_splits(n, hot_tokens, num_sms) + 1) for n in hot.values())
         partial = num_slots * shape.group_size * splits
         return {
             "predicted": ((num_slots, shape.query_width), dtype),
@@ -123,12 +123,12 @@ class HotRows:
             counts=self._counts[rows],
         )
 
-    def attend(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
-        """The layer's heads, to their hot rows: see `AttentionSource`."""
+    def attend(self, layer_idx: int, rows: slice, b: StepBuffers, window: Tensor) -> None:
+        """The layer's heads, to their hot rows and the `window` of the rows."""
         hot = self.rows[layer_idx][rows]
         n, _, num_heads, hot_tokens, head_dim = hot.shape
         num_splits = num_gathered_splits(num_heads, hot_tokens, self._num_multiprocessors)
-        partial = (n, num_heads * self._group_size, num_splits)
+        partial = (n, num_heads * self._group_size, num_splits + 1)
         # Of these rows only: micro-batches attend one after the other.
         size = torch.Size(partial).numel()
         gathered_attention(
@@ -143,6 +143,6 @@ class HotRows:
             sm_scale=self._sm_scale,
             partial_out=self._partial_out[: size * head_dim].view(*partial, head_dim),
             partial_lse=self._partial_lse[:size].view(partial),
-            out=b.device_out[rows],
-            lse=b.device_lse[rows],
+            out=b.attended[rows],
+            window=window,
         )

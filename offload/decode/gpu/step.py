@@ -199,12 +199,11 @@ class DeviceStep:
         batch.gathering.clear()
         self.gather_ahead(layer_idx + 1, batch, link, early=True)
         self._attend(self.heads.fetched, layer_idx, rows)
-        of_host = b.no_out[rows], b.no_lse[rows]
-        if placed.host:
+        if placed.host:  # else it is all in `attended`
             of_host = link.attend(layer_idx, rows)
             self._mark("wait", layer_idx)
-        merge_state(b.device_out[rows], b.device_lse[rows], *of_host, b.attended[rows])
-        self._mark("merge", layer_idx)
+            merge_state(b.device_out[rows], b.device_lse[rows], *of_host, b.attended[rows])
+            self._mark("merge", layer_idx)
 
     def gather_ahead(
         self, layer_idx: int, batch: _MicroBatch, link: HostLink, *, early: bool

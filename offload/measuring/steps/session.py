@@ -129,7 +129,8 @@ class SyntheticSession(DecodeSession):
         super().__init__(runtime, prompt, tokens, num_steps, weight_bytes=weight_bytes)
         self._on_close, self._synthetic = self.decoder.close, synthetic
         self._before_bytes = before_bytes
-        self.decoder.after_projection = synthetic.rows.after_projection
+        if runtime.config.policy.selects:  # what attends to all tokens does so whatever is asked
+            self.decoder.after_projection = synthetic.rows.after_projection
 
     def rewind(self) -> None:
         super().rewind()

@@ -143,6 +143,15 @@ class Chooser:
             return least_placement(work), room
 
 
+_PLACES = {
+    Place.GPU: "on the GPU",
+    Place.HOT: "with hot rows there",
+    Place.GATHER: "with rows fetched to it",
+    Place.CODES: "on the CPU with codes on the GPU",
+    Place.CPU: "on the CPU",
+}
+
+
 def _rounded_up(kv_len: int) -> int:
     """To one of eight lengths between powers of two: contexts of about a length share a choice."""
     step = max(1, (1 << (kv_len - 1).bit_length()) // 16)
@@ -184,8 +193,12 @@ def placement_for(
     least = least_placement(choose.workload(1, tokens))
     chosen = choose(least, 1, tokens, room_bytes)
     how = "by this machine's profile" if choose.is_measured else "as on a typical machine"
-    hint = "" if choose.is_measured else "; `offload plan` measures this one"
-    logger.info("KV heads are placed %s%s:\n%s", how, hint, chosen.text())
+    hint = "" if choose.is_measured else " (`offload plan` measures this one)"
+    of_places = {place: sum(chosen.counts(place)) for place in _PLACES}
+    where = ", ".join(
+        f"{of_places[place]} {_PLACES[place]}" for place in _PLACES if of_places[place]
+    )
+    logger.info("KV heads are placed %s%s: %s", how, hint, where)
     return chosen
 
 

@@ -42,11 +42,11 @@ def test_it_shows_heads_bytes_and_speed(h200: str) -> None:
     shown = " ".join(result.stdout.split())
     assert "llama-3.1-8b, 1 x 131,072 tokens, bfloat16, lychee_decode" in shown
     assert "made GPU, made CPU, 15 threads" in shown
-    assert re.search(r"KV heads by layer \(\. \d+, G 51, g \d+\)", shown)
+    assert re.search(r"KV heads by layer \(\. \d+, G 51, g \d+, h \d+\)", shown)
     assert "weights 14.96 GiB" in shown
     assert "of 24.00 GiB" in shown
     assert "KV cache 16.00 GiB" in shown
-    assert "heads on GPU + CPU 11" in shown
+    assert re.search(r"heads on gather \d+", shown)
     assert "tokens/s" in shown
     heads = [line for line in result.stdout.splitlines() if line.startswith("  head ")]
     assert len(heads) == 8
@@ -73,7 +73,11 @@ def test_json_is_a_placement(h200: str, tmp_path: Path) -> None:
     ("arguments", "policy", "said"),
     [
         ([], "full", "auto: all of 16.00 GiB of KV on the GPU, exact"),
-        (["--max-memory", "0=22GiB"], "tidal_decode", " KV heads on the GPU, tidal_decode, budget"),
+        (
+            ["--max-memory", "0=22GiB"],
+            "tidal_decode",
+            "auto: 32 of 256 KV heads on the GPU, hot rows",
+        ),
         (
             ["--device", "cpu"],
             "lychee_cluster",

@@ -1,5 +1,5 @@
-"""Attention to rows that `gather_rows` brought, and to the window beside them; or merged into what
-other tokens have given.
+"""Attention to rows that `gather_rows` brought, and to the window beside them. Without a window it
+is merged into what other tokens have given.
 
 Split over tokens as `paged_attention`: a grid that is fixed at capture, pieces whose length is
 computed from the counts on the device.

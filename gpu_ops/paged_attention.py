@@ -216,7 +216,7 @@ def retrieval_attention(
         partial_out, partial_lse: scratch, float32 [n, num_qo_heads, num_splits, head_dim] and
             [n, num_qo_heads, num_splits]; for full speed with the num_splits of
             `num_retrieval_splits`, or where all heads are there of `num_kv_splits`.
-        out: [n, num_qo_heads * head_dim], float32 or in query's dtype.
+        out: [n, num_qo_heads * head_dim], in query's dtype, or of some `heads` float32.
         lse: float32 [n, num_qo_heads], natural log, or None. Of both only the query heads of
             `heads` are written.
         scores: None, or float32 [n, H, group_size, max_tokens], written for the tokens
@@ -247,8 +247,10 @@ def retrieval_attention(
         check_tensor("heads", heads, (num_heads,), torch.int32, device)
     check_tensor("partial_out", partial_out, partial_out.shape, torch.float32, device)
     check_tensor("partial_lse", partial_lse, (n, num_qo_heads, num_splits), torch.float32, device)
-    is_whole = out.dtype == query.dtype
-    check_tensor("out", out, shape, query.dtype if is_whole else torch.float32, device)
+    if heads is None or out.dtype != torch.float32:
+        check_tensor("out", out, shape, query.dtype, device)
+    else:
+        check_tensor("out", out, shape, torch.float32, device)
     if lse is not None:
         check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
     max_tokens = 0

@@ -143,8 +143,8 @@ class Decoder(Protocol):
         """What `begin_generation` has said is over."""
 
     def finish_captures(self) -> None:
-        """Nothing is captured beside the generation to its end: others' code runs in between, and
-        may draw on the GPU."""
+        """Nothing is captured beside the generation to its end: transformers' code and the
+        caller's run in between, and may draw on the GPU."""
 
     def give_heads_back(self, why: DeviceMemoryError) -> bool:
         """Leave fewer heads on the device, where a prefill found no room; whether any went."""

@@ -41,20 +41,22 @@ class Draws:
     uniform: Tensor
 
     @staticmethod
-    def joined(parts: Sequence[Draws]) -> Draws | None:
-        """Of all rows, for as many steps each; None: all are greedy."""
-        options = [options for part in parts for options in part.options]
+    def of(samplers: Sequence[Sampler], num_steps: int = 1) -> Draws | None:
+        """Of the rows of all; None: they are greedy."""
+        options = [options for sampler in samplers for options in sampler.options]
         if not any(of_row.temperature > 0.0 for of_row in options):
             return None
-        return Draws(options, torch.cat([part.uniform for part in parts]))
+        return Draws(options, torch.cat([sampler.uniform(num_steps) for sampler in samplers]))
 
 
 class Sampler:
-    """How rows choose their tokens: by one of `options`, and random numbers of their own. These do
-    not depend on how many steps come at a time.
+    """How rows choose their tokens: by `options`, and random numbers of their own. These do not
+    depend on how many steps come at a time.
 
     Args:
-        generator: of the random numbers, on the CPU; None: torch's own.
+        options: of each row.
+        generator: of the random numbers, on the CPU; None: a new one, for whose seed one number is
+            drawn from torch's own.
     """
 
     def __init__(
@@ -63,21 +65,24 @@ class Sampler:
         num_rows: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
-        self._options = (options,) * num_rows
+        self.options = (options,) * num_rows
         self._generator = generator
         self._next: list[Tensor] = []  # of each step to come [num_rows]
 
-    def draws(self, num_steps: int = 1) -> Draws:
-        """For the next steps; the same again until they are `taken`."""
-        num_rows, generator = len(self._options), self._generator
-        if self._options[0].temperature == 0.0:
-            return Draws(self._options, torch.zeros(num_rows, num_steps, **_HOST))
+    def uniform(self, num_steps: int = 1) -> Tensor:
+        """[num_rows, num_steps] for the next steps; the same again until these are `taken`."""
+        num_rows = len(self.options)
+        if self.options[0].temperature == 0.0:
+            return torch.zeros(num_rows, num_steps, **_HOST)
+        if self._generator is None:
+            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+            self._generator = torch.Generator().manual_seed(seed)
         while len(self._next) < num_steps:
-            self._next.append(torch.rand(num_rows, generator=generator, **_HOST))
-        return Draws(self._options, torch.stack(self._next[:num_steps], dim=1))
+            self._next.append(torch.rand(num_rows, generator=self._generator, **_HOST))
+        return torch.stack(self._next[:num_steps], dim=1)
 
     def take(self, num_steps: int = 1) -> None:
-        """Their tokens were chosen."""
+        """The next steps' tokens were chosen."""
         del self._next[:num_steps]
 
 
@@ -134,7 +139,7 @@ class TokenChooser:
         buffers = allocate(self.layout(max_rows, vocab_size), device)
         self.tokens, self._draws = buffers.pop("tokens"), buffers.pop("draws").zero_()
         self._buffers = SamplingBuffers(vocab_size, **buffers)
-        # Temperature, top_p, top_k; and by position, of any MOST_STEPS in a row, what is random.
+        # Temperature, top_p, top_k; in row 3 + position % MOST_STEPS the random numbers.
         self._host_draws = torch.zeros(self._draws.shape, **_HOST, pin_memory=device.type == "cuda")
 
     def use(self, draws: Draws, rows: Sequence[int], positions: Sequence[int]) -> None:

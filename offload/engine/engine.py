@@ -49,7 +49,8 @@ class Engine:
         max_num_seqs: requests that are read and decoded at a time.
         max_queued: that wait beside them; one more is refused.
         slice_seconds: half of what a slice of a prompt takes while others decode between its
-            layers.
+            layers; on a GPU it has at least a sixteenth of what was read before, however long that
+            takes.
         read_share: of the time for prompts while others decode.
         prefix_caching: prompts that begin as earlier ones share what was read. Pages are given
             back, the least recently used first, when requests need them.

@@ -39,6 +39,11 @@ class Runner:
         """Whether steps choose other tokens than the likeliest."""
         return self.runtime.decoder.samples
 
+    def wait(self) -> None:
+        """For what a GPU was given."""
+        if self.runtime.device.type == "cuda":
+            torch.cuda.current_stream(self.runtime.device).synchronize()
+
     def new(self) -> int:
         """An empty sequence."""
         return self._sequences.new()
@@ -63,8 +68,8 @@ class Runner:
         Args:
             parts: sequences, and their next tokens.
             builds: a GPU builds what the policy keeps: some prompt is read to its end.
-            on_tokens: as of `prefill`, when a GPU has come to the layer before the last; other
-                sequences may `decode` in there.
+            on_tokens: as of `prefill`, when a GPU has finished the layer before the one that it
+                hears of; other sequences may `decode` in there.
 
         Raises:
             HostBudgetError, RuntimeError, ValueError: as `Runtime.run`; all are as before.
@@ -206,7 +211,7 @@ class Runner:
         with self._decoding():
             try:
                 num_steps = self.runtime.begin_steps(seqs, most)
-                draws = Draws.joined([sampler.draws(num_steps) for sampler in samplers])
+                draws = Draws.of(samplers, num_steps)
                 for left in reversed(range(num_steps)):
                     ids = self._decode(seqs, ids, draws, chooses=True, ahead=left > 0)
                     if not take(ids.tolist()):
@@ -277,8 +282,8 @@ def _batch_of(firsts: Sequence[int], sizes: Sequence[int]) -> RaggedBatch:
 
 
 def _paced(on_tokens: OnTokens) -> OnTokens:
-    """On a GPU, which would be given all layers before it has come to the second: it is given one
-    more than it has come to, so that there is time between them."""
+    """On a GPU, which would be given all layers before it has come to the second: at most one is
+    queued behind the one that runs, so that there is time between them."""
     launched: list[torch.cuda.Event] = []
 
     def paced(num_tokens: int) -> None:

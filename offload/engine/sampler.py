@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -42,8 +43,7 @@ def choose(
     Args:
         logits: [vocab_size], of any dtype and device; not changed.
         answer: the tokens chosen so far.
-        uniform: in [0, 1): the token where probabilities, added up in the order of tokens, exceed
-            this share of their sum, as in a step on a GPU.
+        uniform: as of `sample_tokens`.
         ends: tokens that `min_tokens` keeps from being chosen.
 
     Raises:
@@ -51,7 +51,8 @@ def choose(
         Whatever a processor raises.
     """
     given = logits.float().cpu()
-    if not bool(given.amax().isfinite()):
+    is_bad = given.isnan().any() if params.temperature == 0.0 else ~given.amax().isfinite()
+    if bool(is_bad):
         raise RuntimeError("non-finite logits")
     changed = given
     if params.changes_logits or ends:
@@ -99,8 +100,13 @@ def _changed(
         logits = result
     if ends:
         logits[list(ends)] = -torch.inf
-    if bool(logits.isnan().any()) or not bool((logits > -torch.inf).any()):
-        raise RuntimeError("a logits processor left NaN, or no token that may be chosen")
+    largest = float(logits.amax())  # NaN if there is one
+    if (
+        math.isnan(largest)
+        or largest == -math.inf
+        or (params.temperature > 0.0 and largest == math.inf)
+    ):
+        raise RuntimeError("a logits processor left NaN, inf, or no token that may be chosen")
     return logits
 
 

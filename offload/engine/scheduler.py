@@ -18,8 +18,8 @@ _LEAST = {_ALONE: 256, _WAITED: 32, _PAUSED: 32}
 # `slice_seconds` of each: larger ones read more per second, and keep only those waiting that are
 # read next, or cancelled.
 _SECONDS = {_ALONE: 3.0, _WAITED: 1.0, _PAUSED: 2.0}
-# A GPU reads all weights for a slice, and for each of its layers gets what was read before: of so
-# many tokens, and such a share of those before, that this is not most of the work.
+# On a GPU a slice has at least so many tokens, and such a share of those before, or to read weights
+# and to bring what was read before would be most of its time.
 _LEAST_ON_GPU, _SHARE_ON_GPU = 512, 1 / 16
 # Of the next slice at most, against the last: one that was quick by chance makes no long gap.
 _GROWTH = {_ALONE: 2.0, _WAITED: 1.25, _PAUSED: 2.0}
@@ -238,7 +238,8 @@ class Scheduler:
         self._kind = _ALONE if not self.running else _WAITED if self.correcting else _PAUSED
         whole = self._sizes[self._kind]
         if self._reads_on_gpu and self.reading and self._kind != _WAITED:
-            share = int(_SHARE_ON_GPU * self.reading[0].num_read)
+            longest = max(request.num_read for request in self.reading[: 1 + _LOOKED_THROUGH])
+            share = int(_SHARE_ON_GPU * longest)
             whole = min(max(whole, share), self.most_slice_tokens)
         corrected = self._corrected_in(whole // 2 if self.reading else whole)
         if not self.reading:
@@ -281,7 +282,8 @@ class Scheduler:
         """
         self._owed += (seconds - self._paused_at) * (1.0 - self._read_share) / self._read_share
         self._paused_at = seconds
-        # Several steps in a row on a CPU: threads of torch's still spin beside the first.
+        # On a CPU several steps in a row: threads of torch's still spin beside the first. A GPU has
+        # none, and nothing is lost where it goes on sooner.
         part = 8 if self._reads_on_gpu else 2
         return self._kind == _PAUSED and self._owed > self._slice_seconds / part
 
@@ -294,9 +296,8 @@ class Scheduler:
         """A slice took so long: the next one is as much larger or smaller."""
         kind = self._kind
         size, wanted = self._sizes[kind], self._slice_seconds * _SECONDS[kind]
-        if (
-            size // 2 <= num_tokens <= size
-        ):  # a prompt's end, or more behind a long one, says little
+        # A prompt's end says little, and so does more than that behind a long one.
+        if size // 2 <= num_tokens <= size:
             size = int(size * min(_GROWTH[kind], max(0.5, wanted / seconds)))
             self._sizes[kind] = min(self.most_slice_tokens, max(self._least[kind], size))
         self.owes(seconds)

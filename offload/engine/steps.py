@@ -85,6 +85,7 @@ class Steps:
         self._others = runtime.current_generation
         self._outputs: list[RequestOutput] = []
         self._slice_began = 0.0
+        self._read_again: Request | None = None  # once, for want of a GPU's memory
 
     def run(self, cancelled: Iterable[Request]) -> list[RequestOutput]:
         """One step: its outputs."""
@@ -315,6 +316,8 @@ class Steps:
         """Behind a layer of a slice the others decode, if reading has had its share of the time:
         how long a slice takes is not how long they wait."""
         if self.scheduler.owes(self._slice_seconds()):
+            self._runner.wait()  # a step would, in its own time
+            self.scheduler.owes(self._slice_seconds())
             self._decode()
             while self.scheduler.decodes_first:
                 self._decode()
@@ -361,6 +364,11 @@ class Steps:
         except Exception as error:
             if isinstance(error, HostBudgetError) and self._make_room():
                 return  # the next step reads them
+            # Those that decode in its middle may have taken what a slice has counted.
+            is_new = parts[0][0] is not self._read_again
+            if isinstance(error, DeviceMemoryError) and self.scheduler.running and is_new:
+                self._read_again = parts[0][0]
+                return
             if len(parts) == 1:
                 self.emit_error(parts[0][0], error)
                 return
@@ -401,7 +409,7 @@ class Steps:
     def _choose(self, request: Request, logits: torch.Tensor) -> None:
         try:
             ends = request.ends if request.must_go_on else ()
-            uniform = float(request.sampler.draws().uniform)
+            uniform = float(request.sampler.uniform())
             chosen = choose(logits, request.params, request.prompt, request.answer, uniform, ends)
         except Exception as error:
             self.emit_error(request, error)

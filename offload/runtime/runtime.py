@@ -264,7 +264,7 @@ class Runtime:
 
         RuntimeError for logits that are not finite.
         """
-        return self._first_tokens(logits, _draws_of(sampler, 1))
+        return self._first_tokens(logits, Draws.of([] if sampler is None else [sampler]))
 
     def _first_tokens(self, logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
         with current_device(self.device), without_autocast(self.device):
@@ -298,7 +298,7 @@ class Runtime:
             try:
                 count, in_turn = self._steps_at_once(cache, most)
                 self._count_setup(before)
-                draws = _draws_of(sampler, max(count, in_turn))
+                draws = Draws.of([] if sampler is None else [sampler], max(count, in_turn))
                 while len(chosen) < in_turn and not (chosen and ends(tokens)):
                     ahead = len(chosen) + 1 < in_turn
                     step = (cache, tokens, position_ids, draws, count)
@@ -531,8 +531,3 @@ class Runtime:
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
         stats.kv_device_bytes = max(stats.kv_device_bytes, self._decoder.device_bytes)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
-
-
-def _draws_of(sampler: Sampler | None, num_steps: int) -> Draws | None:
-    """None: the likeliest tokens are chosen."""
-    return None if sampler is None else Draws.joined([sampler.draws(num_steps)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from cases.tiny_models import random_tokens
 
 from offload.decode.gpu.prepared_steps import BurstLength
 from offload.engine.engine import Engine
-from offload.engine.request import RequestOutput
+from offload.engine.request import Request, RequestOutput
+from offload.engine.runner import Runner, _paced
 from offload.engine.sampling_params import SamplingParams
+from offload.engine.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -76,8 +79,11 @@ def test_each_draws_by_itself(
     options = {"temperature": 1.4, "top_k": 30, "top_p": 0.95}
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (150, 90, 40)]
     params, wanted = dict[str, SamplingParams](), dict[str, list[int]]()
+    seeds = dict[str, int]()  # that `generate` draws
     for seed, prompt in enumerate(prompts):
         ids = torch.tensor([prompt], device=model.device)
+        torch.manual_seed(seed)
+        seeds[str(seed)] = int(torch.randint(2**63 - 1, ()))
         torch.manual_seed(seed)
         text = model.generate(
             ids,
@@ -88,7 +94,7 @@ def test_each_draws_by_itself(
             **options,
         )
         wanted[str(seed)] = text[0, len(prompt) :].tolist()
-        params[str(seed)] = SamplingParams(max_tokens=30 + seed, seed=seed, **options)
+        params[str(seed)] = SamplingParams(max_tokens=30 + seed, seed=seeds[str(seed)], **options)
     assert len({*wanted["0"]}) > 5
     ids = torch.tensor([prompts[0]], device=model.device)
     text = model.generate(ids, do_sample=False, eos_token_id=None, max_new_tokens=8)
@@ -158,3 +164,105 @@ def test_steps_in_turn(
     assert engine.stats.failed == 1
     engine.stop()
     assert model.kv_store.num_sequences == 0
+
+
+def test_sampled_tokens_of_steps_that_fail_and_answers_that_end(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each random number is used for one token, also where several steps were asked for."""
+    prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (60, 50, 40)]
+    decode = Runner._decode
+
+    def answers(num_steps: int, *, fails: bool = False, stop: int | None = None) -> Any:
+        monkeypatch.setattr(BurstLength, "num_steps", property(lambda self: num_steps))
+        model, calls = load(tiny_folders["llama"], "full", ("cpu", "inline")), [0]
+        split_steps(model, 1)
+
+        def decodes(self: Runner, seqs: Any, *args: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if fails and len(seqs) > 1 and calls[0] % 7 == 0:
+                raise RuntimeError("for a test")
+            return decode(self, seqs, *args, **options)
+
+        monkeypatch.setattr(Runner, "_decode", decodes)
+        engine = Engine(model, max_num_seqs=8, read_share=0.99)
+        for seed, prompt in enumerate(prompts):
+            stops = (stop,) if seed == 1 and stop is not None else ()
+            options = {"temperature": 1.2, "top_p": 0.9, "ignore_eos": True}
+            params = SamplingParams(
+                seed=seed, max_tokens=30 + 5 * seed, stop_token_ids=stops, **options
+            )
+            engine.add_request(prompt, params, str(seed))
+        found: dict[str, list[int]] = {}
+        while engine.has_work:
+            for output in engine.step():
+                assert output.error is None
+                tokens = [chosen.token for chosen in output.tokens]
+                found.setdefault(output.request_id, []).extend(tokens)
+        engine.stop()
+        return found
+
+    wanted = answers(1)
+    assert answers(4) == wanted
+    assert answers(4, fails=True) == wanted
+    place = next(i for i in range(9, 20) if wanted["1"][i] not in wanted["1"][:i])
+    wanted["1"] = wanted["1"][: place + 1]
+    assert answers(4, stop=wanted["1"][-1]) == wanted
+
+
+class Event:
+    """Of a GPU that works when somebody waits for it."""
+
+    log: ClassVar[list[str]] = []
+
+    def record(self) -> None:
+        self.log.append("launched")
+
+    def synchronize(self) -> None:
+        self.log.append("done")
+
+
+def test_one_layer_is_queued_behind_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "log", [])
+    paced = _paced(lambda num_tokens: Event.log.append(f"told of {num_tokens}"))
+    for num_tokens in (3, 4, 5):
+        paced(num_tokens)
+    told = ["launched", "told of 3", "launched", "done", "told of 4"]
+    assert Event.log == [*told, "launched", "done", "told of 5"]
+
+
+def test_slices_on_a_gpu() -> None:
+    """They have a share of what was read before; others decode in their middle, and get theirs."""
+    options = {"max_num_seqs": 8, "slice_seconds": 0.1, "read_share": 0.25}
+    scheduler = Scheduler(most_slice_tokens=8192, reads_on_gpu=True, **options)
+    runs, *reads = (
+        Request(str(n), [1] * 200_000, SamplingParams(), 10, frozenset(), None) for n in range(3)
+    )
+    scheduler.running.append(runs)
+    scheduler.reading += reads
+    for request in reads:
+        request.seq = 0
+
+    def size() -> int:
+        return sum(n for _, n in scheduler.next_slice(lambda r: len(r.prompt) - r.num_read))
+
+    assert size() == 512
+    reads[1].num_read = 64_000
+    assert size() == 4000
+    reads[0].num_read = 190_000
+    assert size() == 8192
+    scheduler.was_read(8192, 1.0)  # says little of 512
+    assert scheduler.decodes_first
+    scheduler.was_decoded(3.0)
+    assert not scheduler.decodes_first
+    for request in reads:
+        request.num_read = 0
+    assert size() == 512
+    assert not scheduler.owes(0.004)  # 12 ms of decoding
+    assert scheduler.owes(0.005)
+    scheduler.was_decoded(0.015)
+    assert not scheduler.decodes_first
+    scheduler.was_read(512, 0.05)
+    scheduler.was_decoded(1.0)
+    assert size() == 1024

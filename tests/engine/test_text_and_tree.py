@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from gpu_ops.sampling import sample_tokens_reference
 from offload.engine.prefix_tree import PrefixTree
 from offload.engine.sampler import choose
 from offload.engine.sampling_params import SamplingParams
@@ -80,6 +82,50 @@ def test_tokens_are_drawn_as_transformers_draws_them(options: dict[str, float]) 
         counts[choose(logits, params, [5, 6], [7], chance.random(), ()).token] += 1
     assert not bool(counts[wanted == 0].any())
     assert float((counts / 4000 - wanted).abs().sum()) < 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_those_of_a_step_on_a_gpu(dtype: torch.dtype) -> None:
+    chance = random.Random(1)
+    for trial in range(200):
+        n = chance.choice([7, 300])
+        scale = chance.choice([0.3, 3.0])
+        logits = scale * torch.randn(1, n, generator=torch.Generator().manual_seed(trial))
+        logits = logits.to(dtype)
+        temperature = chance.choice([0.5, 1.0, 1.7])
+        top_k = chance.choice([0, 1, 5, n - 1, n, n + 5])
+        top_p, uniform = chance.choice([1e-9, 0.3, 0.95, 1.0]), chance.random()
+        wanted = torch.zeros(1, dtype=torch.int64)
+        options = {"temperature": temperature, "top_p": top_p, "uniform": uniform}
+        sample_tokens_reference(
+            logits,
+            top_k=torch.tensor([top_k]),
+            out=wanted,
+            **{name: torch.tensor([value]) for name, value in options.items()},
+        )
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+        assert choose(logits[0], params, [1], [], uniform, ()).token == int(wanted), trial
+
+
+def test_infinite_logits() -> None:
+    """The likeliest token may have one, as in a step; nothing is drawn by it."""
+    logits = torch.tensor([0.0, torch.inf, 1.0])
+    greedy, sampled = SamplingParams(temperature=0.0), SamplingParams(top_p=0.9)
+    assert choose(logits, greedy, [1], [], 0.0, ()).token == 1
+    with pytest.raises(RuntimeError, match="non-finite"):
+        choose(logits, sampled, [1], [], 0.0, ())
+
+    def forces(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[2] = torch.inf
+        return logits
+
+    finite = torch.zeros(3)
+    greedy = SamplingParams(temperature=0.0, logits_processors=[forces])
+    assert choose(finite, greedy, [1], [], 0.0, ()).token == 2
+    for options in ({}, {"top_p": 0.9}, {"min_p": 0.1}):
+        sampled = SamplingParams(logits_processors=[forces], **options)
+        with pytest.raises(RuntimeError, match="a logits processor left NaN, inf"):
+            choose(finite, sampled, [1], [], 0.5, ())
 
 
 def test_logprobs_are_of_the_models_own_logits() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases.device_cases import FLAGS, INLINE, load
+from cases.inside import split_steps
+from cases.tiny_models import random_tokens
 from transformers import GenerationConfig
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -21,6 +25,7 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
+from offload.decode.gpu.prepared_steps import BurstLength
 from offload.decode.sampling import MOST_STEPS, Draws, Sampler, SamplingOptions, TokenChooser
 from offload.runtime.token_loop import fast_options
 
@@ -30,7 +35,7 @@ STOP = StoppingCriteriaList([MaxLengthCriteria(10), EosTokenCriteria(2)])
 def choose(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
     chooser = TokenChooser(*logits.shape, logits.device)
     num_rows = len(logits)
-    draws = Draws.joined([Sampler(options).draws() for _ in range(num_rows)])
+    draws = Draws.of([Sampler(options) for _ in range(num_rows)])
     if draws is None:
         return chooser.choose(logits)
     chooser.use(draws, range(num_rows), range(num_rows))
@@ -78,7 +83,7 @@ def test_random_numbers_do_not_depend_on_how_many_steps_come_at_a_time() -> None
         chooser, found = TokenChooser(4, 50, logits.device), list[int]()
         sampler = Sampler(SamplingOptions(1.0), 2, chance)
         for size in sizes:
-            draws = Draws.joined([sampler.draws(size)])
+            draws = Draws.of([sampler], size)
             assert draws is not None
             chooser.use(draws, [2, 0], [90 + len(found) // 2, 7 + len(found) // 2])
             for _ in range(size):
@@ -93,6 +98,32 @@ def test_random_numbers_do_not_depend_on_how_many_steps_come_at_a_time() -> None
     assert tokens([7, 33, MOST_STEPS], 3) == wanted
     assert len({*wanted}) > 30
     assert tokens([7, 33, MOST_STEPS], 4) != wanted
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 7])
+@pytest.mark.parametrize("backend", [INLINE, FLAGS])
+def test_a_second_text_after_one_seed(
+    backend: tuple[str, str],
+    num_steps: int,
+    tiny_folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not depend on how many steps came at a time when the first ended."""
+    monkeypatch.setattr(BurstLength, "num_steps", property(lambda self: num_steps))
+    model, tokens = load(tiny_folders["llama"], "full", backend), random_tokens(1, 60)
+    split_steps(model, 1)
+
+    def texts(eos_token_id: int | None) -> list[list[int]]:
+        torch.manual_seed(0)
+        options = {"do_sample": True, "max_new_tokens": 24, "eos_token_id": eos_token_id}
+        outs = [model.generate(tokens, pad_token_id=0, **options) for _ in range(2)]
+        return [out[0, 60:].tolist() for out in outs]
+
+    free = texts(None)
+    end = next(i for i in range(8, 16) if free[0][i] not in free[0][:i])
+    first, second = texts(free[0][end])
+    assert first == free[0][: end + 1]
+    assert second == free[1][: len(second)]
 
 
 def options_of(processors: list[Any], stop: Any = STOP, **generation: Any) -> Any:

@@ -383,7 +383,8 @@ class DeviceDecoder:
 
     def end_generation(self) -> None:
         """As `Decoder.end_generation`: steps that are made anew are for those that come. The
-        caller may draw, or wait for the whole GPU, which is refused while a thread captures.
+        caller's code may draw there, or wait for the whole GPU, which is refused while a thread
+        captures.
         """
         self.end_steps()  # where ctrl-C came before it
         self._expected = _NOTHING_EXPECTED

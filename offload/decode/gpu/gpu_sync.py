@@ -107,7 +107,7 @@ class GpuSync(Protocol):
         """
 
     def discard(self) -> None:
-        """What was launched ahead does not come; what it has drawn is drawn again."""
+        """What was launched ahead does not come."""
 
     def close(self) -> None:
         """End threads, drop graphs."""

@@ -6,7 +6,8 @@ to their windows, and some to rows that were fetched from the host's pages, too:
 head above them published, known before the query is, so that they are fetched beside the linear
 layers; or of those in `hot_rows`.
 
-Each of these is an `AttentionSource`; together they are the GPU's part of a merge with the host's.
+Each of these is an `AttentionSource`. Together they are the whole, or where the host attends to
+some of a layer's heads the GPU's part of a merge with the host's.
 """
 
 from __future__ import annotations

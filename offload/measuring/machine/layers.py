@@ -70,20 +70,23 @@ class LayerBench(AttentionBench):
         return CostTable.measured(sorted(points.items()))
 
     def _layer_us(self, linears: Sequence[Call], fetching: Sequence[tuple[Call, Call]]) -> float:
-        """Time of a layer: attention to fetched rows and their window, linear layers.
+        """Time of a layer: window, attention to fetched rows, merge, linear layers.
 
         Args:
             fetching: (fetch, attend) of layers, in turns; none: nothing is fetched.
         """
+        window, merge = self.window_and_merge_calls()
         lane = Lane(self.device)
 
         def layers() -> None:
             for i in range(LAYERS):
+                window[i % len(window)]()
                 if fetching:
                     lane.join()
                     # The next layer's, beside all that is left of this one.
                     lane.fork(fetching[(i + 1) % len(fetching)][0])
                     fetching[i % len(fetching)][1]()
+                merge()
                 linears[i % len(linears)]()
             lane.join()
 
@@ -93,10 +96,10 @@ class LayerBench(AttentionBench):
         """Fetching `chosen` rows per head, and attending to them, of layers in turns."""
         shape = self.shape
         kv_len = -(-self.sized(_KV_LEN, 512) // PAGE_TOKENS) * PAGE_TOKENS
-        query, out = self.random(1, self.heads), self.random(1, self.heads)
-        window = self.random(1, 2, shape.num_kv_heads, SINKS + RECENT, shape.head_dim)
+        query, out = self.random(1, self.heads), self.zeros(1, self.heads)
+        lse = self.zeros(1, shape.num_qo_heads)
         splits = num_gathered_splits(shape.num_kv_heads, chosen, self.num_multiprocessors)
-        partials, counts = self.partials(splits + 1), self.counts(chosen + SINKS + RECENT)
+        partials, counts = self.partials(splits), self.counts(chosen + SINKS + RECENT)
         position, heads = self.last_position(kv_len), self.kv_heads()
         sides = [self.random(1, 2, shape.num_kv_heads, chosen, shape.head_dim) for _ in range(2)]
         outs = [sides[i % 2] for i in range(LAYERS)]
@@ -114,7 +117,7 @@ class LayerBench(AttentionBench):
                 sm_scale=shape.head_dim**-0.5,
                 **partials,
                 out=out,
-                window=window,
+                lse=lse,
             )
             for side in outs
         ]
@@ -132,6 +135,7 @@ class LayerBench(AttentionBench):
     def _retrieving_us(
         self, linears: Sequence[Call], attend: Sequence[Call], choose: Call | None
     ) -> float:
+        _, merge = self.window_and_merge_calls()
         lane = Lane(self.device)
 
         def layers() -> None:
@@ -140,6 +144,7 @@ class LayerBench(AttentionBench):
                 attend[i % len(attend)]()
                 if choose is not None:
                     lane.fork(choose)
+                merge()
                 linears[i % len(linears)]()
             lane.join()
 

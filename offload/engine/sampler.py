@@ -13,7 +13,7 @@ from torch import Tensor
 from offload.engine.sampling_params import SamplingParams
 
 # Of so many likeliest tokens top_p is tried first: to sort a vocabulary takes 20 times as long.
-_TRIED = 256
+_TRIED = (256, 4096)
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,11 @@ def _sample(logits: Tensor, params: SamplingParams, uniform: float) -> int:
         logits, tokens = _kept(logits, tokens, logits.topk(params.top_k).values[-1])
     masses = (logits - largest).exp()
     if params.top_p < 1.0:
-        likeliest = masses.topk(min(_TRIED, len(masses))).values
         enough = params.top_p * masses.sum(dtype=torch.float64)
-        if likeliest.sum(dtype=torch.float64) < enough:
-            likeliest = masses.sort(descending=True).values
+        for tried in (*_TRIED, len(masses)):
+            likeliest = masses.topk(min(tried, len(masses))).values
+            if likeliest.sum(dtype=torch.float64) >= enough:
+                break
         sums = likeliest.cumsum(0, dtype=torch.float64)
         last = min(int((sums < enough).sum()), len(likeliest) - 1)
         masses, tokens = _kept(masses, tokens, likeliest[last])
@@ -130,7 +131,6 @@ def _sample(logits: Tensor, params: SamplingParams, uniform: float) -> int:
         masses, tokens = _kept(masses, tokens, params.min_p * masses.amax())
     sums = masses.cumsum(0, dtype=torch.float64)
     at = int(torch.searchsorted(sums, uniform * sums[-1], right=True))
-    at = min(at, int(masses.nonzero()[-1]))  # what is drawn has some probability
     return at if tokens is None else int(tokens[at])
 
 

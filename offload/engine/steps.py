@@ -19,6 +19,7 @@ from offload.engine.sampler import Chosen, choose
 from offload.engine.scheduler import Admission, Scheduler
 from offload.engine.sessions import Sessions
 from offload.system.errors import DeviceMemoryError, HostBudgetError, SessionMiss
+from offload.system.torch_threads import torch_threads
 
 logger = logging.getLogger(__name__)
 
@@ -410,7 +411,10 @@ class Steps:
         try:
             ends = request.ends if request.must_go_on else ()
             uniform = float(request.sampler.uniform())
-            chosen = choose(logits, request.params, request.prompt, request.answer, uniform, ends)
+            with torch_threads(1):  # others would wait for CPUs on which our workers still spin
+                chosen = choose(
+                    logits, request.params, request.prompt, request.answer, uniform, ends
+                )
         except Exception as error:
             self.emit_error(request, error)
             return

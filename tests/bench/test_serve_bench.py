@@ -178,10 +178,11 @@ def test_both_engines_as_json(arguments: list[str]) -> None:
 
 
 def test_tables_fit_80_columns(arguments: list[str]) -> None:
-    asked = ["--clients", "1,2", "--requests", "1", "--answer-tokens", "3"]
+    asked = ["--clients", "1,2", "--requests", "1", "--answer-tokens", "3", "--temperature", "1"]
     result = runner.invoke(app, [*arguments, *asked, "--prompt-tokens", "30,40"])
     assert result.exit_code == 0, result.output
-    assert "float32, policy full, engine offload, answer 3" in " ".join(result.stdout.split())
+    said = "float32, policy full, temperature 1, engine offload, answer 3"
+    assert said in " ".join(result.stdout.split())
     _, *lines = result.stdout.splitlines()  # the title has the path
     assert max(map(len, lines)) <= 80
     headers = [line.split() for line in lines if "clients" in line]

@@ -24,6 +24,7 @@ from offload.engine.runner import Runner
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Scheduler
 from offload.policies.registry import available_policies, make_policy
+from offload.system.errors import DeviceMemoryError
 
 FEW = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -235,6 +236,39 @@ def test_a_request_that_fails_ends_alone(model: Any, engine: Engine) -> None:
     assert "shape" in str(errors["shape"])
     assert isinstance(errors["callback"], OSError)
     assert engine.stats.failed == 4
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_slice_that_finds_no_room_on_a_gpu_is_read_once_more(
+    num_failures: int, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that decode in its middle may have taken the room."""
+    read, failures = Runner.read, [0]
+
+    def failing(self: Runner, parts: Any, **options: Any) -> Any:
+        if any(self.runtime.store.kv_len(seq) >= 32 for seq, _ in parts):
+            failures[0] += 1
+            if failures[0] <= num_failures:
+                raise DeviceMemoryError("for a test")
+        return read(self, parts, **options)
+
+    engine = Engine(model, slice_seconds=1e-4, prefix_caching=False)
+    prompts = prompts_of(20, 90)
+    wanted = [alone(model, prompt) for prompt in prompts]
+    engine.add_request(prompts[0], GREEDY, "0")
+    engine.step()
+    monkeypatch.setattr(Runner, "read", failing)
+    engine.add_request(prompts[1], GREEDY, "1")
+    found: dict[str, list[int]] = {"0": [], "1": []}
+    errors = []
+    while engine.has_work:
+        for output in engine.step():
+            found[output.request_id] += [chosen.token for chosen in output.tokens]
+            errors += [output.request_id] if output.error else []
+    engine.stop()
+    assert found["0"] == wanted[0]
+    assert found["1"] == (wanted[1] if num_failures == 1 else [])
+    assert errors == ["1"] * (num_failures - 1)
 
 
 def test_a_step_that_fails_is_done_request_by_request(

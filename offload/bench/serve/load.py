@@ -28,6 +28,7 @@ class Load:
         rate: an open loop instead: requests per second on average, with exponential intervals.
         duration_seconds: in which an open loop sends.
         shared_tokens: with which all prompts begin.
+        temperature: of all answers; 0 takes the likeliest tokens.
         good_ttft_ms, good_gap_ms: the most that a good answer takes to its first token, and
             between tokens on average.
     """
@@ -42,6 +43,7 @@ class Load:
     seed: int = 0
     good_ttft_ms: float = math.inf
     good_gap_ms: float = math.inf
+    temperature: float = 0.0
 
     @property
     def most_tokens(self) -> int:

@@ -40,6 +40,7 @@ class Served:
         options: of `OffloadedModel.from_pretrained`: transformers heeds `dtype`, `device` and
             `num_threads`.
         max_num_seqs, max_queued, prefix_caching: of `Engine`; transformers has no `max_queued`.
+        temperature: of all answers.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Served:
     max_num_seqs: int = 32
     max_queued: int = 256
     prefix_caching: bool = True
+    temperature: float = 0.0
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -58,11 +60,16 @@ class Served:
         """What opens a server of a loaded model, and what rows say about the engine."""
         if engine == "offload":
             model = OffloadedModel.from_pretrained(self.model, **self.options)
-            of_engine = {"max_num_seqs": self.max_num_seqs, "max_queued": self.max_queued}
+            of_engine: dict[str, Any] = {
+                "max_num_seqs": self.max_num_seqs,
+                "max_queued": self.max_queued,
+                "prefix_caching": self.prefix_caching,
+                "temperature": self.temperature,
+            }
             row = {"engine": engine, "policy": model.policy.name}
 
             def ours(num_requests: int, most_tokens: int) -> Server:
-                return OffloadServer(model, **of_engine, prefix_caching=self.prefix_caching)
+                return OffloadServer(model, **of_engine)
 
             yield ours, row | {"dtype": str(model.dtype).removeprefix("torch.")}
             return
@@ -76,6 +83,7 @@ class Served:
                 max_num_seqs=min(self.max_num_seqs, num_requests),
                 most_tokens=most_tokens,
                 prefix_caching=self.prefix_caching,
+                temperature=self.temperature,
             )
 
         dtype = str(stock.dtype).removeprefix("torch.")
@@ -170,6 +178,7 @@ def described(load: Load) -> Row:
         "prompt_tokens": list(load.prompt_tokens),
         "answer_tokens": load.answer_tokens,
         "shared_tokens": load.shared_tokens,
+        "temperature": load.temperature,
     }
 
 

@@ -117,7 +117,8 @@ def measure_urls(
                     {"text": as_text(of_load.of(client, index)), "timestamp": 1e3 * at}
                     for at, client, index in _sends(load)
                 ]
-                extra = {"output_length": load.answer_tokens, "extra": {"temperature": 0} | fields}
+                body = {"temperature": load.temperature} | fields
+                extra = {"output_length": load.answer_tokens, "extra": body}
                 requests.write_text("".join(f"{json.dumps(line | extra)}\n" for line in lines))
                 timing = ["--fixed-schedule", "--fixed-schedule-auto-offset"]
                 if load.rate is None:

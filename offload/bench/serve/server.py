@@ -71,16 +71,19 @@ class OffloadServer:
 
     Args:
         options: of `Engine`.
+        temperature: of all answers.
     """
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        self._engine = Engine(model, **options).start()
+    def __init__(self, model: Any, *, temperature: float = 0.0, **options: Any) -> None:
+        self._engine, self._temperature = Engine(model, **options).start(), temperature
         self._store = model.kv_store
         self._events: queue.Queue[Event] = queue.Queue()
         self._most_bytes = 0
 
     def send(self, request_id: str, prompt: Sequence[int], num_tokens: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=self._temperature, max_tokens=num_tokens, ignore_eos=True
+        )
         self._engine.add_request(prompt, params, request_id, self._on_output)
 
     def _on_output(self, output: RequestOutput) -> None:
@@ -125,10 +128,17 @@ class TransformersServer:
         max_num_seqs: requests at a time.
         most_tokens: of a prompt and its answer.
         prefix_caching: prompts share what they begin with.
+        temperature: of all answers.
     """
 
     def __init__(
-        self, stock: Any, *, max_num_seqs: int, most_tokens: int, prefix_caching: bool
+        self,
+        stock: Any,
+        *,
+        max_num_seqs: int,
+        most_tokens: int,
+        prefix_caching: bool,
+        temperature: float = 0.0,
     ) -> None:
         num_blocks = math.ceil(1.25 * max_num_seqs * math.ceil(most_tokens / _PAGE_TOKENS))
         config = ContinuousBatchingConfig(
@@ -138,10 +148,11 @@ class TransformersServer:
             allow_block_sharing=prefix_caching,
             auto_switch_to_flash=stock.device.type != "cpu",
         )
-        greedy = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False, eos_token_id=-1
-        )
-        self._manager = stock.init_continuous_batching(greedy, config)
+        options: dict[str, Any] = {"do_sample": False}
+        if temperature > 0.0:
+            options = {"do_sample": True, "temperature": temperature, "top_k": 0}
+        generation = GenerationConfig(**options, eos_token_id=-1)  # type: ignore[no-untyped-call]
+        self._manager = stock.init_continuous_batching(generation, config)
         self._manager.start()
         self._num_received: dict[str, int] = {}
         on_host = stock.device.type == "cpu"

@@ -88,6 +88,9 @@ class Requests:
     shared_tokens: Annotated[
         int, typer.Option(min=0, metavar="N", help="With which all prompts begin.")
     ] = 0
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=100.0, metavar="T", help="0 takes the likeliest tokens.")
+    ] = 0.0
     pace: Annotated[
         bool,
         typer.Option(
@@ -131,6 +134,7 @@ class Requests:
                 duration_seconds=self.duration,
                 shared_tokens=self.shared_tokens,
                 seed=self.seed,
+                temperature=self.temperature,
                 good_ttft_ms=math.inf if self.good_ttft_ms is None else self.good_ttft_ms,
                 good_gap_ms=math.inf if self.good_gap_ms is None else self.good_gap_ms,
             )
@@ -269,7 +273,7 @@ def serve(
                 progress.update(task, advance=1, description=f"requests to {engine}")
 
             if in_process:
-                served = _served(names[0], answering, budgets)
+                served = _served(names[0], answering, budgets, loads[0].temperature)
                 rows = _measure(served, engines, loads, text, on_request, pace=asked.pace)
             else:
                 found = find_generator(over_http.generator)
@@ -315,7 +319,7 @@ def _targets(
     return list(dict.fromkeys(name.rstrip("/").removesuffix("/v1") for name in names))
 
 
-def _served(model: str, answering: Answering, budgets: Any) -> Served:
+def _served(model: str, answering: Answering, budgets: Any, temperature: float) -> Served:
     from offload.bench.serve.measure import Served
     from offload.policies.registry import make_policy
 
@@ -332,6 +336,7 @@ def _served(model: str, answering: Answering, budgets: Any) -> Served:
         max_num_seqs=answering.max_num_seqs,
         max_queued=answering.max_queued,
         prefix_caching=answering.prefix_caching,
+        temperature=temperature,
     )
 
 
@@ -447,7 +452,8 @@ def _print_columns(
 
 def _title(model: str, rows: Sequence[Row]) -> str:
     policies = [f"policy {row['policy']}" for row in rows if row["policy"]]
-    return ", ".join([model, *filter(None, [rows[0]["dtype"]]), *policies[:1]])
+    drawn = [f"temperature {row['temperature']:g}" for row in rows if row.get("temperature")]
+    return ", ".join([model, *filter(None, [rows[0]["dtype"]]), *policies[:1], *drawn[:1]])
 
 
 def _range(tokens: Sequence[int]) -> str:

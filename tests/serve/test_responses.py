@@ -30,7 +30,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 def ask(client: openai.OpenAI, given: Any = "hello", **options: Any) -> Any:
     fields: dict[str, Any] = {"model": "tiny", "input": given, "max_output_tokens": 20}
-    extra = {"seed": 1} | options.pop("extra_body", {})
+    extra = {"seed": 2} | options.pop("extra_body", {})
     return client.responses.create(**(fields | options), extra_body=extra)
 
 
@@ -41,7 +41,7 @@ def refusal(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def said_of(client: openai.OpenAI, messages: list[Any], **options: Any) -> str:
-    options = {"max_tokens": 20, "seed": 1} | options
+    options = {"max_tokens": 20, "seed": 2} | options
     answer = client.chat.completions.create(model="tiny", messages=messages, **options)
     return str(answer.choices[0].message.content)
 
@@ -115,7 +115,7 @@ def test_stream(client: openai.OpenAI, http: httpx.Client) -> None:
         events[-1].response.output[0].id
     }
     with client.responses.stream(
-        model="tiny", input="hello", max_output_tokens=20, extra_body={"seed": 1}
+        model="tiny", input="hello", max_output_tokens=20, extra_body={"seed": 2}
     ) as stream:
         assert [event.type for event in stream if event.type == "response.output_text.delta"]
     body = {"input": "hello", "stream": True, "max_output_tokens": 1}

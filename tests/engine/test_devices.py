@@ -65,7 +65,7 @@ def test_rows_join_and_leave(
 
 
 @pytest.mark.parametrize("backend", [SLOW_INLINE, FLAGS, GRAPH])
-@pytest.mark.parametrize("policy", ["full", "lychee_cluster"])
+@pytest.mark.parametrize("policy", slow_but(["full", "lychee_cluster"], "lychee_cluster"))
 def test_each_draws_by_itself(
     tiny_folders: dict[str, Path],
     policy: str,

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases.device_cases import FLAGS, INLINE, load
+from cases.device_cases import FLAGS, SLOW_INLINE, load
 from cases.inside import split_steps
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 from transformers import GenerationConfig
 from transformers.generation.logits_process import (
@@ -100,8 +101,8 @@ def test_random_numbers_do_not_depend_on_how_many_steps_come_at_a_time() -> None
     assert tokens([7, 33, MOST_STEPS], 4) != wanted
 
 
-@pytest.mark.parametrize("num_steps", [1, 4, 7])
-@pytest.mark.parametrize("backend", [INLINE, FLAGS])
+@pytest.mark.parametrize("num_steps", slow_but([1, 4, 7], 1, 4))
+@pytest.mark.parametrize("backend", [SLOW_INLINE, FLAGS])
 def test_a_second_text_after_one_seed(
     backend: tuple[str, str],
     num_steps: int,

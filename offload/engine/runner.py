@@ -170,6 +170,15 @@ class Runner:
         with self._timed(), torch.no_grad(), current_device(device), without_autocast(device):
             return self.runtime.logits(hidden, "prefill")
 
+    def chosen(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+        """The tokens of logits [n, vocab_size], as a step chooses them: -1 where they are not
+        finite."""
+        if not samplers:
+            return []
+        device = self.runtime.device
+        with torch.no_grad(), current_device(device), without_autocast(device):
+            return self.runtime.decoder.first_tokens(logits, Draws.of(samplers)).tolist()
+
     def scores(
         self, hidden: Tensor, tokens: Sequence[int], num_likeliest: int
     ) -> tuple[Chosen, ...]:

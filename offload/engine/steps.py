@@ -225,10 +225,13 @@ class Steps:
                 samplers = [request.sampler for request in rows]
                 self._runner.choose(seqs, tokens, samplers, min(most, left), take)
             else:
-                for request, logits in zip(
-                    rows, self._runner.logits_after(seqs, tokens), strict=True
-                ):
-                    taken.append(functools.partial(self._choose, request, logits))
+                logits = self._runner.logits_after(seqs, tokens)
+                found = self._chosen_at_once(rows, logits)
+                for i, request in enumerate(rows):
+                    if i in found:
+                        taken.append(self._taken(request, Chosen(found[i])))
+                    else:
+                        taken.append(functools.partial(self._choose, request, logits[i]))
         except Exception as error:
             failure = error
         num_steps = len(taken) // len(rows) + (failure is not None)
@@ -249,6 +252,16 @@ class Steps:
             for row in rows:
                 self._decode_rows([row])
         return num_steps
+
+    def _chosen_at_once(self, rows: list[Request], logits: torch.Tensor) -> dict[int, int]:
+        """By row the tokens of those that need no logits, beside others that do."""
+        plain = [i for i, request in enumerate(rows) if self._chooses_in_step(request)]
+        try:
+            chosen = self._runner.chosen(logits[plain], [rows[i].sampler for i in plain])
+        except Exception as error:  # their last tokens are in the cache: no step may do it again
+            logger.debug("one by one: %s", error)
+            return {}
+        return dict(zip(plain, chosen, strict=True))
 
     def _chooses_in_step(self, request: Request) -> bool:
         is_greedy = request.params.temperature == 0.0

@@ -165,34 +165,25 @@ def select_all(
         **window,
     )
     num_splits = num_gathered_splits(num_kv_heads, capacity, 132)
-    gathered_attention(
-        query,
-        gathered,
-        counts,
-        positions,
-        heads,
-        group_size=group_size,
-        sm_scale=0.125,
-        partial_out=torch.zeros(n, num_qo_heads, num_splits, head_dim),
-        partial_lse=torch.zeros(n, num_qo_heads, num_splits),
-        out=query.float(),
-        lse=torch.zeros(n, num_qo_heads),
-        **window,
-    )
-    gathered_attention(
-        query,
-        gathered,
-        counts,
-        positions,
-        heads,
-        group_size=group_size,
-        sm_scale=0.125,
-        partial_out=torch.zeros(n, num_qo_heads, num_splits + 1, head_dim),
-        partial_lse=torch.zeros(n, num_qo_heads, num_splits + 1),
-        out=query,
-        window=torch.zeros(n, 2, num_kv_heads, 68, head_dim, dtype=query.dtype),
-        **window,
-    )
+    for has_window in (False, True):
+        shape = (n, num_qo_heads, num_splits + has_window)
+        rest = {"out": query.float(), "lse": torch.zeros(n, num_qo_heads)}
+        if has_window:
+            rows = torch.zeros(n, 2, num_kv_heads, 68, head_dim, dtype=query.dtype)
+            rest = {"out": query, "window": rows}
+        gathered_attention(
+            query,
+            gathered,
+            counts,
+            positions,
+            heads,
+            group_size=group_size,
+            sm_scale=0.125,
+            partial_out=torch.zeros(*shape, head_dim),
+            partial_lse=torch.zeros(shape),
+            **rest,
+            **window,
+        )
 
 
 def retrieve_all(

@@ -126,11 +126,11 @@ def test_others_decode_between_the_layers_of_a_slice(
         during.append(engine.stats.decode_steps - before)
         return hidden
 
+    monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: True)
     engine.add_request(short, replace(GREEDY, max_tokens=30), "decodes")
     while not engine.stats.decode_steps:
         answers_of_step(engine, found)
     monkeypatch.setattr(Runner, "read", counting)
-    monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: True)
     engine.add_request(long, GREEDY, "is read")
     assert answers(engine, found) == wanted
     assert during[0] == model.config.num_hidden_layers
@@ -163,11 +163,11 @@ def test_a_callback_fails_between_the_layers_of_a_slice(
 
     engine, options = Engine(model), {callback: fails}
     monkeypatch.setattr(Runner, "read", noting)
+    monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: True)
     engine.add_request(short, replace(GREEDY, max_tokens=60), "decodes", **options)
     while not engine.stats.decode_steps:
         engine.step()
     reads[:] = [True]
-    monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: True)
     engine.add_request(long, GREEDY, "is read")
     outputs = list[RequestOutput]()
     while engine.has_work:

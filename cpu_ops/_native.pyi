@@ -131,6 +131,7 @@ class StepRows:
         arrays: _Int64s,
         text_marks: _Int64s,
         starts: _Int64s,
+        budgets: _Int64s,
     ) -> None: ...
 
 class DecodeAttention:

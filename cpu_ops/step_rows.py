@@ -14,6 +14,8 @@ from cpu_ops import _native
 
 Int64Array = npt.NDArray[np.int64]
 
+ATTENDS_TO_ALL = -1  # in place of a budget
+
 
 @dataclass(frozen=True)
 class DecodeStep:
@@ -31,6 +33,8 @@ class DecodeStep:
             each has [num_layers, num_kv_heads], a multiple of page_tokens below all kv_lens of the
             sequence; else empty. What a policy calls token t of a head is its slot
             starts + t.
+        budgets: int64 [n], tokens that a row's KV heads attend to where the policy selects, no more
+            than the policy's budget, or ATTENDS_TO_ALL; or empty: the policy's budget.
         kept: what the addresses point into; a step's memory lives as long as the step.
         in_turns: rows must run one after the other, as they share their sequence's policy state.
         keeps_queries: somebody wants the queries of its sparse layers when they have attended.
@@ -45,6 +49,7 @@ class DecodeStep:
     arrays: Int64Array
     text_marks: Int64Array
     starts: Int64Array
+    budgets: Int64Array
     kept: tuple[Any, ...]
     in_turns: bool
     keeps_queries: bool
@@ -60,4 +65,5 @@ class DecodeStep:
             self.arrays,
             self.text_marks,
             self.starts,
+            self.budgets,
         )

@@ -51,6 +51,13 @@ struct AttentionSetup {
   int units_per_head() const { return units() / shape.num_kv_heads; }
   int kv_head_of(int unit) const { return unit * unit_group() / shape.group_size(); }
   int64_t tokens_of(const QueryRow& row, int unit) const { return row.num_tokens(kv_head_of(unit)); }
+  // Whether a row that has so many tokens attends to all of them, and no policy is asked.
+  bool is_dense(const QueryRow& row, int64_t num_tokens) const {
+    return num_tokens <= policy.dense_tokens || row.budget_tokens == kAttendsToAll;
+  }
+  int64_t budget_of(const QueryRow& row) const {
+    return row.budget_tokens > 0 ? row.budget_tokens : policy.budget_tokens;
+  }
 
   Role role_of(int64_t layer_idx, int unit) const {
     if (policy.roles.empty()) return Role::select;

@@ -84,7 +84,7 @@ void CacheWarmer::remember() {
 // Of a unit that reuses what it will read is certain, of others it is what it read in the step before.
 CacheWarmer::Forecast CacheWarmer::forecast(int64_t layer_idx, const QueryRow& row, int row_of_step, int unit) const {
   Forecast result;
-  if (setup_.tokens_of(row, unit) <= setup_.policy.dense_tokens) return result;
+  if (setup_.is_dense(row, setup_.tokens_of(row, unit))) return result;
   const size_t i = pass_.index_of(row_of_step, unit);
   if (setup_.role_of(layer_idx, unit) == Role::reuse) {
     if (i >= pass_.published.size()) return result;

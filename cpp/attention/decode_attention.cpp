@@ -51,7 +51,7 @@ void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& ro
 
 void DecodeAttention::prepare_unit(int64_t layer_idx, const std::vector<QueryRow>& rows, int r, int u, int worker) {
   const QueryRow& row = rows[static_cast<size_t>(r)];
-  if (setup_.tokens_of(row, u) <= setup_.policy.dense_tokens || !asks_policy(setup_.role_of(layer_idx, u))) return;
+  if (setup_.is_dense(row, setup_.tokens_of(row, u)) || !asks_policy(setup_.role_of(layer_idx, u))) return;
   const TraceSpan span = setup_.task_span(TraceKind::prepare, layer_idx, r, u, worker);
   selector_.prepare(layer_idx, rows, r, u, worker);
 }

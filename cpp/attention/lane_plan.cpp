@@ -64,7 +64,7 @@ void LanePlan::make() {
     for (int u = 0; u < setup_.units(); ++u) {
       Unit& unit = pass_.unit(r, u);
       if (unit.asks && unit.role == Role::select) {
-        unit.n = std::min(setup_.policy.budget_tokens, pass_.tokens_of(r, u));
+        unit.n = std::min(setup_.budget_of(pass_.row(r)), pass_.tokens_of(r, u));
       }
       set_range(unit);
       num_tokens_ += unit.end - unit.begin;

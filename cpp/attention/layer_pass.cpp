@@ -23,7 +23,7 @@ void LayerPass::begin(int64_t layer, const std::vector<QueryRow>& query_rows, bo
   grow(published, (static_cast<size_t>(first_row) + rows.size()) * static_cast<size_t>(setup.units()));
   sparse_rows.clear();
   for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
-    const bool is_sparse = sparse && row(r).indptr == nullptr && row(r).kv_len > setup.policy.dense_tokens;
+    const bool is_sparse = sparse && row(r).indptr == nullptr && !setup.is_dense(row(r), row(r).kv_len);
     if (is_sparse) sparse_rows.push_back(r);
     for (int u = 0; u < setup.units(); ++u) begin_unit(r, u, is_sparse);
   }
@@ -35,7 +35,7 @@ void LayerPass::begin_unit(int r, int u, bool row_is_sparse) {
   const bool elsewhere = options.elsewhere != nullptr && options.elsewhere[setup.kv_head_of(u)] != 0;
   const bool is_explicit = of_row.indptr != nullptr;
   // Heads of a row may have fewer tokens than it.
-  const bool by_role = row_is_sparse && tokens_of(r, u) > setup.policy.dense_tokens;
+  const bool by_role = row_is_sparse && !setup.is_dense(of_row, tokens_of(r, u));
   x.role = elsewhere     ? Role::elsewhere
            : by_role     ? setup.role_of(layer_idx, u)
            : is_explicit ? Role::select

@@ -141,7 +141,7 @@ PolicyContext policy_context(AttentionSetup& setup, int64_t layer_idx, const Que
   context.kv_len = setup.tokens_of(row, unit);
   context.first = policy.sink_tokens;
   context.last = context.kv_len - policy.recent_tokens;
-  context.budget_tokens = policy.budget_tokens - policy.sink_tokens - policy.recent_tokens;
+  context.budget_tokens = setup.budget_of(row) - policy.sink_tokens - policy.recent_tokens;
   context.sm_scale = setup.shape.sm_scale;
   context.parameters = member.parameters.data();
   context.query = query;

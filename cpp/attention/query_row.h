@@ -25,6 +25,8 @@ struct AttentionShape {
   }
 };
 
+inline constexpr int64_t kAttendsToAll = -1;  // in place of a budget
+
 // One query token. Several rows may belong to one sequence, each with a kv_len of its own.
 struct QueryRow {
   const int64_t* pages;   // page addresses of (sequence, layer)
@@ -36,6 +38,7 @@ struct QueryRow {
   float* lse;             // optional [num_qo_heads]
   void* const* arrays;    // of the policy: [num_layers, PolicyFunctions::num_arrays]; may be null
   const uint8_t* text_marks;  // [kv_len] or null
+  int64_t budget_tokens;      // in place of the policy's, and no more than it; 0: the policy's; or kAttendsToAll
   // An explicit selection instead of a policy's: CSR over units, sorted unique tokens. Null where a policy selects.
   const int64_t* indptr;
   const int32_t* indices;

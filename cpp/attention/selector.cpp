@@ -181,7 +181,7 @@ bool Selector::is_unscored(int u) const {
 
 bool Selector::takes_all(int r, int u) const {
   return is_unscored(u) &&
-         static_cast<int64_t>(pass_.unit(r, u).candidates.considered.size()) <= setup_.policy.budget_tokens;
+         static_cast<int64_t>(pass_.unit(r, u).candidates.considered.size()) <= setup_.budget_of(pass_.row(r));
 }
 
 void Selector::take_all(int r, int u) {

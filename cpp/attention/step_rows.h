@@ -18,6 +18,7 @@ struct StepRows {
   const int64_t* text_marks;     // addresses of the sequences' text marks, or null
   const int64_t* starts;         // where KV heads have pages of their own, addresses of the sequences' first slots
                                  // [num_layers, num_kv_heads]; else null
+  const int64_t* budgets;        // QueryRow::budget_tokens, or null
 
   // One row of one layer, without its query and output.
   QueryRow row(int64_t r, int64_t layer_idx, int num_kv_heads) const {
@@ -29,6 +30,7 @@ struct StepRows {
       row.head_stride = table_strides[r] / num_kv_heads;
     }
     if (arrays != nullptr) row.arrays = reinterpret_cast<void* const*>(arrays[r]);
+    if (budgets != nullptr) row.budget_tokens = budgets[r];
     if (text_marks != nullptr) row.text_marks = reinterpret_cast<const uint8_t*>(text_marks[r]);
     return row;
   }

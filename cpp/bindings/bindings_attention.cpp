@@ -17,11 +17,11 @@ constexpr const char* kPhaseNames[kNumPhases] = {"predict", "score", "select", "
 
 // Empty arrays are null.
 KeptRows kept_rows(const Int64s& page_tables, const Int64s& table_strides, const Int64s& kv_lens, const Int64s& arrays,
-                   const Int64s& text_marks, const Int64s& starts) {
+                   const Int64s& text_marks, const Int64s& starts, const Int64s& budgets) {
   const auto data = [](const Int64s& array) { return array.size() == 0 ? nullptr : array.data(); };
   return {{kv_lens.size(), data(page_tables), data(table_strides), data(kv_lens), data(arrays), data(text_marks),
-           data(starts)},
-          {page_tables, table_strides, kv_lens, arrays, text_marks, starts}};
+           data(starts), data(budgets)},
+          {page_tables, table_strides, kv_lens, arrays, text_marks, starts, budgets}};
 }
 
 std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::string& isa, int num_qo_heads,

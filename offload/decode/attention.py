@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from cpu_ops.attention import NativeAttention
 from cpu_ops.native import NO_ARRAYS
-from cpu_ops.step_rows import DecodeStep
+from cpu_ops.step_rows import ATTENDS_TO_ALL, DecodeStep
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.top_p_controller import TopPController
 from offload.kv.store import KVStore
@@ -63,6 +64,8 @@ class DecodeAttention(NativeAttention):
         has_state: whether the policy remembers anything of a sequence.
         hold: of the mean of tokens that are attended to; None: the policy names none.
         compression: what wants queries to condense sequences by; None: none of them has a bound.
+        budgets: of sequences whose KV heads attend to fewer tokens than the policy's budget, or
+            ATTENDS_TO_ALL; not where a device attends.
         decoded: units of decode steps so far, as `count_rows` is told of them.
 
     Raises:
@@ -74,6 +77,7 @@ class DecodeAttention(NativeAttention):
     left_to_device: tuple[int, int, npt.NDArray[np.bool_]] | None = None
     ahead_layers: frozenset[int] = frozenset()
     compression: KVCompression[Any] | None = None
+    budgets: Mapping[int, int] = MappingProxyType({})
     roles: npt.NDArray[np.uint8] | None = None
 
     def __init__(
@@ -193,7 +197,8 @@ class DecodeAttention(NativeAttention):
             is_longer = step.kv_lens[:, None, None] - starts > self.dense_tokens
             selecting, gathered = int((is_longer & self.selecting_heads).sum()), 0
         else:
-            rows = int(np.count_nonzero(step.kv_lens > self.dense_tokens))
+            pairs = zip(step.seqs, step.kv_lens.tolist(), strict=True)
+            rows = sum(not self.attends_to_all(seq, kv_len) for seq, kv_len in pairs)
             selecting, gathered = rows * self._selecting_heads, rows * self._gathered_heads
         self.decoded.selecting += selecting
         self.decoded.gathered += gathered
@@ -219,6 +224,28 @@ class DecodeAttention(NativeAttention):
         heads = selecting.reshape(len(selecting), self.num_kv_heads, -1).any(axis=2)
         return heads
 
+    def attends_to_all(self, seq: int, kv_len: int) -> bool:
+        """Whether a step attends to all of the `kv_len` tokens that `seq` has then."""
+        return kv_len <= self.dense_tokens or self.budgets.get(seq) == ATTENDS_TO_ALL
+
+    def check_budget(self, budget_tokens: int | None) -> None:
+        """Refuse a budget that no sequence may have; None is none.
+
+        Raises:
+            ValueError: one above the policy's, or below its window, or that nothing is selected by.
+        """
+        policy = self.policy
+        if budget_tokens is None:
+            return
+        if not policy.selects:
+            raise ValueError(f"budget_tokens of a request: policy {policy.name!r} attends to all")
+        least, most = policy.sink_tokens + policy.recent_tokens, policy.budget_tokens
+        if not least <= budget_tokens <= most:
+            raise ValueError(
+                f"budget_tokens of a request must be in [{least}, {most}] (sinks and recent window,"
+                f" and the model's budget), got {budget_tokens}; exact=True attends to all"
+            )
+
     def build_states(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> float:
         """Build what the policy keeps of sequences that will have `kv_lens` tokens.
 
@@ -226,7 +253,7 @@ class DecodeAttention(NativeAttention):
         """
         start = time.perf_counter()
         for seq, kv_len in zip(seqs, kv_lens, strict=True):
-            if self.has_state and kv_len > self.dense_tokens:
+            if self.has_state and not self.attends_to_all(seq, kv_len):
                 self.states.ensure(seq, kv_len)
         return time.perf_counter() - start
 
@@ -271,17 +298,17 @@ class DecodeAttention(NativeAttention):
                 )
         arrays = text_marks = NO_ARRAYS
         kept: list[Any] = [*tables, *starts]
-        if self.has_state and int(lens.max()) > self.dense_tokens:
-            longest: dict[int, int] = {}  # build and grow before any address is taken
-            for seq, kv_len in sorted(zip(seqs, kv_lens, strict=True)):
-                longest[seq] = kv_len
-                if kv_len > self.dense_tokens:
-                    self.states.ensure(seq, kv_len)
-            states = {
-                seq: self.states.ensure(seq, kv_len)
-                for seq, kv_len in longest.items()
-                if kv_len > self.dense_tokens
-            }
+        pairs = [*zip(seqs, kv_lens, strict=True)]
+        asking = [pair for pair in pairs if not self.attends_to_all(*pair)]
+        if self.has_state:
+            for seq, kv_len in pairs:
+                if kv_len > self.dense_tokens and self.attends_to_all(seq, kv_len):
+                    self.states.rebuild(seq)  # it is not told of the tokens that come now
+        if self.has_state and asking:
+            longest = dict(sorted(pairs))
+            for seq, kv_len in sorted(asking):  # build and grow before any address is taken
+                self.states.ensure(seq, kv_len)
+            states = {seq: self.states.ensure(seq, longest[seq]) for seq, _ in asking}
             kept += states.values()
             tables_of = {seq: state.pointers.ctypes.data for seq, state in states.items()}
             arrays = np.array([tables_of.get(seq, 0) for seq in seqs], np.int64)
@@ -299,12 +326,18 @@ class DecodeAttention(NativeAttention):
             arrays=arrays,
             text_marks=text_marks,
             starts=np.array([of_seq.ctypes.data for of_seq in starts], np.int64),
+            budgets=self._budgets_of(seqs),
             kept=tuple(kept),
             in_turns=self.has_state and len(set(seqs)) < len(seqs),
             keeps_queries=self.states.records_rows
-            or (self._observes_queries and int(lens.min()) <= self.dense_tokens),
+            or (self._observes_queries and len(asking) < len(pairs)),
             prepared=set(),
         )
+
+    def _budgets_of(self, seqs: Sequence[int]) -> npt.NDArray[np.int64]:
+        if not any(seq in self.budgets for seq in seqs):
+            return NO_ARRAYS
+        return np.array([self.budgets.get(seq, self.budget_tokens) for seq in seqs], np.int64)
 
     def attend(
         self,
@@ -352,7 +385,7 @@ class DecodeAttention(NativeAttention):
             query = query[:, : self._row_elements]
             heads = query.view(len(query), self.num_qo_heads, -1)
             for row, (seq, kv_len) in enumerate(zip(step.seqs, kv_lens, strict=True)):
-                if self._observes_queries and kv_len <= self.dense_tokens:
+                if self._observes_queries and self.attends_to_all(seq, kv_len):
                     self.states.record_queries(seq, layer_idx, heads[row][:, None], kv_len)
                 if self.states.records_rows:
                     self.states.record_row(seq, layer_idx, query[row])

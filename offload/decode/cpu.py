@@ -93,7 +93,8 @@ class NativeDecoder:
             if stop < len(rows) and not full:
                 seq, position = rows[stop]
                 continues = rows[stop - 1][0] == seq
-                if not continues or self.attention.states.serves(seq, position + 1):
+                stays = self.attention.states.serves(seq, position + 1)
+                if not continues or stays or self.attention.attends_to_all(seq, position + 1):
                     continue
             yield slice(start, stop)
             start = stop

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from cpu_ops.step_rows import ATTENDS_TO_ALL
 from offload.decode.sampling import Sampler, SamplingOptions
 from offload.engine.correction import SlicedCorrection
 from offload.engine.sampler import Chosen
@@ -105,6 +106,11 @@ class Request:
     def most_tokens(self) -> int:
         """That it may come to have in the cache: the last of an answer is not kept."""
         return len(self.prompt) + self.max_tokens - 1
+
+    @property
+    def budget(self) -> int | None:
+        """As of `DecodeAttention.budgets`; None: the policy's."""
+        return ATTENDS_TO_ALL if self.params.exact else self.params.budget_tokens
 
     @property
     def is_read(self) -> bool:

@@ -45,6 +45,8 @@ class RequestMaker:
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: Engine(model, tokenizer)")
         runtime = self._model._offload
+        if params.exact or params.budget_tokens is not None:
+            _check_attention(params, runtime)
         room = runtime.lean.shape.max_context - len(prompt) + 1
         max_tokens = params.max_tokens or max(1, room)
         runtime.check_context(len(prompt) + max_tokens - 1)
@@ -65,3 +67,14 @@ class RequestMaker:
                 "raise max_memory={'cpu': ...} or lower max_tokens"
             )
         return request
+
+
+def _check_attention(params: SamplingParams, runtime: Any) -> None:
+    """Refuse what its steps cannot attend to."""
+    runtime.attention.check_budget(params.budget_tokens)
+    if runtime.device.type == "cuda" and runtime.attention.selecting_heads.any():
+        name = "exact" if params.exact else "budget_tokens"
+        raise ValueError(
+            f"{name} of a request needs a model on the CPU: a GPU attends alike for all; give "
+            "policy or budget_tokens when the model is loaded"
+        )

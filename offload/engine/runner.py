@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -186,14 +186,19 @@ class Runner:
         rows = zip(hidden, tokens, strict=False)  # nothing follows the prompt's last
         return tuple(score(self.logits(row[None])[0], token, num_likeliest) for row, token in rows)
 
-    def logits_after(self, seqs: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    def logits_after(
+        self, seqs: Sequence[int], tokens: Sequence[int], budgets: Mapping[int, int]
+    ) -> Tensor:
         """Logits [n, vocab_size] of what follows the last `tokens` of sequences, which are in the
         cache afterwards.
+
+        Args:
+            budgets: as of `DecodeAttention`.
 
         Raises:
             As `Decoder.decode`; all sequences are as before.
         """
-        with self._decoding():
+        with self._decoding(budgets):
             return self._decode(seqs, torch.tensor(tokens), chooses=False)
 
     def choose(
@@ -201,6 +206,7 @@ class Runner:
         seqs: Sequence[int],
         tokens: Sequence[int],
         samplers: Sequence[Sampler],
+        budgets: Mapping[int, int],
         most: int,
         take: Callable[[list[int]], bool],
     ) -> None:
@@ -209,6 +215,7 @@ class Runner:
         Args:
             tokens: the last of each sequence, which are in the cache afterwards.
             samplers: of each; greedy ones, unless steps draw (`samples`).
+            budgets: as of `DecodeAttention`.
             most: steps, where several had best follow each other.
             take: told of the tokens of each step, -1 where logits were not finite; whether another
                 step may follow. It must not wait for the GPU.
@@ -217,7 +224,7 @@ class Runner:
             As `Decoder.decode`; all sequences are as before the step that failed.
         """
         ids, decoder = torch.tensor(tokens), self.runtime.decoder
-        with self._decoding():
+        with self._decoding(budgets):
             try:
                 num_steps = self.runtime.begin_steps(seqs, most)
                 draws = Draws.of(samplers, num_steps)
@@ -244,8 +251,10 @@ class Runner:
 
         def compute(seqs: list[int]) -> Tensor:
             self._sequences.note_text(batch, seqs, ids)
-            self._sequences.note_decoded(batch, seqs, ids, positions)
-            runtime.attention.build_states(seqs, (positions + 1).tolist())
+            attention, lens = runtime.attention, (positions + 1).tolist()
+            exact = [i for i in range(len(seqs)) if attention.attends_to_all(seqs[i], lens[i])]
+            self._sequences.note_decoded(batch, seqs, ids, positions, exact)
+            attention.build_states(seqs, lens)
             if chooses:
                 return runtime.decoder.choose_tokens(seqs, ids, positions, draws, ahead=ahead)
             embedded = self._lean.embed_tokens(ids.to(runtime.device))
@@ -255,10 +264,10 @@ class Runner:
         return runtime.extend(this, compute, prefill=False)
 
     @contextlib.contextmanager
-    def _decoding(self) -> Iterator[None]:
+    def _decoding(self, budgets: Mapping[int, int]) -> Iterator[None]:
         # Little work of torch's lies between the kernels, and a second thread of its would wait for
         # a CPU on which one of our workers still spins (`Runtime.generation`).
-        device = self.runtime.device
+        device, attention = self.runtime.device, self.runtime.attention
         with (
             self._timed(),
             torch.no_grad(),
@@ -266,7 +275,11 @@ class Runner:
             current_device(device),
             without_autocast(device),
         ):
-            yield
+            attention.budgets = budgets
+            try:
+                yield
+            finally:
+                attention.budgets = {}
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

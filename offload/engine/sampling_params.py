@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen, and where it ends."""
+"""How the tokens of one request are chosen, what they attend to, and where it ends."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class SamplingParams:
         presence_penalty, frequency_penalty: of tokens of the answer, as OpenAI defines them.
         logit_bias: added to the logits of tokens.
         logits_processors: called in turn, before temperature.
+        exact: decode steps attend to all tokens, whatever the model's policy.
+        budget_tokens: that each KV head attends to, where the policy selects; None: the policy's.
 
     Raises:
         ValueError: names what is out of range.
@@ -59,6 +61,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logits_processors: Sequence[LogitsProcessor] = ()
+    exact: bool = False
+    budget_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -95,6 +99,8 @@ class SamplingParams:
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
+        if self.exact and self.budget_tokens is not None:
+            raise ValueError("exact and budget_tokens exclude each other")
         for token, bias in self.logit_bias.items():
             if not abs(bias) <= _MOST_BIAS:
                 raise ValueError(

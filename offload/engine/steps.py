@@ -210,6 +210,8 @@ class Steps:
             return 1
         seqs = [request.seq for request in rows if request.seq is not None]
         tokens = [request.answer[-1] for request in rows]
+        asked = ((request.seq, request.budget) for request in rows)
+        budgets = {seq: n for seq, n in asked if seq is not None and n is not None}
         # What is told meanwhile may wait for the GPU.
         taken: list[Callable[[], None]] = []
 
@@ -223,9 +225,9 @@ class Steps:
             if all(map(self._chooses_in_step, rows)):
                 left = min(request.max_tokens - len(request.answer) for request in rows)
                 samplers = [request.sampler for request in rows]
-                self._runner.choose(seqs, tokens, samplers, min(most, left), take)
+                self._runner.choose(seqs, tokens, samplers, budgets, min(most, left), take)
             else:
-                logits = self._runner.logits_after(seqs, tokens)
+                logits = self._runner.logits_after(seqs, tokens, budgets)
                 found = self._chosen_at_once(rows, logits)
                 for i, request in enumerate(rows):
                     if i in found:

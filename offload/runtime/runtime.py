@@ -209,7 +209,8 @@ class Runtime:
         def compute(seqs: list[int]) -> torch.Tensor:
             self.sequences.note_text(batch, seqs, tokens, batch.position_ids)
             if decodes:
-                self.sequences.note_decoded(batch, seqs, tokens, batch.position_ids, correction)
+                exact = () if correction is None else correction.firsts
+                self.sequences.note_decoded(batch, seqs, tokens, batch.position_ids, exact)
             if correction is None:
                 return self._run_parts(hidden, parts, seqs)
             read = correction.embedded(hidden, self.lean.embed_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -225,11 +225,11 @@ class Sequences:
         seqs: Sequence[int],
         tokens: Tensor | None,
         positions: Tensor,
-        correction: Correction | None = None,
+        exact: Container[int] = (),
     ) -> None:
-        """What is decoded next, [num_tokens] each, before it is in the store."""
+        """What is decoded next, [num_tokens] each, before it is in the store; sequences of `batch`
+        that are `exact` need no correction."""
         if self.corrections is not None and tokens is not None:
-            exact = () if correction is None else correction.firsts
             self.corrections.note(batch, seqs, tokens, positions, exact)
 
     def count_condensed(self, stats: OffloadStats) -> float:

@@ -56,6 +56,8 @@ class Sampling(Body):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, described(minimum=1e-6, maximum=100)] = 1.0
     ignore_eos: bool = False
+    exact: bool = False
+    budget_tokens: Annotated[int, described(minimum=1)] | None = None
     session_id: Annotated[str, AfterValidator(check_session_id), IdPattern] | None = None
     # Labels of the client's.
     user: str | None = None
@@ -154,6 +156,8 @@ class Sampled(Sampling):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
+            exact=self.exact,
+            budget_tokens=self.budget_tokens,
         )
         if params.seed is None or number == 0:
             return params

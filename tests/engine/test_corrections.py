@@ -148,6 +148,21 @@ def test_tokens_are_those_of_each_alone(folder: Path, name: str) -> None:
     check_empty(model)
 
 
+def test_exact_requests_need_no_correction(model: Any, folder: Path) -> None:
+    prompts = prompts_of(150, 80)
+    exact = load(folder, "full", None)
+    wanted = {"exact": alone(exact, prompts[0]), "sparse": alone(model, prompts[1])}
+    engine, found = Engine(model), Found()
+    engine.add_request(prompts[0], replace(GREEDY, exact=True), "exact")
+    engine.add_request(prompts[1], GREEDY, "sparse")
+    while engine.has_work:
+        assert "exact" not in [request.request_id for request in correcting(engine)]
+        step(engine, found)
+    assert found == wanted
+    assert engine.stats.corrected_tokens > 0
+    engine.stop()
+
+
 def test_others_decode_while_one_is_corrected(model: Any) -> None:
     """A slice is short, and between two of them others get tokens."""
     first, second = prompts_of(200, 90)

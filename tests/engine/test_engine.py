@@ -56,10 +56,12 @@ def answers_of_step(engine: Engine, found: dict[str, list[int]]) -> None:
         found.setdefault(output.request_id, []).extend(c.token for c in output.tokens)
 
 
-def load(folder: Path, name: str = "full", **options: Any) -> Any:
+def load(
+    folder: Path, name: str = "full", few: dict[str, int] | None = None, **options: Any
+) -> Any:
     policy = make_policy(name)
     names = policy.option_names()
-    few = {"budget_tokens": 12} if name == "streaming_llm" else FEW
+    few = {"budget_tokens": 12} if name == "streaming_llm" else few or FEW
     policy = make_policy(name, **{key: few for key, few in few.items() if key in names})
     return OffloadedModel.from_pretrained(folder, policy=policy, dtype="float32", **options)
 
@@ -109,6 +111,27 @@ def test_a_mix_gets_the_tokens_of_each_alone(
     engine.stop()
     assert model.kv_store.num_sequences == 0
     assert model.kv_store.host_bytes_used == 0
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(available_policies(), "full", "lychee_cluster", "lfps", "tidal_decode")
+)
+def test_requests_attend_to_what_each_wants(long_folder: Path, name: str) -> None:
+    model, prompts = load(long_folder, name), prompts_of(70, 41, 200)
+    exact = fewer = load(long_folder)
+    wanted = dict[str, list[int]]()
+    options: dict[str, dict[str, Any]] = {"": {}, "exact": {"exact": True}}
+    if model.policy.selects and name != "streaming_llm":
+        options["fewer"] = {"budget_tokens": 20}
+        fewer = load(long_folder, name, FEW | {"budget_tokens": 20, "dense_until": 32})
+    engine = Engine(model)
+    for i, prompt in enumerate(prompts):
+        for kind in options:
+            of_kind = {"": model, "exact": exact, "fewer": fewer}[kind]
+            wanted[f"{i} {kind}"] = alone(of_kind, prompt)
+            params = replace(GREEDY, **options[kind])
+            engine.add_request(prompt, params, f"{i} {kind}")
+    assert answers(engine) == wanted
 
 
 @pytest.mark.parametrize("name", ["full", "lychee_cluster"])
@@ -318,6 +341,7 @@ def test_bad_requests(engine: Engine, tiny_folders: dict[str, Path]) -> None:
         ([1, 10**6], GREEDY, "token id 1000000 is outside"),
         ([1], SamplingParams(stop=("x",)), "need a tokenizer"),
         ([1] * 9000, GREEDY, "exceeds"),
+        ([1], SamplingParams(budget_tokens=64), "policy 'full' attends to all"),
     ):
         with pytest.raises(ValueError, match=words):
             engine.add_request(prompt, params)
@@ -330,6 +354,7 @@ def test_bad_requests(engine: Engine, tiny_folders: dict[str, Path]) -> None:
         ({"min_tokens": 3, "max_tokens": 2}, "min_tokens=3 exceeds"),
         ({"seed": 2**63}, "seed"),
         ({"logprobs": 21}, "logprobs"),
+        ({"exact": True, "budget_tokens": 64}, "exclude each other"),
     ):
         with pytest.raises(ValueError, match=words):
             SamplingParams(**options)
@@ -338,6 +363,10 @@ def test_bad_requests(engine: Engine, tiny_folders: dict[str, Path]) -> None:
         engine.add_request([1, 2], GREEDY, "twice")
     with pytest.raises(ValueError, match="max_num_seqs"):
         Engine(engine.model, max_num_seqs=0)
+    sparse = Engine(load(tiny_folders["llama"], "quest"))
+    for wrong in (0, 11, 33):
+        with pytest.raises(ValueError, match=rf"in \[12, 32\] .*, got {wrong}; exact=True"):
+            sparse.add_request([1], SamplingParams(budget_tokens=wrong))
     bounded = load(tiny_folders["llama"], "streaming_llm", host_bytes_per_sequence="1MiB")
     with pytest.raises(NotImplementedError, match="host_bytes_per_sequence"):
         Engine(bounded)

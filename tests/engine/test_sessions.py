@@ -68,6 +68,12 @@ def ask(
     return answer, output
 
 
+def turns_alone(model: Any, prompt: list[int]) -> list[int]:
+    """The answer of `generate()` without a past."""
+    options = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": None}
+    return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
 def turns(model: Any) -> list[list[int]]:
     """Answers to a conversation that `generate()` has with one cache."""
     cache, text, found = model.new_cache(), torch.tensor([PROMPT]), []
@@ -108,6 +114,31 @@ def test_turns_are_those_of_one_cache(
     engine.stop()
     assert model.kv_store.num_sequences == 0
     assert os.listdir(tmp_path) == ["s.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["quest", "lychee_cluster", "lfps"])
+@pytest.mark.parametrize("first_is_exact", [True, False])
+def test_some_turns_are_exact(
+    tiny_folders: dict[str, Path], tmp_path: Path, name: str, first_is_exact: bool
+) -> None:
+    """What the policy keeps is not told of their tokens, and built when it is needed again."""
+    model, exact = load(tiny_folders["llama"], name), load(tiny_folders["llama"])
+    engines = [
+        Engine(model, sessions=Sessions(tmp_path)),
+        Engine(model, sessions=Sessions(tmp_path / "disk")),
+    ]
+    prompt = PROMPT
+    for more, is_exact in zip(MORE, (first_is_exact, True, False), strict=True):
+        params = replace(GREEDY, exact=is_exact)
+        answer, other = (ask(engine, prompt, params=params)[0] for engine in engines)
+        assert answer == other
+        if first_is_exact:  # all that was decoded is as if it was read
+            assert answer == turns_alone(exact if is_exact else model, prompt)
+        prompt = [*prompt, *answer, *more]
+        engines[1].stop()
+        engines[1] = Engine(model, sessions=Sessions(tmp_path / "disk"))
+    for engine in engines:
+        engine.stop()
 
 
 def test_the_same_bytes_and_one_token_after_a_restart(model: Any, tmp_path: Path) -> None:

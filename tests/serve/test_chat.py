@@ -136,6 +136,11 @@ def test_the_cap_has_two_names(client: openai.OpenAI) -> None:
     assert longer.startswith(both.choices[0].message.content)
 
 
+def test_what_a_request_attends_to(client: openai.OpenAI, http: httpx.Client) -> None:
+    assert text(client, extra_body={"exact": True}) == text(client)  # as the model's policy is
+    assert "policy 'full' attends to all" in refusal(http, budget_tokens=64)["message"]
+
+
 def test_choices_are_distinct_and_repeatable(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 2**63 - 1, "logit_bias": ASCII}
     first, second = ask(client, **options), ask(client, **options)

@@ -14,6 +14,7 @@ from offload.serve.formats import Format
 
 logger = logging.getLogger(__name__)
 
+_SEP = "\n"  # some clients split events at two of these
 SEND_SECONDS = 30.0  # a client that has not read for so long is taken for one that left
 
 
@@ -25,8 +26,8 @@ class AnswerStream(EventSourceResponse):
         super().__init__(
             form.events(answers, choices),
             ping=1,
-            ping_message_factory=lambda: ServerSentEvent(comment=_progress(choices)),
-            sep="\n",
+            ping_message_factory=lambda: ServerSentEvent(comment=_progress(choices), sep=_SEP),
+            sep=_SEP,
             send_timeout=SEND_SECONDS,
         )
 

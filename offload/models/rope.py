@@ -57,6 +57,11 @@ def rope_context(config: Any) -> tuple[int, str]:
     return int(base * factor), f"{extended}={base} times the {rope_type} rope factor {factor}"
 
 
+def follows_length(rope_type: str) -> bool:
+    """Whether the frequencies change with the longest position."""
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
 def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 

@@ -23,7 +23,7 @@ from offload.loading.planned_model import PlannedModel
 from offload.models.shape import ModelShape, layer_elements
 from offload.planning.choose import DeviceRoom, choose_beside_prefill, least_placement
 from offload.planning.placement_bytes import head_state_bytes, next_prompt_bytes
-from offload.planning.profile import MachineProfile, cached_profile, typical_profile
+from offload.planning.profile import MachineProfile, typical_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key
 from offload.policies import Policy
@@ -34,7 +34,7 @@ from offload.ranks.group import TensorParallel
 from offload.ranks.shares import head_ranges
 from offload.runtime.budgets import device_kv_budget_bytes, kv_budget_bytes
 from offload.runtime.config import RuntimeConfig
-from offload.runtime.placing import longest_context
+from offload.runtime.placing import known_profile, longest_context
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes, worker_threads
 
@@ -297,11 +297,7 @@ def _room_of(
         with_gpu=device.type == "cuda",
         num_cpus=None if ranks is None else ranks.num_cpus,
     )
-    try:
-        profile = cached_profile(device, threads)
-    except (OSError, ValueError) as error:  # a damaged file is no reason not to load a model
-        logger.warning("%s", error)
-        profile = None
+    profile = known_profile(device, threads)
     if profile is None and device.type == "cuda":
         profile = typical_profile(threads)
     return Room(

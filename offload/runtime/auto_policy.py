@@ -32,11 +32,11 @@ from offload.policies.full import Full
 from offload.policies.registry import make_policy
 from offload.ranks.group import TensorParallel
 from offload.ranks.shares import head_ranges
-from offload.runtime.budgets import device_kv_budget_bytes, kv_budget_bytes
+from offload.runtime.budgets import device_kv_budget_bytes, kv_budget_bytes, pool_threads
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import known_profile, longest_context
 from offload.system.errors import DeviceMemoryError
-from offload.system.memory import format_bytes, worker_threads
+from offload.system.memory import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -292,11 +292,7 @@ def _room_of(
         exact_because = "host_bytes_per_sequence keeps most of what is asked for so"
     elif config.backend == "inline" or ranks is not None:  # which take no dense_until
         exact_because = "layers that run one by one on a CPU select from the budget on, too early"
-    threads = worker_threads(
-        config.num_threads,
-        with_gpu=device.type == "cuda",
-        num_cpus=None if ranks is None else ranks.num_cpus,
-    )
+    threads = pool_threads(config, ranks)
     profile = known_profile(device, threads)
     if profile is None and device.type == "cuda":
         profile = typical_profile(threads)

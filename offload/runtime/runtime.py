@@ -22,7 +22,7 @@ from offload.runtime.compressing import compression_for, page_tokens_of, reconst
 from offload.runtime.correcting import corrections_for
 from offload.runtime.decoders import make_decoder
 from offload.runtime.fingerprint import fingerprint
-from offload.runtime.generation import Generation, GenerationRequest, check_context
+from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.model_loading import LoadedModel
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.passes import Pass
@@ -406,7 +406,12 @@ class Runtime:
 
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
-        check_context(self.lean, num_tokens)
+        most = self.lean.shape.max_context
+        if num_tokens > most:
+            raise ValueError(
+                f"a context of {num_tokens} tokens exceeds the {most} tokens of this model "
+                f"({self.lean.max_context_reason}); shorten the prompt or lower max_new_tokens"
+            )
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Around what all ranks must do together (`TensorParallel.together`)."""

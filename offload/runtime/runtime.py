@@ -249,11 +249,6 @@ class Runtime:
         """Whether `choose_tokens` can be used."""
         return options.temperature == 0.0 or self.decoder.samples
 
-    def finish_captures(self) -> None:
-        """Before transformers' own loops, and the caller's code in them, use the device: see
-        `Decoder.finish_captures`."""
-        self.decoder.finish_captures()
-
     def first_tokens(self, logits: torch.Tensor, sampler: Sampler | None = None) -> torch.Tensor:
         """The choice after a prompt: logits [batch_size, vocab_size] -> int64 [batch_size].
 

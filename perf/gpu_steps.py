@@ -27,10 +27,9 @@ from offload.models.dtypes import DTYPES
 from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
 from offload.prefill.forward import prefill
-from offload.runtime.budgets import weight_bytes_of
+from offload.runtime.budgets import pool_threads, weight_bytes_of
 from offload.runtime.config import runtime_config
 from offload.system.errors import NoGPUError
-from offload.system.memory import worker_threads
 
 Row = dict[str, Any]
 STOCK_STEPS = 4  # of transformers, which is slow
@@ -84,7 +83,7 @@ class GPUBench:
     @property
     def num_threads(self) -> int:
         """Of the worker pool."""
-        return worker_threads(self.model.config.num_threads, with_gpu=self.is_cuda)
+        return pool_threads(self.model.config)
 
     def release(self) -> None:
         """Give back what is no longer used: the next thing may need all of it."""

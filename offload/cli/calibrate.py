@@ -57,7 +57,7 @@ def calibrate(
         typer.Option(
             min=0,
             help="How many KV heads retrieve, beside those of layer 0, or of per_head's dense "
-            r"layers, where all do. \[default: an eighth of all KV heads]",
+            r"layers, where all do. \[default: a sixth of all KV heads; of per_head an eighth]",
         ),
     ] = None,
     dense_layers: Annotated[

@@ -33,8 +33,9 @@ class PagePool:
     """Pages of shape `page_shape` and type `dtype`, at most `budget_bytes` of them in slabs.
 
     A slab is one anonymous mapping, touched when it is made, so that the budget is memory the
-    process has and no page fault happens during decoding. Slabs are kept until `close()`. With a
-    `registration` each is registered once it is touched, and unregistered before it is unmapped.
+    process has and no page fault happens during decoding. Slabs are kept until `trim` or `close`.
+    With a `registration` each is registered once it is touched, and unregistered before it is
+    unmapped.
 
     Attributes:
         ledger: of the budget, whose tenants are others than the pages.

@@ -64,7 +64,7 @@ class _Split:
 
     Attributes:
         patterns: regular expressions of tokenizers, applied one after the other.
-        digits: every digit is a piece of its own, cut after `digits_after` patterns.
+        digits: every digit is a piece of its own, cut after the patterns.
         gpt2: GPT-2's own expression comes last.
         normalizes: text is brought to Unicode's form NFC first.
         ignore_merges: a piece that is a token is that token, whatever the merges.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cpu_ops.native import check_head_dim
-from offload.models.rope import rope_context, rotary_view
+from offload.models.rope import head_dim_of, rope_context, rotary_view
 from offload.models.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ def check_computation(config: Any) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None):
             raise NotImplementedError(f"{name}={getattr(config, name)} is not supported")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    check_head_dim(int(head_dim))
+    check_head_dim(head_dim_of(config))
     pad = getattr(config, "pad_token_id", None)
     if pad is not None and not (type(pad) is int and -config.vocab_size <= pad < config.vocab_size):
         raise ValueError(f"pad_token_id={pad!r} is not among the {config.vocab_size} tokens")

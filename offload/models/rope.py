@@ -57,13 +57,25 @@ def rope_context(config: Any) -> tuple[int, str]:
     return int(base * factor), f"{extended}={base} times the {rope_type} rope factor {factor}"
 
 
+def head_dim_of(config: Any) -> int:
+    """Not every config says it."""
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+
+
+def follows_length(rope_type: str) -> bool:
+    """Whether the frequencies change with the longest position."""
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
 def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _check_factors(config: Any, rope: dict[str, Any]) -> None:
     """Longrope has a factor for each pair of a head's elements."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_dim_of(config)
     for name in ("short_factor", "long_factor"):
         factors = rope.get(name)
         if not (

@@ -52,7 +52,7 @@ def run_ranks(
     Args:
         stdin: what each of them reads there; None: nothing.
     """
-    port = _free_port()
+    port = free_port()
     allowed = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         errors = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(world_size)]
@@ -64,7 +64,7 @@ def run_ranks(
                 ranks.append(
                     subprocess.Popen(
                         [*command, *arguments],
-                        env=os.environ | _environment(rank, world_size, port),
+                        env=os.environ | rank_environment(rank, world_size, port),
                         stdin=_stdin(stack, stdin),
                         stdout=None if rank == 0 else subprocess.DEVNULL,
                         stderr=None if rank == 0 else errors[rank],
@@ -122,7 +122,8 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             time.sleep(0.02)
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun sets."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -142,7 +143,8 @@ def _stdin(stack: ExitStack, text: str | None) -> int | IO[Any]:
     return file
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this machine, now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

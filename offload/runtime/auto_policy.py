@@ -23,7 +23,7 @@ from offload.loading.planned_model import PlannedModel
 from offload.models.shape import ModelShape, layer_elements
 from offload.planning.choose import DeviceRoom, choose_beside_prefill, least_placement
 from offload.planning.placement_bytes import head_state_bytes, next_prompt_bytes
-from offload.planning.profile import MachineProfile, cached_profile, typical_profile
+from offload.planning.profile import MachineProfile, typical_profile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key
 from offload.policies import Policy
@@ -32,11 +32,11 @@ from offload.policies.full import Full
 from offload.policies.registry import make_policy
 from offload.ranks.group import TensorParallel
 from offload.ranks.shares import head_ranges
-from offload.runtime.budgets import device_kv_budget_bytes, kv_budget_bytes
+from offload.runtime.budgets import device_kv_budget_bytes, kv_budget_bytes, pool_threads
 from offload.runtime.config import RuntimeConfig
-from offload.runtime.placing import longest_context
+from offload.runtime.placing import known_profile, longest_context
 from offload.system.errors import DeviceMemoryError
-from offload.system.memory import format_bytes, worker_threads
+from offload.system.memory import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -292,16 +292,8 @@ def _room_of(
         exact_because = "host_bytes_per_sequence keeps most of what is asked for so"
     elif config.backend == "inline" or ranks is not None:  # which take no dense_until
         exact_because = "layers that run one by one on a CPU select from the budget on, too early"
-    threads = worker_threads(
-        config.num_threads,
-        with_gpu=device.type == "cuda",
-        num_cpus=None if ranks is None else ranks.num_cpus,
-    )
-    try:
-        profile = cached_profile(device, threads)
-    except (OSError, ValueError) as error:  # a damaged file is no reason not to load a model
-        logger.warning("%s", error)
-        profile = None
+    threads = pool_threads(config, ranks)
+    profile = known_profile(device, threads)
     if profile is None and device.type == "cuda":
         profile = typical_profile(threads)
     return Room(

@@ -9,6 +9,7 @@ import torch
 
 from gpu_ops.flags import why_no_flags
 from offload.models import LeanModel
+from offload.models.rope import follows_length
 from offload.runtime.config import check_backend
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,7 @@ def decode_backend(lean: LeanModel, backend: str | None, device: torch.device) -
     """
     chosen = choose_backend(backend, device)
     rope_type = getattr(lean.rotary_emb, "rope_type", "default")
-    # Their frequencies follow the longest position: Python looks at that in every step.
-    if chosen != "graph" or not ("dynamic" in rope_type or rope_type == "longrope"):
+    if chosen != "graph" or not follows_length(rope_type):  # Python looks at it in every step
         return chosen
     reason = f"the model's rope_type={rope_type!r} cannot be captured in a CUDA graph"
     if backend == "graph":

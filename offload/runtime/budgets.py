@@ -9,7 +9,7 @@ import torch
 from offload.ranks.group import TensorParallel
 from offload.runtime.config import RuntimeConfig
 from offload.system.errors import DeviceMemoryError, HostBudgetError
-from offload.system.memory import format_bytes, host_memory_limit_bytes
+from offload.system.memory import format_bytes, host_memory_limit_bytes, worker_threads
 
 
 def device_kv_budget_bytes(config: RuntimeConfig, weight_bytes: int) -> int | None:
@@ -66,6 +66,12 @@ def rank_kv_budget_bytes(
     all_bytes, all_heads = ranks.total(weight_bytes, num_kv_heads)
     budget = ranks.least(kv_budget_bytes(config, all_bytes, loaded=True))
     return budget // all_heads * num_kv_heads
+
+
+def pool_threads(config: RuntimeConfig, ranks: TensorParallel | None = None) -> int:
+    """Threads of the worker pool; of ranks, of this one's."""
+    num_cpus = None if ranks is None else ranks.num_cpus
+    return worker_threads(config.num_threads, with_gpu=config.device != "cpu", num_cpus=num_cpus)
 
 
 def weight_bytes_of(stock: Any) -> int:

@@ -12,9 +12,8 @@ from offload.planning.profile import cached_profile
 from offload.planning.step_cap import StepPredictor, in_tokens, step_predictor
 from offload.policies import HardKV, Policy
 from offload.ranks.group import TensorParallel
-from offload.runtime.budgets import kv_budget_bytes
+from offload.runtime.budgets import kv_budget_bytes, pool_threads
 from offload.runtime.config import RuntimeConfig
-from offload.system.memory import worker_threads
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def with_cap_in_tokens(
                 "backend='inline'; give max_tokens"
             )
         device = torch.device(config.device)
-        threads = worker_threads(config.num_threads, with_gpu=device.type == "cuda")
+        threads = pool_threads(config)
         if not shape.max_context:
             raise ValueError(
                 f"{policy.step_cap} is of steps at the longest context, which the model's "

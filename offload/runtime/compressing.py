@@ -17,6 +17,7 @@ from offload.kv_compression.by_reconstruction import CompressionByReconstruction
 from offload.kv_compression.window import QueryWindow
 from offload.models import LeanModel, ModelShape
 from offload.models.batch import pack
+from offload.models.rope import follows_length
 from offload.policies.sequence_state import capacity_for
 from offload.policies.state_bytes import StateBytes
 from offload.prefill.forward import prefill
@@ -211,7 +212,7 @@ def _bound_of_pages(config: RuntimeConfig, store: KVStore) -> SequenceBound:
 
 
 def _check_rope(rope_type: str) -> None:
-    if "dynamic" in rope_type or rope_type == "longrope":
+    if follows_length(rope_type):
         raise ValueError(
             f"host_bytes_per_sequence is not for a model with rope_type={rope_type!r}, whose "
             "frequencies follow the longest position, but a long prompt is read in slices; leave "

@@ -51,7 +51,7 @@ class RuntimeConfig:
             the CPU, for tests and debugging.
         deadline_seconds: after which a decode step that one side does not finish is an error.
         tensor_parallel_size: processes that run the model together, each with a part of the heads
-            (see `tensor_parallel`). max_memory["cpu"] is for all of them, and rank i's GPU is i.
+            (see `TensorParallel`). max_memory["cpu"] is for all of them, and rank i's GPU is i.
         placement: which KV heads are attended where, of a GPU that decodes; None: chosen when the
             model is loaded (`placement_for`). `offload plan` makes one.
         quality_probe: share of the selections of decode steps that are compared with exact

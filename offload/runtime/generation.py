@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.kv.store import HostBudgetError
-from offload.models import LeanModel
 from offload.policies.state import PolicyStates
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.stats import OffloadStats
@@ -273,12 +272,3 @@ class GenerationRequest:
         state = sum(map(states.bytes.at, ends))
         state = times * state + len(self.prompt_lens) * states.bytes.of_queries
         return max(0, state - states.bytes_of(cache.seqs))
-
-
-def check_context(lean: LeanModel, num_tokens: int) -> None:
-    """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
-    if num_tokens > lean.shape.max_context:
-        raise ValueError(
-            f"a context of {num_tokens} tokens exceeds the {lean.shape.max_context} tokens of this "
-            f"model ({lean.max_context_reason}); shorten the prompt or lower max_new_tokens"
-        )

@@ -258,7 +258,7 @@ class OffloadedModel(FixedModel):
         if not synced_gpus and not hooked and model_kwargs.get("use_cache"):
             options = fast_options(logits_processor, stopping_criteria, generation_config)
         if options is None or not self._offload.chooses_tokens(options):
-            self._offload.finish_captures()
+            self._offload.decoder.finish_captures()
             return super()._sample(
                 input_ids,
                 logits_processor,
@@ -380,7 +380,7 @@ class OffloadedModel(FixedModel):
             request, cache, is_draft=generation_config.is_assistant
         )
         if generation_mode not in ("greedy_search", "sample"):
-            self._offload.finish_captures()
+            self._offload.decoder.finish_captures()
 
     def _prepare_generated_length(
         self, generation_config: Any, input_ids_length: int, **given: Any

@@ -30,6 +30,7 @@ from offload.runtime.backends import decode_backend
 from offload.runtime.budgets import (
     device_kv_budget_bytes,
     kv_budget_bytes,
+    pool_threads,
     rank_kv_budget_bytes,
     weight_bytes_of,
 )
@@ -38,7 +39,6 @@ from offload.runtime.compressing import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import Chooser, placement_for
 from offload.system.captures import CAPTURING
-from offload.system.memory import worker_threads
 
 logger = logging.getLogger(__name__)
 
@@ -145,11 +145,7 @@ def prepare_loaded(
         classes = load_delimiter_classes(folder, stock.config.vocab_size)
     lean = rank_view(lean_model_maker(stock.config.model_type)(stock), ranks)
     device, weight_bytes = torch.device(config.device), weight_bytes_of(stock)
-    num_threads = worker_threads(
-        config.num_threads,
-        with_gpu=device.type == "cuda",
-        num_cpus=None if ranks is None else ranks.num_cpus,
-    )
+    num_threads = pool_threads(config, ranks)
     host_kv_bytes = rank_kv_budget_bytes(config, weight_bytes, lean.shape.num_kv_heads, ranks)
     backend = None
     if device.type == "cuda" or config.backend is not None:

@@ -19,6 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
+from offload.models.rope import follows_length
+
 # What stock layers compute with beside their weights, and what a stock model reads of its config
 # in every forward pass, or we when we load it.
 _VALUES = ("variance_epsilon", "scaling", "attention_scaling")
@@ -47,7 +49,7 @@ class ModuleWatch:
         for name, module in modules.items():
             fields = module.__dict__
             tables = [module._modules, module._parameters]
-            if not _follows_length(module):
+            if not follows_length(vars(module).get("rope_type", "default")):
                 tables.append(module._buffers)
                 self._values += [(name, fields, value) for value in _VALUES if value in fields]
             for table in filter(None, tables):
@@ -150,12 +152,6 @@ class ModuleWatch:
                     f"{name} was changed from {old} to {new} after the model was loaded: decoding "
                     f"would go on with the old value; {_SAVE_AND_LOAD}"
                 )
-
-
-def _follows_length(module: nn.Module) -> bool:
-    """Whether this is a rotary embedding that changes its frequencies with the longest position."""
-    rope_type = vars(module).get("rope_type", "default")
-    return "dynamic" in rope_type or rope_type == "longrope"
 
 
 def _forward_hooks(module: nn.Module) -> list[Any]:

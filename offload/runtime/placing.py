@@ -60,7 +60,7 @@ class Chooser:
         cls, config: RuntimeConfig, shape: ModelShape, dtype: torch.dtype, num_threads: int
     ) -> Chooser:
         """For a model on a GPU."""
-        measured = _known_profile(torch.device(config.device), num_threads)
+        measured = known_profile(torch.device(config.device), num_threads)
         profile = measured or typical_profile(num_threads)
         slices = config.page_tokens, config.prefill_slice_tokens
         return cls(config.policy, shape, dtype, *slices, profile, measured is not None)
@@ -213,7 +213,8 @@ def longest_context(
     return min(shape.max_context, max(config.page_tokens, of_sequence // token_bytes))
 
 
-def _known_profile(device: torch.device, num_threads: int) -> MachineProfile | None:
+def known_profile(device: torch.device, num_threads: int) -> MachineProfile | None:
+    """What was measured of this machine; None: nothing, or its file is damaged."""
     try:
         return cached_profile(device, num_threads)
     except (OSError, ValueError) as error:  # a damaged file is no reason not to load a model

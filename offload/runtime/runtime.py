@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from offload.decode.attention import DecodeAttention
-from offload.decode.decoder import Decoder
 from offload.decode.sampling import BurstError, Draws, Sampler, SamplingOptions, check_chosen
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, tokens_each
@@ -23,7 +22,7 @@ from offload.runtime.compressing import compression_for, page_tokens_of, reconst
 from offload.runtime.correcting import corrections_for
 from offload.runtime.decoders import make_decoder
 from offload.runtime.fingerprint import fingerprint
-from offload.runtime.generation import Generation, GenerationRequest, check_context
+from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.model_loading import LoadedModel
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.passes import Pass
@@ -48,6 +47,7 @@ class Runtime:
         store: of another runtime of the same model, to share; None: one of its own.
 
     Attributes:
+        decoder: what runs decode steps.
         current_generation: what forward passes belong to. Between two `generate()` it is one that
             does not run, with the statistics of the last.
     """
@@ -67,10 +67,10 @@ class Runtime:
             pinned=self.device.type == "cuda",
             per_head_pages=reconstructs(config, shape),
         )
-        self._decoder = decoder = make_decoder(opened, self.store)
+        self.decoder = decoder = make_decoder(opened, self.store)
         self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
-        self.attention = self._decoder.attention
-        compression = compression_for(config, self.lean, self.attention, self._decoder.pool)
+        self.attention = self.decoder.attention
+        compression = compression_for(config, self.lean, self.attention, self.decoder.pool)
         self.attention.compression = compression
         classes = opened.delimiter_classes
         corrections = corrections_for(opened, self.store, decoder)
@@ -97,12 +97,7 @@ class Runtime:
         if self.device.type == "cuda":
             from offload.runtime.kernel_warmup import warm_up
 
-            warm_up(self.lean, self._decoder, config.policy, self.store.dtype)
-
-    @property
-    def decoder(self) -> Decoder:
-        """What runs decode steps."""
-        return self._decoder
+            warm_up(self.lean, self.decoder, config.policy, self.store.dtype)
 
     def run(
         self,
@@ -136,7 +131,7 @@ class Runtime:
         """As `run`, of tokens [n, hidden_size] that attend to nothing and are not kept."""
         threads = torch_threads(self.current_generation.prefill_threads)
         with current_device(self.device), without_autocast(self.device), threads, self.together():
-            return attend_to_nothing(self.lean, hidden, self._decoder.pool)
+            return attend_to_nothing(self.lean, hidden, self.decoder.pool)
 
     def prefill(
         self,
@@ -161,9 +156,9 @@ class Runtime:
         if self.attention.top_p_controller is not None and not corrects:
             self.attention.top_p_controller.restart()
         with torch_threads(self.current_generation.prefill_threads):
-            self._decoder.trim()
+            self.decoder.trim()
             for seq in seqs:
-                self._decoder.forget(seq)
+                self.decoder.forget(seq)
             hidden, seconds = prefill_for(
                 [self.attention] if attentions is None else attentions,
                 hidden,
@@ -174,10 +169,10 @@ class Runtime:
                 model=self.lean,
                 store=self.store if seqs else None,
                 slice_tokens=self.config.prefill_slice_tokens,
-                pool=self._decoder.pool,
+                pool=self.decoder.pool,
                 on_tokens=on_tokens or (None if corrects else self.on_tokens),
                 device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
-                give_back=self._decoder.give_heads_back,
+                give_back=self.decoder.give_heads_back,
             )
         self.current_generation.stats.index_seconds += seconds
         return hidden
@@ -200,7 +195,7 @@ class Runtime:
             return hidden, "prefill"
         if prompt_columns is None:
             prompt_columns = prompt_columns_of(batch, cache, self.current_generation)
-        parts = parts_of(batch, prompt_columns, self._decoder.max_step_tokens)
+        parts = parts_of(batch, prompt_columns, self.decoder.max_step_tokens)
         decodes = parts[-1].phase == "decode"
         correction = self.sequences.correction(cache.seqs, batch, tokens, decodes=decodes)
         if correction is not None:
@@ -241,8 +236,8 @@ class Runtime:
                 x = self.prefill(x, part.batch, of_part, corrects=corrects)
             else:
                 start += self._build_index(of_part)
-                before = self._decoder.setup_seconds
-                x = self._decoder.decode(x, part.batch, of_part)
+                before = self.decoder.setup_seconds
+                x = self.decoder.decode(x, part.batch, of_part)
                 start += self._count_setup(before)
             self._record(part.phase, part.num_new_tokens, start)
             if len(parts) == 1:
@@ -253,12 +248,7 @@ class Runtime:
 
     def chooses_tokens(self, options: SamplingOptions) -> bool:
         """Whether `choose_tokens` can be used."""
-        return options.temperature == 0.0 or self._decoder.samples
-
-    def finish_captures(self) -> None:
-        """Before transformers' own loops, and the caller's code in them, use the device: see
-        `Decoder.finish_captures`."""
-        self._decoder.finish_captures()
+        return options.temperature == 0.0 or self.decoder.samples
 
     def first_tokens(self, logits: torch.Tensor, sampler: Sampler | None = None) -> torch.Tensor:
         """The choice after a prompt: logits [batch_size, vocab_size] -> int64 [batch_size].
@@ -269,7 +259,7 @@ class Runtime:
 
     def _first_tokens(self, logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
         with current_device(self.device), without_autocast(self.device):
-            return check_chosen(self._decoder.first_tokens(logits, draws), len(self.lean.layers))
+            return check_chosen(self.decoder.first_tokens(logits, draws), len(self.lean.layers))
 
     @torch.inference_mode(False)  # as in `run_lock.locked`
     @torch.no_grad()
@@ -294,7 +284,7 @@ class Runtime:
             first of several steps that failed.
         """
         chosen: list[torch.Tensor] = []
-        before = self._decoder.setup_seconds
+        before = self.decoder.setup_seconds
         try:
             try:
                 count, in_turn = self._steps_at_once(cache, most)
@@ -306,7 +296,7 @@ class Runtime:
                     chosen.append(self._choose(*step, ahead=ahead))
                     tokens, position_ids = chosen[-1][:, -1], position_ids + 1
             finally:
-                self._decoder.end_steps()
+                self.decoder.end_steps()
         except RuntimeError as error:
             if not chosen:
                 raise
@@ -329,7 +319,7 @@ class Runtime:
         ahead: bool,
     ) -> torch.Tensor:
         """As `choose_tokens`, in one pass: int64 [batch_size, count]."""
-        start, before = time.perf_counter(), self._decoder.setup_seconds
+        start, before = time.perf_counter(), self.decoder.setup_seconds
         self.check_context(max(cache.seen_lens) + count)
         batch, corrections = tokens_each(cache.batch_size, count), self.sequences.corrections
         if corrections is not None and corrections.are_due(cache.seqs):
@@ -347,9 +337,9 @@ class Runtime:
             start += self._build_index(seqs)
             with current_device(self.device):
                 if count > 1:
-                    chosen = self._decoder.choose_several(seqs, tokens, position_ids, draws, count)
+                    chosen = self.decoder.choose_several(seqs, tokens, position_ids, draws, count)
                 else:
-                    chosen = self._decoder.choose_tokens(
+                    chosen = self.decoder.choose_tokens(
                         seqs, tokens, position_ids, draws, ahead=ahead
                     )[:, None]
             start += self._count_setup(before)
@@ -369,7 +359,7 @@ class Runtime:
         if self._looks_at_steps:
             return 1, 1
         with current_device(self.device):
-            count = self._decoder.tokens_at_once(cache.seqs, most)
+            count = self.decoder.tokens_at_once(cache.seqs, most)
         return count, 1 if count > 1 else self.begin_steps(cache.seqs, most)
 
     def begin_steps(self, seqs: Sequence[int], most: int) -> int:
@@ -377,7 +367,7 @@ class Runtime:
         if self._looks_at_steps:
             return 1
         with current_device(self.device):
-            return self._decoder.begin_steps(seqs, most)
+            return self.decoder.begin_steps(seqs, most)
 
     @property
     def _looks_at_steps(self) -> bool:
@@ -388,7 +378,7 @@ class Runtime:
         """[..., hidden_size] before the final norm -> [..., vocab_size]."""
         with without_autocast(self.device):
             if phase == "decode":
-                return self._decoder.logits(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
+                return self.decoder.logits(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
             with torch_threads(self.current_generation.prefill_threads):
                 logits: torch.Tensor = self.lean.lm_head(self.lean.final_norm(hidden))
             return logits
@@ -407,12 +397,17 @@ class Runtime:
 
     def close(self) -> None:
         """Give its threads and the memory of its store back."""
-        self._decoder.close()
+        self.decoder.close()
         self.store.close()
 
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
-        check_context(self.lean, num_tokens)
+        most = self.lean.shape.max_context
+        if num_tokens > most:
+            raise ValueError(
+                f"a context of {num_tokens} tokens exceeds the {most} tokens of this model "
+                f"({self.lean.max_context_reason}); shorten the prompt or lower max_new_tokens"
+            )
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Around what all ranks must do together (`TensorParallel.together`)."""
@@ -445,7 +440,7 @@ class Runtime:
                 raise
             finally:
                 if not outer.is_running:
-                    self._decoder.end_generation()
+                    self.decoder.end_generation()
                     outer = Generation(self.config.num_threads, stats=generation.stats)
                 self.current_generation = outer
                 outer.restart_watch()
@@ -470,7 +465,7 @@ class Runtime:
         most = request.max_tokens
         if used.bound is not None:
             most = min(most, used.bound.slots)
-        self._decoder.begin_generation(len(request.prompt_lens), most)
+        self.decoder.begin_generation(len(request.prompt_lens), most)
         generation, past_columns = self.current_generation, used.get_seq_length()
         generation.cache, generation.owns_cache = used, cache is None
         generation.gives_all = request.gives_all
@@ -494,7 +489,7 @@ class Runtime:
         Args:
             prefill, builds: as of `PolicyStates.begin`.
         """
-        self._decoder.check_usable()
+        self.decoder.check_usable()
         states = self.attention.states
         with shielded() as exposed:
             this.reserve(exposed)
@@ -522,7 +517,7 @@ class Runtime:
 
     def _count_setup(self, before: float) -> float:
         """Seconds that the decoder took for set-up, since they were `before`."""
-        return self.current_generation.count_setup(self._decoder.setup_seconds - before)
+        return self.current_generation.count_setup(self.decoder.setup_seconds - before)
 
     def _record(self, phase: str, num_tokens: int, start: float) -> None:
         self.current_generation.count_pass(phase, num_tokens, start)
@@ -530,5 +525,5 @@ class Runtime:
             self._floor.look()
         stats = self.current_generation.stats
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
-        stats.kv_device_bytes = max(stats.kv_device_bytes, self._decoder.device_bytes)
+        stats.kv_device_bytes = max(stats.kv_device_bytes, self.decoder.device_bytes)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)

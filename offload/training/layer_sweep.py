@@ -212,11 +212,8 @@ class LayerSweep:
             answers = [
                 compared(mixed_logits(self._lean, text, attends_all, rule), text) for text in read
             ]
-            kl, agrees, right, wanted = torch.cat(answers, dim=1).double().cpu().unbind()
-            num_right = int(wanted.sum())
-            kept = float(right.sum()) / num_right if num_right else None
-            budget = rule.budget_tokens
-            scores.append(Score(layers, budget, float(kl.mean()), float(agrees.mean()), kept))
+            kl, agrees, right, _ = means_of(answers)
+            scores.append(Score(layers, rule.budget_tokens, kl, agrees, right))
         return scores
 
     def _batch(self, seed: int, *, held_out: bool) -> ReadText:
@@ -286,6 +283,14 @@ def compared(logits: Tensor, text: ReadText) -> Tensor:
     kl, same = ((x * text.answered).sum(-1) / lengths for x in (kl, same))
     wanted = _right(text.logits, text)
     return torch.stack([kl, same, (_right(logits, text) & wanted).float(), wanted.float()])
+
+
+def means_of(answers: list[Tensor]) -> tuple[float, float, float | None, int]:
+    """(kl, agrees, right, num_right) of what `compared` gave; see `Score`."""
+    kl, agrees, right, wanted = torch.cat(answers, dim=1).double().cpu().unbind()
+    num_right = int(wanted.sum())
+    kept = float(right.sum()) / num_right if num_right else None
+    return float(kl.mean()), float(agrees.mean()), kept, num_right
 
 
 def _right(logits: Tensor, text: ReadText) -> Tensor:

@@ -80,12 +80,8 @@ def mixed_logits(
     """
     x = lean.embed_tokens(text.tokens[:, text.num_prompt :])
     tables = _rotary_tables(lean, x, text.num_prompt)
-    num_answer, num_tokens = x.shape[1], text.tokens.shape[1]
-    last = torch.arange(text.num_prompt, num_tokens, device=x.device)[:, None]
-    token = torch.arange(num_tokens, device=x.device)
-    future = token > last
-    always = ((token < rule.sink_tokens) | (token > last - rule.recent_tokens)) & ~future
-    reused = always.expand(len(x), num_answer, num_tokens)
+    future, always = masks(text, rule)
+    reused = always.expand(len(x), *always.shape)
     for layer_idx, layer in enumerate(lean.layers):
         q, k, v = _project(lean, layer, x, tables)
         k = torch.cat([text.keys[layer_idx], k], dim=2)
@@ -96,15 +92,24 @@ def mixed_logits(
         hidden = future if attends_all[layer_idx] else (future | ~reused)[:, None, None]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         if attends_all[layer_idx]:
-            reused = _heaviest(weights.sum((1, 2)), always, rule)
+            reused = heaviest(weights.sum((1, 2)), always, rule)
         o = weights.to(v.dtype) @ v[:, :, None]
         x = _add_outputs(layer, x, o.flatten(1, 2))
     logits: Tensor = lean.lm_head(lean.final_norm(x)).float()
     return logits
 
 
-def _heaviest(importance: Tensor, always: Tensor, rule: SparseRule) -> Tensor:
-    """bool, what a layer hands down, of weights [batch, num_answer, num_tokens]."""
+def masks(text: ReadText, rule: SparseRule) -> tuple[Tensor, Tensor]:
+    """bool [num_answer, num_tokens] both: what a token must not see, and what it always sees."""
+    device, num_tokens = text.tokens.device, text.tokens.shape[1]
+    last = torch.arange(text.num_prompt, num_tokens, device=device)[:, None]
+    token = torch.arange(num_tokens, device=device)
+    future = token > last
+    return future, ((token < rule.sink_tokens) | (token > last - rule.recent_tokens)) & ~future
+
+
+def heaviest(importance: Tensor, always: Tensor, rule: SparseRule) -> Tensor:
+    """bool, what a layer or a head hands down, of weights [..., num_answer, num_tokens]."""
     chosen = always.expand_as(importance).clone()
     room = rule.budget_tokens - rule.sink_tokens - rule.recent_tokens
     found = importance.masked_fill(always, -1.0).topk(min(room, importance.shape[-1])).indices

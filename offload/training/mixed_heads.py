@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from offload.models.shape import ModelShape
-from offload.training.mixed_attention import ReadText, SparseRule
+from offload.training.mixed_attention import ReadText, SparseRule, heaviest, masks
 
 _ATTENTION = "offload_mixed_heads"
 
@@ -95,12 +95,7 @@ class MixedHeads:
     handed_down: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tokens, num_prompt = self.text.tokens, self.text.num_prompt
-        last = torch.arange(num_prompt, tokens.shape[1], device=tokens.device)[:, None]
-        token = torch.arange(tokens.shape[1], device=tokens.device)
-        recent = token > last - self.rule.recent_tokens
-        self._future = token > last  # [num_answer, num_tokens], as the next one
-        self._always = ((token < self.rule.sink_tokens) | recent) & ~self._future
+        self._future, self._always = masks(self.text, self.rule)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
         """o [batch, num_qo_heads, num_answer, head_dim] of the answer's q, k and v, rotated."""
@@ -112,7 +107,7 @@ class MixedHeads:
         scores = sm_scale * (q @ k[:, :, None].transpose(-1, -2)).float()
         full = scores.masked_fill(self._future, -torch.inf).softmax(-1)
         z = self.gates[layer_idx].view(-1, 1, 1)
-        own = self._top_tokens(full.detach().sum(2))
+        own = heaviest(full.detach().sum(2), self._always, self.rule).float()
         if layer_idx == 0:
             mixed, handed_down = full, own
         else:
@@ -124,15 +119,6 @@ class MixedHeads:
         # A layer that is computed again, for its gradient, finds what it had inherited before.
         self.handed_down.setdefault(layer_idx, handed_down)
         return (mixed.to(v.dtype) @ v[:, :, None]).flatten(1, 2)
-
-    def _top_tokens(self, importance: Tensor) -> Tensor:
-        """1.0 where a head hands down, of weights [batch, num_kv_heads, n, num_tokens]."""
-        rule = self.rule
-        chosen = self._always.float().expand_as(importance).clone()
-        room = rule.budget_tokens - rule.sink_tokens - rule.recent_tokens
-        others = importance.masked_fill(self._always, -1.0)
-        found = others.topk(min(room, importance.shape[-1])).indices
-        return chosen.scatter_(-1, found, 1.0)
 
 
 def _attend(

@@ -26,7 +26,7 @@ from offload.system.interrupts import shielded
 from offload.system.memory import host_memory_limit_bytes
 from offload.training.answers import MIN_PROMPT_TOKENS, AnswerTexts, padded
 from offload.training.gates import METHODS, Gates
-from offload.training.layer_sweep import compared
+from offload.training.layer_sweep import compared, means_of
 from offload.training.mixed_attention import ReadText, SparseRule, read_text
 from offload.training.mixed_heads import activation_bytes, mixed_hidden, prepare_stock
 
@@ -254,10 +254,8 @@ class Trainer:
             answers.append(compared(logits, text))
             on_batch()
         loss, gated_loss = np.mean(rows, axis=0).tolist()
-        kl, agrees, right, wanted = torch.cat(answers, dim=1).double().cpu().unbind()
-        num_right = int(wanted.sum())
-        kept = float(right.sum()) / num_right if num_right else None
-        return HeldOut(loss, gated_loss, kept, num_right, float(kl.mean()), float(agrees.mean()))
+        kl, agrees, right, num_right = means_of(answers)
+        return HeldOut(loss, gated_loss, right, num_right, kl, agrees)
 
     def save(self, path: Path) -> None:
         """All that `resume` needs."""

@@ -62,7 +62,7 @@ def speed_rows(
     words = "\n\n".join(stdlib_paragraphs())
     tokens = torch.tensor(load_tokenizer(options.model)(words, verbose=False)["input_ids"])
     text = SharedText(shared, policies, tokens)
-    own = {"device": device, "threads": shared.runtimes[0]._decoder.pool.num_threads}
+    own = {"device": device, "threads": shared.runtimes[0].decoder.pool.num_threads}
     for length in lengths:
         plan = DecodePlan(
             policies=policies,

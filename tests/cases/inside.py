@@ -10,7 +10,7 @@ def runtime_of(model: Any) -> Any:
 
 
 def decoder_of(model: Any) -> Any:
-    return model._offload._decoder
+    return model._offload.decoder
 
 
 def states_of(model: Any) -> Any:

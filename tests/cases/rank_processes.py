@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -15,6 +14,8 @@ from unittest import mock
 
 import torch
 from cases import rank_cases
+
+from offload.ranks.launch import free_port, rank_environment
 
 TIMEOUT_SECONDS = 120
 # Names, of which the fork server skips those that are not there.
@@ -102,24 +103,6 @@ class Ranks:
         if not pipe.poll(TIMEOUT_SECONDS):
             raise TimeoutError(f"a rank did not answer within {TIMEOUT_SECONDS} s")
         return pipe.recv()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun sets."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
 
 
 def _serve(environment: dict[str, str], pipe: Connection, errors: str) -> None:

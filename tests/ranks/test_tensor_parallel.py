@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import greedy, load, small
-from cases.rank_processes import Ranks, rank_environment
+from cases.rank_processes import Ranks
 from cases.slowly import slow_but
 from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
 from transformers import AutoModelForCausalLM
@@ -27,6 +27,7 @@ from offload.policies.head_roles import HeadRoles, evenly_spaced_heads
 from offload.policies.lychee_decode.policy import LycheeDecode
 from offload.policies.registry import make_policy
 from offload.ranks.group import _share_of_cpus, check_environment
+from offload.ranks.launch import rank_environment
 from offload.ranks.shares import head_ranges, mlp_ranges
 from offload.runtime.config import runtime_config
 

@@ -247,7 +247,7 @@ def test_the_room_of_a_gpu(
     """What is free, or within max_memory, beside the weights; 32,768 tokens take 48 MiB."""
     monkeypatch.setattr("offload.runtime.config.checked_device", torch.device)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free_bytes, 2 * GIB))
-    monkeypatch.setattr("offload.runtime.auto_policy.cached_profile", lambda *_: None)
+    monkeypatch.setattr("offload.runtime.placing.cached_profile", lambda *_: None)
     config, reason = of_config(llama_folder, device="cuda", max_memory=limits, num_threads=1)
     assert config.policy.name == name
     assert ("all of" in reason) == (name == "full")
@@ -259,7 +259,7 @@ def test_a_damaged_profile_is_no_reason_not_to_load(
     def damaged(*_: Any) -> None:
         raise ValueError("machine profile x.json is damaged")
 
-    monkeypatch.setattr("offload.runtime.auto_policy.cached_profile", damaged)
+    monkeypatch.setattr("offload.runtime.placing.cached_profile", damaged)
     assert of_config(llama_folder)[0].policy.name == "lychee_cluster"
     assert "machine profile x.json is damaged" in caplog.messages
 
@@ -269,7 +269,7 @@ def test_rank_0_decides_by_the_least_room(
 ) -> None:
     """Of two GPUs, each with half of the KV heads."""
     monkeypatch.setattr("offload.runtime.config.checked_device", torch.device)
-    monkeypatch.setattr("offload.runtime.auto_policy.cached_profile", lambda *_: None)
+    monkeypatch.setattr("offload.runtime.placing.cached_profile", lambda *_: None)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (GIB, 2 * GIB))
 
     def resolve(least: int) -> str:

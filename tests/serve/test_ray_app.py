@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,16 +18,12 @@ import openai
 import psutil
 import pytest
 
+from offload.ranks.launch import free_port
+
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'offload[ray]'")
 
 pytestmark = pytest.mark.slow
 IDS = [f"session-{i}" for i in range(16)]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def replicas_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -28,12 +28,11 @@ from offload.measuring.synthetic.random_model import random_model
 from offload.models import LeanModel, lean_model_maker
 from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
-from offload.runtime.budgets import weight_bytes_of
+from offload.runtime.budgets import pool_threads, weight_bytes_of
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.model_loading import prepare_loaded, with_calibrated_policy
 from offload.runtime.runtime import Runtime
 from offload.system.errors import DeviceMemoryError
-from offload.system.memory import worker_threads
 
 OnDone = Callable[[str, int, int], None]  # what is being made, how much of it is done, and in all
 Opener = Callable[..., DecodeSession]  # of a policy, and other options of `RuntimeConfig`
@@ -88,9 +87,7 @@ class RandomModel:
         Raises:
             HostBudgetError: caches that do not fit.
         """
-        on_gpu = self.device.type == "cuda"
-        threads = worker_threads(self.config.num_threads, with_gpu=on_gpu)
-        with closing(WorkerPool(threads)) as pool:  # decoders have their own
+        with closing(WorkerPool(pool_threads(self.config))) as pool:  # decoders have their own
             cache = structured_model_cache(
                 MODEL_SHAPES[self.shape],
                 kv_len=kv_len,

@@ -1,7 +1,7 @@
 """What `offload bench latency` runs on: sequences in a host KV store, and decode steps after them.
 
 `structured_workload` makes keys and queries with the structure of attention at any shape and
-length; `model_workload` takes those of a real model reading real text, within its positions.
+length; `TextReader.workload` takes those of a real model reading real text, within its positions.
 """
 
 from __future__ import annotations

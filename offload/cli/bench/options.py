@@ -51,9 +51,9 @@ ThreadCounts = Annotated[
 ]
 
 
-def given_model(model: str | None, old: str | None, default: str | None = None) -> str | None:
+def given_model(model: str | None, old: str | None) -> str | None:
     """The model, as an argument or by its old spelling --model; a usage error if both are given."""
-    if old is not None and model != default:
+    if old is not None and model is not None:
         raise typer.BadParameter(f"the model is {model!r} already", param_hint="--model")
     return model if old is None else old
 

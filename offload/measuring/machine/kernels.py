@@ -30,7 +30,7 @@ from offload.planning.cost_table import CostTable
 if TYPE_CHECKING:
     from offload.models.shape import ModelShape
 
-ROUNDS = 5
+_ROUNDS = 5
 CALLS = 32  # in one graph
 COLD_BYTES = 512 * 2**20  # of operands in turns; the L2 of an H200 holds 60 MB
 PAGE_TOKENS, SINKS, RECENT = 256, 4, 64
@@ -39,10 +39,8 @@ _RETRIEVED_LENS, _RETRIEVED_TOKENS = (4096, 32768, 131072), 1024
 _GATHERED_TOKENS = (64, 256, 1024, 4096)
 
 
-def microseconds(
-    calls: Sequence[Callable[[], Any]], device: torch.device, *, rounds: int = ROUNDS
-) -> float:
-    """Median time of a call, of `calls` captured one after the other; over `rounds` replays.
+def microseconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    """Median time of a call, of `calls` captured one after the other; over `_ROUNDS` replays.
 
     Each should read what the others leave in no cache.
     """
@@ -50,7 +48,7 @@ def microseconds(
         call()  # loads kernels
     if device.type != "cuda":
         times = []
-        for call in calls[:rounds]:
+        for call in calls[:_ROUNDS]:
             start = time.perf_counter()
             call()
             times.append(1e6 * (time.perf_counter() - start))
@@ -63,7 +61,7 @@ def microseconds(
     times = []
     cuda: Any = torch.cuda
     start_event, end_event = (cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         start_event.record()
         graph.replay()
         end_event.record()

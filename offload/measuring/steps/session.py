@@ -56,7 +56,7 @@ class DecodeSession:
     @property
     def decoder(self) -> Any:
         """The runtime's."""
-        return self.runtime._decoder
+        return self.runtime.decoder
 
     def decode(self, num_steps: int) -> list[float]:
         """Decode so many tokens of every sequence; seconds of each step."""

@@ -1,8 +1,9 @@
 """What attention looks like: the numbers that tell real keys and queries from noise.
 
-`MEASURED` holds those of SmolLM2-135M-Instruct on prose, layers 2 to 29, and `check_statistics`
-compares generated ones with them. Everything is a mean over heads; "top" tokens are the 2 % of
-largest weight, sinks left out; a KV head's weights are summed over its group of query heads.
+`MEASURED` holds those of SmolLM2-135M-Instruct on prose, layers 2 to 29;
+`statistics_outside_range` compares generated ones with them. Everything is a mean over heads; "top"
+tokens are the 2 % of largest weight, sinks left out; a KV head's weights are summed over its group
+of query heads.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from offload.system.cache_folder import cache_folder
 logger = logging.getLogger(__name__)
 
 # (num_layers, num_kv_heads): select layers. Llama-3-8B and Llama-2-7B: the paper, Figure 5.
-# SmolLM2-135M: layers of heads that copy (`head_calibration`), by right answers; mass misleads:
+# SmolLM2-135M: layers of heads that copy, by right answers; mass misleads:
 # (2, 7, 14, 21) keeps as much and loses one of many keys (docs/papers/tidal-and-lychee-decode.md).
 _SELECT_LAYERS = {(32, 8): (2, 13), (32, 32): (2, 7), (30, 3): (2, 6, 17, 21)}
 _MIDDLE = 13 / 32  # of the depth, where nothing is known: Llama-3's

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache
 
+from offload.models.rope import head_dim_of
+
 WARM_UP_STEPS = 2
 
 
@@ -27,7 +29,7 @@ def filled_cache(
 def fill(cache: Cache, stock: Any, *, kv_len: int, batch_size: int) -> None:
     """Put `kv_len` random tokens into every layer of an empty cache."""
     config = stock.config
-    shape = (batch_size, config.num_key_value_heads, kv_len, _head_dim(config))
+    shape = (batch_size, config.num_key_value_heads, kv_len, head_dim_of(config))
     generator = torch.Generator(stock.device).manual_seed(0)
     for layer_idx in range(config.num_hidden_layers):
         keys, values = (
@@ -41,7 +43,7 @@ def fill(cache: Cache, stock: Any, *, kv_len: int, batch_size: int) -> None:
 def cache_bytes(stock: Any, *, kv_len: int, batch_size: int = 1) -> int:
     """Of what `filled_cache` makes."""
     config = stock.config
-    row = config.num_key_value_heads * _head_dim(config) * stock.dtype.itemsize
+    row = config.num_key_value_heads * head_dim_of(config) * stock.dtype.itemsize
     return int(2 * config.num_hidden_layers * batch_size * kv_len * row)
 
 
@@ -82,9 +84,3 @@ def prefill_seconds(stock: Any, *, num_tokens: int) -> float:
     logits = stock(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     logits.argmax(-1).cpu()
     return time.perf_counter() - start
-
-
-def _head_dim(config: Any) -> int:
-    """Not every config says it."""
-    head_dim = getattr(config, "head_dim", None)
-    return int(head_dim or config.hidden_size // config.num_attention_heads)

@@ -106,7 +106,8 @@ def _place(body: Any, location: Sequence[str | int]) -> list[str]:
     place = []
     for i, part in enumerate(location):
         has_names = isinstance(body, dict)
-        if (has_names and part in body) or (isinstance(body, list) and isinstance(part, int)):
+        is_item = isinstance(body, list) and isinstance(part, int)
+        if is_item or (has_names and part in body):
             body = body[part]
         elif not has_names or i < len(location) - 1:  # else a field that is missing
             continue

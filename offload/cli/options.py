@@ -102,13 +102,13 @@ class PolicyChoice:
         return policy_options(self.policy_option or [], self.budget_tokens)
 
 
-def key_values(pairs: list[str], *, option: str) -> dict[str, str]:
+def key_values(pairs: list[str], *, option: str, form: str = "key=value") -> dict[str, str]:
     """`["cpu=8GiB"]` -> `{"cpu": "8GiB"}`; a usage error if a pair has no "=" or a key repeats."""
     parsed: dict[str, str] = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")
         if not separator or not key or not value:
-            raise typer.BadParameter(f"expected key=value, got {pair!r}", param_hint=option)
+            raise typer.BadParameter(f"expected {form}, got {pair!r}", param_hint=option)
         if key in parsed:
             raise typer.BadParameter(f"{key!r} is given twice", param_hint=option)
         parsed[key] = value
@@ -128,7 +128,7 @@ def policy_options(pairs: list[str], budget_tokens: int | None = None) -> dict[s
 
 def memory_budgets(pairs: list[str]) -> dict[int | str, int | str] | None:
     """`["0=20GiB", "cpu=96GiB"]` -> `{0: "20GiB", "cpu": "96GiB"}`; None if there are none."""
-    values = key_values(pairs, option="--max-memory")
+    values = key_values(pairs, option="--max-memory", form="DEVICE=SIZE, such as cpu=8GiB")
     budgets: dict[int | str, int | str] = {}
     for key, value in values.items():
         budgets[int(key) if key.isdigit() else key] = int(value) if value.isdigit() else value

@@ -210,6 +210,10 @@ def prepare(
     """What loads the model and makes a `Served` of it, and to whom it is served (`Access`)."""
     options = chosen.options()
     arguments = asdict(loading) | {"max_memory": memory_budgets(loading.max_memory or [])}
+    for name in ("tensor_parallel_size", "host_bytes_per_sequence"):
+        if arguments[name] not in (None, 1):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is for one generation at a time; leave it out of a server")
     try:
         from offload.serve.app import Served
         from offload.serve.grammars import SchemaLimits

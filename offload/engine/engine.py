@@ -154,8 +154,9 @@ class Engine:
                 raise ValueError(f"request_id {request.request_id!r} is in use")
             self._check_unused(session_id)
             if self.num_waiting >= self.max_queued + self._num_free_places:
+                num_queued = self.num_waiting - self._num_free_places  # others start at once
                 raise QueueFullError(
-                    f"{self.num_waiting} requests wait already, and max_queued is "
+                    f"{num_queued} requests wait already, and max_queued is "
                     f"{self.max_queued}; try again later"
                 )
             self._requests[request.request_id] = request

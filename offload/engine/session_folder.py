@@ -99,7 +99,11 @@ class SessionFolder:
 
     def remove(self, session_id: str) -> None:
         """FileNotFoundError: it is not there."""
-        self.path(session_id).unlink()
+        try:
+            self.path(session_id).unlink()
+        except FileNotFoundError:
+            message = f"there is no session {session_id!r} in {self.folder}"
+            raise FileNotFoundError(message) from None
 
     def num_tokens(self, session_id: str) -> int:
         """By the file's header.

@@ -125,8 +125,8 @@ class Texts:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """As templates take it: content is a string."""
-    content = message.content
+    """As templates take it: content is a string, of a message that only calls tools, too."""
+    content = message.content or ""
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     plain = {"role": message.role, "content": content} | (message.model_extra or {})

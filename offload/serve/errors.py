@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,6 +23,7 @@ _TYPES = {
     500: "server_error",
     503: "server_error",
 }
+_NO_OBJECT = "the body must be a JSON object, with Content-Type: application/json"
 
 
 class ApiError(HTTPException):
@@ -86,6 +88,33 @@ def of_engine(error: BaseException) -> ApiError:
     return ApiError(503, str(error) or type(error).__name__)
 
 
+def _innermost(error: RequestValidationError) -> tuple[dict[str, Any], list[str]]:
+    """Of the first wrong field the error that is deepest in it, and where in the body that is.
+
+    A field of several types has an error for each, and the one that got furthest is the one that
+    was meant.
+    """
+    errors = error.errors()
+    places = [(each, _place(error.body, each["loc"][1:])) for each in errors]
+    return max(
+        (pair for pair in places if pair[1][:1] == places[0][1][:1]), key=lambda pair: len(pair[1])
+    )
+
+
+def _place(body: Any, location: Sequence[str | int]) -> list[str]:
+    """Without the names of types that pydantic has between the fields."""
+    place = []
+    for i, part in enumerate(location):
+        has_names = isinstance(body, dict)
+        is_item = isinstance(body, list) and isinstance(part, int)
+        if is_item or (has_names and part in body):
+            body = body[part]
+        elif not has_names or i < len(location) - 1:  # else a field that is missing
+            continue
+        place.append(str(part))
+    return place
+
+
 def install(app: FastAPI) -> None:
     """Have the errors of all routes answered so."""
 
@@ -98,8 +127,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def of_validation(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = [str(part) for part in first["loc"][1:]]
+        first, where = _innermost(error)
+        if first["type"] == "json_invalid":
+            at = f"{first['ctx']['error']} at character {first['loc'][-1]}"
+            return ApiError(400, f"the body is not JSON: {at}").response()
+        if not where and first["type"] in ("missing", "model_attributes_type"):
+            return ApiError(400, _NO_OBJECT).response()
         if first["type"] == "extra_forbidden":
             message = f"unknown field {where[-1]!r}"
         elif first["type"] == "value_error":

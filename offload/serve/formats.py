@@ -255,7 +255,10 @@ class Completion(Format):
             "top_logprobs": [
                 None
                 if c.logprob is None
-                else {self._key(token): _finite(value) for token, value in c.likeliest}
+                else {
+                    self._key(token): _finite(value)
+                    for token, value in ((c.token, c.logprob), *c.likeliest)
+                }
                 for c in tokens
             ],
             "text_offset": offsets,

@@ -149,6 +149,8 @@ class CheckedReader:
         try:
             # Opening a pipe would wait for somebody to write to it.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise SessionMiss(f"there is no {path}") from None
         except (OSError, ValueError) as error:
             raise SessionMiss(f"{path} cannot be read: {error}") from None
         self._path, self._descriptor = path, descriptor

@@ -351,7 +351,7 @@ def test_sampling_is_repeatable_with_a_seed(generate: Any) -> None:
             ["-p", "a", "--budget-tokens", "9", "--option", "budget_tokens=9"],
             "'budget_tokens' is given twice",
         ),
-        (["-p", "a", "--max-memory", "8GiB"], "expected key=value, got '8GiB'"),
+        (["-p", "a", "--max-memory", "8GiB"], "expected DEVICE=SIZE, such as cpu=8GiB, got '8GiB'"),
         (["-p", "a", "-n", "0"], "Invalid value for '--max-new-tokens'"),
     ],
 )

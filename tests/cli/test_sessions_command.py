@@ -51,7 +51,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     assert "damaged" in run("import", folder, tmp_path / "bad", "third", code=1)
     assert "session id" in run("import", folder, folder / "first.safetensors", "../x", code=1)
     assert "session id" in run("rm", folder, "../sessions/first", code=1)
-    assert "No such file" in run("rm", folder, "nobody", code=1)
-    assert "cannot be read" in run("export", folder, "nobody", tmp_path / "x", code=1)
+    assert "there is no session 'nobody'" in run("rm", folder, "nobody", code=1)
+    assert "there is no" in run("export", folder, "nobody", tmp_path / "x", code=1)
     assert not (tmp_path / "x").exists()
     assert len(SessionFolder(folder).sessions()) == 2

@@ -376,7 +376,7 @@ def test_requests_wait_for_a_place_and_then_for_nothing(model: Any) -> None:
     engine = Engine(model, max_num_seqs=2, max_queued=1)
     for number in range(3):
         engine.add_request([1, 2, 3], GREEDY, str(number))
-    with pytest.raises(QueueFullError, match="max_queued is 1"):
+    with pytest.raises(QueueFullError, match="1 requests wait already, and max_queued is 1"):
         engine.add_request([1, 2, 3], GREEDY)
     assert {r.finish_reason for r in results(engine).values()} == {"length"}
     engine.stop()

@@ -177,8 +177,44 @@ def test_logprobs(client: openai.OpenAI) -> None:
         (choice,) = ask(client, "hello", logprobs=k, logit_bias=ASCII).choices
         logprobs = choice.logprobs
         assert "".join(logprobs.tokens) == choice.text
-        assert [len(top) for top in logprobs.top_logprobs] == [k] * 8
+        assert {len(top) for top in logprobs.top_logprobs} <= {max(k, 1), k + 1}
         assert logprobs.text_offset == [*range(8)]
+
+
+def test_the_chosen_token_is_among_its_alternatives(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"temperature": 50.0, "seed": 1, "logprobs": 2, "logit_bias": ASCII}
+    logprobs = ask(client, "hello", **options).choices[0].logprobs
+    chosen = [*zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True)]
+    assert all(logprob in top.values() for logprob, top in chosen)
+    assert 3 in {len(top) for _, top in chosen}
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "kind", "message", "param"),
+    [
+        ("completions", b'{"prompt": ', "application/json", "is not JSON: Expecting value", None),
+        ("completions", b"", "application/json", "must be a JSON object", None),
+        ("completions", b"[]", "application/json", "must be a JSON object", None),
+        ("completions", b'{"prompt": "a"}', "text/plain", "Content-Type: application/json", None),
+        ("completions", b"{}", "application/json", "prompt: Field required", "prompt"),
+        ("completions", b'{"prompt": "a", "stop": [""]}', "application/json", "stop.0: ", "stop"),
+        (
+            "chat/completions",
+            b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "application/json",
+            "messages.0.content.0.type: Input should be 'text'",
+            "messages",
+        ),
+    ],
+)
+def test_errors_say_where_the_body_is_wrong(
+    http: httpx.Client, path: str, content: bytes, kind: str, message: str, param: str | None
+) -> None:
+    answer = http.post(f"/v1/{path}", content=content, headers={"Content-Type": kind})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert message in error["message"]
+    assert error["param"] == param
 
 
 def test_echo_with_logprobs_scores_the_prompt(

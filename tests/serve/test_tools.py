@@ -132,6 +132,17 @@ def test_what_the_model_is_told(client: openai.OpenAI) -> None:
     assert size(messages=turns, tools=[]) > without + 80
 
 
+def test_a_call_without_content(serve: Serve) -> None:
+    called = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [called]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "it rains"}
+    template = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+    with serve(template=template) as server, httpx.Client(base_url=server.url) as http:
+        body = {"messages": [*HELLO, turn, result], "max_tokens": 1}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+
+
 def test_none(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     block = f"<tool_call>{ROME}</tool_call>"
     with answering(monkeypatch, block):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +36,9 @@ class RequestMaker:
         Raises:
             ValueError, HostBudgetError: as `Engine.add_request`.
         """
-        prompt = [int(token) for token in prompt]
+        prompt = _token_ids(prompt)
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
         if not prompt:
             raise ValueError("the prompt is empty")
         vocab_size = self._model.config.vocab_size
@@ -67,6 +70,18 @@ class RequestMaker:
                 "raise max_memory={'cpu': ...} or lower max_tokens"
             )
         return request
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """Of one sequence; neither text nor numbers that are no ids."""
+    items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    try:
+        return [operator.index(item) for item in items]
+    except TypeError:
+        raise ValueError(
+            "the prompt must be the token ids of one sequence, such as "
+            f"tokenizer(text).input_ids, got {type(prompt).__name__}"
+        ) from None
 
 
 def _check_attention(params: SamplingParams, runtime: Any) -> None:

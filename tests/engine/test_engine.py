@@ -336,13 +336,19 @@ def test_slices_are_as_short_as_those_of_a_prefill(
 
 
 def test_bad_requests(engine: Engine, tiny_folders: dict[str, Path]) -> None:
-    for prompt, params, words in (
+    cases: tuple[tuple[Any, Any, str], ...] = (
         ([], GREEDY, "empty"),
+        ("12", GREEDY, "token ids of one sequence, .*, got str"),
+        ([1.7], GREEDY, "token ids of one sequence, .*, got list"),
+        (torch.ones(1, 2, dtype=torch.int64), GREEDY, "one sequence, .*, got Tensor"),
+        ({"input_ids": [1]}, GREEDY, "token ids of one sequence, .*, got dict"),
+        ([1], {"max_tokens": 3}, "must be SamplingParams, got dict"),
         ([1, 10**6], GREEDY, "token id 1000000 is outside"),
         ([1], SamplingParams(stop=("x",)), "need a tokenizer"),
         ([1] * 9000, GREEDY, "exceeds"),
         ([1], SamplingParams(budget_tokens=64), "policy 'full' attends to all"),
-    ):
+    )
+    for prompt, params, words in cases:
         with pytest.raises(ValueError, match=words):
             engine.add_request(prompt, params)
     for options, words in (

@@ -26,6 +26,7 @@ from offload.engine.scheduler import Scheduler
 from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
 from offload.engine.steps import EngineStats, Steps
 from offload.system.interrupts import shielded
+from offload.system.memory import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +106,30 @@ class Engine:
         self._to_cancel: set[str] = set()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._say_room()
         self._until: float | None = None  # when sessions have to be written
         self.failure: BaseException | None = None
+
+    def _say_room(self) -> None:
+        admission, most = self._steps.admission, self.max_context
+        budget = self._runtime.store.host_budget_bytes
+        fits = admission.most_answer(1, most)
+        if fits < most:
+            logger.warning(
+                "%s of host KV cache have room for %s of the context's %s tokens; raise "
+                "max_memory={'cpu': ...} (--max-memory cpu=SIZE)",
+                format_bytes(budget),
+                f"{fits:,}",
+                f"{most:,}",
+            )
+        else:
+            count = int(budget / admission.most_bytes(most))
+            logger.info(
+                "%s of host KV cache have room for %s requests of all %s tokens at a time",
+                format_bytes(budget),
+                f"{count:,}",
+                f"{most:,}",
+            )
 
     def add_request(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -410,6 +411,23 @@ def test_requests_wait_for_memory(tiny_folders: dict[str, Path]) -> None:
     with pytest.raises(HostBudgetError, match="of answer need"):
         engine.add_request([1] * 400, params)
     engine.stop()
+
+
+def test_it_says_what_it_has_room_for(
+    tiny_folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(tiny_folders["llama"])
+    with caplog.at_level("INFO", "offload.engine"):
+        Engine(model)
+        allow_host_bytes(model, model.kv_store.page_bytes * model.kv_store.num_page_rows)
+        few = Engine(model)
+    says, warns = (record.getMessage() for record in caplog.records)
+    assert re.search(r"have room for [\d,]+ requests of all 512 tokens at a time", says)
+    assert f"have room for {model.kv_store.page_tokens:,} of the context's 512 tokens" in warns
+    few.add_request([1], GREEDY)
+    with pytest.raises(HostBudgetError):
+        few.add_request([1] * model.kv_store.page_tokens, GREEDY)
+    few.stop()
 
 
 @pytest.mark.parametrize("num_rounds", [20, pytest.param(500, marks=pytest.mark.slow)])

@@ -147,6 +147,7 @@ def plan(
         planned = planned_model(model, dtype)
         made_policy = make_policy(chosen.policy, **options)
         tokens = context or planned.shape.max_context
+        planned.check_context(tokens)  # before anything is measured
         # What this machine has left does not bound one that is not there yet.
         limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in budgets.items()}
         if profile is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -55,6 +56,11 @@ def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> P
             weights are downloaded.
     """
     hub = hub or HubOptions()
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise ValueError(
+            f"a model is a folder, a .gguf file, a hub id or {EMBEDDED_MODEL!r}, got "
+            f"{name_or_path!r}"
+        )
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name == EMBEDDED_MODEL and not path.exists():
         return converted_folder(embedded_gguf(), EMBEDDED_MODEL)

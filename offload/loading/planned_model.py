@@ -56,6 +56,14 @@ class PlannedModel:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    def check_context(self, num_tokens: int) -> None:
+        """Refuse more tokens than it has positions."""
+        if num_tokens > self.shape.max_context:
+            raise ValueError(
+                f"a context of {num_tokens} tokens exceeds the {self.shape.max_context} tokens of "
+                f"{self.name}"
+            )
+
 
 def planned_model(name_or_path: str, dtype: str = "auto") -> PlannedModel:
     """The model of that name: a name of `MODEL_SHAPES`, or what `from_pretrained` takes.

@@ -59,11 +59,7 @@ class PlanRequest:
     placement: HeadPlacement | None = None
 
     def __post_init__(self) -> None:
-        if self.context > self.model.shape.max_context:
-            raise ValueError(
-                f"a context of {self.context} tokens exceeds the {self.model.shape.max_context} "
-                f"tokens of {self.model.name}"
-            )
+        self.model.check_context(self.context)
         known = {"cpu", self.device_index} if self.on_gpu else {"cpu"}
         for key in self.max_memory:
             if key not in known:

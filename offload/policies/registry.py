@@ -76,6 +76,11 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
         if options:
             raise ValueError(f"options {sorted(options)} given beside a policy object {policy}")
         return policy
+    if not isinstance(policy, str):
+        raise ValueError(
+            "policy must be a name or a policy object, such as LFPS(budget_tokens=512), got "
+            f"{policy!r}"
+        )
     cls = policy_named(policy)
     unknown = sorted(set(options) - set(cls.option_names()))
     if unknown:

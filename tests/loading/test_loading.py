@@ -76,6 +76,11 @@ def test_names_that_lead_nowhere(name: str, message: str) -> None:
         OffloadedModel.from_pretrained(name)
 
 
+def test_no_name_at_all() -> None:
+    with pytest.raises(ValueError, match=r"a folder, a \.gguf file, a hub id or .*, got None"):
+        OffloadedModel.from_pretrained(None)
+
+
 def test_hub_id_in_the_hub_cache(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
     """As a download leaves it; the tests are offline."""
     repository = tmp_path / "models--some-user--some-model"

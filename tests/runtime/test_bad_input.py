@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from offload import HostBudgetError, OffloadedModel
 from offload.loading.names import HubOptions
+from offload.policies.exact_topk import ExactTopK
 from offload.runtime.config import RuntimeConfig, runtime_config
 
 
@@ -28,6 +29,7 @@ def model(offloaded_models: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"policy": ExactTopK}, ValueError, "a name or a policy object, such as .* got <class"),
         ({"policy": "qest"}, ValueError, "unknown policy 'qest'; available: .*full"),
         ({"dtype": "int8"}, ValueError, "unknown dtype 'int8'; available: auto, bfloat16"),
         ({"dtype": torch.float64}, ValueError, "unknown dtype 'torch.float64'"),

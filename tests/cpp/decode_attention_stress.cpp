@@ -146,6 +146,7 @@ struct Step {
   std::vector<Sequence*> sequences;
   std::vector<int64_t> kv_lens;
   std::vector<uint16_t> queries;
+  std::vector<int64_t> budgets{};  // of rows; empty: the policy's
 };
 
 Results run(const Step& step, DecodeAttention& attention) {
@@ -164,6 +165,7 @@ Results run(const Step& step, DecodeAttention& attention) {
     rows[r].output = out.data() + r * row_elements * item;
     rows[r].lse = results.lse.data() + r * static_cast<size_t>(step.shape.num_qo_heads);
     rows[r].arrays = step.sequences[r]->arrays;
+    if (!step.budgets.empty()) rows[r].budget_tokens = step.budgets[r];
   }
   attention.set_policy(step.policy);
   const int64_t num_layers = step.policy.roles.empty() ? 1 : kNumLayers;
@@ -302,6 +304,8 @@ void stress(const AttentionShape& shape, int rounds) {
       for (size_t i = 0; i < n; ++i) {
         step.sequences.push_back(sequences[order[i]].get());
         step.kv_lens.push_back(round % 2 == 0 ? capacities[order[i]] : uniform(1, capacities[order[i]]));
+        const int64_t budgets[] = {0, kAttendsToAll, uniform(12, 64)};
+        step.budgets.push_back(budgets[uniform(0, 2)]);
       }
       step.queries.resize(n * static_cast<size_t>(shape.num_qo_heads * shape.head_dim));
       for (uint16_t& q : step.queries) q = from_float<Bf16>(normal()).bits;

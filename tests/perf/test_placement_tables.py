@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from perf import report, results_file
-from perf.results_file import write_results
 from perf.tables.placement_tables import gpu_plan_table
 
 MACHINE: dict[str, Any] = {
@@ -54,11 +49,3 @@ def test_plan_table() -> None:
         "| `lychee_decode` | 131,072 | 1,024 | 15 | G 40 g 116 . 100 | 0.86 | 1.00 ± 0.10 "
         "| -14.0% | +1.3% |" in gpu_plan_table(RESULT)
     )
-
-
-def test_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
-    section = "<!-- perf:{0} -->\n\n<!-- /perf:{0} -->"
-    assert report.NOT_MEASURED in report.render(section.format("gpu-plan"))
-    write_results("gpu-plan", **RESULT)
-    assert "0123456789ab" in report.render(section.format("gpu-plan"))

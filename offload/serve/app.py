@@ -242,7 +242,11 @@ def create_app(served: Served) -> FastAPI:
         served.check_model(body.model)
         served.check_number(1, body.n)
         ids = await asyncio.to_thread(
-            texts.chat_ids, body.messages, body.usable_tools, reads_calls=body.reads_calls
+            texts.chat_ids,
+            body.messages,
+            body.usable_tools,
+            reads_calls=body.reads_calls,
+            template_kwargs=body.chat_template_kwargs,
         )
         return await served.answer(request, body, [ids], Chat(body, served.name, texts))
 
@@ -256,6 +260,7 @@ def create_app(served: Served) -> FastAPI:
             chat.usable_tools,
             reads_calls=chat.reads_calls,
             field="input",
+            template_kwargs=chat.chat_template_kwargs,
         )
         form = response_items.Response(body, served.name, texts)
         return await served.answer(request, chat, [ids], form)
@@ -327,7 +332,9 @@ def create_app(served: Served) -> FastAPI:
     async def tokenize(body: TokenizeRequest) -> Tokenized:
         served.check_model(body.model)
         if body.messages:
-            tokens = await asyncio.to_thread(texts.chat_ids, body.messages)
+            tokens = await asyncio.to_thread(
+                texts.chat_ids, body.messages, template_kwargs=body.chat_template_kwargs
+            )
         else:
             special = body.add_special_tokens
             tokens = await asyncio.to_thread(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
@@ -15,6 +16,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from offload.engine.sampling_params import MOST_LOGPROBS, SamplingParams
 from offload.engine.sessions import check_session_id
@@ -29,6 +32,25 @@ IdPattern = described(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Ids = Annotated[list[Annotated[int, described(minimum=0)]], at_most(2**21)]
 _MOST_MESSAGES = 2**14
+# Of the chat template and the tokenizer, which the server gives or leaves as they are.
+_OURS = sorted(
+    {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+    | {*signature(render_jinja_template).parameters}
+)
+
+
+def _not_ours(given: dict[str, Any]) -> dict[str, Any]:
+    for name in given:
+        if name in _OURS:
+            raise ValueError(f"{name!r} is the server's to give; leave it out")
+    return given
+
+
+ChatTemplateKwargs = Annotated[
+    dict[str, Any],
+    AfterValidator(_not_ours),
+    described(propertyNames={"not": {"enum": _OURS}}),
+]
 
 
 class StreamOptions(Body):
@@ -197,6 +219,7 @@ class ChatRequest(Sampled):
     tools: Annotated[list[Tool], at_most(128)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: ChatTemplateKwargs = {}
     functions: Annotated[list[Any], only([])] = []
     function_call: Annotated[Any, only("none")] = None
     modalities: Annotated[list[str], at_most(1), only(["text"])] = ["text"]
@@ -330,11 +353,14 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], at_most(_MOST_MESSAGES)] | None = None
     add_special_tokens: bool = True
+    chat_template_kwargs: ChatTemplateKwargs = {}
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give one of prompt and messages")
+        if self.chat_template_kwargs and self.messages is None:
+            raise ValueError("chat_template_kwargs needs messages")
         return self
 
 

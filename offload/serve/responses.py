@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from offload.serve.bodies import Body, at_most, only
-from offload.serve.protocol import ChatRequest, Logprobs, Sampling
+from offload.serve.protocol import ChatRequest, ChatTemplateKwargs, Logprobs, Sampling
 from offload.serve.structured import Constraint, JsonSchema, ResponseFormat
 from offload.serve.tools import Arguments, Function, FunctionName, Name, NamedTool, Tool, ToolCall
 
@@ -140,6 +140,7 @@ class ResponseRequest(Sampling):
     tools: Annotated[list[FunctionTool], at_most(128)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: ChatTemplateKwargs = {}
     include: Annotated[list[Literal["message.output_text.logprobs"]], at_most(1)] = []
     top_logprobs: Logprobs = 0
     stream_options: StreamOptions | None = None
@@ -197,6 +198,7 @@ class ResponseRequest(Sampling):
             "tools": [Tool(type="function", function=function) for function in functions],
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "logprobs": bool(self.include),
             "top_logprobs": self.top_logprobs if self.include else None,
         }

@@ -32,12 +32,13 @@ class Choice:
     """A choice so far.
 
     Attributes:
+        ends: tokens that are no part of `text` where they end it.
         shown: the tokens of `text`, without what ended it.
         prompt_scores: logprobs of the prompt's tokens after the first.
     """
 
     index: int
-    special: set[int]
+    ends: set[int]
     text: str = ""
     shown: list[Chosen] = field(default_factory=list)
     prompt_scores: list[Chosen] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Choice:
         self.prompt_scores += output.prompt_scores
         self.finish_reason = output.finish_reason
         self._held += output.tokens
-        if output.finish_reason == "stop" and self._held[-1].token in self.special:
+        if output.finish_reason == "stop" and self._held[-1].token in self.ends:
             self._held.pop()
         new: list[Chosen] = []
         if output.text or output.finish_reason == "length":

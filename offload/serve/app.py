@@ -132,10 +132,8 @@ class Served:
                 for job, mask in zip(jobs, masks, strict=True)
             ]
         answers = await Answers.start(self.engine, jobs, self.metrics)
-        choices = [
-            Choice(i, self.texts.special, num_prompt_tokens=len(job.prompt))
-            for i, job in enumerate(jobs)
-        ]
+        ends = self.texts.special | {*body.stop_token_ids}
+        choices = [Choice(i, ends, num_prompt_tokens=len(job.prompt)) for i, job in enumerate(jobs)]
         if body.stream:
             return AnswerStream(answers, choices, form)
         try:

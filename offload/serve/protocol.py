@@ -30,7 +30,8 @@ MaxTokens = Annotated[int, described(minimum=1)]
 Penalty = Annotated[float, described(minimum=-2, maximum=2)]
 IdPattern = described(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-Ids = Annotated[list[Annotated[int, described(minimum=0)]], at_most(2**21)]
+TokenId = Annotated[int, described(minimum=0)]
+Ids = Annotated[list[TokenId], at_most(2**21)]
 _MOST_MESSAGES = 2**14
 # Of the chat template and the tokenizer, which the server gives or leaves as they are.
 _OURS = sorted(
@@ -73,6 +74,7 @@ class Sampling(Body):
     min_p: Annotated[float, described(minimum=0, maximum=1)] = 0.0
     seed: Annotated[int, described(minimum=-(2**63), maximum=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], at_most(64)] = []
+    stop_token_ids: Annotated[list[TokenId], at_most(64)] = []
     logit_bias: dict[str, Annotated[float, described(minimum=-100, maximum=100)]] = {}
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -171,6 +173,7 @@ class Sampled(Sampling):
             min_p=self.min_p,
             seed=self.seed,
             stop=self.stops,
+            stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_logprobs if self.echoes else None,

@@ -72,6 +72,10 @@ def test_prompts_of_all_kinds(client: openai.OpenAI, http: httpx.Client) -> None
         ({"prompt": ["a"] * 129}, "at most 128"),
         ({"prompt": [[1]] * 100, "n": 3}, "100 prompts with n=3"),
         ({"prompt": "a", "stop": ["a"] * 65}, "stop"),
+        ({"prompt": "a", "stop_token_ids": [5] * 65}, "stop_token_ids"),
+        ({"prompt": "a", "stop_token_ids": ["5"]}, "stop_token_ids"),
+        ({"prompt": "a", "stop_token_ids": [5000]}, "5000 is outside the vocabulary"),
+        ({"prompt": "a", "stop_token_ids": [-1]}, "-1 is outside the vocabulary"),
         ({"prompt": "a", "messages": []}, "messages"),
     ],
 )
@@ -179,6 +183,39 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert "".join(logprobs.tokens) == choice.text
         assert [len(top) for top in logprobs.top_logprobs] == [k] * 8
         assert logprobs.text_offset == [*range(8)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_tokens(client: openai.OpenAI, http: httpx.Client, stream: bool) -> None:
+    """They are no part of the answer, nor of its logprobs."""
+    options: dict[str, Any] = {"logprobs": 1, "logit_bias": ASCII}
+    (whole,) = ask(client, "hello", **options).choices
+    last = whole.logprobs.tokens[3]
+    at = whole.logprobs.tokens.index(last)  # the first of its kind
+    (token,) = http.post("/tokenize", json={"prompt": last}).json()["tokens"]
+    extra = {"stop_token_ids": [token, 93]}
+    answer = ask(client, "hello", **options, extra_body=extra, stream=stream)
+    choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
+    assert "".join(choice.text for choice in choices) == whole.text[:at]
+    assert choices[-1].finish_reason == "stop"
+    scored = [t for choice in choices if choice.logprobs for t in choice.logprobs.tokens]
+    assert scored == whole.logprobs.tokens[:at]
+
+
+def test_when_stop_tokens_end_an_answer(client: openai.OpenAI, http: httpx.Client) -> None:
+    """Of all routes; not before min_tokens."""
+    (token,) = http.post("/tokenize", json={"prompt": "a"}).json()["tokens"]
+    always: dict[str, Any] = {"logit_bias": {str(token): 100.0}, "stop_token_ids": [token, 257]}
+    (choice,) = ask(client, "hello", extra_body=always).choices
+    assert (choice.text, choice.finish_reason) == ("", "stop")
+    answer = ask(client, "hello", extra_body=always | {"min_tokens": 6})
+    assert answer.usage.completion_tokens == 7
+    messages: Any = [{"role": "user", "content": "hello"}]
+    chat = client.chat.completions.create(messages=messages, **FEW, extra_body=always)
+    assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("", "stop")
+    response = client.responses.create(model="tiny", input="hello", extra_body=always)
+    assert (response.output_text, response.status) == ("", "completed")
+    assert response.usage.output_tokens == chat.usage.completion_tokens == 1
 
 
 def test_echo_with_logprobs_scores_the_prompt(

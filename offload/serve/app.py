@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -65,6 +65,7 @@ class Served:
         flush_seconds: in which sessions are written at the end.
         default_max_tokens: of a chat's answer that has no max_tokens; None: as the engine has it.
         schema_limits: of what an answer is to keep to.
+        sampling_defaults: by name, where a request has none; others are OpenAI's.
     """
 
     engine: AsyncEngine
@@ -72,6 +73,7 @@ class Served:
     flush_seconds: float = 30.0
     schema_limits: SchemaLimits = field(default_factory=SchemaLimits)
     default_max_tokens: int | None = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model = self.engine.engine.model
@@ -238,6 +240,7 @@ def create_app(served: Served) -> FastAPI:
     @app.post("/v1/chat/completions", responses=answer_or_stream(ChatAnswer))
     async def chat(body: ChatRequest, request: Request) -> Response:
         served.check_model(body.model)
+        body.take_defaults(served.sampling_defaults)
         served.check_number(1, body.n)
         ids = await asyncio.to_thread(
             texts.chat_ids,
@@ -251,6 +254,7 @@ def create_app(served: Served) -> FastAPI:
     @app.post("/v1/responses", responses=answer_or_stream(ResponseAnswer))
     async def responses(body: ResponseRequest, request: Request) -> Response:
         served.check_model(body.model)
+        body.take_defaults(served.sampling_defaults)
         chat = body.chat
         ids = await asyncio.to_thread(
             texts.chat_ids,
@@ -266,6 +270,7 @@ def create_app(served: Served) -> FastAPI:
     @app.post("/v1/completions", responses=answer_or_stream(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         served.check_model(body.model)
+        body.take_defaults(served.sampling_defaults)
         if not body.prompts or not all(body.prompts):
             raise ApiError(400, "prompt: it is empty", param="prompt")
         served.check_number(len(body.prompts), body.n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
 from typing import Annotated, Any, Literal, cast
@@ -98,6 +99,11 @@ class Sampling(Body):
             if not token.isdecimal():
                 raise ValueError(f"token ids are the keys, got {token!r}")
         return biases
+
+    def take_defaults(self, values: Mapping[str, float]) -> None:
+        """For the fields that the request does not give."""
+        for name in values.keys() - self.model_fields_set:
+            setattr(self, name, values[name])
 
 
 class Sampled(Sampling):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
@@ -166,6 +166,11 @@ class ResponseRequest(Sampling):
         """The same request to /v1/chat/completions."""
         return self._chat
 
+    def take_defaults(self, values: Mapping[str, float]) -> None:
+        """As `Sampling.take_defaults`; `chat`, too."""
+        super().take_defaults(values)
+        self._chat.take_defaults(values)
+
     @model_validator(mode="after")
     def _consistent(self) -> ResponseRequest:
         if self.stream_options and not self.stream:
@@ -190,7 +195,8 @@ class ResponseRequest(Sampling):
         schema = None
         if form.schema_ is not None:
             schema = JsonSchema(name=form.name or "", schema=form.schema_)
-        fields: dict[str, Any] = {name: getattr(self, name) for name in Sampling.model_fields}
+        given = self.model_fields_set & Sampling.model_fields.keys()
+        fields: dict[str, Any] = {name: getattr(self, name) for name in given}
         fields |= {
             "messages": [*self._messages()],
             "max_completion_tokens": self.max_output_tokens,

@@ -135,7 +135,10 @@ class Served:
             ]
         answers = await Answers.start(self.engine, jobs, self.metrics)
         ends = self.texts.special | {*body.stop_token_ids}
-        choices = [Choice(i, ends, num_prompt_tokens=len(job.prompt)) for i, job in enumerate(jobs)]
+        choices = [
+            Choice(i, ends, body.only_echoes, num_prompt_tokens=len(job.prompt))
+            for i, job in enumerate(jobs)
+        ]
         if body.stream:
             return AnswerStream(answers, choices, form)
         try:

@@ -160,6 +160,11 @@ class Sampled(Sampling):
         return False
 
     @property
+    def only_echoes(self) -> bool:
+        """Whether the prompt is all of the answer."""
+        return self.echoes and self.most_tokens == 0
+
+    @property
     def num_logprobs(self) -> int | None:
         """Alternatives beside the logprob of each token; None: no logprobs."""
         raise NotImplementedError
@@ -171,7 +176,7 @@ class Sampled(Sampling):
             ValueError: names what is out of range.
         """
         params = SamplingParams(
-            max_tokens=self.most_tokens,
+            max_tokens=1 if self.only_echoes else self.most_tokens,  # an engine chooses one
             min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -329,11 +334,19 @@ class CompletionRequest(Sampled):
         | Annotated[_Prompts, Tag("prompts")],
         Discriminator(_kind),
     ]
-    max_tokens: MaxTokens | None = 16
+    max_tokens: Annotated[int, described(minimum=0)] | None = 16
     echo: bool = False
     logprobs: Logprobs | None = None
     best_of: Annotated[int, only(1)] = 1
     suffix: Annotated[str, only()] = ""
+
+    @model_validator(mode="after")
+    def _no_answer(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1, got 0; 0 needs echo=true")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens=0")
+        return self
 
     @property
     def echoes(self) -> bool:

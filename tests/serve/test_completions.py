@@ -72,6 +72,9 @@ def test_prompts_of_all_kinds(client: openai.OpenAI, http: httpx.Client) -> None
         ({"prompt": ["a"] * 129}, "at most 128"),
         ({"prompt": [[1]] * 100, "n": 3}, "100 prompts with n=3"),
         ({"prompt": "a", "stop": ["a"] * 65}, "stop"),
+        ({"prompt": "a", "max_tokens": 0}, "0 needs echo=true"),
+        ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens must be at least 1, got -1"),
+        ({"prompt": "a", "max_tokens": 0, "echo": True, "min_tokens": 1}, "exceeds max_tokens=0"),
         ({"prompt": "a", "stop_token_ids": [5] * 65}, "stop_token_ids"),
         ({"prompt": "a", "stop_token_ids": ["5"]}, "stop_token_ids"),
         ({"prompt": "a", "stop_token_ids": [5000]}, "5000 is outside the vocabulary"),
@@ -242,6 +245,44 @@ def test_echo_with_logprobs_scores_the_prompt(
     assert "".join(c.choices[0].text for c in chunks) == choice.text
     streamed = [t for c in chunks for t in (c.choices[0].logprobs.token_logprobs or [])]
     assert streamed == scores.token_logprobs
+
+
+@pytest.mark.parametrize(
+    "end",
+    [{}, {"logit_bias": {"257": 100.0}}, {"logit_bias": {"97": 100.0}, "stop_token_ids": [97]}],
+)
+def test_max_tokens_0_scores_only(client: openai.OpenAI, end: dict[str, Any]) -> None:
+    """Whatever an answer would begin with."""
+    prompts = ["score this", "and that"]
+    options: dict[str, Any] = {"echo": True, "logprobs": 2, "extra_body": end}
+    scored = ask(client, prompts, max_tokens=0, **options)
+    longer = ask(client, prompts, max_tokens=1, echo=True, logprobs=2)
+    assert (scored.usage.completion_tokens, scored.usage.prompt_tokens) == (0, 18)
+    for prompt, choice, other in zip(prompts, scored.choices, longer.choices, strict=True):
+        assert (choice.text, choice.finish_reason) == (prompt, "length")
+        scores, wanted = choice.logprobs, other.logprobs
+        assert scores.token_logprobs[0] is None
+        assert "".join(scores.tokens) == prompt
+        assert scores.token_logprobs[1:] == pytest.approx(
+            wanted.token_logprobs[1 : len(scores.tokens)], abs=1e-4
+        )
+    streamed = [*ask(client, "score this", max_tokens=0, stream=True, **options)]
+    (chunk,) = (choice for each in streamed for choice in each.choices)
+    assert (chunk.text, chunk.finish_reason) == ("score this", "length")
+    wanted = scored.choices[0].logprobs.token_logprobs
+    assert chunk.logprobs.token_logprobs[1:] == pytest.approx(wanted[1:], abs=1e-4)
+    plain = ask(client, "score this", max_tokens=0, echo=True, extra_body=end).choices[0]
+    assert (plain.text, plain.logprobs, plain.finish_reason) == ("score this", None, "length")
+    parts = [*ask(client, "score this", max_tokens=0, echo=True, stream=True, extra_body=end)]
+    assert "".join(each.choices[0].text for each in parts) == "score this"
+    assert parts[-1].choices[0].finish_reason == "length"
+
+
+def test_max_tokens_0_of_a_full_context(client: openai.OpenAI) -> None:
+    (choice,) = ask(client, [7] * 4096, max_tokens=0, echo=True, logprobs=0).choices
+    assert len(choice.logprobs.token_logprobs) == 4096
+    with pytest.raises(openai.BadRequestError, match="exceed the context"):
+        ask(client, [7] * 4097, max_tokens=0, echo=True)
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,34 @@ import typer
 
 from offload.cli.console import print_marked, quiet_transformers, running, stderr
 from offload.cli.generate import Loading
-from offload.cli.options import DEFAULT_MODEL, ModelName, PolicyChoice, Verbose, memory_budgets
+from offload.cli.options import (
+    DEFAULT_MODEL,
+    ModelName,
+    PolicyChoice,
+    Verbose,
+    check_name,
+    memory_budgets,
+)
 from offload.policies.registry import make_policy
 from offload.system.garbage import importing_torch
 
+_GENERATION_CONFIGS = ("auto", "none")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
 class Chosen(PolicyChoice):
-    """The policy."""
+    """The policy, and how tokens are chosen."""
 
     panel: ClassVar[str] = "How it runs"
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none",
+            help="Where requests leave out temperature, top_p, top_k, min_p or repetition_penalty: "
+            "those of the model's generation config (auto), or OpenAI's (none).",
+        ),
+    ] = "auto"
 
 
 @dataclass(frozen=True)
@@ -209,6 +225,7 @@ def prepare(
 ) -> tuple[Callable[[], Any], Any]:
     """What loads the model and makes a `Served` of it, and to whom it is served (`Access`)."""
     options = chosen.options()
+    check_name(chosen.generation_config, _GENERATION_CONFIGS, option="--generation-config")
     arguments = asdict(loading) | {"max_memory": memory_budgets(loading.max_memory or [])}
     for name in ("tensor_parallel_size", "host_bytes_per_sequence"):
         if arguments[name] not in (None, 1):
@@ -217,6 +234,7 @@ def prepare(
     try:
         from offload.serve.app import Served
         from offload.serve.grammars import SchemaLimits
+        from offload.serve.sampling_defaults import sampling_defaults
         from offload.serve.server import Access
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}; pip install 'offload[serve]'") from error
@@ -241,6 +259,8 @@ def prepare(
     def load_served() -> Served:
         tokenizer = load_tokenizer(model)
         loaded = OffloadedModel.from_pretrained(model, policy=policy, **arguments)
+        is_auto = chosen.generation_config == "auto"
+        defaults = sampling_defaults(loaded.generation_config) if is_auto else {}
         engine = Engine(
             loaded,
             tokenizer,
@@ -254,6 +274,7 @@ def prepare(
             schema_limits=SchemaLimits(load.max_schema_bytes, load.max_schema_depth),
             flush_seconds=load.shutdown_seconds,
             default_max_tokens=load.default_max_tokens,
+            sampling_defaults=defaults,
         )
 
     return load_served, access

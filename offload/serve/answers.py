@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from offload.engine.async_engine import AsyncEngine
 from offload.engine.engine import Engine
@@ -32,12 +33,15 @@ class Choice:
     """A choice so far.
 
     Attributes:
+        ends: tokens that are no part of `text` where they end it.
         shown: the tokens of `text`, without what ended it.
+        only_echoes: what comes of the answer is dropped.
         prompt_scores: logprobs of the prompt's tokens after the first.
     """
 
     index: int
-    special: set[int]
+    ends: set[int]
+    only_echoes: bool = False
     text: str = ""
     shown: list[Chosen] = field(default_factory=list)
     prompt_scores: list[Chosen] = field(default_factory=list)
@@ -50,13 +54,16 @@ class Choice:
 
     def take(self, output: RequestOutput) -> tuple[str, list[Chosen]]:
         """What it adds to `text` and to `shown`: tokens wait until their text is out."""
+        if self.only_echoes:
+            reason: Literal["length"] | None = "length" if output.finish_reason else None
+            output = replace(output, tokens=(), text="", finish_reason=reason)
         self.num_prompt_tokens, self.num_read = output.num_prompt_tokens, output.num_read
         self.num_cached = output.num_cached
         self.num_tokens += len(output.tokens)
         self.prompt_scores += output.prompt_scores
         self.finish_reason = output.finish_reason
         self._held += output.tokens
-        if output.finish_reason == "stop" and self._held[-1].token in self.special:
+        if output.finish_reason == "stop" and self._held[-1].token in self.ends:
             self._held.pop()
         new: list[Chosen] = []
         if output.text or output.finish_reason == "length":

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -65,6 +65,7 @@ class Served:
         flush_seconds: in which sessions are written at the end.
         default_max_tokens: of a chat's answer that has no max_tokens; None: as the engine has it.
         schema_limits: of what an answer is to keep to.
+        sampling_defaults: by name, where a request has none; others are OpenAI's.
     """
 
     engine: AsyncEngine
@@ -72,6 +73,7 @@ class Served:
     flush_seconds: float = 30.0
     schema_limits: SchemaLimits = field(default_factory=SchemaLimits)
     default_max_tokens: int | None = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model = self.engine.engine.model
@@ -132,8 +134,9 @@ class Served:
                 for job, mask in zip(jobs, masks, strict=True)
             ]
         answers = await Answers.start(self.engine, jobs, self.metrics)
+        ends = self.texts.special | {*body.stop_token_ids}
         choices = [
-            Choice(i, self.texts.special, num_prompt_tokens=len(job.prompt))
+            Choice(i, ends, body.only_echoes, num_prompt_tokens=len(job.prompt))
             for i, job in enumerate(jobs)
         ]
         if body.stream:
@@ -240,15 +243,21 @@ def create_app(served: Served) -> FastAPI:
     @app.post("/v1/chat/completions", responses=answer_or_stream(ChatAnswer))
     async def chat(body: ChatRequest, request: Request) -> Response:
         served.check_model(body.model)
+        body.take_defaults(served.sampling_defaults)
         served.check_number(1, body.n)
         ids = await asyncio.to_thread(
-            texts.chat_ids, body.messages, body.usable_tools, reads_calls=body.reads_calls
+            texts.chat_ids,
+            body.messages,
+            body.usable_tools,
+            reads_calls=body.reads_calls,
+            template_kwargs=body.chat_template_kwargs,
         )
         return await served.answer(request, body, [ids], Chat(body, served.name, texts))
 
     @app.post("/v1/responses", responses=answer_or_stream(ResponseAnswer))
     async def responses(body: ResponseRequest, request: Request) -> Response:
         served.check_model(body.model)
+        body.take_defaults(served.sampling_defaults)
         chat = body.chat
         ids = await asyncio.to_thread(
             texts.chat_ids,
@@ -256,6 +265,7 @@ def create_app(served: Served) -> FastAPI:
             chat.usable_tools,
             reads_calls=chat.reads_calls,
             field="input",
+            template_kwargs=chat.chat_template_kwargs,
         )
         form = response_items.Response(body, served.name, texts)
         return await served.answer(request, chat, [ids], form)
@@ -263,6 +273,7 @@ def create_app(served: Served) -> FastAPI:
     @app.post("/v1/completions", responses=answer_or_stream(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         served.check_model(body.model)
+        body.take_defaults(served.sampling_defaults)
         if not body.prompts or not all(body.prompts):
             raise ApiError(400, "prompt: it is empty", param="prompt")
         served.check_number(len(body.prompts), body.n)
@@ -327,7 +338,9 @@ def create_app(served: Served) -> FastAPI:
     async def tokenize(body: TokenizeRequest) -> Tokenized:
         served.check_model(body.model)
         if body.messages:
-            tokens = await asyncio.to_thread(texts.chat_ids, body.messages)
+            tokens = await asyncio.to_thread(
+                texts.chat_ids, body.messages, template_kwargs=body.chat_template_kwargs
+            )
         else:
             special = body.add_special_tokens
             tokens = await asyncio.to_thread(

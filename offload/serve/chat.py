@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -13,6 +13,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from offload.serve.errors import ApiError
 from offload.serve.protocol import Message
 from offload.serve.tools import OPEN, Tool
+
+# What a template may raise where variables or messages have a type that it does not expect.
+_OF_TEMPLATES = (
+    *(TemplateError, ValueError, TypeError, RecursionError),
+    *(ArithmeticError, AttributeError, LookupError),
+)
 
 
 class Texts:
@@ -79,12 +85,14 @@ class Texts:
         *,
         reads_calls: bool = False,
         field: str = "messages",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """By the chat template; a last message of the assistant is continued.
 
         Args:
             reads_calls: the model must write calls of tools in a way that is known here.
             field: of the request, which the messages are from.
+            template_kwargs: further variables of the template.
 
         Raises:
             ApiError: there is no template, or it refuses the messages, or it cannot tell of tools.
@@ -92,9 +100,10 @@ class Texts:
         if not self.tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions")
         plain = [tool.model_dump(exclude={"function": {"strict"}}) for tool in tools]
-        text = self._rendered(messages, plain, field)
+        variables = dict(template_kwargs or {})
+        text = self._rendered(messages, plain, field, variables)
         if plain:
-            if text == self._rendered(messages, [], field):
+            if text == self._rendered(messages, [], field, variables):
                 raise ApiError(400, "tools: the chat template ignores them", param="tools")
             if reads_calls and OPEN not in self.tokenizer.get_chat_template(tools=plain):
                 raise ApiError(
@@ -106,7 +115,11 @@ class Texts:
         return self.encode(text, add_special_tokens=False)
 
     def _rendered(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]], field: str
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]],
+        field: str,
+        variables: dict[str, Any],
     ) -> str:
         continued = messages[-1].role == "assistant"
         try:
@@ -117,9 +130,10 @@ class Texts:
                     add_generation_prompt=not continued,
                     continue_final_message=continued,
                     tokenize=False,
+                    **variables,
                 )
             )
-        except (TemplateError, ValueError, TypeError, RecursionError) as error:
+        except _OF_TEMPLATES as error:
             message = f"{field}: the chat template says: {error}"
             raise ApiError(400, message, param=field) from error
 

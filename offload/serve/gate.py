@@ -12,7 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from offload.serve.errors import ApiError
 from offload.serve.metrics import while_loading
 
-PUBLIC = ("/", "/health", "/ping")
+_HEALTH = ("/health", "/ping")
+PUBLIC = ("/", *_HEALTH)
 
 
 class Gate:
@@ -24,7 +25,7 @@ class Gate:
 
     Attributes:
         app: what answers; None while the model loads.
-        is_closing: requests are refused.
+        is_closing: requests are refused, and load balancers are told to send none.
         num_inside: that are being answered.
     """
 
@@ -75,6 +76,8 @@ class Gate:
             kind, _, given = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not self._is_key(given.strip().encode()):
                 raise ApiError(401, "missing or wrong API key", code="invalid_api_key")
+        if self.is_closing and scope["path"] in _HEALTH:
+            raise _unhealthy("draining", "the server is shutting down")
         if self.is_closing and scope["method"] == "POST":
             raise ApiError(503, "the server is shutting down")
         length = headers.get("content-length", "0")
@@ -91,7 +94,12 @@ class Gate:
 def _while_loading(path: str) -> Response:
     if path == "/metrics":
         return while_loading()
-    error = ApiError(503, "the model is loading", code="loading")
-    if path in ("/health", "/ping"):
-        error.body["status"] = "loading"
-    return error.response()
+    if path in _HEALTH:
+        return _unhealthy("loading", "the model is loading").response()
+    return ApiError(503, "the model is loading", code="loading").response()
+
+
+def _unhealthy(status: str, message: str) -> ApiError:
+    error = ApiError(503, message, code=status)
+    error.body["status"] = status
+    return error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
@@ -15,6 +17,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from offload.engine.sampling_params import MOST_LOGPROBS, SamplingParams
 from offload.engine.sessions import check_session_id
@@ -27,8 +31,25 @@ MaxTokens = Annotated[int, described(minimum=1)]
 Penalty = Annotated[float, described(minimum=-2, maximum=2)]
 IdPattern = described(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-Ids = Annotated[list[Annotated[int, described(minimum=0)]], at_most(2**21)]
+TokenId = Annotated[int, described(minimum=0)]
+Ids = Annotated[list[TokenId], at_most(2**21)]
 _MOST_MESSAGES = 2**14
+# Of the chat template and the tokenizer, which the server gives or leaves as they are.
+_OURS = {
+    "messages",
+    *signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *signature(render_jinja_template).parameters,
+}
+
+
+def _not_ours(given: dict[str, Any]) -> dict[str, Any]:
+    for name in given:
+        if name in _OURS:
+            raise ValueError(f"{name!r} is the server's to give; leave it out")
+    return given
+
+
+ChatTemplateKwargs = Annotated[dict[str, Any], AfterValidator(_not_ours)]
 
 
 class StreamOptions(Body):
@@ -51,6 +72,7 @@ class Sampling(Body):
     min_p: Annotated[float, described(minimum=0, maximum=1)] = 0.0
     seed: Annotated[int, described(minimum=-(2**63), maximum=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], at_most(64)] = []
+    stop_token_ids: Annotated[list[TokenId], at_most(64)] = []
     logit_bias: dict[str, Annotated[float, described(minimum=-100, maximum=100)]] = {}
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -74,6 +96,11 @@ class Sampling(Body):
             if not token.isdecimal():
                 raise ValueError(f"token ids are the keys, got {token!r}")
         return biases
+
+    def take_defaults(self, values: Mapping[str, float]) -> None:
+        """For the fields that the request does not give."""
+        for name in values.keys() - self.model_fields_set:
+            setattr(self, name, values[name])
 
 
 class Sampled(Sampling):
@@ -130,6 +157,11 @@ class Sampled(Sampling):
         return False
 
     @property
+    def only_echoes(self) -> bool:
+        """Whether the prompt is all of the answer."""
+        return self.echoes and self.most_tokens == 0
+
+    @property
     def num_logprobs(self) -> int | None:
         """Alternatives beside the logprob of each token; None: no logprobs."""
         raise NotImplementedError
@@ -141,7 +173,7 @@ class Sampled(Sampling):
             ValueError: names what is out of range.
         """
         params = SamplingParams(
-            max_tokens=self.most_tokens,
+            max_tokens=1 if self.only_echoes else self.most_tokens,  # an engine chooses one
             min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -149,6 +181,7 @@ class Sampled(Sampling):
             min_p=self.min_p,
             seed=self.seed,
             stop=self.stops,
+            stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_logprobs if self.echoes else None,
@@ -197,6 +230,7 @@ class ChatRequest(Sampled):
     tools: Annotated[list[Tool], at_most(128)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: ChatTemplateKwargs = {}
     functions: Annotated[list[Any], only([])] = []
     function_call: Annotated[Any, only("none")] = None
     modalities: Annotated[list[str], at_most(1), only(["text"])] = ["text"]
@@ -297,11 +331,19 @@ class CompletionRequest(Sampled):
         | Annotated[_Prompts, Tag("prompts")],
         Discriminator(_kind),
     ]
-    max_tokens: MaxTokens | None = 16
+    max_tokens: Annotated[int, described(minimum=0)] | None = 16
     echo: bool = False
     logprobs: Logprobs | None = None
     best_of: Annotated[int, only(1)] = 1
     suffix: Annotated[str, only()] = ""
+
+    @model_validator(mode="after")
+    def _no_answer(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1, got 0; 0 needs echo=true")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens=0")
+        return self
 
     @property
     def echoes(self) -> bool:
@@ -330,11 +372,14 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], at_most(_MOST_MESSAGES)] | None = None
     add_special_tokens: bool = True
+    chat_template_kwargs: ChatTemplateKwargs = {}
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give one of prompt and messages")
+        if self.chat_template_kwargs and self.messages is None:
+            raise ValueError("chat_template_kwargs needs messages")
         return self
 
 

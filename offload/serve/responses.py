@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from offload.serve.bodies import Body, at_most, only
-from offload.serve.protocol import ChatRequest, Logprobs, Sampling
+from offload.serve.protocol import ChatRequest, ChatTemplateKwargs, Logprobs, Sampling
 from offload.serve.structured import Constraint, JsonSchema, ResponseFormat
 from offload.serve.tools import Arguments, Function, FunctionName, Name, NamedTool, Tool, ToolCall
 
@@ -140,6 +140,7 @@ class ResponseRequest(Sampling):
     tools: Annotated[list[FunctionTool], at_most(128)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: ChatTemplateKwargs = {}
     include: Annotated[list[Literal["message.output_text.logprobs"]], at_most(1)] = []
     top_logprobs: Logprobs = 0
     stream_options: StreamOptions | None = None
@@ -165,6 +166,11 @@ class ResponseRequest(Sampling):
         """The same request to /v1/chat/completions."""
         return self._chat
 
+    def take_defaults(self, values: Mapping[str, float]) -> None:
+        """As `Sampling.take_defaults`; `chat`, too."""
+        super().take_defaults(values)
+        self._chat.take_defaults(values)
+
     @model_validator(mode="after")
     def _consistent(self) -> ResponseRequest:
         if self.stream_options and not self.stream:
@@ -189,7 +195,8 @@ class ResponseRequest(Sampling):
         schema = None
         if form.schema_ is not None:
             schema = JsonSchema(name=form.name or "", schema=form.schema_)
-        fields: dict[str, Any] = {name: getattr(self, name) for name in Sampling.model_fields}
+        given = self.model_fields_set & Sampling.model_fields.keys()
+        fields: dict[str, Any] = {name: getattr(self, name) for name in given}
         fields |= {
             "messages": [*self._messages()],
             "max_completion_tokens": self.max_output_tokens,
@@ -197,6 +204,7 @@ class ResponseRequest(Sampling):
             "tools": [Tool(type="function", function=function) for function in functions],
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "logprobs": bool(self.include),
             "top_logprobs": self.top_logprobs if self.include else None,
         }

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,10 @@ def serving(
     template: str = TEMPLATE,
     limits: SchemaLimits | None = None,
     default_max_tokens: int | None = None,
+    sampling_defaults: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Iterator[Server]:
-    """A server in a thread."""
+    """A server of the model in a thread."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     engine = Engine(model, tokenizer, **options)
@@ -69,8 +70,15 @@ def serving(
         "tiny",
         schema_limits=limits or SchemaLimits(),
         default_max_tokens=default_max_tokens,
+        sampling_defaults=sampling_defaults or {},
     )
-    server = Server(lambda: served, access or Access(port=0))
+    with running(Server(lambda: served, access or Access(port=0))) as server:
+        yield server
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """It serves in a thread."""
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from serve.conftest import TEMPLATE, Serve
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 FEW: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
@@ -272,3 +273,44 @@ def test_a_context_that_overflows_is_a_400_before_the_stream(http: httpx.Client)
         assert error["code"] == "exceed_context_size_error"
         assert (error["n_prompt_tokens"], error["n_ctx"]) == (5018, 4096)
     assert refusal(http, max_tokens=4096)["code"] == "exceed_context_size_error"
+
+
+def test_variables_of_the_template(serve: Serve) -> None:
+    """Of all routes that have messages."""
+    thinks = "{% if enable_thinking is defined and not enable_thinking %}[no]{% endif %}"
+    counts = "{% if of is defined %}{{ 1 // of }}{% endif %}"
+    off = {"chat_template_kwargs": {"enable_thinking": False, "nobody_reads_this": [None]}}
+    with (
+        serve(template=TEMPLATE + thinks + counts) as server,
+        httpx.Client(base_url=server.url, timeout=30) as http,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        tokens = http.post("/tokenize", json={"messages": HELLO} | off).json()["tokens"]
+        told = http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+        assert told == "[user]hello\n[assistant][no]"
+        assert ask(client, extra_body=off).usage.prompt_tokens == len(tokens)
+        continued = [*HELLO, {"role": "assistant", "content": "[no]"}]
+        assert text(client, extra_body=off) == text(client, continued)
+        response = client.responses.create(model="tiny", input="hello", extra_body=off)
+        assert response.usage.input_tokens == len(tokens)
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        with_tools = ask(client, tools=[tool], extra_body=off)
+        without = ask(client, tools=[tool])
+        assert with_tools.usage.prompt_tokens == without.usage.prompt_tokens + len("[no]")
+        zero = refusal(http, chat_template_kwargs={"of": 0})
+        assert "the chat template says" in zero["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_variables_that_are_the_servers(http: httpx.Client, path: str) -> None:
+    needed = {"input": "hello"} if path == "/v1/responses" else {"messages": HELLO}
+    for name in (
+        *("messages", "conversation", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "return_dict", "self"),
+    ):
+        error = refusal(http, path, **needed, chat_template_kwargs={name: "x"})
+        assert f"chat_template_kwargs: {name!r} is the server's" in error["message"]
+        assert error["param"] == "chat_template_kwargs"
+    assert "dictionary" in refusal(http, path, **needed, chat_template_kwargs=[1])["message"]
+    error = refusal(http, "/tokenize", prompt="a", chat_template_kwargs={"x": 1})
+    assert "needs messages" in error["message"]

@@ -72,6 +72,13 @@ def test_prompts_of_all_kinds(client: openai.OpenAI, http: httpx.Client) -> None
         ({"prompt": ["a"] * 129}, "at most 128"),
         ({"prompt": [[1]] * 100, "n": 3}, "100 prompts with n=3"),
         ({"prompt": "a", "stop": ["a"] * 65}, "stop"),
+        ({"prompt": "a", "max_tokens": 0}, "0 needs echo=true"),
+        ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens must be at least 1, got -1"),
+        ({"prompt": "a", "max_tokens": 0, "echo": True, "min_tokens": 1}, "exceeds max_tokens=0"),
+        ({"prompt": "a", "stop_token_ids": [5] * 65}, "stop_token_ids"),
+        ({"prompt": "a", "stop_token_ids": ["5"]}, "stop_token_ids"),
+        ({"prompt": "a", "stop_token_ids": [5000]}, "5000 is outside the vocabulary"),
+        ({"prompt": "a", "stop_token_ids": [-1]}, "-1 is outside the vocabulary"),
         ({"prompt": "a", "messages": []}, "messages"),
     ],
 )
@@ -217,6 +224,39 @@ def test_errors_say_where_the_body_is_wrong(
     assert error["param"] == param
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_tokens(client: openai.OpenAI, http: httpx.Client, stream: bool) -> None:
+    """They are no part of the answer, nor of its logprobs."""
+    options: dict[str, Any] = {"logprobs": 1, "logit_bias": ASCII}
+    (whole,) = ask(client, "hello", **options).choices
+    last = whole.logprobs.tokens[3]
+    at = whole.logprobs.tokens.index(last)  # the first of its kind
+    (token,) = http.post("/tokenize", json={"prompt": last}).json()["tokens"]
+    extra = {"stop_token_ids": [token, 93]}
+    answer = ask(client, "hello", **options, extra_body=extra, stream=stream)
+    choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
+    assert "".join(choice.text for choice in choices) == whole.text[:at]
+    assert choices[-1].finish_reason == "stop"
+    scored = [t for choice in choices if choice.logprobs for t in choice.logprobs.tokens]
+    assert scored == whole.logprobs.tokens[:at]
+
+
+def test_when_stop_tokens_end_an_answer(client: openai.OpenAI, http: httpx.Client) -> None:
+    """Of all routes; not before min_tokens."""
+    (token,) = http.post("/tokenize", json={"prompt": "a"}).json()["tokens"]
+    always: dict[str, Any] = {"logit_bias": {str(token): 100.0}, "stop_token_ids": [token, 257]}
+    (choice,) = ask(client, "hello", extra_body=always).choices
+    assert (choice.text, choice.finish_reason) == ("", "stop")
+    answer = ask(client, "hello", extra_body=always | {"min_tokens": 6})
+    assert answer.usage.completion_tokens == 7
+    messages: Any = [{"role": "user", "content": "hello"}]
+    chat = client.chat.completions.create(messages=messages, **FEW, extra_body=always)
+    assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("", "stop")
+    response = client.responses.create(model="tiny", input="hello", extra_body=always)
+    assert (response.output_text, response.status) == ("", "completed")
+    assert response.usage.output_tokens == chat.usage.completion_tokens == 1
+
+
 def test_echo_with_logprobs_scores_the_prompt(
     client: openai.OpenAI, http: httpx.Client, served_model: Any
 ) -> None:
@@ -241,6 +281,44 @@ def test_echo_with_logprobs_scores_the_prompt(
     assert "".join(c.choices[0].text for c in chunks) == choice.text
     streamed = [t for c in chunks for t in (c.choices[0].logprobs.token_logprobs or [])]
     assert streamed == scores.token_logprobs
+
+
+@pytest.mark.parametrize(
+    "end",
+    [{}, {"logit_bias": {"257": 100.0}}, {"logit_bias": {"97": 100.0}, "stop_token_ids": [97]}],
+)
+def test_max_tokens_0_scores_only(client: openai.OpenAI, end: dict[str, Any]) -> None:
+    """Whatever an answer would begin with."""
+    prompts = ["score this", "and that"]
+    options: dict[str, Any] = {"echo": True, "logprobs": 2, "extra_body": end}
+    scored = ask(client, prompts, max_tokens=0, **options)
+    longer = ask(client, prompts, max_tokens=1, echo=True, logprobs=2)
+    assert (scored.usage.completion_tokens, scored.usage.prompt_tokens) == (0, 18)
+    for prompt, choice, other in zip(prompts, scored.choices, longer.choices, strict=True):
+        assert (choice.text, choice.finish_reason) == (prompt, "length")
+        scores, wanted = choice.logprobs, other.logprobs
+        assert scores.token_logprobs[0] is None
+        assert "".join(scores.tokens) == prompt
+        assert scores.token_logprobs[1:] == pytest.approx(
+            wanted.token_logprobs[1 : len(scores.tokens)], abs=1e-4
+        )
+    streamed = [*ask(client, "score this", max_tokens=0, stream=True, **options)]
+    (chunk,) = (choice for each in streamed for choice in each.choices)
+    assert (chunk.text, chunk.finish_reason) == ("score this", "length")
+    wanted = scored.choices[0].logprobs.token_logprobs
+    assert chunk.logprobs.token_logprobs[1:] == pytest.approx(wanted[1:], abs=1e-4)
+    plain = ask(client, "score this", max_tokens=0, echo=True, extra_body=end).choices[0]
+    assert (plain.text, plain.logprobs, plain.finish_reason) == ("score this", None, "length")
+    parts = [*ask(client, "score this", max_tokens=0, echo=True, stream=True, extra_body=end)]
+    assert "".join(each.choices[0].text for each in parts) == "score this"
+    assert parts[-1].choices[0].finish_reason == "length"
+
+
+def test_max_tokens_0_of_a_full_context(client: openai.OpenAI) -> None:
+    (choice,) = ask(client, [7] * 4096, max_tokens=0, echo=True, logprobs=0).choices
+    assert len(choice.logprobs.token_logprobs) == 4096
+    with pytest.raises(openai.BadRequestError, match="exceed the context"):
+        ask(client, [7] * 4097, max_tokens=0, echo=True)
 
 
 @pytest.mark.parametrize(

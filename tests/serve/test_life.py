@@ -308,7 +308,7 @@ def test_a_stream_is_never_silent(serve: Serve, monkeypatch: pytest.MonkeyPatch)
 def test_the_end_of_a_server(serve: Serve) -> None:
     """What runs is finished, what comes is refused."""
     with serve() as server, httpx.Client(base_url=server.url, timeout=30) as http:
-        body = LONG | {"max_tokens": 600}
+        body = LONG | {"max_tokens": 1500}
         answers: list[httpx.Response] = []
         thread = threading.Thread(
             target=lambda: answers.append(
@@ -320,8 +320,14 @@ def test_the_end_of_a_server(serve: Serve) -> None:
         server.handle_exit(signal.SIGTERM, None)
         refused = http.post("/v1/completions", json=SHORT)
         assert refused.status_code == 503
+        for path in ("/health", "/ping"):
+            answer = http.get(path)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["status"] == answer.json()["error"]["code"] == "draining"
+        assert http.get("/load").json()["running"] == 1
+        assert "offload_requests_running 1.0" in http.get("/metrics").text
         thread.join()
-        assert answers[0].json()["usage"]["completion_tokens"] == 600
+        assert answers[0].json()["usage"]["completion_tokens"] == 1500
 
 
 def test_the_end_comes_in_time(serve: Serve) -> None:

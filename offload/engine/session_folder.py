@@ -97,6 +97,12 @@ class SessionFolder:
         with suppress(OSError):
             os.utime(self.path(session_id))
 
+    def used(self, session_id: str) -> float:
+        """Seconds since 1970; 0 if it is not there."""
+        with suppress(OSError):
+            return self.path(session_id).stat().st_mtime
+        return 0.0
+
     def remove(self, session_id: str) -> None:
         """FileNotFoundError: it is not there."""
         try:

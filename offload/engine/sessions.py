@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -38,12 +38,14 @@ class _Session:
         tokens: ids of those in the cache.
         num_bytes: of its KV cache, and of what the policy keeps of it.
         is_saved: its file is as it is, or cannot be written.
+        since: seconds since 1970; a file that is later is another's.
     """
 
     seq: int
     tokens: list[int]
     num_bytes: int = 0
     is_saved: bool = False
+    since: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -144,15 +146,22 @@ class Sessions:
 
     # The methods below are called by the engine, which has the model's lock.
 
-    def attach(self, request: Request) -> None:
-        """Give a request the sequence of its session, if that is in memory."""
-        session_id = request.session_id
-        if session_id is None or request.seq is not None or session_id not in self._in_memory:
-            return
-        session = self._in_memory.pop(session_id)
+    def attach(self, request: Request) -> bool:
+        """Give a request the sequence of its session, if that is in memory; False: what is on disk
+        may serve it."""
+        session_id = str(request.session_id)
+        session = self._in_memory.pop(session_id, None)
+        if session is None:
+            return False
         self._give_up_writing(session)
-        if self._continue(request, session):
+        missed = self._continue(request, session)
+        if missed is None:
             self.stats.memory_hits += 1
+        elif self.folder.used(session_id) > session.since:
+            return False
+        else:
+            self._miss(session_id, missed)
+        return True
 
     def restore(self, request: Request) -> Iterator[None]:
         """Give a request the sequence of its session, in parts, if that is on disk."""
@@ -172,8 +181,11 @@ class Sessions:
             self._miss(session_id, "a cache of several rows, or without token ids")
             return
         self.folder.touch(session_id)
-        if self._continue(request, _Session(rows[0].seq, rows[0].tokens.tolist())):
+        missed = self._continue(request, _Session(rows[0].seq, rows[0].tokens.tolist()))
+        if missed is None:
             self.stats.disk_hits += 1
+        else:
+            self._miss(session_id, missed)
 
     def keep(self, request: Request) -> None:
         """Take the sequence of a request that has ended."""
@@ -252,21 +264,21 @@ class Sessions:
             self._runtime.sequences.free([session.seq])
         self._in_memory.clear()
 
-    def _continue(self, request: Request, session: _Session) -> bool:
-        """Have a request go on from what it shares with a session, whose sequence becomes its."""
+    def _continue(self, request: Request, session: _Session) -> str | None:
+        """Have a request go on from what it shares with a session, whose sequence becomes its. Why
+        it cannot, where that is too little."""
         kept = min(
             num_equal(np.asarray(session.tokens, np.int64), request.ids), len(request.prompt) - 1
         )
         if kept < min(_LEAST_KEPT, len(session.tokens)):
             self._runtime.sequences.free([session.seq])
-            self._miss(str(request.session_id), f"the prompt shares {kept} tokens with it")
-            return False
+            return f"the prompt shares {kept} tokens with it"
         if kept < len(session.tokens):
             self._runtime.sequences.truncate(session.seq, kept)
         kept = self._without_sparse(session, kept)
         request.seq, request.num_read, request.num_cached = session.seq, kept, kept
         request.continues_session = True
-        return True
+        return None
 
     def _without_sparse(self, session: _Session, kept: int) -> int:
         """Take out tokens that wait for a correction: the prompt reads them. How many stay."""
@@ -299,7 +311,7 @@ class Sessions:
             self.stats.saved += 1
         except Exception as error:
             logger.warning("session %s was not saved: %s", session_id, error)
-        session.is_saved, self._running = True, None
+        session.is_saved, session.since, self._running = True, time.time(), None
 
     def _give_up_writing(self, session: _Session) -> None:
         if self._running is not None and self._running[0] is session:

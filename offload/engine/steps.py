@@ -143,10 +143,8 @@ class Steps:
             self._begun = (count, longest)
         if newest.is_preempted:
             newest.restoring = self._preempted.restore(newest)
-        elif sessions is not None and newest.session_id is not None:
-            sessions.attach(newest)
-            if newest.seq is None:
-                newest.restoring = sessions.restore(newest)
+        elif sessions is not None and newest.session_id and not sessions.attach(newest):
+            newest.restoring = sessions.restore(newest)
         return True
 
     def _restore(self) -> None:

@@ -2,6 +2,8 @@
 
 The pool knows nothing of sequences or tokens. A page is named by an id; ids index the arrays
 `addresses` and `refcounts`, so that sharing or releasing thousands of pages is one NumPy call.
+The pages of a slab have ids in a row. Those of a slab that went are given to a later one; only an
+owner of a page may keep its id.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class PagePool:
 
     Attributes:
         ledger: of the budget, whose tenants are others than the pages.
+        addresses, refcounts: int64 and int32 [most ids there were], of each page.
     """
 
     def __init__(
@@ -59,12 +62,12 @@ class PagePool:
         self.refcounts: Int32Array = np.empty(0, np.int32)
         self._slab_bytes = slab_bytes
         self._fitted_pages: int | None = None
-        self._slabs: dict[int, torch.Tensor] = {}  # each [num_pages_of_slab, *page_shape]
-        self._slab_first_id: list[int] = []
-        self._slab_of_page: Int32Array = np.empty(0, np.int32)
+        # By the id of their first page, each [num_pages_of_slab, *page_shape].
+        self._slabs: dict[int, torch.Tensor] = {}
+        self._slab_of_page: Int64Array = np.empty(0, np.int64)  # its key
         # A stack: pages freed last are used first, while they may still be in a cache.
         self._free_ids: Int64Array = np.empty(0, np.int64)
-        self._num_free = self._num_gone = 0
+        self._num_free = self._num_pages = 0
         self._registration = registration
         # A pool that is dropped without close() must not leave the driver with addresses that the
         # system will give to others. Not at exit: the driver may be gone by then.
@@ -74,7 +77,7 @@ class PagePool:
     @property
     def num_used(self) -> int:
         """Pages with at least one owner."""
-        return len(self.refcounts) - self._num_free - self._num_gone
+        return self._num_pages - self._num_free
 
     @property
     def num_free(self) -> int:
@@ -131,7 +134,7 @@ class PagePool:
     def page(self, page_id: int) -> torch.Tensor:
         """The page itself, not a copy: [*page_shape]."""
         slab = int(self._slab_of_page[page_id])
-        return self._slabs[slab][page_id - self._slab_first_id[slab]]
+        return self._slabs[slab][page_id - slab]
 
     def runs(self, page_ids: Int64Array) -> Iterator[tuple[int, int, torch.Tensor]]:
         """`page_ids` as (first, last + 1, [last + 1 - first, *page_shape]) of adjoining pages."""
@@ -141,23 +144,23 @@ class PagePool:
         for first, stop in itertools.pairwise(bounds):
             if stop > first:
                 slab = int(slabs[first])
-                row = int(page_ids[first]) - self._slab_first_id[slab]
+                row = int(page_ids[first]) - slab
                 yield first, stop, self._slabs[slab][row : row + stop - first]
 
     def trim(self) -> None:
-        """Give slabs without a used page back to the system; their ids are gone."""
-        num_slabs = len(self._slab_first_id)
-        used = np.bincount(self._slab_of_page[self.refcounts > 0], minlength=num_slabs)
-        empty = [index for index in self._slabs if not used[index]]
-        if not empty:
+        """Give slabs without a used page back to the system; later slabs get their ids."""
+        first_ids = np.array(sorted(self._slabs), np.int64)
+        used = np.maximum.reduceat(self.refcounts, first_ids)  # ids without a slab count 0
+        empty = first_ids[used == 0]
+        if not len(empty):
             return
         free_ids = self._free_ids[: self._num_free]
         kept = free_ids[~np.isin(self._slab_of_page[free_ids], empty)]
-        self._num_gone += self._num_free - len(kept)
+        self._num_pages -= self._num_free - len(kept)
         self._num_free = len(kept)
         self._free_ids[: len(kept)] = kept
-        for index in empty:
-            slab = self._slabs.pop(index)
+        for first_id in empty.tolist():
+            slab = self._slabs.pop(first_id)
             if self._registration is not None:
                 self._registration.unregister(slab.data_ptr())
             self.reserved_bytes += _round_down(-slab.nbytes, mmap.PAGESIZE)
@@ -165,11 +168,10 @@ class PagePool:
     def close(self) -> None:
         """Give every slab back to the system. No page may be used afterwards."""
         self._release()
-        self._slab_first_id.clear()
         self.reserved_bytes = 0
-        self._num_free = self._num_gone = 0
-        self._free_ids = self.addresses = np.empty(0, np.int64)
-        self._slab_of_page = self.refcounts = np.empty(0, np.int32)
+        self._num_free = self._num_pages = 0
+        self._free_ids = self.addresses = self._slab_of_page = np.empty(0, np.int64)
+        self.refcounts = np.empty(0, np.int32)
 
     def _grow(self, missing_pages: int) -> None:
         """Map one slab with room for `missing_pages`, in whole slab sizes where the budget allows.
@@ -188,7 +190,7 @@ class PagePool:
 
         num_pages = pages_of_slabs(missing_pages, self.page_bytes, self._slab_bytes)
         if self._fitted_pages is not None:
-            held = len(self.refcounts) - self._num_gone
+            held = self._num_pages
             end = -(-(held + missing_pages) // self._fitted_pages) * self._fitted_pages
             num_pages = min(num_pages, end - held)
         # Pages that nobody asked for are taken from those who share the budget.
@@ -211,21 +213,32 @@ class PagePool:
             except OSError as error:
                 raise self._budget_error(missing_pages, f", but {error}") from error
 
-        first_id = len(self.addresses)
-        page_ids = np.arange(first_id, first_id + num_pages, dtype=np.int64)
-        offsets = np.arange(num_pages, dtype=np.int64) * self.page_bytes
-        self.addresses = np.concatenate([self.addresses, slab.data_ptr() + offsets])
-        self.refcounts = np.concatenate([self.refcounts, np.zeros(num_pages, np.int32)])
-        slab_of_page = np.full(num_pages, len(self._slab_first_id), np.int32)
-        self._slab_of_page = np.concatenate([self._slab_of_page, slab_of_page])
+        first_id = self._first_gap(num_pages)
+        ids = slice(first_id, first_id + num_pages)
+        more = (0, max(0, ids.stop - len(self.addresses)))
+        self.addresses = np.pad(self.addresses, more)
+        self.refcounts = np.pad(self.refcounts, more)
+        self._slab_of_page = np.pad(self._slab_of_page, more)
+        self.addresses[ids] = slab.data_ptr() + np.arange(num_pages) * self.page_bytes
+        self._slab_of_page[ids] = first_id
         # Descending, so that the lowest id is on top of the stack.
+        page_ids = np.arange(first_id, ids.stop)[::-1]
         free_ids = self._free_ids[: self._num_free]
         self._free_ids = np.empty(len(self.addresses), np.int64)
-        self._free_ids[: self._num_free + num_pages] = np.concatenate([page_ids[::-1], free_ids])
+        self._free_ids[: self._num_free + num_pages] = np.concatenate([page_ids, free_ids])
+        self._slabs[first_id] = slab
         self._num_free += num_pages
-        self._slabs[len(self._slab_first_id)] = slab
-        self._slab_first_id.append(first_id)
+        self._num_pages += num_pages
         self.reserved_bytes += slab_bytes
+
+    def _first_gap(self, num_pages: int) -> int:
+        """The lowest id that `num_pages` ids without a slab begin with."""
+        first_id = 0
+        for other in sorted(self._slabs):
+            if other - first_id >= num_pages:
+                break
+            first_id = other + len(self._slabs[other])
+        return first_id
 
     def _budget_error(self, missing_pages: int, reason: str) -> HostBudgetError:
         needed, used = missing_pages + self._num_free, self.num_used

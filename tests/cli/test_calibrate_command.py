@@ -171,10 +171,18 @@ def test_layers_of_tidal_decode(
     assert layers.select_layers[0] == layers.dense_layers == 1
     assert len(layers.select_layers) == 2  # as many as `default_select_layers` has
     assert "2 texts of 2048 tokens, with budgets of 128 and 90" in layers.made_by
-    for dense_layers, taken in ((1, layers), (0, None)):
+
+    def of_load(dense_layers: int) -> SelectLayers:
         policy = make_policy("tidal_decode", dense_layers=dense_layers)
         model: Any = OffloadedModel.from_pretrained(deep_model, policy=policy)
-        assert model._offload.config.policy.select_layers == taken
+        taken: SelectLayers = model._offload.config.policy.select_layers
+        return taken
+
+    assert of_load(1) == layers
+    others = of_load(0)  # the sweep's are behind one dense layer
+    assert others.select_layers[0] == others.dense_layers == 0
+    assert "calibration on look-ups" in others.made_by
+    assert (of_load(0), of_load(1)) == (others, layers)
 
     other = tmp_path / "other.json"
     result = runner.invoke(app, [*command, "-o", str(other), "--json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from offload.engine.scheduler import _LEAST
 from offload.engine.session_folder import SessionFolder
 from offload.engine.sessions import SessionInUseError, Sessions
 from offload.policies.registry import make_policy
+from offload.runtime.saving import read_in_parts
 
 FEW = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -171,6 +173,39 @@ def test_a_prompt_that_goes_another_way_keeps_what_is_the_same(model: Any, tmp_p
     assert (found, output.num_cached) == (wanted, 74)
     assert ask(engine, MORE[1])[1].num_cached == 0
     assert "shares" in sessions.stats.last_miss
+    engine.stop()
+
+
+def test_a_session_in_memory_of_another_text_is_one_miss(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is read only if it is another's, and later."""
+    read = list[Path]()
+
+    def reads(*args: Any) -> Any:
+        read.append(args[1])
+        return read_in_parts(*args)
+
+    monkeypatch.setattr("offload.engine.sessions.read_in_parts", reads)
+    engine = Engine(model, sessions=Sessions(tmp_path / "other"), prefix_caching=False)
+    ask(engine, PROMPT)
+    engine.stop()
+    engine = Engine(model, sessions=Sessions(tmp_path), prefix_caching=False)
+    assert engine.sessions is not None
+    stats = engine.sessions.stats
+    ask(engine, MORE[0])
+    read.clear()
+    for misses, prompt in enumerate([PROMPT, MORE[1], PROMPT], 2):
+        assert ask(engine, prompt)[1].num_cached == 0
+        assert (stats.misses, stats.memory_hits, stats.disk_hits, read) == (misses, 0, 0, [])
+        assert stats.last_miss == "s: the prompt shares 0 tokens with it"
+    ask(engine, MORE[1])
+    shutil.copyfile(tmp_path / "other" / "s.safetensors", tmp_path / "s.safetensors")
+    assert ask(engine, PROMPT)[1].num_cached == len(PROMPT) - 1
+    assert (stats.misses, stats.disk_hits, len(read)) == (5, 1, 1)
+    shutil.copyfile(tmp_path / "other" / "s.safetensors", tmp_path / "s.safetensors")
+    assert ask(engine, MORE[2])[1].num_cached == 0  # nor does the file serve it
+    assert (stats.misses, stats.disk_hits, len(read)) == (6, 1, 2)
     engine.stop()
 
 

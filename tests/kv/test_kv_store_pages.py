@@ -242,6 +242,46 @@ class TestBudget:
         store.reserve([again], [pages * store.page_tokens])
         assert store.host_bytes_reserved == 3 * full_bytes
 
+    def test_ids_of_slabs_that_went_are_used_again(self):
+        store = make_store(slab_bytes=8 * bytes_per_column(make_store()))
+        lasting = store.new_sequence()
+        written = write_tokens(store, lasting, 9 * PAGE_TOKENS)  # the first slab is large
+        for cycle in range(1000):
+            seq = store.new_sequence()
+            write_tokens(store, seq, (5 + 10 * (cycle % 3)) * PAGE_TOKENS)
+            store.free(seq)
+            store.trim()
+        assert store.host_bytes_reserved == 2 * 8 * bytes_per_column(store)
+        assert_same(read_tokens(store, lasting), written)
+        pool, most_ids = store._pool, LAYERS * 8 * (2 + 4)
+        arrays = pool.addresses, pool.refcounts, pool._slab_of_page, pool._free_ids
+        assert [len(array) <= most_ids for array in arrays] == [True] * 4
+        assert len(pool._slabs) == 1
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_sequences_stay_as_they_are_when_slabs_go(self, seed):
+        rng = np.random.default_rng(seed)
+        store = make_store(slab_bytes=mmap.PAGESIZE)
+        written, num_gone, most_bytes = {}, 0, 0
+        for _ in range(200):
+            if len(written) > 8 or (written and rng.random() < 0.4):
+                seq = int(rng.choice(list(written)))
+                store.free(seq)
+                del written[seq]
+            else:
+                seq = store.new_sequence()
+                written[seq] = write_tokens(store, seq, int(rng.integers(1, 12 * PAGE_TOKENS)))
+            most_bytes = max(most_bytes, store.host_bytes_reserved)
+            if rng.random() < 0.5:
+                reserved = store.host_bytes_reserved
+                store.trim()
+                num_gone += store.host_bytes_reserved < reserved
+            for kept, rows in written.items():
+                assert_same(read_tokens(store, kept), rows)
+        assert num_gone > 5
+        # Slabs differ in size, so that not every gap is filled at once.
+        assert len(store._pool.addresses) <= 1.5 * most_bytes / store.page_bytes
+
     def test_memory_goes_back_when_the_store_is_collected(self):
         process = psutil.Process()
         store = make_store(slab_bytes=1 << 26, host_budget_bytes=1 << 26)

@@ -142,6 +142,10 @@ class KVStoreMachine(RuleBasedStateMachine):
         self.store.free(seq)
         del self.model[seq]
 
+    @rule()
+    def trim(self):
+        self.store.trim()
+
     @rule(seq=seqs, data=st.data(), layer_idx=st.integers(0, LAYERS - 1))
     def gather(self, seq, data, layer_idx):
         model = self.model[seq]
@@ -166,7 +170,9 @@ class KVStoreMachine(RuleBasedStateMachine):
         pool = self.store._pool
         assert self.store.host_bytes_used == self.pages_in_use() * PAGE_BYTES
         assert self.store.host_bytes_used <= self.store.host_bytes_reserved <= HOST_BUDGET_BYTES
-        assert self.store.host_bytes_reserved == len(pool.addresses) * PAGE_BYTES
+        num_pages = pool.num_used + pool.num_free
+        assert self.store.host_bytes_reserved == num_pages * PAGE_BYTES
+        assert sum(map(len, pool._slabs.values())) == num_pages
 
     @invariant()
     def pages_have_one_count_per_owner(self):
@@ -182,8 +188,12 @@ class KVStoreMachine(RuleBasedStateMachine):
             assert not table[:, sequence.num_pages :].any()
         counts = np.bincount(np.concatenate(owned), minlength=len(pool.addresses))
         np.testing.assert_array_equal(pool.refcounts, counts)
+        ids_of_slabs = np.zeros(len(pool.addresses), int)
+        for first_id, slab in pool._slabs.items():
+            ids_of_slabs[first_id : first_id + len(slab)] += 1
+        assert (ids_of_slabs <= 1).all()
         free_ids = np.sort(pool._free_ids[: pool._num_free])
-        np.testing.assert_array_equal(free_ids, np.flatnonzero(counts == 0))
+        np.testing.assert_array_equal(free_ids, np.flatnonzero(ids_of_slabs - (counts > 0)))
 
     def teardown(self):
         if not hasattr(self, "store"):

@@ -333,7 +333,7 @@ void Selector::select(int r, int u, const float* importance, int worker) {
   const bool attends_to_all = unit.role == Role::retrieve;
   std::vector<int32_t>& chosen = attends_to_all ? pass_.published_of(r, u).own : pass_.selection_of(r, u);
   PolicyContext ctx = context(r, u, worker);
-  chosen.resize(static_cast<size_t>(policy.budget_tokens));
+  chosen.resize(static_cast<size_t>(setup_.budget_of(pass_.row(r))));
   std::iota(chosen.begin(), chosen.begin() + policy.sink_tokens, 0);
   ctx.importance = importance;
   ctx.indices = chosen.data() + policy.sink_tokens;

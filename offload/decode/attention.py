@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -64,8 +63,6 @@ class DecodeAttention(NativeAttention):
         has_state: whether the policy remembers anything of a sequence.
         hold: of the mean of tokens that are attended to; None: the policy names none.
         compression: what wants queries to condense sequences by; None: none of them has a bound.
-        budgets: of sequences whose KV heads attend to fewer tokens than the policy's budget, or
-            ATTENDS_TO_ALL; not where a device attends.
         decoded: units of decode steps so far, as `count_rows` is told of them.
 
     Raises:
@@ -77,7 +74,6 @@ class DecodeAttention(NativeAttention):
     left_to_device: tuple[int, int, npt.NDArray[np.bool_]] | None = None
     ahead_layers: frozenset[int] = frozenset()
     compression: KVCompression[Any] | None = None
-    budgets: Mapping[int, int] = MappingProxyType({})
     roles: npt.NDArray[np.uint8] | None = None
 
     def __init__(
@@ -147,6 +143,7 @@ class DecodeAttention(NativeAttention):
             self.top_p_controller = TopPController(
                 self.native, policy.selection_top_p, policy.selection_mean_tokens, group_size
             )
+        self._budgets: Mapping[int, int] = {}
         self.decoded = DecodedUnits()
         self._selecting_heads = self._gathered_heads = 0
         self._count_heads(None, None)
@@ -224,17 +221,35 @@ class DecodeAttention(NativeAttention):
         heads = selecting.reshape(len(selecting), self.num_kv_heads, -1).any(axis=2)
         return heads
 
+    @property
+    def budgets(self) -> Mapping[int, int]:
+        """Of sequences whose KV heads attend to fewer tokens than the policy's budget, or
+        ATTENDS_TO_ALL, as `check_budget` allows it. The policy keeps nothing of the latter."""
+        return self._budgets
+
+    @budgets.setter
+    def budgets(self, budgets: Mapping[int, int]) -> None:
+        self._budgets = budgets
+        self.states.unasked = {seq for seq, n in budgets.items() if n == ATTENDS_TO_ALL}
+
     def attends_to_all(self, seq: int, kv_len: int) -> bool:
         """Whether a step attends to all of the `kv_len` tokens that `seq` has then."""
         return kv_len <= self.dense_tokens or self.budgets.get(seq) == ATTENDS_TO_ALL
 
-    def check_budget(self, budget_tokens: int | None) -> None:
-        """Refuse a budget that no sequence may have; None is none.
+    def check_budget(self, exact: bool, budget_tokens: int | None) -> None:
+        """Refuse what steps of a sequence cannot attend to: all tokens, or so many.
 
         Raises:
-            ValueError: one above the policy's, or below its window, or that nothing is selected by.
+            ValueError: steps where a device attends, too, a budget above the policy's or below its
+                window, or one where nothing is selected.
         """
         policy = self.policy
+        if policy.selects and self.left_to_device is not None and (exact or budget_tokens is not None):
+            name = "exact" if exact else "budget_tokens"
+            raise ValueError(
+                f"{name} of a request needs a model whose attention is all on the CPU: a GPU "
+                "attends alike for all; give policy or budget_tokens when the model is loaded"
+            )
         if budget_tokens is None:
             return
         if not policy.selects:

@@ -112,24 +112,23 @@ class Engine:
 
     def _say_room(self) -> None:
         admission, most = self._steps.admission, self.max_context
-        budget = self._runtime.store.host_budget_bytes
-        fits = admission.most_answer(1, most)
-        if fits < most:
-            logger.warning(
-                "%s of host KV cache have room for %s of the context's %s tokens; raise "
-                "max_memory={'cpu': ...} (--max-memory cpu=SIZE)",
-                format_bytes(budget),
-                f"{fits:,}",
-                f"{most:,}",
-            )
-        else:
-            count = int(budget / admission.most_bytes(most))
+        budget = format_bytes(self._runtime.store.host_budget_bytes)
+        if count := admission.most_requests(most):
             logger.info(
-                "%s of host KV cache have room for %s requests of all %s tokens at a time",
-                format_bytes(budget),
-                f"{count:,}",
+                "%s of host KV cache have room for %d requests of all %s tokens at a time",
+                budget,
+                min(count, self.max_num_seqs),
                 f"{most:,}",
             )
+            return
+        fits = admission.most_answer(1, most) if admission.most_requests(1) else 0
+        logger.warning(
+            "%s of host KV cache have room for %s of the context's %s tokens; raise "
+            "max_memory={'cpu': ...} (--max-memory cpu=SIZE)",
+            budget,
+            f"{fits:,}",
+            f"{most:,}",
+        )
 
     def add_request(
         self,

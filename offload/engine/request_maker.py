@@ -48,8 +48,7 @@ class RequestMaker:
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: Engine(model, tokenizer)")
         runtime = self._model._offload
-        if params.exact or params.budget_tokens is not None:
-            _check_attention(params, runtime)
+        runtime.attention.check_budget(params.exact, params.budget_tokens)
         room = runtime.lean.shape.max_context - len(prompt) + 1
         max_tokens = params.max_tokens or max(1, room)
         runtime.check_context(len(prompt) + max_tokens - 1)
@@ -82,14 +81,3 @@ def _token_ids(prompt: Any) -> list[int]:
             "the prompt must be the token ids of one sequence, such as "
             f"tokenizer(text).input_ids, got {type(prompt).__name__}"
         ) from None
-
-
-def _check_attention(params: SamplingParams, runtime: Any) -> None:
-    """Refuse what its steps cannot attend to."""
-    runtime.attention.check_budget(params.budget_tokens)
-    if runtime.device.type == "cuda" and runtime.attention.selecting_heads.any():
-        name = "exact" if params.exact else "budget_tokens"
-        raise ValueError(
-            f"{name} of a request needs a model on the CPU: a GPU attends alike for all; give "
-            "policy or budget_tokens when the model is loaded"
-        )

@@ -252,7 +252,7 @@ class Runner:
         def compute(seqs: list[int]) -> Tensor:
             self._sequences.note_text(batch, seqs, ids)
             attention, lens = runtime.attention, (positions + 1).tolist()
-            exact = [i for i in range(len(seqs)) if attention.attends_to_all(seqs[i], lens[i])]
+            exact = {i for i in range(len(seqs)) if attention.attends_to_all(seqs[i], lens[i])}
             self._sequences.note_decoded(batch, seqs, ids, positions, exact)
             attention.build_states(seqs, lens)
             if chooses:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 
 from torch import Tensor
 
@@ -85,6 +86,7 @@ class SamplingParams:
             "repetition_penalty": (1e-6, 100.0),
             "presence_penalty": (-2.0, 2.0),
             "frequency_penalty": (-2.0, 2.0),
+            "budget_tokens": (1, math.inf),
         }
         for name, (least, most) in limits.items():
             value = getattr(self, name)
@@ -99,6 +101,10 @@ class SamplingParams:
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
+        if not isinstance(self.exact, bool):
+            raise ValueError(f"exact must be True or False, got {self.exact!r}")
+        if not isinstance(self.budget_tokens, (int, NoneType)):
+            raise ValueError(f"budget_tokens must be an integer, got {self.budget_tokens!r}")
         if self.exact and self.budget_tokens is not None:
             raise ValueError("exact and budget_tokens exclude each other")
         for token, bias in self.logit_bias.items():

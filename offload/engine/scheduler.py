@@ -52,6 +52,13 @@ class Admission:
         pages = self._pages(num_tokens) + self._corrected_pages(num_tokens)
         return pages * self._store.page_bytes + (1 + self._num_copies) * self._states(num_tokens)
 
+    def most_requests(self, num_tokens: int) -> int:
+        """Requests that come to so many tokens, and fit together."""
+        pages, corrected = self._pages(num_tokens), self._corrected_pages(num_tokens)
+        states, page_bytes = self._states(num_tokens), self._store.page_bytes
+        left = self._store.host_budget_bytes - corrected * page_bytes - self._num_copies * states
+        return max(0, left // (pages * page_bytes + states))
+
     def most_answer(self, prompt_tokens: int, max_tokens: int) -> int:
         """Tokens of an answer that fit when nobody else is there: 1 .. `max_tokens`."""
         budget = self._store.host_budget_bytes

@@ -13,7 +13,7 @@ goes back to them, and the rows that stay have to be attended again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 
 import numpy as np
@@ -41,6 +41,7 @@ class PolicyStates:
 
     Attributes:
         bytes: how many of them it takes.
+        unasked: sequences that attend to all of their tokens meanwhile: nothing is built of them.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class PolicyStates:
         self._has_state = policy.selects and policy.state.has_arrays
         if self._has_state:
             store.ledger.add("what the policy keeps", lambda: self.held_bytes)
+        self.unasked: Set[int] = frozenset()
         self.bytes = StateBytes(policy, store, num_qo_heads=num_qo_heads, layers=layers)
 
     @property
@@ -117,7 +119,11 @@ class PolicyStates:
         """
         news = list(zip(seqs, num_new_tokens, strict=True))
         of_pass = partial(self.bytes.of_pass, prefill=prefill, builds=builds)
-        need = sum(of_pass(self._known[seq], self._store.kv_len(seq), n) for seq, n in news)
+        need = sum(
+            of_pass(self._known[seq], self._store.kv_len(seq), n)
+            for seq, n in news
+            if seq not in self.unasked
+        )
         if need:
             self.bytes.check_room(need)
         for seq, num_new in news:

@@ -71,7 +71,8 @@ def rank_kv_budget_bytes(
 def pool_threads(config: RuntimeConfig, ranks: TensorParallel | None = None) -> int:
     """Threads of the worker pool; of ranks, of this one's."""
     num_cpus = None if ranks is None else ranks.num_cpus
-    return worker_threads(config.num_threads, with_gpu=config.device != "cpu", num_cpus=num_cpus)
+    with_gpu = torch.device(config.device).type == "cuda"
+    return worker_threads(config.num_threads, with_gpu=with_gpu, num_cpus=num_cpus)
 
 
 def weight_bytes_of(stock: Any) -> int:

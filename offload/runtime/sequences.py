@@ -227,8 +227,11 @@ class Sequences:
         positions: Tensor,
         exact: Container[int] = (),
     ) -> None:
-        """What is decoded next, [num_tokens] each, before it is in the store; sequences of `batch`
-        that are `exact` need no correction."""
+        """What is decoded next, [num_tokens] each, before it is in the store.
+
+        Args:
+            exact: numbers of `batch`'s sequences that attend to all: they need no correction.
+        """
         if self.corrections is not None and tokens is not None:
             self.corrections.note(batch, seqs, tokens, positions, exact)
 

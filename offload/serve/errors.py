@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -95,21 +95,21 @@ def _innermost(error: RequestValidationError) -> tuple[dict[str, Any], list[str]
     was meant.
     """
     errors = error.errors()
-    places = [(each, _place(error.body, each["loc"][1:])) for each in errors]
+    places = [(each, _place(error.body, each)) for each in errors]
     return max(
         (pair for pair in places if pair[1][:1] == places[0][1][:1]), key=lambda pair: len(pair[1])
     )
 
 
-def _place(body: Any, location: Sequence[str | int]) -> list[str]:
+def _place(body: Any, error: Mapping[str, Any]) -> list[str]:
     """Without the names of types that pydantic has between the fields."""
-    place = []
+    place, location = [], error["loc"][1:]
     for i, part in enumerate(location):
-        has_names = isinstance(body, dict)
         is_item = isinstance(body, list) and isinstance(part, int)
-        if is_item or (has_names and part in body):
+        is_missing = error["type"] == "missing" and i == len(location) - 1
+        if is_item or (isinstance(body, dict) and part in body):
             body = body[part]
-        elif not has_names or i < len(location) - 1:  # else a field that is missing
+        elif not is_missing:
             continue
         place.append(str(part))
     return place

@@ -39,6 +39,9 @@ _OURS = {
     "messages",
     *signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     *signature(render_jinja_template).parameters,
+    *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES,
+    "raise_exception",
+    "strftime_now",
 }
 
 

@@ -166,6 +166,14 @@ def test_steps_in_turn(
     assert model.kv_store.num_sequences == 0
 
 
+def test_requests_attend_alike_where_a_device_attends(tiny_folders: dict[str, Path]) -> None:
+    engine = Engine(load(tiny_folders["llama"], small("quest"), ("cpu", "inline")))
+    for params in (SamplingParams(exact=True), SamplingParams(budget_tokens=20)):
+        with pytest.raises(ValueError, match="needs a model whose attention is all on the CPU"):
+            engine.add_request([1, 2], params)
+    engine.stop()
+
+
 def test_sampled_tokens_of_steps_that_fail_and_answers_that_end(
     tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

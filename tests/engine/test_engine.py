@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.inside import allow_host_bytes, states_of
+from cases.inside import allow_host_bytes, runtime_of, states_of
 from cases.slowly import slow_but
 from cases.tiny_models import byte_tokenizer, random_tokens, save_long_model
 
@@ -133,6 +132,17 @@ def test_requests_attend_to_what_each_wants(long_folder: Path, name: str) -> Non
             params = replace(GREEDY, **options[kind])
             engine.add_request(prompt, params, f"{i} {kind}")
     assert answers(engine) == wanted
+
+
+def test_the_policy_keeps_nothing_of_exact_requests(long_folder: Path) -> None:
+    model = load(long_folder, "lychee_cluster", quality_probe=1.0)
+    engine, of_steps = Engine(model), runtime_of(model).attention
+    engine.add_request(prompts_of(150)[0], replace(GREEDY, exact=True))
+    while engine.has_work:
+        engine.step()
+        assert states_of(model).num_bytes == 0
+    assert of_steps.decoded.exact > of_steps.decoded.selecting == 0
+    engine.stop()
 
 
 @pytest.mark.parametrize("name", ["full", "lychee_cluster"])
@@ -362,6 +372,9 @@ def test_bad_requests(engine: Engine, tiny_folders: dict[str, Path]) -> None:
         ({"seed": 2**63}, "seed"),
         ({"logprobs": 21}, "logprobs"),
         ({"exact": True, "budget_tokens": 64}, "exclude each other"),
+        ({"exact": "no"}, "exact must be True or False, got 'no'"),
+        ({"budget_tokens": 20.5}, "budget_tokens must be an integer, got 20.5"),
+        ({"budget_tokens": 0}, "budget_tokens must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=words):
             SamplingParams(**options)
@@ -371,7 +384,7 @@ def test_bad_requests(engine: Engine, tiny_folders: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="max_num_seqs"):
         Engine(engine.model, max_num_seqs=0)
     sparse = Engine(load(tiny_folders["llama"], "quest"))
-    for wrong in (0, 11, 33):
+    for wrong in (1, 11, 33):
         with pytest.raises(ValueError, match=rf"in \[12, 32\] .*, got {wrong}; exact=True"):
             sparse.add_request([1], SamplingParams(budget_tokens=wrong))
     bounded = load(tiny_folders["llama"], "streaming_llm", host_bytes_per_sequence="1MiB")
@@ -421,8 +434,16 @@ def test_it_says_what_it_has_room_for(
         Engine(model)
         allow_host_bytes(model, model.kv_store.page_bytes * model.kv_store.num_page_rows)
         few = Engine(model)
-    says, warns = (record.getMessage() for record in caplog.records)
-    assert re.search(r"have room for [\d,]+ requests of all 512 tokens at a time", says)
+        allow_host_bytes(model, model.kv_store.page_bytes * model.kv_store.num_page_rows - 1)
+        Engine(model)
+        allow_host_bytes(model, 2 * 2 * model.kv_store.page_bytes * model.kv_store.num_page_rows)
+        two = Engine(model)
+        allow_host_bytes(model, model.kv_store.page_bytes * model.kv_store.num_page_rows)
+    says, warns, nothing, of_two = (record.getMessage() for record in caplog.records)
+    assert "have room for 32 requests of all 512 tokens at a time" in says  # max_num_seqs
+    assert "have room for 0 of the context's 512 tokens" in nothing
+    assert "have room for 2 requests of all 512 tokens at a time" in of_two
+    two.stop()
     assert f"have room for {model.kv_store.page_tokens:,} of the context's 512 tokens" in warns
     few.add_request([1], GREEDY)
     with pytest.raises(HostBudgetError):
@@ -543,13 +564,21 @@ def test_requests_that_make_room_go_on_with_the_same_tokens(
 ) -> None:
     model = load(tiny_folders["llama"], name, page_tokens=16)
     store, prompts = model.kv_store, [random_tokens(1, 60, seed=n)[0].tolist() for n in range(6)]
-    params = replace(GREEDY, max_tokens=200)
+    params = [replace(GREEDY, max_tokens=200, exact=n == 1) for n in range(6)]
+    if name != "full":
+        params[2].budget_tokens = 20
     wanted = {str(n): alone(model, prompt, 200) for n, prompt in enumerate(prompts)}
+    for number in (1, 2):  # which attend to something else than the model does
+        engine = Engine(model, prefix_caching=False)
+        engine.add_request(prompts[number], params[number], str(number))
+        assert name == "full" or answers(engine)[str(number)] != wanted[str(number)]
+        engine.add_request(prompts[number], params[number], str(number))
+        wanted |= answers(engine)
     room = 3 * 272 * store.token_bytes + 3 * states_of(model).bytes.most_at(260)
     allow_host_bytes(model, room)
     engine = Engine(model, overcommit=8.0)
     for number, prompt in enumerate(prompts):
-        engine.add_request(prompt, params, str(number))
+        engine.add_request(prompt, params[number], str(number))
     assert answers(engine) == wanted
     assert engine.stats.preempted > 0
     engine.stop()

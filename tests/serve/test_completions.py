@@ -205,6 +205,14 @@ def test_the_chosen_token_is_among_its_alternatives(client: openai.OpenAI) -> No
         ("completions", b'{"prompt": "a"}', "text/plain", "Content-Type: application/json", None),
         ("completions", b"{}", "application/json", "prompt: Field required", "prompt"),
         ("completions", b'{"prompt": "a", "stop": [""]}', "application/json", "stop.0: ", "stop"),
+        ("completions", b'{"prompt": "a", "stop": {}}', "application/json", "stop: ", "stop"),
+        (
+            "chat/completions",
+            b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": {"type": "x"}}',
+            "application/json",
+            "tool_choice",
+            "tool_choice",
+        ),
         (
             "chat/completions",
             b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',

@@ -243,8 +243,8 @@ class DecodeAttention(NativeAttention):
             ValueError: steps where a device attends, too, a budget above the policy's or below its
                 window, or one where nothing is selected.
         """
-        policy = self.policy
-        if policy.selects and self.left_to_device is not None and (exact or budget_tokens is not None):
+        policy, is_asked = self.policy, exact or budget_tokens is not None
+        if is_asked and policy.selects and self.left_to_device is not None:
             name = "exact" if exact else "budget_tokens"
             raise ValueError(
                 f"{name} of a request needs a model whose attention is all on the CPU: a GPU "

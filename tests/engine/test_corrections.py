@@ -347,10 +347,10 @@ def test_what_a_device_has_no_room_for_is_refused_before(
 def test_requests_that_make_room_are_corrected_later(folder: Path, name: str) -> None:
     """Overcommitted: sequences go to disk with the tokens that wait."""
     model = load(folder, name)
-    prompts, params = prompts_of(60, 61, 62, 63, 64, 65), replace(GREEDY, max_tokens=240)
-    wanted = {str(i): alone(model, prompt, 240) for i, prompt in enumerate(prompts)}
-    store, most_states = model.kv_store, states_of(model).bytes.most_at(304)
-    allow_host_bytes(model, 2 * 304 * store.token_bytes + 5 * most_states)
+    prompts, params = prompts_of(60, 61, 62, 63), replace(GREEDY, max_tokens=176)
+    wanted = {str(i): alone(model, prompt, 176) for i, prompt in enumerate(prompts)}
+    store, most_states = model.kv_store, states_of(model).bytes.most_at(240)
+    allow_host_bytes(model, 2 * 240 * store.token_bytes + 5 * most_states)
     engine, found = Engine(model, slice_seconds=1e-4, overcommit=8.0), Found()
     for request_id, prompt in zip(wanted, prompts, strict=True):
         engine.add_request(prompt, params, request_id)

@@ -129,7 +129,7 @@ def test_steps_in_turn(
     wanted = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
-        options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 80}
+        options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 40}
         text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         wanted.append(text[0, len(prompt) :].tolist())
     place = next(i for i in range(6, 20) if wanted[1][i] not in wanted[1][:i])
@@ -141,8 +141,8 @@ def test_steps_in_turn(
             raise ValueError("for a test")
 
     engine = Engine(model, max_num_seqs=4, read_share=0.99)  # however long it takes
-    many = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
-    ends = SamplingParams(temperature=0.0, max_tokens=80, stop_token_ids=[wanted[1][place]])
+    many = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    ends = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=[wanted[1][place]])
     engine.add_request(prompts[0], many, "0")
     engine.add_request(prompts[1], ends, "1")
     engine.add_request(prompts[2], many, "2", on_output=fails)

@@ -377,7 +377,9 @@ def _print_result(
     speeds = [run["decode_tokens_per_second"] for run in (first, last)]
     if first["policy"] == "auto" and last["policy"] == "lychee_cluster" and speeds[1] > speeds[0]:
         told = f"{last['policy']} was faster this time, though auto did not expect it"
-        console.print(f"{told}; `offload plan {model}` measures this machine", soft_wrap=True)
+        console.print(
+            f"{told}; `offload plan {model} --remeasure` measures this machine", soft_wrap=True
+        )
     for run in runs:
         if run["condensed"] is not None:
             line = condensed_line(run["condensed"], run["condense_by"])

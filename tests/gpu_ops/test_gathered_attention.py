@@ -91,9 +91,7 @@ class Step:
             self.lists.counts,
             self.positions,
             self.head_indices,
-            out=self.out,
-            lse=self.lse,
-            **self.options | options,
+            **{"out": self.out, "lse": self.lse} | self.options | options,
         )
 
     def check(self, tolerance: float) -> None:
@@ -151,19 +149,12 @@ class Step:
         partial_out, partial_lse = (self.options[f"partial_{name}"] for name in ("out", "lse"))
         *shape, num_splits = partial_lse.shape
         options = {"dtype": torch.float32, "device": self.device}
-        gathered_attention(
-            self.query,
-            self.gathered,
-            self.lists.counts,
-            self.positions,
-            self.head_indices,
+        self.run(
             out=out,
+            lse=None,
             window=window,
-            **self.options
-            | {
-                "partial_out": poisoned(*shape, num_splits + 1, partial_out.shape[-1], **options),
-                "partial_lse": poisoned(*shape, num_splits + 1, **options),
-            },
+            partial_out=poisoned(*shape, num_splits + 1, partial_out.shape[-1], **options),
+            partial_lse=poisoned(*shape, num_splits + 1, **options),
         )
         grouped = out.view(n, self.lse.shape[1] // group_size, group_size, -1)
         query = self.query.view(grouped.shape)

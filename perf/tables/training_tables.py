@@ -15,8 +15,10 @@ def trained_heads_table(result: dict[str, Any]) -> str:
         f"Trainings of {settings['steps']:,} steps, {settings['batch_size']} prompts each, budget "
         "a tenth of the context. On other texts of the same kind "
         f"({settings['held_out_prompts']} prompts): KL divergence from full attention, tokens "
-        "that stay the most probable, and answers of full attention that stay right. Seconds: "
-        f"{settings['concurrent']} trainings shared the GPU; in brackets one that has it alone."
+        "that stay the most probable, and answers of full attention that stay right. Loss: with "
+        "these heads, and with the gates as they were trained (mean squared difference of logits). "
+        f"Seconds: {settings['concurrent']} trainings shared the GPU; in brackets one that has it "
+        "alone (`direct` on an H200)."
     )
     rows = [row for row in result["rows"] if row["part"] == "training"]
     columns: Columns = {
@@ -29,7 +31,9 @@ def trained_heads_table(result: dict[str, Any]) -> str:
         "KL": lambda row: f"{row['held_out']['kl']:.3f}",
         "same token": lambda row: f"{row['held_out']['agrees']:.1%}",
         "right": _right,
-        "s a step": "{seconds_per_step:.2f}" + " ({alone_seconds_per_step:.2f})",
+        "loss": lambda row: f"{row['held_out']['loss']:.2f}",
+        "as trained": lambda row: f"{row['held_out']['gated_loss']:.2f}",
+        "s a step": _seconds,
     }
     return "\n\n".join(
         [title, table(columns, rows), machine_line(result["machine"], spreads=False)]
@@ -55,6 +59,12 @@ def compared_roles_table(result: dict[str, Any]) -> str:
     )
     machine = result["settings"]["roles_machine"]
     return "\n\n".join([title, table(columns, rows), machine_line(machine, spreads=False)])
+
+
+def _seconds(row: Row) -> str:
+    alone = f"({row['alone_seconds_per_step']:.2f})"
+    shared = row.get("seconds_per_step")
+    return alone if shared is None else f"{shared:.2f} {alone}"
 
 
 def _right(row: Row) -> str:

@@ -53,7 +53,8 @@ void DecodeAttention::prepare_unit(int64_t layer_idx, const std::vector<QueryRow
   const QueryRow& row = rows[static_cast<size_t>(r)];
   if (setup_.is_dense(row, setup_.tokens_of(row, u)) || !asks_policy(setup_.role_of(layer_idx, u))) return;
   const TraceSpan span = setup_.task_span(TraceKind::prepare, layer_idx, r, u, worker);
-  selector_.prepare(layer_idx, rows, r, u, worker);
+  const auto num_units = static_cast<int64_t>(rows.size()) * setup_.units();
+  selector_.prepare(layer_idx, rows, r, u, ceil_div(num_units, setup_.pool.num_threads()), worker);
 }
 
 // Where workers share a unit, one of them prepares it, which is the one that will ask for it, and the other updates.

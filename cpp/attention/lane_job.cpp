@@ -67,7 +67,7 @@ void LaneJob::task(int64_t index, int stage, int64_t i, int worker) {
   if (stage == kMerge) return merge(r, u, worker);
   const TraceSpan span = pass_.task_span(kStageKinds[stage], r, u, worker);
   if (stage == kAsk) {
-    if (prepares_) selector_.prepare(pass_.layer_idx, pass_.rows, r, u, worker);
+    if (prepares_) selector_.prepare(pass_.layer_idx, pass_.rows, r, u, 1, worker);
     selector_.ask(r, u, worker);
     const bool learns = pass_.unit(r, u).answered && !pass_.options.defers_updates;
     if (learns && !setup_.failure.is_set()) learner_.update(r, u, worker);

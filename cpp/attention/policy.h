@@ -59,6 +59,7 @@ struct PolicyContext {
   int64_t bytes_touched;      // callbacks add what they read and write of their own arrays
   // 1: propose may leave codes to the workers; 2: rows to rank, too, for there are more workers than units to ask.
   int64_t may_defer;
+  int64_t prepared_together;  // prepare: units that one worker prepares before it asks about the first of them
   // A choice a layer ahead, which others will attend to beside what they hold, and no weight is asked for: where
   // propose names no more than budget_tokens, that is the choice, and nothing is scored.
   int64_t ahead;

@@ -26,13 +26,15 @@ PolicyContext Selector::context(int r, int u, int worker) const {
   return ctx;
 }
 
-void Selector::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows, int r, int u, int worker) {
+void Selector::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows, int r, int u, int64_t together,
+                       int worker) {
   const PolicyMember& member = setup_.member_of(layer_idx, u);
   if (member.prepare == nullptr) return;
   const PhaseTimer timer(setup_.profile_of(worker), Phase::predict);
   // Without the query, whether it is known or not: predictions come before it.
   PolicyContext ctx = policy_context(setup_, layer_idx, rows[static_cast<size_t>(r)], u, nullptr, worker);
   ctx.may_defer = may_defer(setup_, rows.size());
+  ctx.prepared_together = together;
   member.prepare(&ctx);
   returned_well(setup_, ctx, r, u, "prepare");
 }

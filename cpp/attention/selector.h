@@ -15,8 +15,8 @@ class Selector {
  public:
   explicit Selector(LayerPass& pass) : pass_(pass), setup_(pass.setup) {}
 
-  // The policy's prepare() of a row of any layer.
-  void prepare(int64_t layer_idx, const std::vector<QueryRow>& rows, int r, int u, int worker);
+  // The policy's prepare() of a row of any layer; `together`: units that the worker prepares before it asks.
+  void prepare(int64_t layer_idx, const std::vector<QueryRow>& rows, int r, int u, int64_t together, int worker);
   // For policies that do not scan all keys: select() alone, or propose(), whose candidates are scored next. What
   // propose() answered is written.
   void ask(int r, int u, int worker);

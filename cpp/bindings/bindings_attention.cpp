@@ -210,14 +210,19 @@ py::dict policy_context_offsets() {
     #name, offsetof(PolicyContext, name) \
   }
   const std::pair<const char*, size_t> offsets[] = {
-      FIELD(layer_idx),    FIELD(unit),          FIELD(kv_head),    FIELD(group_size),      FIELD(head_dim),
-      FIELD(kv_len),       FIELD(first),         FIELD(last),       FIELD(budget_tokens),   FIELD(num_candidates),
-      FIELD(sm_scale),     FIELD(parameters),    FIELD(query),      FIELD(importance),      FIELD(indices),
-      FIELD(num_indices),  FIELD(weights),       FIELD(candidates), FIELD(output),          FIELD(lse),
-      FIELD(text_marks),   FIELD(bytes_touched), FIELD(may_defer),  FIELD(ahead),           FIELD(resumes),
-      FIELD(arrays),       FIELD(score_tokens),  FIELD(top_k),      FIELD(score_rows),      FIELD(rank_rows),
-      FIELD(top_codes),    FIELD(load_keys),     FIELD(store_rows), FIELD(filter_at_least), FIELD(block_scores),
-      FIELD(block_starts), FIELD(num_blocks),    FIELD(error)};
+      FIELD(layer_idx),       FIELD(unit),         FIELD(kv_head),
+      FIELD(group_size),      FIELD(head_dim),     FIELD(kv_len),
+      FIELD(first),           FIELD(last),         FIELD(budget_tokens),
+      FIELD(num_candidates),  FIELD(sm_scale),     FIELD(parameters),
+      FIELD(query),           FIELD(importance),   FIELD(indices),
+      FIELD(num_indices),     FIELD(weights),      FIELD(candidates),
+      FIELD(output),          FIELD(lse),          FIELD(text_marks),
+      FIELD(bytes_touched),   FIELD(may_defer),    FIELD(ahead),
+      FIELD(resumes),         FIELD(arrays),       FIELD(score_tokens),
+      FIELD(top_k),           FIELD(score_rows),   FIELD(rank_rows),
+      FIELD(top_codes),       FIELD(load_keys),    FIELD(store_rows),
+      FIELD(filter_at_least), FIELD(block_scores), FIELD(block_starts),
+      FIELD(num_blocks),      FIELD(error),        FIELD(prepared_together)};
 #undef FIELD
   py::dict result;
   for (const auto& [name, offset] : offsets) result[name] = offset;

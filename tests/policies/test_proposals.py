@@ -382,3 +382,31 @@ def test_rows_are_ranked_before_the_query_is_known():
     arrays = attention.states.arrays_of(cache.seq)
     np.testing.assert_allclose(arrays.layers[0]["ranks"][:2], HEAD_DIM, rtol=1e-3)
     pool.close()
+
+
+@callback
+def note_together(pointer: Any) -> None:
+    ctx = read_context(pointer)
+    view_float32(read_ranked(ctx.arrays).ranks, NUM_RANKED, ctx.unit)[0] = ctx.prepared_together
+
+
+@dataclass(frozen=True)
+class NotesTogether(EveryThird):
+    prepare: ClassVar[Callback | None] = note_together
+    state = cached_property(RankedState)
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, 2), (2, 1), (5, 1)])
+def test_how_many_units_a_worker_prepares(threads, expected):
+    """Of two KV heads; one, where a unit is asked about as soon as it is prepared."""
+    pool = WorkerPool(threads)
+    cache = Cache.random(new_rng(), kv_len=300, dtype=torch.float32, page_tokens=16)
+    attention = cache.attention(pool, GROUP_SIZE, NotesTogether(**OPTIONS))
+    step = attention.begin_step([cache.seq], [300])
+    noted = attention.states.arrays_of(cache.seq).layers[0]["ranks"]
+    attention.native.prepare(0, step.native)
+    assert (noted[:2, 0] == expected).all()
+    query = torch.ones(1, 2 * GROUP_SIZE * HEAD_DIM)
+    attention.attend(0, step, query, torch.empty_like(query))
+    assert (noted[:2, 0] == 1).all()
+    pool.close()

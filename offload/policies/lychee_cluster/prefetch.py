@@ -25,7 +25,7 @@ from offload.policies.lychee_cluster.views import (
     scratch_of,
 )
 
-_MOST_BYTES = 1 << 20  # of one KV head: half of a second-level cache
+_MOST_BYTES = 1 << 20  # for all heads that a worker prepares: half of a second-level cache
 
 
 @callback
@@ -53,15 +53,16 @@ def prepare(pointer: Any) -> None:
     prefetch(scratch.candidates, 4 * found)
     prefetch(scratch.flags.ctypes.data, 8 * len(scratch.flags))
     asked = num_units * (ctx.head_dim + 8) + 5 * ranked + 4 * found
+    most = _MOST_BYTES // max(1, ctx.prepared_together)
     for i in range(opened if ctx.may_defer < 2 else 0):  # else others will read them, too
-        if asked > _MOST_BYTES:
+        if asked > most:
             return
         asked += prefetch_unit(ctx, index, units[i])
     # Which chunks there will be is not known: all lists and starts, where they are small.
     capacity = header.capacity_chunks
     num_links = num_groups + (num_chunks if header.paper else 0)  # as `search` follows them
     lists = (2 + header.has_high_links) * num_links + num_chunks + (num_chunks >> 2)
-    if asked + lists > _MOST_BYTES:
+    if asked + lists > most:
         return
     at = ctx.unit * (num_groups + capacity)
     prefetch(state.links + 2 * at, 2 * num_links)

@@ -36,6 +36,7 @@ HELD_OUT_BATCHES = 16
 _DUO_WEIGHT = 0.05  # of the mean gate in DuoAttention's loss
 _DAMPING = 2.0  # of the square of what is open beyond the target; without it lambda overshoots
 _SAVE_EVERY = 100  # steps
+_SAVED = {"settings": dict, "gates": dict, "optimizer": dict, "multiplier": float, "log": list}
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,10 @@ class Trainer:
             self.multiplier,
         )
         if not np.isfinite(taken.loss):
-            raise ValueError(f"the loss of step {number} is {taken.loss}; try dtype float32")
+            cause = "try dtype float32"
+            if settings.dtype == "float32":
+                cause = "the model computes no finite numbers; check its weights"
+            raise ValueError(f"the loss of step {number} is {taken.loss}; {cause}")
         self._optimizer.zero_grad()
         torch.autograd.backward(objective)
         self._optimizer.step()
@@ -302,14 +306,15 @@ def read_saved(path: Path, settings: Settings) -> dict[str, Any]:
     """
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        theirs = state["settings"]
+        if any(not isinstance(state[name], kind) for name, kind in _SAVED.items()):
+            raise TypeError(f"{path} has other types")
     except FileNotFoundError:
         raise
     except Exception as error:  # pickle, zip and torch have their own
         raise ValueError(
             f"{path} is no unfinished training, or damaged; delete it to begin again"
         ) from error
-    ours = asdict(settings)
+    theirs, ours = state["settings"], asdict(settings)
     other = [name for name in ours if ours[name] != theirs.get(name)]
     if "checkpoint" in other and same_checkpoint(settings.checkpoint, theirs.get("checkpoint", "")):
         other.remove("checkpoint")  # converted elsewhere or again, or a copy
@@ -325,7 +330,7 @@ def read_saved(path: Path, settings: Settings) -> dict[str, Any]:
 
 def train(trainer: Trainer, saved: Path, on_step: Callable[[Step], None]) -> None:
     """The steps that are left; `saved` is written now and then, and whenever it ends, also by
-    ctrl-C, which waits for the end of a step."""
+    ctrl-C, which waits for the end of a step. Before the first step there is nothing to write."""
     try:
         while len(trainer.log) < trainer.settings.steps:
             with shielded():
@@ -334,7 +339,8 @@ def train(trainer: Trainer, saved: Path, on_step: Callable[[Step], None]) -> Non
             if len(trainer.log) % _SAVE_EVERY == 0:
                 trainer.save(saved)
     finally:
-        trainer.save(saved)
+        if trainer.log:
+            trainer.save(saved)
 
 
 def _with_layer_0(gates: Tensor) -> Tensor:

@@ -96,12 +96,16 @@ class Settings:
                 f"target_heads={self.target_heads} must be in [1, {most}]: so many KV heads does "
                 f"this model have after layer 0, whose {shape.num_kv_heads} retrieve anyway"
             )
-        longest = self.context + _QUESTION_TOKENS + _ANSWER_TOKENS
-        if longest > shape.max_context:
+        decoded = _QUESTION_TOKENS + _ANSWER_TOKENS
+        if self.context + decoded > shape.max_context:
+            least = MIN_PROMPT_TOKENS + decoded
+            remedy = "lower context"
+            if least > shape.max_context:
+                remedy = f"no training fits, which takes at least {least}: use `offload calibrate`"
             raise ValueError(
-                f"prompts of context={self.context} and what is decoded take {longest} tokens, "
-                f"more than the {shape.max_context} of this model ({max_context_reason}); "
-                "lower context"
+                f"prompts of context={self.context} and what is decoded take "
+                f"{self.context + decoded} tokens, more than the {shape.max_context} of this "
+                f"model ({max_context_reason}); {remedy}"
             )
 
 

@@ -244,6 +244,10 @@ def test_refusals_of_a_sweep(
         (["-o", "/nowhere/roles.json"], "cannot be written: no folder /nowhere"),
         (["-o", "/"], "--output / is a folder"),
         (["--policy", "per_head"], "reads at most 512 tokens, but per_head is calibrated on at le"),
+        (
+            ["--policy", "tidal_decode", "--dense-layers", "1"],
+            "reads at most 512 tokens, but a sweep reads texts of at least 1024 and answers of up",
+        ),
     ],
 )
 def test_refusals_are_one_line(

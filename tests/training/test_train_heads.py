@@ -336,12 +336,21 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     (sliding / "config.json").write_text(json.dumps(config | {"sliding_window": 256}))
     for model, more, said in (
         (folder, ["--target-heads", "7"], "target_heads=7 must be in [1, 6]"),
-        (folder, ["--context", "4096"], "more than the 1280 of this model"),
+        (
+            folder,
+            ["--context", "4096"],
+            "the 1280 of this model (max_position_embeddings=1280); lower",
+        ),
         (folder, ["--method", "duo"], "unknown method 'duo'; available: hardkuma"),
         (folder, ["--budget-tokens", "68"], "budget_tokens=68 must be in (68, 1024)"),
         (folder, ["--resume"], "to go on with; leave out --resume"),
         (folder, ["--plot", "x.jpg"], "--plot x.jpg: the name must end in one of"),
-        (sliding, [], "sliding_window=256; a sliding window is not supported"),
+        (
+            sliding,
+            [],
+            "(sliding_window=256; a sliding window is not supported); no training fits, which "
+            "takes at least 1128",
+        ),
     ):
         result = runner.invoke(app, command(model, out, *more))
         assert result.exit_code == 1, result.output

@@ -8,6 +8,7 @@ loss (arXiv 2410.10819), which knows no target: there the heads with the largest
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -68,6 +69,8 @@ class Settings:
         for name in ("steps", "context", "batch_size", "budget_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be finite and above 0, got {self.learning_rate}")
         if self.context < MIN_PROMPT_TOKENS:
             raise ValueError(f"context={self.context} must be at least {MIN_PROMPT_TOKENS}")
         if self.method not in METHODS:

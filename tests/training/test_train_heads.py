@@ -343,6 +343,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         ),
         (folder, ["--method", "duo"], "unknown method 'duo'; available: hardkuma"),
         (folder, ["--budget-tokens", "68"], "budget_tokens=68 must be in (68, 1024)"),
+        (folder, ["--learning-rate", "inf"], "learning_rate must be finite and above 0, got inf"),
         (folder, ["--resume"], "to go on with; leave out --resume"),
         (folder, ["--plot", "x.jpg"], "--plot x.jpg: the name must end in one of"),
         (

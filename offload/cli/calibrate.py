@@ -176,7 +176,9 @@ def calibrate(
         if of_per_head:
             roles, summary = _of_per_head(loaded, tokenizer, num_tokens, count, dense_layers)
         else:
-            input_ids = calibration_tokens(tokenizer, tokens or _TOKENS, content)
+            if tokens is None:
+                tokens = min(_TOKENS, loaded._offload.lean.shape.max_context)
+            input_ids = calibration_tokens(tokenizer, tokens, content)
             source = "the standard library's docstrings" if text is None else text.name
             roles, summary = _of_lychee_decode(loaded, input_ids, retrieval_heads, source)
         roles = replace(roles, checkpoint=checkpoint_name(resolve_folder(model)))

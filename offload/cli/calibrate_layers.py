@@ -78,10 +78,17 @@ def calibrate_layers(
     from offload.policies.tidal_decode import SelectLayers, default_select_layers
     from offload.policies.tidal_decode.select_layers import kept_path
     from offload.runtime.config import runtime_config
+    from offload.training.answers import MIN_PROMPT_TOKENS
     from offload.training.layer_sweep import ANSWER_TOKENS, SweepSettings, check_num_select_layers
 
     config = runtime_config(dtype=dtype, device=options.device or "cpu", num_threads=num_threads)
     shape = planned_model(model, dtype).shape
+    if shape.max_context < MIN_PROMPT_TOKENS + ANSWER_TOKENS:
+        raise ValueError(
+            f"{model} reads at most {shape.max_context} tokens, but a sweep reads texts of at "
+            f"least {MIN_PROMPT_TOKENS} and answers of up to {ANSWER_TOKENS}; without one "
+            "give tidal_decode layers by --option select_layers"
+        )
     usual = default_select_layers(shape.num_layers, shape.num_kv_heads, dense_layers)
     count = len(usual) if options.select_layers is None else options.select_layers
     check_num_select_layers(count, shape.num_layers, dense_layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -53,6 +54,8 @@ def import_roles(
     """
     if share is not None and threshold is not None:
         raise typer.BadParameter("is given beside --share", param_hint="--threshold")
+    if threshold is not None and not math.isfinite(threshold):
+        raise typer.BadParameter(f"must be a number, got {threshold}", param_hint="--threshold")
     if share is None and threshold is None:
         share = _SHARE
     with running():
@@ -62,7 +65,10 @@ def import_roles(
 
         planned = planned_model(model)
         shape, path = planned.shape, writable(out, "--out")
-        gates = read_gates(tsv.expanduser(), shape.num_layers, shape.num_kv_heads)
+        tsv = tsv.expanduser()
+        if path.exists() and tsv.exists() and path.samefile(tsv):
+            raise ValueError(f"--out {path} is the file to read; give another name")
+        gates = read_gates(tsv, shape.num_layers, shape.num_kv_heads)
         retrieval = roles_of_gates(gates, share=share, threshold=threshold)
         chosen = f"share {share}" if threshold is None else f"threshold {threshold}"
         found = HeadRoles.of(

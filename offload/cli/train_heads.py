@@ -16,6 +16,7 @@ from offload.cli.console import (
     progress_bar,
     quiet_transformers,
     running,
+    stderr,
     stdout,
     writable,
 )
@@ -37,8 +38,8 @@ def train_heads(
             "--out",
             "-o",
             metavar="PATH",
-            help="The roles file to write. PATH.log.jsonl is the log; PATH.unfinished is there "
-            "until the last step is done.",
+            help="The roles file to write. PATH.log.jsonl is the log; until the last step is done "
+            "there are PATH.unfinished and PATH.unfinished.log.jsonl instead.",
         ),
     ],
     steps: Annotated[int, typer.Option(min=1)] = 3000,
@@ -134,8 +135,9 @@ def train_heads(
         if resume:
             trainer.resume(saved)
         log = out.with_name(f"{out.name}.log.jsonl")
+        saved_log = saved.with_name(f"{saved.name}.log.jsonl")  # not over that of other roles
         with torch_threads(config.num_threads):
-            seconds, held_out = _trained(trainer, saved, log)
+            seconds, held_out = _trained(trainer, saved, saved_log)
         roles = HeadRoles.of(
             trainer.retrieval,
             head_dim=planned.shape.head_dim,
@@ -144,6 +146,7 @@ def train_heads(
             checkpoint=settings.checkpoint,
         )
         roles.keep(out)
+        saved_log.replace(log)
         if plot is not None:
             from offload.training.picture import plot_training
 
@@ -211,6 +214,10 @@ def _trained(trainer: Trainer, saved: Path, log: Path) -> tuple[float | None, He
                 f"the GPU's memory is too small ({error}); lower --context or --batch-size, or "
                 "take --dtype bfloat16"
             ) from error
+        except KeyboardInterrupt:
+            if trainer.log:
+                stderr().print(f"{saved} has {len(trainer.log)} steps; go on with --resume")
+            raise
         write({"held_out": asdict(held_out), "mean_gates": trainer.mean_gates().tolist()})
     return seconds, held_out
 

@@ -13,6 +13,7 @@ before (the first of them is the paper's sweep), then exchanged one at a time wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -205,7 +206,11 @@ class LayerSweep:
         return scores, num_right
 
     def _score(self, layers: Layers, read: Sequence[ReadText]) -> list[Score]:
-        """The score at each budget."""
+        """The score at each budget.
+
+        Raises:
+            ValueError: it is no number.
+        """
         attends_all = attending_layers(layers, len(self._lean.layers))
         scores = []
         for rule in self._settings.rules:
@@ -213,6 +218,11 @@ class LayerSweep:
                 compared(mixed_logits(self._lean, text, attends_all, rule), text) for text in read
             ]
             kl, agrees, right, _ = means_of(answers)
+            if not math.isfinite(kl):
+                raise ValueError(
+                    f"the KL divergence with select layers {layers} is {kl}: the model computes no "
+                    "finite numbers; check its weights, or take dtype float32"
+                )
             scores.append(Score(layers, rule.budget_tokens, kl, agrees, right))
         return scores
 

@@ -8,6 +8,7 @@ loss (arXiv 2410.10819), which knows no target: there the heads with the largest
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ HELD_OUT_BATCHES = 16
 _DUO_WEIGHT = 0.05  # of the mean gate in DuoAttention's loss
 _DAMPING = 2.0  # of the square of what is open beyond the target; without it lambda overshoots
 _SAVE_EVERY = 100  # steps
+_SAVED = {"settings": dict, "gates": dict, "optimizer": dict, "multiplier": float, "log": list}
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Settings:
         for name in ("steps", "context", "batch_size", "budget_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be finite and above 0, got {self.learning_rate}")
         if self.context < MIN_PROMPT_TOKENS:
             raise ValueError(f"context={self.context} must be at least {MIN_PROMPT_TOKENS}")
         if self.method not in METHODS:
@@ -95,12 +99,16 @@ class Settings:
                 f"target_heads={self.target_heads} must be in [1, {most}]: so many KV heads does "
                 f"this model have after layer 0, whose {shape.num_kv_heads} retrieve anyway"
             )
-        longest = self.context + _QUESTION_TOKENS + _ANSWER_TOKENS
-        if longest > shape.max_context:
+        decoded = _QUESTION_TOKENS + _ANSWER_TOKENS
+        if self.context + decoded > shape.max_context:
+            least = MIN_PROMPT_TOKENS + decoded
+            remedy = "lower context"
+            if least > shape.max_context:
+                remedy = f"no training fits, which takes at least {least}: use `offload calibrate`"
             raise ValueError(
-                f"prompts of context={self.context} and what is decoded take {longest} tokens, "
-                f"more than the {shape.max_context} of this model ({max_context_reason}); "
-                "lower context"
+                f"prompts of context={self.context} and what is decoded take "
+                f"{self.context + decoded} tokens, more than the {shape.max_context} of this "
+                f"model ({max_context_reason}); {remedy}"
             )
 
 
@@ -208,7 +216,10 @@ class Trainer:
             self.multiplier,
         )
         if not np.isfinite(taken.loss):
-            raise ValueError(f"the loss of step {number} is {taken.loss}; try dtype float32")
+            cause = "try dtype float32"
+            if settings.dtype == "float32":
+                cause = "the model computes no finite numbers; check its weights"
+            raise ValueError(f"the loss of step {number} is {taken.loss}; {cause}")
         self._optimizer.zero_grad()
         torch.autograd.backward(objective)
         self._optimizer.step()
@@ -302,14 +313,15 @@ def read_saved(path: Path, settings: Settings) -> dict[str, Any]:
     """
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        theirs = state["settings"]
+        if any(not isinstance(state[name], kind) for name, kind in _SAVED.items()):
+            raise TypeError(f"{path} has other types")
     except FileNotFoundError:
         raise
     except Exception as error:  # pickle, zip and torch have their own
         raise ValueError(
             f"{path} is no unfinished training, or damaged; delete it to begin again"
         ) from error
-    ours = asdict(settings)
+    theirs, ours = state["settings"], asdict(settings)
     other = [name for name in ours if ours[name] != theirs.get(name)]
     if "checkpoint" in other and same_checkpoint(settings.checkpoint, theirs.get("checkpoint", "")):
         other.remove("checkpoint")  # converted elsewhere or again, or a copy
@@ -325,7 +337,7 @@ def read_saved(path: Path, settings: Settings) -> dict[str, Any]:
 
 def train(trainer: Trainer, saved: Path, on_step: Callable[[Step], None]) -> None:
     """The steps that are left; `saved` is written now and then, and whenever it ends, also by
-    ctrl-C, which waits for the end of a step."""
+    ctrl-C, which waits for the end of a step. Before the first step there is nothing to write."""
     try:
         while len(trainer.log) < trainer.settings.steps:
             with shielded():
@@ -334,7 +346,8 @@ def train(trainer: Trainer, saved: Path, on_step: Callable[[Step], None]) -> Non
             if len(trainer.log) % _SAVE_EVERY == 0:
                 trainer.save(saved)
     finally:
-        trainer.save(saved)
+        if trainer.log:
+            trainer.save(saved)
 
 
 def _with_layer_0(gates: Tensor) -> Tensor:

@@ -46,6 +46,13 @@ def test_it_writes_a_file_for_the_policy(model: str, tmp_path: Path) -> None:
     assert roles.checkpoint == checkpoint_name(Path(model)) != ""
 
 
+def test_it_reads_what_a_short_model_can(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "roles.json"
+    result = runner.invoke(app, ["calibrate", model, "-o", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "512 tokens of the standard library's docstrings" in HeadRoles.load(path).made_by
+
+
 def test_a_file_beside_the_weights_is_none_of_them(model: str, tmp_path: Path) -> None:
     """Written there, it still fits the model, and a copy of it, but not a fine-tuned one."""
     folder = Path(shutil.copytree(model, tmp_path / "copy"))
@@ -237,6 +244,10 @@ def test_refusals_of_a_sweep(
         (["-o", "/nowhere/roles.json"], "cannot be written: no folder /nowhere"),
         (["-o", "/"], "--output / is a folder"),
         (["--policy", "per_head"], "reads at most 512 tokens, but per_head is calibrated on at le"),
+        (
+            ["--policy", "tidal_decode", "--dense-layers", "1"],
+            "reads at most 512 tokens, but a sweep reads texts of at least 1024 and answers of up",
+        ),
     ],
 )
 def test_refusals_are_one_line(

@@ -77,6 +77,26 @@ def test_other_files_are_refused(model: str, tmp_path: Path, content: str, said:
     assert out.read_text() == "mine"
 
 
+def test_the_file_that_is_read_is_not_written(model: str, tsv: Path) -> None:
+    before = tsv.read_bytes()
+    link = tsv.with_name("link.json")
+    link.symlink_to(tsv)
+    for out in (tsv, link):
+        result = runner.invoke(app, ["roles", "import", str(tsv), model, "--out", str(out)])
+        assert result.exit_code == 1
+        assert "is the file to read; give another name" in " ".join(result.output.split())
+        assert tsv.read_bytes() == before
+
+
+@pytest.mark.parametrize("threshold", ["nan", "inf"])
+def test_thresholds_that_no_gate_has(model: str, tsv: Path, tmp_path: Path, threshold: str) -> None:
+    arguments = ["roles", "import", str(tsv), model, "--out", str(tmp_path / "roles.json")]
+    result = runner.invoke(app, [*arguments, "--threshold", threshold])
+    assert result.exit_code == 2
+    assert f"must be a number, got {threshold}" in " ".join(result.output.split())
+    assert not (tmp_path / "roles.json").exists()
+
+
 def test_share_or_threshold(model: str, tsv: Path, tmp_path: Path) -> None:
     arguments = ["roles", "import", str(tsv), model, "--out", str(tmp_path / "roles.json")]
     both = runner.invoke(app, [*arguments, "--share", "0.5", "--threshold", "0.5"])

@@ -193,6 +193,16 @@ def test_models_that_do_not_fit(lean: Any, options: dict[str, Any], message: str
         LayerSweep(lean, byte_tokenizer(), settings)
 
 
+def test_weights_that_are_no_numbers() -> None:
+    """No layer is chosen by distances that are none."""
+    broken = make_tiny_model("llama", num_hidden_layers=4, max_position_embeddings=1280)
+    broken.model.layers[2].self_attn.q_proj.weight.data[3, 5] = torch.nan
+    settings = SweepSettings(1, dense_layers=1, **(TEXTS | {"tokens": 1024}))
+    sweep = LayerSweep(lean_model_maker("llama")(broken), byte_tokenizer(), settings)
+    with pytest.raises(ValueError, match=r"select layers \(1,\) is nan: .* check its weights"):
+        sweep.run()
+
+
 def test_one_layer_has_to_reuse() -> None:
     check_num_select_layers(3, 6, 2)
     with pytest.raises(ValueError, match="must be in \\[1, 3\\]"):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases.slowly import slow_but
 from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from offload import OffloadedModel
@@ -29,7 +30,7 @@ from offload.training import train as training
 from offload.training.gates import HardKuma
 from offload.training.mixed_attention import SparseRule, read_text
 from offload.training.mixed_heads import activation_bytes, mixed_hidden, prepare_stock
-from offload.training.train import Settings, Trainer, read_saved, train
+from offload.training.train import Settings, Step, Trainer, read_saved, train
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 NUM_LAYERS, PROMPT, ANSWER, BUDGET = 4, 400, 12, 100
@@ -273,6 +274,8 @@ def test_the_command_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         assert isinstance(runner.invoke(app, command(folder, out)).exception, ZeroDivisionError)
     unfinished = tmp_path / "roles.json.unfinished"
     before = unfinished.read_bytes()
+    log = tmp_path / "roles.json.log.jsonl"
+    log.write_text("of other roles")
     for more, said in (
         ([], "is of a training that has not ended; go on with --resume"),
         (["--resume", "--seed", "3"], "was trained with seed=0, not seed=3"),
@@ -282,11 +285,46 @@ def test_the_command_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         assert said in " ".join(refused.output.split())
         assert unfinished.read_bytes() == before
         assert not out.exists()
+        assert log.read_text() == "of other roles"
     result = runner.invoke(app, command(folder, out, "--resume"))
     assert result.exit_code == 0, result.output
     assert out.read_text() == whole.read_text()
     logs = [path.with_name(f"{path.name}.log.jsonl").read_text() for path in (out, whole)]
     assert logs[0] == logs[1]
+    assert not list(tmp_path.glob("*.unfinished*"))
+
+
+def test_damaged_unfinished_trainings(folder: Path, tmp_path: Path) -> None:
+    made, saved = trainer(), tmp_path / "roles.json.unfinished"
+    made.step()
+    made.save(saved)
+    whole = torch.load(saved, weights_only=True)
+    without_gates = {name: value for name, value in whole.items() if name != "gates"}
+    for damaged in (without_gates, whole | {"settings": None}, whole | {"log": None}, [1, 2]):
+        torch.save(damaged, saved)
+        with pytest.raises(ValueError, match="is no unfinished training, or damaged; delete it"):
+            made.resume(saved)
+    saved.write_bytes(saved.read_bytes()[:300])
+    result = runner.invoke(app, command(folder, tmp_path / "roles.json", "--resume"))
+    assert result.exit_code == 1
+    assert "is no unfinished training, or damaged" in " ".join(result.output.split())
+
+
+def test_weights_that_are_no_numbers(folder: Path, tmp_path: Path) -> None:
+    """Nothing is learnt: other roles and their log stay, and nothing waits for --resume."""
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    stock = AutoModelForCausalLM.from_pretrained(broken, dtype=torch.float32)
+    stock.model.layers[1].self_attn.q_proj.weight.data[3, 5] = torch.nan
+    stock.save_pretrained(broken)
+    out, log = tmp_path / "roles.json", tmp_path / "roles.json.log.jsonl"
+    out.write_text("mine")
+    log.write_text("of mine")
+    result = runner.invoke(app, command(broken, out, "--dtype", "float32"))
+    assert result.exit_code == 1
+    said = "the loss of step 0 is nan; the model computes no finite numbers; check its weights"
+    assert said in " ".join(result.output.split())
+    assert (out.read_text(), log.read_text()) == ("mine", "of mine")
+    assert not (tmp_path / "roles.json.unfinished").exists()
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
@@ -298,18 +336,47 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     (sliding / "config.json").write_text(json.dumps(config | {"sliding_window": 256}))
     for model, more, said in (
         (folder, ["--target-heads", "7"], "target_heads=7 must be in [1, 6]"),
-        (folder, ["--context", "4096"], "more than the 1280 of this model"),
+        (
+            folder,
+            ["--context", "4096"],
+            "the 1280 of this model (max_position_embeddings=1280); lower",
+        ),
         (folder, ["--method", "duo"], "unknown method 'duo'; available: hardkuma"),
         (folder, ["--budget-tokens", "68"], "budget_tokens=68 must be in (68, 1024)"),
+        (folder, ["--learning-rate", "inf"], "learning_rate must be finite and above 0, got inf"),
         (folder, ["--resume"], "to go on with; leave out --resume"),
         (folder, ["--plot", "x.jpg"], "--plot x.jpg: the name must end in one of"),
-        (sliding, [], "sliding_window=256; a sliding window is not supported"),
+        (
+            sliding,
+            [],
+            "(sliding_window=256; a sliding window is not supported); no training fits, which "
+            "takes at least 1128",
+        ),
     ):
         result = runner.invoke(app, command(model, out, *more))
         assert result.exit_code == 1, result.output
         assert said in " ".join(result.output.split()), result.output
         assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["roles.json"]
         assert out.read_text() == "mine"
+
+
+def test_ctrl_c_says_how_to_go_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.step
+
+    def interrupted(made: Trainer) -> Step:
+        if len(made.log) == 2:
+            raise KeyboardInterrupt
+        return step(made)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    result = runner.invoke(app, command(folder, tmp_path / "roles.json"))
+    assert result.exit_code == 130
+    assert "roles.json.unfinished has 2 steps; go on with --resume" in " ".join(
+        result.output.split()
+    )
+    assert (tmp_path / "roles.json.unfinished").exists()
 
 
 def test_ctrl_c_waits_for_the_end_of_a_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -571,9 +572,9 @@ def test_requests_that_make_room_go_on_with_the_same_tokens(
     for number in (1, 2):  # which attend to something else than the model does
         engine = Engine(model, prefix_caching=False)
         engine.add_request(prompts[number], params[number], str(number))
-        assert name == "full" or answers(engine)[str(number)] != wanted[str(number)]
-        engine.add_request(prompts[number], params[number], str(number))
-        wanted |= answers(engine)
+        found = answers(engine)
+        assert name == "full" or found[str(number)] != wanted[str(number)]
+        wanted |= found
     room = 3 * 272 * store.token_bytes + 3 * states_of(model).bytes.most_at(260)
     allow_host_bytes(model, room)
     engine = Engine(model, overcommit=8.0)
@@ -583,6 +584,39 @@ def test_requests_that_make_room_go_on_with_the_same_tokens(
     assert engine.stats.preempted > 0
     engine.stop()
     assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("full", 1.15),  # decoding comes to need more
+        ("full", 1.3),  # reading does
+        ("lychee_cluster", 1.3),
+        pytest.param("lfps", 1.3, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_read_makes_room_for_one_that_runs(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, factor: float
+) -> None:
+    model = load(long_folder, name, page_tokens=16)
+    decoded, read = prompts_of(20, 700)
+    wanted = {"decodes": alone(model, decoded, 500), "is read": alone(model, read)}
+    turns = itertools.cycle([True] * 8 + [False])  # so many steps, then a slice
+    monkeypatch.setattr(Scheduler, "decodes_first", property(lambda self: next(turns)))
+    monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: False)
+    engine = Engine(model, slice_seconds=1e-4, overcommit=16.0, prefix_caching=False)
+    most = Engine(model)._steps.admission.most_bytes(709)
+    allow_host_bytes(model, int(factor * most))
+    engine.add_request(decoded, replace(GREEDY, max_tokens=500), "decodes")
+    found = dict[str, list[int]]()
+    while not found:
+        answers_of_step(engine, found)
+    engine.add_request(read, GREEDY, "is read")
+    assert answers(engine, found) == wanted
+    assert engine.stats.preempted > 0
+    engine.stop()
+    assert model.kv_store.num_sequences == 0
+    assert model.kv_store.host_bytes_used == 0
 
 
 def test_what_comes_back_makes_room_for_those_that_run(

@@ -36,7 +36,8 @@ class AsyncEngine:
         """Outputs of a request. It is cancelled if nobody reads on.
 
         The first, which has nothing, says at once that the request was accepted; the next ones are
-        of its prompt's slices. A reader who is 64 outputs behind is waited for.
+        of its prompt's slices. A reader who is 64 outputs behind is waited for, until the
+        engine is stopped.
 
         Raises:
             As `Engine.add_request`, and the error that ended the request.
@@ -54,7 +55,7 @@ class AsyncEngine:
             params,
             request_id,
             on_output,
-            is_ready=lambda: num_sent - num_taken < _MOST_UNREAD,
+            is_ready=lambda: num_sent - num_taken < _MOST_UNREAD or self.engine.is_stopping,
             session_id=session_id,
         )
         try:

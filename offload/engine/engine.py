@@ -227,6 +227,11 @@ class Engine:
             return bool(self._requests)
 
     @property
+    def is_stopping(self) -> bool:
+        """Whether no request is taken any more."""
+        return self._stopping
+
+    @property
     def kv_device_bytes(self) -> int:
         """Bytes of the KV cache that is on a device."""
         return int(self._runtime.decoder.device_bytes)

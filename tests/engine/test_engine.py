@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases.inside import allow_host_bytes, runtime_of, states_of
@@ -375,6 +376,18 @@ def test_bad_requests(engine: Engine, tiny_folders: dict[str, Path]) -> None:
         ({"exact": True, "budget_tokens": 64}, "exclude each other"),
         ({"exact": "no"}, "exact must be True or False, got 'no'"),
         ({"budget_tokens": 20.5}, "budget_tokens must be an integer, got 20.5"),
+        ({"max_tokens": 10.5}, "max_tokens must be an integer, got 10.5"),
+        ({"max_tokens": "5"}, "max_tokens must be an integer, got '5'"),
+        ({"top_k": None}, "top_k must be an integer, got None"),
+        ({"top_p": None}, "top_p must be a number, got None"),
+        ({"stop": 5}, "stop must be a list, got 5"),
+        ({"stop": [5]}, r"stop must be strings, got \(5,\)"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer, got 'a'"),
+        ({"logit_bias": [1]}, r"logit_bias must be a dict .*, got \[1\]"),
+        ({"logit_bias": {"5": 1}}, "logit_bias must be an integer, got '5'"),
+        ({"logit_bias": {5: "1"}}, "logit_bias of token 5 .*, got '1'"),
+        ({"logits_processors": len}, "logits_processors must be a list"),
+        ({"logits_processors": [5]}, "logits_processors must be callable"),
         ({"budget_tokens": 0}, "budget_tokens must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -715,6 +728,9 @@ def test_params_are_taken_as_others_write_them() -> None:
     params = SamplingParams(stop="ab", top_k=-1, temperature=1e-40)
     assert (params.stop, params.top_k, params.temperature) == (("ab",), 0, 0.0)
     assert SamplingParams(stop=None).stop == ()
+    assert SamplingParams(max_tokens=np.int64(5), stop_token_ids=torch.tensor([3])) == (
+        SamplingParams(max_tokens=5, stop_token_ids=(3,))
+    )
     with pytest.raises(ValueError, match="logit_bias"):
         SamplingParams(logit_bias={1: 1e300})
 

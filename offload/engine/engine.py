@@ -367,7 +367,7 @@ class Engine:
             for request in requests:
                 try:
                     self._steps.emit_error(request, error)
-                except Exception:  # the others are told, too
+                except BaseException:  # a callback's SystemExit, too: the others are told
                     logger.exception("request %s could not be ended", request.request_id)
                     self._requests.pop(request.request_id, None)
 

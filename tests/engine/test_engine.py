@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -733,6 +734,30 @@ def test_params_are_taken_as_others_write_them() -> None:
     )
     with pytest.raises(ValueError, match="logit_bias"):
         SamplingParams(logit_bias={1: 1e300})
+
+
+def test_a_callback_that_exits_leaves_nobody_waiting(model: Any) -> None:
+    """It ends the engine's thread, as it would any other."""
+    ended, told = list[RequestOutput](), threading.Event()
+
+    def exits(output: RequestOutput) -> None:
+        raise SystemExit("for a test")
+
+    def notes(output: RequestOutput) -> None:
+        if output.finish_reason is not None:
+            ended.append(output)
+            told.set()
+
+    engine = Engine(model)
+    engine.add_request([1, 2, 3], GREEDY, "exits", exits)
+    engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=400), "waits", notes)
+    engine.start()
+    assert told.wait(20)
+    assert isinstance(ended[0].error, SystemExit)
+    engine.stop()
+    assert isinstance(engine.failure, SystemExit)
+    assert model.kv_store.num_sequences == 0
+    assert model.kv_store.host_bytes_used == 0
 
 
 def test_the_last_callback_fails_before_a_step_that_failed(

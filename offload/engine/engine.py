@@ -227,6 +227,11 @@ class Engine:
             return bool(self._requests)
 
     @property
+    def has_thread(self) -> bool:
+        """Whether a thread steps, or did until it failed."""
+        return self._thread is not None
+
+    @property
     def is_stopping(self) -> bool:
         """Whether no request is taken any more."""
         return self._stopping

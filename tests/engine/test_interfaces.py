@@ -87,6 +87,18 @@ def test_a_reader_who_does_not_read_keeps_nobody_from_stopping(model: Any) -> No
     assert sum(len(output.tokens) for output in found) == 300
 
 
+def test_an_engine_that_nobody_started_keeps_nobody_waiting(model: Any) -> None:
+    async def first(engine: AsyncEngine) -> None:
+        await anext(engine.generate(PROMPTS[0], GREEDY))
+
+    engine = AsyncEngine(Engine(model))
+    with pytest.raises(RuntimeError, match="was not started: use `async with"):
+        asyncio.run(first(engine))
+    engine.engine.start().stop()
+    with pytest.raises(RuntimeError, match="was stopped"):
+        asyncio.run(first(engine))
+
+
 def test_an_error_ends_the_loop(model: Any) -> None:
     def fails(ids: Any, logits: torch.Tensor) -> torch.Tensor:
         raise KeyError("in a processor")

@@ -36,11 +36,15 @@ class AsyncEngine:
         """Outputs of a request. It is cancelled if nobody reads on.
 
         The first, which has nothing, says at once that the request was accepted; the next ones are
-        of its prompt's slices. A reader who is 64 outputs behind is waited for.
+        of its prompt's slices. A reader who is 64 outputs behind is waited for, until the
+        engine is stopped.
 
         Raises:
             As `Engine.add_request`, and the error that ended the request.
+            RuntimeError: nobody has started the engine.
         """
+        if not self.engine.has_thread and not self.engine.is_stopping:
+            raise RuntimeError("the engine was not started: use `async with AsyncEngine(engine)`")
         loop, unread = asyncio.get_running_loop(), asyncio.Queue[RequestOutput]()
         num_sent = num_taken = 0  # the queue's size would lag behind
 
@@ -54,7 +58,7 @@ class AsyncEngine:
             params,
             request_id,
             on_output,
-            is_ready=lambda: num_sent - num_taken < _MOST_UNREAD,
+            is_ready=lambda: num_sent - num_taken < _MOST_UNREAD or self.engine.is_stopping,
             session_id=session_id,
         )
         try:

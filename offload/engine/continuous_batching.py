@@ -14,10 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
@@ -30,7 +32,25 @@ from offload.engine.request import RequestOutput
 from offload.engine.sampling_params import SamplingParams
 
 _PER_REQUEST = ("temperature", "top_k", "top_p")
-_UNLIMITED = 2**31
+_MOST_AT_A_TIME, _UNLIMITED = 32, 2**31
+
+
+@dataclass(frozen=True)
+class BackgroundThreadStatus:
+    """Of a manager's thread.
+
+    Attributes:
+        fatal_error: that ended it, and all requests.
+    """
+
+    is_running: bool
+    fatal_error: BaseException | None
+
+    def can_accept_new_requests(self) -> str | None:
+        """Why it does not answer requests; None: it does."""
+        if self.fatal_error is not None:
+            return f"the engine failed: {self.fatal_error}"
+        return None if self.is_running else "the manager is not running"
 
 
 class ContinuousBatchingManager:
@@ -38,16 +58,32 @@ class ContinuousBatchingManager:
 
     Args:
         generation_config: of all requests, but for what they bring themselves.
-        max_num_seqs: requests at a time.
+        config: its `max_requests_per_batch` (None: 32), `max_queue_size`, `allow_block_sharing`,
+            `return_logprobs` and `seed` count. Without a seed, torch's own random numbers seed
+            each request as it is added.
     """
 
     warmed_up = True
 
     def __init__(
-        self, model: Any, generation_config: GenerationConfig, max_num_seqs: int = 32
+        self,
+        model: Any,
+        generation_config: GenerationConfig,
+        config: ContinuousBatchingConfig | None = None,
     ) -> None:
+        config = ContinuousBatchingConfig() if config is None else config
         self.model, self.generation_config = model, generation_config
-        self._engine = Engine(model, max_num_seqs=max_num_seqs, max_queued=_UNLIMITED)
+        self._engine = Engine(
+            model,
+            max_num_seqs=config.max_requests_per_batch or _MOST_AT_A_TIME,
+            max_queued=config.max_queue_size or _UNLIMITED,
+            prefix_caching=config.allow_block_sharing,
+        )
+        self._returns_logprobs = config.return_logprobs
+        self._seeds: torch.Generator | None = None
+        if config.seed is not None:
+            self._seeds = torch.Generator().manual_seed(config.seed)
+        self._cancelled: set[str] = set()
         self._results: queue.Queue[GenerationOutput] = queue.Queue()
         self._handlers: dict[str, tuple[Callable[[GenerationOutput], Any], Any]] = {}
         self._numbers = itertools.count()
@@ -55,9 +91,9 @@ class ContinuousBatchingManager:
         self._started = False
 
     @property
-    def background_thread_status(self) -> str:
-        """ "running", or "stopped"."""
-        return "running" if self.is_running() else "stopped"
+    def background_thread_status(self) -> BackgroundThreadStatus:
+        """Whether it runs, and what has ended it."""
+        return BackgroundThreadStatus(self.is_running(), self._engine.failure)
 
     def warmup(self) -> None:
         """Nothing: kernels are warm when a model is loaded."""
@@ -69,7 +105,7 @@ class ContinuousBatchingManager:
 
     def is_running(self) -> bool:
         """Whether requests are answered."""
-        return self._started
+        return self._started and self._engine.failure is None
 
     def stop(
         self,
@@ -78,7 +114,8 @@ class ContinuousBatchingManager:
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Take no more requests, and answer those that there are, unless `hard_stop`."""
+        """Take no more requests, and answer those that there are. With `hard_stop`, or when
+        `timeout` seconds have passed, they fail, with what there is of their answers."""
 
         def stop() -> None:
             self._engine.stop(finish=not hard_stop, timeout=timeout)
@@ -92,13 +129,13 @@ class ContinuousBatchingManager:
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         """Wait until a `stop(block=False)` is done."""
         until = None if timeout is None else time.monotonic() + timeout
-        while self._started and (until is None or time.monotonic() < until):
+        while self.is_running() and (until is None or time.monotonic() < until):
             time.sleep(0.01)
 
     def destroy(self) -> None:
         """`stop`, if it runs."""
         if self._started:
-            self.stop(hard_stop=True)
+            self.stop()
 
     def pause(self) -> AbstractContextManager[Any]:
         """Around what needs the model for itself: no step runs meanwhile."""
@@ -121,11 +158,14 @@ class ContinuousBatchingManager:
             As `Engine.add_request`; ValueError for other options of a request.
         """
         request_id = f"req_{next(self._numbers)}" if request_id is None else request_id
-        params = self._params(list(input_ids), max_new_tokens, eos_token_id, logit_processor_kwargs)
+        prompt = list(input_ids)
         copies = self.generation_config.num_return_sequences or 1
         ids = [request_id, *(f"{request_id}__child#{i}" for i in range(copies - 1))]
         for of_copy in ids:
-            answer = _Answer(self, of_copy, list(input_ids), streaming, record_timestamps)
+            answer = _Answer(self, of_copy, prompt, streaming, record_timestamps)
+            params = self._params(
+                answer, max_new_tokens, eos_token_id, logit_processor_kwargs, len(prompt)
+            )
             self._engine.add_request(input_ids, params, of_copy, answer.on_output)
         return request_id
 
@@ -158,14 +198,22 @@ class ContinuousBatchingManager:
 
     def cancel_request(self, request_id: str) -> None:
         """Have it end; its result has what there is of the answer."""
-        self._engine.cancel(request_id)
+        self._cancelled.add(request_id)
+        if not self._engine.cancel(request_id):
+            self._cancelled.discard(request_id)
+
+    def was_cancelled(self, request_id: str) -> bool:
+        """Whether a request that has just ended was to be cancelled."""
+        was_cancelled = request_id in self._cancelled
+        self._cancelled.discard(request_id)
+        return was_cancelled
 
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
         """The next result, of this request if given; None if there is none within `timeout`
         seconds, or another request's comes first."""
-        if self._results.empty() and not self._started:
+        if self._results.empty() and not self.is_running():
             return None
         try:
             result = self._results.get(timeout=timeout)
@@ -178,14 +226,14 @@ class ContinuousBatchingManager:
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Results as they come, until it is stopped."""
-        while self._started:
+        while self.is_running():
             result = self.get_result(timeout=0.1)
             if result is not None:
                 yield result
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
         """Results of one request, until its last."""
-        while self._started:
+        while self.is_running():
             result = self.get_result(request_id, timeout=0.1)
             if result is not None:
                 yield result
@@ -213,10 +261,11 @@ class ContinuousBatchingManager:
 
     def _params(
         self,
-        input_ids: list[int],
+        answer: _Answer,
         max_new_tokens: int | None,
         eos_token_id: int | list[int] | None,
         given: dict[str, Any],
+        num_prompt_tokens: int,
     ) -> SamplingParams:
         for name in given:
             if name not in _PER_REQUEST:
@@ -229,21 +278,33 @@ class ContinuousBatchingManager:
         if eos_token_id is None:
             eos_token_id = config.eos_token_id
         ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+        ends = [token for token in ends if token is not None and token >= 0]
+        config.eos_token_id = ends or None  # -1 is no token that processors could know
         options: dict[str, Any] = {"temperature": 0.0}
         self.model._prepare_special_tokens(config, device="cpu")
-        processors = self.model._get_logits_processor(config, input_ids_seq_length=len(input_ids))
+        processors = self.model._get_logits_processor(
+            config, input_ids_seq_length=num_prompt_tokens
+        )
         if config.do_sample:
-            options["temperature"] = 1.0
-            while processors and (option := _own_option(processors[-1])) is not None:
+            seed = torch.randint(2**63 - 1, (), device="cpu", generator=self._seeds)
+            options = {"temperature": 1.0, "seed": int(seed)}
+            while processors and not self._returns_logprobs:  # which are of what these leave
+                option = _own_option(processors[-1])
+                if option is None:
+                    break
                 options |= option
                 processors.pop()
-        if processors:
-            options["logits_processors"] = (
-                lambda ids, logits: processors(torch.tensor([ids]), logits[None])[0],
-            )
+        if processors or self._returns_logprobs:
+
+            def process(ids: Sequence[int], logits: Tensor) -> Tensor:
+                scores: Tensor = processors(torch.tensor([ids]), logits[None])[0]
+                answer.scores = scores if self._returns_logprobs else None
+                return scores
+
+            options["logits_processors"] = (process,)
         return SamplingParams(
             max_tokens=config.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            stop_token_ids=tuple(token for token in ends if token is not None and token >= 0),
+            stop_token_ids=tuple(ends),
             ignore_eos=True,
             **options,
         )
@@ -261,7 +322,11 @@ def _own_option(warper: Any) -> dict[str, Any] | None:
 
 
 class _Answer:
-    """What has come of a request, as transformers tells it."""
+    """What has come of a request, as transformers tells it.
+
+    Attributes:
+        scores: [vocab_size] that the next token is chosen by, where its log probability is told.
+    """
 
     def __init__(
         self,
@@ -272,6 +337,7 @@ class _Answer:
         record_timestamps: bool,
     ) -> None:
         self._manager, self._streaming = manager, streaming
+        self.scores: Tensor | None = None
         self._output = GenerationOutput(
             request_id, prompt, timestamps=[] if record_timestamps else None
         )
@@ -280,15 +346,28 @@ class _Answer:
         """Note it, and deliver what is to be delivered."""
         now, so_far = time.perf_counter(), self._output
         so_far.generated_tokens += [chosen.token for chosen in output.tokens]
+        if self.scores is not None:
+            logprobs, self.scores = self.scores.log_softmax(dim=-1), None
+            so_far.logprobs += [float(logprobs[chosen.token]) for chosen in output.tokens]
         if so_far.timestamps is not None:
             so_far.timestamps += [now] * len(output.tokens)
         if so_far.lifespan[0] < 0:
             so_far.lifespan = (now, -1)
         so_far.status = RequestStatus.DECODING if output.tokens else RequestStatus.PREFILLING
         if output.finish_reason is not None:
-            failed = output.error is not None
-            so_far.status = RequestStatus.FAILED if failed else RequestStatus.FINISHED
-            so_far.error = str(output.error) if failed else None
+            error: object = output.error
+            was_cancelled = self._manager.was_cancelled(output.request_id)
+            if output.finish_reason == "cancelled" and not was_cancelled:
+                error = "the manager was stopped before the answer's end"
+            so_far.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
+            so_far.error = None if error is None else str(error)
             so_far.lifespan = (so_far.lifespan[0], now)
         if output.finish_reason is not None or (self._streaming and output.tokens):
-            self._manager.deliver(copy.deepcopy(so_far))
+            self._manager.deliver(self._copy())
+
+    def _copy(self) -> GenerationOutput:
+        """With lists of its own, but for the prompt's."""
+        so_far = self._output
+        times = None if so_far.timestamps is None else [*so_far.timestamps]
+        tokens, logprobs = [*so_far.generated_tokens], [*so_far.logprobs]
+        return replace(so_far, generated_tokens=tokens, logprobs=logprobs, timestamps=times)

@@ -227,6 +227,16 @@ class Engine:
             return bool(self._requests)
 
     @property
+    def has_thread(self) -> bool:
+        """Whether a thread steps, or did until it failed."""
+        return self._thread is not None
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether no request is taken any more."""
+        return self._stopping
+
+    @property
     def kv_device_bytes(self) -> int:
         """Bytes of the KV cache that is on a device."""
         return int(self._runtime.decoder.device_bytes)
@@ -362,7 +372,7 @@ class Engine:
             for request in requests:
                 try:
                     self._steps.emit_error(request, error)
-                except Exception:  # the others are told, too
+                except BaseException:  # a callback's SystemExit, too: the others are told
                     logger.exception("request %s could not be ended", request.request_id)
                     self._requests.pop(request.request_id, None)
 

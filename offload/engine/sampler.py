@@ -93,6 +93,8 @@ def _changed(
         logits[token] += bias
     for processor in params.logits_processors:
         result = processor([*prompt, *answer], logits)
+        if not isinstance(result, Tensor):
+            raise RuntimeError(f"a logits processor returned {type(result).__name__}, not a tensor")
         if result.shape != logits.shape:
             raise RuntimeError(
                 f"a logits processor returned shape {list(result.shape)}, not {list(logits.shape)}"

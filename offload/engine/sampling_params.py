@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import NoneType
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +18,12 @@ MOST_LOGPROBS = 20
 _MOST_STOPS = 64
 _GREEDY_BELOW = 1e-5
 _MOST_BIAS = 100.0
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "budget_tokens")
+_INTEGERS = ("min_tokens", "top_k", *_MAY_BE_NONE)
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 @dataclass
@@ -66,10 +74,24 @@ class SamplingParams:
     budget_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        self.stop_token_ids = tuple(self.stop_token_ids or ())
-        self.logits_processors = tuple(self.logits_processors or ())
+        self.stop = _items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        if not all(isinstance(text, str) for text in self.stop):
+            raise ValueError(f"stop must be strings, got {self.stop!r}")
+        self.stop_token_ids = _items("stop_token_ids", self.stop_token_ids)
+        self.stop_token_ids = tuple(_integer("stop_token_ids", i) for i in self.stop_token_ids)
+        self.logits_processors = _items("logits_processors", self.logits_processors)
+        if not all(map(callable, self.logits_processors)):
+            raise ValueError(f"logits_processors must be callable, got {self.logits_processors!r}")
         self.logit_bias = self.logit_bias or {}
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must be a dict of token ids, got {self.logit_bias!r}")
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                setattr(self, name, _integer(name, value))
+        for name in _NUMBERS:
+            if not isinstance(value := getattr(self, name), numbers.Real):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         self.top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's "keep all"
         if 0.0 < self.temperature < _GREEDY_BELOW:  # to divide by it would overflow
             self.temperature = 0.0
@@ -103,12 +125,11 @@ class SamplingParams:
             raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
         if not isinstance(self.exact, bool):
             raise ValueError(f"exact must be True or False, got {self.exact!r}")
-        if not isinstance(self.budget_tokens, (int, NoneType)):
-            raise ValueError(f"budget_tokens must be an integer, got {self.budget_tokens!r}")
         if self.exact and self.budget_tokens is not None:
             raise ValueError("exact and budget_tokens exclude each other")
         for token, bias in self.logit_bias.items():
-            if not abs(bias) <= _MOST_BIAS:
+            _integer("a token of logit_bias", token)
+            if not isinstance(bias, numbers.Real) or not abs(bias) <= _MOST_BIAS:
                 raise ValueError(
                     f"logit_bias of token {token} must be at most {_MOST_BIAS:g} either way, got "
                     f"{bias!r}"
@@ -119,3 +140,19 @@ class SamplingParams:
         """Whether anything is done to all logits of an answer before temperature."""
         penalised = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalised != (1.0, 0.0, 0.0) or bool(self.logit_bias or self.logits_processors)
+
+
+def _items(name: str, given: Any) -> tuple[Any, ...]:
+    """Of a sequence, or None."""
+    try:
+        return () if given is None else tuple(given)
+    except TypeError:
+        raise ValueError(f"{name} must be a list, got {given!r}") from None
+
+
+def _integer(name: str, given: Any) -> int:
+    """As Python's own, also of numpy's and torch's."""
+    try:
+        return int(operator.index(given))
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {given!r}") from None

@@ -212,11 +212,15 @@ class Scheduler:
         self.correcting.remove(request)
         self.running.append(request)
 
-    def preempt(self) -> Request | None:
-        """The youngest running request waits again, before all others; None: there is one only."""
-        if len(self.running) + len(self.correcting) < 2:
+    def preempt(self, kept: Sequence[Request] = ()) -> Request | None:
+        """The youngest request that has a sequence, and is none of `kept`, waits again, before all
+        others; None: no other one would be left."""
+        admitted = (*self.running, *self.correcting, *self.reading)
+        with_seq = [request for request in admitted if request.seq is not None]
+        movable = [request for request in with_seq if request not in kept]
+        if len(with_seq) < 2 or not movable:
             return None
-        request = max((*self.running, *self.correcting), key=lambda request: request.arrived)
+        request = max(movable, key=lambda request: request.arrived)
         self.remove(request)
         self.waiting.appendleft(request)
         return request

@@ -86,6 +86,7 @@ class Steps:
         self._others = runtime.current_generation
         self._outputs: list[RequestOutput] = []
         self._slice_began = 0.0
+        self._in_slice: list[Request] = []  # that a pass reads just now
         self._read_again: Request | None = None  # once, for want of a GPU's memory
 
     def run(self, cancelled: Iterable[Request]) -> list[RequestOutput]:
@@ -243,6 +244,8 @@ class Steps:
         if isinstance(failure, HostBudgetError):
             if self._make_room():
                 self._decode_rows([row for row in rows if row.seq is not None])
+            elif self._in_slice:  # which ends first: those that it reads may make room then
+                self.scheduler.waits_for_readers()
             else:
                 self.emit_error(rows[-1], failure)
         elif len(rows) == 1:
@@ -276,7 +279,7 @@ class Steps:
 
     def _make_room(self) -> bool:
         """More came than was expected: prefixes go, then idle sessions, then what comes back from
-        disk, then the youngest request waits there."""
+        disk, then the youngest request waits there, unless a pass reads it just now."""
         if (
             self.prefixes.drop()
             or (self._sessions is not None and self._sessions.spill())
@@ -284,7 +287,7 @@ class Steps:
         ):
             self._runner.runtime.store.trim()
             return True
-        request = self.scheduler.preempt()
+        request = self.scheduler.preempt(self._in_slice)
         if request is None:
             return False
         self._give_up_correction(request)
@@ -365,16 +368,23 @@ class Steps:
     def _read_parts(self, parts: list[tuple[Request, int]]) -> None:
         """Some tokens of each prompt; where that fails, of each by itself."""
         spans: list[tuple[Request, int, int]] = []
+        parts = [part for part in parts if not part[0].is_preempted]  # to make room for another
+        if not parts:
+            return
         try:
             for request, size in parts:
                 self._begin(request)
                 stop = min(len(request.prompt), request.num_read + size)
                 spans.append((request, request.num_read, stop))
-            hidden = self._runner.read(
-                [(r.seq, r.prompt[a:b]) for r, a, b in spans if r.seq is not None],
-                builds=any(stop == len(request.prompt) for request, _, stop in spans),
-                on_tokens=self._pause,
-            )
+            self._in_slice = [request for request, _, _ in spans]
+            try:
+                hidden = self._runner.read(
+                    [(r.seq, r.prompt[a:b]) for r, a, b in spans if r.seq is not None],
+                    builds=any(stop == len(request.prompt) for request, _, stop in spans),
+                    on_tokens=self._pause,
+                )
+            finally:
+                self._in_slice = []
         except Exception as error:
             if isinstance(error, HostBudgetError) and self._make_room():
                 return  # the next step reads them

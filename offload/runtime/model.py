@@ -400,10 +400,15 @@ class OffloadedModel(FixedModel):
             )
         return super().save_pretrained(*args, **kwargs)
 
-    def init_continuous_batching(self, generation_config: Any = None, *_: Any, **__: Any) -> Any:
+    def init_continuous_batching(
+        self,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> Any:
         """Behind transformers' `generate_batch`: its interface, on `offload.engine`.
 
-        Its other configs are about memory that we count ourselves.
+        Most of its config, and its hints, are about memory that we count ourselves.
         """
         if self._offload.run_lock.is_mine:
             raise NotImplementedError(
@@ -412,7 +417,9 @@ class OffloadedModel(FixedModel):
             )
         # By name, because the engine stands on this package.
         manager = importlib.import_module("offload.engine.continuous_batching")
-        return manager.ContinuousBatchingManager(self, generation_config or self.generation_config)
+        return manager.ContinuousBatchingManager(
+            self, generation_config or self.generation_config, continuous_batching_config
+        )
 
 
 def _offloaded(opened: LoadedModel) -> Any:

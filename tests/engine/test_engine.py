@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases.inside import allow_host_bytes, runtime_of, states_of
@@ -374,6 +377,18 @@ def test_bad_requests(engine: Engine, tiny_folders: dict[str, Path]) -> None:
         ({"exact": True, "budget_tokens": 64}, "exclude each other"),
         ({"exact": "no"}, "exact must be True or False, got 'no'"),
         ({"budget_tokens": 20.5}, "budget_tokens must be an integer, got 20.5"),
+        ({"max_tokens": 10.5}, "max_tokens must be an integer, got 10.5"),
+        ({"max_tokens": "5"}, "max_tokens must be an integer, got '5'"),
+        ({"top_k": None}, "top_k must be an integer, got None"),
+        ({"top_p": None}, "top_p must be a number, got None"),
+        ({"stop": 5}, "stop must be a list, got 5"),
+        ({"stop": [5]}, r"stop must be strings, got \(5,\)"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer, got 'a'"),
+        ({"logit_bias": [1]}, r"logit_bias must be a dict .*, got \[1\]"),
+        ({"logit_bias": {"5": 1}}, "logit_bias must be an integer, got '5'"),
+        ({"logit_bias": {5: "1"}}, "logit_bias of token 5 .*, got '1'"),
+        ({"logits_processors": len}, "logits_processors must be a list"),
+        ({"logits_processors": [5]}, "logits_processors must be callable"),
         ({"budget_tokens": 0}, "budget_tokens must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -571,9 +586,9 @@ def test_requests_that_make_room_go_on_with_the_same_tokens(
     for number in (1, 2):  # which attend to something else than the model does
         engine = Engine(model, prefix_caching=False)
         engine.add_request(prompts[number], params[number], str(number))
-        assert name == "full" or answers(engine)[str(number)] != wanted[str(number)]
-        engine.add_request(prompts[number], params[number], str(number))
-        wanted |= answers(engine)
+        found = answers(engine)
+        assert name == "full" or found[str(number)] != wanted[str(number)]
+        wanted |= found
     room = 3 * 272 * store.token_bytes + 3 * states_of(model).bytes.most_at(260)
     allow_host_bytes(model, room)
     engine = Engine(model, overcommit=8.0)
@@ -583,6 +598,39 @@ def test_requests_that_make_room_go_on_with_the_same_tokens(
     assert engine.stats.preempted > 0
     engine.stop()
     assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("full", 1.15),  # decoding comes to need more
+        ("full", 1.3),  # reading does
+        ("lychee_cluster", 1.3),
+        pytest.param("lfps", 1.3, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_read_makes_room_for_one_that_runs(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, factor: float
+) -> None:
+    model = load(long_folder, name, page_tokens=16)
+    decoded, read = prompts_of(20, 700)
+    wanted = {"decodes": alone(model, decoded, 500), "is read": alone(model, read)}
+    turns = itertools.cycle([True] * 8 + [False])  # so many steps, then a slice
+    monkeypatch.setattr(Scheduler, "decodes_first", property(lambda self: next(turns)))
+    monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: False)
+    engine = Engine(model, slice_seconds=1e-4, overcommit=16.0, prefix_caching=False)
+    most = Engine(model)._steps.admission.most_bytes(709)
+    allow_host_bytes(model, int(factor * most))
+    engine.add_request(decoded, replace(GREEDY, max_tokens=500), "decodes")
+    found = dict[str, list[int]]()
+    while not found:
+        answers_of_step(engine, found)
+    engine.add_request(read, GREEDY, "is read")
+    assert answers(engine, found) == wanted
+    assert engine.stats.preempted > 0
+    engine.stop()
+    assert model.kv_store.num_sequences == 0
+    assert model.kv_store.host_bytes_used == 0
 
 
 def test_what_comes_back_makes_room_for_those_that_run(
@@ -681,8 +729,35 @@ def test_params_are_taken_as_others_write_them() -> None:
     params = SamplingParams(stop="ab", top_k=-1, temperature=1e-40)
     assert (params.stop, params.top_k, params.temperature) == (("ab",), 0, 0.0)
     assert SamplingParams(stop=None).stop == ()
+    assert SamplingParams(max_tokens=np.int64(5), stop_token_ids=torch.tensor([3])) == (
+        SamplingParams(max_tokens=5, stop_token_ids=(3,))
+    )
     with pytest.raises(ValueError, match="logit_bias"):
         SamplingParams(logit_bias={1: 1e300})
+
+
+def test_a_callback_that_exits_leaves_nobody_waiting(model: Any) -> None:
+    """It ends the engine's thread, as it would any other."""
+    ended, told = list[RequestOutput](), threading.Event()
+
+    def exits(output: RequestOutput) -> None:
+        raise SystemExit("for a test")
+
+    def notes(output: RequestOutput) -> None:
+        if output.finish_reason is not None:
+            ended.append(output)
+            told.set()
+
+    engine = Engine(model)
+    engine.add_request([1, 2, 3], GREEDY, "exits", exits)
+    engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=400), "waits", notes)
+    engine.start()
+    assert told.wait(20)
+    assert isinstance(ended[0].error, SystemExit)
+    engine.stop()
+    assert isinstance(engine.failure, SystemExit)
+    assert model.kv_store.num_sequences == 0
+    assert model.kv_store.host_bytes_used == 0
 
 
 def test_the_last_callback_fails_before_a_step_that_failed(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases.tiny_models import random_tokens
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from offload import AsyncEngine, Engine, OffloadedModel, SamplingParams
 from offload.engine.request import RequestOutput
@@ -73,6 +73,30 @@ def test_a_reader_who_is_behind_is_waited_for(model: Any) -> None:
             return chosen
 
     assert 0 < asyncio.run(main()) <= 66
+
+
+def test_a_reader_who_does_not_read_keeps_nobody_from_stopping(model: Any) -> None:
+    async def main() -> list[RequestOutput]:
+        async with AsyncEngine(Engine(model)) as engine:
+            params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+            outputs = engine.generate(PROMPTS[0], params)
+            await anext(outputs)
+        return [output async for output in outputs]
+
+    found = asyncio.run(asyncio.wait_for(main(), 60))
+    assert sum(len(output.tokens) for output in found) == 300
+
+
+def test_an_engine_that_nobody_started_keeps_nobody_waiting(model: Any) -> None:
+    async def first(engine: AsyncEngine) -> None:
+        await anext(engine.generate(PROMPTS[0], GREEDY))
+
+    engine = AsyncEngine(Engine(model))
+    with pytest.raises(RuntimeError, match="was not started: use `async with"):
+        asyncio.run(first(engine))
+    engine.engine.start().stop()
+    with pytest.raises(RuntimeError, match="was stopped"):
+        asyncio.run(first(engine))
 
 
 def test_an_error_ends_the_loop(model: Any) -> None:
@@ -148,8 +172,10 @@ def test_the_manager(model: Any, wanted: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="unknown option 'stop'"):
         manager.add_request(PROMPTS[0], stop="x")
     manager.add_request(PROMPTS[2], "mine", temperature=0.5)
-    assert manager.background_thread_status == "running"
+    assert manager.background_thread_status.is_running
+    assert manager.background_thread_status.can_accept_new_requests() is None
     manager.stop()
+    assert "not running" in manager.background_thread_status.can_accept_new_requests()
     assert manager.get_result("mine").generated_tokens == wanted[2]  # do_sample=False
     assert manager.get_result() is None
 
@@ -163,3 +189,89 @@ def test_the_manager(model: Any, wanted: list[list[int]]) -> None:
         return result
 
     assert asyncio.run(main()).generated_tokens == wanted[0][:3]
+
+
+def test_logprobs_are_of_what_tokens_are_chosen_by(model: Any) -> None:
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3}
+    sampled = GenerationConfig(**options, eos_token_id=-1, max_new_tokens=6)
+    logs = ContinuousBatchingConfig(return_logprobs=True, seed=3)
+    (result,) = model.generate_batch(PROMPTS[:1], sampled, logs).values()
+    prompt, answer = torch.tensor(PROMPTS[0]), torch.tensor(result.generated_tokens)
+    ids = torch.cat([prompt, answer])
+    processors = model._get_logits_processor(sampled, input_ids_seq_length=len(prompt))
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
+    wanted = [
+        processors(ids[None, : len(prompt) + i], row[None])[0].log_softmax(-1)[answer[i]]
+        for i, row in enumerate(logits)
+    ]
+    assert result.logprobs == pytest.approx([float(logprob) for logprob in wanted], abs=1e-3)
+
+
+def test_sampled_answers_come_again_with_their_seed(model: Any) -> None:
+    sampled = GenerationConfig(
+        do_sample=True, num_return_sequences=3, eos_token_id=-1, max_new_tokens=8
+    )
+
+    def tokens(config: ContinuousBatchingConfig | None = None) -> list[list[int]]:
+        results = model.generate_batch(PROMPTS, sampled, config)
+        return [result.generated_tokens for result in results.values()]
+
+    seeded = ContinuousBatchingConfig(seed=5, max_requests_per_batch=2, allow_block_sharing=False)
+    assert tokens(seeded) == tokens(ContinuousBatchingConfig(seed=5))
+    torch.manual_seed(7)
+    first = tokens()
+    torch.manual_seed(7)
+    assert tokens() == first
+    assert len({tuple(answer) for answer in first}) == 9
+
+
+def test_no_end_of_sequence_is_no_token(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """-1 would be the vocabulary's last one, for processors that keep it from being chosen."""
+    longer = config(max_new_tokens=4, min_new_tokens=4)
+    manager = model.init_continuous_batching(longer)
+    manager.start()
+    chosen = manager.add_request(PROMPTS[0], max_new_tokens=4)
+    found = manager.get_result(chosen, timeout=20)
+    ends = manager.add_request(PROMPTS[0], eos_token_id=found.generated_tokens[0])
+    without = manager.get_result(ends, timeout=20).generated_tokens
+    manager.stop()
+    assert len(without) == 4
+    assert found.generated_tokens[0] not in without  # the request's own is kept from it
+    assert "eos_token_id" not in caplog.text
+
+
+def test_who_does_not_wait_has_all_answered(model: Any, wanted: list[list[int]]) -> None:
+    options = config(max_new_tokens=10)
+    with model.continuous_batching_context_manager(options, block=False) as manager:
+        ids = manager.add_requests(PROMPTS)
+    found = {result.request_id: result for result in iter(manager.get_result, None)}
+    assert [found[request_id].generated_tokens for request_id in ids] == wanted
+
+
+def test_what_was_stopped_has_failed(model: Any) -> None:
+    manager = model.init_continuous_batching(config(max_new_tokens=400))
+    stopped, cancelled = manager.add_requests(PROMPTS[:2])
+    manager.cancel_request(cancelled)
+    manager.stop(hard_stop=True)
+    found = {result.request_id: result for result in iter(manager.get_result, None)}
+    assert (found[cancelled].status.name, found[cancelled].error) == ("FINISHED", None)
+    assert found[stopped].status.name == "FAILED"
+    assert "stopped" in found[stopped].error
+
+
+def test_a_manager_whose_thread_has_failed_says_so(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Engine) -> None:
+        raise OSError("the device is gone")
+
+    manager = model.init_continuous_batching(config(max_new_tokens=10))
+    request_id = manager.add_request(PROMPTS[0])
+    monkeypatch.setattr(Engine, "step", fails)
+    manager.start()
+    assert manager.get_result(request_id, timeout=20).error == "the device is gone"
+    assert not manager.is_running()
+    assert manager.get_result() is None
+    assert isinstance(manager.background_thread_status.fatal_error, OSError)
+    manager.stop()

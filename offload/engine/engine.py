@@ -77,7 +77,7 @@ class Engine:
         max_num_seqs: int = 32,
         max_queued: int = 256,
         slice_seconds: float = 0.15,
-        read_share: float = 0.38,
+        read_share: float = 0.45,
         prefix_caching: bool = True,
         sessions: Sessions | None = None,
         overcommit: float = 1.0,

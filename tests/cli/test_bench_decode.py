@@ -68,6 +68,15 @@ def test_json_of_a_shape() -> None:
     assert document["rows"][0]["policy_options"]["budget_tokens"] == 256
 
 
+def test_a_part_of_the_layers() -> None:
+    """A quarter of the layers has a quarter of the keys and values."""
+    every = ["--context", "300", "--policy", "full", "--engines", "offload", "--json"]
+    few, whole = (json.loads(run(*every, *layers).stdout) for layers in (["--layers", "1"], []))
+    assert (few["settings"]["num_layers"], whole["settings"]["num_layers"]) == (1, None)
+    hosts = [document["rows"][0]["memory"]["kv_host"] for document in (few, whole)]
+    assert 4 * hosts[0] == hosts[1]
+
+
 def test_a_placement_is_of_a_gpu(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     HeadPlacement.filled(4, 2, Place.GPU).save(plan)

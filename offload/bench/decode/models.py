@@ -52,6 +52,7 @@ class RandomModel:
         longest: tokens of the longest prompt.
         batch_size: sequences that decode together.
         distinct_layers: see `structured_model_cache`.
+        num_layers: of the shape's, where all would take more memory than there is.
         seed: of weights, keys and queries.
     """
 
@@ -63,18 +64,21 @@ class RandomModel:
         longest: int,
         batch_size: int = 1,
         distinct_layers: int | None = None,
+        num_layers: int | None = None,
         seed: int = 0,
     ) -> None:
         self.shape, self.config, self.device = shape, config, torch.device(config.device)
         self.dtype = config.dtype or torch.bfloat16
         self.batch_size, self._distinct_layers = batch_size, distinct_layers
         self._longest, self._seed = longest, seed
+        whole = MODEL_SHAPES[shape]
+        self._made = replace(whole, num_layers=num_layers or whole.num_layers)
 
     @cached_property
     def stock(self) -> Any:
-        shape = MODEL_SHAPES[self.shape]
         # Synthetic keys may reach further than the model's own positions: a step takes as long.
-        shape = replace(shape, max_context=max(shape.max_context, self._longest))
+        longest = max(self._made.max_context, self._longest)
+        shape = replace(self._made, max_context=longest)
         with _room_for_weights(self.shape):
             return random_model(shape, device=self.device, dtype=self.dtype, seed=self._seed)
 
@@ -89,7 +93,7 @@ class RandomModel:
         """
         with closing(WorkerPool(pool_threads(self.config))) as pool:  # decoders have their own
             cache = structured_model_cache(
-                MODEL_SHAPES[self.shape],
+                self._made,
                 kv_len=kv_len,
                 num_steps=num_steps,
                 rotary_emb=self.stock.model.rotary_emb,

@@ -157,6 +157,10 @@ def decode(
             help=r"Make N layers of --shape's keys and repeat them; quicker. \[default: all]",
         ),
     ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help=r"Of --shape. \[default: all that it has]"),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -179,7 +183,9 @@ def decode(
     that.
 
     A step is timed from one token on the host to the next. [bold]--shape[/bold] needs no
-    checkpoint: keys and queries have the structure of real attention. Peers attend to everything,
+    checkpoint: keys and queries have the structure of real attention. With [bold]--layers[/bold] it
+    has fewer layers than its name says, where all of them need more memory than there is; give
+    --max-memory as much less. Peers attend to everything,
     which takes as long for random keys, so theirs are random.
 
     With [bold]--trace[/bold] some more steps have marks, and their time is shared out:
@@ -209,9 +215,10 @@ def decode(
     check_name(shape, MODEL_SHAPE_NAMES, option="--shape")
     check_name(dtype, DTYPE_NAMES, option="--dtype")
     check_name(backend, BACKEND_NAMES, option="--backend")
-    if model is not None and (batch_size > 1 or distinct_layers is not None):
+    if model is not None and (batch_size > 1 or distinct_layers is not None or layers is not None):
         raise typer.BadParameter(
-            "a model reads one text; give --shape", param_hint="--batch-size or --distinct-layers"
+            "a model reads one text; give --shape",
+            param_hint="--batch-size, --distinct-layers or --layers",
         )
     kv_lens = None if contexts is None else sorted(set(counts(contexts, option="--context")))
     chosen = None
@@ -284,6 +291,7 @@ def decode(
                 f"{len(plan.kv_lens)} for {', '.join(engine_names)}; give --policy and --context"
             )
         of_keys = {"seed": seed, "batch_size": batch_size, "distinct_layers": distinct_layers}
+        of_keys |= {"num_layers": layers}
         with quiet_transformers(verbose=False), no_loading_bars():
             document = _measure(
                 plan,

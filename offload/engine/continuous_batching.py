@@ -37,10 +37,11 @@ _MOST_AT_A_TIME, _UNLIMITED = 32, 2**31
 
 @dataclass(frozen=True)
 class BackgroundThreadStatus:
-    """Of a manager's thread.
+    """What a manager's thread does.
 
     Attributes:
-        fatal_error: that ended it, and all requests.
+        is_running: it answers requests.
+        fatal_error: what ended it, and all requests.
     """
 
     is_running: bool

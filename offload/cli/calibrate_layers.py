@@ -86,8 +86,8 @@ def calibrate_layers(
     if shape.max_context < MIN_PROMPT_TOKENS + ANSWER_TOKENS:
         raise ValueError(
             f"{model} reads at most {shape.max_context} tokens, but a sweep reads texts of at "
-            f"least {MIN_PROMPT_TOKENS} and answers of up to {ANSWER_TOKENS}; without one "
-            "give tidal_decode layers by --option select_layers"
+            f"least {MIN_PROMPT_TOKENS} and answers of up to {ANSWER_TOKENS}; give "
+            "tidal_decode layers by --option select_layers"
         )
     usual = default_select_layers(shape.num_layers, shape.num_kv_heads, dense_layers)
     count = len(usual) if options.select_layers is None else options.select_layers

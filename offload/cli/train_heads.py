@@ -136,8 +136,12 @@ def train_heads(
             trainer.resume(saved)
         log = out.with_name(f"{out.name}.log.jsonl")
         saved_log = saved.with_name(f"{saved.name}.log.jsonl")  # not over that of other roles
-        with torch_threads(config.num_threads):
-            seconds, held_out = _trained(trainer, saved, saved_log)
+        try:
+            with torch_threads(config.num_threads):
+                seconds, held_out = _trained(trainer, saved, saved_log)
+        finally:
+            if not trainer.log:  # nothing to go on with
+                saved_log.unlink(missing_ok=True)
         roles = HeadRoles.of(
             trainer.retrieval,
             head_dim=planned.shape.head_dim,

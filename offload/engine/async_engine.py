@@ -43,7 +43,8 @@ class AsyncEngine:
             As `Engine.add_request`, and the error that ended the request.
             RuntimeError: nobody has started the engine.
         """
-        if not self.engine.has_thread and not self.engine.is_stopping:
+        engine = self.engine
+        if not (engine.has_thread or engine.is_stopping or engine.failure):
             raise RuntimeError("the engine was not started: use `async with AsyncEngine(engine)`")
         loop, unread = asyncio.get_running_loop(), asyncio.Queue[RequestOutput]()
         num_sent = num_taken = 0  # the queue's size would lag behind

@@ -37,10 +37,11 @@ _MOST_AT_A_TIME, _UNLIMITED = 32, 2**31
 
 @dataclass(frozen=True)
 class BackgroundThreadStatus:
-    """Of a manager's thread.
+    """What a manager's thread does.
 
     Attributes:
-        fatal_error: that ended it, and all requests.
+        is_running: it answers requests.
+        fatal_error: what ended it, and all requests.
     """
 
     is_running: bool
@@ -58,9 +59,9 @@ class ContinuousBatchingManager:
 
     Args:
         generation_config: of all requests, but for what they bring themselves.
-        config: its `max_requests_per_batch` (None: 32), `max_queue_size`, `allow_block_sharing`,
-            `return_logprobs` and `seed` count. Without a seed, torch's own random numbers seed
-            each request as it is added.
+        config: its `max_requests_per_batch` (None: 32), `allow_block_sharing`, `return_logprobs`
+            and `seed` count. Without a seed, torch's own random numbers seed each request as it is
+            added.
     """
 
     warmed_up = True
@@ -76,7 +77,7 @@ class ContinuousBatchingManager:
         self._engine = Engine(
             model,
             max_num_seqs=config.max_requests_per_batch or _MOST_AT_A_TIME,
-            max_queued=config.max_queue_size or _UNLIMITED,
+            max_queued=_UNLIMITED,  # transformers' `max_queue_size` refuses no request, either
             prefix_caching=config.allow_block_sharing,
         )
         self._returns_logprobs = config.return_logprobs
@@ -88,7 +89,6 @@ class ContinuousBatchingManager:
         self._handlers: dict[str, tuple[Callable[[GenerationOutput], Any], Any]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._started = False
 
     @property
     def background_thread_status(self) -> BackgroundThreadStatus:
@@ -101,11 +101,10 @@ class ContinuousBatchingManager:
     def start(self) -> None:
         """Answer requests from now on."""
         self._engine.start()
-        self._started = True
 
     def is_running(self) -> bool:
         """Whether requests are answered."""
-        return self._started and self._engine.failure is None
+        return self._engine.has_thread
 
     def stop(
         self,
@@ -119,7 +118,6 @@ class ContinuousBatchingManager:
 
         def stop() -> None:
             self._engine.stop(finish=not hard_stop, timeout=timeout)
-            self._started = False
 
         if block:
             stop()
@@ -133,9 +131,8 @@ class ContinuousBatchingManager:
             time.sleep(0.01)
 
     def destroy(self) -> None:
-        """`stop`, if it runs."""
-        if self._started:
-            self.stop()
+        """`stop`."""
+        self.stop()
 
     def pause(self) -> AbstractContextManager[Any]:
         """Around what needs the model for itself: no step runs meanwhile."""
@@ -213,7 +210,7 @@ class ContinuousBatchingManager:
     ) -> GenerationOutput | None:
         """The next result, of this request if given; None if there is none within `timeout`
         seconds, or another request's comes first."""
-        if self._results.empty() and not self.is_running():
+        if not self.is_running() and self._results.empty():  # its thread tells all, and ends
             return None
         try:
             result = self._results.get(timeout=timeout)
@@ -225,20 +222,23 @@ class ContinuousBatchingManager:
         return result
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Results as they come, until it is stopped."""
-        while self.is_running():
+        """Results as they come, until it is stopped, and those that are left."""
+        while self.is_running() or not self._results.empty():
             result = self.get_result(timeout=0.1)
             if result is not None:
                 yield result
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
         """Results of one request, until its last."""
-        while self.is_running():
-            result = self.get_result(request_id, timeout=0.1)
-            if result is not None:
-                yield result
-                if result.is_finished():
-                    return
+        is_running = True
+        while is_running:
+            is_running = self.is_running()
+            for _ in range(max(1, self._results.qsize())):  # those of others go to the end
+                result = self.get_result(request_id, timeout=0.1)
+                if result is not None:
+                    yield result
+                    if result.is_finished():
+                        return
 
     def register_result_handler(
         self, request_id: str, callback: Callable[[GenerationOutput], Any]

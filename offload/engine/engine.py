@@ -228,8 +228,8 @@ class Engine:
 
     @property
     def has_thread(self) -> bool:
-        """Whether a thread steps, or did until it failed."""
-        return self._thread is not None
+        """Whether a thread steps."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def is_stopping(self) -> bool:

@@ -143,7 +143,7 @@ class SamplingParams:
 
 
 def _items(name: str, given: Any) -> tuple[Any, ...]:
-    """Of a sequence, or None."""
+    """Those of a sequence; none of None."""
     try:
         return () if given is None else tuple(given)
     except TypeError:
@@ -151,7 +151,7 @@ def _items(name: str, given: Any) -> tuple[Any, ...]:
 
 
 def _integer(name: str, given: Any) -> int:
-    """As Python's own, also of numpy's and torch's."""
+    """As a Python integer; numpy's and torch's are taken, too."""
     try:
         return int(operator.index(given))
     except TypeError:

@@ -213,14 +213,15 @@ class Scheduler:
         self.running.append(request)
 
     def preempt(self, kept: Sequence[Request] = ()) -> Request | None:
-        """The youngest request that has a sequence, and is none of `kept`, waits again, before all
-        others; None: no other one would be left."""
+        """The youngest request that has a sequence waits again, before all others; None: there is
+        no other one, or it is one of `kept`."""
         admitted = (*self.running, *self.correcting, *self.reading)
         with_seq = [request for request in admitted if request.seq is not None]
-        movable = [request for request in with_seq if request not in kept]
-        if len(with_seq) < 2 or not movable:
+        if len(with_seq) < 2:
             return None
-        request = max(movable, key=lambda request: request.arrived)
+        request = max(with_seq, key=lambda request: request.arrived)
+        if request in kept:
+            return None
         self.remove(request)
         self.waiting.appendleft(request)
         return request

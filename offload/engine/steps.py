@@ -244,7 +244,7 @@ class Steps:
         if isinstance(failure, HostBudgetError):
             if self._make_room():
                 self._decode_rows([row for row in rows if row.seq is not None])
-            elif self._in_slice:  # which ends first: those that it reads may make room then
+            elif self._in_slice:  # when it has ended, the youngest of those it reads makes room
                 self.scheduler.waits_for_readers()
             else:
                 self.emit_error(rows[-1], failure)
@@ -368,7 +368,8 @@ class Steps:
     def _read_parts(self, parts: list[tuple[Request, int]]) -> None:
         """Some tokens of each prompt; where that fails, of each by itself."""
         spans: list[tuple[Request, int, int]] = []
-        parts = [part for part in parts if not part[0].is_preempted]  # to make room for another
+        # Others have made room, or could not be saved.
+        parts = [part for part in parts if part[0] in self.scheduler.reading]
         if not parts:
             return
         try:

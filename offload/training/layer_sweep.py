@@ -209,7 +209,7 @@ class LayerSweep:
         """The score at each budget.
 
         Raises:
-            ValueError: it is no number.
+            ValueError: a KL divergence is no finite number.
         """
         attends_all = attending_layers(layers, len(self._lean.layers))
         scores = []

@@ -633,6 +633,73 @@ def test_what_is_read_makes_room_for_one_that_runs(
     assert model.kv_store.host_bytes_used == 0
 
 
+def test_the_youngest_makes_room_behind_its_slice(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the layers of a slice the older one, which decodes, waits, and not on disk."""
+    decoded, read = prompts_of(20, 100)
+    wanted = {"decodes": alone(model, decoded, 100), "is read": alone(model, read)}
+    engine = Engine(model, prefix_caching=False)
+    moved, failed_in_slice = list[str | None](), list[bool]()
+    preempt, choose = Scheduler.preempt, Runner.choose
+
+    def preempts(self: Scheduler, kept: Sequence[Request] = ()) -> Request | None:
+        request = preempt(self, kept)
+        moved.append(request and request.request_id)
+        return request
+
+    def chooses(self: Runner, *arguments: Any) -> None:
+        in_slice = bool(engine._steps._in_slice)
+        if (in_slice or failed_in_slice) and not any(moved):
+            failed_in_slice.append(in_slice)
+            raise HostBudgetError("for a test")
+        choose(self, *arguments)
+
+    monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: bool(self.running))
+    monkeypatch.setattr(Scheduler, "preempt", preempts)
+    monkeypatch.setattr(Runner, "choose", chooses)
+    engine.add_request(decoded, replace(GREEDY, max_tokens=100), "decodes")
+    found = dict[str, list[int]]()
+    while not found:
+        answers_of_step(engine, found)
+    engine.add_request(read, GREEDY, "is read")
+    assert answers(engine, found) == wanted
+    num_waits = len(moved) - 1
+    assert num_waits > 0
+    assert failed_in_slice == [True] * num_waits + [False]
+    assert moved == [None] * num_waits + ["is read"]
+    engine.stop()
+
+
+def test_what_could_not_be_saved_is_not_read_on(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of a slice, which was to make room for the first."""
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    wanted, read, failures = alone(model, prompts[0]), Runner.read, [RuntimeError, HostBudgetError]
+
+    def reads(self: Runner, *arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop(0)("for a test")
+        return read(self, *arguments, **options)
+
+    def fails(self: Preempted, request: Request) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Runner, "read", reads)
+    monkeypatch.setattr(Preempted, "save", fails)
+    engine = Engine(model, prefix_caching=False)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(prompt, GREEDY, str(i))
+    outputs = list[RequestOutput]()
+    while engine.has_work:
+        outputs += engine.step()
+    assert [chosen.token for output in outputs for chosen in output.tokens] == wanted
+    (error,) = (output.error for output in outputs if output.error is not None)
+    assert str(error) == "disk full"
+    assert model.kv_store.num_sequences == 0
+
+
 def test_what_comes_back_makes_room_for_those_that_run(
     tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

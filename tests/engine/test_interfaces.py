@@ -217,7 +217,8 @@ def test_sampled_answers_come_again_with_their_seed(model: Any) -> None:
         results = model.generate_batch(PROMPTS, sampled, config)
         return [result.generated_tokens for result in results.values()]
 
-    seeded = ContinuousBatchingConfig(seed=5, max_requests_per_batch=2, allow_block_sharing=False)
+    options = {"max_requests_per_batch": 2, "max_queue_size": 1, "allow_block_sharing": False}
+    seeded = ContinuousBatchingConfig(seed=5, **options)
     assert tokens(seeded) == tokens(ContinuousBatchingConfig(seed=5))
     torch.manual_seed(7)
     first = tokens()
@@ -267,10 +268,12 @@ def test_a_manager_whose_thread_has_failed_says_so(
         raise OSError("the device is gone")
 
     manager = model.init_continuous_batching(config(max_new_tokens=10))
-    request_id = manager.add_request(PROMPTS[0])
+    first, second, third = manager.add_requests(PROMPTS)
     monkeypatch.setattr(Engine, "step", fails)
     manager.start()
-    assert manager.get_result(request_id, timeout=20).error == "the device is gone"
+    assert manager.get_result(first, timeout=20).error == "the device is gone"
+    assert [result.error for result in manager.request_id_iter(third)] == ["the device is gone"]
+    assert [result.request_id for result in manager] == [second]
     assert not manager.is_running()
     assert manager.get_result() is None
     assert isinstance(manager.background_thread_status.fatal_error, OSError)

@@ -33,7 +33,7 @@ def measure_pace(server: Server, load: Load, prompts: Prompts, most_tokens: int)
         most_tokens: `most_needed`.
 
     Raises:
-        ValueError: an answer came to its end before the prompt was read.
+        ValueError: an answer came to its end before all was measured.
         RuntimeError: a request failed.
     """
     size = min(SHORT_TOKENS, load.prompt_tokens[1])
@@ -51,7 +51,7 @@ def measure_pace(server: Server, load: Load, prompts: Prompts, most_tokens: int)
                 raise RuntimeError(f"a request failed: {event.error}")
             if event.is_last and event.request_id != _READ:
                 raise ValueError(
-                    f"an answer of {answer_tokens} tokens ended before the prompt was read; lower "
+                    f"an answer of {answer_tokens} tokens ended before all was measured; lower "
                     "--prompt-tokens or --answer-tokens"
                 )
 
@@ -68,18 +68,20 @@ def measure_pace(server: Server, load: Load, prompts: Prompts, most_tokens: int)
     server.send(_READ, prompts.of(0, 0), 1)
     collect(lambda: bool(times[_READ]))
     (read,) = times[_READ][:1]
-    collect(have(max(len(times[name]) for name in names) + load.answer_tokens))
+    collect(have(1 + max(len(times[name]) for name in names) + load.answer_tokens))
+    # Before their first tokens behind it they waited for it.
+    again = max(min(at for at in times[name] if at > read) for name in names)
     ended = min(times[name][-1] for name in names)
     for name in names:
         server.cancel(name)
     of_all = [times[name] for name in names]
-    alone = harmonic_mean([_pace(of_all, begun, sent), _pace(of_all, read, ended)])
+    alone = harmonic_mean([_pace(of_all, begun, sent), _pace(of_all, again, ended)])
     beside = _pace(of_all, sent, read)
     return {
         "alone_tokens_per_second": alone,
         "beside_tokens_per_second": beside,
         "kept_share": beside / alone,
-        "alone_gap_ms_longest": max(_longest(of_all, begun, sent), _longest(of_all, read, ended)),
+        "alone_gap_ms_longest": max(_longest(of_all, begun, sent), _longest(of_all, again, ended)),
         "beside_gap_ms_longest": _longest(of_all, sent, read),
         "ttft_ms": 1e3 * (read - sent),
     }

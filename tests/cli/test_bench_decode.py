@@ -288,6 +288,7 @@ def test_measurement() -> None:
             ["--distinct-layers", "9", "--context", "300"],
             "distinct_layers must be in [1, 4], got 9",
         ),
+        (["--layers", "5"], "num_layers must be in [1, 4], got 5"),
         (["--shape", "llama"], "unknown 'llama'; available: llama-3.1-8b"),
         (["--dtype", "int8"], "unknown 'int8'; available: bfloat16"),
         (["--engines", "vllm"], "unknown 'vllm'; available: offload, graph"),

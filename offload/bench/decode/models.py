@@ -71,8 +71,10 @@ class RandomModel:
         self.dtype = config.dtype or torch.bfloat16
         self.batch_size, self._distinct_layers = batch_size, distinct_layers
         self._longest, self._seed = longest, seed
-        whole = MODEL_SHAPES[shape]
-        self._made = replace(whole, num_layers=num_layers or whole.num_layers)
+        most = MODEL_SHAPES[shape].num_layers
+        if num_layers is not None and not 1 <= num_layers <= most:
+            raise ValueError(f"num_layers must be in [1, {most}], got {num_layers}")
+        self._made = replace(MODEL_SHAPES[shape], num_layers=num_layers or most)
 
     @cached_property
     def stock(self) -> Any:

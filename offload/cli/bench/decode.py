@@ -185,8 +185,8 @@ def decode(
     A step is timed from one token on the host to the next. [bold]--shape[/bold] needs no
     checkpoint: keys and queries have the structure of real attention. With [bold]--layers[/bold] it
     has fewer layers than its name says, where all of them need more memory than there is; give
-    --max-memory as much less. Peers attend to everything,
-    which takes as long for random keys, so theirs are random.
+    --max-memory as much less. Peers attend to everything, which takes as long for random keys, so
+    theirs are random.
 
     With [bold]--trace[/bold] some more steps have marks, and their time is shared out:
     [bold]overlapped[/bold] (GPU and CPU work), [bold]waiting[/bold] (the CPU waits for the GPU),

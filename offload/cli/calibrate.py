@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,13 +25,17 @@ from offload.system.text_file import read_text_file
 if TYPE_CHECKING:
     import torch
 
+    from offload.models import LeanModel
+    from offload.models.shape import ModelShape
     from offload.policies.head_roles import HeadRoles
+    from offload.policies.lychee_decode.calibration import Calibration
     from offload.runtime.model import OffloadedModel
 
 _SELECT_LAYERS = 4  # suggested for tidal_decode
 _DENSE_LAYERS = 2
 _TOKENS = 2048
 _POLICIES = ("lychee_decode", "per_head", "tidal_decode")
+_SPACED = "its retrieval heads are evenly spaced"  # of a model that is too small
 
 
 def calibrate(
@@ -168,21 +173,23 @@ def calibrate(
 
         if of_per_head:
             count, num_tokens = _checked_counts(model, retrieval_heads, dense_layers, tokens)
+        else:
+            num_tokens = checked_tokens(model, tokens, retrieval_heads)
         with quiet_transformers(verbose=verbose):
             tokenizer = load_tokenizer(model)
+            if not of_per_head:
+                input_ids = calibration_tokens(tokenizer, num_tokens, content)
+                check_text(input_ids, f"--text {text}")
             loaded = OffloadedModel.from_pretrained(
                 model, policy="full", dtype=dtype, num_threads=num_threads
             )
         if of_per_head:
             roles, summary = _of_per_head(loaded, tokenizer, num_tokens, count, dense_layers)
         else:
-            if tokens is None:
-                tokens = min(_TOKENS, loaded._offload.lean.shape.max_context)
-            input_ids = calibration_tokens(tokenizer, tokens, content)
             source = "the standard library's docstrings" if text is None else text.name
             roles, summary = _of_lychee_decode(loaded, input_ids, retrieval_heads, source)
         roles = replace(roles, checkpoint=checkpoint_name(resolve_folder(model)))
-        roles.save(output)
+        roles.keep(output)
         summary = {
             "model": model,
             "output": str(output),
@@ -203,29 +210,73 @@ def _checked_counts(
 ) -> tuple[int, int]:
     """per_head's heads, and tokens to read for them; refused before any weight is read."""
     from offload.loading.planned_model import planned_model
-    from offload.policies.per_head.heads import default_retrieval_heads
+    from offload.policies.per_head.heads import check_retrieval_heads, default_retrieval_heads
     from offload.policies.per_head.lookups import MIN_LOOKUP_TOKENS
-    from offload.policies.registry import make_policy
 
     shape = planned_model(model).shape
-    if shape.max_context < MIN_LOOKUP_TOKENS:
+    tokens = _within_context(model, shape, tokens, MIN_LOOKUP_TOKENS, "per_head", _SPACED)
+    of_model = shape.num_layers, shape.num_kv_heads, dense_layers
+    count = default_retrieval_heads(*of_model) if retrieval_heads is None else retrieval_heads
+    check_retrieval_heads(count, *of_model, remedy="lower --retrieval-heads")
+    return count, tokens
+
+
+def checked_tokens(
+    model: str,
+    tokens: int | None,
+    retrieval_heads: int | None = None,
+    *,
+    short: str = _SPACED,
+) -> int:
+    """Tokens to read for lychee_decode; refused before any weight is read.
+
+    Args:
+        short: what is so where the model's context is too short.
+    """
+    from offload.loading.planned_model import planned_model
+    from offload.policies.head_roles import check_more_layers, check_retrieval_heads
+    from offload.policies.lychee_decode.calibration import MIN_CALIBRATION_TOKENS
+
+    shape = planned_model(model).shape
+    check_more_layers(shape.num_layers)
+    if retrieval_heads is not None:
+        of_model = shape.num_layers, shape.num_kv_heads
+        check_retrieval_heads(retrieval_heads, *of_model, name="--retrieval-heads ")
+    return _within_context(model, shape, tokens, MIN_CALIBRATION_TOKENS, "lychee_decode", short)
+
+
+def _within_context(
+    model: str, shape: ModelShape, tokens: int | None, least: int, policy: str, short: str
+) -> int:
+    """How many tokens a policy's calibration reads, by default as `calibrate` says."""
+    if shape.max_context < least:
         raise ValueError(
-            f"{model} reads at most {shape.max_context} tokens, but per_head is calibrated on at "
-            f"least {MIN_LOOKUP_TOKENS}: its retrieval heads are evenly spaced"
+            f"{model} reads at most {shape.max_context} tokens, but {policy} is calibrated on at "
+            f"least {least}: {short}"
         )
     if tokens is None:
         tokens = min(_TOKENS, shape.max_context)
-    if not MIN_LOOKUP_TOKENS <= tokens <= shape.max_context:
+    if not least <= tokens <= shape.max_context:
         raise ValueError(
-            f"--context {tokens} must be in [{MIN_LOOKUP_TOKENS}, {shape.max_context}] for "
-            "per_head: from what its texts need to what this model can read"
+            f"--context {tokens} must be in [{least}, {shape.max_context}] for {policy}: from "
+            "what its texts need to what this model can read"
         )
-    policy = make_policy("per_head", retrieval_heads=retrieval_heads, dense_layers=dense_layers)
-    policy.check_model(**shape.heads)
-    count = retrieval_heads
-    if count is None:
-        count = default_retrieval_heads(shape.num_layers, shape.num_kv_heads, dense_layers)
-    return count, tokens
+    return tokens
+
+
+def check_text(input_ids: torch.Tensor, name: str) -> None:
+    """Refuse int64 [num_tokens] that are too few for lychee_decode's calibration.
+
+    Args:
+        name: what they are of, for the error.
+    """
+    from offload.policies.lychee_decode.calibration import MIN_CALIBRATION_TOKENS
+
+    if len(input_ids) < MIN_CALIBRATION_TOKENS:
+        raise ValueError(
+            f"{name} has {len(input_ids)} tokens, but a calibration needs at least "
+            f"{MIN_CALIBRATION_TOKENS}; give a longer one"
+        )
 
 
 def _of_per_head(
@@ -255,17 +306,25 @@ def _of_per_head(
     }
 
 
+def observed(lean: LeanModel, texts: Sequence[torch.Tensor]) -> list[Calibration]:
+    """What lychee_decode's calibration measures on each text, behind a progress bar."""
+    from offload.policies.lychee_decode.calibration import observe_heads
+
+    with progress_bar() as progress:
+        count, total = max(map(len, texts)), 2 * len(lean.layers) * len(texts)
+        task = progress.add_task(f"reading {count:,} tokens", total=total)
+        return [observe_heads(lean, x, on_layer=lambda: progress.advance(task)) for x in texts]
+
+
 def _of_lychee_decode(
     loaded: OffloadedModel, input_ids: torch.Tensor, retrieval_heads: int | None, source: str
 ) -> tuple[HeadRoles, dict[str, Any]]:
     from offload.policies.head_roles import evenly_spaced_heads
-    from offload.policies.lychee_decode.calibration import observe_heads, roles_from
+    from offload.policies.lychee_decode.calibration import roles_from
     from offload.policies.lychee_decode.choice import choose_select_layers
 
     lean = loaded._offload.lean
-    with progress_bar() as progress:
-        task = progress.add_task(f"reading {len(input_ids):,} tokens", total=2 * len(lean.layers))
-        calibration = observe_heads(lean, input_ids, on_layer=lambda: progress.advance(task))
+    (calibration,) = observed(lean, [input_ids])
     roles = roles_from(
         calibration,
         model_type=loaded.config.model_type,

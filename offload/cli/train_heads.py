@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 from offload.cli.console import (
     make_table,
     print_json,
+    print_marked,
     progress_bar,
     quiet_transformers,
     running,
@@ -24,6 +25,8 @@ from offload.cli.options import AsJson, DType, ModelName, Plot, Threads, Verbose
 
 if TYPE_CHECKING:
     from offload.training.train import HeldOut, Settings, Step, Trainer
+
+_STEPS = 3000
 
 
 def train_heads(
@@ -42,7 +45,14 @@ def train_heads(
             "there are PATH.unfinished and PATH.unfinished.log.jsonl instead.",
         ),
     ],
-    steps: Annotated[int, typer.Option(min=1)] = 3000,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="In all, those before --resume among them. "
+            rf"\[default: {_STEPS}, or what was asked for before --resume]",
+        ),
+    ] = None,
     context: Annotated[
         int, typer.Option("--context", "--tokens", min=1, help="Tokens of each prompt.")
     ] = 4096,
@@ -76,6 +86,9 @@ def train_heads(
     attention, and the gates learn. A multiplier grows until as many are open as --target-heads
     says. Weights stay as they are.
 
+    While --resume goes on, --steps may be another number than before; all other options are the
+    same.
+
     At the end the roles are compared with full attention on other texts: the loss with these roles,
     and with gates as they were trained, whose distance is what rounding costs.
 
@@ -96,7 +109,7 @@ def train_heads(
         from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
         from offload.loading.planned_model import planned_model
         from offload.models.base import context_limit
-        from offload.policies.head_roles import HeadRoles
+        from offload.policies.head_roles import HeadRoles, check_more_layers
         from offload.runtime.config import runtime_config
         from offload.system.torch_threads import torch_threads
         from offload.training.train import Settings, read_saved
@@ -106,12 +119,13 @@ def train_heads(
         if plot is not None:
             check_plot(plot)
         planned = planned_model(model, dtype)
+        check_more_layers(planned.shape.num_layers)
         folder = resolve_folder(model)
         settings = Settings(
             checkpoint_name(folder),
             planned.dtype_name,
             target_heads,
-            steps,
+            _STEPS if steps is None else steps,
             context,
             batch_size,
             context // 10 if budget_tokens is None else budget_tokens,
@@ -124,8 +138,17 @@ def train_heads(
         saved = out.with_name(f"{out.name}.unfinished")
         if resume:
             if not saved.exists():
-                raise ValueError(f"there is no {saved} to go on with; leave out --resume")
-            read_saved(saved, settings)  # refused before any weight is read
+                raise ValueError(
+                    f"there is no {saved} to go on with, as a training that has ended leaves none; "
+                    "leave out --resume"
+                )
+            before = read_saved(saved, settings)  # refused before any weight is read
+            if steps is None:
+                settings = replace(settings, steps=before["settings"]["steps"])
+            elif steps < len(before["log"]):
+                raise ValueError(
+                    f"--steps {steps} is less than the {len(before['log'])} steps of {saved}"
+                )
         elif saved.exists():
             raise ValueError(
                 f"{saved} is of a training that has not ended; go on with --resume, delete it, or "
@@ -168,6 +191,7 @@ def train_heads(
             "mean_gates": [[round(z, 4) for z in row] for row in trainer.mean_gates().tolist()],
         }
         print_json(summary) if as_json else _print(summary, roles.retrieval)
+        _warn(trainer)
 
 
 def _trainer(folder: Path, tokenizer: Any, settings: Settings, config: Any) -> tuple[Trainer, str]:
@@ -234,6 +258,20 @@ def _made_by(trainer: Trainer) -> str:
         f"{int(trainer.retrieval[1:].sum())} retrieval heads after layer 0, target "
         f"{settings.target_heads}, open gates {trainer.log[-1].open_heads:.1f}"
     )
+
+
+def _warn(trainer: Trainer) -> None:
+    """Of gates that have not come near the target: too few steps for them."""
+    settings, last = trainer.settings, trainer.log[-1]
+    found = int(trainer.retrieval[1:].sum())
+    if not settings.target_heads / 2 <= found <= 2 * settings.target_heads:
+        print_marked(
+            "warning:",
+            f"{found} heads retrieve after layer 0, but --target-heads is {settings.target_heads}: "
+            f"the gates have not settled in {settings.steps} steps (E‖z‖₀ is "
+            f"{last.open_heads:.1f}); train again with more --steps",
+            "bold yellow",
+        )
 
 
 def _print(summary: dict[str, Any], retrieval: tuple[tuple[bool, ...], ...]) -> None:

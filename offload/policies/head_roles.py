@@ -147,14 +147,28 @@ def default_retrieval_heads(num_layers: int, num_kv_heads: int) -> int:
     return min(-(-num_layers * num_kv_heads // 6), (num_layers - 1) * num_kv_heads)
 
 
-def check_retrieval_heads(retrieval_heads: int, num_layers: int, num_kv_heads: int) -> None:
-    """Refuse a number of retrieval heads that the layers after layer 0 do not have."""
+def check_more_layers(num_layers: int) -> None:
+    """Refuse a model that has layer 0 alone, for what chooses heads after it."""
+    if num_layers < 2:
+        raise ValueError(
+            "this model has one layer, whose KV heads all retrieve: there are none to choose"
+        )
+
+
+def check_retrieval_heads(
+    retrieval_heads: int, num_layers: int, num_kv_heads: int, name: str = "retrieval_heads="
+) -> None:
+    """Refuse a number of retrieval heads that the layers after layer 0 do not have.
+
+    Args:
+        name: what comes before the number where it is given.
+    """
     if not isinstance(retrieval_heads, int) or isinstance(retrieval_heads, bool):
         raise ValueError(f"retrieval_heads must be an int, got {retrieval_heads!r}")
     most = (num_layers - 1) * num_kv_heads
     if not 0 <= retrieval_heads <= most:
         raise ValueError(
-            f"retrieval_heads={retrieval_heads} must be in [0, {most}]: so many KV heads does this "
+            f"{name}{retrieval_heads} must be in [0, {most}]: so many KV heads does this "
             f"model have after layer 0, whose {num_kv_heads} are retrieval heads anyway"
         )
 

@@ -52,12 +52,16 @@ def kept_roles(
                 continue
             roles = HeadRoles.load(path)
             roles.check(**shape, checkpoint=checkpoint)
+            first, later = roles.array[:first_layers], roles.array[first_layers:]
+            if (first != first_retrieve).any() or later.sum() != retrieval_heads:
+                raise ValueError(f"roles file {roles.source} was changed")
         except (OSError, ValueError, RuntimeError) as error:
-            logger.warning("%s; heads are calibrated again", error)
-            continue
-        first, later = roles.array[:first_layers], roles.array[first_layers:]
-        if (first != first_retrieve).any() or later.sum() != retrieval_heads:
-            logger.warning("roles file %s was changed; heads are calibrated again", roles.source)
+            logger.warning(
+                "the heads that are kept of this model are damaged, and are not used: %s. "
+                "Loading it with %s finds them again",
+                error,
+                policy,
+            )
             continue
         return roles
     return None

@@ -34,7 +34,7 @@ Layers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What a sweep depends on, besides the model.
+    """What a sweep depends on, besides the model; errors name options of `offload calibrate`.
 
     Attributes:
         num_select_layers: that are chosen, the first one, which is fixed, among them.
@@ -55,18 +55,18 @@ class SweepSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.dense_layers < 0:
-            raise ValueError(f"dense_layers must be at least 0, got {self.dense_layers}")
+            raise ValueError(f"--dense-layers {self.dense_layers} must be at least 0")
         if self.tokens < MIN_PROMPT_TOKENS:
-            raise ValueError(f"tokens={self.tokens} must be at least {MIN_PROMPT_TOKENS}")
+            raise ValueError(f"--context {self.tokens} must be at least {MIN_PROMPT_TOKENS}")
         if not self.budgets:
             raise ValueError("budgets is empty: give at least one")
         for rule in self.rules:
             least = rule.sink_tokens + rule.recent_tokens
             if not least < rule.budget_tokens < self.tokens:
                 raise ValueError(
-                    f"budget {rule.budget_tokens} must be in ({least}, {self.tokens}): more than "
-                    f"the {rule.sink_tokens} sinks and {rule.recent_tokens} recent tokens, and "
-                    "less than tokens, or nothing is selected"
+                    f"--budget-tokens {rule.budget_tokens} must be in ({least}, {self.tokens}): "
+                    f"more than the {rule.sink_tokens} sinks and {rule.recent_tokens} recent "
+                    "tokens, and less than --context, or nothing is selected"
                 )
 
     @property
@@ -221,7 +221,7 @@ class LayerSweep:
             if not math.isfinite(kl):
                 raise ValueError(
                     f"the KL divergence with select layers {layers} is {kl}: the model computes no "
-                    "finite numbers; check its weights, or take dtype float32"
+                    "finite numbers; check its weights, or take --dtype float32"
                 )
             scores.append(Score(layers, rule.budget_tokens, kl, agrees, right))
         return scores
@@ -238,7 +238,7 @@ class LayerSweep:
         longest = settings.tokens + ANSWER_TOKENS
         if longest > shape.max_context:
             raise ValueError(
-                f"prompts of tokens={settings.tokens} and their answers take {longest} tokens, "
+                f"prompts of --context {settings.tokens} and their answers take {longest} tokens, "
                 f"more than the {shape.max_context} of this model ({self._lean.max_context_reason})"
             )
         weight = self._lean.lm_head.weight
@@ -251,7 +251,8 @@ class LayerSweep:
             raise ValueError(
                 f"{settings.num_batches} batches of {settings.batch_size} texts of "
                 f"{settings.tokens} tokens take {format_bytes(wanted)} of keys, values and logits, "
-                f"but {weight.device} has {format_bytes(free)}; lower batches, batch_size or tokens"
+                f"but {weight.device} has {format_bytes(free)}; lower "
+                "--batches, --batch-size or --context"
             )
 
 
@@ -260,14 +261,14 @@ def check_num_select_layers(count: int, num_layers: int, dense_layers: int) -> N
     most = num_layers - dense_layers - 1
     if most < 1:
         raise ValueError(
-            f"dense_layers={dense_layers} leave nothing to choose: of this model's {num_layers} "
-            "layers one has to select and one to reuse what it selects; lower dense_layers"
+            f"--dense-layers {dense_layers} leave nothing to choose: of this model's {num_layers} "
+            "layers one has to select and one to reuse what it selects; lower --dense-layers"
         )
     if not 1 <= count <= most:
         raise ValueError(
-            f"num_select_layers={count} must be in [1, {most}]: this model has {num_layers} "
-            f"layers, of which the first dense_layers={dense_layers} select nothing and at least "
-            "one has to reuse what others select"
+            f"--select-layers {count} must be in [1, {most}]: this model has {num_layers} "
+            f"layers, of which the first {dense_layers} (--dense-layers) select nothing and at "
+            "least one has to reuse what others select"
         )
 
 

@@ -42,11 +42,14 @@ _SAVED = {"settings": dict, "gates": dict, "optimizer": dict, "multiplier": floa
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training depends on; it is resumed with the same ones only.
+    """What a training depends on; it is resumed with the same ones only, but for `steps`.
+
+    Errors name the options of `offload train-heads`.
 
     Attributes:
         checkpoint, dtype: of the model.
         target_heads: retrieval heads beyond layer 0.
+        steps: after which it ends; no step depends on how many are to come.
         context: tokens of a prompt; budget_tokens: that a sparse head attends to.
         method: of METHODS.
         learning_rate: of the gates (Adam); lambda_rate: lambda grows by it in a step, times what is
@@ -66,21 +69,21 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "context", "batch_size", "budget_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be finite and above 0, got {self.learning_rate}")
         if self.context < MIN_PROMPT_TOKENS:
-            raise ValueError(f"context={self.context} must be at least {MIN_PROMPT_TOKENS}")
+            raise ValueError(f"--context {self.context} must be at least {MIN_PROMPT_TOKENS}")
+        for name in ("steps", "batch_size", "budget_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_option(name)} {getattr(self, name)} must be at least 1")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"--learning-rate {self.learning_rate} must be finite and above 0")
         if self.method not in METHODS:
-            raise ValueError(f"unknown method {self.method!r}; available: {', '.join(METHODS)}")
+            raise ValueError(f"unknown --method {self.method!r}; available: {', '.join(METHODS)}")
         least = self.rule.sink_tokens + self.rule.recent_tokens
         if not least < self.budget_tokens < self.context:
             raise ValueError(
-                f"budget_tokens={self.budget_tokens} must be in ({least}, {self.context}): more "
+                f"--budget-tokens {self.budget_tokens} must be in ({least}, {self.context}): more "
                 f"than the {self.rule.sink_tokens} sinks and {self.rule.recent_tokens} recent "
-                "tokens, and less than context, or no head is sparse"
+                "tokens, and less than --context, or no head is sparse"
             )
 
     @property
@@ -96,17 +99,17 @@ class Settings:
         most = (shape.num_layers - 1) * shape.num_kv_heads
         if not 1 <= self.target_heads <= most:
             raise ValueError(
-                f"target_heads={self.target_heads} must be in [1, {most}]: so many KV heads does "
+                f"--target-heads {self.target_heads} must be in [1, {most}]: so many KV heads does "
                 f"this model have after layer 0, whose {shape.num_kv_heads} retrieve anyway"
             )
         decoded = _QUESTION_TOKENS + _ANSWER_TOKENS
         if self.context + decoded > shape.max_context:
             least = MIN_PROMPT_TOKENS + decoded
-            remedy = "lower context"
+            remedy = "lower --context"
             if least > shape.max_context:
                 remedy = f"no training fits, which takes at least {least}: use `offload calibrate`"
             raise ValueError(
-                f"prompts of context={self.context} and what is decoded take "
+                f"prompts of --context {self.context} and what is decoded take "
                 f"{self.context + decoded} tokens, more than the {shape.max_context} of this "
                 f"model ({max_context_reason}); {remedy}"
             )
@@ -216,7 +219,7 @@ class Trainer:
             self.multiplier,
         )
         if not np.isfinite(taken.loss):
-            cause = "try dtype float32"
+            cause = "try --dtype float32"
             if settings.dtype == "float32":
                 cause = "the model computes no finite numbers; check its weights"
             raise ValueError(f"the loss of step {number} is {taken.loss}; {cause}")
@@ -309,12 +312,13 @@ def read_saved(path: Path, settings: Settings) -> dict[str, Any]:
     """What `Trainer.save` has written.
 
     Raises:
-        ValueError: with other settings, or the file is damaged.
+        ValueError: with other settings than these and `steps`, or the file is damaged.
     """
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         if any(not isinstance(state[name], kind) for name, kind in _SAVED.items()):
             raise TypeError(f"{path} has other types")
+        state["settings"] = asdict(Settings(**state["settings"]))
     except FileNotFoundError:
         raise
     except Exception as error:  # pickle, zip and torch have their own
@@ -322,13 +326,11 @@ def read_saved(path: Path, settings: Settings) -> dict[str, Any]:
             f"{path} is no unfinished training, or damaged; delete it to begin again"
         ) from error
     theirs, ours = state["settings"], asdict(settings)
-    other = [name for name in ours if ours[name] != theirs.get(name)]
-    if "checkpoint" in other and same_checkpoint(settings.checkpoint, theirs.get("checkpoint", "")):
+    other = [name for name in ours if name != "steps" and ours[name] != theirs[name]]
+    if "checkpoint" in other and same_checkpoint(settings.checkpoint, theirs["checkpoint"]):
         other.remove("checkpoint")  # converted elsewhere or again, or a copy
     if other:
-        was, now = (
-            ", ".join(f"{name}={of.get(name)!r}" for name in other) for of in (theirs, ours)
-        )
+        was, now = (", ".join(f"{_option(x)} {of[x]}" for x in other) for of in (theirs, ours))
         raise ValueError(
             f"{path} was trained with {was}, not {now}; give the same options, or another --out"
         )
@@ -348,6 +350,11 @@ def train(trainer: Trainer, saved: Path, on_step: Callable[[Step], None]) -> Non
     finally:
         if trainer.log:
             trainer.save(saved)
+
+
+def _option(name: str) -> str:
+    """Of `offload train-heads`, for a setting that is one."""
+    return name if name in ("checkpoint", "lambda_rate") else f"--{name.replace('_', '-')}"
 
 
 def _with_layer_0(gates: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class HeadOverlap:
 
 
 def check_overlap(shape: ModelShape, num_tokens: int, budget_tokens: int) -> None:
-    """Refuse what `head_overlap` cannot measure.
+    """Refuse what `head_overlap` cannot measure; errors name options of `offload inspect heads`.
 
     Raises:
         ValueError: a model of one layer, a text that is too long for the model, or one in which a
@@ -53,18 +53,18 @@ def check_overlap(shape: ModelShape, num_tokens: int, budget_tokens: int) -> Non
     if shape.num_layers < 2:
         raise ValueError("this model has one layer: there is none above it to compare it with")
     if budget_tokens < 1:
-        raise ValueError(f"budget_tokens must be at least 1, got {budget_tokens}")
+        raise ValueError(f"--budget-tokens {budget_tokens} must be at least 1")
     if num_tokens > shape.max_context:
         raise ValueError(
             f"a text of {num_tokens} tokens exceeds the {shape.max_context} tokens that this model "
-            "reads; lower its number of tokens"
+            "reads; lower --context"
         )
     least = budget_tokens + NUM_QUERIES
     if num_tokens < least:
         raise ValueError(
-            f"budget_tokens={budget_tokens} needs a text of at least {least} tokens, got "
+            f"--budget-tokens {budget_tokens} needs a text of at least {least} tokens, got "
             f"{num_tokens}: each of its last {NUM_QUERIES} queries must see more tokens than are "
-            "compared; lower budget_tokens or take a longer text"
+            "compared; lower it, or raise --context, or give a longer --text"
         )
 
 

@@ -16,7 +16,11 @@ def default_retrieval_heads(num_layers: int, num_kv_heads: int, dense_layers: in
 
 
 def check_retrieval_heads(
-    retrieval_heads: int, num_layers: int, num_kv_heads: int, dense_layers: int
+    retrieval_heads: int,
+    num_layers: int,
+    num_kv_heads: int,
+    dense_layers: int,
+    remedy: str = "lower retrieval_heads, or give other head_roles",
 ) -> None:
     """Refuse more retrieval heads than a sixth of the KV heads, or than sparse layers have."""
     if not isinstance(retrieval_heads, int) or isinstance(retrieval_heads, bool):
@@ -28,7 +32,7 @@ def check_retrieval_heads(
         raise ValueError(
             f"per_head: {retrieval_heads} retrieval heads after the first {dense_layers} layers, "
             f"but at most {most} may retrieve, a sixth of this model's {num_heads} KV heads: they "
-            "look at everything; lower retrieval_heads, or give other head_roles"
+            f"look at everything; {remedy}"
         )
 
 

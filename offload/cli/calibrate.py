@@ -215,6 +215,11 @@ def _checked_counts(
 
     shape = planned_model(model).shape
     tokens = _within_context(model, shape, tokens, MIN_LOOKUP_TOKENS, "per_head", _SPACED)
+    if dense_layers >= shape.num_layers:
+        raise ValueError(
+            f"--dense-layers {dense_layers} leave no heads to choose: this model has "
+            f"{shape.num_layers} layers; lower --dense-layers"
+        )
     of_model = shape.num_layers, shape.num_kv_heads, dense_layers
     count = default_retrieval_heads(*of_model) if retrieval_heads is None else retrieval_heads
     check_retrieval_heads(count, *of_model, remedy="lower --retrieval-heads")
@@ -366,9 +371,11 @@ def _print_table(summary: dict[str, Any], roles: HeadRoles) -> None:
         said = (
             f"{summary['retrieval_heads']} retrieval heads after layer 0 keep "
             f"{summary['mass_kept']:.3f} of the attention with {summary['tokens_per_head']} tokens "
-            f"per head (evenly spaced: {summary['mass_kept_evenly_spaced']:.3f}).\n"
-            f"For tidal_decode: select_layers={','.join(map(str, summary['select_layers']))}"
+            f"per head (evenly spaced: {summary['mass_kept_evenly_spaced']:.3f})."
         )
+        if summary["select_layers"]:
+            layers = ",".join(map(str, summary["select_layers"]))
+            said += f"\nFor tidal_decode: select_layers={layers}"
     else:
         said = (
             f"{summary['retrieval_heads']} retrieval heads after the first "

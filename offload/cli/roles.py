@@ -109,7 +109,9 @@ def import_roles(
         gates = read_gates(tsv, shape.num_layers, shape.num_kv_heads)
         retrieval = roles_of_gates(gates, share=share, threshold=threshold)
         if verify and planned.folder is None:
-            raise ValueError(f"{model} is a shape without weights to verify with; --no-verify")
+            raise ValueError(
+                f"{model} is a shape, which has no weights to verify with: --no-verify"
+            )
         verified = _verified(model, retrieval, tokens, dtype, num_threads) if verify else None
         chosen = f"share {share}" if threshold is None else f"threshold {threshold}"
         made_by = f"imported from {tsv.name}, {chosen} of the KV heads after layer 0"

@@ -98,14 +98,14 @@ def check_has_owner(name: str, more_names: Iterable[str] = ()) -> None:
 
 
 def checkpoint_name(folder: Path) -> str:
-    """KEY, or NAME@KEY of an embedded model. KEY is "" where the files in `folder` cannot be read.
+    """KEY, or NAME@KEY of an embedded model. KEY is "" where no weights are, or none can be read.
 
     Other weights have another key, and so have files that were written since: what the digest does
     not notice, the time of the weights tells.
     """
     try:
         newest = max((x.stat().st_mtime_ns for x in folder.glob("*.safetensors")), default=0)
-        key = f"{checkpoint_digest(folder)}-{newest:x}"
+        key = f"{checkpoint_digest(folder)}-{newest:x}" if newest else ""
     except OSError:
         key = ""
     name = embedded_name(folder)

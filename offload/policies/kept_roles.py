@@ -57,7 +57,7 @@ def kept_roles(
                 raise ValueError(f"roles file {roles.source} was changed")
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning(
-                "the heads that are kept of this model are damaged, and are not used: %s. "
+                "the heads kept of this model are damaged or cannot be read, and are not used: %s. "
                 "Loading it with %s finds them again",
                 error,
                 policy,

@@ -125,6 +125,8 @@ def test_heads_of_per_head(long_model: str, tmp_path: Path) -> None:
         (["--context", "1000"], "--context 1000 must be in [1024, 2048] for per_head"),
         (["--context", "4096"], "--context 4096 must be in [1024, 2048] for per_head"),
         (["--retrieval-heads", "3"], "at most 1 may retrieve, a sixth of this model's 6 KV heads"),
+        (["--retrieval-heads", "3"], "they look at everything; lower --retrieval-heads"),
+        (["--dense-layers", "3"], "--dense-layers 3 leave no heads to choose: this model has 3 la"),
         (["--text", "notes.txt"], "--text: the texts of per_head are made"),
         (["--policy", "lychee_decode", "--dense-layers", "1"], "--dense-layers: is for --policy"),
         (["--policy", "lfps"], "unknown policy 'lfps'; available: lychee_decode, per_head, tidal"),
@@ -208,10 +210,10 @@ def test_layers_of_tidal_decode(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "1000"], "tokens=1000 must be at least 1024"),
-        (["--budget-tokens", "1024,2048"], "budget 2048 must be in (68, 2048)"),
-        (["--select-layers", "3"], "num_select_layers=3 must be in [1, 2]: this model has 5 layer"),
-        (["--dense-layers", "5"], "dense_layers=5 leave nothing to choose: of this"),
+        (["--tokens", "1000"], "--context 1000 must be at least 1024"),
+        (["--budget-tokens", "1024,2048"], "--budget-tokens 2048 must be in (68, 2048)"),
+        (["--select-layers", "3"], "--select-layers 3 must be in [1, 2]: this model has 5 layers"),
+        (["--dense-layers", "5"], "--dense-layers 5 leave nothing to choose: of this"),
         (["--tokens", "2300"], "their answers take 2340 tokens, more than the 2304 of this model"),
         (["--text", "notes.txt"], "--text: the texts of tidal_decode are made"),
         (["--retrieval-heads", "3"], "--retrieval-heads: tidal_decode has none"),
@@ -237,9 +239,9 @@ def test_refusals_of_a_sweep(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context", "100"], "calibration needs a text of at least 256 tokens, got 100"),
-        (["--context", "600"], "a calibration text of 600 tokens exceeds the 512 tokens of this"),
-        (["--retrieval-heads", "5", "--context", "300"], "retrieval_heads=5 must be in [0, 4]"),
+        (["--context", "100"], "--context 100 must be in [256, 512] for lychee_decode"),
+        (["--context", "600"], "--context 600 must be in [256, 512] for lychee_decode"),
+        (["--retrieval-heads", "5", "--context", "300"], "--retrieval-heads 5 must be in [0, 4]"),
         (["--text", "/nowhere.txt"], "No such file or directory: '/nowhere.txt'"),
         (["-o", "/nowhere/roles.json"], "cannot be written: no folder /nowhere"),
         (["-o", "/"], "--output / is a folder"),
@@ -264,7 +266,7 @@ def test_refusals_are_one_line(
 def test_an_unknown_model(tmp_path: Path) -> None:
     result = runner.invoke(app, ["calibrate", "/no/model", "-o", str(tmp_path / "roles.json")])
     assert result.exit_code == 1
-    assert "no such model folder or GGUF file: /no/model" in result.stderr
+    assert "no such model folder, GGUF file or shape: /no/model" in result.stderr
 
 
 def test_help() -> None:

@@ -92,6 +92,23 @@ def test_the_table_marks_heads_that_retrieve(kept: str) -> None:
     assert said in result.stdout
 
 
+def test_damaged_roles_of_the_cache(kept: str, tmp_path: Path) -> None:
+    """They are said to be damaged; that they are found again is not this command's promise."""
+    (path,) = tmp_path.rglob("*-1-after-2.json")
+    path.write_text(path.read_text()[:40])
+    result = runner.invoke(app, ["inspect", "heads", kept, *SIZES, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["roles"] is None
+    said = " ".join(result.stderr.split())
+    assert (
+        "WARNING the heads kept of this model are damaged or cannot be read, and are not used"
+        in said
+    )
+    assert "is not JSON" in said
+    assert "Loading it with per_head finds them again" in said
+    assert path.name in said.replace(" ", "")
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_picture(kept: str, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib", reason="the extra perf is not installed")
@@ -105,17 +122,20 @@ def test_a_picture(kept: str, tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "budget_tokens=1024 needs a text of at least 1056 tokens, got 512"),
+        ([], "--budget-tokens 1024 needs a text of at least 1056 tokens, got 512"),
         (
             ["--budget-tokens", "200", "--context", "200"],
             "a text of at least 232 tokens, got",
         ),
         (
             ["--context", "600", "--budget-tokens", "30"],
-            "600 tokens exceeds the 512 tokens that",
+            "600 tokens exceeds the 512 tokens that this model reads; lower --context",
         ),
         ([*SIZES, "--text", "/nowhere.txt"], "No such file or directory: '/nowhere.txt'"),
-        ([*SIZES, "--text", "SHORT"], "budget_tokens=30 needs a text of at least 62 tokens, got 5"),
+        (
+            [*SIZES, "--text", "SHORT"],
+            "--budget-tokens 30 needs a text of at least 62 tokens, got 5",
+        ),
         ([*SIZES, "--text", "EMPTY"], "no text there"),
         ([*SIZES, "--picture", "heads.gif"], "--picture heads.gif: the name must end in one of"),
         ([*SIZES, "--picture", "/nowhere/heads.png"], "no folder /nowhere"),

@@ -90,7 +90,9 @@ def test_the_least_text() -> None:
     found = head_overlap(lean, random_tokens(40), 40 - NUM_QUERIES)
     assert (found.shares >= 0).all()
     assert (found.shares <= 1).all()
-    message = "budget_tokens=9 needs a text of at least 41 tokens, got 40: .* lower budget_tokens"
+    message = (
+        "--budget-tokens 9 needs a text of at least 41 tokens, got 40: .* lower it, or raise --con"
+    )
     with pytest.raises(ValueError, match=message):
         head_overlap(lean, random_tokens(40), 9)
 
@@ -99,8 +101,8 @@ def test_the_least_text() -> None:
     ("num_tokens", "budget_tokens", "message"),
     [
         (131073, 1024, "a text of 131073 tokens exceeds the 131072 tokens that this model reads"),
-        (4096, 0, "budget_tokens must be at least 1, got 0"),
-        (1000, 1024, "budget_tokens=1024 needs a text of at least 1056 tokens, got 1000"),
+        (4096, 0, "--budget-tokens 0 must be at least 1"),
+        (1000, 1024, "--budget-tokens 1024 needs a text of at least 1056 tokens, got 1000"),
     ],
 )
 def test_what_cannot_be_measured(num_tokens: int, budget_tokens: int, message: str) -> None:

@@ -166,11 +166,11 @@ def test_of_a_model(lean: Any) -> None:
     ("options", "message"),
     [
         ({"num_select_layers": 0}, "num_select_layers must be at least 1, got 0"),
-        ({"tokens": 1000}, "tokens=1000 must be at least 1024"),
-        ({"budgets": (2048,)}, r"budget 2048 must be in \(68, 2048\)"),
-        ({"budgets": (68,)}, r"budget 68 must be in \(68, 2048\)"),
+        ({"tokens": 1000}, "--context 1000 must be at least 1024"),
+        ({"budgets": (2048,)}, r"--budget-tokens 2048 must be in \(68, 2048\)"),
+        ({"budgets": (68,)}, r"--budget-tokens 68 must be in \(68, 2048\)"),
         ({"budgets": ()}, "budgets is empty"),
-        ({"dense_layers": -1}, "dense_layers must be at least 0, got -1"),
+        ({"dense_layers": -1}, "--dense-layers -1 must be at least 0"),
         ({"num_batches": 0}, "num_batches must be at least 1, got 0"),
     ],
 )
@@ -182,7 +182,7 @@ def test_settings_that_are_refused(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_select_layers": 4}, r"num_select_layers=4 must be in \[1, 3\]: .* has 6 layers"),
+        ({"num_select_layers": 4}, r"--select-layers 4 must be in \[1, 3\]: .* has 6 layers"),
         ({"tokens": 2300}, "their answers take 2340 tokens, more than the 2304 of this model"),
         ({"num_batches": 10**6}, "1000000 batches of 2 texts of 2048 tokens take .* but cpu has"),
     ],

@@ -203,7 +203,7 @@ def test_it_goes_on_as_without_a_break(tmp_path: Path) -> None:
     assert again.log == whole.log
     assert len(again.log) == 6
     assert torch.equal(again.mean_gates(), whole.mean_gates())
-    with pytest.raises(ValueError, match=r"was trained with seed=0, not seed=1; give the same"):
+    with pytest.raises(ValueError, match=r"was trained with --seed 0, not --seed 1; give the same"):
         trainer(seed=1).resume(saved)
     saved.write_bytes(b"PK?")
     with pytest.raises(ValueError, match="is no unfinished training, or damaged"):
@@ -217,7 +217,7 @@ def test_it_goes_on_with_the_same_weights_elsewhere(tmp_path: Path) -> None:
     made.settings = replace(made.settings, checkpoint="embedded@1-2")
     made.save(saved)
     assert read_saved(saved, replace(made.settings, checkpoint="embedded@3-4"))["log"] == []
-    with pytest.raises(ValueError, match="was trained with checkpoint='embedded@1-2', not check"):
+    with pytest.raises(ValueError, match="was trained with checkpoint embedded@1-2, not checkp"):
         read_saved(saved, replace(made.settings, checkpoint="another@1-2"))
 
 
@@ -278,7 +278,10 @@ def test_the_command_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     log.write_text("of other roles")
     for more, said in (
         ([], "is of a training that has not ended; go on with --resume"),
-        (["--resume", "--seed", "3"], "was trained with seed=0, not seed=3"),
+        (
+            ["--resume", "--seed", "3"],
+            "was trained with --seed 0, not --seed 3; give the same options",
+        ),
     ):
         refused = runner.invoke(app, command(folder, out, *more))
         assert refused.exit_code == 1
@@ -294,13 +297,72 @@ def test_the_command_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.glob("*.unfinished*"))
 
 
+def test_resuming_with_other_steps(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends as a training that had as many from the beginning; without --steps there are as many
+    as were asked for first."""
+    step = Trainer.step
+    outs = [tmp_path / f"{name}.json" for name in ("whole", "longer", "shorter", "as_before")]
+    whole, longer, shorter, as_before = outs
+    assert runner.invoke(app, command(folder, whole)).exit_code == 0
+    with monkeypatch.context() as broken:
+        broken.setattr(Trainer, "step", lambda self: step(self) if len(self.log) < 3 else 1 / 0)
+        for out, steps in ((longer, "4"), (shorter, "100"), (as_before, "6")):
+            runner.invoke(app, command(folder, out, "--steps", steps))
+    refused = runner.invoke(app, command(folder, shorter, "--resume", "--steps", "2"))
+    assert refused.exit_code == 1
+    said = "".join(refused.output.split())
+    assert f"--steps2islessthanthe3stepsof{shorter}.unfinished" in said
+    for out in (longer, shorter):
+        result = runner.invoke(app, command(folder, out, "--resume"))  # with six
+        assert result.exit_code == 0, result.output
+        assert out.read_text() == whole.read_text()
+    without_steps = [x for x in command(folder, as_before, "--resume") if x not in ("--steps", "6")]
+    assert runner.invoke(app, without_steps).exit_code == 0
+    logs = {out.with_name(f"{out.name}.log.jsonl").read_text() for out in outs}
+    assert len(logs) == 1
+    assert as_before.read_text() == whole.read_text()
+
+
+@pytest.mark.parametrize(("mean", "found"), [(0.2, 0), (0.9, 6), (None, 2)])
+def test_gates_that_have_not_settled(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mean: float | None,
+    found: int,
+) -> None:
+    """None, or far more heads than were asked for, are said; what is near the target is not."""
+    means = torch.full((NUM_LAYERS, 2), 0.2 if mean is None else mean)
+    means[0] = 1
+    means[1] = 0.9 if mean is None else mean
+    monkeypatch.setattr(Trainer, "mean_gates", lambda self: means)
+    result = runner.invoke(app, command(folder, tmp_path / "roles.json", "--json"))
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["retrieval_heads"] == found
+    said = " ".join(result.stderr.split())
+    assert ("warning:" in said) == (mean is not None)
+    if mean is not None:
+        assert f"{found} heads retrieve after layer 0, but --target-heads is 2" in said
+        assert "have not settled in 6 steps" in said
+        assert "train again with more --steps" in said
+
+
 def test_damaged_unfinished_trainings(folder: Path, tmp_path: Path) -> None:
     made, saved = trainer(), tmp_path / "roles.json.unfinished"
     made.step()
     made.save(saved)
     whole = torch.load(saved, weights_only=True)
     without_gates = {name: value for name, value in whole.items() if name != "gates"}
-    for damaged in (without_gates, whole | {"settings": None}, whole | {"log": None}, [1, 2]):
+    newer = whole | {"settings": whole["settings"] | {"temperature": 1.0}}
+    for damaged in (
+        without_gates,
+        newer,
+        whole | {"settings": None},
+        whole | {"log": None},
+        [1, 2],
+    ):
         torch.save(damaged, saved)
         with pytest.raises(ValueError, match="is no unfinished training, or damaged; delete it"):
             made.resume(saved)
@@ -330,22 +392,27 @@ def test_weights_that_are_no_numbers(folder: Path, tmp_path: Path) -> None:
 def test_refusals(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "roles.json"
     out.write_text("mine")
+    one_layer = tmp_path / "one_layer"
+    make_tiny_model("llama", num_hidden_layers=1).save_pretrained(one_layer)
+    byte_tokenizer().save_pretrained(one_layer)
     sliding = Path(shutil.copytree(folder, tmp_path / "sliding"))
     config = json.loads((sliding / "config.json").read_text())
     config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     (sliding / "config.json").write_text(json.dumps(config | {"sliding_window": 256}))
     for model, more, said in (
-        (folder, ["--target-heads", "7"], "target_heads=7 must be in [1, 6]"),
+        (folder, ["--target-heads", "7"], "--target-heads 7 must be in [1, 6]"),
         (
             folder,
             ["--context", "4096"],
-            "the 1280 of this model (max_position_embeddings=1280); lower",
+            "the 1280 of this model (max_position_embeddings=1280); lower --context",
         ),
-        (folder, ["--method", "duo"], "unknown method 'duo'; available: hardkuma"),
-        (folder, ["--budget-tokens", "68"], "budget_tokens=68 must be in (68, 1024)"),
-        (folder, ["--learning-rate", "inf"], "learning_rate must be finite and above 0, got inf"),
-        (folder, ["--resume"], "to go on with; leave out --resume"),
+        (folder, ["--method", "duo"], "unknown --method 'duo'; available: hardkuma"),
+        (folder, ["--budget-tokens", "68"], "--budget-tokens 68 must be in (68, 1024)"),
+        (folder, ["--learning-rate", "inf"], "--learning-rate inf must be finite and above 0"),
+        (folder, ["--context", "5"], "--context 5 must be at least 1024"),
+        (folder, ["--resume"], "to go on with, as a training that has ended leaves none; leave"),
         (folder, ["--plot", "x.jpg"], "--plot x.jpg: the name must end in one of"),
+        (one_layer, [], "this model has one layer, whose KV heads all retrieve: there are none"),
         (
             sliding,
             [],

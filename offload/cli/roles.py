@@ -110,7 +110,8 @@ def import_roles(
         retrieval = roles_of_gates(gates, share=share, threshold=threshold)
         if verify and planned.folder is None:
             raise ValueError(
-                f"{model} is a shape, which has no weights to verify with: --no-verify"
+                f"{model} is a shape, which has no weights to verify with: --no-verify imports the "
+                "heads as they are"
             )
         verified = _verified(model, retrieval, tokens, dtype, num_threads) if verify else None
         chosen = f"share {share}" if threshold is None else f"threshold {threshold}"

@@ -50,15 +50,14 @@ def merge_parts(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
     Args:
         o, part: [num_heads, n, head_dim], normalised; any strides but a unit stride in the last
-            dimension.
+            dimension. Where there are many parts, o had best be float32.
         lse, part_lse: float32 [num_heads, n], natural log.
     """
     check_dtype("o", o)
     num_heads, n, head_dim = o.shape
-    if part.shape != o.shape or part.dtype != o.dtype:
-        raise ValueError(
-            f"part must be {o.dtype} {list(o.shape)}, got {part.dtype} {list(part.shape)}"
-        )
+    check_dtype("part", part)
+    if part.shape != o.shape:
+        raise ValueError(f"part must be {list(o.shape)}, got {list(part.shape)}")
     for name, x in (("o", o), ("part", part)):
         if x.stride(2) != 1:
             raise ValueError(f"rows of {name} must be contiguous, got strides {x.stride()}")

@@ -5,6 +5,9 @@ device are [num_tokens, num_kv_heads, head_dim] of any strides, on the current s
 rearranged on the device, so that every transfer is one contiguous piece: torch moves anything else
 through pageable memory, and waits for it. With pages in registered memory nothing waits for it.
 
+What comes in crosses the bus on a stream of its own, a run ahead of what is rearranged: beside long
+kernels each rearrangement waits for a place among their blocks, and the bus would wait with it.
+
 Memory that is used here for a moment belongs to the current stream in torch's caching allocator:
 the next piece gets it again, after the stream is done with it. Rows that other streams write or
 free are the caller's to order.
@@ -12,12 +15,15 @@ free are the caller's to order.
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-STAGING_BYTES = 64 * 2**20  # device memory of a transfer under way; at least one page
+# Device memory of a run of pages under way, at least one page, and how many there are at a time.
+STAGING_BYTES, STAGINGS = 32 * 2**20, 2
 
 # Of `SequencePages.pieces`: tokens first .. last, [n, K|V, num_kv_heads, tokens, head_dim].
 Piece = tuple[int, int, Tensor]
@@ -72,12 +78,40 @@ def copy_to_pages(rows: Rows, pieces: Iterable[Piece]) -> None:
 
 def copy_from_pages(rows: Rows, pieces: Iterable[Piece]) -> None:
     """Read keys and values [num_tokens, num_kv_heads, head_dim]; pieces count from the first."""
-    for sides, run in runs_of(rows, pieces):
-        staging = torch.empty(run.shape, dtype=run.dtype, device=rows[0].device)
-        for host, part in _contiguous(run, staging):
-            part.copy_(host, non_blocking=True)
+    runs = runs_of(rows, pieces)
+    for sides, staging in _staged_ahead(runs, rows[0].device) if rows[0].is_cuda else _staged(runs):
         for side, of_side in enumerate(sides):
             of_side.copy_(staging[:, side])
+
+
+def _staged(runs: Iterable[tuple[list[Tensor], Tensor]]) -> Iterator[tuple[list[Tensor], Tensor]]:
+    for sides, run in runs:
+        yield sides, run.contiguous()
+
+
+def _staged_ahead(
+    runs: Iterable[tuple[list[Tensor], Tensor]], device: torch.device
+) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Runs on the device, while the one before is read in the order of the current stream."""
+    current, copies = torch.cuda.current_stream(device), _copy_stream(device)
+    copies.wait_stream(current)  # which may still use the memory that it gives us
+    under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+    for sides, run in runs:
+        if len(under_way) == STAGINGS:
+            copies.wait_event(under_way.popleft()[1])  # its memory is the next run's
+        staging = torch.empty(run.shape, dtype=run.dtype, device=device)
+        with torch.cuda.stream(copies):
+            for host, part in _contiguous(run, staging):
+                part.copy_(host, non_blocking=True)
+        current.wait_stream(copies)
+        yield sides, staging
+        under_way.append((staging, current.record_event()))
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def runs_of(rows: Rows, pieces: Iterable[Piece]) -> Iterator[tuple[list[Tensor], Tensor]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.kv.transfer import STAGING_BYTES
+from offload.kv.transfer import STAGING_BYTES, STAGINGS
 from offload.models import ModelShape
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
@@ -68,8 +68,9 @@ class PrefillMemory:
             2 * _FLOAT32 * hidden_size,
             # Queries, two halves of products and the rotated queries; keys and values.
             item_bytes * (3 * q_width + 2 * kv_width),
-            # Queries, attention's output, its rows in order, the projection; the log-sum-exp.
-            item_bytes * (3 * q_width + hidden_size) + _FLOAT32 * shape.num_qo_heads,
+            # Queries, attention's output in parts and whole, its rows in order, the projection; the
+            # log-sum-exp.
+            item_bytes * (3 * q_width + hidden_size) + _FLOAT32 * (q_width + shape.num_qo_heads),
             # The input, gate and up.
             item_bytes * (hidden_size + 2 * shape.intermediate_size),
         )
@@ -80,7 +81,7 @@ class PrefillMemory:
             hidden_bytes=num_tokens * item_bytes * (hidden_size + 2 * head_dim),
             kv_bytes=2 * 2 * total_tokens * kv_width * item_bytes,
             slice_bytes=n * max(phases),
-            copy_bytes=max(STAGING_BYTES, page_bytes),
+            copy_bytes=STAGINGS * max(STAGING_BYTES, page_bytes),
             index_bytes=index_bytes if builds_index else 0,
             rotary_bytes=4 * _FLOAT32 * num_tokens * head_dim,
         )

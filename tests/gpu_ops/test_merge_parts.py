@@ -27,14 +27,18 @@ def test_merges(device: str, dtype: torch.dtype, queries_first: bool, n: int, he
         if queries_first:
             o = o.transpose(0, 1).contiguous().transpose(0, 1)
         parts += [o, scores[..., keys].logsumexp(-1).float().to(device)]
+    in_float32 = parts[0].to(torch.float32, copy=True), parts[1].clone()
+    merge_parts(*in_float32, *parts[2:])
     merge_parts(*parts)
+    assert_close(in_float32[0], scores.softmax(-1) @ values, TOLERANCE[dtype])
+    assert torch.equal(in_float32[1], parts[1])
     assert_close(parts[0], scores.softmax(-1) @ values, TOLERANCE[dtype])
     assert_close(parts[1], scores.logsumexp(-1), 1e-6)
 
 
 def test_wrong_operands() -> None:
     o, lse = torch.zeros(2, 3, 16), torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"part must be torch.float32 \[2, 3, 16\]"):
+    with pytest.raises(ValueError, match=r"part must be \[2, 3, 16\]"):
         merge_parts(o, lse, torch.zeros(2, 4, 16), lse)
     with pytest.raises(ValueError, match="rows of o must be contiguous"):
         merge_parts(torch.zeros(2, 16, 3).mT, lse, o, lse)

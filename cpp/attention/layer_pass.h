@@ -97,6 +97,12 @@ struct LayerPass {
   const Unit& unit(int r, int u) const { return units_[index_of(r, u)]; }
   int64_t tokens_of(int r, int u) const { return setup.tokens_of(row(r), u); }
   const PolicyMember& member_of(int u) const { return setup.member_of(layer_idx, u); }
+  // Whether its member sees the weights of this step; where layers are asked ahead they take turns.
+  bool observes(int r, int u) const {
+    const PolicyMember& member = member_of(u);
+    const bool in_turn = !options.chooses_only || (row(r).kv_len + layer_idx) % member.observes_every == 0;
+    return member.observe != nullptr && in_turn;
+  }
   std::vector<int32_t>& selection_of(int r, int u) { return selection[index_of(r, u)]; }
   Published& published_of(int r, int u) { return published[index_of(first_row + r, u)]; }
   template <class Predicate>

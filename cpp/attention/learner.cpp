@@ -12,7 +12,7 @@ void Learner::update(int r, int u, int worker) {
   const char* callback = "observe";
   const float* query = pass_.queries_of(r, u * setup_.unit_group());
   PolicyContext ctx = policy_context(setup_, pass_.layer_idx, pass_.row(r), u, query, worker);
-  if (member.observe != nullptr && unit.indices != nullptr && !unit.answered) {
+  if (pass_.observes(r, u) && unit.indices != nullptr && !unit.answered) {
     ctx.indices = const_cast<int32_t*>(unit.indices);
     ctx.num_indices = unit.n;
     ctx.weights = attender_.weights_of(r, u);

@@ -114,6 +114,9 @@ struct PolicyMember {
   // how many. With candidates it may be missing: the most important ones are kept.
   int64_t (*select)(PolicyContext*) = nullptr;
   void (*observe)(PolicyContext*) = nullptr;  // sees the attention weights of what was attended
+  // Where a layer is asked ahead: in one step of so many. In the others the choice is all that propose named, unscored,
+  // if there is room for it.
+  int64_t observes_every = 1;
   // The newest token is in the cache. Where a layer is asked ahead, the first such token was there when arrays were
   // built; where it then no longer is, one token goes unsaid: what is new is told by kv_len.
   void (*append)(PolicyContext*) = nullptr;

@@ -22,7 +22,7 @@ int64_t may_defer(const AttentionSetup& setup, size_t num_rows) {
 PolicyContext Selector::context(int r, int u, int worker) const {
   const float* query = pass_.queries_of(r, u * setup_.unit_group());
   PolicyContext ctx = policy_context(setup_, pass_.layer_idx, pass_.row(r), u, query, worker);
-  ctx.ahead = is_unscored(u);
+  ctx.ahead = is_unscored(r, u);
   return ctx;
 }
 
@@ -177,13 +177,15 @@ void Selector::finish_scan(int r, int u, int worker) {
   make_room(candidates);
 }
 
-bool Selector::is_unscored(int u) const {
-  return pass_.options.chooses_only && setup_.policy.top_p >= 1.0 && pass_.member_of(u).observe == nullptr;
+bool Selector::is_unscored(int r, int u) const {
+  return pass_.options.chooses_only && setup_.policy.top_p >= 1.0 && !pass_.observes(r, u);
 }
 
 bool Selector::takes_all(int r, int u) const {
-  return is_unscored(u) &&
-         static_cast<int64_t>(pass_.unit(r, u).candidates.considered.size()) <= setup_.budget_of(pass_.row(r));
+  if (!is_unscored(r, u)) return false;
+  int64_t most = setup_.budget_of(pass_.row(r));
+  if (pass_.member_of(u).observe != nullptr) most = std::max(most, pass_.options.max_chosen);
+  return static_cast<int64_t>(pass_.unit(r, u).candidates.considered.size()) <= most;
 }
 
 void Selector::take_all(int r, int u) {

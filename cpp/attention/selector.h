@@ -49,7 +49,7 @@ class Selector {
   void write_answer(int r, int u, const float* output, const float* lse);
   bool takes_list(int r, int u);
   // Whether nobody asks for weights: what propose names within the budget is the choice.
-  bool is_unscored(int u) const;
+  bool is_unscored(int r, int u) const;
   void list_considered(int64_t kv_len, const int32_t* chosen, int64_t n, std::vector<int32_t>* tokens) const;
   void make_room(Candidates& candidates) const;
   int64_t cut_to_mass(int32_t* chosen, int64_t count, const float* importance, int64_t sinks_before, int64_t last,

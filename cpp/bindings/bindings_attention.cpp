@@ -32,11 +32,11 @@ std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::str
 }
 
 // Of a member: whether it scans keys, the addresses of prepare, propose, select, observe, append, or 0, its numbers,
-// and how many arrays it has.
-using Member = std::tuple<bool, std::vector<int64_t>, std::vector<double>, int64_t>;
+// how many arrays it has, and of how many steps ahead it observes one.
+using Member = std::tuple<bool, std::vector<int64_t>, std::vector<double>, int64_t, int64_t>;
 
 PolicyMember member_from(const Member& member, int64_t first_array) {
-  const auto& [scans_keys, functions, parameters, num_arrays] = member;
+  const auto& [scans_keys, functions, parameters, num_arrays, observes_every] = member;
   return {.scans_keys = scans_keys,
           .parameters = parameters,
           .first_array = first_array,
@@ -44,6 +44,7 @@ PolicyMember member_from(const Member& member, int64_t first_array) {
           .propose = pointer<int64_t(PolicyContext*)>(functions.at(1)),
           .select = pointer<int64_t(PolicyContext*)>(functions.at(2)),
           .observe = pointer<void(PolicyContext*)>(functions.at(3)),
+          .observes_every = observes_every,
           .append = pointer<void(PolicyContext*)>(functions.at(4))};
 }
 
@@ -194,7 +195,7 @@ py::list time_layers(DecodeAttention& attention, const std::vector<int64_t>& que
       const Clock::time_point start = Clock::now();
       attend_with(attention, static_cast<int64_t>(layer_idx), queries[layer_idx], row_bytes, output, row_bytes, 0, step,
                   0, static_cast<int>(step.rows.num_rows), sparse_layers[layer_idx], prepares,
-                  {.chooses_only = chooses_only});
+                  {.chooses_only = chooses_only, .max_chosen = step.rows.kv_lens[0]});
       const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
       measured.emplace_back(seconds, attention.profile());
     }

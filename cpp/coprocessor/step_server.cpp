@@ -164,6 +164,7 @@ std::string StepServer::attend(int request) {
   options_.elsewhere = of_layer(plan_.device_heads.attended, layer_idx);
   options_.listed = of_layer(plan_.device_heads.listed, layer_idx);
   options_.chooses_only = is_ahead(request);
+  options_.max_chosen = mailbox_.fetch_tokens;
   std::string failure = attention_.attend(layer_idx, rows_, sparse, static_cast<int>(first_), false, options_);
   if (failure.empty() && is_ahead(request)) send_hot_rows(layer_idx);
   if (failure.empty()) return failure;

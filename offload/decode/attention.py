@@ -421,8 +421,9 @@ def shares_positions(policy: Policy, num_layers: int, num_units: int) -> str:
     return "hands selections from unit to unit" if hands_down or policy.shares_selection else ""
 
 
-def native_member(policy: Policy) -> tuple[bool, list[int], list[float], int]:
-    """As `set_policy` takes it: scans keys, addresses of callbacks, numbers, how many arrays."""
+def native_member(policy: Policy) -> tuple[bool, list[int], list[float], int, int]:
+    """As `set_policy` takes it: scans keys, addresses of callbacks, numbers, how many arrays, and
+    `observes_every`."""
     callbacks = (policy.prepare, policy.propose, policy.select, policy.observe, policy.append)
     numbers, state = policy.number_layout, policy.state.layout
     return (
@@ -430,6 +431,7 @@ def native_member(policy: Policy) -> tuple[bool, list[int], list[float], int]:
         [0 if c is None else c.address for c in callbacks],
         [] if numbers is None else numbers.values(policy),
         0 if state is None else len(state),
+        policy.observes_every,
     )
 
 

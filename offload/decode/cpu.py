@@ -186,6 +186,9 @@ class NativeDecoder:
         if self.on_mark is not None:
             self.on_mark(kind, layer_idx)
 
+    def rebase(self, seq: int, kv_len: int, to: int) -> None:
+        """Nothing: as in `forget`."""
+
     def crop(self, seq: int, kv_len: int) -> None:
         """Nothing: as in `forget`."""
 

@@ -118,6 +118,10 @@ class Decoder(Protocol):
     def forget(self, seq: int) -> None:
         """`seq` was changed or freed outside of a decode step."""
 
+    def rebase(self, seq: int, kv_len: int, to: int) -> None:
+        """`to` goes on from the first `kv_len` tokens of `seq`, which may be itself, outside of
+        decode steps; if it is another, `seq` is not decoded meanwhile."""
+
     def crop(self, seq: int, kv_len: int) -> None:
         """`seq` keeps its first `kv_len` tokens."""
 

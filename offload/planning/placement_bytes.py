@@ -17,7 +17,7 @@ from cpu_ops.mailbox import Mailbox
 from gpu_ops.layout import Layout, layout_bytes
 from offload.decode.gpu.buffers import StepBuffers, num_slots, step_tokens
 from offload.decode.gpu.heads import DeviceHeads
-from offload.decode.gpu.hot_rows import HotRows
+from offload.decode.gpu.hot_rows import HotRows, fetch_tokens
 from offload.decode.gpu.layer_heads import LayerHeads, layer_heads, requests_of, scores_tokens
 from offload.decode.gpu.linear import linear_layout
 from offload.decode.gpu.placement import HeadPlacement
@@ -115,7 +115,7 @@ def step_layouts(
             dtype=dtype,
             selection_units=selection_units,
             selection_tokens=selection_tokens,
-            fetch_tokens=policy.budget_tokens if any(layer.hot for layer in layers) else 0,
+            fetch_tokens=fetch_tokens(policy) if any(layer.hot for layer in layers) else 0,
         ),
     }
 

@@ -39,12 +39,15 @@ class Selection:
             summed over the unit's query heads.
         per_query_head: a selection unit is one query head instead of a KV head with its group.
         number_layout: the numbers that callbacks read.
+        observes_every: where tokens are chosen a layer ahead, for a GPU that keeps their rows, one
+            step in so many is scored for `observe`. The others choose all that `propose` names.
     """
 
     name: ClassVar[str]
     scans_keys: ClassVar[bool] = False
     per_query_head: ClassVar[bool] = False
     number_layout: ClassVar[NumberLayout | None] = None
+    observes_every: ClassVar[int] = 1
     prepare: ClassVar[Callback | None] = None
     propose: ClassVar[Callback | None] = None
     select: ClassVar[Callback | None] = None

@@ -32,6 +32,7 @@ from offload.runtime.quality import FloorWatch, Quality, quality_of
 from offload.runtime.sequences import Sequences
 from offload.runtime.slices import run_in_slices
 from offload.system.autocast import current_device, without_autocast
+from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
 from offload.system.torch_threads import torch_threads
 
@@ -74,7 +75,7 @@ class Runtime:
         self.attention.compression = compression
         classes = opened.delimiter_classes
         corrections = corrections_for(opened, self.store, decoder)
-        told = decoder.forget, decoder.crop
+        told = decoder.forget, decoder.crop, decoder.rebase
         self.sequences = Sequences(
             self.store, self.attention, *told, compression, classes, corrections
         )
@@ -158,7 +159,7 @@ class Runtime:
         with torch_threads(self.current_generation.prefill_threads):
             self.decoder.trim()
             for seq in seqs:
-                self.decoder.forget(seq)
+                self.decoder.rebase(seq, self.store.kv_len(seq), seq)
             hidden, seconds = prefill_for(
                 [self.attention] if attentions is None else attentions,
                 hidden,
@@ -172,10 +173,19 @@ class Runtime:
                 pool=self.decoder.pool,
                 on_tokens=on_tokens or (None if corrects else self.on_tokens),
                 device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
-                give_back=self.decoder.give_heads_back,
+                give_back=partial(self._give_back, seqs),
             )
         self.current_generation.stats.index_seconds += seconds
         return hidden
+
+    def _give_back(self, seqs: Sequence[int], why: DeviceMemoryError) -> bool:
+        """Device memory for a prefill of `seqs`: as `Decoder.give_heads_back`, but what there is
+        of them goes first."""
+        before = self.decoder.device_bytes
+        for seq in seqs:
+            self.decoder.forget(seq)
+        self.decoder.trim()
+        return self.decoder.device_bytes < before or self.decoder.give_heads_back(why)
 
     def _run(
         self,

@@ -29,6 +29,7 @@ class Sequences:
     Args:
         on_changed: told of each sequence that is freed, or goes on from something else.
         on_cropped: of each that keeps its first tokens, so many.
+        on_rebased: of each whose first tokens, so many, another goes on from in its place.
         compression: keeps each sequence within a bound; None: they have none.
         delimiter_classes: uint8 [vocab_size], what the text of each token ends with, where the
             policy wants to know.
@@ -46,6 +47,7 @@ class Sequences:
         attention: DecodeAttention,
         on_changed: Callable[[int], None] = lambda seq: None,
         on_cropped: Callable[[int, int], None] = lambda seq, kv_len: None,
+        on_rebased: Callable[[int, int, int], None] = lambda seq, kv_len, to: None,
         compression: KVCompression[Any] | None = None,
         delimiter_classes: npt.NDArray[np.uint8] | None = None,
         corrections: Corrections | None = None,
@@ -56,6 +58,7 @@ class Sequences:
         self._delimiter_classes = delimiter_classes
         self._attention = attention
         self._on_changed, self._on_cropped = on_changed, on_cropped
+        self._on_rebased = on_rebased
         self._unreachable: deque[int] = deque()
         self.has_ranks = False
         self.fingerprint: Callable[[], dict[str, str]] = dict
@@ -124,8 +127,6 @@ class Sequences:
         Raises:
             HostBudgetError: what the policy keeps does not fit.
         """
-        # What a device has of `seq` makes room; it would not be true of the child.
-        self._on_changed(seq)
         child = self.store.fork(seq)
         try:
             self.store.truncate(child, kv_len)
@@ -135,6 +136,7 @@ class Sequences:
         except BaseException:
             self.free([child])
             raise
+        self._on_rebased(seq, kv_len, child)
         return child
 
     def make_room(

@@ -28,6 +28,8 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.engine.engine import Engine
 from offload.engine.sampling_params import SamplingParams
 from offload.policies import Policy
+from offload.policies.lfps.layout import SCALE
+from offload.policies.lfps.policy import LFPS
 
 BUDGET = 64
 POLICIES = ["exact_topk", "lychee_cluster", "lfps", "quest", "sketch"]
@@ -265,6 +267,24 @@ def test_rejected_rows_of_a_draft_leave_no_trace(policy, backend, tiny_folders):
     assert drafted.keys() == plain.keys()
     for name, array in plain.items():
         np.testing.assert_array_equal(drafted[name], array, err_msg=name)
+
+
+@torch.no_grad()
+def test_lfps_sees_weights_in_its_turns(tiny_folders):
+    """Ahead it chooses all that it names but in one step of so many, which its tables decay by."""
+    model = hot_model(tiny_folders["llama"], INLINE.values[0], "lfps")
+    text, cache, scales = random_tokens(1, 170, seed=3), model.new_cache(), []
+    model(text[:, :150], past_key_values=cache)
+    for token in text[:, 150:].split(1, dim=1):
+        model(token, past_key_values=cache)
+        (seq,) = cache._seqs
+        layers = states_of(model).arrays_of(seq).layers
+        scales.append([float(layers[i]["units"][0, SCALE]) for i in (1, 2)])
+    decays = np.diff(np.log(scales), axis=0) / -np.log(LFPS.gamma)
+    assert set(decays.round(9).flatten().tolist()) == {0.0, 1.0}
+    turns = decays[-4 * LFPS.observes_every :].round(9)
+    np.testing.assert_array_equal(turns.sum(axis=0), 4)
+    assert turns.sum(axis=1).max() == 1  # not both layers in one step
 
 
 # What fails in the middle of a step.

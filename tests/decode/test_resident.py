@@ -117,6 +117,42 @@ def test_a_bound_sequence_is_copied_again_only_if_it_changed(store):
     check_slot(resident, store, slot, seq)
 
 
+@pytest.mark.parametrize("kept", [3, 8, 11, 14])
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_rebased_sequence_keeps_its_first_pages(store, kept: int, is_copy: bool) -> None:
+    """Of whole heads only what is new is copied, into the slot that there is."""
+    resident = resident_of(store, layers=(ON_GPU, ON_CPU, MIXED))
+    seq = sequence_of(store, 11)
+    (slot,) = resident.bind([seq])
+    to = store.fork(seq) if is_copy else seq
+    kept = min(kept, 11)
+    if is_copy:
+        store.truncate(to, kept)
+    resident.rebase(seq, kept if is_copy else 11, to)
+    extend(store, to, 9)
+    known = (kept if is_copy else 11) // PAGE_TOKENS * PAGE_TOKENS
+    pages = {i: resident._addresses[slot][i][: known // PAGE_TOKENS] for i in (0, 2)}
+    for layer_idx, addresses in pages.items():
+        for address in addresses:
+            resident.page(layer_idx, address).mul_(2)
+    assert resident.bind([to]) == [slot]
+    for layer_idx, addresses in pages.items():
+        for address in addresses:  # it was not copied again
+            resident.page(layer_idx, address).div_(2)
+    resident.reserve([slot], [store.kv_len(to)])
+    check_slot(resident, store, slot, to)
+    resident.forget(to)
+    assert not resident.is_bound
+
+
+def test_nothing_is_kept_of_a_sequence_without_tokens(store) -> None:
+    resident = resident_of(store)
+    seq = sequence_of(store, 11)
+    resident.bind([seq])
+    resident.rebase(seq, 0, seq)
+    assert not resident.is_bound
+
+
 def test_the_slot_used_longest_ago_gives_way(store):
     resident = resident_of(store)
     a, b, c = (sequence_of(store, n) for n in (9, 10, 11))

@@ -344,6 +344,10 @@ class DeviceDecoder:
         if self._kept is not None and not self._kept.is_bound:
             self._kept = None
 
+    def rebase(self, seq: int, kv_len: int, to: int) -> None:
+        if self._resident is not None:
+            self._resident.rebase(seq, kv_len, to)
+
     def crop(self, seq: int, kv_len: int) -> None:
         if self._resident is not None:
             self._resident.crop(seq, kv_len)

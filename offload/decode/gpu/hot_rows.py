@@ -27,11 +27,19 @@ from offload.policies import Policy
 HOT_BUDGETS = 3  # rows that stay, in budgets: what is attended to beside the choice costs little
 
 
+def fetch_tokens(policy: Policy) -> int:
+    """Tokens of a KV head that a step fetches at most: a budget, or all that stay where a policy
+    chooses what it names in most steps (`observes_every`)."""
+    names = any(member.observes_every > 1 for member in policy.members)
+    return policy.budget_tokens * (HOT_BUDGETS if names else 1)
+
+
 class HotRows:
     """Launches, and the buffers of up to `num_slots` sequences.
 
     Attributes:
         map: which tokens are hot; the coprocessor's, which changes it.
+        fetch_tokens: of a KV head at most, in a step.
         predicted: [num_slots, num_qo_heads * head_dim], queries of the next layer.
     """
 
@@ -47,6 +55,7 @@ class HotRows:
         device: torch.device,
     ) -> None:
         self._policy, self._page_tokens = policy, page_tokens
+        self.fetch_tokens = fetch_tokens(policy)
         self._group_size, self._sm_scale = model.shape.group_size, model.sm_scale
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
         layout = self.layout(

@@ -260,7 +260,7 @@ class PreparedSteps:
             pinned=self.device.type == "cuda",
             selection_units=selection.shape[1],
             selection_tokens=selection.shape[2],
-            fetch_tokens=0 if hot is None else self.attention.budget_tokens,
+            fetch_tokens=0 if hot is None else hot.fetch_tokens,
         )
         publishing, listed, is_hot = np.zeros((3, *self.placement.places.shape), bool)
         for layer_idx, layer in enumerate(self.layers):

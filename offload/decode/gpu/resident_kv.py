@@ -47,13 +47,15 @@ _SINK_TOKENS, _RECENT_TOKENS = 4, 64
 @dataclass
 class Slot:
     """seq: the bound sequence, or None. kv_len: tokens of it that the GPU knows. is_whole: False:
-    what was taken over lacks some layers, which are loaded when it is bound.
+    what was taken over lacks some layers, which are loaded when it is bound. is_rebased: there is
+    more of it by now, and of the first kv_len tokens only whole heads are there.
     """
 
     seq: int | None = None
     kv_len: int = 0
     last_used: int = 0
     is_whole: bool = True
+    is_rebased: bool = False
 
 
 class HostPages:
@@ -227,7 +229,7 @@ class ResidentKV:
             index = slot_of[seq] if seq in slot_of else spare.pop(0)
             slot = self.slots[index]
             kv_len = self._store.kv_len(seq)
-            if slot.seq != seq or slot.kv_len != kv_len:
+            if slot.seq != seq or slot.kv_len != kv_len or slot.is_rebased:
                 self._load(index, seq, kv_len)
                 slot = self.slots[index]
             elif not slot.is_whole:
@@ -264,6 +266,23 @@ class ResidentKV:
         for index, slot in enumerate(self.slots):
             if slot.seq == seq:
                 self._clear(index)
+
+    def rebase(self, seq: int, kv_len: int, to: int) -> None:
+        """`to` goes on from the first `kv_len` tokens of `seq`, which may be itself, outside of
+        decode steps: of what is here, these tokens of whole heads are still true."""
+        for index, slot in enumerate(self.slots):
+            if slot.seq != seq:
+                continue
+            if not slot.is_whole or not kv_len:
+                self._clear(index)
+                continue
+            self.host_pages.forget(index)
+            if self.hot is not None:
+                self.hot.map.forget(index)
+            if self.codes is not None:
+                self.codes.clear(index)
+            num_kept = min(kv_len, slot.kv_len)
+            self.slots[index] = replace(slot, seq=to, kv_len=num_kept, is_rebased=True)
 
     def crop(self, seq: int, kv_len: int) -> None:
         """`seq` keeps its first `kv_len` tokens; a window has lost some that come into it again."""
@@ -324,6 +343,7 @@ class ResidentKV:
             for index, slot in enumerate(old.slots)
             if slot.seq is not None
             and slot.is_whole
+            and not slot.is_rebased
             and all(len(pages) <= max_pages for pages in old._addresses[index].values())
         ]
         fits.sort(key=lambda index: old.slots[index].last_used, reverse=True)
@@ -448,8 +468,12 @@ class ResidentKV:
 
     def _load(self, index: int, seq: int, kv_len: int) -> None:
         """Copy what the slot must know of `seq` from the host store."""
-        self._clear(index)
-        self._load_layers(index, seq, kv_len, self.windows, self.resident_heads)
+        slot, num_known = self.slots[index], 0
+        if slot.seq == seq and slot.is_rebased:
+            num_known = slot.kv_len
+        else:
+            self._clear(index)
+        self._load_layers(index, seq, kv_len, self.windows, self.resident_heads, num_known)
         self.slots[index] = Slot(seq, kv_len)
 
     def _load_missing(self, index: int, seq: int, kv_len: int) -> None:
@@ -468,7 +492,9 @@ class ResidentKV:
         kv_len: int,
         windows: Iterable[int],
         resident: Iterable[int],
+        num_known: int = 0,
     ) -> None:
+        """Windows and whole heads of these layers, the latter from token `num_known` on; codes."""
         self._reserve(index, kv_len)
         sinks = min(self.sink_tokens, kv_len)
         first = max(self.sink_tokens, kv_len - self.recent_tokens)
@@ -483,15 +509,18 @@ class ResidentKV:
                 for side, rows in enumerate(self._store.gather(seq, layer_idx, first, kv_len)):
                     window[index, side][:, places] = rows.to(window.device)
         for layer_idx in resident:
-            self._load_pages(layer_idx, seq, self._addresses[index][layer_idx])
+            self._load_pages(layer_idx, seq, self._addresses[index][layer_idx], num_known)
         if self.codes is not None:
             self._load_codes(self.codes, index, seq, kv_len)
 
-    def _load_pages(self, layer_idx: int, seq: int, addresses: Sequence[int]) -> None:
+    def _load_pages(
+        self, layer_idx: int, seq: int, addresses: Sequence[int], num_known: int
+    ) -> None:
         heads = self.resident_heads[layer_idx]
-        pages = self._pages[len(heads)]
-        for first_token, _, host_run in self._store.page_views(seq, layer_idx):
-            number = first_token // self._store.page_tokens
+        pages, page_tokens = self._pages[len(heads)], self._store.page_tokens
+        for first_token, _, whole_run in self._store.page_views(seq, layer_idx):
+            number = max(first_token, num_known) // page_tokens
+            host_run = whole_run[number - first_token // page_tokens :]
             for first, stop, run in pages.runs(addresses[number : number + len(host_run)]):
                 on_host = host_run[first:stop]
                 run = run[..., : on_host.shape[3], :]

@@ -72,9 +72,9 @@ def attend(
     num_kv_heads, num_new, _ = new[0].shape
     num_before = num_new - q.shape[1]
     kernel = attention_kernel(q, num_kv_heads, pool)
+    assert past is None or kernel in (CPU, EFFICIENT), "takes_all_keys"
     if kernel == NATIVE:
         assert pool is not None
-        assert past is None, "takes_all_keys"
         return causal_attention(pool, q, *new, sm_scale)
     q = q.reshape(num_kv_heads, -1, *q.shape[1:])  # the group's query heads together
     if kernel == FLASH:

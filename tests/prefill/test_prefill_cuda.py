@@ -20,6 +20,7 @@ from cases.slowly import combinations
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies.registry import make_policy
+from offload.prefill import attention as prefill_attention
 from offload.prefill.attention import (
     CUDNN,
     EFFICIENT,
@@ -28,6 +29,7 @@ from offload.prefill.attention import (
     _unmasked,
     attend,
     attention_kernel,
+    takes_all_keys,
 )
 from offload.prefill.kv_stream import LayerStream
 from offload.prefill.memory import PrefillMemory
@@ -78,35 +80,36 @@ def test_attend(dtype, head_dim, num_past, num_before, n, group_size):
     # Rows of a longer buffer, as in prefill.
     q = random(num_kv_heads * group_size, n + 5, head_dim, dtype=dtype, scale=2)[:, 2 : n + 2]
     rows = random(2, num_kv_heads, kv_len + 9, head_dim, dtype=dtype)[:, :, 3 : kv_len + 3]
-    past = (rows[0][:, :num_past], rows[1][:, :num_past]) if num_past else None
-    new = (rows[0][:, num_past:], rows[1][:, num_past:])
     expected, _ = reference_attention(q, rows[0], rows[1], 0.11)
-    o = attend(q, past, new, 0.11)
+    past, first = None, 0
+    if num_past and not takes_all_keys(q, None):
+        past, first = (rows[0][:, :num_past], rows[1][:, :num_past]), num_past
+    o = attend(q, past, (rows[0][:, first:], rows[1][:, first:]), 0.11)
     assert o.shape == expected.shape
     assert error_of(o, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "num_past", "num_before", "tokens_first"),
+    ("dtype", "head_dim", "n", "num_before", "tokens_first"),
     combinations(
         [torch.float16, torch.bfloat16],
         [64, 128],
-        [(0, 0), (0, 2048), (0, 6200), (33, 4096)],
+        [(2048, 0), (2048, 2048), (2048, 10300), (300, 0), (300, 10300)],
         [False, True],
     ),
 )
-def test_attend_by_cudnn(dtype, head_dim, num_past, num_before, tokens_first):
-    """Whole slices on a Hopper: as one softmax over all keys."""
-    n, num_kv_heads = 2048, 2
+def test_attend_in_pieces(monkeypatch, dtype, head_dim, n, num_before, tokens_first):
+    """Whole slices by cuDNN on a Hopper, others by FLASH: as one softmax over all keys."""
+    monkeypatch.setattr(prefill_attention, "_PIECE_KEYS", 4096)
+    num_kv_heads = 2
     q = random(16, n, head_dim, dtype=dtype, scale=2)
-    rows = random(2, num_kv_heads, num_past + num_before + n, head_dim, dtype=dtype)
+    rows = random(2, num_kv_heads, num_before + n, head_dim, dtype=dtype)
     if tokens_first:
         q = q.transpose(0, 1).contiguous().transpose(0, 1)
         rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
-    if attention_kernel(q, num_kv_heads) != CUDNN:
+    if n == 2048 and attention_kernel(q, num_kv_heads) != CUDNN:
         pytest.skip("cuDNN's attention is for Hopper and datacenter Blackwell")
-    past = (rows[0][:, :num_past], rows[1][:, :num_past]) if num_past else None
-    o = attend(q, past, (rows[0][:, num_past:], rows[1][:, num_past:]), 0.11)
+    o = attend(q, None, (rows[0], rows[1]), 0.11)
     expected, _ = reference_attention(q, rows[0], rows[1], 0.11)
     assert error_of(o, expected) < TOLERANCE[dtype]
 

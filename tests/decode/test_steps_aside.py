@@ -17,6 +17,7 @@ import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, greedy, load
 from cases.inside import decoder_of, split_steps, steps_of
+from cases.slowly import combinations
 from cases.tiny_models import random_tokens
 
 from cpu_ops.coprocessor import Coprocessor
@@ -342,16 +343,17 @@ def test_others_draw_while_a_model_captures(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.1},
-        {"do_sample": False},
-        {"num_beams": 2},
-        {"prompt_lookup_num_tokens": 2},
-    ],
-    ids=["stock loop", "no draws", "beams", "drafts"],
+    ("options", "changes"),
+    combinations(
+        [
+            pytest.param({"repetition_penalty": 1.1}, id="stock loop"),
+            pytest.param({"do_sample": False}, id="no draws"),
+            pytest.param({"num_beams": 2}, id="beams"),
+            pytest.param({"prompt_lookup_num_tokens": 2}, id="drafts"),
+        ],
+        [False, True],
+    ),
 )
-@pytest.mark.parametrize("changes", [False, True])
 def test_nothing_is_captured_in_loops_of_transformers(
     decoding: Decoding, gate: Gate, options: dict[str, Any], changes: bool
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases.inside import allow_host_bytes, runtime_of, states_of
-from cases.slowly import slow_but
+from cases.slowly import combinations, slow_but
 from cases.tiny_models import random_tokens, save_long_model
 
 from offload import Engine, OffloadedModel, SamplingParams
@@ -381,8 +381,9 @@ def test_a_correction_that_makes_room_begins_again(model: Any) -> None:
     engine.stop()
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("where", ["memory", "disk", "another process"])
+@pytest.mark.parametrize(
+    ("name", "where"), combinations(NAMED, ["memory", "disk", "another process"])
+)
 def test_sessions_go_on_as_one_cache_does(
     folder: Path, tmp_path: Path, name: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

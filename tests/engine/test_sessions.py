@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cases.inside import allow_host_bytes
+from cases.slowly import combinations
 from cases.tiny_models import random_tokens
 
 from offload import Engine, OffloadedCache, OffloadedModel, RequestOutput, SamplingParams
@@ -89,8 +90,13 @@ def turns(model: Any) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["full", "lychee_cluster", "lfps", "quest", "tidal_decode"])
-@pytest.mark.parametrize("where", ["memory", "disk", "another process"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    combinations(
+        ["full", "lychee_cluster", "lfps", "quest", "tidal_decode"],
+        ["memory", "disk", "another process"],
+    ),
+)
 def test_turns_are_those_of_one_cache(
     tiny_folders: dict[str, Path], tmp_path: Path, name: str, where: str
 ) -> None:

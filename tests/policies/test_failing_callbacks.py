@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases.attention_cases import Cache, attend, random_queries
 from cases.seeded import new_rng
+from cases.slowly import combinations
 from cases.tiny_models import random_tokens
 
 from cpu_ops.worker_pool import WorkerPool
@@ -110,8 +111,9 @@ BAD_CHOICES = {
 }
 
 
-@pytest.mark.parametrize("asked", ["select", "select after a scan", "propose"])
-@pytest.mark.parametrize("choose", BAD_CHOICES, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    ("asked", "choose"), combinations(["select", "select after a scan", "propose"], BAD_CHOICES)
+)
 def test_a_bad_choice_fails_the_step(choose: Any, asked: str, pool: WorkerPool) -> None:
     chosen_by = numba.njit(choose)
 

@@ -195,6 +195,10 @@ class Corrections:
         """Whether the next token of one of them corrects it."""
         return any(len(self.waiting(seq).ids) >= self.every for seq in seqs)
 
+    def steps_left(self, seqs: Sequence[int]) -> int:
+        """Steps of `seqs` before one that corrects some of them; 1 where that is the next."""
+        return max(1, self.every - max(len(self.waiting(seq).ids) for seq in seqs))
+
     def note(
         self,
         batch: RaggedBatch,

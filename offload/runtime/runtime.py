@@ -368,21 +368,24 @@ class Runtime:
         that nobody looks at one by one may be several."""
         if self._looks_at_steps:
             return 1, 1
-        with current_device(self.device):
-            count = self.decoder.tokens_at_once(cache.seqs, most)
+        count = 1
+        if self.sequences.corrections is None:  # which know each token
+            with current_device(self.device):
+                count = self.decoder.tokens_at_once(cache.seqs, most)
         return count, 1 if count > 1 else self.begin_steps(cache.seqs, most)
 
     def begin_steps(self, seqs: Sequence[int], most: int) -> int:
         """As `Decoder.begin_steps`, which `decoder.end_steps` ends."""
         if self._looks_at_steps:
             return 1
+        if self.sequences.corrections is not None:
+            most = min(most, self.sequences.corrections.steps_left(seqs))
         with current_device(self.device):
             return self.decoder.begin_steps(seqs, most)
 
     @property
     def _looks_at_steps(self) -> bool:
-        compression, corrections = self.sequences.compression, self.sequences.corrections
-        return bool(compression or corrections or self.attention.is_probed)
+        return bool(self.sequences.compression or self.attention.is_probed)
 
     def logits(self, hidden: torch.Tensor, phase: str) -> torch.Tensor:
         """[..., hidden_size] before the final norm -> [..., vocab_size]."""

@@ -40,8 +40,8 @@ def sevens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BurstLength, "num_steps", property(lambda self: 7))
 
 
-def in_turn(folder: Path, policy: str, backend: Any, *, hot: bool = False) -> Any:
-    model = load(folder, policy if policy == "full" else small(policy), backend)
+def in_turn(folder: Path, policy: str, backend: Any, *, hot: bool = False, **loading: Any) -> Any:
+    model = load(folder, policy if policy == "full" else small(policy), backend, **loading)
     split_steps(model, 1)  # nothing is tried
     if hot:
         decoder = decoder_of(model)
@@ -101,6 +101,20 @@ def test_the_tokens_of_single_steps(
     monkeypatch.setattr(DeviceDecoder, "begin_steps", lambda *args: 1)
     assert torch.equal(out, greedy(model, tokens, 24))
     check_works(model, load(tiny_folders["llama"], "full", ("cpu", None)))
+
+
+def test_up_to_one_that_corrects(
+    backend: Any, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence is corrected when its own tokens are due, by a step that is by itself."""
+    every = {"cache_correction_every": 10}
+    model = in_turn(tiny_folders["llama"], "exact_topk", backend, **every)
+    cpu = load(tiny_folders["llama"], small("exact_topk"), ("cpu", None), **every)
+    tokens, ended = random_tokens(1, 150), begun(model, monkeypatch)
+    out = greedy(model, tokens, 34)
+    assert torch.equal(out, greedy(cpu, tokens, 34))
+    assert model.offload_stats().corrected_tokens == 30
+    assert ended == [(7, 0), (3, 0)] * 3
 
 
 @pytest.mark.parametrize("hot", slow_but([False, True], True))

@@ -28,7 +28,7 @@ def hot_rows_table(result: dict[str, Any]) -> str:
     columns: Columns = {
         "sequences": lambda row: f"{row['batch_size']} {TIMES} {row['kv_len']:,}",
         "CPU threads": "{threads}",
-        "policy": "`{policy}`",
+        "policy": lambda row: f"`{row.get('label', row['policy'])}`",
         "KV heads": lambda row: ", ".join(f"{n} {place}" for place, n in row["places"].items()),
         "ms a step": median("milliseconds", ".2f"),
         "faster than all on the GPU": against_graph,

@@ -100,7 +100,8 @@ struct LayerPass {
   // Whether its member sees the weights of this step; where layers are asked ahead they take turns.
   bool observes(int r, int u) const {
     const PolicyMember& member = member_of(u);
-    const bool in_turn = !options.chooses_only || (row(r).kv_len + layer_idx) % member.observes_every == 0;
+    const bool is_scored = !options.chooses_only || setup.policy.top_p < 1.0;  // in any case
+    const bool in_turn = is_scored || (row(r).kv_len + layer_idx) % member.observes_every == 0;
     return member.observe != nullptr && in_turn;
   }
   std::vector<int32_t>& selection_of(int r, int u) { return selection[index_of(r, u)]; }

@@ -269,18 +269,18 @@ def _within_context(
     return tokens
 
 
-def check_text(input_ids: torch.Tensor, name: str) -> None:
+def check_text(input_ids: torch.Tensor, name: str, remedy: str = "give a longer one") -> None:
     """Refuse int64 [num_tokens] that are too few for lychee_decode's calibration.
 
     Args:
-        name: what they are of, for the error.
+        name: what they are of, for the error; remedy: what to do.
     """
     from offload.policies.lychee_decode.calibration import MIN_CALIBRATION_TOKENS
 
     if len(input_ids) < MIN_CALIBRATION_TOKENS:
         raise ValueError(
             f"{name} has {len(input_ids)} tokens, but a calibration needs at least "
-            f"{MIN_CALIBRATION_TOKENS}; give a longer one"
+            f"{MIN_CALIBRATION_TOKENS}; {remedy}"
         )
 
 

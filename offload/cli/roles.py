@@ -213,7 +213,8 @@ def _verified(
     tokenizer = load_tokenizer(model)
     texts = [calibration_tokens(tokenizer, num_tokens, text) for text in (None, other)]
     for text in texts:
-        check_text(text, f"--context {num_tokens}: one of two texts")
+        name = f"--context {num_tokens}: one of two texts from the standard library"
+        check_text(text, name, "lower --context")
     loaded = OffloadedModel.from_pretrained(
         model, policy="full", dtype=dtype, num_threads=num_threads
     )

@@ -100,10 +100,12 @@ def _staged_ahead(
         if len(under_way) == STAGINGS:
             copies.wait_event(under_way.popleft()[1])  # its memory is the next run's
         staging = torch.empty(run.shape, dtype=run.dtype, device=device)
-        with torch.cuda.stream(copies):
-            for host, part in _contiguous(run, staging):
-                part.copy_(host, non_blocking=True)
-        current.wait_stream(copies)
+        try:
+            with torch.cuda.stream(copies):
+                for host, part in _contiguous(run, staging):
+                    part.copy_(host, non_blocking=True)
+        finally:  # after ctrl-C, too: others get this memory then
+            current.wait_stream(copies)
         yield sides, staging
         under_way.append((staging, current.record_event()))
 

@@ -139,13 +139,11 @@ def warm_up_attention(
     num_qo_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Launch the kernels of ours that long slices take (`compile_ahead`)."""
-    x = torch.empty(_CUDNN_QUERIES, num_qo_heads, head_dim, dtype=dtype, device=device)
-    o, lse = x.transpose(0, 1), torch.empty(x.shape[1::-1], device=device)
-    if not aligns_last(o):
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if suits_cudnn(len(x), num_qo_heads, head_dim, capability):
-        merge_parts(o, lse, o, lse)
+    for n in (32, 31):  # a multiple of 16, and a prompt's last slice
+        o = torch.empty(n, num_qo_heads, head_dim, dtype=dtype, device=device).transpose(0, 1)
+        lse = torch.empty(num_qo_heads, n, device=device)
+        if aligns_last(o):
+            merge_parts(o.float(), lse, o, lse)
 
 
 def aligns_last(q: Tensor) -> bool:

@@ -24,6 +24,8 @@ from offload.policies import Policy
 from offload.policies.base import DENSE, RETRIEVE
 from offload.ranks.group import TensorParallel
 from offload.ranks.watch import POLL_SECONDS
+from offload.runtime import runtime as runtime_module
+from offload.system.errors import DeviceMemoryError
 
 
 @functools.cache
@@ -191,6 +193,38 @@ def no_room(
     tokens, after = greedy(model, input_ids, max_new_tokens), [decoder.placement.text()]
     greedy(model, input_ids[:, :20], 4)
     return tokens, [*after, decoder.placement.text()], warnings
+
+
+def makes_room_alone(
+    folder: Path, input_ids: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, list[bool]]:
+    """A step behind a second prompt, for which `rank` alone gives device memory back; sequences
+    before and behind it have slots, of which the first is free by then.
+
+    Returns:
+        the step's logits; which slots are taken.
+    """
+    model = load(folder, small("exact_topk"), backend="inline")
+    runtime = runtime_of(model)
+    runtime.decoder.begin_generation(3, 300)
+    caches = [model.new_cache() for _ in range(3)]
+    prefill_for = runtime_module.prefill_for
+
+    def prefill(*args: Any, give_back: Any, **options: Any) -> Any:
+        if int(os.environ["RANK"]) == rank:
+            give_back(DeviceMemoryError("no room"))
+        return prefill_for(*args, give_back=give_back, **options)
+
+    with torch.no_grad():
+        for tokens in (input_ids[:, :-1], input_ids[:, -1:]):
+            for cache in caches:
+                model(tokens, past_key_values=cache)
+        caches[0].reset()
+        with mock.patch.object(runtime_module, "prefill_for", prefill):
+            model(input_ids[:, :9], past_key_values=caches[1])
+        logits = model(input_ids[:, 9:10], past_key_values=caches[1]).logits
+    slots = runtime.decoder._steps.step.resident.slots
+    return logits, [slot.seq is not None for slot in slots]
 
 
 def room_for_scores(folder: Path) -> int:

@@ -200,6 +200,19 @@ def test_what_is_not_verified(
     assert out.read_text() == "mine"
 
 
+def test_texts_that_there_are_not(tsv: Path, tmp_path: Path) -> None:
+    """The first takes all of the docstrings."""
+    model, context = tmp_path / "long", 35_000
+    make_tiny_model("llama", max_position_embeddings=context).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    command = ["roles", "import", str(tsv), str(model), "-o", str(tmp_path / "roles.json")]
+    result = runner.invoke(app, [*command, "--context", str(context)])
+    assert result.exit_code == 1
+    said = " ".join(result.stderr.split())
+    assert "--context 35000: one of two texts from the standard library has 0 tokens" in said
+    assert said.endswith("needs at least 256; lower --context")
+
+
 def test_a_measurement_that_fails_overwrites_nothing(
     model: str, tsv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -287,6 +287,20 @@ def test_lfps_sees_weights_in_its_turns(tiny_folders):
     assert turns.sum(axis=1).max() == 1  # not both layers in one step
 
 
+@torch.no_grad()
+def test_lfps_sees_all_weights_that_a_cut_asks_for(tiny_folders: dict[str, Path]) -> None:
+    """Top-p over it scores every step."""
+    model = hot_model(tiny_folders["llama"], INLINE.values[0], "hard_kv")
+    text, cache, scales = random_tokens(1, 162, seed=3), model.new_cache(), []
+    model(text[:, :150], past_key_values=cache)
+    for token in text[:, 150:].split(1, dim=1):
+        model(token, past_key_values=cache)
+        (seq,) = cache._seqs
+        scales.append(float(states_of(model).arrays_of(seq).layers[1]["units"][0, SCALE]))
+    decays = np.diff(np.log(scales)) / -np.log(LFPS.gamma)
+    np.testing.assert_allclose(decays[4:], 1.0)
+
+
 # What fails in the middle of a step.
 
 

@@ -303,7 +303,7 @@ def prefill_all(dtype: torch.dtype, n: int, num_heads: int, head_dim: int) -> No
     x, table = torch.zeros(n, num_heads, head_dim, dtype=dtype), torch.zeros(n, head_dim)
     rotate_tokens(x, table.to(dtype), table.to(dtype))
     o, lse = x.transpose(0, 1), torch.zeros(num_heads, n)
-    merge_parts(o, lse, o, lse)
+    merge_parts(o.float(), lse, o, lse)
     activate(x, x)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cases.prefill_cases import (
@@ -124,6 +126,30 @@ def test_attend_in_pieces(monkeypatch, kernel: str, num_before: int, queries_fir
     for q_shape, keys_shape, is_causal in shapes:
         assert q_shape == (1, 6, 8, 16)
         assert keys_shape[2] in ((8,) if is_causal else (8, 16))
+
+
+def test_what_is_compiled_ahead_is_what_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles for dtypes, and for numbers that are multiples of 16."""
+    merged: list[set[Any]] = [set(), set()]
+
+    def flash(q: Any, keys: Any, *_: Any, **options: Any) -> Any:
+        return q, q[..., 0].float()
+
+    def merge(o: Any, lse: Any, part: Any, part_lse: Any) -> None:
+        merged[-1].add((o.dtype, part.dtype, o.shape[1] % 16 == 0))
+
+    monkeypatch.setattr(prefill_attention, "merge_parts", merge)
+    monkeypatch.setattr(prefill_attention, "aligns_last", lambda q: True)
+    monkeypatch.setattr(prefill_attention, "attention_kernel", lambda *_: FLASH)
+    monkeypatch.setattr(prefill_attention, "_cuda_flash", flash)
+    monkeypatch.setattr(prefill_attention, "_PIECE_KEYS", 16)
+    for n in (32, 5):
+        q, rows = (torch.zeros(heads, k, 16).bfloat16() for heads, k in ((6, n), (2, n + 40)))
+        attend(q, None, (rows, rows), 0.25)
+    merged.append(set())
+    prefill_attention.warm_up_attention(6, 16, torch.bfloat16, torch.device("cpu"))
+    assert merged[1] == merged[2]
+    assert len(merged[2]) == 2
 
 
 def test_cudnn_gets_few_shapes() -> None:

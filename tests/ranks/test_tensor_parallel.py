@@ -214,6 +214,22 @@ def test_each_rank_keeps_the_hot_rows_of_its_heads(policy, ranks, tiny_folders, 
     assert all_equal(got, greedy(one, tokens, 40))
 
 
+def test_one_rank_makes_room_for_a_prompt(ranks: Ranks, tiny_folders: dict[str, Path]) -> None:
+    """The sequence has one slot on all, or a step would sum rows of different sequences."""
+    tokens, folder = random_tokens(1, 90, seed=4), tiny_folders["llama"]
+    got = ranks.call("makes_room_alone", folder=folder, input_ids=tokens, rank=1)
+    text = torch.cat([tokens, tokens[:, :10]], dim=1)
+    one = load(folder, small("exact_topk"), ("cpu", None))
+    cache = one.new_cache()
+    with torch.no_grad():
+        for x in (text[:, :89], text[:, 89:90], text[:, 90:99]):
+            one(x, past_key_values=cache)
+        expected = one(text[:, 99:], past_key_values=cache).logits
+    for logits, taken in got:
+        assert taken == got[0][1]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("policy", "rank"),
     [

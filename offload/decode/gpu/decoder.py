@@ -345,7 +345,9 @@ class DeviceDecoder:
             self._kept = None
 
     def rebase(self, seq: int, kv_len: int, to: int) -> None:
-        if self._resident is not None:
+        if self.model.ranks is not None:  # one that had to make room would have other slots
+            self.forget(seq)
+        elif self._resident is not None:
             self._resident.rebase(seq, kv_len, to)
 
     def crop(self, seq: int, kv_len: int) -> None:

@@ -114,7 +114,7 @@ def measure_policy_us(
         Median microseconds; which share of the time is before the query and after the answer; and
         median microseconds where the layer is asked ahead, and nothing is attended.
     """
-    kv_len -= kv_len % policy.members[0].observes_every
+    kv_len += -kv_len % policy.members[0].observes_every  # a turn, and no less than selects
     pages = _LAYERS * num_pages(kv_len)
     store = one_slab_store(shape, dtype, num_layers=_LAYERS, pages=pages)
     with closing(store), closing(WorkerPool(num_threads)) as pool:

@@ -61,7 +61,8 @@ struct PolicyContext {
   int64_t may_defer;
   int64_t prepared_together;  // prepare: units that one worker prepares before it asks about the first of them
   // A choice a layer ahead, which others will attend to beside what they hold, and no weight is asked for: where
-  // propose names no more than budget_tokens, that is the choice, and nothing is scored.
+  // propose names no more than budget_tokens (or AttendOptions::max_chosen, where the policy observes some steps), that
+  // is the choice, and nothing is scored.
   int64_t ahead;
   int64_t resumes;      // propose: called again, after the workers have ranked
   void* const* arrays;  // the policy's own arrays of this (sequence, layer), in the order that it declares

@@ -48,7 +48,7 @@ class Selector {
   void rank_range(int r, int u, int64_t range);
   void write_answer(int r, int u, const float* output, const float* lse);
   bool takes_list(int r, int u);
-  // Whether nobody asks for weights: what propose names within the budget is the choice.
+  // Whether nobody asks for weights: what propose names is the choice, if there is room.
   bool is_unscored(int r, int u) const;
   void list_considered(int64_t kv_len, const int32_t* chosen, int64_t n, std::vector<int32_t>* tokens) const;
   void make_room(Candidates& candidates) const;

@@ -114,8 +114,10 @@ def import_roles(
                 "heads as they are"
             )
         verified = _verified(model, retrieval, tokens, dtype, num_threads) if verify else None
-        chosen = f"share {share}" if threshold is None else f"threshold {threshold}"
-        made_by = f"imported from {tsv.name}, {chosen} of the KV heads after layer 0"
+        chosen = f"threshold {threshold}"
+        if threshold is None:
+            chosen = f"share {share} of the KV heads after layer 0"
+        made_by = f"imported from {tsv.name}, {chosen}"
         found = HeadRoles.of(
             retrieval,
             head_dim=shape.head_dim,

@@ -270,35 +270,30 @@ def test_rejected_rows_of_a_draft_leave_no_trace(policy, backend, tiny_folders):
 
 
 @torch.no_grad()
-def test_lfps_sees_weights_in_its_turns(tiny_folders):
-    """Ahead it chooses all that it names but in one step of so many, which its tables decay by."""
-    model = hot_model(tiny_folders["llama"], INLINE.values[0], "lfps")
-    text, cache, scales = random_tokens(1, 170, seed=3), model.new_cache(), []
+def observed_steps(folder: Path, policy: str) -> np.ndarray:
+    """[20 steps, 2 layers]: whether LFPS's tables saw the weights; they decay then."""
+    model = hot_model(folder, INLINE.values[0], policy)
+    text, cache, scales = random_tokens(1, 171, seed=3), model.new_cache(), []
     model(text[:, :150], past_key_values=cache)
     for token in text[:, 150:].split(1, dim=1):
         model(token, past_key_values=cache)
         (seq,) = cache._seqs
         layers = states_of(model).arrays_of(seq).layers
         scales.append([float(layers[i]["units"][0, SCALE]) for i in (1, 2)])
-    decays = np.diff(np.log(scales), axis=0) / -np.log(LFPS.gamma)
-    assert set(decays.round(9).flatten().tolist()) == {0.0, 1.0}
-    turns = decays[-4 * LFPS.observes_every :].round(9)
+    return (np.diff(np.log(scales), axis=0) / -np.log(LFPS.gamma)).round(9)
+
+
+def test_lfps_sees_weights_in_its_turns(tiny_folders: dict[str, Path]) -> None:
+    """Ahead it chooses all that it names but in one step of so many."""
+    turns = observed_steps(tiny_folders["llama"], "lfps")[-4 * LFPS.observes_every :]
+    assert {*turns.flatten().tolist()} == {0.0, 1.0}
     np.testing.assert_array_equal(turns.sum(axis=0), 4)
     assert turns.sum(axis=1).max() == 1  # not both layers in one step
 
 
-@torch.no_grad()
 def test_lfps_sees_all_weights_that_a_cut_asks_for(tiny_folders: dict[str, Path]) -> None:
     """Top-p over it scores every step."""
-    model = hot_model(tiny_folders["llama"], INLINE.values[0], "hard_kv")
-    text, cache, scales = random_tokens(1, 162, seed=3), model.new_cache(), []
-    model(text[:, :150], past_key_values=cache)
-    for token in text[:, 150:].split(1, dim=1):
-        model(token, past_key_values=cache)
-        (seq,) = cache._seqs
-        scales.append(float(states_of(model).arrays_of(seq).layers[1]["units"][0, SCALE]))
-    decays = np.diff(np.log(scales)) / -np.log(LFPS.gamma)
-    np.testing.assert_allclose(decays[4:], 1.0)
+    assert (observed_steps(tiny_folders["llama"], "hard_kv")[4:] == 1.0).all()
 
 
 # What fails in the middle of a step.

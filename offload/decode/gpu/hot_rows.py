@@ -31,6 +31,7 @@ def fetch_tokens(policy: Policy) -> int:
     """Tokens of a KV head that a step fetches at most: a budget, or all that stay where a policy
     chooses what it names in most steps (`observes_every`)."""
     names = any(member.observes_every > 1 for member in policy.members)
+    names &= policy.selection_top_p >= 1.0  # what is cut by weights is scored
     return policy.budget_tokens * (HOT_BUDGETS if names else 1)
 
 

@@ -115,6 +115,25 @@ class SequencePages:
         self.page_ids[rows, page] = new_ids
         self.page_table[rows, page] = self._pool.addresses[new_ids]
 
+    def exchange(self, other: SequencePages, first: int, last: int) -> None:
+        """Swap the pages of positions first .. last with `other`, which owns its own alone and has
+        the same tokens before. What we have behind `last` is copied."""
+        tokens = self.page_tokens
+        pages = slice(first // tokens, self.pages_of(last))
+        filled = min(self.kv_len, pages.stop * tokens)
+        if last < filled:
+            behind = slice(last - (pages.stop - 1) * tokens, filled - (pages.stop - 1) * tokens)
+            for our_id, their_id in zip(
+                *(x.page_ids[:, pages.stop - 1].tolist() for x in (self, other)), strict=True
+            ):
+                page = self._pool.page(their_id).view(torch.uint8).numpy()
+                page[:, :, behind] = self._pool.page(our_id).view(torch.uint8).numpy()[:, :, behind]
+        for mine, theirs in (
+            (self.page_ids, other.page_ids),
+            (self.page_table, other.page_table),
+        ):
+            mine[:, pages], theirs[:, pages] = theirs[:, pages].copy(), mine[:, pages].copy()
+
     def unshare(self, num_tokens: int) -> None:
         """`KVStore.unshare`."""
         pages, counts = self.shared_pages(num_tokens)

@@ -272,8 +272,15 @@ class BoundsState(LayerState):
             runs[:] = min(whole, arrays["bounds"].shape[2])
         starts, num_runs = arrays["starts"][0], int(runs[0])
         run = int(np.searchsorted(starts[1 : num_runs + 1], revised.first, side="right"))
+        if run == num_runs:
+            return True
         begin = int(starts[run])
         keys = revised.load_keys(begin)
+        if not policy.chunks:
+            keys = keys[:, : int(starts[num_runs]) - begin]
+            pages = keys.reshape(len(keys), num_runs - run, policy.page_tokens, -1)
+            arrays["bounds"][:, :, run:num_runs] = bounds_of(_extremes(pages))
+            return True
         for i in range(run, num_runs):
             of_run = keys[:, None, starts[i] - begin : starts[i + 1] - begin]
             arrays["bounds"][:, :, i] = bounds_of(_extremes(of_run))[:, :, 0]

@@ -327,13 +327,17 @@ class PolicyStates:
     def revise(self, seq: int, num_new: int) -> None:
         """In the store there are `num_new` tokens behind those of `seq`, old ones anew and more.
         Arrays are revised when there are as many as `fork_to_revise` was told."""
-        known, store = self._known[seq], self._store
-        kv_len = store.kv_len(seq) + num_new
+        known, kv_len = self._known[seq], self._store.kv_len(seq) + num_new
         if known.revised is None or known.revised[1] > kv_len:
             return
         num_kept, known.revised = known.revised[0], None
-        if known.arrays is None:
-            return
+        if known.arrays is not None:
+            self.ensure(seq, kv_len)
+            self.revise_from(seq, num_kept, kv_len)
+
+    def revise_from(self, seq: int, first: int, kv_len: int) -> None:
+        """Of the `kv_len` tokens of `seq` in the store, those from `first` on were written anew."""
+        store = self._store
 
         def change(layer_idx: int, arrays: State, first: int) -> bool:
             def load_keys(start: int) -> Tensor:
@@ -343,8 +347,7 @@ class PolicyStates:
             revised = Revised(first, kv_len, load_keys, *shape)
             return self._state.revise(layer_idx, arrays, revised)
 
-        self.ensure(seq, kv_len)
-        self._change(known, change, num_kept)
+        self._change(self._known[seq], change, first)
 
     def truncate(self, seq: int, kv_len: int) -> DraftRows | None:
         """The sequence keeps its first `kv_len` tokens.

@@ -8,7 +8,8 @@ the CPU) grow with the prompt; `PrefillMemory` counts what that takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import torch
 
@@ -40,6 +41,27 @@ OnAttended = Callable[[int, int, torch.Tensor, KV], None]
 
 
 def prefill(
+    model: LeanModel, hidden: torch.Tensor, batch: RaggedBatch, **options: Any
+) -> torch.Tensor:
+    """Run all layers over the new tokens of `batch`, on the device of `hidden`.
+
+    Args, Raises:
+        as `prefill_by_layer`.
+
+    Returns:
+        [num_tokens, hidden_size], before the final norm. The K/V are in the store, if it keeps
+        them.
+    """
+    layers = prefill_by_layer(model, hidden, batch, **options)
+    while True:
+        try:
+            next(layers)
+        except StopIteration as done:
+            result: torch.Tensor = done.value
+            return result
+
+
+def prefill_by_layer(
     model: LeanModel,
     hidden: torch.Tensor,
     batch: RaggedBatch,
@@ -56,8 +78,9 @@ def prefill(
     copied_heads: int = 0,
     device_budget_bytes: int | None = None,
     give_back: GiveBack | None = None,
-) -> torch.Tensor:
-    """Run all layers over the new tokens of `batch`, on the device of `hidden`.
+) -> Generator[None, None, torch.Tensor]:
+    """`prefill` as a generator that stops before every layer, and before it waits for the last.
+    Whoever goes on has the same stream current each time; `close` gives it up.
 
     Args:
         hidden: [num_tokens, hidden_size], the embeddings; overwritten.
@@ -75,10 +98,6 @@ def prefill(
         copied_heads: KV heads of a layer of which on_layer makes copies.
         device_budget_bytes: what torch may have on a CUDA device, beside what is free there.
         give_back: asked for more of a CUDA device where there is too little, until it has none.
-
-    Returns:
-        [num_tokens, hidden_size], before the final norm. The K/V are in the store, if it keeps
-        them.
 
     Raises:
         ValueError: for keys or values that are not finite.
@@ -99,12 +118,14 @@ def prefill(
         )
         _find_room(memory, hidden.device, device_budget_bytes, give_back)
 
-    def run_layers() -> torch.Tensor:
+    def run_layers() -> Generator[None, None, torch.Tensor]:
         positions = batch.position_ids[None].to(hidden.device)
         cos, sin = (table[0] for table in model.rotary_emb(hidden, positions))
         stream = LayerStream(batch, model.shape, store=store, seqs=seqs, like=hidden, keeps=keeps)
         try:
+            stream.fetch_first()
             for layer_idx, layer in enumerate(model.layers):
+                yield
                 stream.begin(layer_idx)
                 for start in range(0, batch.num_tokens, slice_tokens):
                     stop = min(start + slice_tokens, batch.num_tokens)
@@ -132,13 +153,14 @@ def prefill(
                         for sequence, seq in enumerate(seqs):
                             on_layer(layer_idx, seq, *stream.rows(sequence))
                 stream.end(layer_idx)
+            yield
             stream.finish()
         finally:
             stream.close()
         return hidden
 
     try:
-        return run_layers()
+        return (yield from run_layers())
     except torch.OutOfMemoryError as error:
         reason = str(error).partition("\n")[0]
     # Not inside the handler: the error's traceback would keep every tensor of `run_layers` alive

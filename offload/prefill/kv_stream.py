@@ -44,9 +44,10 @@ def copies_alongside(like: Tensor) -> bool:
 class LayerStream:
     """Buffers of the keys and values of all sequences of `batch`, one layer after the other.
 
-    For each layer: `begin`, new `rows` written, `write_out`, last reads `beside` the next layer,
-    `end`. At last `finish`; whether that is reached or not, `close`. What is read and written in
-    between, but for those last reads, goes to the stream that is current throughout.
+    First `fetch_first`. For each layer: `begin`, new `rows` written, `write_out`, last reads
+    `beside` the next layer, `end`. At last `finish`; whether that is reached or not, `close`. What
+    is read and written in between, but for those last reads, goes to the stream that is current
+    throughout.
 
     Args:
         store: where the K/V go; None keeps each layer only until the next begins.
@@ -93,11 +94,14 @@ class LayerStream:
         flags = (0 if store is None else store.num_layers, batch.num_sequences, 2)
         self._is_finite = torch.ones(flags, dtype=torch.bool, device=like.device)
 
+    def fetch_first(self) -> None:
+        """Let the cached tokens of the first layers come in."""
+        if self._side is not None:
+            for layer_idx in range(min(2, len(self._is_finite))):
+                self._load(layer_idx)
+
     def begin(self, layer_idx: int) -> None:
         """Make the buffer of a layer ready: its cached tokens are there, the new may be written."""
-        if self._side is not None and layer_idx == 0:
-            for first in range(min(2, len(self._is_finite))):
-                self._load(first)
         self._current = self._buffers[layer_idx % len(self._buffers)]
         if self._side is not None:
             torch.cuda.current_stream(self._device).wait_event(self._loaded[layer_idx % 2])

@@ -13,7 +13,7 @@ takes its place when the pass is done; one that fails leaves the sequence as it 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,10 @@ class SparseTokens:
     first: int = 0
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+
+    def copy(self) -> SparseTokens:
+        """The same, to keep."""
+        return SparseTokens(self.first, self.ids[:], self.positions[:])
 
     def truncate(self, kv_len: int) -> None:
         """Forget those from token `kv_len` of the sequence on."""
@@ -87,6 +91,52 @@ class Correction:
         return both
 
 
+@dataclass(eq=False)
+class BackgroundCorrection:
+    """Tokens that are read again while their sequences are decoded.
+
+    Attributes:
+        tokens: of each sequence, as they waited when it began.
+        copies: the sequence that each is read into.
+        layers: `prefill_by_layer` of all of them.
+        num_left: times that it has to go on beside a step.
+        error: that came beside a step.
+    """
+
+    tokens: dict[int, SparseTokens]
+    copies: dict[int, int]
+    layers: Generator[None, None, Tensor]
+    num_left: int
+    error: Exception | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences."""
+        return sum(len(tokens.ids) for tokens in self.tokens.values())
+
+    def go_on(self) -> None:
+        """One more layer, beside a step: an error is not the step's."""
+        try:
+            next(self.layers)
+        except Exception as error:
+            self.error = error
+        self.num_left -= 1
+
+    def finish(self) -> None:
+        """Wait for the last.
+
+        Raises:
+            DeviceMemoryError, ValueError: it cannot be finished.
+        """
+        if self.error is None:
+            try:
+                next(self.layers)
+            except StopIteration:
+                return
+        assert self.error is not None
+        raise self.error
+
+
 def corrections_for(opened: LoadedModel, store: KVStore, decoder: Decoder) -> Corrections | None:
     """None where nothing is corrected."""
     config, device, room = opened.config, opened.device, None
@@ -132,7 +182,11 @@ class Corrections:
     Args:
         every: so many tokens of a sequence at most.
         dense_tokens: sequences of at most so many are decoded exactly.
-        check_room: refuses a pass of so many tokens behind others that a device has no room for.
+        check_room: refuses a pass of so many tokens behind others that a device has no room for;
+            None: there is no device.
+
+    Attributes:
+        in_background: steps that choose their own tokens go on while others are read again.
     """
 
     def __init__(
@@ -143,13 +197,14 @@ class Corrections:
         check_room: Callable[[int, int], None] | None = None,
     ) -> None:
         self.every, self._check_room = every, check_room
+        self.in_background = check_room is not None
         self._store, self._dense_tokens = store, dense_tokens
         self._waiting: dict[int, SparseTokens] = {}
 
     def pages(self, num_rows: int, max_tokens: int) -> int:
         """Pages at most that `num_rows` sequences of at most `max_tokens` have twice, while they
         are corrected."""
-        most = min(self.every, max_tokens - self._dense_tokens)
+        most = min(self._most_waiting, max_tokens - self._dense_tokens)
         store = self._store
         return 0 if most < 1 else num_rows * store.num_page_rows * (most // store.page_tokens + 2)
 
@@ -159,7 +214,7 @@ class Corrections:
         Raises:
             DeviceMemoryError: names the sizes and the options.
         """
-        again = self.every + 1
+        again = self._most_waiting + 1
         if self._check_room is None or max_tokens < self._dense_tokens + again:
             return
         try:
@@ -171,11 +226,15 @@ class Corrections:
                 "cache_correction_every, or leave it out"
             ) from None
 
+    @property
+    def _most_waiting(self) -> int:
+        """Tokens at most that one pass reads again, but for the next."""
+        return self.every + (self._store.num_layers + 1 if self.in_background else 0)
+
     def fork(self, seq: int, child: int) -> None:
         """`child` is as `seq` is."""
         if seq in self._waiting:
-            known = self._waiting[seq]
-            self._waiting[child] = SparseTokens(known.first, known.ids[:], known.positions[:])
+            self._waiting[child] = self._waiting[seq].copy()
 
     def put_back(self, seq: int, saved: SparseTokens) -> None:
         """`seq` is one that had `saved` waiting."""
@@ -190,6 +249,12 @@ class Corrections:
         known = self._waiting.setdefault(seq, SparseTokens())
         known.truncate(self._store.kv_len(seq))
         return known
+
+    def note_corrected(self, seq: int, num_tokens: int) -> None:
+        """The first `num_tokens` of those that waited were read again."""
+        known = self._waiting[seq]
+        known.first += num_tokens
+        del known.ids[:num_tokens], known.positions[:num_tokens]
 
     def are_due(self, seqs: Sequence[int]) -> bool:
         """Whether the next token of one of them corrects it."""

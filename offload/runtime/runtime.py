@@ -17,9 +17,10 @@ from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, tokens_each
 from offload.prefill.forward import OnTokens
 from offload.prefill.layer import attend_to_nothing
+from offload.runtime.background import BackgroundReader
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.compressing import compression_for, page_tokens_of, reconstructs
-from offload.runtime.correcting import corrections_for
+from offload.runtime.correcting import BackgroundCorrection, corrections_for
 from offload.runtime.decoders import make_decoder
 from offload.runtime.fingerprint import fingerprint
 from offload.runtime.generation import Generation, GenerationRequest
@@ -79,6 +80,7 @@ class Runtime:
         self.sequences = Sequences(
             self.store, self.attention, *told, compression, classes, corrections
         )
+        self._background = BackgroundReader(opened, self.sequences)
         self.sequences.has_ranks = self.ranks is not None
         self.sequences.fingerprint = partial(
             fingerprint,
@@ -154,6 +156,7 @@ class Runtime:
             builds: what policies build on a GPU during a prefill; False: more of the prompt comes.
             on_tokens: in the place of the attribute.
         """
+        self.sequences.give_up_background()  # for room
         if self.attention.top_p_controller is not None and not corrects:
             self.attention.top_p_controller.restart()
         with torch_threads(self.current_generation.prefill_threads):
@@ -297,13 +300,14 @@ class Runtime:
         before = self.decoder.setup_seconds
         try:
             try:
-                count, in_turn = self._steps_at_once(cache, most)
+                running = self._correct_beside(cache)
+                count, in_turn = self._steps_at_once(cache, 1 if running else most)
                 self._count_setup(before)
                 draws = Draws.of([] if sampler is None else [sampler], max(count, in_turn))
                 while len(chosen) < in_turn and not (chosen and ends(tokens)):
                     ahead = len(chosen) + 1 < in_turn
                     step = (cache, tokens, position_ids, draws, count)
-                    chosen.append(self._choose(*step, ahead=ahead))
+                    chosen.append(self._choose(*step, ahead=ahead, running=running))
                     tokens, position_ids = chosen[-1][:, -1], position_ids + 1
             finally:
                 self.decoder.end_steps()
@@ -327,12 +331,18 @@ class Runtime:
         count: int,
         *,
         ahead: bool,
+        running: BackgroundCorrection | None,
     ) -> torch.Tensor:
-        """As `choose_tokens`, in one pass: int64 [batch_size, count]."""
+        """As `choose_tokens`, in one pass: int64 [batch_size, count].
+
+        Args:
+            running: goes on beside it. None: what is due is corrected with it.
+        """
         start, before = time.perf_counter(), self.decoder.setup_seconds
         self.check_context(max(cache.seen_lens) + count)
         batch, corrections = tokens_each(cache.batch_size, count), self.sequences.corrections
-        if corrections is not None and corrections.are_due(cache.seqs):
+        is_due = corrections is not None and corrections.are_due(cache.seqs)
+        if is_due and running is None:
             batch = replace(batch, position_ids=position_ids)
             embedded = self.lean.embed_tokens(tokens.to(self.device))
             hidden, phase = self.run(embedded, batch, cache, tokens)
@@ -349,9 +359,9 @@ class Runtime:
                 if count > 1:
                     chosen = self.decoder.choose_several(seqs, tokens, position_ids, draws, count)
                 else:
-                    chosen = self.decoder.choose_tokens(
-                        seqs, tokens, position_ids, draws, ahead=ahead
-                    )[:, None]
+                    beside = None if running is None else running.go_on
+                    step = (seqs, tokens, position_ids, draws)
+                    chosen = self.decoder.choose_tokens(*step, ahead=ahead, beside=beside)[:, None]
             start += self._count_setup(before)
             if count > 1:  # nobody has read their delimiter classes meanwhile
                 fed = torch.cat([tokens[:, None], chosen[:, :-1]], dim=1)
@@ -362,6 +372,17 @@ class Runtime:
             chosen = self.extend(cache.begin(batch), compute, prefill=False)
         self._record("decode", batch.num_tokens, start)
         return chosen
+
+    def _correct_beside(self, cache: OffloadedCache) -> BackgroundCorrection | None:
+        """What tokens of `cache` are corrected by beside its next step, if they are."""
+        corrections, stats = self.sequences.corrections, self.current_generation.stats
+        if corrections is None or not corrections.in_background:
+            return None
+        start = time.perf_counter()
+        with current_device(self.device), without_autocast(self.device):
+            running = self._background.running(cache.seqs, stats)
+        stats.correction_seconds += time.perf_counter() - start
+        return running
 
     def _steps_at_once(self, cache: OffloadedCache, most: int) -> tuple[int, int]:
         """Tokens that come in one pass, and passes that are begun (`Decoder.begin_steps`): steps
@@ -410,6 +431,7 @@ class Runtime:
 
     def close(self) -> None:
         """Give its threads and the memory of its store back."""
+        self.sequences.give_up_background()
         self.decoder.close()
         self.store.close()
 
@@ -453,6 +475,7 @@ class Runtime:
                 raise
             finally:
                 if not outer.is_running:
+                    self.sequences.give_up_background()
                     self.decoder.end_generation()
                     outer = Generation(self.config.num_threads, stats=generation.stats)
                 self.current_generation = outer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from offload.kv.store import KVStore
 from offload.kv_compression.base import Exposed, KVCompression
 from offload.models.batch import RaggedBatch
 from offload.policies.state import PolicyStates
-from offload.runtime.correcting import Correction, Corrections
+from offload.runtime.correcting import BackgroundCorrection, Correction, Corrections, SparseTokens
 from offload.runtime.run_lock import RunLock
 from offload.runtime.stats import OffloadStats
 from offload.system.interrupts import shielded
@@ -37,6 +37,7 @@ class Sequences:
 
     Attributes:
         run_lock: which the caller has, except for `free_later` and `collect_if_idle`.
+        background: what is corrected beside decode steps; None: nothing.
         has_ranks: other processes have the other heads of each sequence.
         fingerprint: of what a saved sequence depends on.
     """
@@ -60,6 +61,7 @@ class Sequences:
         self._on_changed, self._on_cropped = on_changed, on_cropped
         self._on_rebased = on_rebased
         self._unreachable: deque[int] = deque()
+        self.background: BackgroundCorrection | None = None
         self.has_ranks = False
         self.fingerprint: Callable[[], dict[str, str]] = dict
         self.run_lock = RunLock()
@@ -138,6 +140,56 @@ class Sequences:
             raise
         self._on_rebased(seq, kv_len, child)
         return child
+
+    def fork_beside(self, waiting: Mapping[int, SparseTokens]) -> dict[int, int]:
+        """Of each sequence a copy of the tokens before those that wait, with room for these.
+
+        Raises:
+            HostBudgetError: there is no room.
+        """
+        copies: dict[int, int] = {}
+        try:
+            for seq, tokens in waiting.items():
+                copies[seq] = self.store.fork(seq)
+                self.store.truncate(copies[seq], tokens.first)
+            self.store.reserve([*copies.values()], [len(x.ids) for x in waiting.values()])
+        except BaseException:
+            self._free_copies(copies)
+            raise
+        return copies
+
+    def end_background(self) -> None:
+        """All layers of it are there: the new pages take the place of the old."""
+        running = self.background
+        assert running is not None
+        assert self.corrections is not None
+        with shielded():
+            for seq, copy in running.copies.items():
+                tokens = running.tokens[seq]
+                self.store.exchange(seq, copy, tokens.first, tokens.first + len(tokens.ids))
+                self.corrections.note_corrected(seq, len(tokens.ids))
+                self._attention.states.revise_from(seq, tokens.first, self.store.kv_len(seq))
+                self._on_rebased(seq, tokens.first, seq)
+            self.give_up_background()
+
+    def give_up_background(self) -> None:
+        """What it has not read waits on."""
+        with shielded():
+            running, self.background = self.background, None
+            if running is not None:
+                running.layers.close()
+                self._free_copies(running.copies)
+
+    def _free_copies(self, copies: Mapping[int, int]) -> None:
+        for copy in copies.values():
+            self.store.free(copy)
+
+    def _goes(self, seq: int, kv_len: int) -> None:
+        """Of `seq` only the first `kv_len` tokens stay."""
+        if self.background is not None and seq in self.background.tokens:
+            tokens = self.background.tokens[seq]
+            if kv_len < tokens.first + len(tokens.ids):
+                self.give_up_background()
 
     def make_room(
         self,
@@ -252,6 +304,7 @@ class Sequences:
         What a policy has learnt from tokens that go is forgotten, bit for bit, where they are of
         the last forward pass (a draft).
         """
+        self._goes(seq, kv_len)
         self._on_cropped(seq, kv_len)
         rows = self._attention.states.truncate(seq, kv_len)
         self.store.truncate(seq, kv_len)
@@ -260,6 +313,7 @@ class Sequences:
 
     def roll_back(self, seq: int, kv_len: int) -> None:
         """As before a forward pass that failed, with `kv_len` tokens."""
+        self._goes(seq, 0)  # ctrl-C may have come in what goes on beside it
         self._on_changed(seq)
         self._attention.states.roll_back(seq)
         self.store.truncate(seq, kv_len)
@@ -267,6 +321,7 @@ class Sequences:
     def free(self, seqs: Iterable[int]) -> None:
         """Give the pages back, unless forks share them."""
         for seq in seqs:
+            self._goes(seq, 0)
             self._on_changed(seq)
             self._attention.states.forget(seq)
             if self.compression is not None:

@@ -66,8 +66,10 @@ class FlagHandshake(GraphSync):
         *,
         is_launched: bool = False,
         ahead: bool = False,
+        beside: Step | None = None,
     ) -> None:
-        super().run(key, step, rows, slots, is_launched=is_launched, ahead=ahead)
+        how: dict[str, Any] = {"is_launched": is_launched, "ahead": ahead, "beside": beside}
+        super().run(key, step, rows, slots, **how)
         if not ahead:
             self._gpu.join()  # a GPU holds no locks of this process after its last flag
 

@@ -54,3 +54,14 @@ def resident_of(model: Any) -> Any:
 def allow_host_bytes(model: Any, num_bytes: int) -> None:
     """Of the KV store's budget."""
     model.kv_store._pool.ledger.limit_bytes = num_bytes
+
+
+def correct_in_background(model: Any, in_background: bool = True) -> Any:
+    """As with a GPU, or as without one. The model."""
+    model._offload.sequences.corrections.in_background = in_background
+    return model
+
+
+def background_of(model: Any) -> Any:
+    """What is corrected beside the steps."""
+    return model._offload.sequences.background

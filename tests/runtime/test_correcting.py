@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.correcting import check_exact, largest_difference, read, rows_of
 from cases.device_cases import small, steps
 from cases.inside import runtime_of, states_of
 from cases.slowly import combinations
@@ -50,29 +51,6 @@ def model(folder: Path) -> Any:
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def read(model: Any, tokens: torch.Tensor, **options: Any) -> tuple[Any, torch.Tensor]:
-    """A new cache with `tokens`, and the logits of the last."""
-    cache = model.new_cache()
-    return cache, model(tokens, past_key_values=cache, **options).logits[:, -1]
-
-
-def rows_of(cache: Any) -> list[torch.Tensor]:
-    return [x for keys, values, _ in cache for x in (keys, values)]
-
-
-def largest_difference(cache: Any, other: Any) -> float:
-    """Of keys and values, in any layer."""
-    pairs = zip(rows_of(cache), rows_of(other), strict=True)
-    return max(float((x - y).abs().max()) for x, y in pairs)
-
-
-def check_exact(cache: Any, logits: torch.Tensor, exact: Any, tokens: torch.Tensor) -> None:
-    """As of a prefill of all of `tokens`."""
-    other, expected = read(exact, tokens)
-    torch.testing.assert_close(logits[:, -1], expected, rtol=1e-4, atol=1e-4)
-    assert largest_difference(cache, other) < 1e-4
 
 
 @pytest.mark.parametrize(("backend", "name"), combinations([None, "inline"], SELECTING))

@@ -212,6 +212,7 @@ class DeviceDecoder:
         draws: Draws | None = None,
         *,
         ahead: bool = False,
+        beside: Callable[[], None] | None = None,
     ) -> Tensor:
         """One whole step: see `Decoder.choose_tokens`."""
         slots, kv_lens = self._bind(seqs)
@@ -222,7 +223,7 @@ class DeviceDecoder:
         if in_turn is None or not in_turn.is_launched:
             self._prepare(link, kind, run, kv_lens)
             self._write_state(slots, kv_lens, position_ids, tokens, draws)
-        self._run(link, kind, run, seqs, slots, kv_lens, ahead=ahead)
+        self._run(link, kind, run, seqs, slots, kv_lens, ahead=ahead, beside=beside)
         return step.buffers.host_tokens[slots]
 
     def begin_steps(self, seqs: Sequence[int], most: int) -> int:
@@ -660,6 +661,7 @@ class DeviceDecoder:
         kv_lens: Sequence[int],
         *,
         ahead: bool = False,
+        beside: Callable[[], None] | None = None,
     ) -> None:
         """One step of bound sequences that end with `kv_lens` tokens."""
         start, steps, in_turn = time.perf_counter(), self._prepared, self._in_turn
@@ -669,7 +671,13 @@ class DeviceDecoder:
             in_turn.is_launched = ahead
         try:
             link.gpu_sync.run(
-                self._key(kind), run, rows, slots, is_launched=is_launched, ahead=ahead
+                self._key(kind),
+                run,
+                rows,
+                slots,
+                is_launched=is_launched,
+                ahead=ahead,
+                beside=beside,
             )
         except BaseException:
             if in_turn is not None:
@@ -682,14 +690,16 @@ class DeviceDecoder:
                     self.store.renew_page_table(seq)
             raise
         steps.step.resident.advance(slots, kv_lens)
-        steps.burst_length.timed(1, time.perf_counter() - start)
+        if beside is None:  # else it takes longer
+            steps.burst_length.timed(1, time.perf_counter() - start)
         compression = self.attention.compression
         if compression is not None and compression.wants_queries(seqs, kv_lens):
             compression.record_step(rows, slice(None), steps.step.buffers.queries[:, slots].cpu())
         self.attention.count_rows(rows)
         if self.attention.top_p_controller is not None:
             self.attention.top_p_controller.after_step()
-        if self._num_micro_batches is None and self.on_mark is None:  # marks are of one way
+        is_timed = self.on_mark is None and beside is None  # marks are of one way
+        if self._num_micro_batches is None and is_timed:
             steps.record(link, time.perf_counter() - start)
 
     def _make_slots(self, num_sequences: int, kv_len: int) -> None:

@@ -500,7 +500,7 @@ class ResidentKV:
         first = max(self.sink_tokens, kv_len - self.recent_tokens)
         for layer_idx in windows:
             window = self.windows[layer_idx]
-            if sinks:
+            if num_known < sinks:
                 for side, rows in enumerate(self._store.gather(seq, layer_idx, 0, sinks)):
                     window[index, side, :, :sinks] = rows.to(window.device)
             if first < kv_len:

@@ -44,6 +44,34 @@ def _cover(row: Any, scale: Any, point: Any) -> None:
         scale[1] = bfloat16_bits_up(np.float32(needed * (1 + 1e-5) + 1e-6))  # as padded_radius
 
 
+@cached_njit()
+def _rank(
+    keys: Any,
+    starts: Any,
+    groups: Any,
+    units: Any,
+    num_units: int,
+    paper: bool,
+    rows: Any,
+    scales: Any,
+) -> None:
+    """Rank the chunks of a head [starts[0] .. starts[-1], head_dim] by `keys`, flat."""
+    width = rows.shape[1]
+    mean = np.empty(width, np.float32)
+    for i in range(len(groups)):
+        length = starts[i + 1] - starts[i]
+        flat = keys[(starts[i] - starts[0]) * width :]
+        norm = mean_key(flat, length, mean)
+        row = num_units + groups[i]
+        if not paper:
+            write_box(flat, length, mean, rows[row], scales[:, row])
+            continue
+        if norm > 0:
+            mean *= np.float32(1 / norm)
+        _cover(rows[row], scales[:, row], mean)
+        _cover(rows[units[i]], scales[:, units[i]], mean)
+
+
 def revise_chunks(arrays: State, revised: Revised) -> None:
     """Rank the chunks that end after `revised.first` by the keys that they have now."""
     forget_graft(arrays)
@@ -54,32 +82,22 @@ def revise_chunks(arrays: State, revised: Revised) -> None:
         chunk -= 1
     if chunk == num_chunks:
         return
-    starts = [chunk_start(blocks, offsets, i) for i in range(chunk, num_chunks + 1)]
-    keys = revised.load_keys(starts[0]).float().numpy()
-    mean, no_links = np.empty(keys.shape[2], np.float32), np.zeros(0, np.uint8)
-    num_units = int(header["num_units"])
+    ends = range(chunk, num_chunks + 1)
+    starts = np.array([chunk_start(blocks, offsets, i) for i in ends], np.int64)
+    keys = revised.load_keys(int(starts[0])).float().flatten(1).numpy()
+    no_links, num_units = np.zeros(0, np.uint8), int(header["num_units"])
     for h, of_head in enumerate(keys):
-        rows, scales = arrays["rows"][h], arrays["scales"][h]
         high = arrays["links_high"][h] if header["has_high_links"] else no_links
         sizes = int(header["num_groups"]), int(header["capacity_groups"])
         groups = _groups_of(arrays["links"][h], high, *sizes, chunk, num_chunks - chunk)
         units = np.searchsorted(arrays["ranges"][h, 1 : num_units + 1], groups, side="right")
-        for i, (group, unit) in enumerate(zip(groups.tolist(), units.tolist(), strict=True)):
-            begin, length = starts[i] - starts[0], starts[i + 1] - starts[i]
-            flat, row = of_head[begin : begin + length].reshape(-1), num_units + group
-            norm = mean_key(flat, length, mean)
-            if not header["paper"]:
-                write_box(flat, length, mean, rows[row], scales[:, row])
-                continue
-            if norm > 0:
-                mean *= np.float32(1 / norm)
-            _cover(rows[row], scales[:, row], mean)
-            _cover(rows[unit], scales[:, unit], mean)
+        ranked = (num_units, bool(header["paper"]), arrays["rows"][h], arrays["scales"][h])
+        _rank(of_head, starts, groups, units, *ranked)
 
 
 def _carry_on(carried: Any, kv_len: int) -> None:
-    """What the last step carried is for the next one, though the newest token had none."""
+    """What the last step carried is for the next one, where the newest token had none."""
     last, now = carried[:, (kv_len - 1) & 1], carried[:, kv_len & 1]
-    is_known = last[:, 0] == kv_len - 1
+    is_known = (last[:, 0] == kv_len - 1) & (now[:, 0] != kv_len)
     now[is_known] = last[is_known]
     now[is_known, 0] = kv_len

@@ -29,6 +29,8 @@ from offload.policies.remembered import Before, DraftRows, Remembered, SavedStat
 from offload.policies.revised import Revised
 from offload.policies.sequence_state import LayerArrays, RecentQueries, capacity_for
 from offload.policies.state_bytes import StateBytes, held_bytes
+from offload.system.map_in_threads import map_in_threads
+from offload.system.torch_threads import torch_threads
 
 __all__ = ["DraftRows", "PolicyStates", "capacity_for"]
 
@@ -337,17 +339,22 @@ class PolicyStates:
 
     def revise_from(self, seq: int, first: int, kv_len: int) -> None:
         """Of the `kv_len` tokens of `seq` in the store, those from `first` on were written anew."""
-        store = self._store
+        known, store = self._known[seq], self._store
+        layers = [] if known.arrays is None else known.arrays.layers
+        done: list[bool] = []
 
-        def change(layer_idx: int, arrays: State, first: int) -> bool:
+        def revise_layer(layer_idx: int) -> None:
             def load_keys(start: int) -> Tensor:
                 return store.gather(seq, layer_idx, start, kv_len)[0]
 
             shape = (store.num_layers, store.num_kv_heads)
             revised = Revised(first, kv_len, load_keys, *shape)
-            return self._state.revise(layer_idx, arrays, revised)
+            with torch_threads(1):
+                done.append(self._state.revise(layer_idx, layers[layer_idx], revised))
 
-        self._change(self._known[seq], change, first)
+        built = [layer_idx for layer_idx, arrays in enumerate(layers) if arrays]
+        map_in_threads(revise_layer, built, min(self._pool.num_threads, max(1, len(built))))
+        self._build_again_unless(known, done)
 
     def truncate(self, seq: int, kv_len: int) -> DraftRows | None:
         """The sequence keeps its first `kv_len` tokens.
@@ -473,6 +480,9 @@ class PolicyStates:
         """Have the policy change its arrays in place; where it cannot, they are built again."""
         layers = [] if known.arrays is None else known.arrays.layers
         done = [change(i, arrays, n) for i, arrays in enumerate(layers) if arrays]
+        self._build_again_unless(known, done)
+
+    def _build_again_unless(self, known: Remembered, done: Sequence[bool]) -> None:
         if not all(done):
             known.arrays = None
             if known.queries is None and self.policy.state.observed_queries:

@@ -48,7 +48,8 @@ _FLASH_CAPABILITY = (8, 0)
 _CUDNN_HEAD_DIM = 128
 _CUDNN_CAPABILITIES = (9, 10)  # majors
 _CUDNN_VERSION = 90100
-_CUDNN_QUERIES = 2048  # below, a call's overhead is as much as it saves
+_CUDNN_QUERIES = 2048  # below, a call's overhead is as much as it saves,
+_FEW_QUERIES, _MANY_KEYS = 1024, 32768  # but not here: 3.4 ms behind 128K, FLASH 6.3
 _CUDNN_WIDTH = 1024  # of all heads
 # Of one call. A block goes through all keys of its queries, behind 128K of them for 3 ms, and what
 # runs beside it (`LayerStream`) waits for some block to end: 1,025 tokens took 508 ms, now 380.
@@ -71,7 +72,7 @@ def attend(
     """
     num_kv_heads, num_new, _ = new[0].shape
     num_before = num_new - q.shape[1]
-    kernel = attention_kernel(q, num_kv_heads, pool)
+    kernel = attention_kernel(q, num_kv_heads, pool, num_new)
     assert past is None or kernel in (CPU, EFFICIENT), "takes_all_keys"
     if kernel == NATIVE:
         assert pool is not None
@@ -89,26 +90,31 @@ def attend(
     return o.flatten(0, 1).transpose(0, 1)
 
 
-def attention_kernel(q: Tensor, num_kv_heads: int, pool: WorkerPool | None = None) -> str:
+def attention_kernel(
+    q: Tensor, num_kv_heads: int, pool: WorkerPool | None = None, num_keys: int = 0
+) -> str:
     """NATIVE, CPU, EFFICIENT, FLASH or CUDNN, for queries [num_qo_heads, n, head_dim]."""
     if not q.is_cuda:
         return NATIVE if _is_native(q, pool) else CPU
     if not aligns_last(q):
         return EFFICIENT
     num_heads, n, head_dim = q.shape
-    if not suits_cudnn(n, num_heads, head_dim, torch.cuda.get_device_capability(q.device)):
+    capability = torch.cuda.get_device_capability(q.device)
+    if not suits_cudnn(n, num_heads, head_dim, capability, num_keys):
         return FLASH
     if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
         return FLASH
     return CUDNN if _cudnn_works(q.device, q.dtype, num_heads, num_kv_heads, head_dim) else FLASH
 
 
-def suits_cudnn(n: int, num_heads: int, head_dim: int, capability: tuple[int, int]) -> bool:
+def suits_cudnn(
+    n: int, num_heads: int, head_dim: int, capability: tuple[int, int], num_keys: int = 0
+) -> bool:
     """Whether cuDNN is the faster one for n queries: many, and not of a length of their own."""
     is_power_of_two = n & (n - 1) == 0
     return (
         capability[0] in _CUDNN_CAPABILITIES
-        and n >= _CUDNN_QUERIES
+        and n >= (_FEW_QUERIES if num_keys >= _MANY_KEYS else _CUDNN_QUERIES)
         and is_power_of_two
         and num_heads * head_dim >= _CUDNN_WIDTH
         and head_dim <= _CUDNN_HEAD_DIM

@@ -162,6 +162,9 @@ def test_cudnn_gets_few_shapes() -> None:
     hopper = (9, 0)
     assert suits_cudnn(8192, 8, 128, hopper)
     assert suits_cudnn(2048, 16, 64, hopper)
+    assert suits_cudnn(1024, 16, 64, hopper, 32768)
+    assert not suits_cudnn(1024, 16, 64, hopper, 32767)
+    assert not suits_cudnn(512, 16, 64, hopper, 2**20)
     for n, num_heads, head_dim, capability in [
         (8191, 8, 128, hopper),
         (6144, 8, 128, hopper),

@@ -94,7 +94,7 @@ def test_attend(dtype, head_dim, num_past, num_before, n, group_size):
     combinations(
         [torch.float16, torch.bfloat16],
         [64, 128],
-        [(2048, 0), (2048, 2048), (2048, 10300), (300, 0), (300, 10300)],
+        [(2048, 0), (2048, 2048), (2048, 10300), (1024, 32800), (300, 0), (300, 10300)],
         [False, True],
     ),
 )
@@ -107,7 +107,7 @@ def test_attend_in_pieces(monkeypatch, dtype, head_dim, n, num_before, tokens_fi
     if tokens_first:
         q = q.transpose(0, 1).contiguous().transpose(0, 1)
         rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
-    if n == 2048 and attention_kernel(q, num_kv_heads) != CUDNN:
+    if n >= 1024 and attention_kernel(q, num_kv_heads, None, num_before + n) != CUDNN:
         pytest.skip("cuDNN's attention is for Hopper and datacenter Blackwell")
     o = attend(q, None, (rows[0], rows[1]), 0.11)
     expected, _ = reference_attention(q, rows[0], rows[1], 0.11)
@@ -123,6 +123,8 @@ def test_attention_kernels():
     assert attention_kernel(q.cpu(), 2) == "cpu"
     if torch.cuda.get_device_capability() == (9, 0) and torch.backends.cudnn.version() >= 90100:
         assert attention_kernel(q, 2) == CUDNN
+        assert attention_kernel(q[:, :1024], 2, None, 40000) == CUDNN
+        assert attention_kernel(q[:, :1024], 2, None, 4096) == FLASH
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,7 @@ import numpy as np
 
 from offload.policies.compiled import cached_njit
 from offload.policies.layer_state import State
-from offload.policies.lychee_cluster.chunks import chunk_start
+from offload.policies.lychee_cluster.chunks import BLOCK_SHIFT, chunk_start
 from offload.policies.lychee_cluster.graft import forget_graft, mean_key, write_box
 from offload.policies.lychee_cluster.views import bfloat16_bits_up, from_bfloat16, link_of
 from offload.policies.revised import Revised
@@ -44,32 +44,38 @@ def _cover(row: Any, scale: Any, point: Any) -> None:
         scale[1] = bfloat16_bits_up(np.float32(needed * (1 + 1e-5) + 1e-6))  # as padded_radius
 
 
-@cached_njit()
-def _rank(
-    keys: Any,
-    starts: Any,
-    groups: Any,
-    units: Any,
-    num_units: int,
-    paper: bool,
-    rows: Any,
-    scales: Any,
-) -> None:
-    """Rank the chunks of a head [starts[0] .. starts[-1], head_dim] by `keys`, flat."""
-    width = rows.shape[1]
+@cached_njit(nogil=True)
+def _rank(keys: Any, starts: Any, first: int, index: Any, sizes: Any) -> None:
+    """Rank the chunks from `first` on by the keys of the tokens starts[0] .. starts[-1] that they
+    are of.
+
+    Args:
+        keys: [num_kv_heads, n * head_dim].
+        index: `rows`, `scales`, `ranges`, `links` and `links_high` of the arrays.
+        sizes: units, groups, groups that there is room for, whether links have a high part, paper.
+    """
+    all_rows, all_scales, ranges, links, links_high = index
+    num_units, num_groups, capacity_groups, has_high_links, paper = sizes
+    width, no_links = all_rows.shape[2], np.zeros(0, np.uint8)
     mean = np.empty(width, np.float32)
-    for i in range(len(groups)):
-        length = starts[i + 1] - starts[i]
-        flat = keys[(starts[i] - starts[0]) * width :]
-        norm = mean_key(flat, length, mean)
-        row = num_units + groups[i]
-        if not paper:
-            write_box(flat, length, mean, rows[row], scales[:, row])
-            continue
-        if norm > 0:
-            mean *= np.float32(1 / norm)
-        _cover(rows[row], scales[:, row], mean)
-        _cover(rows[units[i]], scales[:, units[i]], mean)
+    for h in range(len(keys)):
+        rows, scales = all_rows[h], all_scales[h]
+        high = links_high[h] if has_high_links else no_links
+        num_chunks = len(starts) - 1
+        groups = _groups_of(links[h], high, num_groups, capacity_groups, first, num_chunks)
+        units = np.searchsorted(ranges[h, 1 : num_units + 1], groups, side="right")
+        for i in range(num_chunks):
+            length = starts[i + 1] - starts[i]
+            flat = keys[h, (starts[i] - starts[0]) * width :]
+            norm = mean_key(flat, length, mean)
+            row = num_units + groups[i]
+            if not paper:
+                write_box(flat, length, mean, rows[row], scales[:, row])
+                continue
+            if norm > 0:
+                mean *= np.float32(1 / norm)
+            _cover(rows[row], scales[:, row], mean)
+            _cover(rows[units[i]], scales[:, units[i]], mean)
 
 
 def revise_chunks(arrays: State, revised: Revised) -> None:
@@ -82,17 +88,12 @@ def revise_chunks(arrays: State, revised: Revised) -> None:
         chunk -= 1
     if chunk == num_chunks:
         return
-    ends = range(chunk, num_chunks + 1)
-    starts = np.array([chunk_start(blocks, offsets, i) for i in ends], np.int64)
+    ends = np.arange(chunk, num_chunks + 1)
+    starts = blocks[ends >> BLOCK_SHIFT] + offsets[ends].astype(np.int64)
     keys = revised.load_keys(int(starts[0])).float().flatten(1).numpy()
-    no_links, num_units = np.zeros(0, np.uint8), int(header["num_units"])
-    for h, of_head in enumerate(keys):
-        high = arrays["links_high"][h] if header["has_high_links"] else no_links
-        sizes = int(header["num_groups"]), int(header["capacity_groups"])
-        groups = _groups_of(arrays["links"][h], high, *sizes, chunk, num_chunks - chunk)
-        units = np.searchsorted(arrays["ranges"][h, 1 : num_units + 1], groups, side="right")
-        ranked = (num_units, bool(header["paper"]), arrays["rows"][h], arrays["scales"][h])
-        _rank(of_head, starts, groups, units, *ranked)
+    index = tuple(arrays[name] for name in ("rows", "scales", "ranges", "links", "links_high"))
+    sizes = ("num_units", "num_groups", "capacity_groups", "has_high_links", "paper")
+    _rank(keys, starts, chunk, index, tuple(int(header[name]) for name in sizes))
 
 
 def _carry_on(carried: Any, kv_len: int) -> None:

@@ -20,14 +20,15 @@ differ in what they take:
 cuDNN makes a plan for each shape and stride that it has not seen yet, which takes it 0.1 to 0.4 s.
 So it gets few: power-of-two slices, over pieces of keys that are such a slice times a power of two.
 The last slice of a prompt is of any length and goes to FLASH, and so does a small model's whole
-prompt, of which FLASH needs less time than cuDNN to plan.
+prompt, of which FLASH needs less time than cuDNN to plan. A power of two below such slices, behind
+many keys, goes to CUDNN for whole pieces of keys and to FLASH for its own and the last (PIECES).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -37,8 +38,12 @@ from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.merge_parts import merge_parts
 
 KV = tuple[Tensor, Tensor]  # keys, values: each [num_kv_heads, kv_len, head_dim]
+# `_grouped` or `_cudnn`: gets queries [num_kv_heads, group_size, n, head_dim], keys and values,
+# is_causal and sm_scale, gives (o, lse).
+Attend = Callable[[Tensor, KV, bool, float], tuple[Tensor, Tensor]]
 
-NATIVE, CPU, EFFICIENT, FLASH, CUDNN = "native", "cpu", "efficient", "flash", "cudnn"
+NATIVE, CPU, EFFICIENT, FLASH = "native", "cpu", "efficient", "flash"
+CUDNN, PIECES = "cudnn", "pieces"
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cuda_flash = torch.ops.aten._scaled_dot_product_flash_attention
 _cuda_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -49,7 +54,7 @@ _CUDNN_HEAD_DIM = 128
 _CUDNN_CAPABILITIES = (9, 10)  # majors
 _CUDNN_VERSION = 90100
 _CUDNN_QUERIES = 2048  # below, a call's overhead is as much as it saves,
-_FEW_QUERIES, _MANY_KEYS = 1024, 32768  # but not here: 3.4 ms behind 128K, FLASH 6.3
+_FEW_QUERIES, _MANY_KEYS = 1024, 32768  # unless they are these: 3.4 ms behind 128K, FLASH 6.3
 _CUDNN_WIDTH = 1024  # of all heads
 # Of one call. A block goes through all keys of its queries, behind 128K of them for 3 ms, and what
 # runs beside it (`LayerStream`) waits for some block to end: 1,025 tokens took 508 ms, now 380.
@@ -78,8 +83,8 @@ def attend(
         assert pool is not None
         return causal_attention(pool, q, *new, sm_scale)
     q = q.reshape(num_kv_heads, -1, *q.shape[1:])  # the group's query heads together
-    if kernel == FLASH:
-        return _attend_by_flash(q, new, sm_scale)
+    if kernel in (FLASH, PIECES):
+        return _attend_by_flash(q, new, sm_scale, _grouped if kernel == FLASH else _cudnn)
     if kernel == CUDNN:
         return _attend_by_cudnn(q, new, sm_scale)
     o, lse = _causal(q, (new[0][:, num_before:], new[1][:, num_before:]), sm_scale)
@@ -93,7 +98,7 @@ def attend(
 def attention_kernel(
     q: Tensor, num_kv_heads: int, pool: WorkerPool | None = None, num_keys: int = 0
 ) -> str:
-    """NATIVE, CPU, EFFICIENT, FLASH or CUDNN, for queries [num_qo_heads, n, head_dim]."""
+    """What attends with queries [num_qo_heads, n, head_dim]: one of the constants above."""
     if not q.is_cuda:
         return NATIVE if _is_native(q, pool) else CPU
     if not aligns_last(q):
@@ -104,7 +109,9 @@ def attention_kernel(
         return FLASH
     if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
         return FLASH
-    return CUDNN if _cudnn_works(q.device, q.dtype, num_heads, num_kv_heads, head_dim) else FLASH
+    if not _cudnn_works(q.device, q.dtype, num_heads, num_kv_heads, head_dim):
+        return FLASH
+    return CUDNN if n >= _CUDNN_QUERIES else PIECES
 
 
 def suits_cudnn(
@@ -190,14 +197,14 @@ def key_pieces(n: int, num_keys: int) -> list[tuple[int, int]]:
     return [*pieces, (first, num_keys)] if first < num_keys else pieces
 
 
-def _attend_by_flash(q: Tensor, new: KV, sm_scale: float) -> Tensor:
-    """`attend` of queries [num_kv_heads, group_size, n, head_dim]."""
+def _attend_by_flash(q: Tensor, new: KV, sm_scale: float, whole: Attend) -> Tensor:
+    """`attend` of queries [num_kv_heads, group_size, n, head_dim], whole pieces by `whole`."""
     begins = range(0, max(1, new[0].shape[1] - q.shape[2]), _PIECE_KEYS)
     o, lse = _grouped(q, (new[0][:, begins[-1] :], new[1][:, begins[-1] :]), True, sm_scale)
     return _merged(
         (o, lse),
         (
-            _grouped(q, (new[0][:, first:last], new[1][:, first:last]), False, sm_scale)
+            whole(q, (new[0][:, first:last], new[1][:, first:last]), False, sm_scale)
             for first, last in itertools.pairwise(begins)
         ),
     )

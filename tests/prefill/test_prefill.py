@@ -24,6 +24,7 @@ from offload.prefill.attention import (
     CUDNN,
     FLASH,
     NATIVE,
+    PIECES,
     attend,
     attention_kernel,
     key_pieces,
@@ -86,7 +87,7 @@ def test_pool_attends_where_it_has_a_kernel() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "num_before", "queries_first"),
-    combinations([CUDNN, FLASH], [0, 8, 7, 24, 53, 86], [False, True]),
+    combinations([CUDNN, FLASH, PIECES], [0, 8, 7, 24, 53, 86], [False, True]),
 )
 def test_attend_in_pieces(monkeypatch, kernel: str, num_before: int, queries_first: bool) -> None:
     """Pieces of keys and what they merge to, on stand-ins that mask as the two do."""
@@ -107,7 +108,7 @@ def test_attend_in_pieces(monkeypatch, kernel: str, num_before: int, queries_fir
         return o, lse[..., None]
 
     def flash(q, keys, values, dropout, is_causal, debug, *, scale):
-        assert kernel == FLASH or not is_causal
+        assert is_causal if kernel == PIECES else kernel == FLASH or not is_causal
         assert keys.shape[2] <= 16 + (8 if is_causal else 0)
         return exact(q, keys, values, is_causal, scale, keys.shape[2] - q.shape[2])
 
@@ -126,6 +127,7 @@ def test_attend_in_pieces(monkeypatch, kernel: str, num_before: int, queries_fir
     for q_shape, keys_shape, is_causal in shapes:
         assert q_shape == (1, 6, 8, 16)
         assert keys_shape[2] in ((8,) if is_causal else (8, 16))
+        assert kernel == CUDNN or keys_shape[2] == 16
 
 
 def test_what_is_compiled_ahead_is_what_merges(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.runtime.correcting import SparseTokens
+
 
 @dataclass(eq=False)
 class SlicedCorrection:
-    """Tokens that are read again into a copy of a sequence, which then takes its place.
+    """Tokens that are read again into a copy of a sequence, whose pages then take the place of the
+    old.
 
     Attributes:
-        first: tokens of the sequence that stay.
-        ids: those behind them, which were decoded sparsely, and the next one.
-        num_read: of `ids`, into the copy.
-        copy: shares the pages of the tokens that stay; None: nothing was read yet.
+        tokens: of the sequence, which waited.
+        num_read: of these, into the copy.
+        copy: shares the pages of the tokens before; None: nothing was read yet.
     """
 
-    first: int
-    ids: list[int]
+    tokens: SparseTokens
     num_read: int = 0
     copy: int | None = None
 
     @property
     def num_left(self) -> int:
         """Tokens that have to be read."""
-        return len(self.ids) - self.num_read
+        return len(self.tokens.ids) - self.num_read

@@ -108,35 +108,25 @@ class Runner:
         if self._sequences.corrections is not None:
             self._sequences.corrections.check_device(1, max_tokens)
 
-    def correction(self, seq: int, token: int) -> SlicedCorrection | None:
-        """What is read again together with the next `token` of `seq`; None: it is not due."""
+    def correction(self, seq: int) -> SlicedCorrection | None:
+        """What is read again before the next token of `seq`; None: it is not due."""
         corrections = self._sequences.corrections
         if corrections is None or not corrections.are_due([seq]):
             return None
-        waiting = corrections.waiting(seq)
-        return SlicedCorrection(waiting.first, [*waiting.ids, token])
+        return SlicedCorrection(corrections.waiting(seq).copy())
 
-    def correct(self, seq: int, correction: SlicedCorrection, num_tokens: int) -> Tensor:
-        """Read the next `num_tokens` of it: hidden states [num_tokens, hidden_size] for `logits`.
+    def correct(self, seq: int, correction: SlicedCorrection, num_tokens: int) -> None:
+        """Read the next `num_tokens` of it; behind the last it is done.
 
         Raises:
             As `read`. `seq` is as it was; what was read before has to be given up.
         """
-        runtime, first = self.runtime, correction.first + correction.num_read
+        runtime, tokens, read = self.runtime, correction.tokens, correction.num_read
         if correction.copy is None:
-            correction.copy = self._sequences.fork_to_correct(
-                seq, first, len(correction.ids), decodes=True
-            )
-        num_read = correction.num_read + num_tokens
-        ids, batch = (
-            correction.ids[correction.num_read : num_read],
-            _batch_of([first], [num_tokens]),
-        )
+            correction.copy = self._sequences.fork_to_correct({seq: tokens})[seq]
+        batch = _batch_of([tokens.first + read], [num_tokens])
 
         def compute(seqs: list[int]) -> Tensor:
-            if num_read == len(correction.ids):  # the text of the others is known
-                last = batch.position_ids[-1:]
-                self._sequences.note_text(tokens_each(1), seqs, torch.tensor(ids[-1:]), last)
             return runtime.prefill(embedded, batch, seqs, corrects=True)
 
         with (
@@ -145,18 +135,14 @@ class Runner:
             current_device(runtime.device),
             without_autocast(runtime.device),
         ):
-            embedded = self._lean.embed_tokens(torch.tensor(ids).to(runtime.device))
+            ids = torch.tensor(tokens.ids[read : read + num_tokens])
+            embedded = self._lean.embed_tokens(ids.to(runtime.device))
             this = Pass(self._sequences, [correction.copy], [num_tokens])
             this.num_begun = [0]  # what the policy keeps is of all of them already
-            hidden = runtime.extend(this, compute, prefill=False)
-        correction.num_read = num_read
-        return hidden
-
-    def end_correction(self, seq: int, correction: SlicedCorrection) -> int:
-        """The copy takes the place of `seq`: all is read."""
-        assert correction.copy is not None
-        self._sequences.free([seq])
-        return correction.copy
+            runtime.extend(this, compute, prefill=False)
+        correction.num_read += num_tokens
+        if not correction.num_left:
+            self._sequences.take_corrected(seq, correction.copy, len(tokens.ids))
 
     def give_up(self, correction: SlicedCorrection) -> None:
         """Give back what a correction has taken."""

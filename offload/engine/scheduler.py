@@ -44,19 +44,17 @@ class Admission:
     ) -> None:
         self._store, self._policy_states, self._overcommit = store, states, overcommit
         self._corrections = corrections
-        # Arrays grow in a copy, and are corrected in one.
-        self._num_copies = 1 if corrections is None else 2
 
     def most_bytes(self, num_tokens: int) -> int:
         """Of a request that comes to so many tokens, when nobody else is there."""
         pages = self._pages(num_tokens) + self._corrected_pages(num_tokens)
-        return pages * self._store.page_bytes + (1 + self._num_copies) * self._states(num_tokens)
+        return pages * self._store.page_bytes + 2 * self._states(num_tokens)
 
     def most_requests(self, num_tokens: int) -> int:
         """Requests that come to so many tokens, and fit together."""
         pages, corrected = self._pages(num_tokens), self._corrected_pages(num_tokens)
         states, page_bytes = self._states(num_tokens), self._store.page_bytes
-        left = self._store.host_budget_bytes - corrected * page_bytes - self._num_copies * states
+        left = self._store.host_budget_bytes - corrected * page_bytes - states
         return max(0, left // (pages * page_bytes + states))
 
     def most_answer(self, prompt_tokens: int, max_tokens: int) -> int:
@@ -78,7 +76,7 @@ class Admission:
             seq: that the last one goes on from; None: from nothing.
             freed_pages: that others could give back.
         """
-        pages = states = grows = corrected = copied = 0
+        pages = states = grows = corrected = 0
         for request in requests:
             expected = self._expected_tokens(request)
             pages += self._pages(expected)
@@ -87,17 +85,15 @@ class Admission:
             states += of_request
             grows = max(grows, of_request)  # a copy is made of one at a time
             if request.correction is not None and (copy := request.correction.copy) is not None:
-                num_shared = request.correction.first // self._store.page_tokens
+                num_shared = request.correction.tokens.first // self._store.page_tokens
                 num_own = self._store.num_own_pages(copy) - num_shared
                 pages -= num_own * self._store.num_page_rows
-                copied += self._policy_states.bytes_of([copy])
             own = seq if request.seq is None and request is requests[-1] else request.seq
             if own is not None:
                 pages -= self._store.num_own_pages(own) * self._store.num_page_rows
                 states -= self._policy_states.bytes_of([own])
         pages += corrected
-        copies = max(0, self._num_copies * grows - copied)
-        need = pages * self._store.page_bytes + max(0, states) + copies
+        need = pages * self._store.page_bytes + max(0, states) + grows
         freed = freed_pages * self._store.page_bytes
         return need <= self._store.left_bytes(pages) + freed
 

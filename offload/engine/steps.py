@@ -195,10 +195,10 @@ class Steps:
         return ready
 
     def _not_due(self, rows: list[Request]) -> list[Request]:
-        """Those that decode their next token; the others are corrected with it."""
+        """Those that decode their next token; the others are corrected before it."""
         for request in rows:
             assert request.seq is not None
-            request.correction = self._runner.correction(request.seq, request.answer[-1])
+            request.correction = self._runner.correction(request.seq)
             if request.correction is not None:
                 self.scheduler.correct(request)
         return [request for request in rows if request.correction is None]
@@ -345,20 +345,17 @@ class Steps:
         if correction is None or request.seq is None:
             return  # it has made room for another one
         try:
-            hidden = self._runner.correct(request.seq, correction, size)
+            self._runner.correct(request.seq, correction, size)
             if correction.num_left:
                 return
-            logits = self._runner.logits(hidden[-1:])[0]
         except Exception as error:
             self._runner.give_up(correction)  # the next slice begins it again
             if not isinstance(error, HostBudgetError) or not self._make_room():
                 self.emit_error(request, error)
             return
-        request.seq = self._runner.end_correction(request.seq, correction)
         request.correction = None
-        self.stats.corrected_tokens += len(correction.ids) - 1
+        self.stats.corrected_tokens += len(correction.tokens.ids)
         self.scheduler.was_corrected(request)
-        self._choose(request, logits)
 
     def _give_up_correction(self, request: Request) -> None:
         if request.correction is not None:

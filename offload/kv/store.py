@@ -389,7 +389,7 @@ class KVStore:
 
     def exchange(self, seq: int, copy: int, first: int, last: int) -> None:
         """Give `seq` the tokens first .. last that were written anew to `copy`, a fork of it that
-        kept the first `first` and whose reservation may not be committed; `copy` has the old ones.
+        kept the first `first`, committed or not; `copy` has the old ones.
 
         Raises:
             ValueError: before anything changes, unless `seq` has these tokens and `copy` room for
@@ -398,7 +398,7 @@ class KVStore:
         ours, theirs = self._sequence(seq), self._sequence(copy)
         if self.per_head_pages:
             raise ValueError("exchange is of pages of all heads, but here heads are apart")
-        if not 0 <= first < last <= min(ours.kv_len, theirs.reserved_len) or first != theirs.kv_len:
+        if not 0 <= first < last <= min(ours.kv_len, theirs.reserved_len):
             raise ValueError(
                 f"cannot exchange {first}..{last} of sequence {seq} of {ours.kv_len} tokens with "
                 f"{copy}, which has {theirs.kv_len} and room for {theirs.reserved_len}"

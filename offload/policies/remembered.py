@@ -103,7 +103,6 @@ class Remembered:
         draft: after one of several rows, until the next.
         spare: memory of a draft's copy.
         built: since the last `begin`.
-        revised: tokens that stay, and that there will be when the others were written anew.
     """
 
     arrays: LayerArrays | None = None
@@ -114,7 +113,6 @@ class Remembered:
     draft: Before | None = None
     spare: LayerArrays | None = None
     built: Built | None = None
-    revised: tuple[int, int] | None = None
 
     def queries_of(self, layer_idx: int, keys: Tensor, num_qo_heads: int) -> Tensor:
         """[num_qo_heads, n, head_dim], the last of them of the last of the tokens of `keys`

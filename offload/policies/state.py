@@ -281,26 +281,10 @@ class PolicyStates:
             self.bytes.check_room(sum(arrays.num_bytes for arrays in copies if arrays is not None))
         self._known[child] = known.copy()
 
-    def fork_to_revise(self, parent: int, child: int, kv_len: int, *, keeps_arrays: bool) -> None:
-        """Give `child`, some of whose tokens will be written anew, what is known of `parent`.
-
-        Args:
-            kv_len: tokens that `child` will have.
-            keeps_arrays: else it has the marks of the text only.
-
-        Raises:
-            HostBudgetError: as `fork`.
-        """
-        known, copied = self._known[parent], Remembered()
-        copied.revised = self._store.kv_len(child), kv_len
-        if keeps_arrays and known.arrays is not None:
-            grows = kv_len > known.arrays.capacity_tokens
-            self.bytes.check_room(known.arrays.num_bytes + grows * self.bytes.at(kv_len))
-            copied.arrays = known.arrays.copy()
-        if keeps_arrays:
-            copied.queries = copies_of(known.queries)
-        copied.marks = known.marks.copy()
-        self._known[child] = copied
+    def fork_text(self, parent: int, child: int) -> None:
+        """Give `child` the marks of `parent`'s text, and nothing else."""
+        self._known[child] = copied = Remembered()
+        copied.marks = self._known[parent].marks.copy()
 
     def save(self, seq: int) -> SavedState:
         """What `restore` takes: the arrays themselves, until the next forward pass."""
@@ -326,20 +310,9 @@ class PolicyStates:
         for layer_idx, (queries, kv_len) in saved.queries.items():
             known.queries[layer_idx].put_back(queries, kv_len)  # type: ignore[index]
 
-    def revise(self, seq: int, num_new: int) -> None:
-        """In the store there are `num_new` tokens behind those of `seq`, old ones anew and more.
-        Arrays are revised when there are as many as `fork_to_revise` was told."""
-        known, kv_len = self._known[seq], self._store.kv_len(seq) + num_new
-        if known.revised is None or known.revised[1] > kv_len:
-            return
-        num_kept, known.revised = known.revised[0], None
-        if known.arrays is not None:
-            self.ensure(seq, kv_len)
-            self.revise_from(seq, num_kept, kv_len)
-
-    def revise_from(self, seq: int, first: int, kv_len: int) -> None:
-        """Of the `kv_len` tokens of `seq` in the store, those from `first` on were written anew."""
-        known, store = self._known[seq], self._store
+    def revise(self, seq: int, first: int) -> None:
+        """Some tokens of `seq` from `first` on were written anew in the store."""
+        known, store, kv_len = self._known[seq], self._store, self._store.kv_len(seq)
         layers = [] if known.arrays is None else known.arrays.layers
         done: list[bool] = []
 

@@ -2,12 +2,12 @@
 
 The keys and values of a token that was decoded sparsely are not those of full attention, and what
 comes later attends to them. So every `cache_correction_every` such tokens they are written anew, in
-all layers, together with the next token, which is read behind them as a prompt is: its logits are
-exact. Source: TidalDecode (Yang et al., ICLR 2025), LycheeDecode (arXiv 2602.04541).
+all layers. Source: TidalDecode (Yang et al., ICLR 2025), LycheeDecode (arXiv 2602.04541).
 
-Tokens that wait for it lie one after the other at a sequence's end: a prompt that follows them
-reads them with it. They are written in a copy of the sequence that shares the pages before them and
-takes its place when the pass is done; one that fails leaves the sequence as it was.
+They are written in a copy of the sequence that shares the pages before them, and whose pages take
+the place of the old when all are there; one that fails leaves the sequence as it was. Tokens that
+wait for it lie one after the other at a sequence's end: a prompt that follows them reads them
+before its own, in a copy that takes the place of the sequence.
 """
 
 from __future__ import annotations
@@ -52,36 +52,19 @@ class SparseTokens:
 
 @dataclass(frozen=True)
 class Correction:
-    """A batch some sequences of which are read from where they were decoded sparsely.
+    """A prompt, some sequences of which are read from where they were decoded sparsely.
 
     Attributes:
         batch: with the tokens that are read again before a sequence's new ones.
         ids: int64, of these.
         is_new: bool [num_tokens], which of `batch` are not.
         firsts: of each such sequence of the batch the tokens that stay.
-        decodes: the new ones are decoded, and other sequences' sparsely; else they are prompt.
     """
 
     batch: RaggedBatch
     ids: Tensor
     is_new: Tensor
     firsts: dict[int, int]
-    decodes: bool
-
-    @property
-    def num_begun(self) -> list[int]:
-        """New tokens of each sequence, but for copies that are gone if the pass fails."""
-        copies = self.firsts if self.decodes else ()
-        lens = enumerate(self.batch.num_new_tokens)
-        return [0 if sequence in copies else num_new for sequence, num_new in lens]
-
-    @property
-    def is_corrected(self) -> Tensor:
-        """bool [num_tokens], of sequences that are read again."""
-        found = torch.zeros_like(self.is_new)
-        for sequence, first, last in self.batch.spans():
-            found[first:last] = sequence in self.firsts
-        return found
 
     def embedded(self, hidden: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """[num_tokens, hidden_size], of `hidden` of the new tokens."""
@@ -214,7 +197,7 @@ class Corrections:
         Raises:
             DeviceMemoryError: names the sizes and the options.
         """
-        again = self._most_waiting + 1
+        again = self._most_waiting
         if self._check_room is None or max_tokens < self._dense_tokens + again:
             return
         try:
@@ -228,7 +211,7 @@ class Corrections:
 
     @property
     def _most_waiting(self) -> int:
-        """Tokens at most that one pass reads again, but for the next."""
+        """Tokens at most that one pass reads again."""
         return self.every + (self._store.num_layers + 1 if self.in_background else 0)
 
     def fork(self, seq: int, child: int) -> None:
@@ -257,11 +240,11 @@ class Corrections:
         del known.ids[:num_tokens], known.positions[:num_tokens]
 
     def are_due(self, seqs: Sequence[int]) -> bool:
-        """Whether the next token of one of them corrects it."""
+        """Whether one of them is corrected before its next token."""
         return any(len(self.waiting(seq).ids) >= self.every for seq in seqs)
 
     def steps_left(self, seqs: Sequence[int]) -> int:
-        """Steps of `seqs` before one that corrects some of them; 1 where that is the next."""
+        """Steps of `seqs` until some of them are corrected; 1 where they are before the next."""
         return max(1, self.every - max(len(self.waiting(seq).ids) for seq in seqs))
 
     def note(
@@ -284,24 +267,17 @@ class Corrections:
             known.ids += tokens[begin:stop].tolist()
             known.positions += positions[begin:stop].tolist()
 
-    def of(self, seqs: Sequence[int], batch: RaggedBatch, *, decodes: bool) -> Correction | None:
-        """What the next pass reads again, if anything.
-
-        Args:
-            decodes: the tokens of `batch` are decoded; else they are prompt.
-        """
-        least = self.every if decodes else 1
+    def behind(self, seqs: Sequence[int], batch: RaggedBatch) -> Correction | None:
+        """What the prompts of `batch` are read behind."""
         again = {
             sequence: known
             for sequence, (seq, num_new) in enumerate(zip(seqs, batch.num_new_tokens, strict=False))
-            if num_new and len((known := self.waiting(seq)).ids) >= least
+            if num_new and (known := self.waiting(seq)).ids
         }
-        return _correction(batch, again, decodes=decodes) if again else None
+        return _correction(batch, again) if again else None
 
 
-def _correction(
-    batch: RaggedBatch, again: Mapping[int, SparseTokens], *, decodes: bool
-) -> Correction:
+def _correction(batch: RaggedBatch, again: Mapping[int, SparseTokens]) -> Correction:
     ids: list[int] = []
     indptr, is_new, columns, positions = [0], [], [], []
     for sequence in range(batch.num_sequences):
@@ -322,4 +298,4 @@ def _correction(
         rows_shape=batch.rows_shape,
     )
     firsts = {sequence: known.first for sequence, known in again.items()}
-    return Correction(whole, torch.tensor(ids), torch.tensor(is_new), firsts, decodes)
+    return Correction(whole, torch.tensor(ids), torch.tensor(is_new), firsts)

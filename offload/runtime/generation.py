@@ -71,11 +71,16 @@ class Generation:
             self._last_pass_end += seconds
         return seconds
 
+    def count_correction(self, num_tokens: int, start: float) -> None:
+        """So many were read again, which the thread that decodes had to do with from `start` to
+        now."""
+        self.stats.corrected_tokens += num_tokens
+        self.stats.correction_seconds += time.perf_counter() - start
+        self.count_pass("decode", 0, start)
+
     def count_pass(self, phase: str, num_tokens: int, start: float) -> None:
         """A forward pass of `num_tokens` tokens from `start` to now."""
         stats, end = self.stats, time.perf_counter()
-        if phase == "correct":
-            stats.correction_seconds += end - start
         if phase != "prefill":
             stats.decode_tokens += num_tokens
             stats.decode_seconds += end - (self._last_pass_end or start)
@@ -201,12 +206,10 @@ class GenerationRequest:
             )
         store = cache.store
         pages = self._pages_needed(cache)
-        correcting = 0
         if cache.corrections is not None:
-            correcting = cache.corrections.pages(len(self.prompt_lens), self.max_tokens)
+            pages += cache.corrections.pages(len(self.prompt_lens), self.max_tokens)
             cache.corrections.check_device(len(self.prompt_lens), self.max_tokens)
-        pages += correcting
-        state = self._state_bytes_needed(cache, states, builds=builds, corrects=correcting > 0)
+        state = self._state_bytes_needed(cache, states, builds=builds)
         need = (
             pages * store.page_bytes
             + state
@@ -258,16 +261,16 @@ class GenerationRequest:
         return num_rows * (own + sum(shared[:: self.copies]))
 
     def _state_bytes_needed(
-        self, cache: OffloadedCache, states: PolicyStates, *, builds: bool, corrects: bool
+        self, cache: OffloadedCache, states: PolicyStates, *, builds: bool
     ) -> int:
         """What the policy keeps at the end beyond what it keeps of `cache`."""
-        # A second copy is needed while the state grows, is forked or corrected, or a draft is being
+        # A second copy is needed while the state grows, is forked, or a draft is being
         # verified.
         most = self.max_tokens if cache.bound is None else cache.bound.slots
         grows = states.bytes.capacity(max(self.prompt_lens)) < most
         # Or while a prefill on a GPU builds it anew beside what is there (`PolicyStates.begin`).
         anew = builds and (self.chunked or states.bytes_of(cache.seqs) > 0)
-        times = 2 if self.drafts or self.copies > 1 or corrects or grows or anew else 1
+        times = 2 if self.drafts or self.copies > 1 or grows or anew else 1
         ends = [min(kv_len + self.max_new_tokens, most) for kv_len in self.prompt_lens]
         state = sum(map(states.bytes.at, ends))
         state = times * state + len(self.prompt_lens) * states.bytes.of_queries

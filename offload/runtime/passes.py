@@ -30,7 +30,9 @@ class Pass:
         correction: Correction | None = None,
     ) -> None:
         self.seqs = list(seqs)
-        self.num_begun = num_new_tokens if correction is None else correction.num_begun
+        self.num_begun = num_new_tokens
+        if correction is not None:
+            self.num_begun = correction.batch.num_new_tokens
         self._sequences, self._store = sequences, sequences.store
         self._num_new_tokens, self._correction = num_new_tokens, correction
         self._lens_before: list[int] = []
@@ -76,11 +78,8 @@ class Pass:
 
     def _set_aside(self, correction: Correction) -> None:
         """Go on with copies of sequences that are corrected."""
-        num_new = correction.batch.num_new_tokens
         for place, first in correction.firsts.items():
-            copy = self._sequences.fork_to_correct(
-                self.seqs[place], first, num_new[place], decodes=correction.decodes
-            )
+            copy = self._sequences.fork_to_read_again(self.seqs[place], first)
             self._corrected[place], self.seqs[place] = self.seqs[place], copy
 
     def _take_back(self) -> None:

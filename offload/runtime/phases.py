@@ -14,10 +14,9 @@ from torch import Tensor
 
 from offload.models.batch import RaggedBatch
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.correcting import Correction
 from offload.runtime.generation import Generation
 
-Phase = Literal["prefill", "decode", "correct"]
+Phase = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class BatchPart:
     """Tokens of a batch that go through the layers together.
 
     Attributes:
-        phase: "correct": a chunk of tokens that were decoded sparsely, and a new one behind them.
         batch: of these tokens; every sequence has one.
         sequences: which sequence of the whole batch each is.
         tokens: which packed tokens of the whole batch they are.
@@ -35,11 +33,6 @@ class BatchPart:
     batch: RaggedBatch
     sequences: list[int]
     tokens: slice | Tensor
-
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens of `batch`, but for what is corrected."""
-        return len(self.sequences) if self.phase == "correct" else self.batch.num_tokens
 
 
 def prompt_columns_of(batch: RaggedBatch, cache: OffloadedCache, generation: Generation) -> int:
@@ -65,7 +58,7 @@ def parts_of(
     """
     seq_len = batch.rows_shape[1]
     if seq_len == 1 and batch.num_tokens == batch.num_sequences:
-        return [_whole("prefill" if prompt_columns else "decode", batch)]
+        return [whole_part("prefill" if prompt_columns else "decode", batch)]
     is_prompt = batch.columns % seq_len < prompt_columns
     parts = []
     if bool(is_prompt.any()):
@@ -75,17 +68,6 @@ def parts_of(
             parts.append(_part("decode", batch, ~is_prompt))
         else:
             parts += _steps(batch, ~is_prompt, max_step_tokens)
-    return parts
-
-
-def correcting_parts(correction: Correction) -> list[BatchPart]:
-    """The parts of its batch: what is corrected, then what is decoded; or all of it as a prompt."""
-    batch, is_corrected = correction.batch, correction.is_corrected
-    if not correction.decodes:
-        return [_whole("prefill", batch)]
-    parts = [_part("correct", batch, is_corrected)]
-    if not bool(is_corrected.all()):
-        parts.append(_part("decode", batch, ~is_corrected))
     return parts
 
 
@@ -100,14 +82,15 @@ def _steps(batch: RaggedBatch, is_decoded: Tensor, max_step_tokens: int) -> list
     ]
 
 
-def _whole(phase: Phase, batch: RaggedBatch) -> BatchPart:
+def whole_part(phase: Phase, batch: RaggedBatch) -> BatchPart:
+    """All of a batch."""
     return BatchPart(phase, batch, list(range(batch.num_sequences)), slice(None))
 
 
 def _part(phase: Phase, batch: RaggedBatch, is_chosen: Tensor) -> BatchPart:
     """The tokens where `is_chosen`, bool [num_tokens], of the sequences that have any."""
     if bool(is_chosen.all()) and min(batch.num_new_tokens) > 0:
-        return _whole(phase, batch)
+        return whole_part(phase, batch)
     chosen = is_chosen.nonzero().squeeze(1)
     first, last = int(chosen[0]), int(chosen[-1]) + 1
     sequences, indptr = [], [0]

@@ -19,7 +19,6 @@ def prefill_for(
     batch: RaggedBatch,
     seqs: Sequence[int],
     *,
-    corrects: bool,
     builds: bool,
     **options: Any,
 ) -> tuple[Tensor, float]:
@@ -28,7 +27,6 @@ def prefill_for(
     Args:
         attentions: of the policies, all of one store.
         seqs: no policy hears of none.
-        corrects: what the policies have is revised, and nothing built.
         builds: False: policies build nothing, as more of the prompt comes.
         options: of `prefill`.
 
@@ -36,7 +34,7 @@ def prefill_for(
         [num_tokens, hidden_size], and the seconds of the host that building took.
     """
     observers, running = list[OnQueries](), list[PrefillBuild]()
-    if seqs and not corrects:
+    if seqs and attentions:
         observers = [x for x in (a.on_prefill_queries for a in attentions) if x is not None]
         news = zip(seqs, batch.num_new_tokens, strict=True)
         kv_lens = [attentions[0].store.kv_len(seq) + num_new for seq, num_new in news]
@@ -55,9 +53,7 @@ def prefill_for(
     for build in running:
         build.finish()
     for attention in attentions:
-        for seq, num_new in zip(seqs, batch.num_new_tokens, strict=False):  # or no seqs
-            if corrects:
-                attention.states.revise(seq, num_new)
+        for seq in seqs:
             attention.states.end_prefill(seq)
     return hidden, sum(build.host_seconds for build in running)
 

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,17 +16,17 @@ from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, tokens_each
 from offload.prefill.forward import OnTokens
 from offload.prefill.layer import attend_to_nothing
-from offload.runtime.background import BackgroundReader
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.compressing import compression_for, page_tokens_of, reconstructs
 from offload.runtime.correcting import BackgroundCorrection, corrections_for
+from offload.runtime.corrector import Corrector
 from offload.runtime.decoders import make_decoder
 from offload.runtime.fingerprint import fingerprint
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.model_loading import LoadedModel
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.passes import Pass
-from offload.runtime.phases import BatchPart, correcting_parts, parts_of, prompt_columns_of
+from offload.runtime.phases import BatchPart, parts_of, prompt_columns_of, whole_part
 from offload.runtime.prompt_reading import prefill_for
 from offload.runtime.quality import FloorWatch, Quality, quality_of
 from offload.runtime.sequences import Sequences
@@ -80,7 +79,7 @@ class Runtime:
         self.sequences = Sequences(
             self.store, self.attention, *told, compression, classes, corrections
         )
-        self._background = BackgroundReader(opened, self.sequences)
+        self._corrector = Corrector(opened, self.sequences, decoder.pool, self._give_back)
         self.sequences.has_ranks = self.ranks is not None
         self.sequences.fingerprint = partial(
             fingerprint,
@@ -152,7 +151,7 @@ class Runtime:
         Args:
             seqs: with room reserved in the store, which the caller commits; none: nothing is kept.
             attentions: of the policies that will decode after it; None: this runtime's own.
-            corrects: tokens that were decoded are read again.
+            corrects: tokens that were decoded are read again, of which policies hear afterwards.
             builds: what policies build on a GPU during a prefill; False: more of the prompt comes.
             on_tokens: in the place of the attribute.
         """
@@ -164,11 +163,10 @@ class Runtime:
             for seq in seqs:
                 self.decoder.rebase(seq, self.store.kv_len(seq), seq)
             hidden, seconds = prefill_for(
-                [self.attention] if attentions is None else attentions,
+                () if corrects else [self.attention] if attentions is None else attentions,
                 hidden,
                 batch,
                 seqs,
-                corrects=corrects,
                 builds=builds,
                 model=self.lean,
                 store=self.store if seqs else None,
@@ -211,14 +209,16 @@ class Runtime:
         parts = parts_of(batch, prompt_columns, self.decoder.max_step_tokens)
         decodes = parts[-1].phase == "decode"
         correction = self.sequences.correction(cache.seqs, batch, tokens, decodes=decodes)
-        if correction is not None:
-            parts = correcting_parts(correction)
+        if decodes:
+            self._correct(cache, beside=False)
+            start = time.perf_counter()
+        elif correction is not None:
+            parts = [whole_part("prefill", correction.batch)]
 
         def compute(seqs: list[int]) -> torch.Tensor:
             self.sequences.note_text(batch, seqs, tokens, batch.position_ids)
             if decodes:
-                exact = () if correction is None else correction.firsts
-                self.sequences.note_decoded(batch, seqs, tokens, batch.position_ids, exact)
+                self.sequences.note_decoded(batch, seqs, tokens, batch.position_ids)
             if correction is None:
                 return self._run_parts(hidden, parts, seqs)
             read = correction.embedded(hidden, self.lean.embed_tokens)
@@ -245,14 +245,14 @@ class Runtime:
             if i > 0 and (parts[i - 1].phase, part.phase) == ("prefill", "decode"):
                 self.attention.states.begin_draft(of_part)
             x = hidden[part.tokens]
-            if (corrects := part.phase == "correct") or part.phase == "prefill":
-                x = self.prefill(x, part.batch, of_part, corrects=corrects)
+            if part.phase == "prefill":
+                x = self.prefill(x, part.batch, of_part)
             else:
                 start += self._build_index(of_part)
                 before = self.decoder.setup_seconds
                 x = self.decoder.decode(x, part.batch, of_part)
                 start += self._count_setup(before)
-            self._record(part.phase, part.num_new_tokens, start)
+            self._record(part.phase, part.batch.num_tokens, start)
             if len(parts) == 1:
                 return x
             hidden[part.tokens] = x
@@ -300,7 +300,7 @@ class Runtime:
         before = self.decoder.setup_seconds
         try:
             try:
-                running = self._correct_beside(cache)
+                running = self._correct(cache)
                 count, in_turn = self._steps_at_once(cache, 1 if running else most)
                 self._count_setup(before)
                 draws = Draws.of([] if sampler is None else [sampler], max(count, in_turn))
@@ -336,17 +336,11 @@ class Runtime:
         """As `choose_tokens`, in one pass: int64 [batch_size, count].
 
         Args:
-            running: goes on beside it. None: what is due is corrected with it.
+            running: goes on beside it.
         """
         start, before = time.perf_counter(), self.decoder.setup_seconds
         self.check_context(max(cache.seen_lens) + count)
-        batch, corrections = tokens_each(cache.batch_size, count), self.sequences.corrections
-        is_due = corrections is not None and corrections.are_due(cache.seqs)
-        if is_due and running is None:
-            batch = replace(batch, position_ids=position_ids)
-            embedded = self.lean.embed_tokens(tokens.to(self.device))
-            hidden, phase = self.run(embedded, batch, cache, tokens)
-            return self._first_tokens(self.logits(hidden, phase), draws)[:, None]
+        batch = tokens_each(cache.batch_size, count)
 
         def compute(seqs: list[int]) -> torch.Tensor:
             nonlocal start
@@ -373,15 +367,26 @@ class Runtime:
         self._record("decode", batch.num_tokens, start)
         return chosen
 
-    def _correct_beside(self, cache: OffloadedCache) -> BackgroundCorrection | None:
-        """What tokens of `cache` are corrected by beside its next step, if they are."""
-        corrections, stats = self.sequences.corrections, self.current_generation.stats
-        if corrections is None or not corrections.in_background:
+    def _correct(
+        self, cache: OffloadedCache, *, beside: bool = True
+    ) -> BackgroundCorrection | None:
+        """Read again what is due of `cache`, or say what does so beside its next step.
+
+        Args:
+            beside: it may go on beside the step, where there is a GPU.
+        """
+        corrections, start = self.sequences.corrections, time.perf_counter()
+        if corrections is None or not self._corrector.has_work(cache.seqs):
             return None
-        start = time.perf_counter()
-        with current_device(self.device), without_autocast(self.device):
-            running = self._background.running(cache.seqs, stats)
-        stats.correction_seconds += time.perf_counter() - start
+        generation = self.current_generation
+        with (
+            current_device(self.device),
+            without_autocast(self.device),
+            torch_threads(generation.prefill_threads),
+        ):
+            beside = beside and corrections.in_background
+            running, num_tokens = self._corrector.correct(cache.seqs, beside=beside)
+        generation.count_correction(num_tokens, start)
         return running
 
     def _steps_at_once(self, cache: OffloadedCache, most: int) -> tuple[int, int]:

@@ -112,36 +112,26 @@ class Sequences:
         child = self.store.fork(seq)
         try:
             self.store.truncate(child, kv_len)
-            self._attention.states.fork_to_revise(seq, child, kv_len, keeps_arrays=False)
+            self._attention.states.fork_text(seq, child)
             self._attention.states.truncate(child, kv_len)
         except BaseException:
             self.free([child])
             raise
         return child
 
-    def fork_to_correct(self, seq: int, kv_len: int, num_new: int, *, decodes: bool) -> int:
-        """A copy of the first `kv_len` tokens of `seq`, to have the others read again, and more.
-
-        Args:
-            num_new: tokens that it will get.
-            decodes: it goes on with what the policy has learnt; else that is built again.
-
-        Raises:
-            HostBudgetError: what the policy keeps does not fit.
-        """
+    def fork_to_read_again(self, seq: int, kv_len: int) -> int:
+        """`fork_prefix` for what is read in the place of `seq`, with the same text."""
         child = self.store.fork(seq)
         try:
             self.store.truncate(child, kv_len)
-            self._attention.states.fork_to_revise(
-                seq, child, kv_len + num_new, keeps_arrays=decodes
-            )
+            self._attention.states.fork_text(seq, child)
         except BaseException:
             self.free([child])
             raise
         self._on_rebased(seq, kv_len, child)
         return child
 
-    def fork_beside(self, waiting: Mapping[int, SparseTokens]) -> dict[int, int]:
+    def fork_to_correct(self, waiting: Mapping[int, SparseTokens]) -> dict[int, int]:
         """Of each sequence a copy of the tokens before those that wait, with room for these.
 
         Raises:
@@ -154,23 +144,29 @@ class Sequences:
                 self.store.truncate(copies[seq], tokens.first)
             self.store.reserve([*copies.values()], [len(x.ids) for x in waiting.values()])
         except BaseException:
-            self._free_copies(copies)
+            self.free(copies.values())
             raise
         return copies
 
-    def end_background(self) -> None:
-        """All layers of it are there: the new pages take the place of the old."""
-        running = self.background
-        assert running is not None
+    def take_corrected(self, seq: int, copy: int, num_tokens: int) -> None:
+        """Of those tokens of `seq` that wait the first `num_tokens` are in every layer of `copy`:
+        its pages take the place of the old, and it is gone."""
         assert self.corrections is not None
+        first = self.corrections.waiting(seq).first
         with shielded():
+            self.store.exchange(seq, copy, first, first + num_tokens)
+            self.free([copy])
+            self.corrections.note_corrected(seq, num_tokens)
+            self._attention.states.revise(seq, first)
+            self._on_rebased(seq, first, seq)
+
+    def end_background(self) -> None:
+        """All layers of it are there."""
+        with shielded():
+            running, self.background = self.background, None
+            assert running is not None
             for seq, copy in running.copies.items():
-                tokens = running.tokens[seq]
-                self.store.exchange(seq, copy, tokens.first, tokens.first + len(tokens.ids))
-                self.corrections.note_corrected(seq, len(tokens.ids))
-                self._attention.states.revise_from(seq, tokens.first, self.store.kv_len(seq))
-                self._on_rebased(seq, tokens.first, seq)
-            self.give_up_background()
+                self.take_corrected(seq, copy, len(running.tokens[seq].ids))
 
     def give_up_background(self) -> None:
         """What it has not read waits on."""
@@ -178,11 +174,7 @@ class Sequences:
             running, self.background = self.background, None
             if running is not None:
                 running.layers.close()
-                self._free_copies(running.copies)
-
-    def _free_copies(self, copies: Mapping[int, int]) -> None:
-        for copy in copies.values():
-            self.store.free(copy)
+                self.free(running.copies.values())
 
     def _goes(self, seq: int, kv_len: int) -> None:
         """Of `seq` only the first `kv_len` tokens stay."""
@@ -259,7 +251,10 @@ class Sequences:
     def correction(
         self, seqs: Sequence[int], batch: RaggedBatch, tokens: Tensor | None, *, decodes: bool
     ) -> Correction | None:
-        """What the next pass, with the ids `tokens`, reads again before `batch`, if anything.
+        """What a prompt, with the ids `tokens`, is read behind, if anything.
+
+        Args:
+            decodes: it is no prompt.
 
         Raises:
             ValueError: tokens are decoded whose ids are not known.
@@ -271,7 +266,7 @@ class Sequences:
                 "inputs_embeds in a decode step with cache_correction_every: what is decoded is "
                 "read again by its ids; give input_ids, or leave cache_correction_every out"
             )
-        return self.corrections.of(seqs, batch, decodes=decodes)
+        return None if decodes else self.corrections.behind(seqs, batch)
 
     def note_decoded(
         self,

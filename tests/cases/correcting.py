@@ -23,8 +23,8 @@ def largest_difference(cache: Any, other: Any) -> float:
     return max(float((x - y).abs().max()) for x, y in pairs)
 
 
-def check_exact(cache: Any, logits: torch.Tensor, exact: Any, tokens: torch.Tensor) -> None:
-    """As of a prefill of all of `tokens`."""
-    other, expected = read(exact, tokens)
-    torch.testing.assert_close(logits[:, -1], expected, rtol=1e-4, atol=1e-4)
-    assert largest_difference(cache, other) < 1e-4
+def check_exact(cache: Any, exact: Any, tokens: torch.Tensor) -> None:
+    """Keys and values of `tokens`, the first ones, are as of a prefill of them."""
+    first = slice(tokens.shape[1])
+    pairs = zip(rows_of(cache), rows_of(read(exact, tokens)[0]), strict=True)
+    assert max(float((x[:, :, first] - y).abs().max()) for x, y in pairs) < 1e-4

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.correcting import read, rows_of
 from cases.inside import allow_host_bytes, runtime_of, states_of
 from cases.slowly import combinations, slow_but
 from cases.tiny_models import random_tokens, save_long_model
@@ -23,7 +24,7 @@ from offload.policies.registry import available_policies, make_policy
 from offload.prefill import forward as prefill_forward
 from offload.system.errors import DeviceMemoryError, HostBudgetError
 
-FEW = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8}
+FEW = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8, "dense_layers": 1}
 EVERY, LONG = 32, 110
 GREEDY = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
 SELECTING = [name for name in available_policies() if make_policy(name).selects]
@@ -128,7 +129,6 @@ def test_tokens_are_those_of_each_alone(folder: Path, name: str) -> None:
     prompts.append(prompts[1][:250] + prompts[0])
     wanted = {str(i): alone(model, prompt) for i, prompt in enumerate(prompts)}
     num_corrected = model.offload_stats().corrected_tokens
-    uncorrected = load(folder, name, None)
     engine, found = Engine(model, slice_seconds=1e-4), Found()
     for i, prompt in enumerate(prompts):
         engine.add_request(prompt, GREEDY, str(i))
@@ -142,10 +142,31 @@ def test_tokens_are_those_of_each_alone(folder: Path, name: str) -> None:
     assert num_corrected >= 2 * EVERY
     assert engine.stats.corrected_tokens >= 2 * EVERY * len(prompts)
     assert most_at_once > 0  # in several slices
-    if name in ("quest", "lychee_cluster"):  # else the last layer alone is sparse, or little is
+    if name in ("quest", "lychee_cluster"):  # else little is sparse before the last layer
+        uncorrected = load(folder, name, None)
         assert wanted != {str(i): alone(uncorrected, prompt) for i, prompt in enumerate(prompts)}
     engine.stop()
     check_empty(model)
+
+
+def test_keys_are_exact_behind_it(model: Any, folder: Path) -> None:
+    (prompt,) = prompts_of(150)
+    engine, found = Engine(model, slice_seconds=1e-4), Found()
+    engine.add_request(prompt, GREEDY, "0")
+    request, drifts = step_into_correction(engine, found), []
+    num_exact = request.correction.tokens.first + EVERY
+    text = torch.tensor([(prompt + found["0"])[:num_exact]])
+    expected = rows_of(read(load(folder, "full", None), text)[0])
+    for _ in range(2):
+        layers = [model.kv_store.gather(request.seq, i, 0, num_exact) for i in range(3)]
+        rows = [x for of_layer in layers for x in of_layer]
+        drifts.append(
+            max(float((x - y[0]).abs().max()) for x, y in zip(rows, expected, strict=True))
+        )
+        while request.correction is not None:
+            step(engine, found)
+    assert drifts[1] < 0.1 * drifts[0], drifts
+    engine.stop()
 
 
 def test_exact_requests_need_no_correction(model: Any, folder: Path) -> None:
@@ -422,7 +443,7 @@ def test_a_cancelled_session_keeps_what_waits(model: Any, tmp_path: Path) -> Non
     engine, found = Engine(model, slice_seconds=1e-4, sessions=Sessions(tmp_path)), Found()
     engine.add_request(prompt, GREEDY, "first", session_id="s")
     request = step_into_correction(engine, found)
-    first = request.correction.first
+    first = request.correction.tokens.first
     engine.cancel("first")
     while engine.has_work or engine._saves:
         step(engine, found)

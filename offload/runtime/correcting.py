@@ -82,7 +82,8 @@ class BackgroundCorrection:
         tokens: of each sequence, as they waited when it began.
         copies: the sequence that each is read into.
         layers: `prefill_by_layer` of all of them.
-        num_left: times that it has to go on beside a step.
+        num_left: times that it has to go on.
+        is_beside: it may do so beside steps; else the next step waits for it.
         error: that came beside a step.
     """
 
@@ -90,6 +91,7 @@ class BackgroundCorrection:
     copies: dict[int, int]
     layers: Generator[None, None, Tensor]
     num_left: int
+    is_beside: bool
     error: Exception | None = None
 
     @property
@@ -102,7 +104,7 @@ class BackgroundCorrection:
         try:
             next(self.layers)
         except Exception as error:
-            self.error = error
+            self.error = error.with_traceback(None)  # which keeps what it has on the GPU
         self.num_left -= 1
 
     def finish(self) -> None:
@@ -197,9 +199,10 @@ class Corrections:
         Raises:
             DeviceMemoryError: names the sizes and the options.
         """
-        again = self._most_waiting
-        if self._check_room is None or max_tokens < self._dense_tokens + again:
+        num_sparse = max_tokens - self._dense_tokens
+        if self._check_room is None or num_sparse <= self.every:
             return
+        again = min(self._most_waiting, num_sparse)
         try:
             self._check_room(num_rows * again, num_rows * (max_tokens - again))
         except DeviceMemoryError as error:
@@ -210,9 +213,23 @@ class Corrections:
             ) from None
 
     @property
+    def steps_beside(self) -> int:
+        """Beside which one in the background goes on: cached tokens come in beside the first."""
+        return 1 + self._store.num_layers
+
+    @property
     def _most_waiting(self) -> int:
-        """Tokens at most that one pass reads again."""
-        return self.every + (self._store.num_layers + 1 if self.in_background else 0)
+        """Tokens at most that one pass reads again.
+
+        Some may be due when others have just begun in the background. So many steps later they
+        begin, and it may turn out at their end that there is no room for it.
+        """
+        return self.every + (2 * self.steps_beside if self.in_background else 0)
+
+    def may_wait(self, tokens: SparseTokens) -> bool:
+        """Whether `tokens` that are due are no more than where others' correction ends first. Else
+        they would become ever more."""
+        return len(tokens.ids) <= self.every + self.steps_beside
 
     def fork(self, seq: int, child: int) -> None:
         """`child` is as `seq` is."""

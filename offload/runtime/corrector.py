@@ -68,7 +68,7 @@ class Corrector:
         """
         num_corrected = 0
         while (running := self._running(seqs, beside)) is not None:
-            if beside and running.num_left and running.error is None:
+            if running.is_beside and running.num_left and running.error is None:
                 return running, num_corrected
             try:
                 while running.num_left and running.error is None:
@@ -76,7 +76,7 @@ class Corrector:
                 running.finish()
             except BaseException as error:
                 self._sequences.give_up_background()
-                if not beside or not isinstance(error, DeviceMemoryError):
+                if not running.is_beside or not isinstance(error, DeviceMemoryError):
                     raise
                 logger.info("no room for a correction beside steps: %s", error)
                 beside = False
@@ -86,20 +86,25 @@ class Corrector:
         return None, num_corrected
 
     def _running(self, seqs: Sequence[int], beside: bool) -> BackgroundCorrection | None:
-        """What goes on of `seqs`, or begins: all that is due. None: nothing is."""
+        """What goes on of `seqs`, or begins: all that is due. None: nothing is, or it waits for
+        that of others."""
         running, corrections = self._sequences.background, self._sequences.corrections
         if running is not None and running.copies.keys() <= set(seqs):
+            running.is_beside &= beside
             return running
         assert corrections is not None
         due = {seq: corrections.waiting(seq).copy() for seq in seqs if corrections.are_due([seq])}
-        if not due:
+        may_wait = all(map(corrections.may_wait, due.values()))
+        if not due or (running is not None and beside and may_wait):
             return None
-        self._sequences.give_up_background()  # others', which begins again
-        with shielded():
+        self._sequences.give_up_background()
+        is_beside = beside and may_wait
+        with shielded():  # or ctrl-C might leave copies that nobody knows
             copies = self._sequences.fork_to_correct(due)
-            layers = self._layers(due, list(copies.values()), beside)
-            num_steps = 1 + len(self._model.layers)  # cached tokens come in beside the first
-            running = BackgroundCorrection(due, copies, layers, num_steps)
+            layers = self._layers(due, list(copies.values()), is_beside)
+            running = BackgroundCorrection(
+                due, copies, layers, corrections.steps_beside, is_beside=is_beside
+            )
             self._sequences.background = running
         return running
 

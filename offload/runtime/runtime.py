@@ -480,8 +480,10 @@ class Runtime:
                 raise
             finally:
                 if not outer.is_running:
-                    self.sequences.give_up_background()
-                    self.decoder.end_generation()
+                    try:
+                        self.sequences.give_up_background()
+                    finally:
+                        self.decoder.end_generation()
                     outer = Generation(self.config.num_threads, stats=generation.stats)
                 self.current_generation = outer
                 outer.restart_watch()

@@ -157,16 +157,25 @@ class Sequences:
             self.store.exchange(seq, copy, first, first + num_tokens)
             self.free([copy])
             self.corrections.note_corrected(seq, num_tokens)
-            self._attention.states.revise(seq, first)
             self._on_rebased(seq, first, seq)
+            try:
+                self.states.revise(seq, first)
+            except BaseException:
+                self.states.rebuild(seq)
+                raise
 
     def end_background(self) -> None:
         """All layers of it are there."""
         with shielded():
             running, self.background = self.background, None
             assert running is not None
-            for seq, copy in running.copies.items():
-                self.take_corrected(seq, copy, len(running.tokens[seq].ids))
+            copies = running.copies.copy()
+            try:
+                while copies:
+                    seq, copy = copies.popitem()
+                    self.take_corrected(seq, copy, len(running.tokens[seq].ids))
+            finally:
+                self.free(copies.values())
 
     def give_up_background(self) -> None:
         """What it has not read waits on."""

@@ -56,9 +56,13 @@ def allow_host_bytes(model: Any, num_bytes: int) -> None:
     model.kv_store._pool.ledger.limit_bytes = num_bytes
 
 
+def corrections_of(model: Any) -> Any:
+    return model._offload.sequences.corrections
+
+
 def correct_in_background(model: Any, in_background: bool = True) -> Any:
     """As with a GPU, or as without one. The model."""
-    model._offload.sequences.corrections.in_background = in_background
+    corrections_of(model).in_background = in_background
     return model
 
 

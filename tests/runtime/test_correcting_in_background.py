@@ -4,6 +4,7 @@ GPU, and with one as graph and as stream."""
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,21 @@ import pytest
 import torch
 from cases.correcting import largest_difference, read, rows_of
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load, small
-from cases.inside import background_of, correct_in_background, runtime_of, states_of
+from cases.inside import (
+    background_of,
+    correct_in_background,
+    corrections_of,
+    runtime_of,
+    states_of,
+)
 from cases.prefill_cases import copy_alongside
 from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
+from offload.kv.page_pool import PagePool
+from offload.policies.quest import BoundsState
 from offload.prefill import forward as prefill_forward
+from offload.runtime.correcting import Corrections
 from offload.system.errors import DeviceMemoryError
 
 EVERY, PROMPT, BESIDE = 20, 130, 4  # steps beside which it goes: of three layers
@@ -266,3 +276,94 @@ def test_more_often_than_it_takes(folder: Path, every: int) -> None:
     text = random_tokens(1, PROMPT)
     greedy(model, text, 1 + every + 3 * BESIDE, attention_mask=torch.ones_like(text))
     assert model.offload_stats().corrected_tokens == every + BESIDE
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the sequences of each step, how many tokens wait with its own: the most."""
+    most, note = [0], Corrections.note
+
+    def count(this: Any, batch: Any, seqs: Any, *given: Any) -> None:
+        note(this, batch, seqs, *given)
+        most.append(max(len(tokens.ids) for tokens in this._waiting.values()))
+
+    monkeypatch.setattr(Corrections, "note", count)
+    return most
+
+
+@pytest.mark.parametrize("every", [1, 3, EVERY])
+def test_no_more_wait_than_is_told(folder: Path, waiting: list[int], every: int) -> None:
+    """Where a row is due when another's correction has just begun, too: there is room for them."""
+    model = corrected(folder, "exact_topk", cache_correction_every=every)
+    tokens, mask = random_tokens(2, PROMPT), torch.ones(2, PROMPT, dtype=torch.long)
+    mask[1, : PROMPT - 63] = 0  # decoded exactly at first
+    greedy(model, tokens, 60, attention_mask=mask)
+    assert every + BESIDE < max(waiting) <= corrections_of(model)._most_waiting
+
+
+@pytest.mark.parametrize("every", [1, 3, 6])
+def test_caches_take_turns(folder: Path, waiting: list[int], every: int) -> None:
+    """What the one gives up of the other is not begun again for ever."""
+    model = corrected(folder, "exact_topk", cache_correction_every=every)
+    caches = [read(model, random_tokens(1, PROMPT, seed=n))[0] for n in range(2)]
+    for _ in range(40):
+        for cache in caches:
+            decode(model, cache, 1)
+    assert max(waiting) <= corrections_of(model)._most_waiting
+
+
+@pytest.mark.parametrize("max_tokens", [75, 80, 200])
+def test_room_is_asked_for(folder: Path, max_tokens: int) -> None:
+    """Where a generation ends before as many wait as may, too."""
+    asked: list[tuple[int, int]] = []
+    store, every, dense = load(folder, "full", ("cpu", None)).kv_store, 10, 64
+    corrections = Corrections(every, store, dense, lambda *sizes: asked.append(sizes))
+    corrections.check_device(1, dense + every)
+    assert not asked  # nothing is due before the last token
+    corrections.check_device(2, max_tokens)
+    again = min(max_tokens - dense, corrections._most_waiting)
+    assert asked == [(2 * again, 2 * (max_tokens - again))]
+
+
+def test_end_that_fails(folder: Path, exact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has come to its end all the same: the old pages do not come back."""
+    model, text = corrected(folder, "quest"), random_tokens(1, PROMPT)
+    cache = read(model, text)[0]
+    chosen = decode(model, cache, EVERY + BESIDE)
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no memory, on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BoundsState, "revise", fail)
+        with pytest.raises(MemoryError):
+            decode(model, cache, 1, chosen[-1])
+    assert background_of(model) is None
+    assert model.kv_store.num_sequences == 1
+    assert states_of(model).arrays_of(cache.seqs[0]) is None  # built again, from the new keys
+    chosen += decode(model, cache, 1, chosen[-1])
+    expected = read(exact, text_of(text, chosen))[0]
+    assert difference(cache, expected, 0, PROMPT + EVERY) < 5e-4
+    assert corrections_of(model).waiting(cache.seqs[0]).first == PROMPT + EVERY
+
+
+def test_ctrl_c_while_pages_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every page is some sequence's, and the copies are known."""
+    model, text = corrected(folder, "exact_topk"), random_tokens(1, PROMPT)
+    cache = decoded(model, text, EVERY)
+    used, allocate = model.kv_store.host_bytes_used, PagePool.allocate
+
+    def interrupted(this: PagePool, num_pages: int) -> Any:
+        page_ids = allocate(this, num_pages)
+        signal.raise_signal(signal.SIGINT)
+        return page_ids
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PagePool, "allocate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decode(model, cache, 1)
+    assert background_of(model) is not None
+    cache.crop(-1)
+    assert background_of(model) is None
+    assert model.kv_store.num_sequences == 1
+    assert model.kv_store.host_bytes_used == used

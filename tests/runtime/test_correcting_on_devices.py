@@ -220,7 +220,7 @@ def test_a_gpu_without_room(limit: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Refused before a generation begins, if it is so long that something is corrected."""
     shape, rows, every, most = MODEL_SHAPES["tiny"], 3, 100, 2000
     sizes = {"item_bytes": 2, "slice_tokens": 512, "page_tokens": 64, "builds_index": False}
-    again = every + 4 + 1  # those of the steps beside which others were corrected, too
+    again = every + 2 * (4 + 1)  # with those that come beside two corrections
     past = rows * (most - again)
     need = PrefillMemory.of(shape, num_tokens=rows * again, past_tokens=past, **sizes)
     resident = 1000  # makes room
@@ -246,12 +246,12 @@ def test_a_gpu_without_room(limit: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     check(most)
     room[limit] -= 1
-    with pytest.raises(DeviceMemoryError, match=r"every=100 reads 105 tokens of 3 seq"):
+    with pytest.raises(DeviceMemoryError, match=r"every=100 reads 110 tokens of 3 seq"):
         check(most)
     room[limit] = 0
-    check(63 + again)  # 64 of them are decoded exactly
+    check(64 + every)  # 64 of them are decoded exactly
     with pytest.raises(DeviceMemoryError, match="lower max_new_tokens"):
-        check(64 + again)
+        check(64 + every + 1)
 
 
 def test_a_generation_asks_for_room(folder: Path) -> None:

@@ -48,7 +48,7 @@ _SINK_TOKENS, _RECENT_TOKENS = 4, 64
 class Slot:
     """seq: the bound sequence, or None. kv_len: tokens of it that the GPU knows. is_whole: False:
     what was taken over lacks some layers, which are loaded when it is bound. is_rebased: there is
-    more of it by now, and of the first kv_len tokens only whole heads are there.
+    more of it by now, and of the first kv_len tokens whole heads and sinks are there.
     """
 
     seq: int | None = None
@@ -76,7 +76,7 @@ class HostPages:
     def update(self, slot: int, addresses: torch.Tensor) -> None:
         """The pages of the sequence in `slot`: int64 [num_layers, num_pages] of all layers.
 
-        Only a sequence's last page is ever exchanged for another, for its copy.
+        Of one that is known only the last is exchanged for another; else `forget` it first.
         """
         if not self._layers or not addresses.shape[1]:
             return

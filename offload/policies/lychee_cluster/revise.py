@@ -81,7 +81,6 @@ def _rank(keys: Any, starts: Any, first: int, index: Any, sizes: Any) -> None:
 def revise_chunks(arrays: State, revised: Revised) -> None:
     """Rank the chunks that end after `revised.first` by the keys that they have now."""
     forget_graft(arrays)
-    _carry_on(arrays["carried"], revised.kv_len)
     header, blocks, offsets = arrays["header"][0], arrays["blocks"], arrays["offsets"]
     chunk = num_chunks = int(header["num_chunks"])
     while chunk > 0 and chunk_start(blocks, offsets, chunk) > revised.first:
@@ -94,11 +93,3 @@ def revise_chunks(arrays: State, revised: Revised) -> None:
     index = tuple(arrays[name] for name in ("rows", "scales", "ranges", "links", "links_high"))
     sizes = ("num_units", "num_groups", "capacity_groups", "has_high_links", "paper")
     _rank(keys, starts, chunk, index, tuple(int(header[name]) for name in sizes))
-
-
-def _carry_on(carried: Any, kv_len: int) -> None:
-    """What the last step carried is for the next one, where the newest token had none."""
-    last, now = carried[:, (kv_len - 1) & 1], carried[:, kv_len & 1]
-    is_known = (last[:, 0] == kv_len - 1) & (now[:, 0] != kv_len)
-    now[is_known] = last[is_known]
-    now[is_known, 0] = kv_len

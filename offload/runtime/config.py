@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,12 @@ class RuntimeConfig:
             )
 
         self._check_correction()
+
+    def under(self, policy: Policy) -> RuntimeConfig:
+        """The same with another policy; without corrections where it attends to everything."""
+        selects = policy.selects or isinstance(policy, Auto)
+        every = self.cache_correction_every if selects else None
+        return replace(self, policy=policy, cache_correction_every=every)
 
     def _check_correction(self) -> None:
         every = self.cache_correction_every

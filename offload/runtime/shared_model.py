@@ -144,8 +144,7 @@ class SharedModel:
         folder = resolve_folder(name_or_path)
         checkpoint = check_checkpoint(folder)
         configs = [
-            with_resolved_policy(checkpoint, replace(config, policy=policy), None)[0]
-            for policy in policies
+            with_resolved_policy(checkpoint, config.under(policy), None)[0] for policy in policies
         ]
         configs = [with_cap_in_tokens(checkpoint, of_policy, None) for of_policy in configs]
         for of_policy in configs:

@@ -216,6 +216,15 @@ class Runs:
             "they may (docs/placement.md). On a CPU the GPU's part is computed slowly.",
         ),
     ] = False
+    cache_correction_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="Read so many decoded tokens again with exact attention, each time that they are "
+            "there (docs/notes/cache-correction.md).",
+        ),
+    ] = None
     threads: Threads = None
     page_tokens: PageTokens = 256
 

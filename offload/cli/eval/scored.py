@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ class Setup:
 
         if not any(isinstance(policy, Auto) for policy in self.policies):
             return [*self.policies]
-        configs = [replace(self.config(), policy=policy) for policy in self.policies]
+        configs = [self.config().under(policy) for policy in self.policies]
         return [with_resolved_policy(self.checkpoint, each, None)[0].policy for each in configs]
 
     @property
@@ -95,6 +95,7 @@ class Setup:
             num_threads=runs.threads,
             page_tokens=runs.page_tokens,
             backend="inline" if runs.hot_rows and runs.device == "cpu" else None,
+            cache_correction_every=runs.cache_correction_every,
         )
 
     def check_bounds(self, num_tokens: int) -> None:
@@ -107,7 +108,7 @@ class Setup:
         from offload.bench.eval.bounds import check_text_bound
 
         for policy in self.resolved:
-            config = replace(self.config(), policy=policy)
+            config = self.config().under(policy)
             for bound in self.bounds:
                 check_text_bound(self.checkpoint, config, num_tokens, bound.share, bound.eviction)
 
@@ -117,7 +118,7 @@ class Setup:
         from offload.loading.checkpoint_digest import checkpoint_digest
         from offload.runtime.capping import with_cap_in_tokens
 
-        configs = [replace(self.config(), policy=policy) for policy in self.resolved]
+        configs = [self.config().under(policy) for policy in self.resolved]
         capped = [with_cap_in_tokens(self.checkpoint, each, None).policy for each in configs]
         options = [policy_options(policy) for policy in capped]
         return {

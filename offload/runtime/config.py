@@ -68,10 +68,11 @@ class RuntimeConfig:
             condensed_share, the second.
         condensed_share: by attention, of the slots that these bytes hold, for condensed tokens at
             most; with 0 tokens are dropped instead, as they are by reconstruction.
-        cache_correction_every: tokens that were decoded sparsely until they are read again, with
-            the next one, by exact attention, and their keys and values replaced (see
-            `offload.runtime.correcting`); None: never. Not with ranks, host_bytes_per_sequence,
-            drafts, or a policy that attends to everything; `Auto` that comes to one does without.
+        cache_correction_every: tokens that were decoded sparsely until they are read again by
+            exact attention, and their keys and values replaced: before the next one, or with a
+            GPU beside the next ones (see `offload.runtime.corrector`); None: never. Not with ranks,
+            host_bytes_per_sequence, drafts, or a policy that attends to everything; `Auto` that
+            comes to one does without.
     """
 
     policy: Policy = field(default_factory=Auto)

@@ -249,6 +249,20 @@ def test_perplexity(roomy_folder: Path, tmp_path: Path) -> None:
     assert "12 decode steps of 2 windows" in result.stdout
 
 
+def test_corrections(roomy_folder: Path) -> None:
+    """Of what selects; with one after each token what comes later sees no trace of it."""
+    arguments = ["--context", "300", "--steps", "24", "--windows", "1", "--budget-tokens", "40"]
+    arguments += ["--policy", "exact_topk", "--option", "dense_layers=1", "--json"]
+    divergences = []
+    for every in ([], ["--cache-correction-every", "1"]):
+        result = runner.invoke(app, command("perplexity", roomy_folder, *arguments, *every))
+        assert result.exit_code == 0, result.output
+        of_full, of_policy = (row["kl"] for row in json.loads(result.stdout)["rows"])
+        assert of_full == pytest.approx(0, abs=1e-6)
+        divergences.append(of_policy)
+    assert divergences[0] != divergences[1] > 0
+
+
 def test_every_window_begins_as_the_tokenizer_has_texts_begin() -> None:
     tokenizer = byte_tokenizer()
     plain, tokens = text_tokens("Some text of several words.", tokenizer)

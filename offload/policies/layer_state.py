@@ -124,8 +124,11 @@ class LayerState:
         return policy.observe is None and policy.append is None and policy.prepare is None
 
     def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
-        """As `truncate`: in place, to keys that were written anew and to tokens behind them."""
+        """As `truncate`: in place, to keys that were written anew."""
         return False
+
+    def compile_revise(self) -> None:
+        """Have machine code for `revise` ready, so that no step waits for it."""
 
     def read_bytes(
         self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float

@@ -118,6 +118,10 @@ class MembersState(LayerState):
             for name, own in self._states(arrays).items()
         )
 
+    def compile_revise(self) -> None:
+        for member in self.members.values():
+            member.state.compile_revise()
+
     def _states(self, arrays: State) -> dict[str, State]:
         states = {name: of_member(arrays, name) for name in self.members}
         return {name: own for name, own in states.items() if own}

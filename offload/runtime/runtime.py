@@ -75,6 +75,8 @@ class Runtime:
         self.attention.compression = compression
         classes = opened.delimiter_classes
         corrections = corrections_for(opened, self.store, decoder)
+        if corrections is not None:
+            self.attention.policy.state.compile_revise()
         told = decoder.forget, decoder.crop, decoder.rebase
         self.sequences = Sequences(
             self.store, self.attention, *told, compression, classes, corrections

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ def largest_difference(cache: Any, other: Any) -> float:
     """Of keys and values, in any layer."""
     pairs = zip(rows_of(cache), rows_of(other), strict=True)
     return max(float((x - y).abs().max()) for x, y in pairs)
+
+
+def padded(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts [1, n] as one batch, padded on the left, and its mask."""
+    longest = max(prompt.shape[1] for prompt in prompts)
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - prompt.shape[1] :] = prompt[0]
+        mask[row, longest - prompt.shape[1] :] = 1
+    return tokens, mask
 
 
 def check_exact(cache: Any, exact: Any, tokens: torch.Tensor) -> None:

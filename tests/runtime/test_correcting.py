@@ -164,6 +164,21 @@ def test_chunks_of_new_keys(folder: Path, paper: bool) -> None:
             assert float((nibbles * step - centre).abs().max()) <= float(step.max()) * 0.51
 
 
+def test_no_step_waits_for_a_compiler(folder: Path) -> None:
+    """What revises is compiled when the model is loaded, for arrays as they are."""
+    from offload.policies.lychee_cluster.revise import _rank
+    from offload.policies.sketch.codes import encode_rows
+
+    for name, compiled in (("lychee_cluster", _rank), ("sketch", encode_rows)):
+        model, tokens = load(folder, small(name)), random_tokens(1, PROMPT + EVERY + 1)
+        known = list(compiled.signatures)
+        assert known
+        cache, _ = read(model, tokens[:, :PROMPT])
+        steps(model, cache, tokens[:, PROMPT:])
+        assert model.offload_stats().corrected_tokens == EVERY
+        assert list(compiled.signatures) == known
+
+
 def test_a_prompt_corrects_what_waits(model: Any, exact: Any) -> None:
     """Though less than so many tokens do; and so does one of embeddings."""
     tokens = random_tokens(1, 200)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.correcting import largest_difference, read, rows_of
+from cases.correcting import largest_difference, padded, read, rows_of
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load, small
 from cases.inside import (
     background_of,
@@ -257,11 +257,7 @@ def test_rows_of_a_batch(folder: Path, backend: Any) -> None:
     """They are due at other steps, and are as they are alone."""
     model, cpu = corrected(folder, "exact_topk", backend), corrected(folder, "exact_topk")
     prompts = [random_tokens(1, n, seed=n) for n in (PROMPT, 55, PROMPT)]
-    tokens = torch.zeros(3, PROMPT, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for i, prompt in enumerate(prompts):
-        tokens[i, PROMPT - prompt.shape[1] :] = prompt[0]
-        mask[i, PROMPT - prompt.shape[1] :] = 1
+    tokens, mask = padded(prompts)
     out = greedy(model, tokens, 60, attention_mask=mask)
     assert torch.equal(out, greedy(cpu, tokens, 60, attention_mask=mask))
     assert model.offload_stats().corrected_tokens == 3 * 2 * EVERY

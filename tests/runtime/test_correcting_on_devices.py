@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.correcting import padded
 from cases.device_cases import (
     FLAGS,
     GRAPH,
@@ -137,11 +138,7 @@ def test_rows_of_a_batch(folder: Path, backend: Any) -> None:
     """They are due at other steps, and go on in the slots that they had."""
     model = load_placed(folder, "exact_topk", backend)
     prompts = [random_tokens(1, n, seed=n) for n in (PROMPT, 55, PROMPT)]
-    tokens = torch.zeros(3, PROMPT, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for i, prompt in enumerate(prompts):
-        tokens[i, PROMPT - prompt.shape[1] :] = prompt[0]
-        mask[i, PROMPT - prompt.shape[1] :] = 1
+    tokens, mask = padded(prompts)
     out = greedy(model, tokens, 50, attention_mask=mask)
     assert model.offload_stats().corrected_tokens == 2 * 2 * EVERY + EVERY
     for row, prompt in zip(out, prompts, strict=True):

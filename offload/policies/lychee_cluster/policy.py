@@ -51,7 +51,7 @@ from offload.policies.lychee_cluster.layout import (
     starts_bytes,
 )
 from offload.policies.lychee_cluster.prefetch import prepare
-from offload.policies.lychee_cluster.revise import revise_chunks
+from offload.policies.lychee_cluster.revise import compile_rank, revise_chunks
 from offload.policies.lychee_cluster.search import NUMBERS, PAPER_UNITS, propose, select
 from offload.policies.lychee_cluster.units import place_grafts
 from offload.policies.revised import Revised
@@ -142,6 +142,9 @@ class ClusterState(LayerState):
         """Boxes of the chunks that have such tokens, which end where they did."""
         revise_chunks(arrays, revised)
         return True
+
+    def compile_revise(self) -> None:
+        compile_rank()
 
     def read_bytes(
         self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float

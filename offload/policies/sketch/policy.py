@@ -218,6 +218,11 @@ class SketchState(LayerState):
         self.policy.device.code_state(arrays, revised.kv_len, revised.load_keys)
         return True
 
+    def compile_revise(self) -> None:
+        rows, levels = np.zeros((0, 8), np.float32), LEVELS[self.policy.bits].copy()
+        codes, scales, mean = np.zeros(0, np.uint8), rows[:, 0].copy(), np.zeros(8, np.float32)
+        encode_rows(rows, mean, self.policy.bits, levels, codes, scales, 0)
+
     def read_bytes(
         self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
     ) -> tuple[float, bool]:

@@ -76,7 +76,7 @@ class Runtime:
         classes = opened.delimiter_classes
         corrections = corrections_for(opened, self.store, decoder)
         if corrections is not None:
-            self.attention.policy.state.compile_revise()
+            config.policy.state.compile_revise()
         told = decoder.forget, decoder.crop, decoder.rebase
         self.sequences = Sequences(
             self.store, self.attention, *told, compression, classes, corrections

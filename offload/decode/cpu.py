@@ -60,6 +60,7 @@ class NativeDecoder:
         )
         self.after_projection: Callable[[int, int, torch.Tensor, torch.Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
+        self.make_room: Callable[[], bool] = lambda: False
         self.final_norm = norm_of(model.final_norm)
         self.lm_head = _linear([model.lm_head])
 

@@ -20,10 +20,12 @@ class Decoder(Protocol):
     Attributes:
         attention: what the CPU attends with, and the policy's state of each sequence.
         pool: the threads that it attends on.
+        make_room: gives back what others have of the device for a while; whether it was anything.
     """
 
     attention: DecodeAttention
     pool: WorkerPool
+    make_room: Callable[[], bool]
 
     @property
     def max_step_tokens(self) -> int | None:

@@ -81,6 +81,7 @@ class Runtime:
         self.sequences = Sequences(
             self.store, self.attention, *told, compression, classes, corrections
         )
+        decoder.make_room = self.sequences.give_up_background
         self._corrector = Corrector(opened, self.sequences, decoder.pool, self._give_back)
         self.sequences.has_ranks = self.ranks is not None
         self.sequences.fingerprint = partial(

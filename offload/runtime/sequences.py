@@ -177,13 +177,14 @@ class Sequences:
             finally:
                 self.free(copies.values())
 
-    def give_up_background(self) -> None:
-        """What it has not read waits on."""
+    def give_up_background(self) -> bool:
+        """What it has not read waits on; whether there was one."""
         with shielded():
             running, self.background = self.background, None
             if running is not None:
                 running.layers.close()
                 self.free(running.copies.values())
+        return running is not None
 
     def _goes(self, seq: int, kv_len: int) -> None:
         """Of `seq` only the first `kv_len` tokens stay."""

@@ -17,6 +17,7 @@ from cases.inside import (
     background_of,
     correct_in_background,
     corrections_of,
+    decoder_of,
     runtime_of,
     states_of,
 )
@@ -231,6 +232,31 @@ def test_without_room_a_step_waits(
     assert background_of(model) is None
     expected = read(exact, text_of(text, chosen))[0]
     assert difference(cache, expected, 0, PROMPT + EVERY + 1) < 5e-4
+
+
+def test_it_makes_room_for_steps(
+    folder: Path, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before heads have to leave the GPU."""
+    model, text = corrected(folder, "exact_topk", backend), random_tokens(1, PROMPT)
+    cache, decoder = decoded(model, text, EVERY + 2), decoder_of(model)
+    placement, bind, refused = decoder.placement, decoder._bind_in_room, []
+
+    def refusing(*given: Any) -> Any:
+        if background_of(model) is not None:
+            refused.append(1)
+            raise DeviceMemoryError("none is left")
+        return bind(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder, "_bind_in_room", refusing)
+        decode(model, cache, 1)
+        decode(model, cache, 1)
+    assert len(refused) == 2
+    assert background_of(model) is None
+    assert decoder.placement == placement
+    decode(model, cache, BESIDE + 1)
+    assert model.offload_stats().corrected_tokens == EVERY + 4
 
 
 def test_what_is_kept_of_new_keys(folder: Path) -> None:

@@ -116,6 +116,7 @@ class DeviceDecoder:
         )
         self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
+        self.make_room: Callable[[], bool] = lambda: False
         self.setup_seconds = 0.0
         self._window = window_of(policy)
         self._weights = DeviceWeights.of(model)
@@ -545,6 +546,14 @@ class DeviceDecoder:
         return ranks.total(int(failure is not None))[0] > 0
 
     def _bind_lens(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
+        try:
+            return self._bind_beside(seqs, kv_lens)
+        except DeviceMemoryError:
+            if not self.make_room():
+                raise
+        return self._bind_beside(seqs, kv_lens)
+
+    def _bind_beside(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         if self._aside is not None:
             try:
                 return self._bind_in_room(seqs, kv_lens)

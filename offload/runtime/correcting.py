@@ -76,7 +76,7 @@ class Correction:
 
 @dataclass(eq=False)
 class BackgroundCorrection:
-    """Tokens that are read again while their sequences are decoded.
+    """Tokens that are read again, while their sequences are decoded or before they are.
 
     Attributes:
         tokens: of each sequence, as they waited when it began.

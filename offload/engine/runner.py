@@ -142,7 +142,8 @@ class Runner:
             runtime.extend(this, compute, prefill=False)
         correction.num_read += num_tokens
         if not correction.num_left:
-            self._sequences.take_corrected(seq, correction.copy, len(tokens.ids))
+            copy, correction.copy = correction.copy, None  # gone, even if policies fail
+            self._sequences.take_corrected(seq, copy, len(tokens.ids))
 
     def give_up(self, correction: SlicedCorrection) -> None:
         """Give back what a correction has taken."""

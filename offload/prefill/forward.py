@@ -9,6 +9,7 @@ the CPU) grow with the prompt; `PrefillMemory` counts what that takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -52,13 +53,13 @@ def prefill(
         [num_tokens, hidden_size], before the final norm. The K/V are in the store, if it keeps
         them.
     """
-    layers = prefill_by_layer(model, hidden, batch, **options)
-    while True:
-        try:
-            next(layers)
-        except StopIteration as done:
-            result: torch.Tensor = done.value
-            return result
+    with closing(prefill_by_layer(model, hidden, batch, **options)) as layers:  # after ctrl-C, too
+        while True:
+            try:
+                next(layers)
+            except StopIteration as done:
+                result: torch.Tensor = done.value
+                return result
 
 
 def prefill_by_layer(

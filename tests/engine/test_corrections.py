@@ -302,6 +302,24 @@ def test_a_slice_that_fails_ends_its_request(model: Any, monkeypatch: pytest.Mon
     engine.stop()
 
 
+def test_a_policy_that_fails_ends_its_request(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all is read: with its own error, and without a page left behind."""
+    engine, found = Engine(model, slice_seconds=1e-4), Found()
+    engine.add_request(prompts_of(120)[0], GREEDY, "prompt")
+    request = step_into_correction(engine, found)
+
+    def failing(*_: Any) -> Any:
+        raise MemoryError("a fault")
+
+    monkeypatch.setattr(type(runtime_of(model).attention.policy.state), "revise", failing)
+    outputs = []
+    while request.finish_reason is None:
+        outputs += engine.step()
+    assert [str(output.error) for output in outputs] == ["a fault"]
+    assert model.kv_store.num_sequences == 1  # kept as a prefix
+    engine.stop()
+
+
 def test_what_was_read_stays_for_others(model: Any) -> None:
     """A prompt's pages are not those that a correction replaces."""
     (prompt,) = prompts_of(150)

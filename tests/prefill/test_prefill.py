@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from cpu_ops.causal_attention import has_causal_attention
 from cpu_ops.worker_pool import WorkerPool
 from offload.models.batch import pack
 from offload.prefill import attention as prefill_attention
+from offload.prefill import forward
 from offload.prefill.attention import (
     CPU,
     CUDNN,
@@ -177,6 +179,37 @@ def test_cudnn_gets_few_shapes() -> None:
         (8192, 8, 128, (12, 0)),
     ]:
         assert not suits_cudnn(n, num_heads, head_dim, capability)
+
+
+def test_ctrl_c_between_layers_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While somebody looks at the error, too."""
+    events: list[str] = []
+
+    def by_layer(*_: Any) -> Any:
+        try:
+            for layer in range(3):
+                events.append(f"layer {layer}")
+                yield
+        finally:
+            events.append("closed")
+
+    def interrupt(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is not forward.prefill.__code__:
+            return None
+        if len(events) == 2:
+            raise KeyboardInterrupt
+        return interrupt
+
+    monkeypatch.setattr(forward, "prefill_by_layer", by_layer)
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt) as error:
+            forward.prefill(None, None, None)  # type: ignore[arg-type]
+    finally:
+        sys.settrace(before)
+    assert events == ["layer 0", "layer 1", "closed"]
+    assert error.traceback
 
 
 def test_merge_state_with_distant_parts() -> None:

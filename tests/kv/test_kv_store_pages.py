@@ -6,11 +6,13 @@ import mmap
 import numpy as np
 import psutil
 import pytest
+import torch
 from cases.kv_store_cases import (
     LAYERS,
     PAGE_TOKENS,
     assert_same,
     bytes_per_column,
+    joined,
     make_store,
     random_rows,
     read_tokens,
@@ -292,3 +294,51 @@ class TestBudget:
         gc.collect()
         # Most of the slab: the test process's own heap moves by some MiB between the two readings.
         assert held - process.memory_info().rss > 48 << 20
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+@pytest.mark.parametrize("kv_len", [9, 10, 12, 15])
+@pytest.mark.parametrize(("first", "last"), [(4, 8), (4, 9), (3, 8), (5, 9), (5, 7), (1, 9)])
+def test_exchange(first: int, last: int, kv_len: int, is_committed: bool) -> None:
+    """Wherever pages end; a fork keeps what it has, and all pages are free at the end."""
+    store = make_store()
+    seq = store.new_sequence()
+    old = write_tokens(store, seq, kv_len)
+    fork, copy = store.fork(seq), store.fork(seq)
+    store.truncate(copy, first)
+    store.reserve([copy], [last - first])
+    new = [torch.stack([random_rows(last - first, store) for _ in range(2)]) for _ in old]
+    for layer_idx, (keys, values) in enumerate(new):
+        store.append(copy, layer_idx, keys, values)
+    if is_committed:
+        store.commit([copy], [last - first])
+    store.exchange(seq, copy, first, last)
+    expected = [
+        torch.cat([x[:, :first], y, x[:, last:]], dim=1) for x, y in zip(old, new, strict=True)
+    ]
+    store.free(copy)
+    assert_same(read_tokens(store, seq), expected)
+    assert_same(read_tokens(store, fork), old)
+    more = write_tokens(store, seq, 6)
+    assert_same(read_tokens(store, seq), joined(expected, more))
+    assert_same(read_tokens(store, fork), old)
+    store.free(seq)
+    store.free(fork)
+    assert store.host_bytes_used == 0
+
+
+def test_exchange_of_what_is_not_there() -> None:
+    store = make_store()
+    seq = store.new_sequence()
+    old = write_tokens(store, seq, 9)
+    copy = store.fork(seq)
+    store.truncate(copy, 3)
+    store.reserve([copy], [2])
+    for first, last in ((3, 6), (3, 3), (-1, 4), (8, 10)):
+        with pytest.raises(ValueError, match="cannot exchange"):
+            store.exchange(seq, copy, first, last)
+    assert_same(read_tokens(store, seq), old)
+    apart = make_store(per_head_pages=True)
+    seqs = apart.new_sequence(), apart.new_sequence()
+    with pytest.raises(ValueError, match="here heads are apart"):
+        apart.exchange(*seqs, 0, 1)

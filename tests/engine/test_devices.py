@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, load, small
-from cases.inside import split_steps, steps_of
+from cases.inside import correct_in_background, split_steps, steps_of
 from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
@@ -61,6 +61,35 @@ def test_rows_join_and_leave(
     links = steps_of(model).links
     engine.stop()
     assert {rows for rows, _ in links} <= {1, 2, 4}
+    assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize("backend", [SLOW_INLINE, FLAGS, STREAM, GRAPH])
+@pytest.mark.parametrize("name", slow_but(["lychee_cluster", "tidal_decode"], "lychee_cluster"))
+def test_corrections_in_slices(
+    tiny_folders: dict[str, Path], name: str, backend: tuple[str, str]
+) -> None:
+    """Tokens are those of `generate` that corrects before steps, whoever decodes between slices."""
+    model = load(tiny_folders["llama"], small(name), backend, cache_correction_every=16)
+    correct_in_background(model, False)
+    prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (150, 90, 120)]
+    wanted = {}
+    for number, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt], device=model.device)
+        options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 60}
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        wanted[str(number)] = text[0, len(prompt) :].tolist()
+    engine = Engine(model, slice_seconds=1e-4)
+    found: dict[str, list[int]] = {request_id: [] for request_id in wanted}
+    for request_id in wanted:
+        engine.add_request(prompts[int(request_id)], replace(GREEDY, max_tokens=60), request_id)
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None, output
+            found[output.request_id] += [chosen.token for chosen in output.tokens]
+    assert found == wanted
+    assert engine.stats.corrected_tokens >= 3 * 2 * 16
+    engine.stop()
     assert model.kv_store.num_sequences == 0
 
 

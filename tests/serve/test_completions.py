@@ -188,6 +188,17 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert logprobs.text_offset == [*range(8)]
 
 
+def test_offsets_are_of_the_text_where_a_character_is_several_tokens(
+    client: openai.OpenAI,
+) -> None:
+    options: dict[str, Any] = {"logprobs": 0, "echo": True, "logit_bias": ASCII}
+    (choice,) = ask(client, "\u00e9\U0001f642x", **options).choices
+    offsets = [0, 0, 1, 1, 1, 1, 2, *range(3, 11)]
+    assert choice.logprobs.text_offset == offsets
+    stream = ask(client, "\u00e9\U0001f642x", stream=True, **options)
+    assert [at for chunk in stream for at in chunk.choices[0].logprobs.text_offset] == offsets
+
+
 def test_the_chosen_token_is_among_its_alternatives(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"temperature": 50.0, "seed": 1, "logprobs": 2, "logit_bias": ASCII}
     logprobs = ask(client, "hello", **options).choices[0].logprobs

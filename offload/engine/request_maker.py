@@ -42,9 +42,16 @@ class RequestMaker:
         if not prompt:
             raise ValueError("the prompt is empty")
         vocab_size = self._model.config.vocab_size
-        for token in (*prompt, *params.stop_token_ids, *params.logit_bias):
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
+        for name, tokens in (
+            ("prompt", prompt),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    raise ValueError(
+                        f"{name}: token id {token} is outside the vocabulary of {vocab_size}"
+                    )
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: Engine(model, tokenizer)")
         runtime = self._model._offload

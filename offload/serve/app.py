@@ -282,7 +282,7 @@ def create_app(served: Served) -> FastAPI:
             if isinstance(given, str):
                 return texts.encode(given), given
             served.check_context(len(given), body)
-            return given, texts.decode(given)
+            return given, texts.decode(given, field="prompt")
 
         prompts = [await asyncio.to_thread(prompt, given) for given in body.prompts]
         form = Completion(body, served.name, texts, prompts)

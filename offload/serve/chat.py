@@ -54,17 +54,21 @@ class Texts:
         (encoded,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
 
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(
+        self, tokens: Sequence[int], *, skip_special_tokens: bool = False, field: str = "tokens"
+    ) -> str:
         """The text of ids.
+
+        Args:
+            field: of the request, which the ids are from.
 
         Raises:
             ApiError: an id outside the vocabulary.
         """
         for token in tokens:
             if not 0 <= token < self._vocab_size:
-                raise ApiError(
-                    400, f"tokens: id {token} is outside the vocabulary of {self._vocab_size}"
-                )
+                message = f"{field}: id {token} is outside the vocabulary of {self._vocab_size}"
+                raise ApiError(400, message, param=field)
         return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token: int) -> bytes:

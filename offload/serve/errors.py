@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,9 @@ _TYPES = {
     500: "server_error",
     503: "server_error",
 }
+_HAS_VALUE = ("missing", "value_error", "too_short", "too_long")  # or has none, or its length
 _NO_OBJECT = "the body must be a JSON object, with Content-Type: application/json"
+_TOO_DEEP = "the body is nested too deeply"
 
 
 class ApiError(HTTPException):
@@ -83,7 +86,7 @@ def of_engine(error: BaseException) -> ApiError:
     if isinstance(error, HostBudgetError):
         return ApiError(400, str(error), code="exceed_host_budget_error")
     if isinstance(error, ValueError):
-        first = str(error).split(" ")[0]
+        first = str(error).split(" ")[0].removesuffix(":")
         return ApiError(400, str(error), param=first if hasattr(SamplingParams(), first) else None)
     return ApiError(503, str(error) or type(error).__name__)
 
@@ -92,12 +95,13 @@ def _innermost(error: RequestValidationError) -> tuple[dict[str, Any], list[str]
     """Of the first wrong field the error that is deepest in it, and where in the body that is.
 
     A field of several types has an error for each, and the one that got furthest is the one that
-    was meant.
+    was meant; of two as far, the one that is not about the type.
     """
     errors = error.errors()
     places = [(each, _place(error.body, each)) for each in errors]
     return max(
-        (pair for pair in places if pair[1][:1] == places[0][1][:1]), key=lambda pair: len(pair[1])
+        (pair for pair in places if pair[1][:1] == places[0][1][:1]),
+        key=lambda pair: (len(pair[1]), not pair[0]["type"].endswith("_type")),
     )
 
 
@@ -121,7 +125,12 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
         if not isinstance(error, ApiError):  # routing, and bodies that are no JSON
-            headers, error = error.headers, ApiError(error.status_code, str(error.detail))
+            headers, detail = error.headers, str(error.detail)
+            if isinstance(error.__cause__, RecursionError):
+                detail = _TOO_DEEP
+            elif isinstance(error.__cause__, ValueError):  # not UTF-8, or a number of many digits
+                detail = f"the body is not JSON: {error.__cause__}"
+            error = ApiError(error.status_code, detail)
             error.headers = headers  # a 405 says what is allowed
         return error.response()
 
@@ -139,6 +148,8 @@ def install(app: FastAPI) -> None:
             message = str(first["ctx"]["error"])
         else:
             message = first["msg"]
+            if first["type"] not in _HAS_VALUE:
+                message += f", got {reprlib.repr(first['input'])}"
         field, param = ".".join(where), where[0] if where else None
         if first["type"] == "extra_forbidden":
             param = None  # which may be no text
@@ -146,7 +157,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RecursionError)
     async def of_depth(request: Request, error: RecursionError) -> JSONResponse:
-        return ApiError(400, "the body is nested too deeply").response()
+        return ApiError(400, _TOO_DEEP).response()
 
     @app.exception_handler(Exception)
     async def of_defect(request: Request, error: Exception) -> JSONResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
@@ -16,6 +17,7 @@ from offload.serve.protocol import ChatRequest, CompletionRequest, Sampled
 from offload.serve.tools import CallBlocks, CallReader, ForcedCall
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Format:
@@ -204,7 +206,8 @@ class Completion(Format):
     ) -> None:
         super().__init__(request, model, texts)
         self._prompts = prompts
-        self._offsets: dict[int, int] = {}  # in the text, by choice
+        # In the text, by choice, and what has come of a character there.
+        self._offsets: dict[int, tuple[int, codecs.IncrementalDecoder]] = {}
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """The prompt, where it is echoed. With logprobs it has to be read first: see `delta`."""
@@ -244,11 +247,11 @@ class Completion(Format):
 
     def _logprobs(self, index: int, tokens: Sequence[Chosen]) -> dict[str, Any]:
         names = [self.token_text(chosen.token) for chosen in tokens]
-        offsets, at = [], self._offsets.get(index, 0)
-        for name in names:
+        offsets, (at, decoder) = [], self._offsets.get(index, (0, _Utf8("replace")))
+        for chosen in tokens:
             offsets.append(at)
-            at += len(name)
-        self._offsets[index] = at
+            at += len(decoder.decode(self.texts.token_bytes(chosen.token)))
+        self._offsets[index] = at, decoder
         return {
             "tokens": names,
             "token_logprobs": [None if c.logprob is None else _finite(c.logprob) for c in tokens],

@@ -56,28 +56,28 @@ def test_prompts_of_all_kinds(client: openai.OpenAI, http: httpx.Client) -> None
         ({"prompt": None}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
-        ({"prompt": [5000]}, "5000 is outside the vocabulary"),
+        ({"prompt": [5000]}, "prompt: id 5000 is outside the vocabulary"),
         ({"prompt": [-1]}, "-1 is outside the vocabulary"),
         ({"prompt": [10**30]}, "vocabulary"),
         ({}, "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs"),
-        ({"prompt": "a", "logprobs": True}, "logprobs"),
-        ({"prompt": "a", "logit_bias": {"5000": 1}}, "5000 is outside the vocabulary"),
+        ({"prompt": "a", "logprobs": 21}, "less than or equal to 20, got 21"),
+        ({"prompt": "a", "logprobs": True}, "valid integer, got True"),
+        ({"prompt": "a", "logit_bias": {"5000": 1}}, "logit_bias: token id 5000 is outside the"),
         ({"prompt": "a", "logit_bias": {"5": 101}}, "at most 100"),
         ({"prompt": "a", "logit_bias": {"5": -1e300}}, "at most 100"),
         ({"prompt": "a", "temperature": -1e-6}, "temperature"),
         ({"prompt": "a", "top_k": -2}, "top_k"),
         ({"prompt": ["a"] * 129}, "at most 128"),
         ({"prompt": [[1]] * 100, "n": 3}, "100 prompts with n=3"),
-        ({"prompt": "a", "stop": ["a"] * 65}, "stop"),
+        ({"prompt": "a", "stop": ["a"] * 65}, "at most 64 items"),
         ({"prompt": "a", "max_tokens": 0}, "0 needs echo=true"),
         ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens must be at least 1, got -1"),
         ({"prompt": "a", "max_tokens": 0, "echo": True, "min_tokens": 1}, "exceeds max_tokens=0"),
         ({"prompt": "a", "stop_token_ids": [5] * 65}, "stop_token_ids"),
         ({"prompt": "a", "stop_token_ids": ["5"]}, "stop_token_ids"),
-        ({"prompt": "a", "stop_token_ids": [5000]}, "5000 is outside the vocabulary"),
+        ({"prompt": "a", "stop_token_ids": [5000]}, "stop_token_ids: token id 5000 is outside the"),
         ({"prompt": "a", "stop_token_ids": [-1]}, "-1 is outside the vocabulary"),
         ({"prompt": "a", "messages": []}, "messages"),
     ],
@@ -188,6 +188,17 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert logprobs.text_offset == [*range(8)]
 
 
+def test_offsets_are_of_the_text_where_a_character_is_several_tokens(
+    client: openai.OpenAI,
+) -> None:
+    options: dict[str, Any] = {"logprobs": 0, "echo": True, "logit_bias": ASCII}
+    (choice,) = ask(client, "\u00e9\U0001f642x", **options).choices
+    offsets = [0, 0, 1, 1, 1, 1, 2, *range(3, 11)]
+    assert choice.logprobs.text_offset == offsets
+    stream = ask(client, "\u00e9\U0001f642x", stream=True, **options)
+    assert [at for chunk in stream for at in chunk.choices[0].logprobs.text_offset] == offsets
+
+
 def test_the_chosen_token_is_among_its_alternatives(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"temperature": 50.0, "seed": 1, "logprobs": 2, "logit_bias": ASCII}
     logprobs = ask(client, "hello", **options).choices[0].logprobs
@@ -206,6 +217,11 @@ def test_the_chosen_token_is_among_its_alternatives(client: openai.OpenAI) -> No
         ("completions", b"{}", "application/json", "prompt: Field required", "prompt"),
         ("completions", b'{"prompt": "a", "stop": [""]}', "application/json", "stop.0: ", "stop"),
         ("completions", b'{"prompt": "a", "stop": {}}', "application/json", "stop: ", "stop"),
+        ("completions", b'{"prompt": "\xff"}', "application/json", "not JSON: 'utf-8' codec", None),
+        ("completions", b'{"seed": %s}' % (b"1" * 5000), "application/json", "5000 digits", None),
+        ("completions", b"[" * 10**5, "application/json", "nested too deeply", None),
+        ("completions", b'{"prompt": [9999]}', "application/json", "prompt: id 9999", "prompt"),
+        ("responses", b'{"input": []}', "application/json", "at least 1 item", "input"),
         (
             "chat/completions",
             b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": {"type": "x"}}',

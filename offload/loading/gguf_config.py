@@ -20,6 +20,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp's names; it calls Mistr
 _MAX_SIZE = 2**24  # of any dimension; products of two stay far from 64 bits
 _TOKENS = "tokenizer.ggml.tokens"
 _SPECIAL_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+_OTHER_ENDS = ("eot", "eom")
 # Metadata of an architecture that changes what is computed, in ways that its type does not know.
 _OTHER_COMPUTATIONS = (
     "attention.scale",
@@ -84,6 +85,8 @@ def _config(header: GgufHeader) -> Any:
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     for name, of_file in _SPECIAL_TOKENS.items():
         config[name] = _token(metadata, f"tokenizer.ggml.{of_file}_token_id", vocab_size)
+    for of_file in _OTHER_ENDS:
+        _token(metadata, f"tokenizer.ggml.{of_file}_token_id", vocab_size)
     if config["num_hidden_layers"] > len(tensors):
         raise ValueError(
             f"{architecture}.block_count={config['num_hidden_layers']}, but the file holds "

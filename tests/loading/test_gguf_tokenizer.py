@@ -245,6 +245,25 @@ def test_special_tokens_that_are_not_ascii(
     assert model.generation_config.eos_token_id == first + 1
 
 
+def test_several_chat_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tools transformers takes the one of that name, as from the model's own tokenizer."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "several.gguf"
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
+    write_gguf(
+        path,
+        make_tiny_model("llama"),
+        byte_tokenizer(),
+        metadata={**templates, "tokenizer.chat_templates": ["tool_use"]},
+    )
+    made = load_tokenizer(path)
+    assert made.chat_template == {"default": "plain", "tool_use": "tools"}
+    chat = [{"role": "user", "content": "a"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert made.apply_chat_template(chat, tokenize=False) == "plain"
+    assert made.apply_chat_template(chat, tools=tools, tokenize=False) == "tools"
+
+
 def test_llama3_adds_bos_and_takes_whole_pieces() -> None:
     tokens = [*ALPHABET, "<|begin_of_text|>", "abc"]
     kinds = [1] * 256 + [3, 1]

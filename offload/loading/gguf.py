@@ -37,7 +37,7 @@ LONG_CONTEXT_ADAPTER = Path(__file__).parent / "adapters" / LONG_CONTEXT_MODEL
 _TEMPORARY_PREFIX = ".converting-"
 _STALE_SECONDS = 60.0  # of a folder that nobody ever locked
 _LOCK = ".lock"
-_MARK, _MARK_FORMAT = "converted.json", "offload-converted-1"
+CONVERTED_MARK, _MARK_FORMAT = "converted.json", "offload-converted-1"
 
 _logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ def _make(make: Callable[[Path], None], temporary: Path) -> None:
     try:
         make(temporary)
         mark = {"format": _MARK_FORMAT, "digest": checkpoint_digest(temporary)}
-        (temporary / _MARK).write_text(json.dumps(mark))
+        (temporary / CONVERTED_MARK).write_text(json.dumps(mark))
         for path in [*temporary.rglob("*"), temporary]:
             _sync(path)
     except OSError as error:
@@ -295,7 +295,7 @@ def _key(path: Path, more: str = "") -> str:
 def _is_complete(folder: Path) -> bool:
     """It has all that its mark says, tokenizer included, as far as `checkpoint_digest` tells."""
     try:
-        mark = json.loads((folder / _MARK).read_bytes())
+        mark = json.loads((folder / CONVERTED_MARK).read_bytes())
         check_checkpoint(folder)
         return bool(mark == {"format": _MARK_FORMAT, "digest": checkpoint_digest(folder)})
     except (OSError, ValueError, RecursionError):

@@ -51,14 +51,14 @@ def _config(header: GgufHeader) -> Any:
     from transformers import AutoConfig
 
     metadata, tensors = header.metadata, header.tensors
+    if metadata.get("split.count", 0) not in (0, 1):  # the only metadata of all parts but the first
+        raise ValueError(
+            "the file is one part of several; merge them first (llama-gguf-split --merge)"
+        )
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         available = ", ".join(ARCHITECTURES)
         raise ValueError(f"unsupported model type {architecture!r}; available: {available}")
-    if metadata.get("split.count", 0) not in (0, 1):
-        raise ValueError(
-            "the file is one part of several; merge them first (llama-gguf-split --merge)"
-        )
     num_heads = _size(metadata, f"{architecture}.attention.head_count")
     hidden_size = _size(metadata, f"{architecture}.embedding_length")
     max_context = _size(metadata, f"{architecture}.context_length")

@@ -226,6 +226,7 @@ def test_metadata_that_is_refused(case: str, written: Writer, cache: Path) -> No
     [
         ({"general.architecture": "gpt2"}, "unsupported model type 'gpt2'; available: llama, qw"),
         ({"split.count": 3}, "one part of several; merge them"),
+        ({"split.count": 3, "general.architecture": "none"}, "one part of several; merge them"),
         ({"tokenizer.ggml.eos_token_id": 320}, r"eos_token_id must be a token of 0\.\.319, got 3"),
         (
             {"tokenizer.ggml.eot_token_id": 999},

@@ -82,6 +82,12 @@ ROPES: dict[str, dict[str, Any]] = {
         "beta_fast": 16.0,
         "beta_slow": 2.0,
     },
+    "yarn of attention": {
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": 512,
+        "attention_factor": 1.25,
+    },
     "llama3": {
         "rope_type": "llama3",
         "factor": 32.0,
@@ -123,6 +129,7 @@ def assert_same_answers(path: Path, stock: Any) -> Any:
         ("yarn", "mistral"),
         ("yarn", "qwen2"),
         ("yarn with all", "qwen3"),
+        ("yarn of attention", "llama"),
         ("llama3", "llama"),
         ("llama3", "qwen2"),
     ],

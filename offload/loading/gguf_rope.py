@@ -59,7 +59,8 @@ def _scaling(metadata: dict[str, Any], architecture: str, max_context: int) -> d
     old_key = f"{architecture}.rope.scale_linear"
     key = f"{prefix}factor" if "factor" in found else old_key
     factor = _positive(metadata, key, 1.0) if metadata.get(key) != 0 else 1.0
-    if kind == "none" or factor == 1.0:
+    scales_attention = kind == "yarn" and "yarn_attn_factor" in found
+    if kind == "none" or (factor == 1.0 and not scales_attention):
         return {}
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}

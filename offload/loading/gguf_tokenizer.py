@@ -8,6 +8,7 @@ since another family's split gives other tokens without a word.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # of tokenizer.ggml.token_type
+_CHAT_TEMPLATE = "tokenizer.chat_template"
+_TEMPLATE_NAME = re.compile(r"[\w-]+", re.ASCII)
 _SPACE = "\u2581"  # SentencePiece writes a space so
 _NOBODY_SAYS = "offload-answer"  # stands for an answer in a chat
 
@@ -157,15 +160,32 @@ def _tokenizer(header: GgufHeader) -> Any:
             special[f"{name}_token"] = tokens[token]
     _add_tokens(made, tokens, kinds, special.values())
     _add_ends(made, metadata, tokens, adds_bos=adds_bos)
-    template = metadata.get("tokenizer.chat_template")
+    templates = _chat_templates(metadata)
     tokenizer_class: Any = PreTrainedTokenizerFast
     return tokenizer_class(
         tokenizer_object=made,
         clean_up_tokenization_spaces=False,
         padding_side="left",
-        **({} if template is None else {"chat_template": template}),
+        **({} if templates is None else {"chat_template": templates}),
         **special,
     )
+
+
+def _chat_templates(metadata: dict[str, Any]) -> str | dict[str, str] | None:
+    """The chat template; templates by name, as transformers has them, where there are others."""
+    found = {}
+    for key, template in metadata.items():
+        if key != _CHAT_TEMPLATE and not key.startswith(f"{_CHAT_TEMPLATE}."):
+            continue
+        name = key.removeprefix(_CHAT_TEMPLATE).removeprefix(".") or "default"
+        if not isinstance(template, str):
+            raise ValueError(f"{key} must be a string, got {template!r:.60}")
+        if not _TEMPLATE_NAME.fullmatch(name):  # it becomes a file's
+            raise ValueError(
+                f"{key!r:.60} names a chat template otherwise than by letters and digits"
+            )
+        found[name] = template
+    return found if found.keys() - {"default"} else found.get("default")
 
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:

@@ -13,6 +13,7 @@ import torch
 
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint, check_loaded
+from offload.loading.gguf import CONVERTED_MARK
 from offload.loading.one_at_a_time import loading
 from offload.models import ModelShape
 from offload.models.base import check_computation, context_limit
@@ -115,10 +116,14 @@ def folder_tokenizer(folder: Path) -> Any:
         OSError: there is none.
         ValueError: the tokenizer is such code, or its files are damaged; names what is.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # transformers would take Qwen2's own tokenizer for any model of its type, whatever the files
+    # say; those that were made of a GGUF file say all.
+    is_converted = (folder / CONVERTED_MARK).is_file()
+    loader: Any = PreTrainedTokenizerFast if is_converted else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return loader.from_pretrained(folder, trust_remote_code=False)
     except OSError:
         raise
     except Exception as error:  # of any kind, where files are damaged

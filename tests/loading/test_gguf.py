@@ -63,6 +63,14 @@ def test_every_model_type(name: str, written: Writer) -> None:
     assert model.config.rms_norm_eps == pytest.approx(stock.config.rms_norm_eps)
 
 
+@pytest.mark.parametrize("name", ["llama-biases-rope", "mistral", "qwen3"])
+def test_kv_heads_that_are_left_out(name: str, written: Writer) -> None:
+    """Then there are as many as query heads, for llama.cpp too."""
+    stock = make_tiny_model(name, num_key_value_heads=6)
+    key = f"{'qwen3' if name == 'qwen3' else 'llama'}.attention.head_count_kv"
+    assert_same_answers(written(stock, metadata={key: None}), stock)
+
+
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
@@ -73,6 +81,12 @@ ROPES: dict[str, dict[str, Any]] = {
         "attention_factor": 1.25,
         "beta_fast": 16.0,
         "beta_slow": 2.0,
+    },
+    "yarn of attention": {
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": 512,
+        "attention_factor": 1.25,
     },
     "llama3": {
         "rope_type": "llama3",
@@ -115,6 +129,7 @@ def assert_same_answers(path: Path, stock: Any) -> Any:
         ("yarn", "mistral"),
         ("yarn", "qwen2"),
         ("yarn with all", "qwen3"),
+        ("yarn of attention", "llama"),
         ("llama3", "llama"),
         ("llama3", "qwen2"),
     ],
@@ -218,7 +233,21 @@ def test_metadata_that_is_refused(case: str, written: Writer, cache: Path) -> No
     [
         ({"general.architecture": "gpt2"}, "unsupported model type 'gpt2'; available: llama, qw"),
         ({"split.count": 3}, "one part of several; merge them"),
+        ({"split.count": 3, "general.architecture": "none"}, "one part of several; merge them"),
         ({"tokenizer.ggml.eos_token_id": 320}, r"eos_token_id must be a token of 0\.\.319, got 3"),
+        (
+            {"tokenizer.ggml.eot_token_id": 999},
+            r"eot_token_id must be a token of 0\.\.319, got 999",
+        ),
+        (
+            {"tokenizer.ggml.eom_token_id": "x"},
+            r"eom_token_id must be a token of 0\.\.319, got 'x'",
+        ),
+        ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be a string, got 5"),
+        (
+            {"tokenizer.chat_template.../x": "a"},
+            "'tokenizer.chat_template.../x' names a chat templ",
+        ),
         ({"tokenizer.ggml.tokens": None}, "tokens must be a list of strings, got nothing"),
         ({"tokenizer.ggml.model": "bert"}, "damaged or unknown tokenizer: .*'bert'"),
     ],

@@ -245,6 +245,48 @@ def test_special_tokens_that_are_not_ascii(
     assert model.generation_config.eos_token_id == first + 1
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "smollm"])
+def test_a_converted_tokenizer_is_the_files(
+    model_type: str, pre: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever tokenizer other models of the type have."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    path, stock = tmp_path / "tiny.gguf", make_tiny_model(model_type)
+    metadata = {
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.add_bos_token": 1,
+        "tokenizer.ggml.padding_token_id": None,
+    }
+    write_gguf(path, stock, byte_tokenizer(), metadata=metadata)
+    made, loaded = gguf_tokenizer(read_gguf_header(path)), load_tokenizer(path)
+    assert len(loaded) == len(made) == stock.config.vocab_size
+    assert (loaded.pad_token, loaded.unk_token) == (None, None)
+    for text in [*texts(50), "the 1234 e\u0301", "<eos>a"]:
+        ids = made(text).input_ids
+        assert loaded(text).input_ids == ids, text
+        assert loaded.decode(ids) == made.decode(ids)
+
+
+def test_several_chat_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tools transformers takes the one of that name, as from the model's own tokenizer."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "several.gguf"
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
+    write_gguf(
+        path,
+        make_tiny_model("llama"),
+        byte_tokenizer(),
+        metadata={**templates, "tokenizer.chat_templates": ["tool_use"]},
+    )
+    made = load_tokenizer(path)
+    assert made.chat_template == {"default": "plain", "tool_use": "tools"}
+    chat = [{"role": "user", "content": "a"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert made.apply_chat_template(chat, tokenize=False) == "plain"
+    assert made.apply_chat_template(chat, tools=tools, tokenize=False) == "tools"
+
+
 def test_llama3_adds_bos_and_takes_whole_pieces() -> None:
     tokens = [*ALPHABET, "<|begin_of_text|>", "abc"]
     kinds = [1] * 256 + [3, 1]

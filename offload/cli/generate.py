@@ -29,6 +29,7 @@ from offload.cli.options import (
     Threads,
     Verbose,
     memory_budgets,
+    torch_seed,
 )
 from offload.policies.registry import make_policy
 from offload.ranks.launch import is_rank, is_silent_rank, run_ranks
@@ -203,15 +204,18 @@ class Sampling:
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0
     top_k: Annotated[int, typer.Option(min=0, help="0 is all.")] = 0
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
+    seed: Annotated[
+        int | None, typer.Option(callback=torch_seed, help="Makes sampling repeatable.")
+    ] = None
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on to --max-new-tokens, to measure.")
     ] = False
 
     def settings(self) -> dict[str, Any]:
         """Arguments of `generate`."""
-        settings: dict[str, Any] = {"do_sample": self.temperature > 0.0}
-        if self.temperature > 0.0:
+        samples = self.temperature >= 1e-5  # to divide by less would overflow
+        settings: dict[str, Any] = {"do_sample": samples}
+        if samples:
             settings |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         if self.ignore_eos:
             settings["eos_token_id"] = None

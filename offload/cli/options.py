@@ -181,6 +181,13 @@ def shares(text: str, *, option: str) -> list[float]:
     return list(dict.fromkeys(numbers))
 
 
+def torch_seed(seed: int | None) -> int | None:
+    """The seed; a usage error unless it is one that torch takes."""
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise typer.BadParameter(f"expected -2**63 to 2**64 - 1, got {seed}")
+    return seed
+
+
 def scalar(text: str) -> Scalar:
     """A number or a boolean if it looks like one, else the text."""
     if text.lower() in ("true", "false"):

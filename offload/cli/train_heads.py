@@ -21,7 +21,7 @@ from offload.cli.console import (
     stdout,
     writable,
 )
-from offload.cli.options import AsJson, DType, ModelName, Plot, Threads, Verbose
+from offload.cli.options import AsJson, DType, ModelName, Plot, Threads, Verbose, torch_seed
 
 if TYPE_CHECKING:
     from offload.training.train import HeldOut, Settings, Step, Trainer
@@ -67,7 +67,9 @@ def train_heads(
         str, typer.Option(help="hardkuma, hard-concrete, or direct (DuoAttention).")
     ] = "hardkuma",
     learning_rate: Annotated[float, typer.Option(min=1e-6, help="Of the gates.")] = 0.02,
-    seed: Annotated[int, typer.Option(min=0, help="Of texts and samples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, callback=torch_seed, help="Of texts and samples.")
+    ] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with PATH.unfinished of --out.")
     ] = False,

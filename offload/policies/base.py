@@ -150,6 +150,8 @@ class SparsePolicy(Policy):
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an int, got {value!r}")
+            if value >= 2**63:  # kernels have 64 bits for it
+                raise ValueError(f"{name} must be less than 2**63, got {value}")
         if self.sink_tokens < 0 or self.dense_layers < 0:
             raise ValueError(
                 "sink_tokens and dense_layers must not be negative,"

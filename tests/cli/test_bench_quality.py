@@ -70,6 +70,18 @@ def test_table(command: list[str], name: str) -> None:
     assert "host=SHARE" not in result.stdout
 
 
+def test_table_in_80_columns(command: list[str]) -> None:
+    """No cell is cut: it comes in two parts."""
+    result = runner.invoke(app, command, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.stdout
+    whole = runner.invoke(app, command).stdout
+    for name, _, _ in quality_output.COLUMNS:
+        assert name in flat(result.stdout)
+    assert result.stdout.count("exact_topk") == 2 * whole.count("exact_topk")
+    assert "relative to exact top-k at the same budget" in flat(result.stdout)
+
+
 def test_text_of_a_file(command: list[str], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 6, encoding="utf-8")

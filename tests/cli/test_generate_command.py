@@ -335,12 +335,23 @@ def test_sampling_is_repeatable_with_a_seed(generate: Any) -> None:
     assert answers[0] == answers[1] != answers[2]
 
 
+def test_a_temperature_next_to_0_is_greedy(generate: Any) -> None:
+    """Logits divided by it would overflow."""
+    arguments = ["-p", "abc", "-n", "8", "--json", "--temperature"]
+    answers = [
+        json.loads(generate(*arguments, temperature).stdout)["runs"][0]["answer"]
+        for temperature in ("0", "1e-320", "1e-38")
+    ]
+    assert answers[0] == answers[1] == answers[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "give one of --prompt, --prompt-file and --demo"),
         (["-p", "a", "-f", "-"], "give one of --prompt, --prompt-file and --demo"),
         (["-p", "a", "--needle", "b"], "--needle needs --context"),
+        (["-p", "a", "--seed", str(2**64)], "expected -2**63 to 2**64 - 1"),
         (["--demo", "-p", "a"], "--demo brings its own prompt"),
         (
             ["-p", "a", "--policy", "qest"],

@@ -158,6 +158,18 @@ def test_too_few_queries_for_statistics() -> None:
         attention_statistics(torch.zeros(2, 32, 64), torch.zeros(1, 600, 64))
 
 
+def test_statistics_where_the_sinks_have_everything() -> None:
+    keys, queries = torch.zeros(1, 600, 64), torch.ones(2, 33, 64)
+    keys[:, 0] = 10
+    found = attention_statistics(queries, keys)
+    assert found.sink_share == 1
+    assert 0 <= found.near_share <= 1
+
+
+def test_a_seed_of_any_size() -> None:
+    assert not torch.equal(make(seed=2**64).keys, make(seed=0).keys)
+
+
 @pytest.mark.cuda
 def test_statistics_of_keys_made_on_a_gpu() -> None:
     device = torch.device("cuda")

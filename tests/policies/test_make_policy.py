@@ -57,6 +57,8 @@ def test_auto():
         make_policy("auto", dense_layers=1)
     with pytest.raises(ValueError, match="budget_tokens=67 cannot hold sink_tokens=4"):
         Auto(67)
+    with pytest.raises(ValueError, match=r"budget_tokens must be less than 2\*\*63, got 9223"):
+        make_policy("exact_topk", budget_tokens=2**63)
     with pytest.raises(ValueError, match="which auto has none of"):
         make_policy("hard_kv", inner="auto")
 

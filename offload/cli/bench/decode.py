@@ -44,6 +44,7 @@ from offload.cli.options import (
     comma_separated,
     counts,
     memory_budgets,
+    torch_seed,
 )
 
 if TYPE_CHECKING:
@@ -145,7 +146,10 @@ def decode(
             help=rf"{', '.join(DTYPE_NAMES)}. \[default: bfloat16; of a model, its own]",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of --shape's weights, keys and queries.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, callback=torch_seed, help="Of --shape's weights, keys and queries."),
+    ] = 0,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Sequences of --shape that decode together.")
     ] = 1,

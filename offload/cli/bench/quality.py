@@ -187,7 +187,22 @@ def _measure(setup: Setup, settings: QualitySettings, text: Path | None) -> list
 def _print(rows: Sequence[QualityMeasurement], title: str, *, has_bounds: bool) -> None:
     from offload.bench.quality.output import BOUND_LEGEND, COLUMNS, LEGEND, cells
 
-    header = ("policy", *(name for name, _, _ in COLUMNS))
-    lines = ([row.label, *cells(asdict(row))] for row in rows)
+    header = ["policy", *(name for name, _, _ in COLUMNS)]
+    lines = [[row.label, *cells(asdict(row))] for row in rows]
     legend = LEGEND + BOUND_LEGEND * has_bounds
-    stdout().print(make_table(header, lines, title=title, caption=legend))
+    console = stdout()
+    table = make_table(header, lines, title=title, caption=legend)
+    unbounded = console.options.update(max_width=10_000)
+    if console.measure(table, options=unbounded).minimum <= console.width:
+        console.print(table)
+        return
+    half = header.index("KL")
+    parts: tuple[tuple[range, dict[str, Any]], ...] = (
+        (range(1, half), {"title": title}),
+        (range(half, len(header)), {"caption": legend}),
+    )
+    plain: dict[str, Any] = {"overflow": "fold", "box": None, "padding": (0, 1, 0, 0)}
+    for columns, more in parts:
+        shown = [[line[0], *(line[i] for i in columns)] for line in (header, *lines)]
+        console.print(make_table(shown[0], shown[1:], **plain, **more))
+        console.print()

@@ -102,7 +102,8 @@ def _of_kv_head(queries: Tensor, keys: Tensor) -> AttentionStatistics:
     too_far = torch.ones(n, n + NEAR_TOKENS, dtype=torch.bool).tril(0)
     near = near_columns.masked_fill(too_far, 0).sum(-1)
     weights[:, :, :SINK_TOKENS] = 0
-    rest = 1 - sink
+    # Not 1 - sink, which rounds to 0 where the sinks have next to everything.
+    rest = weights.sum(-1).clamp_min(torch.finfo(weights.dtype).tiny)
     top = weights.topk(k, -1).values.sum(-1)
 
     group = weights.sum(0)  # [n, kv_len]

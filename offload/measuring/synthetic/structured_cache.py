@@ -409,7 +409,9 @@ def _generator(
     seed: int, kv_head: int, stream: int, device: torch.device | None = None
 ) -> Generator:
     """The generator of one stream of one KV head of one sequence; a device has its own numbers."""
-    return Generator(device or "cpu").manual_seed((seed * 1009 + kv_head) * 1009 + stream)
+    number = (seed * 1009 + kv_head) * 1009 + stream
+    # Torch takes 64 bits. The modulus is a prime, so that seeds of powers of 2 stay apart.
+    return Generator(device or "cpu").manual_seed(number % (2**63 - 25))
 
 
 def _even(n: int, generator: Generator) -> Tensor:

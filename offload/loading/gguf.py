@@ -59,8 +59,10 @@ def embedded_gguf() -> Path:
     )
 
 
-def converted_folder(gguf_path: Path, name: str | None = None) -> Path:
-    """The folder with `gguf_path` as bf16 safetensors and its tokenizer; made if need be.
+def converted_folder(
+    gguf_path: Path, name: str | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    """The folder with `gguf_path` as safetensors of `dtype` and its tokenizer; made if need be.
 
     Processes may race: each converts into a folder of its own, and the first to finish renames it
     into place. An incomplete or damaged folder is made again.
@@ -72,10 +74,28 @@ def converted_folder(gguf_path: Path, name: str | None = None) -> Path:
         PermissionError: if the cache folder cannot be written to.
     """
     return _made_once(
-        _converted_name(gguf_path, name),
-        lambda folder: _convert(gguf_path, folder),
+        _converted_name(gguf_path, name, dtype),
+        lambda folder: _convert(gguf_path, folder, dtype),
         check=lambda: check_gguf_magic(gguf_path),
+        source=gguf_path if name is None else None,
     )
+
+
+def weights_folder(folder: Path, dtype: torch.dtype) -> Path:
+    """Where the weights of a checkpoint's folder are to be read for `dtype`.
+
+    It is another folder for a GGUF file's conversion, which is in bfloat16, if `dtype` would show
+    what that has rounded, and the file is still there. Embedded models are what is in theirs.
+
+    Raises: as `converted_folder`.
+    """
+    try:
+        source = json.loads((folder / CONVERTED_MARK).read_bytes()).get("source")
+    except (OSError, ValueError):
+        return folder
+    if source is None or dtype == torch.bfloat16 or not Path(source).is_file():
+        return folder
+    return converted_folder(Path(source), dtype=dtype)
 
 
 def long_context_folder() -> Path:
@@ -144,10 +164,16 @@ def _check_base(adapter: Adapter, gguf_path: Path) -> None:
         )
 
 
-def _made_once(name: str, make: Callable[[Path], None], *, check: Callable[[], None]) -> Path:
+def _made_once(
+    name: str,
+    make: Callable[[Path], None],
+    *,
+    check: Callable[[], None],
+    source: Path | None = None,
+) -> Path:
     """The folder of that name among the user's models, made by `make` if it is not complete.
 
-    `check` raises before anything is written.
+    `check` raises before anything is written. The folder remembers its `source`.
     """
     models = cache_folder() / "models"
     target = models / name
@@ -160,7 +186,7 @@ def _made_once(name: str, make: Callable[[Path], None], *, check: Callable[[], N
         temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=models))
     try:
         with _being_made(temporary):
-            _make(make, temporary)
+            _make(make, temporary, source)
             with _writing_to(models):
                 _move_into_place(temporary, target)
     finally:
@@ -180,11 +206,13 @@ def _writing_to(models: Path) -> Iterator[None]:
         ) from error
 
 
-def _make(make: Callable[[Path], None], temporary: Path) -> None:
+def _make(make: Callable[[Path], None], temporary: Path, source: Path | None) -> None:
     """`make` in the folder: all is on disk when this returns, with permissions by the umask."""
     try:
         make(temporary)
         mark = {"format": _MARK_FORMAT, "digest": checkpoint_digest(temporary)}
+        if source is not None:
+            mark["source"] = str(source.resolve())
         (temporary / CONVERTED_MARK).write_text(json.dumps(mark))
         for path in [*temporary.rglob("*"), temporary]:
             _sync(path)
@@ -228,7 +256,7 @@ def _being_made(temporary: Path) -> Iterator[None]:
         yield
 
 
-def _convert(gguf_path: Path, folder: Path) -> None:
+def _convert(gguf_path: Path, folder: Path, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig
 
     header = read_gguf_header(gguf_path)
@@ -236,14 +264,15 @@ def _convert(gguf_path: Path, folder: Path) -> None:
     ends = end_tokens(header, tokenizer)
     if len(ends) > 1:
         config.eos_token_id = ends
-    _logger.info("converting %s to safetensors, once", gguf_path.name)
+    in_dtype = "" if dtype == torch.bfloat16 else f" in {str(dtype).removeprefix('torch.')}"
+    _logger.info("converting %s to safetensors%s, once", gguf_path.name, in_dtype)
     # Numbers that are not finite are refused below.
     with np.errstate(all="ignore"), passing_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             gguf_path.parent,
             gguf_file=gguf_path.name,
             config=config,
-            dtype=torch.bfloat16,
+            dtype=dtype,
             quantization_config=GgufConfig(dequantize=True),
             ignore_mismatched_sizes=True,  # or transformers raises without naming the file
             output_loading_info=True,
@@ -275,8 +304,11 @@ def _restore_halves(model: Any) -> None:
             weight.data = pairs.transpose(1, 2).reshape(weight.shape)
 
 
-def _converted_name(gguf_path: Path, name: str | None = None) -> str:
-    return f"{name or gguf_path.stem}-{_key(gguf_path)}"
+def _converted_name(
+    gguf_path: Path, name: str | None = None, dtype: torch.dtype = torch.bfloat16
+) -> str:
+    more = "" if dtype == torch.bfloat16 else f" {dtype}"
+    return f"{name or gguf_path.stem}-{_key(gguf_path, more)}"
 
 
 def _merged_name(gguf_path: Path, adapter: Adapter) -> str:
@@ -297,8 +329,9 @@ def _is_complete(folder: Path) -> bool:
     try:
         mark = json.loads((folder / CONVERTED_MARK).read_bytes())
         check_checkpoint(folder)
-        return bool(mark == {"format": _MARK_FORMAT, "digest": checkpoint_digest(folder)})
-    except (OSError, ValueError, RecursionError):
+        digest = checkpoint_digest(folder)
+        return bool(mark["format"] == _MARK_FORMAT and mark["digest"] == digest)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 

@@ -13,7 +13,7 @@ import torch
 
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint, check_loaded
-from offload.loading.gguf import CONVERTED_MARK
+from offload.loading.gguf import CONVERTED_MARK, weights_folder
 from offload.loading.one_at_a_time import loading
 from offload.models import ModelShape
 from offload.models.base import check_computation, context_limit
@@ -76,11 +76,13 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
         GenerationConfig.from_pretrained(checkpoint.folder, source.name)  # checks it, as below
     except Exception as error:  # or transformers raises without naming the file
         raise ValueError(f"{source}: {error}") from error
+    loaded_dtype = checkpoint.loaded_dtype(dtype)  # what budgets were checked with
+    weights = weights_folder(checkpoint.folder, loaded_dtype)
     with passing_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
+            weights,
             config=config,
-            dtype=checkpoint.loaded_dtype(dtype),  # what budgets were checked with
+            dtype=loaded_dtype,
             trust_remote_code=False,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # or transformers raises without naming the file

@@ -49,11 +49,14 @@ def written(tmp_path: Path) -> Writer:
     return write
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float16", "float32"])
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_every_model_type(name: str, written: Writer) -> None:
+def test_every_model_type(name: str, dtype: str, written: Writer, cache: Path) -> None:
+    """In each dtype weights are the file's, rounded once."""
     stock = make_tiny_model(name)
-    model = OffloadedModel.from_pretrained(written(stock), num_threads=1)
-    expected = stock.to(torch.bfloat16).state_dict()
+    model = OffloadedModel.from_pretrained(written(stock), num_threads=1, dtype=dtype)
+    assert len([*cache.iterdir()]) == (1 if dtype == "auto" else 2)
+    expected = stock.to(torch.bfloat16 if dtype == "auto" else model.dtype).state_dict()
     weights = model.state_dict()
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
@@ -106,11 +109,8 @@ OTHER_LLAMA3 = {
 
 
 def assert_same_answers(path: Path, stock: Any) -> Any:
-    """As stock computes, with its weights rounded to what a conversion keeps; 300 tokens."""
+    """As stock computes; 300 tokens."""
     model = OffloadedModel.from_pretrained(path, num_threads=1, dtype=torch.float32)
-    with torch.no_grad():
-        for weight in stock.parameters():
-            weight.copy_(weight.to(torch.bfloat16))
     rotary, expected = model.model.rotary_emb, stock.model.rotary_emb
     torch.testing.assert_close(rotary.inv_freq, expected.inv_freq, rtol=1e-6, atol=0)
     assert rotary.attention_scaling == pytest.approx(expected.attention_scaling)

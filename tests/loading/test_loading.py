@@ -372,8 +372,8 @@ def test_conversions_race(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     shutil.rmtree(done)
     convert = gguf_conversion._convert
 
-    def convert_slowly(path: Path, folder: Path) -> None:
-        convert(path, folder)
+    def convert_slowly(path: Path, folder: Path, dtype: torch.dtype) -> None:
+        convert(path, folder, dtype)
         content.rename(done)
 
     monkeypatch.setattr(gguf_conversion, "_convert", convert_slowly)

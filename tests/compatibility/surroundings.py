@@ -218,7 +218,12 @@ LOADING = [
         "more tokens than the model's positions", beyond_the_positions, "what comes is no language"
     ),
     Feature("safetensors in shards", from_shards),
-    Feature("GGUF", from_gguf, "dequantised"),
+    Feature(
+        "GGUF",
+        from_gguf,
+        "dequantised once into bfloat16, and once more for `dtype` float16 or float32: the file's "
+        "weights, rounded once. Embedded models are what they are in bfloat16",
+    ),
     Feature('`dtype="bfloat16"`: logits within 5 %', in_dtype("bfloat16"), tolerance=0.5),
     Feature('`dtype="float16"`: logits within 1 %', in_dtype("float16"), tolerance=0.1),
     Feature('`dtype="float64"`', in_dtype("float64"), "the kernels have no such rows"),

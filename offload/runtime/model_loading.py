@@ -16,6 +16,7 @@ import torch
 from cpu_ops.native import isa_name
 from offload.decode.gpu.placement import HeadPlacement
 from offload.loading.checkpoint import Checkpoint, check_checkpoint
+from offload.loading.gguf import weights_folder
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import HubOptions, checkpoint_name, resolve_folder
 from offload.loading.one_at_a_time import loading
@@ -95,6 +96,8 @@ def load_model(
     config, reason = with_resolved_policy(checkpoint, config, ranks)
     config = with_cap_in_tokens(checkpoint, config, ranks)
     check_before_loading(checkpoint, config, ranks)
+    if ranks is not None:  # one converts for all
+        ranks.once(partial(weights_folder, folder, checkpoint.loaded_dtype(config.dtype)))
     stock = load_stock_model(checkpoint, config.dtype).eval()
     if ranks is None:
         move_to_device(stock, config)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cases.tiny_models import byte_tokenizer
 
+from offload.bench.eval.haystack import prose_words
 from offload.bench.eval.labels import label_of
 from offload.bench.eval.needle import depth_samples
 from offload.bench.eval.prompt import prompt_counter, prompt_text, prompt_tokens
@@ -136,6 +138,16 @@ def test_needles_in_text_without_sentences() -> None:
     for sample in samples:
         places = [sample.text.index(output) / len(sample.text) for output in sample.outputs]
         assert max(places) - min(places) > 0.1
+
+
+def test_prose_without_spaces(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("\u5f7c\u306f\u3001\u8d70\u308b\u3002" * 2000, encoding="utf-8")
+    words = prose_words(path)
+    assert len(words) == 4000
+    (sample,) = depth_samples(50, 1000, 1, seed=0, count_prompt=count_prompt, prose=words)
+    place = sample.text.index(sample.outputs[0]) / len(sample.text)
+    assert place == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_needle_stands_where_it_shall() -> None:

@@ -300,7 +300,8 @@ class Trainer:
         return mixed_hidden(self.stock, text, gates, self.settings.rule)
 
     def _sample(self, seed: int) -> Tensor:
-        return _with_layer_0(self.gates.sample(torch.Generator().manual_seed(seed)))
+        generator = torch.Generator().manual_seed(seed % 2**64)  # of which it takes no more bits
+        return _with_layer_0(self.gates.sample(generator))
 
     def _read(self, seed: int, *, held_out: bool = False) -> ReadText:
         size, num_prompt = self.settings.batch_size, self.settings.context

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cases.tiny_models import byte_tokenizer
 
+from offload.bench.eval.haystack import prose_words
 from offload.bench.eval.labels import label_of
 from offload.bench.eval.needle import depth_samples
 from offload.bench.eval.prompt import prompt_counter, prompt_text, prompt_tokens
@@ -110,6 +112,42 @@ def test_ruler_samples(task: str) -> None:
             ruler_samples(task, 9000, 1, seed=0, count_tokens=count_words, prose=PROSE)
     with pytest.raises(ValueError, match="100 tokens leave no room"):
         ruler_samples(task, 100, 1, seed=0, count_tokens=count_words, prose=PROSE)
+
+
+@pytest.mark.parametrize("task", PROSE_TASKS)
+def test_prose_of_which_500_words_do_not_fit(task: str) -> None:
+    """As that of words that are many tokens each: it has the prompt's length all the same."""
+
+    def count(text: str) -> int:
+        return 5 * count_words(text)
+
+    for sample in ruler_samples(task, 1800, 3, seed=0, count_tokens=count, prose=PROSE):
+        assert 1300 < count(sample.text) <= 1800 - sample.max_new_tokens
+        assert all(output in sample.text for output in sample.outputs)
+
+
+def test_needles_in_text_without_sentences() -> None:
+    words = [f"word{i}" for i in range(4000)]
+    for depth in (25, 50, 75):
+        (sample,) = depth_samples(depth, 1000, 1, seed=0, count_prompt=count_prompt, prose=words)
+        place = sample.text.index(sample.outputs[0]) / len(sample.text)
+        assert place == pytest.approx(depth / 100, abs=0.06)
+    samples = ruler_samples(
+        "niah_multivalue", 1500, 3, seed=0, count_tokens=count_words, prose=words
+    )
+    for sample in samples:
+        places = [sample.text.index(output) / len(sample.text) for output in sample.outputs]
+        assert max(places) - min(places) > 0.1
+
+
+def test_prose_without_spaces(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("\u5f7c\u306f\u3001\u8d70\u308b\u3002" * 2000, encoding="utf-8")
+    words = prose_words(path)
+    assert len(words) == 4000
+    (sample,) = depth_samples(50, 1000, 1, seed=0, count_prompt=count_prompt, prose=words)
+    place = sample.text.index(sample.outputs[0]) / len(sample.text)
+    assert place == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_needle_stands_where_it_shall() -> None:

@@ -186,6 +186,11 @@ def test_direct_takes_the_largest_gates() -> None:
     assert made.retrieval.tolist() == [[True, True], [False, False], [True, False], [False, True]]
 
 
+def test_the_largest_seed() -> None:
+    """What gates are drawn by is larger than the seed."""
+    assert trainer(seed=2**64 - 1).step().loss >= 0
+
+
 def test_it_goes_on_as_without_a_break(tmp_path: Path) -> None:
     whole, saved = trainer(), tmp_path / "saved"
     train(whole, tmp_path / "whole", lambda step: None)

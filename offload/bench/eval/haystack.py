@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 from offload.system.stdlib_text import stdlib_paragraphs
 from offload.system.text_file import read_text_file
+
+# Also behind the full stops and commas of Chinese and Japanese, which have no spaces.
+_WORD_END = re.compile("\\s+|(?<=[\u3002\uff01\uff1f\u3001\uff0c])")
 
 
 def prose_text(path: Path | None, option: str = "--haystack") -> str:
@@ -37,5 +41,5 @@ def described(path: Path | None, option: str = "--haystack") -> dict[str, str | 
 
 
 def prose_words(path: Path | None) -> list[str]:
-    """The words of `prose_text`."""
-    return prose_text(path).split()
+    """The words of `prose_text`; of Chinese and Japanese the parts of sentences."""
+    return [word for word in _WORD_END.split(prose_text(path)) if word]

@@ -141,10 +141,10 @@ def _measure(
         for step, (token, target) in enumerate(zip(following, targets, strict=False)):
             probable = decode(token).double().log_softmax(-1).cpu()
             losses.append(-float(probable[target]))
+            rounded = probable.float()
             if is_full:
-                full.append(probable.float())
-            expected = full[step].double()
-            divergences.append(float((expected.exp() * (expected - probable)).sum()))
+                full.append(rounded)
+            divergences.append(_divergence(full[step].double(), rounded.double()))
         stats = runtime.current_generation.stats
         attended = attended_tokens(runtime, len(losses))
     return {
@@ -155,6 +155,13 @@ def _measure(
         "decode_seconds": round(stats.decode_seconds, 4),
         "build_seconds": round(stats.index_seconds, 4),
     }
+
+
+def _divergence(expected: torch.Tensor, ours: torch.Tensor) -> float:
+    """Of log probabilities [vocab_size], in nats. Rounded ones do not sum up to one: without the
+    difference of their sums it could be below zero."""
+    full, sparse = expected.exp(), ours.exp()
+    return float((full * (expected - ours) - full + sparse).sum())
 
 
 def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str, Any]]:

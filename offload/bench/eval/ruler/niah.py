@@ -1,8 +1,9 @@
 """RULER's needles in a haystack: NIAH single 1-3, multikey 1-3, multivalue, multiquery.
 
 Ported from NVIDIA's RULER (Apache-2.0, Copyright 2024 NVIDIA CORPORATION) by way of lm-eval 0.4.13,
-whose samples these are, draw for draw, with two exceptions. The haystack of prose is text that the
-caller has, not a download of essays; and its sentences are split by a rule, not by NLTK's data.
+whose samples these are, draw for draw, with three exceptions. The haystack of prose is text that
+the caller has, not a download of essays; its sentences are split by a rule, not by NLTK's data; and
+where not one step of it fits, it grows by fewer words.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 MAX_NEW_TOKENS = 128
 _DEPTHS = [round(100 * i / 39) for i in range(40)]  # per cent
+_FEW_WORDS = 10  # that prose grows by where RULER's step does not fit
+_LONG_SENTENCE = 100  # words; text with longer ones on the mean has no ends to go by
 _ORDER_SEED = 42  # of the needles of one prompt, always
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'(\[A-Z0-9])")
 
@@ -94,7 +97,11 @@ def needle_samples(
             )
         return tokens
 
-    size = max(grown(max(step, num_needles), step, room, tokens_of), num_needles)
+    size = grown(max(step, num_needles), step, room, tokens_of)
+    if kind.haystack == "prose" and size < step:  # RULER would hide the needles in nothing
+        step = _FEW_WORDS
+        size = grown(step, step, room, tokens_of)
+    size = max(size, num_needles)
     least = 1 if kind.haystack == "prose" else num_needles
     samples = []
     for index in range(num_samples):
@@ -164,8 +171,10 @@ def _among_sentences(needles: list[str], sentences: Sequence[str], rng: random.R
 
 @lru_cache(maxsize=64)  # sizes of one haystack: each is split once for all samples
 def sentences_of(text: str) -> list[str]:
-    """Split where a mark ends a sentence and another begins."""
-    return _SENTENCE_END.split(text.strip())
+    """Split where a mark ends a sentence and another begins; or between words, where nearly no
+    sentence ends, for needles to stand at their depths there, too."""
+    sentences, words = _SENTENCE_END.split(text.strip()), text.split()
+    return words if len(sentences) * _LONG_SENTENCE < len(words) else sentences
 
 
 def _other_needle(kind: Needles, rng: random.Random) -> str:

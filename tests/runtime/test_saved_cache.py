@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +145,13 @@ def test_what_does_not_fit_is_a_miss_with_a_reason(
     assert_miss(model, tmp_path, "not a file")
     assert_miss(model, tmp_path / "nothing", "there is no .*nothing")
     assert_miss(load(tiny_folders["llama"], "full"), path, "another policy: quest, not full")
-    assert_miss(load(tiny_folders["llama"], "quest", dtype="bfloat16"), path, "another")
-    assert_miss(load(tiny_folders["qwen3"], "quest"), path, "another weights")
+    assert_miss(load(tiny_folders["llama"], "quest", dtype="bfloat16"), path, "other weights")
+    assert_miss(load(tiny_folders["qwen3"], "quest"), path, "saved with other weights")
     other = OffloadedModel.from_pretrained(
         tiny_folders["llama"], policy=make_policy("quest", **FEW | {"budget_tokens": 31}),
         dtype="float32",
     )  # fmt: skip
-    assert_miss(other, path, "another options of the policy")
+    assert_miss(other, path, "saved with other options of the policy")
     budget = model.kv_store.host_budget_bytes
     allow_host_bytes(model, 1000)
     try:
@@ -180,8 +181,20 @@ def test_writing_that_fails_leaves_the_file_before(saved: tuple[Any, Path], tmp_
     model, path = saved
     cache = OffloadedCache.load(model, path)
     good = path.read_bytes()
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(OSError, match=f"No such file or directory: '{tmp_path}/nowhere/cache'$"):
         cache.save(tmp_path / "nowhere" / "cache")
+    for taken in ("folder", "pipe"):  # as root it could take the place of /dev/null
+        (Path.mkdir if taken == "folder" else os.mkfifo)(tmp_path / taken)
+        with pytest.raises(OSError, match=f"Not a regular file: '{tmp_path}/{taken}'$"):
+            cache.save(tmp_path / taken)
+        assert not (tmp_path / taken).is_file()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{path}'$"):
+            cache.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     cache.crop(-1)
     os.chmod(path.parent, 0o500)
     try:

@@ -87,7 +87,7 @@ def test_conversions_to_what_it_is(model: Any) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a GPU")
 def test_conversion_to_a_gpu_that_is_not_there(model: Any) -> None:
     for convert in (model.cuda, lambda: model.to("cuda"), lambda: model.to("cuda:1")):
-        with pytest.raises(ValueError, match="into another: .*; give dtype and device to Offl"):
+        with pytest.raises(ValueError, match=r"into another: .*; give dtype and device to Offl"):
             convert()
 
 

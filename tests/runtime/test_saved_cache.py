@@ -12,10 +12,10 @@ import pytest
 import torch
 from cases.inside import allow_host_bytes
 from cases.slowly import slow_but
-from cases.tiny_models import random_tokens
+from cases.tiny_models import make_tiny_model, random_tokens
 from safetensors import safe_open
 
-from offload import OffloadedCache, OffloadedModel, SessionMiss
+from offload import Engine, OffloadedCache, OffloadedModel, SessionMiss
 from offload.policies.registry import make_policy
 from offload.runtime.saving import read_in_parts
 from offload.system.checked_file import finish
@@ -160,6 +160,15 @@ def test_what_does_not_fit_is_a_miss_with_a_reason(
         allow_host_bytes(model, budget)
     with pytest.raises(ValueError, match="no tokens to save"):
         model.new_cache().save(tmp_path / "empty")
+
+
+def test_a_stock_model_is_refused(saved: tuple[Any, Path]) -> None:
+    for model, name in ((make_tiny_model("llama"), "LlamaForCausalLM"), (None, "None")):
+        message = f"must come from OffloadedModel.from_pretrained, got {name}$"
+        with pytest.raises(TypeError, match=message):
+            OffloadedCache.load(model, saved[1])
+        with pytest.raises(TypeError, match=message):
+            Engine(model)
 
 
 def test_room_that_others_take_meanwhile_is_a_miss(saved: tuple[Any, Path]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import json
 import logging
 import sys
@@ -105,6 +107,7 @@ def running(*, verbose: bool = False) -> Iterator[None]:
     if sys.stdout is None:  # closed, as by >&-
         print_marked("error:", "stdout is closed, where the result would go", "bold red")
         raise typer.Exit(1)
+    _escape_what_stdout_lacks()
     with _logs(verbose=verbose), warnings.catch_warnings():
         if not verbose:
             warnings.simplefilter("ignore")
@@ -119,7 +122,17 @@ def running(*, verbose: bool = False) -> Iterator[None]:
             raise typer.Exit(1) from error
 
 
+def _escape_what_stdout_lacks() -> None:
+    """An answer may have characters that a terminal's encoding has not, such as Latin-1: they show
+    as \\u2603, as on stderr. UTF-8 stays as it is: it has them all."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and codecs.lookup(out.encoding).name != "utf-8":
+        out.reconfigure(errors="backslashreplace")
+
+
 def _is_refusal(error: Exception) -> bool:
+    if "DefaultCPUAllocator: can't allocate memory" in str(error):  # torch's MemoryError
+        return True
     if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError | MemoryError):
         return True
     # These import torch, which whoever raised them has done.

@@ -201,7 +201,7 @@ class Sampling:
 
     panel: ClassVar[str] = "How tokens are chosen"
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 128
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0
+    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 is greedy.")] = 0.0
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0
     top_k: Annotated[int, typer.Option(min=0, help="0 is all.")] = 0
     seed: Annotated[

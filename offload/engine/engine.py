@@ -25,6 +25,7 @@ from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Scheduler
 from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
 from offload.engine.steps import EngineStats, Steps
+from offload.runtime.cache import check_offloaded
 from offload.system.interrupts import shielded
 from offload.system.memory import format_bytes
 
@@ -83,6 +84,7 @@ class Engine:
         overcommit: float = 1.0,
     ) -> None:
         check_options(max_num_seqs, max_queued, slice_seconds, read_share, overcommit)
+        check_offloaded(model)
         self._runtime = runtime = model._offload
         check_model(runtime)
         self.model, self.tokenizer = model, tokenizer

@@ -61,6 +61,7 @@ def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> P
             f"a model is a folder, a .gguf file, a hub id or {EMBEDDED_MODEL!r}, got "
             f"{name_or_path!r}"
         )
+    check_not_empty(name_or_path)
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name == EMBEDDED_MODEL and not path.exists():
         return converted_folder(embedded_gguf(), EMBEDDED_MODEL)
@@ -76,6 +77,12 @@ def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> P
         raise FileNotFoundError(f"no such model folder or GGUF file: {name}")
     check_has_owner(name)
     return _download(name, hub)
+
+
+def check_not_empty(name_or_path: str | Path) -> None:
+    """Refuse "", which as a path would be the working directory."""
+    if not str(name_or_path):
+        raise ValueError("the model's name is empty; give a folder, a .gguf file or a hub id")
 
 
 def check_has_owner(name: str, more_names: Iterable[str] = ()) -> None:

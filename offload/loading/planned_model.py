@@ -19,7 +19,7 @@ from offload.loading.gguf import (
 )
 from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import read_gguf_header
-from offload.loading.names import check_has_owner, checkpoint_name
+from offload.loading.names import check_has_owner, check_not_empty, checkpoint_name
 from offload.models import lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import DTYPES
@@ -79,6 +79,7 @@ def planned_model(name_or_path: str, dtype: str = "auto") -> PlannedModel:
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; available: auto, {', '.join(DTYPES)}")
+    check_not_empty(name_or_path)
     wanted = DTYPES.get(dtype)
     path = Path(name_or_path).expanduser()
     if name_or_path in MODEL_SHAPES and not path.exists():

@@ -26,6 +26,8 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
 )
+# One of them has the vocabulary, of all but tokenizers that need none.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "tekken.json")
 logger = logging.getLogger(__name__)
 
 # What files may ask an offloaded model for, first what it does. Its KV cache is the host store, it
@@ -126,8 +128,6 @@ def folder_tokenizer(folder: Path) -> Any:
     loader: Any = PreTrainedTokenizerFast if is_converted else AutoTokenizer
     try:
         return loader.from_pretrained(folder, trust_remote_code=False)
-    except OSError:
-        raise
     except Exception as error:  # of any kind, where files are damaged
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -137,8 +137,15 @@ def folder_tokenizer(folder: Path) -> Any:
         for name in _TOKENIZER_FILES:
             if (folder / name).is_file():
                 read_json_object(folder / name)
+        if not any(any(folder.glob(name)) for name in _VOCABULARIES):
+            raise FileNotFoundError(
+                f"{folder} has no tokenizer: no {' or '.join(_VOCABULARIES[:2])}"
+            ) from error
+        if isinstance(error, OSError):
+            raise
+        reason = " ".join(str(error).split())  # transformers' has many lines
         raise ValueError(
-            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error})"
+            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {reason})"
         ) from error
 
 

@@ -7,6 +7,9 @@ from typing import ClassVar
 
 from offload.policies.base import Policy, SparsePolicy
 
+# Every policy that auto may come to takes so many: lychee_cluster's sinks and recent window.
+_LEAST_TOKENS = 80
+
 
 @dataclass(frozen=True)
 class Auto(Policy):
@@ -17,7 +20,7 @@ class Auto(Policy):
         budget_tokens: of the policy that it comes to, if that one selects.
 
     Raises:
-        ValueError: as of any policy that selects.
+        ValueError: as of any policy that selects, or less than one of them takes.
     """
 
     name: ClassVar[str] = "auto"
@@ -26,4 +29,10 @@ class Auto(Policy):
     budget_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        SparsePolicy(budget_tokens=self.budget_tokens)
+        budget = self.budget_tokens
+        if isinstance(budget, int) and not isinstance(budget, bool) and budget < _LEAST_TOKENS:
+            raise ValueError(
+                f"budget_tokens={budget} is too few for what 'auto' may come to; give at least "
+                f"{_LEAST_TOKENS}"
+            )
+        SparsePolicy(budget_tokens=budget)

@@ -29,6 +29,15 @@ from offload.runtime.sequences import Sequences
 from offload.system.interrupts import shielded
 
 
+def check_offloaded(model: Any) -> None:
+    """Refuse, with a TypeError, what `OffloadedModel.from_pretrained` has not made."""
+    if not hasattr(model, "_offload"):
+        raise TypeError(
+            "the model must come from OffloadedModel.from_pretrained, got "
+            f"{'None' if model is None else type(model).__name__}"
+        )
+
+
 class OffloadedCache(Cache):
     """The cached tokens of a batch: one sequence of the KV store per row.
 
@@ -137,8 +146,9 @@ class OffloadedCache(Cache):
         Raises:
             SessionMiss: a file of another model, dtype, policy or version, one that is damaged or
                 is none, or there is no room for it; the message says which.
-            NotImplementedError: as `save`.
+            NotImplementedError: as `save`. TypeError: a stock model, or none.
         """
+        check_offloaded(model)
         runtime = model._offload
         cache = cls(runtime.sequences)
         with runtime.run_lock.lock:

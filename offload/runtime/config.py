@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -123,8 +124,9 @@ class RuntimeConfig:
                 "placement is of the heads of one policy, but policy is 'auto'; give the policy "
                 "that it was made for"
             )
-        if not self.deadline_seconds > 0:
-            raise ValueError(f"deadline_seconds must be positive, got {self.deadline_seconds!r}")
+        seconds = self.deadline_seconds
+        if not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise ValueError(f"deadline_seconds must be a positive number, got {seconds!r}")
         _check_share("quality_probe", self.quality_probe)
         if self.quality_probe and self.tensor_parallel_size > 1:
             raise ValueError(
@@ -263,8 +265,7 @@ def checked_device(name: str) -> torch.device:
     Raises:
         ValueError, NoGPUError: there is no such device.
     """
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or name == "cpu:0":
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", name):
         raise _unknown("device", name, ["cpu", "cuda", "cuda:0", "cuda:1 …"])
     device = torch.device(name)
     if device.type == "cpu":

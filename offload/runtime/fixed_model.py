@@ -72,11 +72,19 @@ class FixedModel(_StockModel):  # type: ignore[misc]
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Behind `to()`, `half()`, `cuda()` …: the KV store and the kernels are made for one dtype
         and device, so a change is refused; nothing else needs applying."""
-        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        give = "give dtype and device to OffloadedModel.from_pretrained"
+        try:
+            probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        except (AssertionError, RuntimeError) as error:  # torch's, of a device that is not there
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"cannot turn a model of {self.dtype} on {self.device} into another: {reason}; "
+                f"{give}"
+            ) from error
         if probe.dtype != self.dtype or probe.device != self.device:
             raise ValueError(
                 f"cannot turn a model of {self.dtype} on {self.device} into {probe.dtype} on "
-                f"{probe.device}; give dtype and device to OffloadedModel.from_pretrained"
+                f"{probe.device}; {give}"
             )
         return self
 

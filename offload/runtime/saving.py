@@ -201,7 +201,8 @@ def _check_fingerprint(reader: CheckedReader, expected: dict[str, str]) -> None:
     found = json.loads(reader.metadata["fingerprint"])
     for name, value in expected.items():
         if found.get(name) != value:
-            raise SessionMiss(f"saved with another {name}: {found.get(name)}, not {value}")
+            another = "other" if name in ("weights", "options of the policy") else "another"
+            raise SessionMiss(f"saved with {another} {name}: {found.get(name)}, not {value}")
 
 
 def _read_row(

@@ -9,6 +9,7 @@ order, then one of the length and the header. It is damage that is noticed, not 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -127,9 +128,14 @@ class CheckedFile:
                     digests.append(digest.digest())
                 _write_all(file, b"".join([*digests, _digest(self._head)]))
                 os.fsync(descriptor)
+            if path.exists() and not path.is_file():  # root could replace /dev/null
+                raise OSError(errno.EINVAL, "Not a regular file")
             os.replace(aside, path)
-        except BaseException:
-            aside.unlink(missing_ok=True)
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # a file for a folder, which `error` says
+                aside.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno:  # it names the file aside, or none
+                raise OSError(error.errno, error.strerror, str(path)) from error
             raise
         _sync_folder(path.parent)
 

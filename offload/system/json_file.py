@@ -19,9 +19,11 @@ def read_json(
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: not JSON; names the file.
+        ValueError: a folder, or not JSON; names the file.
     """
     file = Path(path).expanduser()
+    if file.is_dir():
+        raise ValueError(f"{kind} {path} is a folder; give a file")
     if not file.is_file():
         raise FileNotFoundError(f"no {kind} {path}{hint}")
     try:

@@ -335,6 +335,13 @@ def test_sampling_is_repeatable_with_a_seed(generate: Any) -> None:
     assert answers[0] == answers[1] != answers[2]
 
 
+@pytest.mark.parametrize("temperature", ["inf", "nan", "101", "-1"])
+def test_temperatures_that_no_server_takes(generate: Any, temperature: str) -> None:
+    result = generate("-p", "abc", "-n", "2", "--temperature", temperature)
+    assert result.exit_code == 2
+    assert "Invalid value for '--temperature'" in result.stderr
+
+
 def test_a_temperature_next_to_0_is_greedy(generate: Any) -> None:
     """Logits divided by it would overflow."""
     arguments = ["-p", "abc", "-n", "8", "--json", "--temperature"]

@@ -189,6 +189,7 @@ def test_a_machine_that_is_not_there_yet(
         (["--option", "budget=3"], 1, "has no option 'budget'"),
         (["--remeasure"], 2, "a given profile is not measured"),
         (["--placement", "nowhere.json"], 1, "no placement file nowhere.json"),
+        (["--placement", "/"], 1, "placement file / is a folder; give a file"),
     ],
 )
 def test_refusals(h200: str, arguments: list[str], code: int, message: str) -> None:

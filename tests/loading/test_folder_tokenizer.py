@@ -9,6 +9,7 @@ import pytest
 from cases.tiny_models import byte_tokenizer, make_tiny_model
 
 from offload import load_tokenizer
+from offload.loading.gguf import CONVERTED_MARK
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,6 +26,16 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="auto_map names Python code of the checkpoint"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "was_run").exists()
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
+    make_tiny_model("llama").save_pretrained(tmp_path)
+    message = f"{tmp_path} has no tokenizer: no tokenizer.json or vocab.json"
+    for extra in ("config.json", "tokenizer_config.json", CONVERTED_MARK):
+        if not (tmp_path / extra).exists():
+            (tmp_path / extra).write_text("{}")
+        with pytest.raises(FileNotFoundError, match=message):
+            load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

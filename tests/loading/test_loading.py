@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from offload import HostBudgetError, OffloadedModel, load_tokenizer
 from offload.loading.gguf import converted_folder
+from offload.loading.planned_model import planned_model
 
 TOKENS = random_tokens(1, 20)
 
@@ -79,6 +80,9 @@ def test_names_that_lead_nowhere(name: str, message: str) -> None:
 def test_no_name_at_all() -> None:
     with pytest.raises(ValueError, match=r"a folder, a \.gguf file, a hub id or .*, got None"):
         OffloadedModel.from_pretrained(None)
+    for find in (OffloadedModel.from_pretrained, load_tokenizer, planned_model):
+        with pytest.raises(ValueError, match="the model's name is empty; give a folder"):
+            find("")
 
 
 def test_hub_id_in_the_hub_cache(tiny_folders: dict[str, Path], tmp_path: Path) -> None:

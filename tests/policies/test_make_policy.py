@@ -55,8 +55,14 @@ def test_auto():
     message = "policy 'auto' has no option 'dense_layers'; its options: budget_tokens"
     with pytest.raises(ValueError, match=message):
         make_policy("auto", dense_layers=1)
-    with pytest.raises(ValueError, match="budget_tokens=67 cannot hold sink_tokens=4"):
-        Auto(67)
+    # The least that it takes is the least of all that it may come to.
+    for budget in (0, 64, 79):
+        with pytest.raises(ValueError, match=f"={budget} is too few .*; give at least 80"):
+            Auto(budget)
+    for name in ("lychee_cluster", "tidal_decode", "lychee_decode"):
+        make_policy(name, budget_tokens=Auto(80).budget_tokens)
+    with pytest.raises(ValueError, match="budget_tokens=79 cannot hold sink_tokens=16"):
+        make_policy("lychee_cluster", budget_tokens=79)
     with pytest.raises(ValueError, match=r"budget_tokens must be less than 2\*\*63, got 9223"):
         make_policy("exact_topk", budget_tokens=2**63)
     with pytest.raises(ValueError, match="which auto has none of"):

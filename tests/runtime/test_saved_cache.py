@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from cases.inside import allow_host_bytes
 from cases.slowly import slow_but
-from cases.tiny_models import random_tokens
+from cases.tiny_models import make_tiny_model, random_tokens
 from safetensors import safe_open
 
-from offload import OffloadedCache, OffloadedModel, SessionMiss
+from offload import Engine, OffloadedCache, OffloadedModel, SessionMiss
 from offload.policies.registry import make_policy
 from offload.runtime.saving import read_in_parts
 from offload.system.checked_file import finish
@@ -144,13 +145,13 @@ def test_what_does_not_fit_is_a_miss_with_a_reason(
     assert_miss(model, tmp_path, "not a file")
     assert_miss(model, tmp_path / "nothing", "there is no .*nothing")
     assert_miss(load(tiny_folders["llama"], "full"), path, "another policy: quest, not full")
-    assert_miss(load(tiny_folders["llama"], "quest", dtype="bfloat16"), path, "another")
-    assert_miss(load(tiny_folders["qwen3"], "quest"), path, "another weights")
+    assert_miss(load(tiny_folders["llama"], "quest", dtype="bfloat16"), path, "other weights")
+    assert_miss(load(tiny_folders["qwen3"], "quest"), path, "saved with other weights")
     other = OffloadedModel.from_pretrained(
         tiny_folders["llama"], policy=make_policy("quest", **FEW | {"budget_tokens": 31}),
         dtype="float32",
     )  # fmt: skip
-    assert_miss(other, path, "another options of the policy")
+    assert_miss(other, path, "saved with other options of the policy")
     budget = model.kv_store.host_budget_bytes
     allow_host_bytes(model, 1000)
     try:
@@ -159,6 +160,15 @@ def test_what_does_not_fit_is_a_miss_with_a_reason(
         allow_host_bytes(model, budget)
     with pytest.raises(ValueError, match="no tokens to save"):
         model.new_cache().save(tmp_path / "empty")
+
+
+def test_a_stock_model_is_refused(saved: tuple[Any, Path]) -> None:
+    for model, name in ((make_tiny_model("llama"), "LlamaForCausalLM"), (None, "None")):
+        message = f"must come from OffloadedModel.from_pretrained, got {name}$"
+        with pytest.raises(TypeError, match=message):
+            OffloadedCache.load(model, saved[1])
+        with pytest.raises(TypeError, match=message):
+            Engine(model)
 
 
 def test_room_that_others_take_meanwhile_is_a_miss(saved: tuple[Any, Path]) -> None:
@@ -180,8 +190,20 @@ def test_writing_that_fails_leaves_the_file_before(saved: tuple[Any, Path], tmp_
     model, path = saved
     cache = OffloadedCache.load(model, path)
     good = path.read_bytes()
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(OSError, match=f"No such file or directory: '{tmp_path}/nowhere/cache'$"):
         cache.save(tmp_path / "nowhere" / "cache")
+    for taken in ("folder", "pipe"):  # as root it could take the place of /dev/null
+        (Path.mkdir if taken == "folder" else os.mkfifo)(tmp_path / taken)
+        with pytest.raises(OSError, match=f"Not a regular file: '{tmp_path}/{taken}'$"):
+            cache.save(tmp_path / taken)
+        assert not (tmp_path / taken).is_file()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{path}'$"):
+            cache.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     cache.crop(-1)
     os.chmod(path.parent, 0o500)
     try:

@@ -84,6 +84,13 @@ def test_conversions_to_what_it_is(model: Any) -> None:
             convert()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a GPU")
+def test_conversion_to_a_gpu_that_is_not_there(model: Any) -> None:
+    for convert in (model.cuda, lambda: model.to("cuda"), lambda: model.to("cuda:1")):
+        with pytest.raises(ValueError, match=r"into another: .*; give dtype and device to Offl"):
+            convert()
+
+
 @pytest.mark.cuda
 def test_conversions_on_a_gpu(tiny_folders: Any) -> None:
     from offload import OffloadedModel

@@ -76,7 +76,7 @@ class FixedModel(_StockModel):  # type: ignore[misc]
         try:
             probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         except (AssertionError, RuntimeError) as error:  # torch's, of a device that is not there
-            reason = str(error).splitlines()[0]
+            reason = str(error).partition("\n")[0]
             raise ValueError(
                 f"cannot turn a model of {self.dtype} on {self.device} into another: {reason}; "
                 f"{give}"

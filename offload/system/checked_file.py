@@ -109,7 +109,7 @@ class CheckedFile:
         Raises:
             OSError: as of any writing; nothing is left then.
         """
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        aside = path.with_name(f".{path.name}.{os.getpid()}-{id(self):x}.tmp")
         try:
             descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb", buffering=0) as file:

@@ -109,9 +109,10 @@ def test_files_that_are_something_else(document, tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"roles\.json is not JSON: "):
             HeadRoles.load(path)
-    for missing in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"no roles file .*; write one with `offload"):
-            HeadRoles.load(missing)
+    with pytest.raises(FileNotFoundError, match=r"no roles file .*; write one with `offload"):
+        HeadRoles.load(tmp_path / "none.json")
+    with pytest.raises(ValueError, match="is a folder; give a file"):
+        HeadRoles.load(tmp_path)
 
 
 def test_files_of_the_first_format_are_read(document):

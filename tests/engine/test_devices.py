@@ -24,6 +24,17 @@ from offload.engine.scheduler import Scheduler
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
+def alone(model: Any, prompts: list[list[int]], num_tokens: int) -> dict[str, list[int]]:
+    """Answers of `generate`, by the number of the prompt."""
+    answers, options = {}, {"do_sample": False, "eos_token_id": None}
+    for number, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt], device=model.device)
+        mask = torch.ones_like(ids)
+        text = model.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, **options)
+        answers[str(number)] = text[0, len(prompt) :].tolist()
+    return answers
+
+
 @pytest.mark.parametrize("backend", [SLOW_INLINE, FLAGS, STREAM, GRAPH])
 @pytest.mark.parametrize(
     "name",
@@ -40,12 +51,7 @@ def test_rows_join_and_leave(
     model = load(tiny_folders["llama"], policy, backend)
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (5, 100, 41, 230, 70, 150)]
     prompts.append(prompts[3][:150] + prompts[0])
-    wanted = {}
-    for number, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt], device=model.device)
-        options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}
-        text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        wanted[str(number)] = text[0, len(prompt) :].tolist()
+    wanted = alone(model, prompts, 12)
     engine, chance = Engine(model, max_num_seqs=4, slice_seconds=1e-3), random.Random(2)
     found: dict[str, list[int]] = {request_id: [] for request_id in wanted}
     waiting = [*wanted]
@@ -73,12 +79,7 @@ def test_corrections_in_slices(
     model = load(tiny_folders["llama"], small(name), backend, cache_correction_every=16)
     correct_in_background(model, False)
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (150, 90, 120)]
-    wanted = {}
-    for number, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt], device=model.device)
-        options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 60}
-        text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        wanted[str(number)] = text[0, len(prompt) :].tolist()
+    wanted = alone(model, prompts, 60)
     engine = Engine(model, slice_seconds=1e-4)
     found: dict[str, list[int]] = {request_id: [] for request_id in wanted}
     for request_id in wanted:
@@ -125,9 +126,7 @@ def test_each_draws_by_itself(
         wanted[str(seed)] = text[0, len(prompt) :].tolist()
         params[str(seed)] = SamplingParams(max_tokens=30 + seed, seed=seeds[str(seed)], **options)
     assert len({*wanted["0"]}) > 5
-    ids = torch.tensor([prompts[0]], device=model.device)
-    text = model.generate(ids, do_sample=False, eos_token_id=None, max_new_tokens=8)
-    wanted["greedy"] = text[0, len(prompts[0]) :].tolist()
+    wanted["greedy"] = alone(model, prompts[:1], 8)["0"]
     params["greedy"] = SamplingParams(max_tokens=8, temperature=0.0)
     params["min_p"] = SamplingParams(max_tokens=12, seed=9, min_p=1.0)
     wanted["min_p"] = [*wanted["greedy"]]  # and four more
@@ -155,12 +154,7 @@ def test_steps_in_turn(
     split_steps(model, 1)
     monkeypatch.setattr(BurstLength, "num_steps", property(lambda self: 7))
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (150, 90, 120)]
-    wanted = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=model.device)
-        options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 40}
-        text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        wanted.append(text[0, len(prompt) :].tolist())
+    wanted = [*alone(model, prompts, 40).values()]
     place = next(i for i in range(6, 20) if wanted[1][i] not in wanted[1][:i])
     heard: list[int] = []
 

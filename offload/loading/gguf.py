@@ -85,17 +85,19 @@ def weights_folder(folder: Path, dtype: torch.dtype) -> Path:
     """Where the weights of a checkpoint's folder are to be read for `dtype`.
 
     It is another folder for a GGUF file's conversion, which is in bfloat16, if `dtype` would show
-    what that has rounded, and the file is still there. Embedded models are what is in theirs.
+    what that has rounded, and the file is still there as it was. Embedded models are what is in
+    theirs.
 
     Raises: as `converted_folder`.
     """
     try:
-        source = json.loads((folder / CONVERTED_MARK).read_bytes()).get("source")
-    except (OSError, ValueError):
+        source = Path(json.loads((folder / CONVERTED_MARK).read_bytes())["source"])
+        is_its = folder.name == _converted_name(source)
+    except (OSError, ValueError, LookupError, TypeError):
         return folder
-    if source is None or dtype == torch.bfloat16 or not Path(source).is_file():
+    if dtype == torch.bfloat16 or not is_its:
         return folder
-    return converted_folder(Path(source), dtype=dtype)
+    return converted_folder(source, dtype=dtype)
 
 
 def long_context_folder() -> Path:

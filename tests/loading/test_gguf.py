@@ -22,7 +22,7 @@ from cases.tiny_models import (
 
 from offload import OffloadedModel
 from offload.loading.checkpoint import check_loaded
-from offload.loading.gguf import converted_folder
+from offload.loading.gguf import converted_folder, weights_folder
 from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import read_gguf_header
 from offload.loading.planned_model import planned_model
@@ -64,6 +64,16 @@ def test_every_model_type(name: str, dtype: str, written: Writer, cache: Path) -
     for option in ("max_position_embeddings", "head_dim", "num_key_value_heads", "eos_token_id"):
         assert getattr(model.config, option) == getattr(stock.config, option)
     assert model.config.rms_norm_eps == pytest.approx(stock.config.rms_norm_eps)
+
+
+def test_a_conversion_whose_file_is_gone_is_what_there_is(written: Writer) -> None:
+    path = written()
+    folder = converted_folder(path)
+    assert weights_folder(folder, torch.float32) not in (folder, path.parent)
+    os.utime(path, (0, 0))  # another file in its place
+    assert weights_folder(folder, torch.float32) == folder
+    path.unlink()
+    assert weights_folder(folder, torch.float32) == folder
 
 
 @pytest.mark.parametrize("name", ["llama-biases-rope", "mistral", "qwen3"])

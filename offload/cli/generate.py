@@ -213,7 +213,7 @@ class Sampling:
 
     def settings(self) -> dict[str, Any]:
         """Arguments of `generate`."""
-        samples = self.temperature >= 1e-5  # to divide by less would overflow
+        samples = self.temperature >= 1e-5  # as SamplingParams, which takes long to import
         settings: dict[str, Any] = {"do_sample": samples}
         if samples:
             settings |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}

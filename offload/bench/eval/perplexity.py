@@ -20,6 +20,7 @@ from offload.bench.eval.bounds import Bound, read_within
 from offload.bench.eval.intervals import student_interval
 from offload.bench.eval.record_file import Record
 from offload.bench.eval.summary import FULL, bound_means, mean
+from offload.bench.quality.metrics import kl_divergence
 from offload.models.batch import tokens_each
 from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
 
@@ -144,7 +145,7 @@ def _measure(
             rounded = probable.float()
             if is_full:
                 full.append(rounded)
-            divergences.append(_divergence(full[step].double(), rounded.double()))
+            divergences.append(float(kl_divergence(rounded, full[step])))
         stats = runtime.current_generation.stats
         attended = attended_tokens(runtime, len(losses))
     return {
@@ -155,13 +156,6 @@ def _measure(
         "decode_seconds": round(stats.decode_seconds, 4),
         "build_seconds": round(stats.index_seconds, 4),
     }
-
-
-def _divergence(expected: torch.Tensor, ours: torch.Tensor) -> float:
-    """Of log probabilities [vocab_size], in nats. Rounded ones do not sum up to one: without the
-    difference of their sums it could be below zero."""
-    full, sparse = expected.exp(), ours.exp()
-    return float((full * (expected - ours) - full + sparse).sum())
 
 
 def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str, Any]]:

@@ -80,6 +80,10 @@ def spherical_kmeans(
     labels: int,
     centroids: int,
 ) -> None: ...
+
+IS_INTEL: bool
+
+def has_products(isa: str, dtype: int) -> bool: ...
 def has_causal_attention(isa: str, dtype: int, head_dim: int) -> bool: ...
 def causal_attention(
     pool: WorkerPool,

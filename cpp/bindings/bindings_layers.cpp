@@ -48,6 +48,8 @@ void add_layer(DecoderLayers& layers, int64_t input_norm, float input_eps, const
 
 void bind_layers(py::module_& m) {
   m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;
+  m.attr("IS_INTEL") = is_intel;
+  m.def("has_products", [](const std::string& isa, int dtype) { return kernels_for(isa).multiply[dtype] != nullptr; });
   py::class_<Linear>(m, "Linear").def(py::init(&make_linear)).def("run", &run_linear, WithoutGil());
   py::class_<DecoderStep>(m, "DecoderStep").def(py::init(&decoder_step));
   // Its attention and its layers' linears are kept alive by the Python wrapper.

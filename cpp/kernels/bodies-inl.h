@@ -2,6 +2,7 @@
 // clang-format off
 #include "kernels/tile_ops-inl.h"
 #include "kernels/attention-inl.h"
+#include "kernels/register_tile-inl.h"
 #include "kernels/clustering-inl.h"
 #include "kernels/ranking-inl.h"
 #include "kernels/codes-inl.h"

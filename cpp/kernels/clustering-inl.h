@@ -1,10 +1,7 @@
 // What an index of clustered keys is made of: the nearest centroids of many points. Included
-// inside a per-ISA namespace after attention-inl.h.
+// inside a per-ISA namespace after register_tile-inl.h.
 
-// The register tile: kTilePoints points times kTileVectors vectors of centroids, one float of each point at a time.
-inline constexpr int kTilePoints = 6;
-inline constexpr int kTileVectors = W == 8 ? 2 : 4;  // 12 of AVX2's 16 registers, 24 of 32
-inline constexpr int kCentroidBlock = kTileVectors * W;
+inline constexpr int kCentroidBlock = kPanelColumns;
 
 // Blocks of kCentroidBlock centroids, each [width, kCentroidBlock]. The last block is filled up with copies of the last
 // centroid, which never win: the first of equal centroids does.
@@ -27,30 +24,20 @@ static void nearest_centroids(const float* points, int64_t num_points, int64_t w
     products[i] = -INFINITY;
   }
   for (int64_t first = 0; first < num_centroids; first += kCentroidBlock, packed += width * kCentroidBlock) {
-    for (int64_t begin = 0; begin < num_points; begin += kTilePoints) {
-      const float* point[kTilePoints];
-      for (int p = 0; p < kTilePoints; ++p) {
+    for (int64_t begin = 0; begin < num_points; begin += kProductRows) {
+      const float* point[kProductRows];
+      for (int p = 0; p < kProductRows; ++p) {
         point[p] = points + (begin + p < num_points ? begin + p : num_points - 1) * width;
       }
-      F sums[kTilePoints][kTileVectors];
-      for (int p = 0; p < kTilePoints; ++p) {
-        for (int v = 0; v < kTileVectors; ++v) sums[p][v] = f_zero();
-      }
-      for (int64_t d = 0; d < width; ++d) {
-        F centroid[kTileVectors];
-        for (int v = 0; v < kTileVectors; ++v) centroid[v] = f_load(packed + d * kCentroidBlock + v * W);
-        for (int p = 0; p < kTilePoints; ++p) {
-          const F x = f_set1(point[p][d]);
-          for (int v = 0; v < kTileVectors; ++v) sums[p][v] = f_fma(x, centroid[v], sums[p][v]);
-        }
-      }
-      for (int p = 0; p < kTilePoints && begin + p < num_points; ++p) {
+      F sums[kProductRows][kProductVectors] = {};
+      add_products(point, packed, kCentroidBlock, width, sums);
+      for (int p = 0; p < kProductRows && begin + p < num_points; ++p) {
         F best = sums[p][0];
-        for (int v = 1; v < kTileVectors; ++v) best = f_max(best, sums[p][v]);
+        for (int v = 1; v < kProductVectors; ++v) best = f_max(best, sums[p][v]);
         const float product = f_max_lane(best);
         if (!(product > products[begin + p])) continue;
         alignas(64) float all[kCentroidBlock];
-        for (int v = 0; v < kTileVectors; ++v) f_store(all + v * W, sums[p][v]);
+        for (int v = 0; v < kProductVectors; ++v) f_store(all + v * W, sums[p][v]);
         int at = 0;
         while (at < kCentroidBlock - 1 && all[at] != product) ++at;
         labels[begin + p] = static_cast<int32_t>(first + at);

@@ -26,8 +26,10 @@ struct Bf16 {
 // Rapids) does not keep up: dense attention reaches 50 % of a sequential read on one core and 57 % on fifteen; with
 // this 74 and 79 %. On Zen 4, whose prefetchers do, every software prefetch of a stream costs bandwidth.
 #if defined(__x86_64__)
-inline const int64_t stream_ahead_bytes = (__builtin_cpu_init(), __builtin_cpu_is("intel")) ? 4096 : 0;
+inline const bool is_intel = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+inline const int64_t stream_ahead_bytes = is_intel ? 4096 : 0;
 #else
+inline constexpr bool is_intel = false;
 inline constexpr int64_t stream_ahead_bytes = 0;
 #endif
 
@@ -137,8 +139,35 @@ struct CausalArgs {
   void* out;  // [num_queries, num_kv_heads * group_size, head_dim]
   int64_t out_row;
 
-  // float32 of scratch for that many rows: sums, and the keys and values of a block as pairs
-  int64_t scratch_items(int64_t num_rows) const { return num_rows * (head_dim + 2) + kCausalKeys * head_dim; }
+  // float32 of scratch for that many rows: sums, and the keys and values of a block
+  int64_t scratch_items(int64_t num_rows) const { return num_rows * (head_dim + 2) + 2 * kCausalKeys * head_dim; }
+};
+
+// multiply() holds so many outputs and input features of a weight matrix as float32: half of a small second-level
+// cache.
+inline constexpr int64_t kMultiplyColumns = 128;
+inline constexpr int64_t kMultiplyDepth = 192;
+inline constexpr int64_t kConvertedRows =
+    24;  // of x at one time: with a panel of weights they fit the first-level cache
+inline constexpr int64_t kMultiplyRows = 384;  // of x that share the work of converting them
+
+// out[r][o] = round(<x[r], weight[o]> + bias[o]) (+ residual[r][o]) for o in [first, last), at most kMultiplyColumns.
+struct ProductArgs {
+  const void* x;  // [num_rows, in_features]
+  int64_t num_rows;
+  int64_t in_features;
+  const void* weight;    // [.., in_features]
+  const void* bias;      // or null
+  const void* residual;  // or null: as out
+  void* out;             // [num_rows, out_row]
+  int64_t out_row;
+  int64_t first;
+  int64_t last;
+
+  // float32 of scratch: a block of weights, sums, and a few rows of x
+  int64_t scratch_items() const {
+    return kMultiplyDepth * (kMultiplyColumns + kConvertedRows) + num_rows * kMultiplyColumns;
+  }
 };
 
 inline constexpr int64_t kCodeBlock = 64;  // tokens whose codes lie together
@@ -186,8 +215,9 @@ struct KernelTable {
   void (*score[kNumDTypes])(const ScoreArgs&);
   void (*attend[kNumDTypes])(const AttendArgs&);
 
-  // The queries [first, last) of one KV head's group; null where the ISA has none.
+  // The queries [first, last) of one KV head's group; null where torch's way is as fast.
   void (*attend_causal[kNumDTypes])(const CausalArgs&, int64_t kv_head, int64_t first, int64_t last, float* scratch);
+  int64_t causal_multiple[kNumDTypes];  // of which head_dim must be a multiple for it
 
   // x[i] <- exp(x[i] - max(x)) over n scores; returns the maximum, adds the sum to *sum.
   float (*exp_shifted)(float* x, int64_t n, float* sum);
@@ -217,6 +247,8 @@ struct KernelTable {
   // y[r * out_stride + o - first] = <x[r], weight[o]> for o in [first, last); x packed, [num_rows, in_features]
   void (*linear[kNumDTypes])(const void* packed, int num_rows, int64_t in_features, const void* weight, int64_t first,
                              int64_t last, float* out, int64_t out_stride);
+  // The same for many rows; null where torch's way is as fast.
+  void (*multiply[kNumDTypes])(const ProductArgs&, float* scratch);
 
   // For indexes of clustered keys (ranking-inl.h, clustering-inl.h).
   void (*rank_rows)(const RankArgs&);

@@ -12,7 +12,8 @@ constexpr int64_t kFewestRows = 24;  // packing its keys is then a quarter of a 
 }  // namespace
 
 bool has_causal_attention(const KernelTable& kernels, DType dtype, int64_t head_dim) {
-  return kernels.attend_causal[static_cast<int>(dtype)] != nullptr && head_dim % 32 == 0;
+  const int type = static_cast<int>(dtype);
+  return kernels.attend_causal[type] != nullptr && head_dim % kernels.causal_multiple[type] == 0;
 }
 
 void causal_attention(const KernelTable& kernels, WorkerPool& pool, DType dtype, int64_t num_kv_heads,

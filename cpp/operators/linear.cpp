@@ -7,6 +7,8 @@ namespace {
 
 constexpr int64_t kOutputTile = 64;
 constexpr int64_t kTasksPerThread = 6;
+constexpr int64_t kPreparedRows = 1152;  // of many rows those that are normed or gated at one time
+constexpr int64_t kFewestRows = 96;      // of a task: converting its weights is then a tenth of it
 
 struct OutputTile {
   const WeightBlock* block;
@@ -24,6 +26,7 @@ Linear::Linear(DType dtype, int64_t in_features, std::vector<WeightBlock> blocks
 
 void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
                  void* out) const {
+  if (input.num_rows > kMaxLinearRows) return run_many(kernels, pool, input, residual, out);
   const int type = static_cast<int>(dtype_);
   const int64_t item = dtype_bytes(dtype_);
   // Of the calling thread; workers only read them.
@@ -78,6 +81,67 @@ void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput
       }
     }
   });
+}
+
+void Linear::run_many(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
+                      void* out) const {
+  const int type = static_cast<int>(dtype_);
+  const int64_t item = dtype_bytes(dtype_), x_bytes = in_features_ * item * (input.silu_mul ? 2 : 1);
+  std::vector<OutputTile> tiles;
+  int64_t column = 0;
+  for (const WeightBlock& block : blocks_) {
+    for (int64_t first = 0; first < block.out_features; first += kMultiplyColumns) {
+      tiles.push_back({&block, first, std::min(first + kMultiplyColumns, block.out_features), column});
+    }
+    column += block.out_features;
+  }
+  const auto num_tiles = static_cast<int64_t>(tiles.size());
+  const auto parts_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
+  static thread_local std::vector<char> prepared;  // of the calling thread; workers share it
+  for (int64_t begin = 0; begin < input.num_rows; begin += kPreparedRows) {
+    const int64_t num_rows = std::min<int64_t>(kPreparedRows, input.num_rows - begin);
+    const char* x = static_cast<const char*>(input.x) + begin * x_bytes;
+    if (input.silu_mul || input.norm_weight != nullptr) {
+      prepared.resize(static_cast<size_t>(num_rows * in_features_ * item));
+      char* rows = prepared.data();
+      pool.parallel_for(parts_of(num_rows, kMaxLinearRows), [&](int64_t task, int) {
+        static thread_local std::vector<float> values;
+        values.resize(static_cast<size_t>(in_features_));
+        const int64_t last = std::min<int64_t>((task + 1) * kMaxLinearRows, num_rows);
+        for (int64_t r = task * kMaxLinearRows; r < last; ++r) {
+          const char* row = x + r * x_bytes;
+          if (input.silu_mul) {
+            kernels.silu_mul[type](row, row + in_features_ * item, in_features_, values.data());
+          } else {
+            kernels.rms_norm[type](row, input.norm_weight, input.norm_eps, in_features_, values.data());
+          }
+          kernels.from_float[type](values.data(), in_features_, rows + r * in_features_ * item);
+        }
+      });
+      x = rows;
+    }
+    const int64_t wanted = parts_of(pool.num_threads() * kTasksPerThread, num_tiles);
+    const int64_t num_parts = std::max(parts_of(num_rows, kMultiplyRows), std::min(wanted, num_rows / kFewestRows));
+    const int64_t rows_each = parts_of(parts_of(num_rows, num_parts), 6) * 6;
+    pool.parallel_for(parts_of(num_rows, rows_each) * num_tiles, [&](int64_t task, int) {
+      static thread_local std::vector<float> scratch;
+      const OutputTile& t = tiles[static_cast<size_t>(task % num_tiles)];
+      const int64_t first = task / num_tiles * rows_each;
+      const int64_t offset = ((begin + first) * out_features_ + t.column) * item;
+      const ProductArgs args{x + first * in_features_ * item,
+                             std::min(rows_each, num_rows - first),
+                             in_features_,
+                             t.block->weight,
+                             t.block->bias,
+                             residual == nullptr ? nullptr : static_cast<const char*>(residual) + offset,
+                             static_cast<char*>(out) + offset,
+                             out_features_,
+                             t.first,
+                             t.last};
+      scratch.resize(static_cast<size_t>(args.scratch_items()));
+      kernels.multiply[type](args, scratch.data());
+    });
+  }
 }
 
 }  // namespace offload

@@ -30,11 +30,15 @@ class Linear {
  public:
   Linear(DType dtype, int64_t in_features, std::vector<WeightBlock> blocks);
 
-  // out: [num_rows, out_features]; residual: the same shape or null.
+  // out: [num_rows, out_features]; residual: the same shape or null. More rows than kMaxLinearRows need
+  // `kernels.multiply`.
   void run(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
            void* out) const;
 
  private:
+  void run_many(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
+                void* out) const;
+
   const DType dtype_;
   const int64_t in_features_;
   const std::vector<WeightBlock> blocks_;

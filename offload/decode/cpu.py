@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from cpu_ops.decoder_layers import DecoderLayers, LayersStep
 from cpu_ops.linear import Linear
@@ -23,7 +22,7 @@ from offload.decode.sampling import Draws
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.batch import RaggedBatch, tokens_each
-from offload.models.weights import fuse_layer, norm_of
+from offload.models.weights import fuse_layer, native_linear, norm_of
 from offload.policies import Policy
 from offload.system.errors import DeviceMemoryError
 
@@ -56,13 +55,13 @@ class NativeDecoder:
             sm_scale=model.sm_scale,
         )
         self.stack = DecoderLayers(
-            [fuse_layer(layer, _linear) for layer in model.layers], self.attention
+            [fuse_layer(layer, native_linear) for layer in model.layers], self.attention
         )
         self.after_projection: Callable[[int, int, torch.Tensor, torch.Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
         self.make_room: Callable[[], bool] = lambda: False
         self.final_norm = norm_of(model.final_norm)
-        self.lm_head = _linear([model.lm_head])
+        self.lm_head = native_linear([model.lm_head])
 
     def decode(self, hidden: torch.Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> torch.Tensor:
         """As `Decoder.decode`; `hidden` is overwritten."""
@@ -238,9 +237,3 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """
     tokens = logits.float().argmax(dim=-1)
     return tokens.masked_fill(logits.gather(1, tokens[:, None])[:, 0].isnan(), -1)
-
-
-def _linear(modules: Sequence[nn.Linear]) -> Linear:
-    weights = [module.weight.detach() for module in modules]
-    biases = [None if module.bias is None else module.bias.detach() for module in modules]
-    return Linear(weights, biases)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from cpu_ops.decoder_layers import FusedLayer, Norm, W
+from cpu_ops.linear import Linear
 from offload.models.base import DecoderLayer
 
 # By the first of the modules.
@@ -49,6 +50,13 @@ def fuse_rows(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
         first += module.out_features
     _fused[modules[0]] = weight, biases
     return weight, biases
+
+
+def native_linear(modules: Sequence[nn.Linear]) -> Linear:
+    """Several layers with the same input as one of `cpu_ops`, over their own weights."""
+    weights = [module.weight.detach() for module in modules]
+    biases = [None if module.bias is None else module.bias.detach() for module in modules]
+    return Linear(weights, biases)
 
 
 def fuse_layer(layer: DecoderLayer, fuse: Callable[[Sequence[nn.Linear]], W]) -> FusedLayer[W]:

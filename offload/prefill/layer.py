@@ -2,8 +2,8 @@
 
 On a GPU the steps between the projections are kernels of `gpu_ops`: torch's operators would read
 and write the slice a dozen times where once will do. On a CPU RMSNorm, which is the most of it, is
-a kernel of `cpu_ops`, where there is a pool for it; the others are torch's. All kernels round where
-transformers rounds.
+a kernel of `cpu_ops`, where there is a pool for it, and so are the projections where torch's are
+slow (`has_products`); the others are torch's. All kernels round where transformers rounds.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from cpu_ops.linear import has_products
 from cpu_ops.rms_norm import rms_norm
 from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rotate import rotate_tokens
 from gpu_ops.silu_mul import activate
 from offload.models import DecoderLayer, LeanModel
-from offload.models.weights import norm_of
+from offload.models.weights import native_linear, norm_of
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -33,7 +34,7 @@ def project_qkv(
     """Queries, keys and values [n, num_heads, head_dim] of x [n, hidden_size], not yet rotated."""
     x = _norm(layer.input_norm, x, pool)
     q, k, v = (
-        projection(x).unflatten(1, (-1, head_dim))
+        project(projection, x, pool).unflatten(1, (-1, head_dim))
         for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -72,9 +73,14 @@ def add_mlp(
     else:
         x += delta
         normed = _norm(layer.mlp_norm, x, pool)
-    gate = layer.gate_proj(normed)
-    activate(gate, layer.up_proj(normed))
-    x += sum_over_ranks(layer.down_proj(gate))
+    if pool is not None and _is_native(x):
+        gate_up = native_linear([layer.gate_proj, layer.up_proj])(pool, normed)
+        down = native_linear([layer.down_proj])(pool, gate_up, silu_mul=True)
+    else:
+        gate = layer.gate_proj(normed)
+        activate(gate, layer.up_proj(normed))
+        down = layer.down_proj(gate)
+    x += sum_over_ranks(down)
 
 
 def attend_to_nothing(model: LeanModel, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
@@ -83,9 +89,21 @@ def attend_to_nothing(model: LeanModel, x: Tensor, pool: WorkerPool | None = Non
     The attention of the stock layers (torch's `scaled_dot_product_attention`) is zero then.
     """
     for layer in model.layers:
-        delta = layer.o_proj(x.new_zeros(len(x), layer.o_proj.in_features))
+        delta = project(layer.o_proj, x.new_zeros(len(x), layer.o_proj.in_features), pool)
         add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks, pool)
     return x
+
+
+def project(linear: nn.Linear, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
+    """x [n, in_features] -> [n, out_features]."""
+    if pool is None or not _is_native(x):
+        projected: Tensor = linear(x)
+        return projected
+    return native_linear([linear])(pool, x.contiguous())
+
+
+def _is_native(x: Tensor) -> bool:
+    return x.is_cpu and has_products(x.dtype)
 
 
 def _norm(norm: nn.Module, x: Tensor, pool: WorkerPool | None) -> Tensor:

@@ -11,7 +11,7 @@ from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
 from cpu_ops import native
-from cpu_ops.linear import Linear
+from cpu_ops.linear import Linear, has_products
 from cpu_ops.worker_pool import WorkerPool
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -20,6 +20,7 @@ WIDTHS = [16, 31, 32, 48, 576, 577, 1536]
 KINDS = ["plain", "bias", "norm", "silu_mul", "residual"]
 OUT_FEATURES = [1, 63, 64, 65, 190]  # one weight block each, so that every tile edge occurs
 ROWS = [1, 2, 3, 4, 5, 16]
+MANY_ROWS = [17, 97, 1159]  # on both sides of the kernel's tiles, tasks and pieces
 # Relative L2. Kernels round where the reference rounds: only values near a tie may differ.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 EPS = 1e-5
@@ -65,7 +66,7 @@ def test_matches_reference(isa, dtype, width, kind, pool):
     ]
     linear = Linear(weights, biases, isa=isa)
     norm = (random(rng, dtype, width), EPS) if kind == "norm" else None
-    for num_rows in ROWS:
+    for num_rows in ROWS + (MANY_ROWS if linear.takes_many_rows else []):
         x = random(rng, dtype, num_rows, width * (2 if kind == "silu_mul" else 1), scale=3.0)
         residual = None
         if kind == "residual":
@@ -108,6 +109,42 @@ def test_rows_do_not_depend_on_their_neighbours(isa, dtype, pool):
     for row in range(7):
         alone = linear(pool, x[row : row + 1])
         assert relative_error(wide(alone), wide(together[row : row + 1])) < TOLERANCE[dtype]
+
+
+MANY = [
+    (isa, dtype)
+    for isa in ISAS
+    for dtype in DTYPES
+    if Linear([torch.zeros(1, 16, dtype=dtype)], isa=isa).takes_many_rows
+]
+
+
+@pytest.mark.parametrize(("isa", "dtype"), MANY, ids=str)
+def test_many_rows_do_not_depend_on_their_neighbours(isa, dtype, pool):
+    """To the bit: not on the threads, on how many rows there are, or on what is in the others."""
+    rng = new_rng()
+    linear = Linear([random(rng, dtype, 200, 577, scale=0.05)], isa=isa)
+    x = random(rng, dtype, 700, 577)
+    together = linear(pool, x)
+    with_more_threads = WorkerPool(5)
+    assert torch.equal(linear(with_more_threads, x), together)
+    with_more_threads.close()
+    assert torch.equal(linear(pool, x[100:150].clone()), together[100:150])
+    x[3, 5], x[4, 7] = torch.inf, torch.nan
+    spoilt = linear(pool, x)
+    assert spoilt[4].isnan().all()
+    assert not spoilt[3].isfinite().any()
+    others = torch.arange(700).sub(3.5).abs() > 1
+    assert torch.equal(spoilt[others], together[others])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_torch_multiplies_where_it_is_as_fast(isa):
+    """bfloat16 is torch's where it has instructions for it, and float16 is no slower then."""
+    has_bf16 = ISAS.index(isa) >= ISAS.index("avx512_bf16") if "avx512_bf16" in ISAS else False
+    is_vector = isa not in ("scalar", "neon")
+    assert has_products(torch.bfloat16, isa=isa) == (is_vector and not has_bf16)
+    assert has_products(torch.float16, isa=isa) == is_vector
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -167,9 +204,10 @@ def test_bad_input_is_refused(pool):
     ):
         with pytest.raises(ValueError, match=message):
             Linear(**arguments)
-    for rows in (0, 17):
-        with pytest.raises(ValueError, match=f"x must have 1 to 16 rows, got {rows}"):
-            linear(pool, torch.zeros(rows, 32))
+    with pytest.raises(ValueError, match="x must have 1 to 16 rows, got 17"):
+        Linear([weight], isa="scalar")(pool, torch.zeros(17, 32))
+    with pytest.raises(ValueError, match="x must have 1 row or more, got 0"):
+        Linear([weight])(pool, torch.zeros(0, 32))
     with pytest.raises(ValueError, match=r"x must be .* \[2, 64\] .* got torch.float32 \[2, 32\]"):
         linear(pool, x, silu_mul=True)
     with pytest.raises(ValueError, match=r"x must be torch\.float32 .* got torch\.float16"):

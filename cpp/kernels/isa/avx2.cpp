@@ -74,6 +74,25 @@ static inline I i_high_squares(I pairs) {
 }
 static inline F f_from_ints(I x) { return _mm256_cvtepi32_ps(x); }
 static inline F f_sqrt(F x) { return _mm256_sqrt_ps(x); }
+// x[i], lane j <-> x[j], lane i
+static inline void f_transpose(F* x) {
+  F y[8];
+  for (int i = 0; i < 8; i += 2) {
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {  // x[i + j]: column j of each 128-bit lane, rows i to i + 3
+    x[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
+    x[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xee);
+    x[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
+    x[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xee);
+  }
+  for (int j = 0; j < 4; ++j) {
+    const F low = x[j], high = x[j + 4];
+    x[j] = _mm256_permute2f128_ps(low, high, 0x20);
+    x[j + 4] = _mm256_permute2f128_ps(low, high, 0x31);
+  }
+}
 template <int G, int R>
 static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
   for (int g = 0; g < G; ++g) {
@@ -140,13 +159,21 @@ static inline void b_store_sums(const ByteSums& sums, uint16_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
+// clang-format off
 #include "kernels/bodies-inl.h"
+#include "kernels/causal_attention-inl.h"
+#include "kernels/products-inl.h"
+// clang-format on
 
 }  // namespace offload::avx2
 #pragma GCC pop_options
 
 const offload::KernelTable* offload::avx2_table() {
-  static const KernelTable table = avx2::make_table("avx2");
+  static const KernelTable table = [] {
+    KernelTable whole = avx2::make_table("avx2");
+    avx2::add_products_of_floats(&whole);
+    return whole;
+  }();
   return &table;
 }
 #endif

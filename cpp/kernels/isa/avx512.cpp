@@ -43,13 +43,28 @@ static inline void b_store_sums(const ByteSums& sums, uint16_t* out) {
   _mm512_storeu_si512(out + 32, _mm512_permutex2var_epi64(low, second, high));
 }
 
+static inline void f_transpose(F* x) {
+  __m512i words[16];
+  for (int i = 0; i < 16; ++i) words[i] = _mm512_castps_si512(x[i]);
+  transpose(words);
+  for (int i = 0; i < 16; ++i) x[i] = _mm512_castsi512_ps(words[i]);
+}
+
+// clang-format off
 #include "kernels/bodies-inl.h"
+#include "kernels/causal_attention-inl.h"
+#include "kernels/products-inl.h"
+// clang-format on
 
 }  // namespace offload::avx512
 #pragma GCC pop_options
 
 const offload::KernelTable* offload::avx512_table() {
-  static const KernelTable table = avx512::make_table("avx512");
+  static const KernelTable table = [] {
+    KernelTable whole = avx512::make_table("avx512");
+    avx512::add_products_of_floats(&whole);
+    return whole;
+  }();
   return &table;
 }
 #endif

@@ -17,6 +17,8 @@ namespace offload::avx512_bf16 {
 template <>
 struct TileOps<Bf16> : PairOps {};
 #include "kernels/attention-inl.h"
+#include "kernels/register_tile-inl.h"
+#include "kernels/causal_attention-inl.h"
 #include "kernels/causal_attention_bf16-inl.h"
 // clang-format on
 
@@ -41,7 +43,9 @@ const offload::KernelTable* offload::avx512_bf16_table() {
     const int bf16 = static_cast<int>(DType::bf16);
     improved.score[bf16] = avx512_bf16::score_any;
     improved.attend[bf16] = avx512_bf16::attend_any;
-    improved.attend_causal[bf16] = avx512_bf16::attend_causal;
+    improved.attend_causal[bf16] = avx512_bf16::attend_causal<avx512_bf16::PairProducts>;
+    improved.causal_multiple[bf16] = 32;
+    improved.multiply[bf16] = nullptr;  // torch's use the dot products, too
     improved.pack_input[bf16] = avx512_bf16::pack_input<Bf16>;
     improved.linear[bf16] = avx512_bf16::linear<Bf16>;
     return improved;

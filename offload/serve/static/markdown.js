@@ -16,6 +16,7 @@ const KEPT = {
   ALLOWED_TAGS: ("p br hr h1 h2 h3 h4 h5 h6 ul ol li strong em del code pre blockquote a "
     + "table thead tbody tr th td #text").split(" "),
   ALLOWED_ATTR: ["href", "title", "align", "start"],
+  ADD_URI_SAFE_ATTR: ["align", "start"], // which the pattern below is not about
   ALLOW_ARIA_ATTR: false,
   ALLOW_DATA_ATTR: false,
   ALLOWED_URI_REGEXP: /^(https?|mailto):/i,

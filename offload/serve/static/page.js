@@ -8,7 +8,7 @@ const LONG = { characters: 600, lines: 12 }; // longer messages are folded
 
 const $ = id => document.getElementById(id);
 const number = value => value.toLocaleString("en");
-const mib = bytes => `${number(Math.round(bytes / 2 ** 20 * 10) / 10)} MiB`;
+const size = bytes => bytes < 2 ** 30 ? `${(bytes / 2 ** 20).toFixed(1)} MiB` : `${(bytes / 2 ** 30).toFixed(1)} GiB`;
 
 let current = newChat();
 let files = []; // for the next message
@@ -94,7 +94,7 @@ function countsOf(usage, untilFirst, since) {
     `${number(tokens)} tokens`,
     ...(since > 0 && tokens > 1 ? [`${((tokens - 1) * 1000 / since).toFixed(1)} tokens/s`] : []),
     `first after ${(untilFirst / 1000).toFixed(1)} s`,
-    `prompt ${number(prompt)} tokens${cached ? `, ${number(cached)} of them kept` : ""}`,
+    `prompt ${number(prompt)} tokens${cached ? `, ${number(cached)} of them cached` : ""}`,
   ].join(" · ");
 }
 
@@ -248,8 +248,8 @@ async function refresh() {
     const most = props.kv_host_budget_bytes, gpu = props.kv_device_bytes;
     keepsSessions = props.sessions;
     $("model").textContent = document.title = props.model;
-    $("kv").textContent = `KV cache: ${mib(props.kv_host_bytes)}${most ? ` of ${mib(most)}` : ""} in host memory`
-      + (gpu ? `, ${mib(gpu)} on the GPU` : "");
+    $("kv").textContent = `KV cache: ${size(props.kv_host_bytes)}${most ? ` of ${size(most)}` : ""} in host memory`
+      + (gpu ? `, ${size(gpu)} on the GPU` : "");
     const session = keepsSessions && (await api.sessions()).find(each => each.id === current.name);
     $("kept").textContent = session ? `The server keeps ${number(session.tokens ?? 0)} tokens of it (${session.where}).` : "";
   } catch (error) { fail(error); }

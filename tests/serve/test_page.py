@@ -410,7 +410,7 @@ def test_a_chat_in_a_browser(browser: httpx.Client) -> None:
         page.click("#settings summary")
         page.type("0", "#temperature")
         page.click("#settings summary")
-        page.type("Count from one to one thousand, in words.\n")
+        page.type("Write a long story about a fox.\n")
         lens = list[int]()
         until(lambda: lens.extend(map(len, page.texts(".markdown"))) or len({*lens}) >= 5)
         assert sorted(lens) == lens  # it grew

@@ -8,11 +8,10 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from offload.engine.async_engine import AsyncEngine
 from offload.engine.sampling_params import SamplingParams
@@ -40,6 +39,7 @@ from offload.serve.errors import ApiError, context_error, install, of_engine
 from offload.serve.formats import Chat, Completion, Format
 from offload.serve.grammars import Grammars, Mask, SchemaLimits
 from offload.serve.metrics import Metrics
+from offload.serve.page import add_page
 from offload.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -384,11 +384,9 @@ def create_app(served: Served) -> FastAPI:
             "kv_host_bytes": engine.model.kv_store.host_bytes_used,
             "kv_host_budget_bytes": engine.model.kv_store.host_budget_bytes,
             "kv_device_bytes": engine.kv_device_bytes,
+            "sessions": engine.sessions is not None,
             "chat_template": texts.tokenizer.chat_template,
         }
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(Path(__file__).with_name("page.html"))
-
+    add_page(app)
     return app

@@ -225,7 +225,7 @@ class Load(TypedDict):
 
 
 class Props(TypedDict):
-    """The server's limits, and the model's chat template."""
+    """The server's limits, whether it keeps sessions, and the model's chat template."""
 
     model: str
     version: str
@@ -236,6 +236,7 @@ class Props(TypedDict):
     kv_host_bytes: int
     kv_host_budget_bytes: int | None
     kv_device_bytes: int
+    sessions: bool
     chat_template: Any
 
 

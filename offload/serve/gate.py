@@ -11,9 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.serve.errors import ApiError
 from offload.serve.metrics import while_loading
+from offload.serve.page import FILES
 
 _HEALTH = ("/health", "/ping")
-PUBLIC = ("/", *_HEALTH)
+PUBLIC = (*FILES, *_HEALTH)
 
 
 class Gate:

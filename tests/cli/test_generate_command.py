@@ -448,13 +448,18 @@ def test_the_demo_in_a_shorter_context() -> None:
 @pytest.mark.parametrize(
     ("crossover", "budget", "policies", "told"),
     [
-        (None, 128, ["auto (full)", "lychee_cluster"], "auto did not take it here: exact: contexts"),
+        (
+            None,
+            128,
+            ["auto (full)", "lychee_cluster"],
+            "auto did not take it here: exact: contexts",
+        ),
         (
             400,
             128,
             ["auto (exact)", "lychee_cluster"],
-            "beside it lychee_cluster, which selects from 128 tokens on; auto attends to everything "
-            "up to 400 tokens",
+            "beside it lychee_cluster, which selects from 128 tokens on; auto attends to "
+            "everything up to 400 tokens",
         ),
         (200, 128, ["auto (lychee_cluster)", "full"], ""),
         (400, 400, ["auto (exact)"], "nothing beside it: lychee_cluster attends to all of"),

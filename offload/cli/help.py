@@ -109,8 +109,8 @@ def _print_description(console: Console, text: str) -> None:
                 console.print(_EXAMPLE + line, style="cyan", soft_wrap=True)
             continue
         shown = Text.from_markup(" ".join(paragraph.split()))
-        for line in _wrapped(shown, console, console.width):
-            console.print(line, soft_wrap=True)
+        for wrapped in _wrapped(shown, console, console.width):
+            console.print(wrapped, soft_wrap=True)
 
 
 def _print_rows(console: Console, panel: str, rows: list[tuple[str, str]]) -> None:

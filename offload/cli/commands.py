@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from typer.core import TyperGroup
 
+from offload.cli.help import print_help
 from offload.cli.spelling import Command
 
 
@@ -28,6 +29,10 @@ class CommandGroup(TyperGroup):
             guess = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             ctx.fail(f"No such command {name!r}.{guess} Available: {', '.join(self.commands)}")
         return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Printed at once, as typer does it."""
+        print_help(self, ctx)
 
 
 def _group() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -36,6 +36,9 @@ from offload.ranks.launch import is_rank, is_silent_rank, run_ranks
 from offload.system.garbage import importing_torch
 from offload.system.stdlib_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NEEDLE, DEMO_QUESTION
 from offload.system.text_file import argument_text, decoded, read_text_file
+
+if TYPE_CHECKING:
+    from offload.policies import Policy
 
 
 @dataclass(frozen=True)
@@ -298,40 +301,52 @@ def generate(
             )
             settings = sampling.settings()
             arguments = asdict(loading) | {"max_memory": budgets}
+            most = input_ids.shape[1] + sampling.max_new_tokens
             runs: list[dict[str, Any]] = []
-            auto_was_exact = False
-            for made in policies:
-                if runs and auto_was_exact:
-                    made = make_policy("lychee_cluster", **options)
-                    why = f"auto did not take it here: {runs[0]['policy_reason']}"
-                    stderr().print(f"beside it {made.name}; {why}", style="dim", soft_wrap=True)
+            while policies:
+                made = policies.pop(0)
                 loaded = OffloadedModel.from_pretrained(model, policy=made, **arguments)
                 arguments["cache_correction_every"] = None  # of the first
+                resolved = loaded.policy
+                is_exact = not resolved.selects or most <= resolved.dense_tokens
+                came_to = "exact" if is_exact and resolved.selects else resolved.name
+                label = made.name if made.name != "auto" else policy_label(made.name, came_to)
                 shown = not as_json and not is_silent
-                label = policy_label(made.name, loaded.policy.name)
                 with Screen(label, input_ids.shape[1], shown=shown) as screen:
                     run = answer(
                         loaded, made, tokenizer, input_ids, screen, sampling.seed, settings
                     )
-                runs.append(run)
-                if made.name == "auto":
-                    most = input_ids.shape[1] + sampling.max_new_tokens
-                    exact_up_to = loaded.policy.dense_tokens if loaded.policy.selects else most
-                    auto_was_exact = most <= exact_up_to
+                runs.append(run | {"label": label})
+                if policies and made.name == "auto" and is_exact:
+                    sparse = make_policy("lychee_cluster", **options)
+                    policies = [sparse] if most > sparse.dense_tokens else []
+                    beside = _beside(sparse, resolved, loaded.policy_reason, most)
+                    stderr().print(beside, style="dim", soft_wrap=True)
                 del loaded  # before the next is loaded: its weights and cache leave the memory
     if is_silent:
         raise typer.Exit
     expect = asked.expect
     _print_result(model, prompt, expect, runs, as_json=as_json)
-    missed = [_label(run) for run in runs if expect is not None and expect not in run["answer"]]
+    missed = [run["label"] for run in runs if expect is not None and expect not in run["answer"]]
     if missed:
         names = " and ".join(missed)
         print_marked("wrong:", f"no {expect!r} in the answer with {names}", "bold red")
         raise typer.Exit(3)
 
 
-def _label(run: dict[str, Any]) -> str:
-    return policy_label(run["policy"], run["resolved_policy"])
+def _beside(sparse: Policy, resolved: Policy, reason: str, most: int) -> str:
+    """What is compared with `auto`, which has attended to all of at most `most` tokens, and why."""
+    if most <= sparse.dense_tokens:
+        return (
+            f"nothing beside it: {sparse.name} attends to all of {most:,} tokens, too, with "
+            f"budget_tokens={sparse.dense_tokens}"
+        )
+    if resolved.selects:
+        return (
+            f"beside it {sparse.name}, which selects from {sparse.dense_tokens:,} tokens on; auto "
+            f"attends to everything up to {resolved.dense_tokens:,} tokens"
+        )
+    return f"beside it {sparse.name}; auto did not take it here: {reason}"
 
 
 def _read_prompt(prompt_file: str | None) -> str:
@@ -356,7 +371,7 @@ def _print_result(
     from offload.system.memory import format_bytes
 
     table = Table(title=model, title_justify="left")
-    table.add_column("policy", min_width=max(len(_label(run)) for run in runs))
+    table.add_column("policy", min_width=max(len(run["label"]) for run in runs))
     sets_up = any(run["setup_seconds"] for run in runs)
     on_device = any(run["kv_device_bytes"] for run in runs)
     of_device = ["KV on device"] if on_device else []
@@ -366,7 +381,7 @@ def _print_result(
     for run in runs:
         index = f"{format_bytes(run['policy_host_bytes'])}\n{run['index_seconds']:.2f} s"
         table.add_row(
-            _label(run),
+            run["label"],
             f"{run['context_tokens']:,}",
             format_bytes(run["kv_host_bytes"]),
             *([format_bytes(run["kv_device_bytes"])] if on_device else []),
@@ -387,7 +402,7 @@ def _print_result(
     for run in runs:
         if run["condensed"] is not None:
             line = condensed_line(run["condensed"], run["condense_by"])
-            console.print(f"{_label(run)}: {line}", soft_wrap=True)
+            console.print(f"{run['label']}: {line}", soft_wrap=True)
         if run["quality"] is not None:
             line = quality_line(run["quality"])
-            console.print(f"{_label(run)}: {line}", soft_wrap=True)
+            console.print(f"{run['label']}: {line}", soft_wrap=True)

@@ -6,6 +6,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from offload.cli.help import print_help
+
 OLD_SPELLINGS = frozenset(
     {
         *("--contexts", "--kv-len", "--length", "--lengths", "--n-depth", "--tokens", "-d"),
@@ -34,3 +36,7 @@ class Command(TyperCommand):
             action = "append" if param.multiple else "store"
             parser.add_option(obj=param, opts=old, dest=param.name, action=action, nargs=1)
         return parser
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Printed at once, as typer does it."""
+        print_help(self, ctx)

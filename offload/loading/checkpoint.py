@@ -16,6 +16,7 @@ import torch
 
 from offload.models import ModelShape, lean_model_maker
 from offload.models.dtypes import DTYPES
+from offload.models.missing_features import quantised_weights
 from offload.models.shape import matrix_sizes
 from offload.system.json_file import read_json_object
 
@@ -158,10 +159,7 @@ def check_config_file(path: Path) -> dict[str, Any]:
                 f"{quantization!r}"
             )
         method = quantization.get("quant_method", "unknown")
-        raise NotImplementedError(
-            f"{path.parent} holds weights quantised with {method!r}; available: plain safetensors "
-            "in bfloat16, float16 or float32, and GGUF files, which are dequantised"
-        )
+        raise NotImplementedError(f"{path.parent} holds {quantised_weights(str(method))}")
     return config
 
 
@@ -176,7 +174,7 @@ def check_model_type(path: Path) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{path} has no model_type")
-    lean_model_maker(model_type)
+    lean_model_maker(model_type, config)
     return config
 
 

@@ -28,6 +28,7 @@ from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import check_gguf_magic, read_gguf_header
 from offload.loading.gguf_tokenizer import end_tokens, gguf_tokenizer
 from offload.system.cache_folder import cache_folder
+from offload.system.permissions import default_mode, share_by_umask
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 LONG_CONTEXT_MODEL = "smollm2-135m-instruct-32k"
@@ -71,7 +72,7 @@ def converted_folder(
         FileNotFoundError: no such file.
         ValueError: not GGUF, truncated or damaged, an unsupported model, tensors that are missing,
             unexpected or of another shape: names the file. Nothing is left in the cache folder.
-        PermissionError: if the cache folder cannot be written to.
+        PermissionError: if the cache folder cannot be written to, or what is there not read.
     """
     return _made_once(
         _converted_name(gguf_path, name, dtype),
@@ -179,6 +180,7 @@ def _made_once(
     """
     models = cache_folder() / "models"
     target = models / name
+    _check_readable(target)
     if _is_complete(target):
         return target
     check()
@@ -194,6 +196,24 @@ def _made_once(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def _check_readable(target: Path) -> None:
+    """What another user made is not for us to make again, where we may not read it."""
+    try:
+        files = list(target.iterdir())
+        closed = [path for path in files if not os.access(path, os.R_OK)]
+    except FileNotFoundError:
+        return
+    except PermissionError:
+        closed = [target]
+    except OSError:  # no folder: it is made again
+        return
+    if closed:
+        raise PermissionError(
+            f"cannot read the converted model: this user may not read {closed[0]}; have its owner "
+            f"run `chmod -R a+rX {target}`, or set OFFLOAD_CACHE to a folder of your own"
+        )
 
 
 @contextlib.contextmanager
@@ -216,6 +236,7 @@ def _make(make: Callable[[Path], None], temporary: Path, source: Path | None) ->
         if source is not None:
             mark["source"] = str(source.resolve())
         (temporary / CONVERTED_MARK).write_text(json.dumps(mark))
+        share_by_umask(temporary)
         for path in [*temporary.rglob("*"), temporary]:
             _sync(path)
     except OSError as error:
@@ -226,9 +247,8 @@ def _make(make: Callable[[Path], None], temporary: Path, source: Path | None) ->
         if "os error 28" not in str(error).lower():
             raise
         raise _disk_full(temporary) from error
-    umask = os.umask(0)
-    os.umask(umask)
-    temporary.chmod(0o777 & ~umask)
+    files = default_mode(temporary)
+    temporary.chmod(files | (files & 0o444) >> 2)  # a folder is entered by whoever reads it
 
 
 def _disk_full(temporary: Path) -> OSError:

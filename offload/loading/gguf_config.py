@@ -15,6 +15,7 @@ import torch
 
 from offload.loading.gguf_header import GgufHeader
 from offload.loading.gguf_rope import ROPE_FREQS, rope_parameters
+from offload.models.missing_features import unsupported_type
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp's names; it calls Mistral a llama
 _MAX_SIZE = 2**24  # of any dimension; products of two stay far from 64 bits
@@ -22,12 +23,20 @@ _TOKENS = "tokenizer.ggml.tokens"
 _SPECIAL_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 _OTHER_ENDS = ("eot", "eom")
 # Metadata of an architecture that changes what is computed, in ways that its type does not know.
-_OTHER_COMPUTATIONS = (
-    "attention.scale",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "expert_count",
-)
+_OTHER_COMPUTATIONS = {
+    "attention.scale": "another scale of the scores",
+    "attn_logit_softcapping": "a soft cap of logits",
+    "final_logit_softcapping": "a soft cap of logits",
+    "expert_count": "a mixture of experts, MoE",
+}
+# What an unsupported architecture may have, by the name that config.json has for it.
+_FEATURES = {
+    "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 
 
 def gguf_config(header: GgufHeader) -> Any:
@@ -57,8 +66,8 @@ def _config(header: GgufHeader) -> Any:
         )
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        available = ", ".join(ARCHITECTURES)
-        raise ValueError(f"unsupported model type {architecture!r}; available: {available}")
+        named = _as_config(metadata, str(architecture))
+        raise ValueError(unsupported_type(str(architecture), named, [*ARCHITECTURES]))
     num_heads = _size(metadata, f"{architecture}.attention.head_count")
     hidden_size = _size(metadata, f"{architecture}.embedding_length")
     max_context = _size(metadata, f"{architecture}.context_length")
@@ -118,13 +127,24 @@ def _check_attention(
     window = _size(metadata, f"{architecture}.attention.sliding_window", max_context)
     if window < max_context:
         raise ValueError(
-            f"{architecture}.attention.sliding_window={window} is not supported: the context has "
-            f"{max_context} tokens"
+            f"{architecture}.attention.sliding_window={window} is not supported yet: "
+            f"sliding-window layers, in a context of {max_context} tokens; take a model without"
         )
-    for key in _OTHER_COMPUTATIONS:
+    for key, what in _OTHER_COMPUTATIONS.items():
         value = metadata.get(f"{architecture}.{key}")
         if value:
-            raise ValueError(f"{architecture}.{key}={value} is not supported")
+            raise ValueError(
+                f"{architecture}.{key}={value} is not supported yet: {what}; take a model without"
+            )
+
+
+def _as_config(metadata: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """What config.json would say of the features that `missing_features` knows."""
+    named = {name: metadata.get(f"{architecture}.{key}") for name, key in _FEATURES.items()}
+    named = {name: int(x) if isinstance(x, np.integer) else x for name, x in named.items()}
+    if any(key.startswith(f"{architecture}.ssm.") for key in metadata):
+        named["ssm.state_size"] = metadata.get(f"{architecture}.ssm.state_size", 1)
+    return named | {"model_type": architecture.replace("-", "_")}
 
 
 def _check_tensors(header: GgufHeader, config: Any) -> None:

@@ -88,7 +88,7 @@ def planned_model(name_or_path: str, dtype: str = "auto") -> PlannedModel:
             name_or_path, "llama", shape, chosen, weight_elements(shape) * chosen.itemsize
         )
     config, stored, folder = _config(name_or_path, path)
-    lean_model_maker(config.model_type)
+    lean_model_maker(config.model_type, config.to_dict())
     check_computation(config)
     planned = _of_config(name_or_path, config, wanted or stored or _dtype_of(config, name_or_path))
     return replace(planned, folder=folder)

@@ -106,10 +106,15 @@ def check_computation(config: Any) -> None:
     """
     activation = getattr(config, "hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise NotImplementedError(f"hidden_act={activation!r}; available: silu")
+        raise NotImplementedError(
+            f"hidden_act={activation!r}: that activation is not supported yet; available: silu"
+        )
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None):
-            raise NotImplementedError(f"{name}={getattr(config, name)} is not supported")
+            raise NotImplementedError(
+                f"{name}={getattr(config, name)} is not supported yet: a soft cap of logits; take "
+                "a model without one"
+            )
     check_head_dim(head_dim_of(config))
     pad = getattr(config, "pad_token_id", None)
     if pad is not None and not (type(pad) is int and -config.vocab_size <= pad < config.vocab_size):
@@ -130,7 +135,7 @@ def context_limit(config: Any) -> tuple[int, str]:
     layer_types = getattr(config, "layer_types", None)
     slides = layer_types is None or "sliding_attention" in layer_types
     if window is not None and slides and window < positions:
-        return int(window), f"sliding_window={window}; a sliding window is not supported"
+        return int(window), f"sliding_window={window}; sliding-window layers are not supported yet"
     return positions, reason
 
 

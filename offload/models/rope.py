@@ -35,7 +35,7 @@ def rope_context(config: Any) -> tuple[int, str]:
     if rope_type not in _EXTENDS:
         available = ", ".join(sorted(_EXTENDS))
         raise NotImplementedError(
-            f"rope_type={rope_type!r} is not supported; available: {available}"
+            f"rope_type={rope_type!r} is not supported yet; available: {available}"
         )
     for name, value in rope.items():
         if name in _NUMBERS and value is not None and not _is_positive(value):
@@ -100,7 +100,7 @@ def rotary_view(stock: Any, head_dim: int) -> Any:
     if rotated != head_dim:
         raise NotImplementedError(
             f"the rotary embedding rotates {rotated} of head_dim={head_dim} elements; partial "
-            "rotary embeddings are not supported"
+            "rotary embeddings are not supported yet; take a model that rotates whole heads"
         )
     return DynamicRotary(stock) if "dynamic" in stock.rope_type else stock
 

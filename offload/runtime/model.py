@@ -43,6 +43,7 @@ from offload.runtime.runtime import Runtime
 from offload.runtime.stats import OffloadStats
 from offload.runtime.token_loop import fast_options, generate_tokens
 from offload.system.autocast import without_autocast
+from offload.system.permissions import share_by_umask
 
 if TYPE_CHECKING:
     from offload.decode.gpu.placement import HeadPlacement
@@ -391,14 +392,17 @@ class OffloadedModel(FixedModel):
             generation_config=generation_config, input_ids_length=input_ids_length, **given
         )
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock one; not of a part."""
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the stock one; not of a part. Weights get the permissions of the other files."""
         if self._offload.ranks is not None:
             raise NotImplementedError(
                 "save_pretrained with tensor_parallel_size: each rank has a part of the weights; "
                 "load the model without it and save that"
             )
-        return super().save_pretrained(*args, **kwargs)
+        saved = super().save_pretrained(save_directory, *args, **kwargs)
+        if (folder := Path(save_directory)).is_dir():
+            share_by_umask(folder, "*.safetensors")
+        return saved
 
     def init_continuous_batching(
         self,

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from offload.bench.latency.run import SHAPES
 from offload.cli.bench.latency import latency
 from offload.cli.bench.options import DTYPE_NAMES, LAYER_SHAPE_NAMES
+from offload.measuring.machine.other_load import LoadWatch, OtherLoad, load_warnings
 from offload.models.dtypes import DTYPES
 from offload.system.memory import available_cpus
 
@@ -34,6 +35,7 @@ def _small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The yardstick outgrows the CPU's caches; a test need not."""
     monkeypatch.setattr("offload.bench.latency.yardstick.last_level_cache_bytes", lambda: 0)
     monkeypatch.setattr("offload.bench.latency.yardstick._MIN_BYTES", 2**21)
+    monkeypatch.setattr("offload.bench.latency.run.load_warnings", lambda load, spread: [])
 
 
 def test_json() -> None:
@@ -149,3 +151,21 @@ def test_bad_options(arguments: list[str], code: int, message: str) -> None:
 def test_names_are_those_of_the_library() -> None:
     assert tuple(SHAPES) == LAYER_SHAPE_NAMES
     assert tuple(DTYPES) == DTYPE_NAMES
+
+
+def test_a_busy_machine_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.bench.latency.run.load_warnings", load_warnings)
+    monkeypatch.setattr(LoadWatch, "seen", lambda self: OtherLoad(0.95, 0.0))
+    result = runner.invoke(app, [*SMALL, "--json"])
+    assert result.exit_code == 0, result.output
+    said = "the machine was busy: other programs took 95% of its CPUs; times are too long"
+    assert f"warning: {said}" in " ".join(result.stderr.split())
+    assert any(line.startswith(said) for line in json.loads(result.stdout)["warnings"])
+
+
+def test_the_footer_is_short_lines() -> None:
+    result = runner.invoke(app, [*SMALL, "--context", "600", "--wide"], env={"COLUMNS": "80"})
+    footer = result.stdout[result.stdout.index("keys and queries") :].splitlines()
+    assert max(map(len, footer)) <= 76
+    for begins in ("µs: ", "over full, ", "memory: ", "mass: ", "scored: ", "growth: "):
+        assert sum(line.startswith(begins) for line in footer) == 1

@@ -445,6 +445,49 @@ def test_the_demo_in_a_shorter_context() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU")
+@pytest.mark.parametrize(
+    ("crossover", "budget", "policies", "told"),
+    [
+        (
+            None,
+            128,
+            ["auto (full)", "lychee_cluster"],
+            "auto did not take it here: exact: contexts",
+        ),
+        (
+            400,
+            128,
+            ["auto (exact)", "lychee_cluster"],
+            "beside it lychee_cluster, which selects from 128 tokens on; auto attends to "
+            "everything up to 400 tokens",
+        ),
+        (200, 128, ["auto (lychee_cluster)", "full"], ""),
+        (400, 400, ["auto (exact)"], "nothing beside it: lychee_cluster attends to all of"),
+    ],
+)
+def test_what_runs_beside_auto(
+    generate: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    crossover: int | None,
+    budget: int,
+    policies: list[str],
+    told: str,
+) -> None:
+    """Not the same twice: what auto comes to is forced."""
+    if crossover is not None:
+        monkeypatch.setattr("offload.runtime.auto_policy.CROSSOVER_TOKENS", crossover)
+        monkeypatch.setattr("offload.runtime.auto_policy.known_profile", lambda *_: None)
+    options = ["--context", "300", "-n", "4", "--budget-tokens", str(budget), "--compare"]
+    result = generate("-p", "the quick brown fox", *options)
+    assert result.exit_code == 0, result.output
+    rows = [line.split("│") for line in result.stderr.splitlines() if line[:1] == "│"]
+    shown = [row[1].strip() for row in rows if row[1].strip()]
+    assert shown == policies
+    assert told in " ".join(result.stderr.split())
+    assert ("beside it" in result.stderr) == bool(told)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU")
 def test_a_gpu_that_is_not_there_is_one_line(tiny_folders: dict[str, Path]) -> None:
     arguments = ["generate", str(tiny_folders["llama"]), "-p", "x", "--device", "cuda"]
     result = runner.invoke(app, arguments)

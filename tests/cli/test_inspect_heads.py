@@ -64,6 +64,18 @@ def test_json(model: str, tmp_path: Path, offloaded_models: dict[str, Any]) -> N
     assert document["roles"] is None
 
 
+def test_a_text_in_which_heads_cannot_differ(model: str) -> None:
+    arguments = ["inspect", "heads", model, "--context", "200", "--budget-tokens", "168"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "warning: the heads can hardly differ here: by chance alone they share 91%, as" in said
+    assert "168 tokens are most of 200; give a longer text (--context 672 or more), or" in said
+    assert json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)["can_differ"] is False
+    roomy = runner.invoke(app, ["inspect", "heads", model, *SIZES])
+    assert "hardly differ" not in roomy.output
+
+
 def test_the_table_marks_heads_that_retrieve(kept: str) -> None:
     arguments = ["inspect", "heads", kept, *SIZES]
     result = runner.invoke(app, arguments)

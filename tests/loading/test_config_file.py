@@ -126,9 +126,12 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "
         ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "rope_type='ntk' is not su"),
         (
             {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}},
-            "rope_type='mrope' is not supported; available: default, dynamic",
+            "rope_type='mrope' is not supported yet; available: default, dynamic",
         ),
-        ({"hidden_act": "swoosh"}, "hidden_act='swoosh'; available: silu"),
+        (
+            {"hidden_act": "swoosh"},
+            "hidden_act='swoosh': that activation is not supported yet; available: silu",
+        ),
         ({"pad_token_id": 320}, "pad_token_id=320 is not among the 320 tokens"),
         (
             {"rope_parameters": LONGROPE},

@@ -421,8 +421,8 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         (
             sliding,
             [],
-            "(sliding_window=256; a sliding window is not supported); no training fits, which "
-            "takes at least 1128",
+            "(sliding_window=256; sliding-window layers are not supported yet); no training fits, "
+            "which takes at least 1128",
         ),
     ):
         result = runner.invoke(app, command(model, out, *more))

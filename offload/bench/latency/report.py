@@ -51,6 +51,11 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     return [more(row) for row in rows]
 
 
+def relative_spread(row: Row) -> float:
+    """Half of p10 to p90 of a row's times, as a share of their median."""
+    return float((row["microseconds_p90"] - row["microseconds_p10"]) / 2 / row["microseconds"])
+
+
 def threads_title(num_threads: int) -> str:
     """What a block of the table is called."""
     return "1 thread" if num_threads == 1 else f"{num_threads} threads"
@@ -71,11 +76,10 @@ def table_cells(rows: Sequence[Row], num_threads: int, *, wide: bool = True) -> 
     chosen = [row for row in rows if row["num_threads"] == num_threads]
     lines = []
     for row in sorted(chosen, key=lambda row: int(row["kv_len"])):
-        spread = (row["microseconds_p90"] - row["microseconds_p10"]) / 2 / row["microseconds"]
         line = [
             row["policy"],
             f"{row['kv_len']:,}",
-            f"{row['microseconds']:,.0f} ±{spread:.0%}",
+            f"{row['microseconds']:,.0f} ±{relative_spread(row):.0%}",
             _times(row["speedup_over_full"]),
             _times(row["speedup_over_exact_topk"]),
             *(f"{row['phases'][phase]:,.0f}" for phase in [*PHASES, "other"]),
@@ -98,26 +102,29 @@ def table_cells(rows: Sequence[Row], num_threads: int, *, wide: bool = True) -> 
     return [header, *lines]
 
 
-CAPTION = (
-    "µs: median per token and layer (of the layers that are not dense), ± half of p10 to p90. "
-    "over full, over top-k: how many times faster than they. memory: of the bandwidth measured in "
-    "this run (sequential for full and scanning policies, row gather for others). mass: attention "
-    "kept, sinks left out."
-)
-WIDE_CAPTION = (
-    "predict … other: where the time goes. MB, GB/s: read and written. scored: keys scored "
-    "exactly. overlap: of the choice with the true top-k. growth: over the shortest context. of "
-    "memory's: speedup over that of gathers."
-)
+CAPTION = """\
+µs: per token and layer that is not dense; median ± half of p10 to p90
+over full, over top-k: how many times faster than full, than exact_topk
+memory: of the bandwidth measured in this run; in sequence for full and
+  policies that scan, by rows for others
+mass: attention kept, sinks left out"""
+WIDE_CAPTION = """\
+predict … other: where the time goes
+MB, GB/s: read and written
+scored: keys scored exactly
+overlap: of the choice with the true top-k
+growth: over the shortest context
+of memory's: speedup over that of gathers"""
 
 
 def statistics_lines(statistics: Mapping[str, Mapping[str, float]]) -> str:
-    """A line per depth: what `run_latency` says of the keys and queries."""
+    """What `run_latency` says of the keys and queries, by depth, in lines of 80 characters."""
     return "\n".join(
         f"keys and queries at {int(depth):,}: sink {of['sink_share']:.0%}, top 2 % hold "
-        f"{of['group_top_mass']:.0%}, last 64 {of['near_share']:.0%}, top tokens kept after "
-        f"1/8/32 steps {of['overlap_1']:.0%}/{of['overlap_8']:.0%}/{of['overlap_32']:.0%}, "
-        f"clustered {of['clustering']:.0%}, LFPS candidates {of['lfps_candidates']:.1%}"
+        f"{of['group_top_mass']:.0%}, last 64 {of['near_share']:.0%},\n"
+        f"  top tokens kept after 1/8/32 steps {of['overlap_1']:.0%}/{of['overlap_8']:.0%}/"
+        f"{of['overlap_32']:.0%},\n"
+        f"  clustered {of['clustering']:.0%}, LFPS candidates {of['lfps_candidates']:.1%}"
         for depth, of in statistics.items()
     )
 

@@ -7,11 +7,13 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload.bench.latency.measure import Row, measure_latency, steps_needed
-from offload.bench.latency.report import compared
+from offload.bench.latency.report import compared, relative_spread
 from offload.bench.latency.workload import TextReader, structured_workload
+from offload.measuring.machine.other_load import LoadWatch, load_warnings
 from offload.measuring.synthetic.attention_statistics import statistics_outside_range
 from offload.models.shape import MODEL_SHAPES, ModelShape
 from offload.policies import Policy
@@ -50,7 +52,7 @@ def run_latency(
     Returns:
         What was measured on, as plain values, and the rows of `compared`. By depth there are the
         physical layers and the statistics of keys and queries; `warnings` name statistics that are
-        not like a real model's.
+        not like a real model's, and tell of a machine that was busy.
 
     Raises:
         ValueError: a depth that the budget covers, or that the model does not have.
@@ -75,6 +77,7 @@ def run_latency(
         token_bytes = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize * batch_size
         most = min(max_layers, heads.num_layers)
         layers = {depth: max(1, min(most, most_bytes // (token_bytes * depth))) for depth in depths}
+    watch = LoadWatch()
     num_steps = steps_needed(repeats)
     made = sum(1 if reader else batch_size * layers[depth] for depth in depths)
     total = made + len(depths) * len(threads) * num_steps
@@ -120,6 +123,8 @@ def run_latency(
                 repeats=repeats,
                 on_step=advance(f"{depth:,} tokens: steps"),
             )
+    spreads = [relative_spread(row) for row in rows]
+    warnings += load_warnings(watch.seen(), float(np.median(spreads)) if repeats > 1 else 0.0)
     settings = {
         "shape": shape,
         "model": model,

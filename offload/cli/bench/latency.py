@@ -191,4 +191,6 @@ def _print_tables(
         console.print(table, crop=not wide)
         console.print()
     console.print(statistics_lines(settings["statistics"]))
-    console.print(f"{CAPTION} {WIDE_CAPTION}" if wide else CAPTION)
+    console.print(f"\n{CAPTION}")
+    if wide:
+        console.print(WIDE_CAPTION)

@@ -8,6 +8,7 @@ import typer
 
 from offload.cli.console import (
     print_json,
+    print_marked,
     progress_bar,
     quiet_transformers,
     running,
@@ -148,6 +149,7 @@ def _document(
         "num_queries": NUM_QUERIES,
         "budget_tokens": found.budget_tokens,
         "by_chance": round(found.by_chance, 4),
+        "can_differ": found.can_differ,
         "mean": round(float(found.shares.mean()), 4),
         "layers": [
             {"layer": i, "mean": round(float(row.mean()), 4), "heads": row.round(4).tolist()}
@@ -188,6 +190,13 @@ def _print(model: str, found: HeadOverlap, roles: HeadRoles | None) -> None:
                 f"{shares[~retrieves].mean():.0%}."
             )
         console.print(said, soft_wrap=True, markup=False)
+    if not found.can_differ:
+        said = (
+            f"the heads can hardly differ here: by chance alone they share {found.by_chance:.0%}, "
+            f"as {found.budget_tokens:,} tokens are most of {found.num_tokens:,}; give a longer "
+            f"text (--context {_BUDGETS * found.budget_tokens} or more), or lower --budget-tokens"
+        )
+        print_marked("warning:", said, "bold yellow")
 
 
 def _title(model: str, found: HeadOverlap) -> str:

@@ -19,6 +19,7 @@ from offload.policies.lychee_decode.calibration import keys_of_text
 from offload.policies.lychee_decode.choice import FloatArray
 
 NUM_QUERIES = 32  # the last of a text
+_MOST_BY_CHANCE = 0.75
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class HeadOverlap:
     def by_chance(self) -> float:
         """What heads share that choose so many tokens at random."""
         return float(np.mean(self.budget_tokens / np.array(_kv_lens(self.num_tokens))))
+
+    @property
+    def can_differ(self) -> bool:
+        """Whether chance leaves room for heads that share more than others."""
+        return self.by_chance <= _MOST_BY_CHANCE
 
 
 def check_overlap(shape: ModelShape, num_tokens: int, budget_tokens: int) -> None:

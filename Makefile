@@ -55,7 +55,8 @@ build: $(EXTENSION_STAMP)  ## Compile the extension if a C++ source changed.
 demo: venv  ## A small model answers a question about 6,000 tokens; converts it the first time.
 	$(BIN)/offload generate --demo
 
-# Where the package is to be installed, these come with it, beside the compiler.
+# Where the package is to be installed, these come with it, beside the compiler; [test] has what is in [serve].
+EXTRAS := [serve]
 test test-all: EXTRAS := [test]
 
 test: venv $(TEST_STAMP)  ## Run the tests, all but the slow ones.
@@ -134,7 +135,7 @@ $(PACKAGE_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
 	installed=$$?; wait $$extension && exit $$installed
 	@$(COMPILE)
 	@touch $@
-	$(if $(EXTRAS),@touch $(TEST_STAMP))
+	$(if $(findstring test,$(EXTRAS)),@touch $(TEST_STAMP))
 
 # For what changed after the installation.
 $(EXTENSION_STAMP): $(PACKAGE_STAMP) $(NATIVE_SOURCES)

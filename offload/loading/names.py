@@ -13,11 +13,9 @@ from typing import Any
 
 from offload.loading.checkpoint import check_config_file, check_model_type
 from offload.loading.checkpoint_digest import checkpoint_digest
+from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL, embedded_gguf
 from offload.loading.gguf import (
-    EMBEDDED_MODEL,
-    LONG_CONTEXT_MODEL,
     converted_folder,
-    embedded_gguf,
     embedded_name,
     long_context_folder,
 )

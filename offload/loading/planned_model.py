@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from offload.loading.checkpoint import check_config_file
+from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL, embedded_gguf
 from offload.loading.gguf import (
-    EMBEDDED_MODEL,
-    LONG_CONTEXT_MODEL,
-    embedded_gguf,
     long_context_adapter,
     made_folder,
 )

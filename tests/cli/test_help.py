@@ -116,7 +116,7 @@ def test_names_that_bench_offers_are_those_of_the_benchmark() -> None:
 
 def test_the_default_model_is_the_embedded_one() -> None:
     from offload.cli.options import DEFAULT_MODEL
-    from offload.loading.gguf import EMBEDDED_MODEL
+    from offload.loading.embedded_package import EMBEDDED_MODEL
 
     assert DEFAULT_MODEL == EMBEDDED_MODEL
 

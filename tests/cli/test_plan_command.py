@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from offload.cli import app
 from offload.decode.gpu.placement import HeadPlacement, Place
-from offload.loading.gguf import LONG_CONTEXT_MODEL
+from offload.loading.embedded_package import LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import _with_layers

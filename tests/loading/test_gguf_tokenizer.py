@@ -19,7 +19,7 @@ from cases.tiny_models import byte_tokenizer, make_tiny_model, write_gguf
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from offload import OffloadedModel, load_tokenizer
-from offload.loading.gguf import embedded_gguf
+from offload.loading.embedded_package import embedded_gguf
 from offload.loading.gguf_header import GgufHeader, read_gguf_header
 from offload.loading.gguf_tokenizer import _SPLITS, end_tokens, gguf_tokenizer
 

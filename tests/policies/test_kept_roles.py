@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cases.inside import runtime_of
 
-from offload.loading.gguf import EMBEDDED_MODEL, LONG_CONTEXT_MODEL
+from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
 from offload.policies import LycheeDecode, PerHead, Policy
 from offload.policies import kept_roles as kept

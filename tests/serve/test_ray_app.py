@@ -20,7 +20,7 @@ import pytest
 
 from offload.ranks.launch import free_port
 
-pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'offload[ray]'")
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install '.[ray]'")
 
 pytestmark = pytest.mark.slow
 IDS = [f"session-{i}" for i in range(16)]

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from offload.system.installing import missing_extra
+
 Table = tuple[list[str], list[list[str]]]  # header, rows
 UNKNOWN = "\N{EN DASH}"
 
@@ -114,7 +116,7 @@ def check_plot(path: Path, option: str = "--plot") -> None:
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: no folder {path.absolute().parent}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{option} needs matplotlib; install it with: pip install 'offload[plot]'")
+        raise ValueError(missing_extra("plot", option) or f"{option} needs matplotlib")
 
 
 def plot_cells(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:

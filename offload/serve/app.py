@@ -54,7 +54,7 @@ from offload.system.version import __version__
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_GRACE_SECONDS = 10.0  # a step may take so long beyond the time for sessions
+_GRACE_SECONDS = 1.0  # a layer may take so long beyond the time for sessions
 
 
 @dataclass
@@ -152,9 +152,10 @@ class Served:
 
         Then a step still runs, or a file is written, in threads that end with the process.
         """
-        until = time.monotonic() + self.flush_seconds + _GRACE_SECONDS
+        flush_seconds = 0.0 if self.engine.engine.sessions is None else self.flush_seconds
+        until = time.monotonic() + flush_seconds + _GRACE_SECONDS
         thread = threading.Thread(
-            target=self.engine.engine.stop, kwargs={"timeout": self.flush_seconds}, daemon=True
+            target=self.engine.engine.stop, kwargs={"timeout": flush_seconds}, daemon=True
         )
         thread.start()
         while thread.is_alive() and not is_forced() and time.monotonic() < until:

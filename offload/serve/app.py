@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 
 from offload.engine.async_engine import AsyncEngine
 from offload.engine.sampling_params import SamplingParams
@@ -36,6 +36,7 @@ from offload.serve.described import (
     Tokenized,
     answer_or_stream,
 )
+from offload.serve.docs_page import docs_page
 from offload.serve.errors import ApiError, context_error, install, of_engine
 from offload.serve.formats import Chat, Completion, Format
 from offload.serve.grammars import Grammars, Mask, SchemaLimits
@@ -237,7 +238,9 @@ async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
 
 def create_app(served: Served) -> FastAPI:
     """The application of an engine that runs."""
-    app = FastAPI(title="offload", version=__version__, responses=ERRORS)
+    app = FastAPI(
+        title="offload", version=__version__, responses=ERRORS, docs_url=None, redoc_url=None
+    )
     install(app)
     engine, texts = served.engine.engine, served.texts
 
@@ -387,6 +390,10 @@ def create_app(served: Served) -> FastAPI:
             "kv_device_bytes": engine.kv_device_bytes,
             "chat_template": texts.tokenizer.chat_template,
         }
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:

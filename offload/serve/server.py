@@ -5,6 +5,8 @@ refused."""
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
 import socket
 import time
@@ -106,6 +108,7 @@ class Server(uvicorn.Server):
         """As uvicorn's.
 
         Raises:
+            OSError: it cannot listen at this address.
             Exception: of `load`.
         """
         super().run(sockets)
@@ -114,7 +117,11 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's; then it loads."""
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets or await _bound(self.config.host, self.config.port))
+        except _AddressError as error:  # said when uvicorn has ended
+            self._failure, self.should_exit = error, True
+            return
         host, port, *_ = self.servers[0].sockets[0].getsockname()
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._say(f"loading; {self.url} answers 503 until then")
@@ -190,6 +197,36 @@ class Server(uvicorn.Server):
         while self.gate.num_inside and time.monotonic() < until:
             served.engine.cancel_all()
             await asyncio.sleep(0.01)
+
+
+class _AddressError(OSError):
+    """With what to do about it."""
+
+
+async def _bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets at all addresses of a host, as uvicorn would make them: it ends the process where one
+    of them is in use.
+
+    Raises:
+        _AddressError: there is none, or it is in use.
+    """
+    try:
+        server = await asyncio.get_running_loop().create_server(
+            asyncio.Protocol, host, port, start_serving=False
+        )
+    except OSError as error:
+        raise _AddressError(_why_not(host, port, error)) from error
+    sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in server.sockets]
+    server.close()
+    return sockets
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use; give another one with --port (0: a free one)"
+    if error.errno == errno.EACCES:
+        return f"port {port} of {host} is not allowed to this user; give --port 1024 or above"
+    return f"cannot listen at {host}; give another address with --host: {error.strerror or error}"
 
 
 def _number(count: int, noun: str) -> str:

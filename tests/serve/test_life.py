@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -209,6 +212,41 @@ def test_the_schema_describes_answers_and_errors(http: httpx.Client) -> None:
     refused = http.post("/health")
     assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
     assert refused.json()["error"]["message"] == "Method Not Allowed"
+
+
+def test_a_head_is_as_a_get_without_body(server: Server, http: httpx.Client) -> None:
+    for path in ("/health", "/ping", "/v1/models", "/metrics", "/"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["content-type"] == http.get(path).headers["content-type"]
+    assert http.head("/v1/completions").status_code == 405
+    assert http.head("/nowhere").status_code == 404
+
+
+def test_docs_need_nothing_from_elsewhere(http: httpx.Client) -> None:
+    page, schema = http.get("/docs"), http.get("/openapi.json").json()
+    assert page.headers["content-type"].startswith("text/html")
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page.text)
+    for path, methods in schema["paths"].items():
+        assert all(f"{method.upper()} {path}<" in page.text for method in methods)
+    for name in schema["components"]["schemas"]:
+        assert f'id="{name}"' in page.text
+    links = {*re.findall(r'href="#([^"]+)"', page.text)}
+    assert links == {*schema["components"]["schemas"]} & links
+    assert "≤ 1" in page.text  # of top_p
+
+
+@pytest.mark.parametrize("taken", ["port", "host"])
+def test_an_address_that_cannot_be_had_is_an_error(taken: str) -> None:
+    """Before anything is loaded."""
+    loaded = list[bool]()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1] if taken == "port" else 0
+        access = Access("127.0.0.1" if taken == "port" else "203.0.113.1", port)
+        with pytest.raises(OSError, match=f"--{taken}") as error:
+            Server(lambda: loaded.append(True), access).run()  # type: ignore[arg-type,func-returns-value]
+    assert str(port) in str(error.value) or taken == "host"
+    assert not loaded
 
 
 def test_a_dead_engine_is_a_503(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,6 +577,20 @@ def test_the_command_listens_before_it_has_loaded(serve_folder: Path, number: in
         assert httpx.get(f"{url}/metrics", timeout=20).status_code == 200
         process.send_signal(number)
         assert process.wait(10) in (-number, 0)  # 0: it was through
+
+
+def test_the_command_says_that_its_port_is_in_use(serve_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "offload", "serve", str(serve_folder), "--port", str(port)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"COLUMNS": "300"},
+            timeout=120,
+        )
+    wanted = f"error: port {port} of 127.0.0.1 is in use; give another one with --port (0: a free one)"
+    assert (done.returncode, done.stderr.splitlines()) == (1, [wanted])
 
 
 def test_the_command(serve_folder: Path, tmp_path: Path) -> None:

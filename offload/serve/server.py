@@ -226,7 +226,7 @@ def _why_not(host: str, port: int, error: OSError) -> str:
         return f"port {port} of {host} is in use; give another one with --port (0: a free one)"
     if error.errno == errno.EACCES:
         return f"port {port} of {host} is not allowed to this user; give --port 1024 or above"
-    return f"cannot listen at {host}; give another address with --host: {error.strerror or error}"
+    return f"cannot listen at {host}: {error.strerror or error}; give another address with --host"
 
 
 def _number(count: int, noun: str) -> str:

@@ -247,7 +247,7 @@ def test_an_address_that_cannot_be_had_is_an_error(taken: str) -> None:
         port = other.getsockname()[1]
         access = Access(port=port) if taken == "port" else Access("203.0.113.1", 0)
         named = f"port {port}" if taken == "port" else access.host
-        with pytest.raises(OSError, match=f"{named} .*--{taken}"):
+        with pytest.raises(OSError, match=f"{named}.*--{taken}"):
             Server(load, access).run()
 
 

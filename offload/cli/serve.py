@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,8 +72,8 @@ class Load:
         float,
         typer.Option(
             min=0.0,
-            help="After SIGTERM requests that run have so long to finish, then sessions so long to "
-            "be written; new requests get a 503.",
+            help="After SIGTERM answers that have begun have so long to finish, then sessions so "
+            "long to be written; prompts that are still read, and new requests, get a 503.",
         ),
     ] = 30.0
 
@@ -182,7 +183,7 @@ def serve(
     """Answer requests over HTTP as an OpenAI server does, many at a time.
 
     A chat page is at [bold]/[/bold], and what it counts at [bold]/metrics[/bold]. Ctrl-C or SIGTERM
-    ends it when the requests that run are finished.
+    ends it when the answers that have begun are finished; a second one ends it at once.
 
     [bold]Examples[/bold]
 
@@ -211,7 +212,10 @@ def serve(
         from offload.serve.server import Server
 
         with quiet_transformers(verbose=verbose):
-            Server(load_served, access, stderr().print).run()
+            try:
+                Server(load_served, access, stderr().print).run()
+            finally:
+                gc.freeze()  # or the interpreter's end walks all objects several times: seconds
 
 
 def prepare(

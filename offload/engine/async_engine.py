@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 
 from offload.engine.engine import Engine
 from offload.engine.request import RequestOutput
@@ -11,6 +12,18 @@ from offload.engine.sampling_params import SamplingParams
 
 # Outputs that nobody has taken: a request with more waits for its reader.
 _MOST_UNREAD = 64
+
+
+@dataclass
+class _Reader:
+    """Of a request's outputs.
+
+    Attributes:
+        has_begun: a token of the answer has come.
+    """
+
+    unread: asyncio.Queue[RequestOutput] = field(default_factory=asyncio.Queue)
+    has_begun: bool = False
 
 
 class AsyncEngine:
@@ -25,6 +38,29 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._readers: dict[str, _Reader] = {}
+
+    @property
+    def num_answering(self) -> int:
+        """Requests of which a token has come."""
+        return sum(reader.has_begun for reader in self._readers.values())
+
+    @property
+    def num_reading(self) -> int:
+        """Requests of which none has: their prompts wait, or are read."""
+        return len(self._readers) - self.num_answering
+
+    def cancel_all(self, *, also_begun: bool = True) -> None:
+        """Tell readers that their requests are cancelled, at once: the engine may be in a step. It
+        cancels them as soon as it can.
+
+        Args:
+            also_begun: those of which a token has come, too.
+        """
+        for request_id, reader in self._readers.items():
+            if also_begun or not reader.has_begun:
+                reader.unread.put_nowait(RequestOutput(request_id, finish_reason="cancelled"))
+                self.engine.cancel(request_id)
 
     async def generate(
         self,
@@ -46,13 +82,13 @@ class AsyncEngine:
         engine = self.engine
         if not (engine.has_thread or engine.is_stopping or engine.failure):
             raise RuntimeError("the engine was not started: use `async with AsyncEngine(engine)`")
-        loop, unread = asyncio.get_running_loop(), asyncio.Queue[RequestOutput]()
+        loop, reader = asyncio.get_running_loop(), _Reader()
         num_sent = num_taken = 0  # the queue's size would lag behind
 
         def on_output(output: RequestOutput) -> None:
             nonlocal num_sent
             num_sent += 1
-            loop.call_soon_threadsafe(unread.put_nowait, output)
+            loop.call_soon_threadsafe(reader.unread.put_nowait, output)
 
         request_id = self.engine.add_request(
             prompt,
@@ -62,17 +98,20 @@ class AsyncEngine:
             is_ready=lambda: num_sent - num_taken < _MOST_UNREAD or self.engine.is_stopping,
             session_id=session_id,
         )
+        self._readers[request_id] = reader
         try:
             yield RequestOutput(request_id, num_prompt_tokens=len(prompt))
             while True:
-                output = await unread.get()
+                output = await reader.unread.get()
                 num_taken += 1
+                reader.has_begun |= bool(output.tokens)
                 if output.error is not None:
                     raise output.error
                 yield output
                 if output.finish_reason is not None:
                     return
         finally:
+            del self._readers[request_id]
             self.engine.cancel(request_id)
 
     async def __aenter__(self) -> AsyncEngine:

@@ -100,7 +100,9 @@ class Engine:
         prefixes = Prefixes(runner, is_enabled=prefix_caching)
         if sessions is not None:
             sessions.open(runtime)
-        self._steps = Steps(runner, scheduler, prefixes, sessions, self._forget, overcommit)
+        self._steps = Steps(
+            runner, scheduler, prefixes, sessions, self._take_cancelled, self._forget, overcommit
+        )
         self._maker = RequestMaker(model, tokenizer, self._steps.admission)
         self._inbox = threading.Condition()
         self._arrived: list[Request] = []
@@ -189,7 +191,8 @@ class Engine:
         return request.request_id
 
     def cancel(self, request_id: str) -> bool:
-        """Have a request end with the reason "cancelled", at the next step; False: it has ended."""
+        """Have a request end with the reason "cancelled", at the next step, or behind a layer of a
+        slice that is read of its prompt; False: it has ended."""
         with self._inbox:
             if request_id not in self._requests:
                 return False
@@ -274,9 +277,19 @@ class Engine:
             with self._inbox:
                 arrived, self._arrived = self._arrived, []
                 self._steps.scheduler.waiting.extend(arrived)
-                cancelled = [self._requests[i] for i in self._to_cancel if i in self._requests]
-                self._to_cancel.clear()
-            return self._steps.run(cancelled)
+            return self._steps.run()
+
+    def _take_cancelled(self) -> list[Request]:
+        """Those to be cancelled that the scheduler knows; each is told once."""
+        if not self._to_cancel:  # as a rule, and asked behind every layer of a slice
+            return []
+        with self._inbox:
+            cancelled, arrived = list[Request](), {request.request_id for request in self._arrived}
+            for request_id in self._to_cancel - arrived:
+                if request_id in self._requests:
+                    cancelled.append(self._requests[request_id])
+            self._to_cancel &= arrived
+            return cancelled
 
     # A thread that steps.
 

@@ -166,6 +166,9 @@ class Sessions:
     def restore(self, request: Request) -> Iterator[None]:
         """Give a request the sequence of its session, in parts, if that is on disk."""
         session_id = str(request.session_id)
+        if not self.folder.path(session_id).exists():
+            self._miss(session_id, "a new one")
+            return
         try:
             rows, _ = yield from read_in_parts(
                 self._runtime.sequences,

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,10 +59,16 @@ class EngineStats:
     pass_seconds: float = 0.0
 
 
+class _SliceGivenUp(Exception):
+    """Nobody waits any more for what a slice reads."""
+
+
 class Steps:
     """Steps of one engine, whose model's lock the caller has.
 
     Args:
+        take_cancelled: gives requests that nobody waits for any more, each once; asked before a
+            step, and behind every layer of a slice.
         on_finished: told of each request that has ended.
     """
 
@@ -72,6 +78,7 @@ class Steps:
         scheduler: Scheduler,
         prefixes: Prefixes,
         sessions: Sessions | None,
+        take_cancelled: Callable[[], list[Request]],
         on_finished: Callable[[Request], None],
         overcommit: float,
     ) -> None:
@@ -82,6 +89,8 @@ class Steps:
         )
         self._preempted = Preempted(runtime)
         self._runner, self._sessions, self._on_finished = runner, sessions, on_finished
+        self._take_cancelled = take_cancelled
+        self._cancelled: list[Request] = []  # that have not ended yet
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
         self._others = runtime.current_generation
         self._outputs: list[RequestOutput] = []
@@ -89,13 +98,11 @@ class Steps:
         self._in_slice: list[Request] = []  # that a pass reads just now
         self._read_again: Request | None = None  # once, for want of a GPU's memory
 
-    def run(self, cancelled: Iterable[Request]) -> list[RequestOutput]:
+    def run(self) -> list[RequestOutput]:
         """One step: its outputs."""
         start, self._outputs = time.perf_counter(), []
         self._runner.runtime.sequences.collect()
-        for request in cancelled:
-            request.finish_reason = "cancelled"
-            self._emit(request, request.output())
+        self._cancel()
         self.scheduler.admit(self._fits)
         self._restore()
         self._decode(1 if self.scheduler.keeps_waiting else _STEPS_IN_TURN)
@@ -105,6 +112,16 @@ class Steps:
         self.stats.step_seconds += time.perf_counter() - start
         self.stats.pass_seconds = self._runner.seconds
         return self._outputs
+
+    def _cancel(self) -> None:
+        """End those that nobody waits for, but for those whose prompts are just being read."""
+        self._cancelled += self._take_cancelled()
+        ending = [request for request in self._cancelled if request not in self._in_slice]
+        self._cancelled = [request for request in self._cancelled if request in self._in_slice]
+        for request in ending:
+            if not request.is_over:
+                request.finish_reason = "cancelled"
+                self._emit(request, request.output())
 
     def _fits(self, requests: list[Request]) -> bool:
         """Whether the last of `requests` may join the others."""
@@ -321,7 +338,8 @@ class Steps:
                 self._correct(request, size)
         if prompts := [part for part in parts if not part[0].is_read]:
             self._read_parts(prompts)
-        seconds, num_tokens = self._slice_seconds(), sum(size for _, size in parts)
+        seconds = self._slice_seconds()
+        num_tokens = sum(size for request, size in parts if request.finish_reason != "cancelled")
         self.scheduler.was_read(num_tokens, seconds)
         self.stats.read_seconds += seconds
 
@@ -331,7 +349,15 @@ class Steps:
 
     def _pause(self, num_tokens: int) -> None:
         """Behind a layer of a slice the others decode, if reading has had its share of the time:
-        how long a slice takes is not how long they wait."""
+        how long a slice takes is not how long they wait. Who is cancelled ends here, too.
+
+        Raises:
+            _SliceGivenUp: all whose prompts are read are cancelled. One of several waits for the
+                slice's end: what the others have of it is not read again.
+        """
+        self._cancel()
+        if all(request in self._cancelled for request in self._in_slice):
+            raise _SliceGivenUp
         if self.scheduler.owes(self._slice_seconds()):
             self._runner.wait()  # a step would, in its own time
             self.scheduler.owes(self._slice_seconds())
@@ -383,6 +409,9 @@ class Steps:
                 )
             finally:
                 self._in_slice = []
+        except _SliceGivenUp:
+            self._cancel()
+            return
         except Exception as error:
             if isinstance(error, HostBudgetError) and self._make_room():
                 return  # the next step reads them

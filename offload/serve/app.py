@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from offload.engine.async_engine import AsyncEngine
 from offload.engine.sampling_params import SamplingParams
@@ -35,6 +35,7 @@ from offload.serve.described import (
     Tokenized,
     answer_or_stream,
 )
+from offload.serve.docs_page import docs_page
 from offload.serve.errors import ApiError, context_error, install, of_engine
 from offload.serve.formats import Chat, Completion, Format
 from offload.serve.grammars import Grammars, Mask, SchemaLimits
@@ -54,7 +55,7 @@ from offload.system.version import __version__
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_GRACE_SECONDS = 10.0  # a step may take so long beyond the time for sessions
+_GRACE_SECONDS = 1.0  # a layer may take so long beyond the time for sessions
 
 
 @dataclass
@@ -152,9 +153,10 @@ class Served:
 
         Then a step still runs, or a file is written, in threads that end with the process.
         """
-        until = time.monotonic() + self.flush_seconds + _GRACE_SECONDS
+        flush_seconds = 0.0 if self.engine.engine.sessions is None else self.flush_seconds
+        until = time.monotonic() + flush_seconds + _GRACE_SECONDS
         thread = threading.Thread(
-            target=self.engine.engine.stop, kwargs={"timeout": self.flush_seconds}, daemon=True
+            target=self.engine.engine.stop, kwargs={"timeout": flush_seconds}, daemon=True
         )
         thread.start()
         while thread.is_alive() and not is_forced() and time.monotonic() < until:
@@ -236,7 +238,9 @@ async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
 
 def create_app(served: Served) -> FastAPI:
     """The application of an engine that runs."""
-    app = FastAPI(title="offload", version=__version__, responses=ERRORS)
+    app = FastAPI(
+        title="offload", version=__version__, responses=ERRORS, docs_url=None, redoc_url=None
+    )
     install(app)
     engine, texts = served.engine.engine, served.texts
 
@@ -387,6 +391,10 @@ def create_app(served: Served) -> FastAPI:
             "sessions": engine.sessions is not None,
             "chat_template": texts.tokenizer.chat_template,
         }
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
 
     add_page(app)
     return app

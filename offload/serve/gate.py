@@ -52,6 +52,8 @@ class Gate:
             await error.response()(scope, receive, send)
             return
         app = self.app
+        if scope["method"] == "HEAD":  # as GET; uvicorn sends no body
+            scope = {**scope, "method": "GET"}
         if app is None:
             await _while_loading(scope["path"])(scope, receive, send)
             return

@@ -1,9 +1,12 @@
-"""uvicorn, and how it begins and ends: it listens before the model is loaded; at the end requests
-that run are finished, those that come are refused."""
+"""uvicorn, and how it begins and ends: it listens before the model is loaded; at the end answers
+that have begun are finished, prompts that are still read end with an error, and what comes is
+refused."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
 import socket
 import time
@@ -18,13 +21,17 @@ from starlette.types import ASGIApp
 from offload.serve.app import Served, create_app
 from offload.serve.gate import PUBLIC, Gate
 
+# After a first signal prompts that are still read have so long: short ones come to an answer.
+_PROMPT_SECONDS = 0.5
+_ERROR_SECONDS = 1.0  # in which clients take the error that ends their request
+
 
 @dataclass(frozen=True)
 class Access:
     """Where the server listens, and to whom.
 
     Attributes:
-        shutdown_seconds: in which requests may finish after SIGTERM.
+        shutdown_seconds: in which answers that have begun may finish after SIGTERM.
 
     Raises:
         ValueError: a key that no header can have.
@@ -61,10 +68,11 @@ def guarded(access: Access, app: ASGIApp | None = None) -> tuple[Gate, ASGIApp]:
 
 class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT; a second one waits for nothing, nor does one while it loads.
+    Requests that do not come to their end get an error, streamed or not.
 
     Args:
         load: makes what is served, in a thread. Until then requests get a 503.
-        say: takes a line when it listens, and one when it serves.
+        say: takes a line when it listens, when it serves, and when it ends.
 
     Attributes:
         served: None until it is loaded.
@@ -81,7 +89,8 @@ class Server(uvicorn.Server):
         self.served: Served | None = None
         self._failure: Exception | None = None
         self.gate, app = guarded(access)
-        self._shutdown_seconds, self._until = access.shutdown_seconds, 0.0
+        self._shutdown_seconds, self._until, self._prompts_until = access.shutdown_seconds, 0.0, 0.0
+        self._is_told = self._at_once = False
         super().__init__(
             uvicorn.Config(
                 app,
@@ -99,6 +108,7 @@ class Server(uvicorn.Server):
         """As uvicorn's.
 
         Raises:
+            OSError: it cannot listen at this address.
             Exception: of `load`.
         """
         super().run(sockets)
@@ -107,7 +117,11 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's; then it loads."""
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets or await _bound(self.config.host, self.config.port))
+        except _AddressError as error:  # said when uvicorn has ended
+            self._failure, self.should_exit = error, True
+            return
         host, port, *_ = self.servers[0].sockets[0].getsockname()
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._say(f"loading; {self.url} answers 503 until then")
@@ -132,20 +146,88 @@ class Server(uvicorn.Server):
         if self.served is None:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
+        now = time.monotonic()
         if self.gate.is_closing:
-            self.should_exit = self.force_exit = True
+            self._until, self._at_once = now, True
         else:
-            self._until = time.monotonic() + self._shutdown_seconds
+            self._until = now + self._shutdown_seconds
+            self._prompts_until = min(self._until, now + _PROMPT_SECONDS)
             self.gate.is_closing = True
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end now."""
-        if self.gate.is_closing and (self.gate.num_inside == 0 or time.monotonic() >= self._until):
-            self.should_exit = True
+        served = self.served
+        if served is not None and self.gate.is_closing:
+            self._tell(served)
+            now = time.monotonic()
+            if now >= self._prompts_until:
+                served.engine.cancel_all(also_begun=False)
+            if self.gate.num_inside == 0 or now >= self._until:
+                # Before `should_exit`, at which streams are cut.
+                await self._end_requests(served)
+                self.should_exit = True
         if await super().on_tick(counter):
-            # Streams that run end with an error.
-            served = self.served
-            if served is not None and not await served.stop(lambda: self.force_exit):
-                self.force_exit = True
+            if served is not None:
+                if not self.gate.is_closing:
+                    await self._end_requests(served)
+                if not await served.stop(lambda: self._at_once):
+                    self.force_exit = True
             return True
         return False
+
+    def _tell(self, served: Served) -> None:
+        """What is waited for, once."""
+        if self._is_told:
+            return
+        self._is_told = True
+        parts = []
+        if num_answering := served.engine.num_answering:
+            seconds = f"up to {self._shutdown_seconds:g} s"
+            parts.append(f"waiting {seconds} for {_number(num_answering, 'answer')} to finish")
+        if num_reading := served.engine.num_reading:
+            parts.append(f"ending {_number(num_reading, 'request')} whose prompt is still read")
+        if served.engine.engine.sessions is not None:
+            parts.append(f"then writing sessions, up to {served.flush_seconds:g} s")
+        if parts:
+            self._say(f"stopping: {', '.join(parts)}; Ctrl-C again stops at once")
+
+    async def _end_requests(self, served: Served) -> None:
+        """Those that run end with an error, of which clients are told."""
+        until = time.monotonic() + _ERROR_SECONDS
+        while self.gate.num_inside and time.monotonic() < until:
+            served.engine.cancel_all()
+            await asyncio.sleep(0.01)
+
+
+class _AddressError(OSError):
+    """With what to do about it."""
+
+
+async def _bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets at all addresses of a host, as uvicorn would make them: it ends the process where one
+    of them is in use.
+
+    Raises:
+        _AddressError: there is none, or it is in use.
+    """
+    try:
+        server = await asyncio.get_running_loop().create_server(
+            asyncio.Protocol, host, port, start_serving=False
+        )
+    except OSError as error:
+        raise _AddressError(_why_not(host, port, error)) from error
+    sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in server.sockets]
+    server.close()
+    return sockets
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use; give another one with --port (0: a free one)"
+    if error.errno == errno.EACCES:
+        return f"port {port} of {host} is not allowed to this user; give --port 1024 or above"
+    return f"cannot listen at {host}: {error.strerror or error}; give another address with --host"
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"

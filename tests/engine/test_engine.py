@@ -26,6 +26,7 @@ from offload.engine.request import Request, RequestOutput
 from offload.engine.runner import Runner
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Scheduler
+from offload.engine.steps import Steps
 from offload.policies.registry import available_policies, make_policy
 from offload.system.errors import DeviceMemoryError
 
@@ -214,6 +215,79 @@ def test_a_callback_fails_between_the_layers_of_a_slice(
     of_long = [output for output in outputs if output.request_id == "is read"]
     assert [chosen.token for output in of_long for chosen in output.tokens] == wanted
     assert of_long[-1].error is None
+    engine.stop()
+    assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize("name", ["full", "lychee_cluster"])
+def test_who_is_cancelled_leaves_between_the_layers_of_a_slice(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its pages are free at once, and the others' answers are what they were alone."""
+    model, (short, long, other) = load(long_folder, name), prompts_of(70, 200, 90)
+    wanted = {"decodes": alone(model, short, 30), "comes then": alone(model, other)}
+    engine, found, layers = Engine(model, prefix_caching=False), dict[str, list[int]](), [0]
+    pause = Steps._pause
+
+    def cancelling(self: Steps, num_tokens: int) -> None:
+        layers[0] += 1
+        if layers[0] == 1:
+            engine.cancel("is read")
+        pause(self, num_tokens)
+
+    engine.add_request(short, replace(GREEDY, max_tokens=30), "decodes")
+    while not engine.stats.decode_steps:
+        answers_of_step(engine, found)
+    bytes_before = model.kv_store.host_bytes_used
+    engine.add_request(long, GREEDY, "is read")
+    monkeypatch.setattr(Steps, "_pause", cancelling)
+    while not layers[0]:
+        answers_of_step(engine, found)
+    assert layers[0] == 1 < model.config.num_hidden_layers
+    assert found.pop("is read") == []
+    assert engine.stats.cancelled == 1
+    assert engine.stats.prompt_tokens == len(short)
+    assert model.kv_store.num_sequences == 1
+    assert model.kv_store.host_bytes_used == bytes_before
+    engine.add_request(other, GREEDY, "comes then")
+    assert answers(engine, found) == wanted
+    engine.stop()
+    assert model.kv_store.num_sequences == 0 == model.kv_store.host_bytes_used
+
+
+def test_who_is_read_beside_others_is_cancelled_behind_the_slice(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that decodes, or waits, is so at once; nothing of the others is read twice."""
+    model, lens = load(long_folder), (70, 9, 7, 50)
+    short, one, two, three = (random_tokens(1, n, seed=n)[0].tolist() for n in lens)
+    wanted, pause, layers = {"stays": alone(model, two)}, Steps._pause, [0]
+    engine, found = Engine(model, max_num_seqs=3), dict[str, list[int]]()
+    cancelled = dict[str, int]()
+
+    def cancelling(self: Steps, num_tokens: int) -> None:
+        layers[0] += 1
+        if layers[0] == 1:
+            for name in ("decodes", "leaves", "waits"):
+                engine.cancel(name)
+        pause(self, num_tokens)
+
+    def note(output: RequestOutput) -> None:
+        if output.finish_reason is not None:
+            cancelled[output.request_id] = layers[0]
+
+    engine.add_request(short, replace(GREEDY, max_tokens=60), "decodes", note)
+    while not engine.stats.decode_steps:
+        engine.step()
+    num_read = engine.stats.prompt_tokens
+    monkeypatch.setattr(Steps, "_pause", cancelling)
+    engine.add_request(one, GREEDY, "leaves", note)
+    engine.add_request(two, GREEDY, "stays")
+    engine.add_request(three, GREEDY, "waits", note)
+    answers(engine, found)
+    assert found["stays"] == wanted["stays"]
+    assert cancelled == {"decodes": 1, "waits": 1, "leaves": model.config.num_hidden_layers}
+    assert engine.stats.prompt_tokens == num_read + len(one) + len(two)
     engine.stop()
     assert model.kv_store.num_sequences == 0
 

@@ -215,6 +215,20 @@ def test_a_session_in_memory_of_another_text_is_one_miss(
     engine.stop()
 
 
+def test_a_new_session_is_not_told_as_a_missing_file(
+    model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(model, sessions=Sessions(tmp_path))
+    with caplog.at_level("INFO", logger="offload"):
+        ask(engine, PROMPT)
+    assert [each.getMessage() for each in caplog.records if "session" in each.getMessage()] == [
+        "session s: a new one"
+    ]
+    assert engine.sessions is not None
+    assert engine.sessions.stats.misses == 1
+    engine.stop()
+
+
 def test_damage_is_a_miss_and_the_engine_lives(model: Any, tmp_path: Path) -> None:
     engine = Engine(model, sessions=Sessions(tmp_path, 0), prefix_caching=False)
     wanted, _ = ask(engine, PROMPT)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from serve.conftest import Serve, serving_process
 
 from offload import AsyncEngine, Engine
 from offload.engine.sessions import SessionInUseError
+from offload.engine.steps import Steps
 from offload.serve.app import Served
 from offload.serve.chat import Texts
 from offload.serve.server import Access, Server
@@ -210,6 +214,43 @@ def test_the_schema_describes_answers_and_errors(http: httpx.Client) -> None:
     assert refused.json()["error"]["message"] == "Method Not Allowed"
 
 
+def test_a_head_is_as_a_get_without_body(server: Server, http: httpx.Client) -> None:
+    for path in ("/health", "/ping", "/v1/models", "/metrics", "/"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["content-type"] == http.get(path).headers["content-type"]
+    assert http.head("/v1/completions").status_code == 405
+    assert http.head("/nowhere").status_code == 404
+
+
+def test_docs_need_nothing_from_elsewhere(http: httpx.Client) -> None:
+    page, schema = http.get("/docs"), http.get("/openapi.json").json()
+    assert page.headers["content-type"].startswith("text/html")
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page.text)
+    for path, methods in schema["paths"].items():
+        assert all(f"{method.upper()} {path}<" in page.text for method in methods)
+    for name in schema["components"]["schemas"]:
+        assert f'id="{name}"' in page.text
+    links = {*re.findall(r'href="#([^"]+)"', page.text)}
+    assert links == {*schema["components"]["schemas"]} & links
+    assert "≤ 1" in page.text  # of top_p
+
+
+@pytest.mark.parametrize("taken", ["port", "host"])
+def test_an_address_that_cannot_be_had_is_an_error(taken: str) -> None:
+    """Before anything is loaded."""
+
+    def load() -> Served:
+        pytest.fail("it loads")
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        access = Access(port=port) if taken == "port" else Access("203.0.113.1", 0)
+        named = f"port {port}" if taken == "port" else access.host
+        with pytest.raises(OSError, match=f"{named}.*--{taken}"):
+            Server(load, access).run()
+
+
 def test_a_dead_engine_is_a_503(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Engine) -> None:
         raise OSError("the device is gone")
@@ -344,6 +385,121 @@ def test_the_end_comes_in_time(serve: Serve) -> None:
         assert time.monotonic() - start < 3.0
 
 
+@pytest.mark.parametrize("layer_seconds", [0.1, 3.0])
+def test_the_end_while_prompts_are_read(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, layer_seconds: float
+) -> None:
+    """Within two seconds, even in the middle of a layer; each client gets an error as OpenAI's."""
+
+    def slow(self: Steps, num_tokens: int) -> None:
+        time.sleep(layer_seconds)
+        pause(self, num_tokens)
+
+    pause = Steps._pause
+    monkeypatch.setattr(Steps, "_pause", slow)
+    lines = list[str]()
+    with serve() as server, ThreadPoolExecutor() as pool:
+        # As where the signal is handled in the main thread.
+        monkeypatch.setattr("sse_starlette.sse._get_uvicorn_server", lambda: server)
+        monkeypatch.setattr(server, "_say", lines.append)
+
+        def post(route: str, body: dict[str, Any]) -> Any:
+            return pool.submit(httpx.post, f"{server.url}/v1/{route}", json=body, timeout=30)
+
+        prompt = "a long prompt " * 250
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
+        whole = post("completions", {"prompt": "b" + prompt})
+        streamed = [
+            post("completions", {"prompt": "c" + prompt, "stream": True}),
+            post("chat/completions", chat | {"stream": True}),
+            post("responses", {"input": "d" + prompt, "stream": True}),
+        ]
+        engine = engine_of(server)
+        until(lambda: engine.num_running == 4)
+        time.sleep(0.6)  # streams are watched
+        start = time.monotonic()
+        server.handle_exit(signal.SIGINT, None)
+        until(lambda: not server.servers[0].is_serving(), 4.0)
+        texts = [answer.result().text for answer in streamed]
+        until(lambda: server.servers[0]._waiters is None, 4.0)
+        assert time.monotonic() - start < 2.2
+        assert (whole.result().status_code, whole.result().headers["retry-after"]) == (503, "1")
+        assert whole.result().json()["error"]["type"] == "server_error"
+        for text in texts[:2]:
+            error = json.loads(text.split("\n\n")[-3].removeprefix("data: "))["error"]
+            assert (error["message"], error["type"]) == (
+                "the server is shutting down",
+                "server_error",
+            )
+            assert text.endswith("data: [DONE]\n\n")
+        failed = json.loads(texts[2].split("\n\n")[-2].split("data: ")[1])
+        assert failed["type"] == "response.failed"
+        assert failed["response"]["error"]["message"] == "the server is shutting down"
+        assert lines == [
+            "stopping: ending 4 requests whose prompt is still read; Ctrl-C again stops at once"
+        ]
+    until(lambda: engine._thread is None or not engine._thread.is_alive(), 20.0)
+    assert engine.stats.cancelled == 4
+
+
+def test_a_second_signal_ends_answers_with_an_error(serve: Serve) -> None:
+    lines = list[str]()
+    with serve() as server, ThreadPoolExecutor() as pool:
+        server._say = lines.append
+        url = f"{server.url}/v1/completions"
+        parts = pool.submit(httpx.post, url, json=LONG | {"stream": True}, timeout=30)
+        until(lambda: engine_of(server).stats.answer_tokens > 0)
+        server.handle_exit(signal.SIGINT, None)
+        until(lambda: bool(lines))
+        assert lines == [
+            "stopping: waiting up to 30 s for 1 answer to finish; Ctrl-C again stops at once"
+        ]
+        start = time.monotonic()
+        server.handle_exit(signal.SIGINT, None)
+        assert "the server is shutting down" in parts.result().text
+        assert parts.result().text.endswith("data: [DONE]\n\n")
+        assert time.monotonic() - start < 2.0
+
+
+def test_a_short_prompt_is_answered_at_the_end(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that came just before the signal."""
+    entered = threading.Event()
+
+    def slow(self: Steps, num_tokens: int) -> None:
+        entered.set()
+        time.sleep(0.05)
+
+    monkeypatch.setattr(Steps, "_pause", slow)
+    with serve() as server, ThreadPoolExecutor() as pool:
+        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=SHORT, timeout=30)
+        assert entered.wait(10)
+        server.handle_exit(signal.SIGTERM, None)
+        assert answer.result().status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_during_the_prompt_is_not_read_on(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def slow(self: Steps, num_tokens: int) -> None:
+        entered.set()
+        time.sleep(0.4)
+        pause(self, num_tokens)
+
+    entered, pause = threading.Event(), Steps._pause
+    monkeypatch.setattr(Steps, "_pause", slow)
+    with serve() as server:
+        engine, store = engine_of(server), engine_of(server).model.kv_store
+        before = store.num_sequences, store.host_bytes_used  # of other servers
+        with raw(server, json.dumps({"prompt": "a long prompt " * 250, "stream": stream})):
+            assert entered.wait(10)
+        assert until(lambda: not engine.has_work) < 1.0
+        assert (engine.stats.prompt_tokens, engine.stats.cancelled) == (0, 1)
+        assert (store.num_sequences, store.host_bytes_used) == before
+
+
 @pytest.mark.parametrize("is_second", [False, True])
 def test_a_step_that_hangs_ends_with_the_server(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, is_second: bool
@@ -423,6 +579,22 @@ def test_the_command_listens_before_it_has_loaded(serve_folder: Path, number: in
         assert httpx.get(f"{url}/metrics", timeout=20).status_code == 200
         process.send_signal(number)
         assert process.wait(10) in (-number, 0)  # 0: it was through
+
+
+def test_the_command_says_that_its_port_is_in_use(serve_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "offload", "serve", str(serve_folder), "--port", str(port)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"COLUMNS": "300"},
+            timeout=120,
+        )
+    wanted = (
+        f"error: port {port} of 127.0.0.1 is in use; give another one with --port (0: a free one)"
+    )
+    assert (done.returncode, done.stderr.splitlines()) == (1, [wanted])
 
 
 def test_the_command(serve_folder: Path, tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ class Message(BaseModel):
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        plain = {"role": self.role, "content": content}
+        plain: dict[str, Any] = {"role": self.role, "content": content}
         if self.refusal and content:
             plain["refusal"] = self.refusal
         elif self.refusal:

@@ -139,9 +139,7 @@ def test_a_call_without_content(serve: Serve) -> None:
     called = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
     turn = {"role": "assistant", "content": None, "tool_calls": [called]}
     result = {"role": "tool", "tool_call_id": "a", "content": "it rains"}
-    template = (
-        "{% for m in messages %}{{ m['role'] + m['content'] }}{{ m.tool_calls }}{% endfor %}"
-    )
+    template = "{% for m in messages %}{{ m['role'] + m['content'] }}{{ m.tool_calls }}{% endfor %}"
     with serve(template=template) as server, httpx.Client(base_url=server.url) as http:
         body = {"messages": [*HELLO, turn, result], "max_tokens": 1}
         answer = http.post("/v1/chat/completions", json=body)

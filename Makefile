@@ -12,6 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 LOAD := .venv-load
+CLIENTS := .venv-clients
+OLDER_CLIENTS := .venv-clients-older
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 # As pip would, but on all CPUs, and not what nobody here imports. A module may fail.
 NOT_COMPILED := /transformers/models/(?!auto|llama|qwen|mistral)|/torch/(testing|_inductor)/
@@ -32,10 +34,13 @@ DOCS_STAMP := $(VENV)/.docs-extra
 EXTENSION_STAMP := $(VENV)/.extension
 PEERS_STAMP := $(PEERS)/.made
 LOAD_STAMP := $(LOAD)/.made
+CLIENTS_STAMP := $(CLIENTS)/.made
+OLDER_CLIENTS_STAMP := $(OLDER_CLIENTS)/.made
 
 NATIVE_SOURCES := setup.py $(wildcard cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 
-.PHONY: help venv build demo test test-all lint format docs bench bench-gpu report peers load-generator clean
+.PHONY: help venv build demo test test-all lint format docs bench bench-gpu report peers load-generator \
+    clients clean
 
 help:  ## Show this.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -91,8 +96,10 @@ peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks comp
 
 load-generator: $(LOAD_STAMP)  ## Make .venv-load with aiperf, which sends the requests of bench serve.
 
+clients: $(CLIENTS_STAMP) $(OLDER_CLIENTS_STAMP)  ## Make .venv-clients*, with clients that slow tests try at the server.
+
 clean:  ## Remove the environments and everything built.
-	rm -rf $(VENV) $(PEERS) $(LOAD) build site *.egg-info
+	rm -rf $(VENV) $(PEERS) $(LOAD) $(CLIENTS) $(OLDER_CLIENTS) build site *.egg-info
 	find cpu_ops -name '_native*.so' -delete
 
 $(VENV_STAMP):
@@ -139,7 +146,9 @@ $(TEST_STAMP) $(DEV_STAMP) $(PERF_STAMP) $(DOCS_STAMP): $(VENV)/.%-extra: $(PACK
 
 $(PEERS_STAMP): perf/baselines/requirements.txt
 $(LOAD_STAMP): perf/baselines/load_generator.txt
-$(PEERS_STAMP) $(LOAD_STAMP): %/.made:
+$(CLIENTS_STAMP): tests/serve/clients/requirements.txt
+$(OLDER_CLIENTS_STAMP): tests/serve/clients/older.txt
+$(PEERS_STAMP) $(LOAD_STAMP) $(CLIENTS_STAMP) $(OLDER_CLIENTS_STAMP): %/.made:
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@

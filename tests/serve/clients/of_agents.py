@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 from agents import (
     Agent,
@@ -22,7 +23,7 @@ MODELS = (OpenAIChatCompletionsModel, OpenAIResponsesModel)
 
 
 class Place(BaseModel):
-    city: str
+    city: Literal["Rome", "Oslo"]  # a small model might not end a string
 
 
 @function_tool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import instructor
 import openai
 from pydantic import BaseModel
@@ -11,7 +13,7 @@ from tasks import HISTORY, QUESTION, main, task
 class Place(BaseModel):
     """Where it is."""
 
-    city: str
+    city: Literal["Rome", "Oslo"]  # a small model might not end a string
 
 
 def client(url: str, mode: instructor.Mode = instructor.Mode.TOOLS):
@@ -28,7 +30,8 @@ USER = {"role": "user", "content": QUESTION}
 
 @task
 def chat(url: str, model: str) -> None:
-    assert ask(client(url), model, [USER], response_model=str)
+    answer = ask(client(url), model, [USER], response_model=None)
+    assert "Paris" in answer.choices[0].message.content
 
 
 @task

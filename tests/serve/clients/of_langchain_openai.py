@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -12,7 +14,7 @@ from tasks import QUESTION, main, task
 class Place(BaseModel):
     """Where it is."""
 
-    city: str
+    city: Literal["Rome", "Oslo"]  # a small model might not end a string
 
 
 @tool

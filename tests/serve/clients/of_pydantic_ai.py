@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
@@ -22,7 +23,7 @@ from tasks import QUESTION, main, task
 class Place(BaseModel):
     """Where it is."""
 
-    city: str
+    city: Literal["Rome", "Oslo"]  # a small model might not end a string
 
 
 def agents_of(url, model, **options):

@@ -6,12 +6,14 @@ from typing import Literal
 
 import instructor
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from tasks import HISTORY, QUESTION, main, task
 
 
 class Place(BaseModel):
     """Where it is."""
+
+    model_config = ConfigDict(extra="forbid")  # a small model would add more and more
 
     city: Literal["Rome", "Oslo"]  # a small model might not end a string
 

@@ -14,6 +14,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 LOAD := .venv-load
+CLIENTS := .venv-clients
+OLDER_CLIENTS := .venv-clients-older
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 # As pip would, but on all CPUs, and not what nobody here imports. A module may fail.
 NOT_COMPILED := /transformers/models/(?!auto|llama|qwen|mistral)|/torch/(testing|_inductor)/
@@ -40,11 +42,13 @@ EXTENSION_STAMP := $(VENV)/.extension
 PEERS_STAMP := $(PEERS)/.made
 LOAD_STAMP := $(LOAD)/.made
 WHEEL_TOOLS := build/wheel-tools
+CLIENTS_STAMP := $(CLIENTS)/.made
+OLDER_CLIENTS_STAMP := $(OLDER_CLIENTS)/.made
 
 NATIVE_SOURCES := setup.py $(wildcard cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 
 .PHONY: help venv build demo test test-all lint format docs bench bench-gpu report peers load-generator \
-    wheel clean
+    wheel clients clean
 
 help:  ## Show this.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -101,6 +105,8 @@ peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks comp
 
 load-generator: $(LOAD_STAMP)  ## Make .venv-load with aiperf, which sends the requests of bench serve.
 
+clients: $(CLIENTS_STAMP) $(OLDER_CLIENTS_STAMP)  ## Make .venv-clients*, with clients that slow tests try at the server.
+
 # build/lib.* would bring files that were deleted since, and Python's own command to link an rpath of this machine.
 wheel: LINK := $(or $(CXX),g++) -shared
 wheel: $(WHEEL_TOOLS)/.made  ## Build a wheel for each of WHEEL_PYTHONS in dist/ (manylinux_2_28).
@@ -114,7 +120,7 @@ wheel: $(WHEEL_TOOLS)/.made  ## Build a wheel for each of WHEEL_PYTHONS in dist/
 	done
 
 clean:  ## Remove the environments and everything built.
-	rm -rf $(VENV) $(PEERS) $(LOAD) build dist site *.egg-info
+	rm -rf $(VENV) $(PEERS) $(LOAD) $(CLIENTS) $(OLDER_CLIENTS) build dist site *.egg-info
 	find cpu_ops -name '_native*.so' -delete
 
 $(VENV_STAMP):
@@ -166,7 +172,9 @@ $(WHEEL_TOOLS)/.made:
 
 $(PEERS_STAMP): perf/baselines/requirements.txt
 $(LOAD_STAMP): perf/baselines/load_generator.txt
-$(PEERS_STAMP) $(LOAD_STAMP): %/.made:
+$(CLIENTS_STAMP): tests/serve/clients/requirements.txt
+$(OLDER_CLIENTS_STAMP): tests/serve/clients/older.txt
+$(PEERS_STAMP) $(LOAD_STAMP) $(CLIENTS_STAMP) $(OLDER_CLIENTS_STAMP): %/.made:
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@

@@ -139,6 +139,8 @@ class Request:
         new, ended = "", may_end and token in self.ends
         if self.text is not None and not ended:
             new = self.text.add(token, may_stop=may_end)
+            if new and self.params.ends_after is not None:
+                ended = self.params.ends_after(new) and may_end
         if ended or (self.text is not None and self.text.is_stopped):
             self.finish_reason = "stop"
         elif num_chosen == self.max_tokens:

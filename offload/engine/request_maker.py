@@ -52,8 +52,9 @@ class RequestMaker:
                     raise ValueError(
                         f"{name}: token id {token} is outside the vocabulary of {vocab_size}"
                     )
-        if params.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: Engine(model, tokenizer)")
+        if (params.stop or params.ends_after) and self._tokenizer is None:
+            name = "stop strings need" if params.stop else "ends_after needs"
+            raise ValueError(f"{name} a tokenizer: Engine(model, tokenizer)")
         runtime = self._model._offload
         runtime.attention.check_budget(params.exact, params.budget_tokens)
         room = runtime.lean.shape.max_context - len(prompt) + 1

@@ -39,6 +39,7 @@ class SamplingParams:
         seed: of this request's own random numbers; None: another each time.
         stop: one string or several before which the answer ends; they are not part of it.
         stop_token_ids: beside the model's end-of-sequence tokens.
+        ends_after: told each new piece of the answer's text; the answer ends where it says True.
         ignore_eos: those do not end the answer.
         logprobs: of each token, and so many of the likeliest beside it; None: none.
         prompt_logprobs: as `logprobs`, of the prompt's tokens after the first.
@@ -62,6 +63,7 @@ class SamplingParams:
     seed: int | None = None
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] = ()
+    ends_after: Callable[[str], bool] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None

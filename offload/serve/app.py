@@ -343,7 +343,10 @@ def create_app(served: Served) -> FastAPI:
         served.check_model(body.model)
         if body.messages:
             tokens = await asyncio.to_thread(
-                texts.chat_ids, body.messages, template_kwargs=body.chat_template_kwargs
+                texts.chat_ids,
+                body.messages,
+                body.tools,
+                template_kwargs=body.chat_template_kwargs,
             )
         else:
             special = body.add_special_tokens

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from offload.serve import conversation
+from offload.serve.conversation import Path, marked
 from offload.serve.errors import ApiError
 from offload.serve.protocol import Message
 from offload.serve.tools import OPEN, Tool
@@ -19,6 +22,9 @@ _OF_TEMPLATES = (
     *(TemplateError, ValueError, TypeError, RecursionError),
     *(ArithmeticError, AttributeError, LookupError),
 )
+# A template that has this string knows the role.
+_DEVELOPER = re.compile(r"""(["'])developer\1""")
+_MOST_TRIES = 256  # each renders the conversation
 
 
 class Texts:
@@ -99,55 +105,74 @@ class Texts:
             template_kwargs: further variables of the template.
 
         Raises:
-            ApiError: there is no template, or it refuses the messages, or it cannot tell of tools.
+            ApiError: there is no template, or it refuses the messages, or ignores a text of theirs
+                or of the tools, or calls could not be read.
         """
         if not self.tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions")
-        plain = [tool.model_dump(exclude={"function": {"strict"}}) for tool in tools]
+        plain = [tool.given for tool in tools]
+        template = self.tokenizer.get_chat_template(tools=plain or None)
+        has_developer = _DEVELOPER.search(template) is not None
+        said = conversation.of_messages(messages, field, has_developer=has_developer)
+        given = {"messages": said, "tools": plain}
         variables = dict(template_kwargs or {})
-        text = self._rendered(messages, plain, field, variables)
-        if plain:
-            if text == self._rendered(messages, [], field, variables):
-                raise ApiError(400, "tools: the chat template ignores them", param="tools")
-            if reads_calls and OPEN not in self.tokenizer.get_chat_template(tools=plain):
-                raise ApiError(
-                    400,
-                    f"tool_choice: the chat template has no {OPEN} blocks, and other calls are not "
-                    "read; 'required' and a named tool are possible",
-                    param="tool_choice",
-                )
-        return self.encode(text, add_special_tokens=False)
-
-    def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: list[dict[str, Any]],
-        field: str,
-        variables: dict[str, Any],
-    ) -> str:
-        continued = messages[-1].role == "assistant"
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [_plain(message) for message in messages],
-                    tools=tools or None,
-                    add_generation_prompt=not continued,
-                    continue_final_message=continued,
-                    tokenize=False,
-                    **variables,
-                )
-            )
+            text = self._rendered(given, variables)
         except _OF_TEMPLATES as error:
             message = f"{field}: the chat template says: {error}"
             raise ApiError(400, message, param=field) from error
+        self._check_shown(given, text, field, variables)
+        if reads_calls and OPEN not in template:
+            raise ApiError(
+                400,
+                f"tool_choice: the chat template has no {OPEN} blocks, and other calls are not "
+                "read; 'required' and a named tool are possible",
+                param="tool_choice",
+            )
+        return self.encode(text, add_special_tokens=False)
 
+    def _rendered(self, given: dict[str, Any], variables: dict[str, Any]) -> str:
+        continued = given["messages"][-1]["role"] == "assistant"
+        return str(
+            self.tokenizer.apply_chat_template(
+                given["messages"],
+                tools=given["tools"] or None,
+                add_generation_prompt=not continued,
+                continue_final_message=continued,
+                tokenize=False,
+                **variables,
+            )
+        )
 
-def _plain(message: Message) -> dict[str, Any]:
-    """As templates take it: content is a string, of a message that only calls tools, too."""
-    content = message.content or ""
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    plain = {"role": message.role, "content": content} | (message.model_extra or {})
-    if message.tool_calls:
-        plain["tool_calls"] = [call.plain() for call in message.tool_calls]
-    return plain
+    def _check_shown(
+        self, given: dict[str, Any], text: str, field: str, variables: dict[str, Any]
+    ) -> None:
+        """Refuse what changes nothing in the prompt, which is `text`.
+
+        All texts are marked at once. Those whose mark the template drops have another try without
+        the others, whose marks may have been why; the first of the rest decides by itself.
+        """
+
+        def rendered(paths: Sequence[Path], change: Callable[[Any, int], Any]) -> str | None:
+            try:
+                return self._rendered(conversation.changed(given, paths, change), variables)
+            except _OF_TEMPLATES:
+                return None  # it read what was changed
+
+        token = secrets.token_hex(8)
+        left = [*conversation.texts(given)]
+        for _ in range(_MOST_TRIES):
+            if not left:
+                return
+            told = rendered(left, lambda value, i: marked(value, f"{token}x{i}z")) or ""
+            seen = {int(number) for number in re.findall(rf"{token}x(\d+)z", told)}
+            missing = [path for i, path in enumerate(left) if i not in seen]
+            if len(missing) == len(left):
+                first, *missing = missing
+                changes: list[Callable[[Any, int], Any]] = [
+                    lambda value, _: marked(value, token),
+                    lambda value, _: token + value if isinstance(value, str) else None,
+                ]
+                if all(rendered([first], change) == text for change in changes):
+                    raise conversation.ignored(given, first, field)
+            left = missing

@@ -14,7 +14,7 @@ from offload.serve.answers import Answers, Choice
 from offload.serve.chat import Texts
 from offload.serve.errors import ApiError
 from offload.serve.protocol import ChatRequest, CompletionRequest, Sampled
-from offload.serve.tools import CallBlocks, CallReader, ForcedCall
+from offload.serve.tools import CallReader, ForcedCall
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 _Utf8 = codecs.getincrementaldecoder("utf-8")
@@ -157,9 +157,7 @@ class Chat(Format):
     def _reader(self, choice: Choice) -> CallReader:
         if choice.index not in self._readers:
             self._readers[choice.index] = (
-                ForcedCall()
-                if self.request.forced_tools
-                else CallBlocks([tool.function.name for tool in self.request.usable_tools])
+                ForcedCall() if self.request.forced_tools else self.request.call_blocks()
             )
         return self._readers[choice.index]
 

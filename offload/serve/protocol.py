@@ -24,7 +24,7 @@ from offload.engine.sampling_params import MOST_LOGPROBS, SamplingParams
 from offload.engine.sessions import check_session_id
 from offload.serve.bodies import Body, at_most, described, only
 from offload.serve.structured import Constraint, ResponseFormat, StructuredOutputs, calls_grammar
-from offload.serve.tools import CLOSE, NamedTool, Tool, ToolCall
+from offload.serve.tools import CallBlocks, NamedTool, Tool, ToolCall
 
 Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 MaxTokens = Annotated[int, described(minimum=1)]
@@ -207,20 +207,63 @@ class TextPart(Body):
     text: str
 
 
+class RefusalPart(Body):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """As said."""
+        return self.refusal
+
+
+Part = Annotated[TextPart | RefusalPart, Discriminator("type")]
+
+
 class Message(BaseModel):
     """Further fields are the template's."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], at_most(_MOST_MESSAGES)] | None = None
+    content: str | Annotated[list[Part], at_most(_MOST_MESSAGES)] | None = None
+    refusal: str | None = None
     tool_calls: Annotated[list[ToolCall], at_most(1024)] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs content")
+        if self.content is None and not self.tool_calls and not self.refusal:
+            beside = "".join(f", beside {name}" for name in self.model_extra or ())
+            raise ValueError(f"a message needs content{beside}")
         return self
+
+    def plain(self) -> dict[str, Any]:
+        """As templates take it: content is a string, of a message that only calls tools, too."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        plain: dict[str, Any] = {"role": self.role, "content": content}
+        if self.refusal and content:
+            plain["refusal"] = self.refusal
+        elif self.refusal:
+            plain["content"] = self.refusal
+        further = self.model_extra or {}
+        plain |= {name: value for name, value in further.items() if value is not None}
+        if self.tool_calls:
+            plain["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return plain
+
+
+def _distinct(tools: list[Tool]) -> list[Tool]:
+    names = [tool.function.name for tool in tools]
+    if len({*names}) < len(names):
+        raise ValueError("two of the tools have one name")
+    return tools
+
+
+Tools = Annotated[list[Tool], at_most(128), AfterValidator(_distinct)]
 
 
 class ChatRequest(Sampled):
@@ -230,7 +273,7 @@ class ChatRequest(Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[Tool], at_most(128)] = []
+    tools: Tools = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: ChatTemplateKwargs = {}
@@ -256,8 +299,6 @@ class ChatRequest(Sampled):
     @model_validator(mode="after")
     def _tools(self) -> ChatRequest:
         names = [tool.function.name for tool in self.tools]
-        if len({*names}) < len(names):
-            raise ValueError("two of the tools have one name")
         choice = self.tool_choice
         if not self.tools and choice not in ("none", "auto"):
             raise ValueError("tool_choice needs tools")
@@ -297,11 +338,23 @@ class ChatRequest(Sampled):
         made = Constraint("tools", [each for _, each in schemas], lambda: calls_grammar(schemas))
         return [*super().constraints(), made]
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """As `Sampled.stops`; a single call ends the answer."""
-        single = self.reads_calls and not self.parallel_tool_calls
-        return (*super().stops, CLOSE) if single else super().stops
+    def sampling(self, number: int) -> SamplingParams:
+        """As `Sampled.sampling`; a single call ends the answer."""
+        params = super().sampling(number)
+        if not self.reads_calls or self.parallel_tool_calls:
+            return params
+        reader = self.call_blocks()
+
+        def has_call(text: str) -> bool:
+            reader.take(text, None)
+            return bool(reader.calls)
+
+        return replace(params, ends_after=has_call)
+
+    def call_blocks(self) -> CallBlocks:
+        """What reads an answer in which the model may call."""
+        names = [tool.function.name for tool in self.usable_tools]
+        return CallBlocks(names, most=None if self.parallel_tool_calls else 1)
 
     @property
     def most_tokens(self) -> int | None:
@@ -374,6 +427,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], at_most(_MOST_MESSAGES)] | None = None
+    tools: Tools = []
     add_special_tokens: bool = True
     chat_template_kwargs: ChatTemplateKwargs = {}
 
@@ -383,6 +437,8 @@ class TokenizeRequest(Body):
             raise ValueError("give one of prompt and messages")
         if self.chat_template_kwargs and self.messages is None:
             raise ValueError("chat_template_kwargs needs messages")
+        if self.tools and self.messages is None:
+            raise ValueError("tools needs messages")
         return self
 
 

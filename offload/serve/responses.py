@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from offload.serve.bodies import Body, at_most, only
-from offload.serve.protocol import ChatRequest, ChatTemplateKwargs, Logprobs, Sampling
+from offload.serve.protocol import ChatRequest, ChatTemplateKwargs, Logprobs, RefusalPart, Sampling
 from offload.serve.structured import Constraint, JsonSchema, ResponseFormat
-from offload.serve.tools import Arguments, Function, FunctionName, Name, NamedTool, Tool, ToolCall
+from offload.serve.tools import Arguments, Function, FunctionName, Given, Name, NamedTool, ToolCall
 
 _LOGPROBS = "message.output_text.logprobs"
 _MOST_ITEMS = 2**14
@@ -18,6 +18,7 @@ _UNSTORED = (
     "responses are not stored; send the whole conversation as input, with a session_id so that it "
     "is not read again"
 )
+_ENCRYPTED = "nobody here can read it; leave it out"
 Ignored = Annotated[Any, only()]
 
 
@@ -30,7 +31,8 @@ class TextPart(Body):
     logprobs: list[Any] | None = None
 
 
-Parts = str | Annotated[list[TextPart], at_most(_MOST_ITEMS)]
+Part = Annotated[TextPart | RefusalPart, Field(union_mode="left_to_right")]
+Parts = str | Annotated[list[Part], at_most(_MOST_ITEMS)]
 
 
 class _Item(Body):
@@ -47,6 +49,27 @@ class MessageItem(_Item):
     role: Literal["system", "developer", "user", "assistant"]
     content: Parts
     phase: str | None = None
+
+
+class ReasoningText(Body):
+    """A part of what was thought."""
+
+    type: Literal["summary_text", "reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """What was thought before the next item: `reasoning_content` of the template's messages."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], at_most(_MOST_ITEMS)] = []
+    content: Annotated[list[ReasoningText], at_most(_MOST_ITEMS)] = []
+    encrypted_content: Annotated[str, only("", reason=_ENCRYPTED)] = ""
+
+    @property
+    def text(self) -> str:
+        """All of it, or else its summary."""
+        return "\n".join(part.text for part in self.content or self.summary)
 
 
 class CallItem(_Item):
@@ -74,13 +97,14 @@ def _kind(item: Any) -> str:
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[ResultItem, Tag("function_call_output")],
     Discriminator(_kind),
 ]
 
 
-class FunctionTool(Function):
+class FunctionTool(Given, Function):
     """`Tool` without its inner object."""
 
     type: Literal["function"]
@@ -188,7 +212,10 @@ class ResponseRequest(Sampling):
 
     def _as_chat(self) -> ChatRequest:
         form = self.text.format
-        functions = [Function(**tool.model_dump(exclude={"type"})) for tool in self.tools]
+        functions = [
+            {name: value for name, value in tool.given.items() if name != "type"}
+            for tool in self.tools
+        ]
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = NamedTool(type="function", function=FunctionName(name=choice.name))
@@ -201,7 +228,7 @@ class ResponseRequest(Sampling):
             "messages": [*self._messages()],
             "max_completion_tokens": self.max_output_tokens,
             "response_format": _Format(type=form.type, json_schema=schema),
-            "tools": [Tool(type="function", function=function) for function in functions],
+            "tools": [{"type": "function", "function": function} for function in functions],
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -218,24 +245,33 @@ class ResponseRequest(Sampling):
             return
         said: dict[str, Any] | None = None  # by the assistant: calls that follow are its
         for item in self.input:
+            if isinstance(item, ReasoningItem) and not item.text:
+                continue
             if isinstance(item, CallItem):
-                said = said or {"role": "assistant", "content": None}
+                said = said or {"role": "assistant"}
                 function = {"name": item.name, "arguments": item.arguments}
                 call = ToolCall.model_validate({"id": item.call_id, "function": function})
                 said.setdefault("tool_calls", []).append(call)
                 continue
-            if said:
+            thought = said if said and said.keys() == {"role", "reasoning_content"} else None
+            if said and not (thought and _is_said(item)):
                 yield said
             said = None
-            if isinstance(item, ResultItem):
+            if isinstance(item, ReasoningItem):
+                said = {"role": "assistant", "reasoning_content": item.text}
+            elif isinstance(item, ResultItem):
                 content = _plain(item.output)
                 yield {"role": "tool", "tool_call_id": item.call_id, "content": content}
-            elif item.role == "assistant":
-                said = {"role": "assistant", "content": _plain(item.content)}
+            elif _is_said(item):
+                said = (thought or {"role": "assistant"}) | {"content": _plain(item.content)}
             else:
                 yield {"role": item.role, "content": _plain(item.content)}
         if said:
             yield said
+
+
+def _is_said(item: Any) -> bool:
+    return isinstance(item, MessageItem) and item.role == "assistant"
 
 
 def _plain(parts: Parts) -> str:

@@ -8,7 +8,15 @@ import uuid
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    model_validator,
+)
+from typing_extensions import Self
 
 from offload.serve.bodies import Body
 
@@ -27,7 +35,26 @@ class Function(Body):
     strict: bool = False
 
 
-class Tool(Body):
+class Given(Body):
+    """A body that templates get as it was sent: its keys in their order, nothing added."""
+
+    _given: dict[str, Any]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(data)
+        if isinstance(data, dict):
+            made._given = data
+        return made
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """As sent."""
+        return self._given
+
+
+class Tool(Given):
     """Functions are the only kind."""
 
     type: Literal["function"]
@@ -48,6 +75,8 @@ class NamedTool(Body):
 
 
 def _json(arguments: str) -> str:
+    if arguments.strip() in ("", "null"):  # of models that call without arguments
+        return "{}"
     try:
         json.loads(arguments)
     except (ValueError, RecursionError) as error:
@@ -134,30 +163,42 @@ class ForcedCall(CallReader):
 class CallBlocks(CallReader):
     """An answer with <tool_call> blocks, as Hermes and Qwen write them.
 
-    A block that is no call of one of the tools remains text.
+    A block that is no call of one of the tools remains text; where none is, all remains as it was.
+
+    Args:
+        names: of the tools.
+        most: calls after which nothing is read; None: any number.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], most: int | None = None) -> None:
         super().__init__()
-        self._names, self._held, self._is_inside = names, "", False
+        self._names, self._most = names, most
+        self._held, self._is_inside = "", False
+        self._gap = ""  # white space before the block, which is said if the block is
 
     def take(self, text: str, finish_reason: str | None) -> tuple[str, list[dict[str, Any]]]:
-        """White space before a block is not said; a call is handed on as a whole."""
+        """White space before a call is not said; a call is handed on as a whole."""
+        if len(self.calls) == self._most:
+            return "", []
         self._held += text
         said = ""
         deltas: list[dict[str, Any]] = []
         while (at := self._held.find(CLOSE if self._is_inside else OPEN)) >= 0:
+            before, self._held = self._held[:at], self._held[at:]
             if self._is_inside:
-                more, calls = self._block(self._held[:at], CLOSE)
+                self._held = self._held.removeprefix(CLOSE)
+                more, calls = self._block(before, CLOSE)
                 said, deltas = said + more, deltas + calls
-                self._held = self._held[at + len(CLOSE) :]
+                if len(self.calls) == self._most:
+                    self._held = ""
             else:
-                said += self._held[:at].rstrip()
-                self._held = self._held[at + len(OPEN) :]
+                self._held = self._held.removeprefix(OPEN)
+                kept = before.rstrip()
+                said, self._gap = said + kept, before[len(kept) :]
             self._is_inside = not self._is_inside
         if finish_reason is not None:
             rest, self._held = self._held, ""
-            if self._is_inside:  # ended by the stop string that `CLOSE` may be
+            if self._is_inside:  # ended by a stop string, which `CLOSE` may be, or cut
                 more, calls = self._block(rest, "")
                 return said + more, deltas + calls
             return said + (rest.rstrip() if self.calls else rest), deltas
@@ -177,7 +218,7 @@ class CallBlocks(CallReader):
                 return "", [self._call(name, text)]
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
-        return OPEN + block + close, []
+        return self._gap + OPEN + block + close, []
 
 
 def _is_json(text: str) -> bool:

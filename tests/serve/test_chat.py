@@ -49,7 +49,9 @@ def test_messages(client: openai.OpenAI, http: httpx.Client) -> None:
     whole = text(client)
     parts = [{"type": "text", "text": "hello"}]
     assert text(client, [{"role": "user", "content": parts}]) == whole
-    assert text(client, [{"role": "user", "content": "hello", "name": "Ann", "x": 1}]) == whole
+    for name, value in (("name", "Ann"), ("x", 1)):
+        error = refusal(http, messages=[HELLO[0] | {name: value}])
+        assert f"messages.0.{name}: the chat template ignores" in error["message"]
     turns = [*HELLO, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}]
     assert ask(client, turns).usage.prompt_tokens == 48
     continued = [*HELLO, {"role": "assistant", "content": "ab"}]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from serve.conftest import Serve
 
 from offload.serve.protocol import ChatRequest
@@ -136,7 +139,7 @@ def test_a_call_without_content(serve: Serve) -> None:
     called = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
     turn = {"role": "assistant", "content": None, "tool_calls": [called]}
     result = {"role": "tool", "tool_call_id": "a", "content": "it rains"}
-    template = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+    template = "{% for m in messages %}{{ m['role'] + m['content'] }}{{ m.tool_calls }}{% endfor %}"
     with serve(template=template) as server, httpx.Client(base_url=server.url) as http:
         body = {"messages": [*HELLO, turn, result], "max_tokens": 1}
         answer = http.post("/v1/chat/completions", json=body)
@@ -161,7 +164,8 @@ def test_none(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
         ("<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", 0),
         ('<tool_call>{"name": "x", "arguments": {}}</tool_call>', None, 0),
         ('<tool_call>{"name": ["x"], "arguments": {}}</tool_call>', None, 0),
-        ("a <tool_call>{", "a<tool_call>{", 0),
+        ("a <tool_call>{", None, 0),
+        ("So:\n<tool_call>\nx</tool_call>\n", None, 0),
         ("a <tool", None, 0),
     ],
 )
@@ -195,6 +199,15 @@ def test_one_call_at_a_time(client: openai.OpenAI, monkeypatch: pytest.MonkeyPat
     assert choice.finish_reason == "tool_calls"
     (choice,) = ask(client, tool_choice="required", parallel_tool_calls=False).choices
     assert len(choice.message.tool_calls) == 1
+    said = f"a\n<tool_call>x</tool_call>\n {block}{block} b"
+    with answering(monkeypatch, said):
+        options: dict[str, Any] = {"max_tokens": 300, "parallel_tool_calls": False}
+        answer = ask(client, **options)
+        streamed = joined(ask(client, stream=True, **options))
+    (choice,) = answer.choices
+    assert choice.message.content == streamed[0] == "a\n<tool_call>x</tool_call>"
+    assert len(choice.message.tool_calls) == len(streamed[1]) == 1
+    assert answer.usage.completion_tokens < len(said) - len(block)
 
 
 def test_text_in_any_pieces() -> None:
@@ -204,7 +217,7 @@ def test_text_in_any_pieces() -> None:
         for at in range(0, len(text), size):
             said += reader.take(text[at : at + size], None)[0]
         said += reader.take("", "stop")[0]
-        assert said == "Sure. <<tool_call>x</tool_call> <tool"
+        assert said == "Sure. <\n <tool_call>x</tool_call> <tool"
         assert len(reader.calls) == 1
     for size in range(1, len(ROME) + 1):
         forced, told = ForcedCall(), ""
@@ -215,6 +228,31 @@ def test_text_in_any_pieces() -> None:
         assert told == '{"city": "Rome"}'
         assert not deltas
         assert forced.calls[0]["function"]["arguments"] == '{"city": "Rome"}'
+
+
+PIECES = st.sampled_from(
+    ["<tool_call>", "</tool_call>", " ", "\n", "a", "<", "{", '{"name": "weather"', "</tool", "\t"]
+)
+SAID = st.lists(PIECES | st.text(max_size=3), max_size=12).map("".join)
+
+
+@given(said=SAID, cuts=st.lists(st.integers(0, 99), max_size=8), stops=st.lists(SAID, max_size=2))
+@pytest.mark.parametrize("most", [None, 1])
+def test_text_without_calls_stays_what_it_is(
+    most: int | None, said: str, cuts: list[int], stops: list[str]
+) -> None:
+    """Wherever it is cut, by a stop string or by a length, and whichever pieces it comes in."""
+    for stop in filter(None, stops):
+        said = said.partition(stop)[0]
+    edges = [0, *sorted(min(cut, len(said)) for cut in cuts), len(said)]
+    for reason in ("stop", "length"):
+        reader, told = CallBlocks(["weather"], most), ""
+        for start, end in pairwise(edges):
+            told += reader.take(said[start:end], None)[0]
+            assert said.startswith(told)
+        told += reader.take("", reason)[0]
+        assert CallBlocks(["weather"], most).take(said, reason) == (said, [])
+        assert (told, reader.calls) == (said, [])
 
 
 def test_a_call_that_is_no_text_stays_what_it_was() -> None:
@@ -229,7 +267,7 @@ def test_a_call_that_is_no_text_stays_what_it_was() -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice needs tools"),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "names 'x'"),
-        ({"tools": [TIME, TIME]}, "one name"),
+        ({"tools": [TIME, TIME]}, "tools: two of the tools have one name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"response_format": {"type": "json_object"}}, "exclude each other"),
@@ -254,11 +292,14 @@ def test_schemas_and_messages_that_are_refused(http: httpx.Client) -> None:
 
 
 def test_templates_that_cannot(serve: Serve) -> None:
-    for template, words in (("{{ messages }}", "ignores them"), ("{{ tools }}", "'required'")):
+    for template, words in (
+        ("{{ messages }}", "ignores them"),
+        ("{{ messages }}{{ tools }}", "'required'"),
+    ):
         with serve(template=template) as server, httpx.Client(base_url=server.url) as http:
             assert words in refusal(http)
             body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "none", "max_tokens": 1}
             assert http.post("/v1/chat/completions", json=body).status_code == 200
             body = {"messages": HELLO, "tools": TOOLS, "tool_choice": NAMED}
             is_able = http.post("/v1/chat/completions", json=body).status_code == 200
-            assert is_able == (template == "{{ tools }}")
+            assert is_able == ("tools" in template)

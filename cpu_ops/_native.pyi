@@ -115,6 +115,19 @@ def rms_norm(
     width: int,
     out: int,
 ) -> None: ...
+def rotate_heads(
+    pool: WorkerPool,
+    isa: str,
+    dtype: int,
+    x: int,
+    token: int,
+    num_tokens: int,
+    num_heads: int,
+    head_dim: int,
+    cos: int,
+    sin: int,
+    out: int,
+) -> None: ...
 def time_sequential_read(pool: WorkerPool, isa: str, data: int, num_bytes: int) -> float: ...
 def time_row_gather(
     pool: WorkerPool, isa: str, data: int, rows: _Int32s, row_bytes: int

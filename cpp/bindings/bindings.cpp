@@ -8,6 +8,7 @@
 #include "operators/causal_attention.h"
 #include "operators/clustering.h"
 #include "operators/rms_norm.h"
+#include "operators/rope.h"
 #include "attention/decode_attention.h"
 #include "kernels/dispatch.h"
 
@@ -88,6 +89,15 @@ PYBIND11_MODULE(_native, m) {
          int64_t width, int64_t out) {
         rms_norm(kernels_for(isa), pool, static_cast<DType>(dtype), pointer<const void>(x), pointer<const void>(weight),
                  eps, num_rows, width, pointer<void>(out));
+      },
+      WithoutGil());
+  m.def(
+      "rotate_heads",
+      [](WorkerPool& pool, const std::string& isa, int dtype, int64_t x, int64_t token, int64_t num_tokens,
+         int64_t num_heads, int64_t head_dim, int64_t cos, int64_t sin, int64_t out) {
+        rotate_heads(kernels_for(isa), pool, static_cast<DType>(dtype),
+                     {pointer<const void>(x), token, num_tokens, num_heads, head_dim, pointer<const void>(cos),
+                      pointer<const void>(sin), pointer<void>(out)});
       },
       WithoutGil());
   m.def(

@@ -203,12 +203,12 @@ def _write_kv(
 ) -> torch.Tensor:
     """Rotated queries [num_qo_heads, n, head_dim] of x, the tokens start .. stop; K/V are kept."""
     q, k, v = project_qkv(layer, head_dim, x, pool)
-    k, v = rotate(k, *rope), v.transpose(0, 1)
+    k, v = rotate(k, *rope, pool), v.transpose(0, 1)
     for sequence, of_slice, kv_len in stream.spans(start, stop):
         keys, values = stream.rows(sequence, kv_len - of_slice.stop + of_slice.start, kv_len)
         keys.copy_(k[:, of_slice])
         values.copy_(v[:, of_slice])
-    return rotate(q, *rope)
+    return rotate(q, *rope, pool)
 
 
 def _attend(

@@ -1,9 +1,9 @@
 """A decoder layer over a prefill slice, but for its attention.
 
 On a GPU the steps between the projections are kernels of `gpu_ops`: torch's operators would read
-and write the slice a dozen times where once will do. On a CPU RMSNorm, which is the most of it, is
-a kernel of `cpu_ops`, where there is a pool for it, and so are the projections where torch's are
-slow (`has_products`); the others are torch's. All kernels round where transformers rounds.
+and write the slice a dozen times where once will do. On a CPU, where there is a pool for them, RMSNorm
+and the rotation are kernels of `cpu_ops`, and so are the projections where torch's are slow
+(`has_products`); the others are torch's. All kernels round where transformers rounds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cpu_ops.linear import has_products
 from cpu_ops.rms_norm import rms_norm
+from cpu_ops.rope import rotate_heads
 from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rotate import rotate_tokens
@@ -34,7 +35,7 @@ def project_qkv(
     """Queries, keys and values [n, num_heads, head_dim] of x [n, hidden_size], not yet rotated."""
     x = _norm(layer.input_norm, x, pool)
     q, k, v = (
-        project(projection, x, pool).unflatten(1, (-1, head_dim))
+        project(projection, x, pool).view(len(x), -1, head_dim)
         for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -42,7 +43,7 @@ def project_qkv(
     return q, k, v
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pool: WorkerPool | None = None) -> Tensor:
     """Rotary embedding: x [n, num_heads, head_dim] -> [num_heads, n, head_dim].
 
     x * cos + rotate_half(x) * sin, with the rounding points of transformers. In memory heads come
@@ -50,6 +51,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if has_kernels(x):
         return rotate_tokens(x, cos, sin).transpose(0, 1)
+    if pool is not None:
+        return rotate_heads(pool, x, cos, sin)
     half = x.shape[-1] // 2
     x = x.transpose(0, 1)
     x1, x2 = x[..., :half], x[..., half:]

@@ -11,6 +11,7 @@ from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
 from cpu_ops import native
+from cpu_ops.rope import rotate_heads
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
@@ -103,6 +104,28 @@ def test_rows_of_several_sequences(isa, dtype, head_dim, with_norm):
         expected = expected_rotation(k, cos[row], sin[row], dtype, norms.get("k_norm"))
         assert relative_error(keys[:, 0].double().numpy(), expected) <= tolerance
         assert np.array_equal(values[:, 0].double().numpy(), v)
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype", "head_dim"), pairwise(ISAS, DTYPES, [16, 48, 64, 96, 128, 256]), ids=str
+)
+def test_heads_of_a_prompt(isa, dtype, head_dim, pool):
+    """The same for many tokens, whose heads come out first in memory, on both sides of a task's."""
+    rng = new_rng()
+    for n in (1, 63, 130):
+        x = random(rng, dtype, n, NUM_QO_HEADS + 1, head_dim)[:, 1:]
+        angles = rng.uniform(0, 2 * np.pi, (n, head_dim))
+        cos, sin = (torch.from_numpy(f(angles)).to(dtype) for f in (np.cos, np.sin))
+        rotated = rotate_heads(pool, x, cos, sin, isa=isa)
+        assert rotated.is_contiguous()
+        expected = np.stack(
+            [expected_rotation(x[i].double().numpy(), cos[i], sin[i], dtype) for i in range(n)]
+        )
+        found = rotated.transpose(0, 1).double().numpy()
+        assert relative_error(found, expected) <= TOLERANCE[dtype]
+    for wrong in ({"x": x.transpose(0, 1)}, {"cos": cos[1:]}, {"sin": sin.double()}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            rotate_heads(pool, **({"x": x, "cos": cos, "sin": sin} | wrong))
 
 
 @pytest.mark.parametrize("isa", ISAS)

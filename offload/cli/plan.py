@@ -287,6 +287,8 @@ def _print(found: Plan) -> None:
         _print_heads(found)
     _print_bytes("on the GPU", found.device_bytes, found.device_limit_bytes)
     _print_bytes("on the host", found.host_bytes, found.host_limit_bytes)
+    if found.host_memory is not None:
+        stdout().print(f"{found.host_memory.explained()}\n", style="dim")
     _print_step(found)
     for note in (*found.notes, *found.step.assumed):
         print_marked("note:", note, "yellow")

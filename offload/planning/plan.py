@@ -32,7 +32,7 @@ from offload.planning.step_time import StepModel, StepTime
 from offload.planning.workload import Workload
 from offload.policies.base import Policy
 from offload.system.errors import DeviceMemoryError, HostBudgetError
-from offload.system.memory import format_bytes, host_memory_limit_bytes
+from offload.system.memory import HostMemory, format_bytes, host_memory
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Plan:
     Attributes:
         device_bytes, host_bytes: by what they are for.
         device_limit_bytes, host_limit_bytes: of all of them; None: nobody named one.
+        host_memory: where the host's limit comes from it.
         notes: what a user should know beside the numbers.
     """
 
@@ -97,6 +98,7 @@ class Plan:
     device_limit_bytes: int | None
     host_bytes: dict[str, int]
     host_limit_bytes: int | None
+    host_memory: HostMemory | None
     step: StepTime
     notes: tuple[str, ...]
 
@@ -121,6 +123,7 @@ class Plan:
             "host_bytes": self.host_bytes,
             "host_total_bytes": sum(self.host_bytes.values()),
             "host_limit_bytes": self.host_limit_bytes,
+            "host_memory": None if self.host_memory is None else self.host_memory.explained(),
             "milliseconds_per_step": self.step.milliseconds,
             "tokens_per_second": self.step.tokens_per_second,
             "microseconds": {
@@ -174,7 +177,8 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
             raise ValueError(
                 "a placement with heads on the GPU needs a GPU, but the device is 'cpu'"
             )
-    host_bytes, host_limit = _host(request, work, placement, notes)
+    memory = None if "cpu" in request.max_memory or not request.on_this_machine else host_memory()
+    host_bytes, host_limit = _host(request, work, placement, memory, notes)
     return Plan(
         request=request,
         profile=profile,
@@ -183,6 +187,7 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
         device_limit_bytes=limit,
         host_bytes=host_bytes,
         host_limit_bytes=host_limit,
+        host_memory=memory,
         step=step_model.step(placement),
         notes=tuple(notes),
     )
@@ -244,7 +249,11 @@ def _given(request: PlanRequest, room: DeviceRoom, limit: int | None) -> HeadPla
 
 
 def _host(
-    request: PlanRequest, work: Workload, placement: HeadPlacement, notes: list[str]
+    request: PlanRequest,
+    work: Workload,
+    placement: HeadPlacement,
+    memory: HostMemory | None,
+    notes: list[str],
 ) -> tuple[dict[str, int], int | None]:
     """Bytes of host memory, and their limit. A note tells what this machine has too little for.
 
@@ -256,18 +265,21 @@ def _host(
         "KV cache": store_bytes(work),
         "kept by the policy": round(work.kept_bytes * request.batch_size),
     }
-    budgeted = counted["KV cache"]
+    budgeted, program = counted["KV cache"], 0
     if request.on_gpu:
         counted["mailbox"] = layout_bytes(step_layouts(placement, work)["mailbox"])
     else:
         counted = {"weights": weights, **counted}
         budgeted += weights
     limit = named = request.max_memory.get("cpu")
-    if limit is None and request.on_this_machine:
-        limit = host_memory_limit_bytes()
+    if memory is not None:
+        limit, program = memory.usable_bytes, memory.program_bytes
+        counted["the program itself"] = program
+        budgeted += program
     if limit is None or budgeted <= limit:
         return counted, limit
     what = "the KV cache" if request.on_gpu else "weights and KV cache"
+    what += ", and the program itself," if program else ""
     need = (
         f"{what} of {request.batch_size} x {request.context:,} tokens need "
         f"{format_bytes(budgeted)} of host memory, but"
@@ -277,7 +289,7 @@ def _host(
             f"{need} max_memory['cpu'] is {format_bytes(limit)}; raise max_memory={{'cpu': ...}}, "
             "lower the batch size or the context"
         )
-    longest = _longest_context(work, limit - (0 if request.on_gpu else weights))
+    longest = _longest_context(work, limit - program - (0 if request.on_gpu else weights))
     fits = f"at most {longest:,} tokens fit" if longest else "no context fits"
     notes.append(f"{need} this process may use {format_bytes(limit)}: {fits}")
     return counted, limit

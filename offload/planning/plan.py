@@ -27,12 +27,14 @@ from offload.planning.placement_bytes import (
     step_layouts,
     store_bytes,
 )
+from offload.planning.prefill_time import PrefillTime, prefill_time
 from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel, StepTime
 from offload.planning.workload import Workload
 from offload.policies.base import Policy
 from offload.system.errors import DeviceMemoryError, HostBudgetError
 from offload.system.memory import HostMemory, format_bytes, host_memory
+from offload.system.slow_here import slow_here
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class PlanRequest:
 
     Attributes:
         context: tokens of each sequence at its end.
+        prompt_tokens: of each sequence's prompt, for the time to the first token; None: the
+            context.
         max_memory: bytes by device index or "cpu", as in `RuntimeConfig`.
         on_this_machine: memory that nobody names is what this machine has left; a plan that needs
             more on the host says so.
@@ -57,9 +61,15 @@ class PlanRequest:
     prefill_slice_tokens: int = 8192
     on_this_machine: bool = True
     placement: HeadPlacement | None = None
+    prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.model.check_context(self.context)
+        if self.prompt_tokens is not None and not 1 <= self.prompt_tokens <= self.context:
+            raise ValueError(
+                f"prompt_tokens must be from 1 to the context's {self.context:,}, got "
+                f"{self.prompt_tokens:,}; raise --context or lower --prompt-tokens"
+            )
         known = {"cpu", self.device_index} if self.on_gpu else {"cpu"}
         for key in self.max_memory:
             if key not in known:
@@ -88,6 +98,7 @@ class Plan:
         device_bytes, host_bytes: by what they are for.
         device_limit_bytes, host_limit_bytes: of all of them; None: nobody named one.
         host_memory: where the host's limit comes from it.
+        prefill: of the prompts; None: not measured for such a model.
         notes: what a user should know beside the numbers.
     """
 
@@ -100,6 +111,7 @@ class Plan:
     host_limit_bytes: int | None
     host_memory: HostMemory | None
     step: StepTime
+    prefill: PrefillTime | None
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -126,6 +138,7 @@ class Plan:
             "host_memory": None if self.host_memory is None else self.host_memory.explained(),
             "milliseconds_per_step": self.step.milliseconds,
             "tokens_per_second": self.step.tokens_per_second,
+            "first_token_seconds": None if self.prefill is None else self.prefill.as_json(),
             "microseconds": {
                 "layers": self.step.breakdown(),
                 "last": self.step.last,
@@ -178,6 +191,9 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
                 "a placement with heads on the GPU needs a GPU, but the device is 'cpu'"
             )
     memory = None if "cpu" in request.max_memory or not request.on_this_machine else host_memory()
+    step = step_model.step(placement)
+    prompt = replace(work, kv_len=request.prompt_tokens or request.context)
+    notes += slow_here(model.dtype, on_cpu=not request.on_gpu) if request.on_this_machine else []
     host_bytes, host_limit = _host(request, work, placement, memory, notes)
     return Plan(
         request=request,
@@ -188,7 +204,8 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
         host_bytes=host_bytes,
         host_limit_bytes=host_limit,
         host_memory=memory,
-        step=step_model.step(placement),
+        step=step,
+        prefill=prefill_time(profile, prompt, step.last, on_gpu=request.on_gpu),
         notes=tuple(notes),
     )
 

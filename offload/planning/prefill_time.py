@@ -1,7 +1,7 @@
 """How long it takes to the first token of a prompt, by what was measured of a machine.
 
 Products take a layer as long for each token; attention takes as long for each pair of a token and
-one that it attends to, of which a prompt of n tokens has n² / 2. With a GPU the keys and values of
+one that it attends to, of which a prompt of n tokens has half of n * n. With a GPU the keys and values of
 a layer leave while the next one computes, so the slower of both counts.
 """
 
@@ -78,6 +78,9 @@ def prefill_time(
     tokens, layers = work.batch_size * work.kv_len, work.shape.num_layers
     products = 1e-6 * layers * tokens * profile.prefill_token_us[key]
     attention = 1e-6 * layers * tokens * work.kv_len / 2 * profile.prefill_pair_us[key]
+    # Few tokens take as long as launching the layer does.
+    least = 1e-6 * layers * profile.prefill_least_us.get(key, 0.0)
+    products = max(products, least - attention)
     leaving = 0.0
     if on_gpu and profile.device is not None:
         copying = store_bytes(work) / profile.device.to_host_bandwidth

@@ -128,6 +128,7 @@ class MachineProfile:
         prefill_token_us: of a layer while a prompt is read: by token, without its attention; by
             `prefill_key`, of models that were measured.
         prefill_pair_us: alike, by pair of a token and one that it attends to.
+        prefill_least_us: alike, of a layer for however few tokens.
         spread: half of the timings lay within such a share of their median, where they lay widest.
         device: the GPU, or None.
         measured_threads: None, or how many threads it was measured with where they are not
@@ -152,6 +153,7 @@ class MachineProfile:
     select_ahead: dict[str, float]
     prefill_token_us: dict[str, float] = field(default_factory=dict)
     prefill_pair_us: dict[str, float] = field(default_factory=dict)
+    prefill_least_us: dict[str, float] = field(default_factory=dict)
     spread: float = 0.0
     device: DeviceProfile | None = None
     measured_threads: int | None = None
@@ -200,7 +202,7 @@ class MachineProfile:
                 key: {rows: slower * us for rows, us in of_rows.items()}
                 for key, of_rows in getattr(self, name).items()
             }
-        for name in ("prefill_token_us", "prefill_pair_us"):
+        for name in ("prefill_token_us", "prefill_pair_us", "prefill_least_us"):
             changes[name] = {  # a GPU reads prompts as fast
                 key: us * (slower if key.startswith("cpu:") else 1.0)
                 for key, us in getattr(self, name).items()

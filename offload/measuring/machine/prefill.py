@@ -27,9 +27,10 @@ from offload.system.autocast import without_autocast
 from offload.system.memory import host_memory_limit_bytes
 from offload.system.torch_threads import torch_threads
 
-_LAYERS = 2
-_ROWS = {"cpu": 512, "cuda": 4096}
-_LENGTHS = {"cpu": (1024, 4096), "cuda": (4096, 16384)}
+_LAYERS = {"cpu": 2, "cuda": 8}
+_ROWS = {"cpu": 512, "cuda": 8192}
+_LENGTHS = {"cpu": (1024, 4096), "cuda": (8192, 32768)}
+_FEW_TOKENS = 64  # take as long as launching a layer does, whatever it computes
 _NARROW = 32  # of hidden states, for each query head, where attention is all that counts
 _SLICE_TOKENS = 8192
 _REPEATS, _SECONDS = 5, 4.0  # of one figure: it ends with the repeat in which these are over
@@ -49,21 +50,25 @@ def with_prefill(
     measured = _measure(device, shape, dtype, profile.num_threads, spread)
     if measured is None:
         return profile, 0.0
-    token_us, pair_us = measured
+    token_us, pair_us, least_us = measured
     changed = replace(
         profile,
         prefill_token_us={**profile.prefill_token_us, key: token_us},
         prefill_pair_us={**profile.prefill_pair_us, key: pair_us},
+        prefill_least_us={**profile.prefill_least_us, key: least_us},
     )
     return changed, spread.most
 
 
 def _measure(
     device: torch.device, shape: ModelShape, dtype: torch.dtype, num_threads: int, spread: Spread
-) -> tuple[float, float] | None:
-    """Microseconds of a layer by token, and by pair of a token and one that it attends to."""
-    of_layers = 2 * _LAYERS * layer_elements(shape) * dtype.itemsize  # twice while they move
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_limit_bytes()
+) -> tuple[float, float, float] | None:
+    """Microseconds of a layer by token, by pair of a token and one that it attends to, and at least."""
+    layers = _LAYERS[device.type]
+    of_layers = 2 * layers * layer_elements(shape) * dtype.itemsize  # twice while they move
+    free = (
+        torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_limit_bytes()
+    )
     rows, lengths = _ROWS[device.type], _LENGTHS[device.type]
     of_rows = 8 * rows * (shape.intermediate_size + shape.qkv_width) * dtype.itemsize
     of_keys = 16 * lengths[-1] * shape.qkv_width * dtype.itemsize
@@ -73,12 +78,15 @@ def _measure(
     width = _NARROW * shape.num_qo_heads
     narrow = replace(few, num_layers=1, hidden_size=width, intermediate_size=width)
     with closing(WorkerPool(num_threads)) as pool, torch_threads(num_threads):
-        short, long = _prefill_us(narrow, device, dtype, lengths, pool, spread)
+        fixed, short, long = _prefill_us(
+            narrow, device, dtype, (_FEW_TOKENS, *lengths), pool, spread
+        )
         first, last = lengths
-        pair_us = max(0.0, (long / last - short / first) / (last - first) * 2)
-        whole = replace(few, num_layers=_LAYERS)
-        (us,) = _prefill_us(whole, device, dtype, (rows,), pool, spread)
-    return max(0.0, us / _LAYERS / rows - pair_us * rows / 2), pair_us
+        by_token = max(0.0, short - fixed) / first, max(0.0, long - fixed) / last
+        pair_us = max(0.0, (by_token[1] - by_token[0]) / (last - first) * 2)
+        whole = replace(few, num_layers=layers)
+        least, us = _prefill_us(whole, device, dtype, (_FEW_TOKENS, rows), pool, spread)
+    return max(0.0, us / layers / rows - pair_us * rows / 2), pair_us, least / layers
 
 
 def _prefill_us(
@@ -99,7 +107,8 @@ def _prefill_us(
     least = []
     for length in lengths:
         times = _repeated(_prompt(lean, device, dtype, length, pool))
-        spread.median(times)
+        if length > _FEW_TOKENS:
+            spread.median(times)
         least.append(1e6 * min(times))
     return least
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -32,6 +33,8 @@ from offload.cli.options import (
 from offload.policies.registry import make_policy
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from offload.loading.planned_model import PlannedModel
     from offload.planning.plan import Plan
     from offload.planning.profile import MachineProfile
@@ -250,19 +253,19 @@ def _measured(machine: Machine, model: PlannedModel, batch: int) -> tuple[Machin
         return found, threads
     parts = "memory and CPU" if where.type == "cpu" else "memory, CPU, PCIe and GPU"
     console.print(f"measuring this machine, once: {parts}", style="dim")
-    start, tries = time.perf_counter(), []
+    start = time.perf_counter()
+    tries: list[MachineProfile] = []
     while not tries or (not tries[-1].is_steady and _may_try(len(tries), start)):
         with progress_bar() as progress:
             task = progress.add_task("measuring this machine", total=None)
+            show = partial(_show, progress, task)
             found = measure_profile(
                 where,
                 threads,
                 shape=model.shape,
                 dtype=model.dtype,
                 rows=batch,
-                on_progress=lambda what, done, total: progress.update(
-                    task, description=what, completed=done, total=total
-                ),
+                on_progress=show,
             )
         tries.append(found)
     found = min(tries, key=lambda measured: measured.spread)
@@ -273,6 +276,10 @@ def _measured(machine: Machine, model: PlannedModel, batch: int) -> tuple[Machin
         soft_wrap=True,
     )
     return found, threads
+
+
+def _show(progress: Progress, task: TaskID, what: str, done: int, total: int) -> None:
+    progress.update(task, description=what, completed=done, total=total)
 
 
 def _may_try(done: int, start: float) -> bool:
@@ -286,7 +293,8 @@ def _kept(profile: MachineProfile, spread: float, tries: int = 1) -> str:
     if profile.is_steady and spread <= MAX_SPREAD:
         return f": {store_profile(profile)}"
     return (
-        f", {tries} time{'s' if tries > 1 else ''}; timings spread by {100 * max(spread, profile.spread):.0f} %, more than "
+        f", {tries} {'times' if tries > 1 else 'time'}; timings spread by "
+        f"{100 * max(spread, profile.spread):.0f} %, more than "
         f"{100 * MAX_SPREAD:.0f}: something else keeps it busy. This plan uses them, and they are "
         "not kept; plan again when it is quiet"
     )
@@ -306,7 +314,7 @@ def _with_prefill(
     if found.num_threads > max(threads, available_cpus()):
         return found
     console, start = stderr(), time.perf_counter()
-    tries = []
+    tries: list[tuple[MachineProfile, float]] = []
     with console.status(f"measuring how fast {model.name} reads prompts here, once"):
         while not tries or (tries[-1][1] > MAX_SPREAD and _may_try(len(tries), start)):
             tries.append(with_prefill(found, torch.device(where), model.shape, model.dtype))

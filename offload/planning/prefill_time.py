@@ -1,8 +1,8 @@
 """How long it takes to the first token of a prompt, by what was measured of a machine.
 
 Products take a layer as long for each token; attention takes as long for each pair of a token and
-one that it attends to, of which a prompt of n tokens has half of n * n. With a GPU the keys and values of
-a layer leave while the next one computes, so the slower of both counts.
+one that it attends to, of which a prompt of n tokens has half of n * n. With a GPU the keys
+and values of a layer leave while the next one computes, so the slower of both counts.
 """
 
 from __future__ import annotations

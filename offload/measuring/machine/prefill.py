@@ -1,7 +1,7 @@
 """Measures how fast a prompt is read: products by tokens, attention by pairs of tokens.
 
-Both by the code that reads prompts (`offload.prefill.forward`), of layers with random weights: two of
-the model's shape for its products, and one with its heads but next to no products for attention.
+Both by the code that reads prompts (`offload.prefill.forward`), of layers with random weights: some
+of the model's shape for its products, and one with its heads but few products for attention.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def with_prefill(
 def _measure(
     device: torch.device, shape: ModelShape, dtype: torch.dtype, num_threads: int, spread: Spread
 ) -> tuple[float, float, float] | None:
-    """Microseconds of a layer by token, by pair of a token and one that it attends to, and at least."""
+    """Microseconds of a layer: by token, by pair of a token and one it attends to, at least."""
     layers = _LAYERS[device.type]
     of_layers = 2 * layers * layer_elements(shape) * dtype.itemsize  # twice while they move
     free = (

@@ -9,17 +9,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from offload.system.memory import available_cpus, read_text
+
+if TYPE_CHECKING:  # commands that only print help import this, and not torch
+    import torch
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _FEW_CPUS = 4
 _VECTORLESS = "scalar"
 # Instruction sets whose products of many rows take bfloat16 as it is.
 _BFLOAT16_PRODUCTS = ("avx512_bf16", "amx")
-_HALVES = (torch.bfloat16, torch.float16)
+_HALVES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,14 @@ def _of_isa(facts: CpuFacts) -> str:
 
 
 def _of_dtypes(facts: CpuFacts, dtype: torch.dtype | None) -> list[str]:
-    said = []
-    if facts.isa not in _BFLOAT16_PRODUCTS and (dtype is None or dtype in _HALVES):
-        name = "bfloat16 and float16" if dtype is None else str(dtype).removeprefix("torch.")
+    said, name = [], "" if dtype is None else str(dtype).removeprefix("torch.")
+    if facts.isa not in _BFLOAT16_PRODUCTS and name in ("", *_HALVES):
         said.append(
-            f"prompts in {name}: without AVX512-BF16 or AMX their products are made in float32, "
-            "so a prompt is read about as fast as with --dtype float32, not faster; decoding is "
-            f"faster, so keep {'bfloat16' if dtype is None else name}"
+            f"prompts in {name or 'bfloat16 and float16'}: without AVX512-BF16 or AMX their "
+            "products are made in float32, so a prompt is read about as fast as with --dtype "
+            f"float32, not faster; decoding is faster, so keep {name or 'bfloat16'}"
         )
-    if dtype == torch.float32:
+    if name == "float32":
         said.append(
             "decoding in float32: each token reads twice the bytes of bfloat16; "
             "--dtype bfloat16 is faster"

@@ -46,8 +46,8 @@ def _print_table(facts: dict[str, Any]) -> None:
         "instruction set": f"{facts['isa']}{forced}",
         "available here": ", ".join(facts["isas_available"]),
         "in this build": ", ".join(facts["isas_known"]),
-        "memory": f"{format_bytes(facts['memory_usable_bytes'])} usable of "
-        f"{format_bytes(facts['memory_bytes'])}",
+        "memory": facts["memory_explained"],
+        "slow here": "\n".join(facts["slow_here"]) or "nothing that is known",
         "huge pages": facts["transparent_hugepages"],
         "GPUs": ", ".join(facts["gpus"]) or "none that torch can use",
         "decode backend": ", ".join(facts["gpu_backends"]) or "native kernels, on the CPU",

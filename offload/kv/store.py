@@ -54,7 +54,7 @@ from offload.kv.rewriting import RowsOfLayer, rewrite
 from offload.kv.sequence_pages import SequencePages, make_room, reserve
 from offload.kv.transfer import Part, all_finite, read_rows, write_rows
 from offload.system.errors import HostBudgetError
-from offload.system.memory import format_bytes, host_memory_limit_bytes
+from offload.system.memory import format_bytes, host_memory
 from offload.system.pinned_memory import CudaRegistration, HostRegistration
 
 __all__ = ["HostBudgetError", "KVStore"]
@@ -66,7 +66,7 @@ class KVStore:
     Args:
         num_layers, num_kv_heads, head_dim: of the model; head_dim a multiple of 8.
         dtype: torch.float32, torch.float16 or torch.bfloat16.
-        host_budget_bytes: hard limit on host memory; default `host_memory_limit_bytes()`.
+        host_budget_bytes: hard limit on host memory; default: what `host_memory()` leaves a model.
         page_tokens: tokens in a page.
         per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`).
         slab_bytes: host memory is taken from the system in multiples of this, as needed, up to the
@@ -94,7 +94,7 @@ class KVStore:
         check_sizes(**heads, page_tokens=page_tokens, slab_bytes=slab_bytes)
         check_dtype(dtype)
         if host_budget_bytes is None:
-            host_budget_bytes = host_memory_limit_bytes()
+            host_budget_bytes = host_memory().model_bytes()
         if host_budget_bytes < 0:
             raise ValueError(f"host_budget_bytes must not be negative, got {host_budget_bytes}")
         self.num_layers = num_layers

@@ -27,12 +27,14 @@ from offload.planning.placement_bytes import (
     step_layouts,
     store_bytes,
 )
+from offload.planning.prefill_time import PrefillTime, prefill_time
 from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel, StepTime
 from offload.planning.workload import Workload
 from offload.policies.base import Policy
 from offload.system.errors import DeviceMemoryError, HostBudgetError
-from offload.system.memory import format_bytes, host_memory_limit_bytes
+from offload.system.memory import HostMemory, format_bytes, host_memory
+from offload.system.slow_here import slow_here
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class PlanRequest:
 
     Attributes:
         context: tokens of each sequence at its end.
+        prompt_tokens: of each sequence's prompt, for the time to the first token; None: the
+            context.
         max_memory: bytes by device index or "cpu", as in `RuntimeConfig`.
         on_this_machine: memory that nobody names is what this machine has left; a plan that needs
             more on the host says so.
@@ -57,9 +61,15 @@ class PlanRequest:
     prefill_slice_tokens: int = 8192
     on_this_machine: bool = True
     placement: HeadPlacement | None = None
+    prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.model.check_context(self.context)
+        if self.prompt_tokens is not None and not 1 <= self.prompt_tokens <= self.context:
+            raise ValueError(
+                f"prompt_tokens must be from 1 to the context's {self.context:,}, got "
+                f"{self.prompt_tokens:,}; raise --context or lower --prompt-tokens"
+            )
         known = {"cpu", self.device_index} if self.on_gpu else {"cpu"}
         for key in self.max_memory:
             if key not in known:
@@ -87,6 +97,8 @@ class Plan:
     Attributes:
         device_bytes, host_bytes: by what they are for.
         device_limit_bytes, host_limit_bytes: of all of them; None: nobody named one.
+        host_memory: where the host's limit comes from it.
+        prefill: of the prompts; None: not measured for such a model.
         notes: what a user should know beside the numbers.
     """
 
@@ -97,7 +109,9 @@ class Plan:
     device_limit_bytes: int | None
     host_bytes: dict[str, int]
     host_limit_bytes: int | None
+    host_memory: HostMemory | None
     step: StepTime
+    prefill: PrefillTime | None
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -121,8 +135,10 @@ class Plan:
             "host_bytes": self.host_bytes,
             "host_total_bytes": sum(self.host_bytes.values()),
             "host_limit_bytes": self.host_limit_bytes,
+            "host_memory": None if self.host_memory is None else self.host_memory.explained(),
             "milliseconds_per_step": self.step.milliseconds,
             "tokens_per_second": self.step.tokens_per_second,
+            "first_token_seconds": None if self.prefill is None else self.prefill.as_json(),
             "microseconds": {
                 "layers": self.step.breakdown(),
                 "last": self.step.last,
@@ -174,7 +190,11 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
             raise ValueError(
                 "a placement with heads on the GPU needs a GPU, but the device is 'cpu'"
             )
-    host_bytes, host_limit = _host(request, work, placement, notes)
+    memory = None if "cpu" in request.max_memory or not request.on_this_machine else host_memory()
+    step = step_model.step(placement)
+    prompt = replace(work, kv_len=request.prompt_tokens or request.context)
+    notes += slow_here(model.dtype, on_cpu=not request.on_gpu) if request.on_this_machine else []
+    host_bytes, host_limit = _host(request, work, placement, memory, notes)
     return Plan(
         request=request,
         profile=profile,
@@ -183,7 +203,9 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
         device_limit_bytes=limit,
         host_bytes=host_bytes,
         host_limit_bytes=host_limit,
-        step=step_model.step(placement),
+        host_memory=memory,
+        step=step,
+        prefill=prefill_time(profile, prompt, step.last, on_gpu=request.on_gpu),
         notes=tuple(notes),
     )
 
@@ -244,7 +266,11 @@ def _given(request: PlanRequest, room: DeviceRoom, limit: int | None) -> HeadPla
 
 
 def _host(
-    request: PlanRequest, work: Workload, placement: HeadPlacement, notes: list[str]
+    request: PlanRequest,
+    work: Workload,
+    placement: HeadPlacement,
+    memory: HostMemory | None,
+    notes: list[str],
 ) -> tuple[dict[str, int], int | None]:
     """Bytes of host memory, and their limit. A note tells what this machine has too little for.
 
@@ -256,18 +282,21 @@ def _host(
         "KV cache": store_bytes(work),
         "kept by the policy": round(work.kept_bytes * request.batch_size),
     }
-    budgeted = counted["KV cache"]
+    budgeted, program = counted["KV cache"], 0
     if request.on_gpu:
         counted["mailbox"] = layout_bytes(step_layouts(placement, work)["mailbox"])
     else:
         counted = {"weights": weights, **counted}
         budgeted += weights
     limit = named = request.max_memory.get("cpu")
-    if limit is None and request.on_this_machine:
-        limit = host_memory_limit_bytes()
+    if memory is not None:
+        limit, program = memory.usable_bytes, memory.program_bytes
+        counted["the program itself"] = program
+        budgeted += program
     if limit is None or budgeted <= limit:
         return counted, limit
     what = "the KV cache" if request.on_gpu else "weights and KV cache"
+    what += ", and the program itself," if program else ""
     need = (
         f"{what} of {request.batch_size} x {request.context:,} tokens need "
         f"{format_bytes(budgeted)} of host memory, but"
@@ -277,7 +306,7 @@ def _host(
             f"{need} max_memory['cpu'] is {format_bytes(limit)}; raise max_memory={{'cpu': ...}}, "
             "lower the batch size or the context"
         )
-    longest = _longest_context(work, limit - (0 if request.on_gpu else weights))
+    longest = _longest_context(work, limit - program - (0 if request.on_gpu else weights))
     fits = f"at most {longest:,} tokens fit" if longest else "no context fits"
     notes.append(f"{need} this process may use {format_bytes(limit)}: {fits}")
     return counted, limit

@@ -15,7 +15,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ _KEPT_FORMAT = "offload-profiles-1"  # of a machine's profiles together
 # Of the typical machine: from 4 to 15 threads, what the CPU does of a layer of lychee_cluster falls
 # from 500 us to 215, and with hot rows from 399 to 167 (perf/results/hot-rows.json).
 _TYPICAL_GAIN = 0.65
+MAX_SPREAD = 0.1  # beyond, a profile is not kept
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -124,6 +125,11 @@ class MachineProfile:
             query, or learns, after the answer: a GPU does not wait while it has work itself.
         select_ahead: likewise, what choosing a layer ahead took in all, as a multiple of attending
             cold to the bytes that they look at: nobody reads these before, and then attends.
+        prefill_token_us: of a layer while a prompt is read: by token, without its attention; by
+            `prefill_key`, of models that were measured.
+        prefill_pair_us: alike, by pair of a token and one that it attends to.
+        prefill_least_us: alike, of a layer for however few tokens.
+        spread: half of the timings lay within such a share of their median, where they lay widest.
         device: the GPU, or None.
         measured_threads: None, or how many threads it was measured with where they are not
             num_threads.
@@ -145,6 +151,10 @@ class MachineProfile:
     select_scale: dict[str, float]
     select_hidden: dict[str, float]
     select_ahead: dict[str, float]
+    prefill_token_us: dict[str, float] = field(default_factory=dict)
+    prefill_pair_us: dict[str, float] = field(default_factory=dict)
+    prefill_least_us: dict[str, float] = field(default_factory=dict)
+    spread: float = 0.0
     device: DeviceProfile | None = None
     measured_threads: int | None = None
 
@@ -154,6 +164,11 @@ class MachineProfile:
                 "num_threads must be at least 1 and read_bandwidth positive, "
                 f"got {self.num_threads} and {self.read_bandwidth}"
             )
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether nothing else kept the machine busy while it was measured."""
+        return self.spread <= MAX_SPREAD
 
     @property
     def key(self) -> dict[str, Any]:
@@ -187,6 +202,11 @@ class MachineProfile:
                 key: {rows: slower * us for rows, us in of_rows.items()}
                 for key, of_rows in getattr(self, name).items()
             }
+        for name in ("prefill_token_us", "prefill_pair_us", "prefill_least_us"):
+            changes[name] = {  # a GPU reads prompts as fast
+                key: us * (slower if key.startswith("cpu:") else 1.0)
+                for key, us in getattr(self, name).items()
+            }
         return dataclasses.replace(
             self,
             num_threads=num_threads,
@@ -215,6 +235,7 @@ class MachineProfile:
                 "`offload plan --remeasure`"
             )
         fields = {key: value for key, value in document.items() if key != "format"}
+        # A file from before prompts were measured lacks their fields: nothing is known of them.
         try:
             device = fields.pop("device")
             return cls(

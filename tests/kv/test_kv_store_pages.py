@@ -24,6 +24,7 @@ import offload.kv.page_pool
 import offload.kv.store
 import offload.system.huge_pages
 from offload.kv.store import HostBudgetError
+from offload.system.memory import HostMemory
 
 
 class TestSharing:
@@ -183,8 +184,8 @@ class TestBudget:
         assert store.host_bytes_used == store.host_bytes_reserved == 0
 
     def test_the_default_budget_is_what_the_process_may_use(self, monkeypatch):
-        monkeypatch.setattr(offload.kv.store, "host_memory_limit_bytes", lambda: 12345)
-        assert make_store(host_budget_bytes=None).host_budget_bytes == 12345
+        monkeypatch.setattr(offload.kv.store, "host_memory", lambda: HostMemory(16, True, 16, 0))
+        assert make_store(host_budget_bytes=None).host_budget_bytes == 16 - 1 - 4
 
     def test_reserved_bytes_are_resident_and_go_back(self):
         process = psutil.Process()

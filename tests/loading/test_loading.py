@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from offload import HostBudgetError, OffloadedModel, load_tokenizer
 from offload.loading.gguf import converted_folder
 from offload.loading.planned_model import planned_model
+from offload.system.memory import HostMemory
 
 TOKENS = random_tokens(1, 20)
 
@@ -405,7 +406,8 @@ def test_missing_embedded_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_not_enough_memory(tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from offload.runtime import budgets
 
-    monkeypatch.setattr(budgets, "host_memory_limit_bytes", lambda: 1000)
+    few = HostMemory(4000, in_cgroup=True, left_bytes=2250, own_bytes=0)
+    monkeypatch.setattr(budgets, "host_memory", lambda: few)
     with pytest.raises(HostBudgetError, match=r"weights need .* this process may use is 1000 B"):
         load(tiny_folders["llama"])
 

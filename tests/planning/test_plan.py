@@ -33,6 +33,7 @@ from offload.planning.workload import Workload
 from offload.policies.registry import make_policy
 from offload.runtime.budgets import weight_bytes_of
 from offload.system.errors import DeviceMemoryError
+from offload.system.memory import HostMemory
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -186,17 +187,25 @@ def test_a_model_type_that_does_not_run_cannot_be_planned(tmp_path: Path) -> Non
 
 def test_a_plan_beyond_this_machine_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what fits: 16 GiB of KV cache at 131,072 tokens are 128 KiB for each."""
-    monkeypatch.setattr("offload.planning.plan.host_memory_limit_bytes", lambda: 20 * GIB)
+    memory = HostMemory(32 * GIB, in_cgroup=False, left_bytes=23 * GIB, own_bytes=0)  # 1 program's
+    monkeypatch.setattr("offload.planning.plan.host_memory", lambda: memory)
     here = request(device="cpu", on_this_machine=True)
     plan = make_plan(here, machine_profile())
     (note,) = plan.notes
-    assert note.startswith("weights and KV cache of 1 x 131,072 tokens need 30.96 GiB of host mem")
+    assert note.startswith(
+        "weights and KV cache, and the program itself, of 1 x 131,072 tokens need 31.96 GiB of host"
+    )
+    assert plan.host_limit_bytes == memory.usable_bytes == 21 * GIB
+    assert plan.as_json()["host_memory"] == memory.explained()
+    assert sum(plan.host_bytes.values()) == plan.as_json()["host_total_bytes"]
     (longest,) = map(int, re.findall(r"at most (\d+) tokens fit", note.replace(",", "")))
     pages = (20 * GIB - here.model.weight_bytes) // (256 * 128 * 1024)
     assert longest == pages * 256
     assert make_plan(replace(here, context=longest), machine_profile()).notes == ()
     assert len(make_plan(replace(here, context=longest + 1), machine_profile()).notes) == 1
-    monkeypatch.setattr("offload.planning.plan.host_memory_limit_bytes", lambda: GIB)
+    monkeypatch.setattr(
+        "offload.planning.plan.host_memory", lambda: replace(memory, left_bytes=3 * GIB)
+    )
     assert make_plan(here, machine_profile()).notes[0].endswith("no context fits")
 
 

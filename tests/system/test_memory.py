@@ -15,6 +15,7 @@ from offload.system.memory import (
     check_max_memory,
     format_bytes,
     give_back_free_memory,
+    host_memory,
     host_memory_limit_bytes,
     parse_size,
     worker_threads,
@@ -26,6 +27,8 @@ V1_UNLIMITED = 9223372036854771712
 
 class CgroupTree:
     """A /proc/self with mounts under tmp_path; `proc_self` is what the functions are given."""
+
+    monkeypatch: pytest.MonkeyPatch
 
     def __init__(self, tmp_path: Path) -> None:
         self.root = tmp_path
@@ -63,12 +66,20 @@ def write(folder: Path, **files: object) -> None:
         (folder / name.replace("_", ".", 1)).write_text(f"{content}\n")
 
 
+def hold(tree: CgroupTree, num_bytes: int) -> None:
+    """As if this process held so much."""
+    held = namedtuple("held", "rss shared")(num_bytes + 7, 7)
+    tree.monkeypatch.setattr(psutil.Process, "memory_info", lambda process: held)
+
+
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CgroupTree:
-    memory = namedtuple("memory", "available")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory(64 * GIB))
+    memory = namedtuple("memory", "available total")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory(64 * GIB, 128 * GIB))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3, 19)), raising=False)
-    return CgroupTree(tmp_path)
+    made = CgroupTree(tmp_path)
+    made.monkeypatch = monkeypatch
+    return made
 
 
 @pytest.mark.parametrize(
@@ -173,6 +184,43 @@ class TestMemoryLimit:
         mount = tree.mount("cgroup", "cgroup2", "rw", "/app")
         write(mount / "app", memory_max=GIB, memory_current=2 * GIB)
         assert host_memory_limit_bytes(tree.proc_self) == 0
+
+    def test_what_is_usable_leaves_a_reserve(self, tree):
+        """In all, what the process holds included: so it does not change while it takes it."""
+        hold(tree, 0)
+        mount = tree.mount("cgroup", "cgroup2", "rw", "/app")
+        write(mount / "app", memory_max=16 * GIB, memory_current=4 * GIB)
+        memory = host_memory(tree.proc_self)
+        assert (memory.total_bytes, memory.in_cgroup) == (16 * GIB, True)
+        assert memory.reserve_bytes == memory.program_bytes == GIB
+        assert memory.usable_bytes == 11 * GIB
+        assert memory.model_bytes() == 10 * GIB
+        assert memory.explained() == (
+            "11.00 GiB usable of 16.00 GiB that its cgroup allows: others hold 4.00 GiB, 1.00 GiB "
+            "stay free for the system; 1.00 GiB of the usable are for the program itself, the rest "
+            "for weights and KV cache"
+        )
+        hold(tree, 3 * GIB)
+        write(mount / "app", memory_current=7 * GIB)
+        loaded = host_memory(tree.proc_self)
+        assert (loaded.left_bytes, loaded.usable_bytes) == (9 * GIB, 11 * GIB)
+        assert loaded.model_bytes(held_bytes=5 * GIB // 2) == 10 * GIB  # the weights are there
+        assert loaded.model_bytes() == 8 * GIB  # another model's are
+
+    def test_of_a_large_machine_no_more_is_reserved(self, tree):
+        hold(tree, GIB)
+        memory = host_memory(tree.proc_self)
+        assert (memory.reserve_bytes, memory.usable_bytes) == (8 * GIB, 57 * GIB)
+        assert "128.00 GiB that the machine has" in memory.explained()
+
+    def test_a_small_cgroup_is_not_all_reserve(self, tree):
+        hold(tree, 0)
+        mount = tree.mount("cgroup", "cgroup2", "rw", "/app")
+        write(mount / "app", memory_max=GIB, memory_current=0)
+        memory = host_memory(tree.proc_self)
+        assert memory.model_bytes() == GIB - GIB // 16 - GIB // 4
+        write(mount / "app", memory_current=2 * GIB)
+        assert host_memory(tree.proc_self).usable_bytes == 0
 
     def test_this_machine(self):
         assert 0 < host_memory_limit_bytes() <= psutil.virtual_memory().total

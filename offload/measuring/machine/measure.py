@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.measuring.machine.host import measure_host
+from offload.measuring.machine.spread import Spread
 from offload.measuring.machine.steps import host_step_us
 from offload.models.shape import ModelShape
 from offload.planning.profile import MachineProfile, OnProgress, machine_key
@@ -28,7 +29,8 @@ def measure_profile(
             some, on a GPU.
     """
     key = machine_key(device)
-    host = measure_host(num_threads, shape, dtype, on_progress)
+    spread = Spread()
+    host = measure_host(num_threads, shape, dtype, on_progress, spread)
     measured = None
     linear: dict[str, dict[int, float]] = {}
     lm_head: dict[str, dict[int, float]] = {}
@@ -57,6 +59,7 @@ def measure_profile(
         layer_linear_us=linear,
         lm_head_us=lm_head,
         step_us=step_us,
+        spread=spread.most,
         device=measured,
         **host,
     )

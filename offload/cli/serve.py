@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from offload.cli.console import print_marked, quiet_transformers, running, stderr
+from offload.cli.console import quiet_transformers, running
 from offload.cli.generate import Loading
 from offload.cli.options import (
     DEFAULT_MODEL,
@@ -20,7 +21,10 @@ from offload.cli.options import (
     memory_budgets,
 )
 from offload.policies.registry import make_policy
+from offload.serve.log_lines import FORMS
 from offload.system.garbage import importing_torch
+
+logger = logging.getLogger(__name__)
 
 _GENERATION_CONFIGS = ("auto", "none")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -168,6 +172,15 @@ class Listening:
         return tuple(keys)
 
 
+LogFormat = Annotated[
+    str,
+    typer.Option(
+        metavar="text|json",
+        help="Of the log on stderr: one line a request, as text or as a JSON object.",
+    ),
+]
+
+
 def serve(
     model: ModelName = DEFAULT_MODEL,
     *,
@@ -176,6 +189,7 @@ def serve(
     load: Load,
     kept: Kept,
     listening: Listening,
+    log_format: LogFormat = "text",
     verbose: Verbose = False,
 ) -> None:
     """Answer requests over HTTP as an OpenAI server does, many at a time.
@@ -195,6 +209,8 @@ def serve(
         --api-key-file keys.txt
     """
     with running(verbose=verbose):
+        check_name(log_format, (*FORMS,), option="--log-format")
+    with running(verbose=verbose, log_format=log_format):
         with importing_torch():
             load_served, access = prepare(
                 model,
@@ -206,11 +222,11 @@ def serve(
                 verbose=verbose,
             )
         if not access.api_keys and access.host not in _LOOPBACK:
-            print_marked("warning:", f"everybody who reaches {access.host} may ask", "bold yellow")
+            logger.warning("everybody who reaches %s may ask", access.host)
         from offload.serve.server import Server
 
         with quiet_transformers(verbose=verbose):
-            Server(load_served, access, stderr().print).run()
+            Server(load_served, access, logger.info).run()
 
 
 def prepare(

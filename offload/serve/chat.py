@@ -139,7 +139,8 @@ class Texts:
             )
         except _OF_TEMPLATES as error:
             message = f"{field}: the chat template says: {error}"
-            raise ApiError(400, message, param=field) from error
+            logged = f"{field}: the chat template refuses them: {type(error).__name__}"
+            raise ApiError(400, message, param=field, logged=logged) from error
 
 
 def _plain(message: Message) -> dict[str, Any]:

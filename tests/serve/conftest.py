@@ -94,7 +94,7 @@ def running(server: Server) -> Iterator[Server]:
 
 @contextmanager
 def serving_process(
-    folder: Path, *options: object, says: str = "serving at"
+    folder: Path, *options: object, says: str = "serving at", columns: int = 300
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`offload serve` and its URL, when it says so; killed at the end if it runs."""
     command = ["serve", folder, "--port", 0, "--threads", 1, "--dtype", "float32", *options]
@@ -102,7 +102,7 @@ def serving_process(
         [sys.executable, "-m", "offload", *map(str, command)],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"COLUMNS": "300"},
+        env=os.environ | {"COLUMNS": f"{columns}"},
     )
     assert process.stderr is not None
     with process.stderr:

@@ -176,7 +176,7 @@ LogFormat = Annotated[
     str,
     typer.Option(
         metavar="text|json",
-        help="Of the log on stderr: one line a request, as text or as a JSON object.",
+        help="Of the log on stderr: a record is a line of text or a JSON object.",
     ),
 ]
 
@@ -195,7 +195,7 @@ def serve(
     """Answer requests over HTTP as an OpenAI server does, many at a time.
 
     A chat page is at [bold]/[/bold], and what it counts at [bold]/metrics[/bold]. Ctrl-C or SIGTERM
-    ends it when the requests that run are finished.
+    ends it when the requests that run are finished. The log on stderr has one line a request.
 
     [bold]Examples[/bold]
 

@@ -114,9 +114,13 @@ class Answers:
     async def _pump(self, index: int, stream: AsyncIterator[RequestOutput]) -> None:
         try:
             async with aclosing(stream) as outputs:  # type: ignore[type-var]
-                last: float | None = None  # when a token came
+                is_queued, last = True, None  # when a token came
                 async for output in outputs:
                     now = time.monotonic()
+                    if is_queued and output.queued_seconds is not None:
+                        is_queued = False
+                        self._record.was_queued(output.queued_seconds)
+                        self._metrics.queued.observe(output.queued_seconds)
                     if output.tokens:
                         self._record.took_token(now, is_first=last is None)
                         if last is None:
@@ -154,7 +158,7 @@ class Answers:
 
     def _told(self, error: ApiError) -> ApiError:
         """The log tells it, where it is an event of a stream, too."""
-        self._record.error = error.logged
+        self._record.fails(error.status_code, error.logged)
         return error
 
     async def close(self) -> None:

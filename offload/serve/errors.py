@@ -62,7 +62,7 @@ class ApiError(HTTPException):
 
     def response(self) -> JSONResponse:
         """The whole answer to the current request, whose line of the log tells it, too."""
-        current().error = self.logged
+        current().fails(self.status_code, self.logged)
         return JSONResponse(self.body, self.status_code, self.headers)
 
 

@@ -124,6 +124,7 @@ class Metrics:
     """Of one server.
 
     Attributes:
+        queued: seconds that a choice waits before its prompt is read.
         first_token: seconds from a request's acceptance to its first token.
         inter_token: seconds from a token of a choice to its next.
         answer: seconds to its last.
@@ -135,6 +136,12 @@ class Metrics:
         self.registry.register(_OfEngine(engine))
         self.registry.register(_Build(engine))
         self._labelled.register(_OfModel(self.registry, model_name))
+        self.queued = Histogram(
+            "offload_queued_seconds",
+            "Time that a choice waits before its prompt is read.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
         self.first_token = Histogram(
             "offload_first_token_seconds",
             "Time to the first token of a choice.",

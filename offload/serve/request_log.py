@@ -56,8 +56,18 @@ class RequestRecord:
 
     def __post_init__(self) -> None:
         self._start = time.monotonic()
+        self._worst = 0  # status, of errors that end a stream, too
+        self._queued: float | None = None
         self._first = self._last = 0.0
         self._num_gaps = 0
+
+    def fails(self, status: int, error: str) -> None:
+        """It ends with an error, which is its answer or, with a status of 200, in its stream."""
+        self._worst, self.error = status, error
+
+    def was_queued(self, seconds: float) -> None:
+        """A choice was admitted; the last of them counts."""
+        self._queued = max(seconds, self._queued or 0.0)
 
     def took_token(self, now: float, *, is_first: bool) -> None:
         """A choice has its first or next token, at `now` by time.monotonic."""
@@ -91,6 +101,8 @@ class RequestRecord:
                 told["read_tokens"] = read
             told["cached_tokens"] = sum(choice.num_cached for choice in firsts)
             told["answer_tokens"] = sum(choice.num_tokens for choice in self.choices)
+        if self._queued is not None:
+            told["queued_seconds"] = round(self._queued, 3)
         if self._first:
             told["ttft_seconds"] = round(self._first - self._start, 3)
         if self._last > self._first:
@@ -104,12 +116,9 @@ class RequestRecord:
 
     def log(self) -> None:
         """Write its line."""
-        told = self.fields()
-        status, level = self.status or 0, logging.INFO
-        if status == 500 or (status < 400 and told.get("end") == "error"):
-            level = logging.ERROR
-        elif status >= 500:
-            level = logging.WARNING
+        told, level = self.fields(), logging.INFO
+        if told.get("end") == "error" and self._worst >= 500:
+            level = logging.ERROR if self._worst == 500 else logging.WARNING
         if self.route in _POLLED:
             level = logging.DEBUG
         line = "%s %s %s", self.method, self.route, self.status
@@ -159,7 +168,7 @@ class RequestLog:
         try:
             await self._app(scope, received, sent)
         except Exception as error:  # uvicorn writes its traceback
-            record.error = type(error).__name__
+            record.fails(500, type(error).__name__)
             record.status = record.status or 500
             raise
         finally:

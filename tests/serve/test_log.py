@@ -8,7 +8,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,10 @@ def lines() -> Iterator[Lines]:
     root.removeHandler(handler)
 
 
-def leave(server: Server, request_id: str, body: dict[str, Any]) -> None:
-    """Ask, and go when tokens have come."""
+def leave(
+    server: Server, request_id: str, body: dict[str, Any], is_time: Callable[[], bool] | None = None
+) -> None:
+    """Ask, and go when it is time, or some tokens have come."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         text = json.dumps(body)
@@ -70,7 +73,7 @@ def leave(server: Server, request_id: str, body: dict[str, Any]) -> None:
         connection.sendall((head + text).encode())
         engine = engine_of(server)
         answered = engine.stats.answer_tokens
-        until(lambda: engine.stats.answer_tokens > answered + 20)
+        until(is_time or (lambda: engine.stats.answer_tokens > answered + 20))
 
 
 def test_every_request_has_one_line(
@@ -124,6 +127,9 @@ def test_every_request_has_one_line(
             assert line["seconds"] >= 0
             assert ("error" in line) == (status >= 400)
         assert not lines.of("polled")
+        logging.getLogger("offload").setLevel(logging.DEBUG)
+        httpx.get(f"{server.url}/health", headers={"X-Request-Id": "polled"})
+        assert lines.one("polled")["level"] == "DEBUG"
         line = lines.one("failed")
         assert (line["status"], line["error"], line["level"]) == (500, "ZeroDivisionError", "ERROR")
     (traceback,) = (line for line in lines.json if "exception" in line)
@@ -131,7 +137,7 @@ def test_every_request_has_one_line(
     assert traceback["exception"].endswith("ZeroDivisionError: division by zero")
     assert SECRET not in "".join(lines.text)
     assert SECRET not in json.dumps(lines.json)
-    assert len([line for line in lines.json if "route" in line]) == len(asked) + 1
+    assert len([line for line in lines.json if "route" in line]) == len(asked) + 2
 
 
 def test_what_a_line_has(server: Server, http: httpx.Client, lines: Lines) -> None:
@@ -148,14 +154,14 @@ def test_what_a_line_has(server: Server, http: httpx.Client, lines: Lines) -> No
         assert (line["status"], line["end"]) == (200, "length")
         assert line["prompt_tokens"] == num_tokens
         assert line["answer_tokens"] == 20
-        assert 0 < line["ttft_seconds"] < line["seconds"]
+        assert 0 <= line["queued_seconds"] < line["ttft_seconds"] < line["seconds"]
         assert line["tokens_per_second"] > 19 / line["seconds"]
     assert line["cached_tokens"] == num_tokens - 1
     text = next(line for line in lines.text if "id=told-True" in line)
     assert re.match(
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d INFO     POST /v1/completions 200 "
         rf"seconds=\S+ prompt_tokens={num_tokens} cached_tokens={num_tokens - 1} "
-        r"answer_tokens=20 ttft_seconds=\S+ "
+        r"answer_tokens=20 queued_seconds=\S+ ttft_seconds=\S+ "
         r"tokens_per_second=\S+ end=length id=told-True$",
         text,
     )
@@ -197,6 +203,39 @@ def test_a_request_that_waits_for_a_full_queue(serve: Serve, lines: Lines) -> No
         )
         assert refused.status_code == 429
         assert "requests wait already" in lines.one("second")["error"]
+
+
+def test_how_long_a_request_waits(serve: Serve, lines: Lines) -> None:
+    with serve(max_num_seqs=1) as server:
+        with raw(server, json.dumps(LONG)), ThreadPoolExecutor() as pool:
+            until(lambda: engine_of(server).num_running == 1)
+            url, headers = f"{server.url}/v1/completions", {"X-Request-Id": "waits"}
+            waits = pool.submit(httpx.post, url, json=SHORT, headers=headers, timeout=30)
+            until(lambda: engine_of(server).num_waiting == 1)
+            time.sleep(0.3)
+            assert not waits.done()
+            leave(server, "gone", SHORT, lambda: engine_of(server).num_waiting == 2)
+            assert waits.result().is_success
+        gone = lines.one("gone")
+        assert (gone["end"], gone["read_tokens"]) == ("cancelled", 0)
+        assert "queued_seconds" not in gone
+        assert 0.3 <= lines.one("waits")["queued_seconds"] <= lines.one("waits")["ttft_seconds"]
+        text = httpx.get(f"{server.url}/metrics").text
+        assert 'offload_queued_seconds_count{model_name="tiny"} 2.0' in text
+        assert 'offload_queued_seconds_bucket{le="0.25",model_name="tiny"} 1.0' in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ends_with_the_server_is_told(serve: Serve, lines: Lines, stream: bool) -> None:
+    with serve(Access(port=0, shutdown_seconds=0.2)) as server, ThreadPoolExecutor() as pool:
+        url, headers = f"{server.url}/v1/completions", {"X-Request-Id": "cut"}
+        cut = pool.submit(httpx.post, url, json=LONG | {"stream": stream}, headers=headers)
+        until(lambda: engine_of(server).num_running == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        assert "shutting down" in cut.result().text
+        line = lines.one("cut")
+    assert (line["level"], line["status"]) == ("WARNING", 200 if stream else 503)
+    assert (line["end"], line["error"]) == ("error", "the server is shutting down")
 
 
 @pytest.mark.parametrize("given", ["a b", "x" * 129, "", 'a"b', "größe", "a\tb"])

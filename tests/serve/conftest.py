@@ -92,6 +92,15 @@ def running(server: Server) -> Iterator[Server]:
         assert not thread.is_alive()
 
 
+def metric(http: httpx.Client, name: str) -> float:
+    """A sample of `/metrics`, by its name and its labels but for the model's name."""
+    text = re.sub(r'model_name="[^"]*",|,?model_name="[^"]*"', "", http.get("/metrics").text)
+    pattern = rf"^{re.escape(name)} (\S+)$"
+    found = re.search(pattern, text.replace("{}", ""), re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
 @contextmanager
 def serving_process(
     folder: Path, *options: object, says: str = "serving at", columns: int = 300

@@ -163,11 +163,13 @@ def _logs(log_format: str | None, *, verbose: bool) -> Iterator[None]:
     if log_format is None and sys.stderr.isatty():
         handler = RichHandler(console=stderr(), show_path=False, show_time=False)
     else:  # rich would wrap it
-        from offload.serve.log_lines import FORMS
-
         lines = logging.Formatter("%(levelname)-8s %(message)s")
+        if log_format is not None:
+            from offload.serve.log_lines import FORMS
+
+            lines = FORMS[log_format]
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(lines if log_format is None else FORMS[log_format])
+        handler.setFormatter(lines)
     before = ours.level
     whose.addHandler(handler)
     ours.setLevel(logging.DEBUG if verbose else logging.INFO)

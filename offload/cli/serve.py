@@ -21,12 +21,12 @@ from offload.cli.options import (
     memory_budgets,
 )
 from offload.policies.registry import make_policy
-from offload.serve.log_lines import FORMS
 from offload.system.garbage import importing_torch
 
 logger = logging.getLogger(__name__)
 
 _GENERATION_CONFIGS = ("auto", "none")
+_LOG_FORMATS = ("text", "json")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -209,7 +209,7 @@ def serve(
         --api-key-file keys.txt
     """
     with running(verbose=verbose):
-        check_name(log_format, (*FORMS,), option="--log-format")
+        check_name(log_format, _LOG_FORMATS, option="--log-format")
     with running(verbose=verbose, log_format=log_format):
         with importing_torch():
             load_served, access = prepare(

@@ -10,16 +10,13 @@ import uuid
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.serve.log_lines import request_id
-
-if TYPE_CHECKING:
-    from offload.serve.answers import Choice
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +25,16 @@ _SANE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _POLLED = ("/health", "/ping", "/metrics", "/load")
 _MOST_CHARACTERS = 300  # of an error, or a route
 _CLIENT_LEFT = 499
+
+
+class Counted(Protocol):
+    """What is told of a choice."""
+
+    num_prompt_tokens: int
+    num_read: int
+    num_cached: int
+    num_tokens: int
+    finish_reason: str | None
 
 
 @dataclass
@@ -49,7 +56,7 @@ class RequestRecord:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     status: int | None = None
     error: str | None = None
-    choices: Sequence[Choice] = ()
+    choices: Sequence[Counted] = ()
     choices_per_prompt: int = 1
     is_whole: bool = False
     has_left: bool = False

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
+logger = logging.getLogger(__name__)
+
+_REFUSALS = (ValueError, OSError, RuntimeError, MemoryError)
+_OF_TYPER = (typer.Exit, typer.Abort, typer.BadParameter)
+
 
 def stdout() -> Console:
     """For results. Made when needed, because tests and callers replace sys.stdout.
@@ -34,7 +39,7 @@ def stdout() -> Console:
 
 def stderr() -> Console:
     """For logs, progress and errors; without markup, as `stdout`."""
-    return Console(stderr=True, highlight=False, markup=False)
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=not sys.stderr.isatty())
 
 
 def print_marked(mark: str, text: str, style: str) -> None:
@@ -98,27 +103,35 @@ def writable(path: Path, option: str) -> Path:
 
 
 @contextlib.contextmanager
-def running(*, verbose: bool = False) -> Iterator[None]:
+def running(*, verbose: bool = False, log_format: str | None = None) -> Iterator[None]:
     """What every command runs in: logs go to stderr, and refusals become one line there.
 
     A refusal is an error that tells the user what to change; the exit code is 1. Everything else
     is a defect of this program and keeps its traceback.
+
+    Args:
+        log_format: of a server, which writes what other packages log in it, too: "text" or "json",
+            as which refusals and defects are records as well.
     """
     if sys.stdout is None:  # closed, as by >&-
         print_marked("error:", "stdout is closed, where the result would go", "bold red")
         raise typer.Exit(1)
     _escape_what_stdout_lacks()
-    with _logs(verbose=verbose), warnings.catch_warnings():
+    with _logs(log_format, verbose=verbose), warnings.catch_warnings():
         if not verbose:
             warnings.simplefilter("ignore")
         try:
             yield
         except BrokenPipeError:  # whoever read has what it wanted; typer ends without a word
             raise
-        except (ValueError, OSError, RuntimeError, MemoryError) as error:
-            if not _is_refusal(error):
+        except Exception as error:
+            is_refusal = isinstance(error, _REFUSALS) and _is_refusal(error)
+            if log_format == "json" and not isinstance(error, _OF_TYPER):
+                logger.error("%s", error, exc_info=not is_refusal)
+            elif is_refusal:
+                print_marked("error:", str(error), "bold red")
+            else:
                 raise
-            print_marked("error:", str(error), "bold red")
             raise typer.Exit(1) from error
 
 
@@ -143,17 +156,30 @@ def _is_refusal(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def _logs(*, verbose: bool) -> Iterator[None]:
-    handler = RichHandler(console=stderr(), show_path=False, show_time=False)
-    logger = logging.getLogger("offload")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+def _logs(log_format: str | None, *, verbose: bool) -> Iterator[None]:
+    ours = logging.getLogger("offload")
+    whose = ours if log_format is None else logging.getLogger()
+    handler: logging.Handler
+    if log_format is None and sys.stderr.isatty():
+        handler = RichHandler(console=stderr(), show_path=False, show_time=False)
+    else:  # rich would wrap it
+        lines = logging.Formatter("%(levelname)-8s %(message)s")
+        if log_format is not None:
+            from offload.serve.log_lines import FORMS
+
+            lines = FORMS[log_format]
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(lines)
+    before = ours.level
+    whose.addHandler(handler)
+    ours.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logging.captureWarnings(log_format is not None)
     try:
         yield
     finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
+        logging.captureWarnings(False)
+        ours.setLevel(before)
+        whose.removeHandler(handler)
 
 
 @contextlib.contextmanager

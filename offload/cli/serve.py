@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from offload.cli.console import print_marked, quiet_transformers, running, stderr
+from offload.cli.console import quiet_transformers, running
 from offload.cli.generate import Loading
 from offload.cli.options import (
     DEFAULT_MODEL,
@@ -24,7 +25,10 @@ from offload.policies.registry import make_policy
 from offload.system.garbage import importing_torch
 from offload.system.installing import missing_extra
 
+logger = logging.getLogger(__name__)
+
 _GENERATION_CONFIGS = ("auto", "none")
+_LOG_FORMATS = ("text", "json")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -170,6 +174,15 @@ class Listening:
         return tuple(keys)
 
 
+LogFormat = Annotated[
+    str,
+    typer.Option(
+        metavar="text|json",
+        help="Of the log on stderr: a record is a line of text or a JSON object.",
+    ),
+]
+
+
 def serve(
     model: ModelName = DEFAULT_MODEL,
     *,
@@ -178,12 +191,14 @@ def serve(
     load: Load,
     kept: Kept,
     listening: Listening,
+    log_format: LogFormat = "text",
     verbose: Verbose = False,
 ) -> None:
     """Answer requests over HTTP as an OpenAI server does, many at a time.
 
     A chat page is at [bold]/[/bold], and what it counts at [bold]/metrics[/bold]. Ctrl-C or SIGTERM
-    ends it when the answers that have begun are finished; a second one ends it at once.
+    ends it when the answers that have begun are finished; a second one ends it at once. The log on
+    stderr has one line a request.
 
     [bold]Examples[/bold]
 
@@ -197,6 +212,8 @@ def serve(
         --api-key-file keys.txt
     """
     with running(verbose=verbose):
+        check_name(log_format, _LOG_FORMATS, option="--log-format")
+    with running(verbose=verbose, log_format=log_format):
         with importing_torch():
             load_served, access = prepare(
                 model,
@@ -208,12 +225,12 @@ def serve(
                 verbose=verbose,
             )
         if not access.api_keys and access.host not in _LOOPBACK:
-            print_marked("warning:", f"everybody who reaches {access.host} may ask", "bold yellow")
+            logger.warning("everybody who reaches %s may ask", access.host)
         from offload.serve.server import Server
 
         with quiet_transformers(verbose=verbose):
             try:
-                Server(load_served, access, stderr().print).run()
+                Server(load_served, access, logger.info).run()
             finally:
                 gc.freeze()  # or the interpreter's end walks all objects several times: seconds
 

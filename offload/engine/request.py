@@ -33,6 +33,7 @@ class RequestOutput:
         num_cached: of these, what was there of an earlier prompt, or of the session.
         finish_reason: of the last output; None: more comes. "stop" for an end-of-sequence token, a
             stop token or a stop string.
+        queued_seconds: before it was admitted; None: it waits.
         error: with the reason "error".
     """
 
@@ -45,6 +46,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     prompt_scores: tuple[Chosen, ...] = ()
+    queued_seconds: float | None = None
 
 
 @dataclass(eq=False)
@@ -60,6 +62,7 @@ class Request:
         is_ready: whether its next token may be chosen now.
         seq: its sequence of the KV store; None: it waits, or is finished.
         num_read: tokens of `prompt` in the cache.
+        queued_seconds: before it was first admitted; None: it waits for that.
         answer: tokens chosen so far; the last one is not in the cache.
         sampler: its random numbers; they do not depend on what runs beside it.
         prompt_scores: that no output has had.
@@ -85,6 +88,7 @@ class Request:
     answer: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     arrived: float = field(default_factory=time.monotonic)
+    queued_seconds: float | None = None
     sampler: Sampler = field(init=False)
     prompt_scores: tuple[Chosen, ...] = ()
     session_id: str | None = None
@@ -167,4 +171,5 @@ class Request:
             self.finish_reason,
             error,
             scores,
+            self.queued_seconds,
         )

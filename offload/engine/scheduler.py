@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -189,6 +190,8 @@ class Scheduler:
             if not fits([*self._admitted, self.waiting[0]]):
                 return
             request = self.waiting.popleft()
+            if request.queued_seconds is None:
+                request.queued_seconds = time.monotonic() - request.arrived
             if request.restoring is None:
                 self.begin(request)
             else:

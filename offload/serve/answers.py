@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from offload.engine.sampling_params import SamplingParams
 from offload.engine.sessions import SessionInUseError
 from offload.serve.errors import ApiError, of_engine
 from offload.serve.metrics import Metrics
+from offload.serve.request_log import current
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Answers:
         metrics: Metrics,
     ) -> None:
         self._engine, self._metrics, self._start = engine, metrics, time.monotonic()
+        self._record = current()
         self._queue: asyncio.Queue[tuple[int, RequestOutput | BaseException]] = asyncio.Queue(16)
         self._left = len(streams)
         self._tasks = [asyncio.create_task(self._pump(i, s)) for i, s in enumerate(streams)]
@@ -97,7 +100,8 @@ class Answers:
         streams = []
         try:
             for job in jobs:
-                streams.append(engine.generate(job.prompt, job.params, session_id=job.session_id))
+                name = f"{current().request_id}-{secrets.token_hex(4)}"  # clients may repeat theirs
+                streams.append(engine.generate(job.prompt, job.params, name, job.session_id))
                 await anext(streams[-1])
         except BaseException as error:
             for stream in streams:
@@ -110,14 +114,22 @@ class Answers:
     async def _pump(self, index: int, stream: AsyncIterator[RequestOutput]) -> None:
         try:
             async with aclosing(stream) as outputs:  # type: ignore[type-var]
-                is_first = True
+                is_queued, last = True, None  # when a token came
                 async for output in outputs:
-                    seconds = time.monotonic() - self._start
-                    if is_first and output.tokens:
-                        is_first = False
-                        self._metrics.first_token.observe(seconds)
+                    now = time.monotonic()
+                    if is_queued and output.queued_seconds is not None:
+                        is_queued = False
+                        self._record.was_queued(output.queued_seconds)
+                        self._metrics.queued.observe(output.queued_seconds)
+                    if output.tokens:
+                        self._record.took_token(now, is_first=last is None)
+                        if last is None:
+                            self._metrics.first_token.observe(now - self._start)
+                        else:
+                            self._metrics.inter_token.observe(now - last)
+                        last = now
                     if output.finish_reason in ("stop", "length"):
-                        self._metrics.answer.observe(seconds)
+                        self._metrics.answer.observe(now - self._start)
                     await self._queue.put((index, output))
         except Exception as error:
             await self._queue.put((index, error))
@@ -131,15 +143,23 @@ class Answers:
         while self._left:
             index, output = await self._queue.get()
             if isinstance(output, Exception):
-                if isinstance(output, SessionInUseError):
-                    raise of_engine(output) from output
-                status = 500 if self._engine.failure is None else 503
-                raise ApiError(status, f"{type(output).__name__}: {output}") from output
+                raise self._told(self._failure(output)) from output
             assert isinstance(output, RequestOutput)
             if output.finish_reason == "cancelled":
-                raise ApiError(503, "the server is shutting down")
+                raise self._told(ApiError(503, "the server is shutting down"))
             self._left -= output.finish_reason is not None
             yield index, output
+
+    def _failure(self, error: Exception) -> ApiError:
+        if isinstance(error, SessionInUseError):
+            return of_engine(error)
+        status = 500 if self._engine.failure is None else 503
+        return ApiError(status, f"{type(error).__name__}: {error}")
+
+    def _told(self, error: ApiError) -> ApiError:
+        """The log tells it, where it is an event of a stream, too."""
+        self._record.fails(error.status_code, error.logged)
+        return error
 
     async def close(self) -> None:
         """Cancel what still runs."""

@@ -48,6 +48,7 @@ from offload.serve.protocol import (
     Sampled,
     TokenizeRequest,
 )
+from offload.serve.request_log import current
 from offload.serve.responses import ResponseRequest
 from offload.serve.streaming import AnswerStream
 from offload.system.version import __version__
@@ -83,7 +84,7 @@ class Served:
         tokenizer, vocab_size = self.engine.engine.tokenizer, model.config.vocab_size
         self.texts = Texts(tokenizer, vocab_size, ends)
         self._grammars = Grammars(tokenizer, vocab_size, ends, self.schema_limits)
-        self.metrics = Metrics(self.engine.engine)
+        self.metrics = Metrics(self.engine.engine, self.name)
         self.started = int(time.time())
 
     @property
@@ -140,6 +141,8 @@ class Served:
             Choice(i, ends, body.only_echoes, num_prompt_tokens=len(job.prompt))
             for i, job in enumerate(jobs)
         ]
+        record = current()
+        record.choices, record.choices_per_prompt = choices, body.n
         if body.stream:
             return AnswerStream(answers, choices, form)
         try:

@@ -120,7 +120,8 @@ class Texts:
             text = self._rendered(given, variables)
         except _OF_TEMPLATES as error:
             message = f"{field}: the chat template says: {error}"
-            raise ApiError(400, message, param=field) from error
+            logged = f"{field}: the chat template refuses them: {type(error).__name__}"
+            raise ApiError(400, message, param=field, logged=logged) from error
         self._check_shown(given, text, field, variables)
         if reads_calls and OPEN not in template:
             raise ApiError(

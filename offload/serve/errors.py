@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from offload.engine.engine import QueueFullError
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.sessions import SessionInUseError
+from offload.serve.request_log import current
 from offload.system.errors import HostBudgetError
 
 _TYPES = {
@@ -34,6 +35,7 @@ class ApiError(HTTPException):
 
     Args:
         param: the field of the request that is at fault.
+        logged: what the log has for `message`, which may repeat the request's text.
         details: further fields of the error object.
     """
 
@@ -44,12 +46,14 @@ class ApiError(HTTPException):
         *,
         param: str | None = None,
         code: str | None = None,
+        logged: str | None = None,
         **details: Any,
     ) -> None:
         headers = {401: {"WWW-Authenticate": "Bearer"}}.get(status)
         if status in (429, 503):
             headers = {"Retry-After": "1"}
         super().__init__(status, message, headers)
+        self.logged = message if logged is None else logged
         kind = _TYPES.get(status, "invalid_request_error")
         message = message.encode(errors="backslashreplace").decode()
         self.body: dict[str, Any] = {
@@ -57,7 +61,8 @@ class ApiError(HTTPException):
         }
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """The whole answer to the current request, whose line of the log tells it, too."""
+        current().fails(self.status_code, self.logged)
         return JSONResponse(self.body, self.status_code, self.headers)
 
 
@@ -148,12 +153,14 @@ def install(app: FastAPI) -> None:
             message = str(first["ctx"]["error"])
         else:
             message = first["msg"]
-            if first["type"] not in _HAS_VALUE:
-                message += f", got {reprlib.repr(first['input'])}"
+        value = ""
+        if first["type"] not in (*_HAS_VALUE, "extra_forbidden"):
+            value = f", got {reprlib.repr(first['input'])}"
         field, param = ".".join(where), where[0] if where else None
         if first["type"] == "extra_forbidden":
             param = None  # which may be no text
-        return ApiError(400, f"{field}: {message}" if field else message, param=param).response()
+        message = f"{field}: {message}" if field else message
+        return ApiError(400, message + value, param=param, logged=message).response()
 
     @app.exception_handler(RecursionError)
     async def of_depth(request: Request, error: RecursionError) -> JSONResponse:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from offload.serve.answers import Answers, Choice
 from offload.serve.chat import Texts
 from offload.serve.errors import ApiError
 from offload.serve.protocol import ChatRequest, CompletionRequest, Sampled
+from offload.serve.request_log import current
 from offload.serve.tools import CallReader, ForcedCall
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
@@ -32,7 +32,7 @@ class Format:
     def __init__(self, request: Sampled, model: str, texts: Texts) -> None:
         self.request, self.texts, self._n = request, texts, request.n
         self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": f"{self.prefix}-{current().request_id}",
             "created": int(time.time()),
             "model": model,
         }

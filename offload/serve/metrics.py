@@ -5,15 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from cpu_ops.native import isa_name
 from offload.engine.engine import Engine
 from offload.engine.sessions import Sessions
+from offload.system.version import __version__
 
 _LOADED = "offload_model_loaded", "1 when requests are answered."
-_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+# From a session's prompt on a GPU to a long one on a slow CPU.
+_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+    *(60, 120, 300, 600, 1200, 1800, 3600),
+)
+_GAP_SECONDS = (
+    *(0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1, 2.5, 5, 10, 30),
+)
 
 
 class _OfEngine(Collector):
@@ -23,7 +38,6 @@ class _OfEngine(Collector):
     def collect(self) -> Iterator[Metric]:
         """As prometheus_client calls it."""
         stats, store = self._engine.stats, self._engine.model.kv_store
-        yield GaugeMetricFamily(*_LOADED, value=1)
         requests = CounterMetricFamily("offload_requests", "Requests by their end.", labels=["end"])
         for end in ("finished", "failed", "cancelled"):
             requests.add_metric([end], getattr(stats, end))
@@ -71,21 +85,73 @@ def _of_sessions(sessions: Sessions) -> Iterator[Metric]:
     yield GaugeMetricFamily("offload_session_host_bytes", text, value=sessions.host_bytes)
 
 
+class _Build(Collector):
+    """What is served, and by what."""
+
+    def __init__(self, engine: Engine) -> None:
+        model = engine.model
+        self._facts = {
+            "version": __version__,
+            "policy": model.policy.name,
+            "isa": isa_name(),
+            "device": model.device.type,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client calls it."""
+        yield InfoMetricFamily("offload_build", "What is served, and by what.", value=self._facts)
+
+
+class _OfModel(Collector):
+    """What another registry has, with the model's name, as the metrics of vLLM have it."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry, self._labels = registry, {"model_name": model_name}
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client calls it."""
+        yield GaugeMetricFamily(*_LOADED, value=1)
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample._replace(labels={**sample.labels, **self._labels})
+                for sample in metric.samples
+            ]
+            yield metric
+
+
 class Metrics:
     """Of one server.
 
     Attributes:
+        queued: seconds that a choice waits before its prompt is read.
         first_token: seconds from a request's acceptance to its first token.
+        inter_token: seconds from a token of a choice to its next.
         answer: seconds to its last.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self._labelled = CollectorRegistry()
         self.registry = CollectorRegistry()
         self.registry.register(_OfEngine(engine))
+        self.registry.register(_Build(engine))
+        self._labelled.register(_OfModel(self.registry, model_name))
+        self.queued = Histogram(
+            "offload_queued_seconds",
+            "Time that a choice waits before its prompt is read.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
         self.first_token = Histogram(
             "offload_first_token_seconds",
             "Time to the first token of a choice.",
             buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.inter_token = Histogram(
+            "offload_inter_token_seconds",
+            "Time from a token of a choice to its next.",
+            buckets=_GAP_SECONDS,
             registry=self.registry,
         )
         self.answer = Histogram(
@@ -97,7 +163,7 @@ class Metrics:
 
     def response(self) -> Response:
         """The text that Prometheus reads."""
-        return _response(self.registry)
+        return _response(self._labelled)
 
 
 class _WhileLoading(Collector):

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from offload.serve.app import Served, create_app
 from offload.serve.gate import PUBLIC, Gate
+from offload.serve.request_log import HEADER, RequestLog
 
 # After a first signal prompts that are still read have so long: short ones come to an answer.
 _PROMPT_SECONDS = 0.5
@@ -59,11 +60,15 @@ def guarded(access: Access, app: ASGIApp | None = None) -> tuple[Gate, ASGIApp]:
         max_body_bytes=access.max_body_bytes,
     )
     if not access.cors_origins:
-        return gate, gate
-    origins = list(access.cors_origins)
-    return gate, CORSMiddleware(
-        gate, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        return gate, RequestLog(gate)
+    shared = CORSMiddleware(
+        gate,
+        allow_origins=list(access.cors_origins),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=[HEADER],
     )
+    return gate, RequestLog(shared)
 
 
 class Server(uvicorn.Server):

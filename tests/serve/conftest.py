@@ -92,9 +92,18 @@ def running(server: Server) -> Iterator[Server]:
         assert not thread.is_alive()
 
 
+def metric(http: httpx.Client, name: str) -> float:
+    """A sample of `/metrics`, by its name and its labels but for the model's name."""
+    text = re.sub(r'model_name="[^"]*",|,?model_name="[^"]*"', "", http.get("/metrics").text)
+    pattern = rf"^{re.escape(name)} (\S+)$"
+    found = re.search(pattern, text.replace("{}", ""), re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
 @contextmanager
 def serving_process(
-    folder: Path, *options: object, says: str = "serving at"
+    folder: Path, *options: object, says: str = "serving at", columns: int = 300
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`offload serve` and its URL, when it says so; killed at the end if it runs."""
     command = ["serve", folder, "--port", 0, "--threads", 1, "--dtype", "float32", *options]
@@ -102,7 +111,7 @@ def serving_process(
         [sys.executable, "-m", "offload", *map(str, command)],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"COLUMNS": "300"},
+        env=os.environ | {"COLUMNS": f"{columns}"},
     )
     assert process.stderr is not None
     with process.stderr:

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from cases.tiny_models import byte_tokenizer
-from serve.conftest import Serve, serving_process
+from serve.conftest import Serve, metric, serving_process
 
 from offload import AsyncEngine, Engine
 from offload.engine.sessions import SessionInUseError
@@ -185,15 +185,10 @@ def test_what_a_server_says_of_itself(server: Server, http: httpx.Client) -> Non
     for _ in range(2):
         http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})
 
-    def metric(name: str) -> float:
-        found = re.search(rf"^{re.escape(name)} (\S+)$", http.get("/metrics").text, re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
-
-    assert metric("offload_cached_tokens_total") >= len(prompt) - 2
-    assert metric('offload_requests_total{end="finished"}') >= 2
-    assert metric("offload_first_token_seconds_count") >= 2
-    assert metric("offload_requests_running") == 0
+    assert metric(http, "offload_cached_tokens_total") >= len(prompt) - 2
+    assert metric(http, 'offload_requests_total{end="finished"}') >= 2
+    assert metric(http, "offload_first_token_seconds_count") >= 2
+    assert metric(http, "offload_requests_running") == 0
     page = http.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert not re.search(r"""(src|href)=["']?https?:""", page.text)
@@ -366,7 +361,7 @@ def test_the_end_of_a_server(serve: Serve) -> None:
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             assert answer.json()["status"] == answer.json()["error"]["code"] == "draining"
         assert http.get("/load").json()["running"] == 1
-        assert "offload_requests_running 1.0" in http.get("/metrics").text
+        assert metric(http, "offload_requests_running") == 1
         thread.join()
         assert answers[0].json()["usage"]["completion_tokens"] == 1500
 

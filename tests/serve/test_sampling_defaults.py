@@ -69,7 +69,7 @@ def folder(serve_folder: Path, tmp_path: Path) -> Path:
 def test_the_command(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One line names the values. With none they are OpenAI's."""
     paths = ("completions", "chat/completions", "responses")
-    caplog.set_level("INFO", "offload.serve")
+    caplog.set_level("INFO", "offload.serve.sampling_defaults")
     with command(folder) as http:
         ours = {path: said(http, path) for path in paths}
         assert ours == {path: said(http, path, **GIVEN) for path in paths}
@@ -114,7 +114,7 @@ def test_what_is_out_of_range_is_left_out(
 
 
 def test_a_config_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "offload.serve")
+    caplog.set_level("INFO", "offload.serve.sampling_defaults")
     assert sampling_defaults(GenerationConfig(eos_token_id=3, max_new_tokens=5)) == {}
     assert not caplog.records
 

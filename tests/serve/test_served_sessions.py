@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serve.conftest import Serve, serving_process
+from serve.conftest import Serve, metric, serving_process
 from serve.test_life import LONG, engine_of, raw, until
 
 from offload.engine.session_folder import SessionFolder
@@ -55,12 +54,6 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 def sessions_of(http: httpx.Client) -> dict[str, Any]:
     return {each["id"]: each for each in http.get("/v1/sessions").json()["data"]}
-
-
-def metric(http: httpx.Client, name: str) -> float:
-    found = re.search(rf"^{re.escape(name)} (\S+)$", http.get("/metrics").text, re.MULTILINE)
-    assert found is not None, name
-    return float(found[1])
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Linear layers: a few rows of decode steps through weights that are read once, or a prompt's many.
+"""Linear layers: a few rows of a step through weights that are read once, or a prompt's many.
 
-For many rows there are kernels where torch has none that are as fast: on an AVX2 CPU its products of
-bfloat16 take six times as long as those of float32, and of float16 longer still.
+For many rows there are kernels where torch has none that are as fast: on an AVX2 CPU its products
+of bfloat16 take six times as long as those of float32, and of float16 longer still.
 """
 
 from __future__ import annotations

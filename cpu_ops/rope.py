@@ -1,4 +1,4 @@
-"""The rotary embedding of many tokens, for prompts on a CPU: torch's way makes six passes over them."""
+"""The rotary embedding of many tokens, for prompts on a CPU: torch's way makes six passes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A decoder layer over a prefill slice, but for its attention.
 
 On a GPU the steps between the projections are kernels of `gpu_ops`: torch's operators would read
-and write the slice a dozen times where once will do. On a CPU, where there is a pool for them, RMSNorm
-and the rotation are kernels of `cpu_ops`, and so are the projections where torch's are slow
+and write the slice a dozen times where once will do. On a CPU, where there is a pool for them,
+RMSNorm and the rotation are kernels of `cpu_ops`, and so are the projections where torch's are slow
 (`has_products`); the others are torch's. All kernels round where transformers rounds.
 """
 

@@ -147,8 +147,8 @@ struct CausalArgs {
 // cache.
 inline constexpr int64_t kMultiplyColumns = 128;
 inline constexpr int64_t kMultiplyDepth = 192;
-inline constexpr int64_t kConvertedRows =
-    24;  // of x at one time: with a panel of weights they fit the first-level cache
+// Rows of x that are converted at one time: with a panel of weights they fit the first-level cache.
+inline constexpr int64_t kConvertedRows = 24;
 inline constexpr int64_t kMultiplyRows = 384;  // of x that share the work of converting them
 
 // out[r][o] = round(<x[r], weight[o]> + bias[o]) (+ residual[r][o]) for o in [first, last), at most kMultiplyColumns.

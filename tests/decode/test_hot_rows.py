@@ -20,6 +20,7 @@ from cases.slowly import slow_but
 from cases.tiny_models import make_tiny_model, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.lib.recfunctions import structured_to_unstructured
 
 from cpu_ops import _native
 from cpu_ops.coprocessor import CoprocessorError
@@ -244,8 +245,8 @@ def test_a_gpu_without_room_for_hot_rows_goes_on(tiny_folders, monkeypatch, capl
 @torch.no_grad()
 @pytest.mark.parametrize("policy", slow_but(POLICIES[1:], "lfps"))
 def test_rejected_rows_of_a_draft_leave_no_trace(policy, backend, tiny_folders):
-    """What the policy keeps is what decoding one by one leaves, bit by bit, where queries are the
-    same: only the last layer has hot rows."""
+    """What the policy keeps is what decoding one by one leaves, where queries are the same but for
+    their last bits: only the last layer has hot rows."""
     model = hot_model(tiny_folders["llama"], backend, policy, first_layer=2)
     prompt = 60  # dense at first
     text, states = random_tokens(1, prompt + 60, seed=3), []
@@ -266,7 +267,15 @@ def test_rejected_rows_of_a_draft_leave_no_trace(policy, backend, tiny_folders):
     assert at == prompt + 45
     assert drafted.keys() == plain.keys()
     for name, array in plain.items():
-        np.testing.assert_array_equal(drafted[name], array, err_msg=name)
+        # MKL may sum a product of one row in another order than one of several, as with AVX2 alone:
+        # a query of 32 numbers is then off by some 2**-24 of itself, and so is a weight, which is
+        # exp of their product. A row that was rejected would change weights by percents.
+        ours, theirs = plain_numbers(drafted[name]), plain_numbers(array)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def plain_numbers(array: np.ndarray) -> np.ndarray:
+    return structured_to_unstructured(array) if array.dtype.names else array
 
 
 @torch.no_grad()

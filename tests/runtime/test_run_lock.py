@@ -21,7 +21,7 @@ from cases.tiny_models import random_tokens
 from offload.system.torch_threads import torch_threads
 
 FP32 = torch.ones(512, 512)
-BF16 = FP32.bfloat16()
+IMAGE, FILTERS = torch.ones(1, 64, 64, 64), torch.ones(64, 64, 3, 3)  # oneDNN's on every CPU
 
 
 class Calls:
@@ -216,7 +216,7 @@ def test_other_threads_keep_torch_threads(offloaded_models: dict[str, Any]) -> N
     "operator",
     [
         pytest.param(lambda: FP32 @ FP32, id="mkl"),
-        pytest.param(lambda: BF16 @ BF16, id="onednn"),
+        pytest.param(lambda: torch.conv2d(IMAGE, FILTERS), id="onednn"),
         pytest.param(lambda: torch.ones(1_000_000).exp(), id="aten"),
     ],
 )
@@ -230,11 +230,8 @@ def test_threads_that_run(operator: Callable[[], torch.Tensor]) -> None:
             return len(set(os.listdir("/proc/self/task")) - before)
 
     assert in_a_thread(lambda: started(3)) == 2
-    one, two, again, three = in_a_thread(lambda: (started(1), started(2), started(1), started(3)))
-    # oneDNN leaves the second of two threads out where one has AMX.
-    assert (one, again) == (0, 0)
-    assert two <= 1
-    assert two + three == 2
+    counts = in_a_thread(lambda: (started(1), started(2), started(1), started(3)))
+    assert counts == (0, 1, 0, 1)
 
 
 def test_ctrl_c_leaves_as_many_threads_as_before() -> None:

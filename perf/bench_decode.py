@@ -1,7 +1,8 @@
 """SmolLM2-135M decoding, ours against transformers and llama.cpp: `python -m perf.bench_decode`.
 
 All engines read the same real text and then take turns, a few tokens each, so that a slow minute of
-a shared machine slows all of them. Figures are medians over all steps.
+a shared machine slows all of them. Figures are medians over all steps. With --isa all of them run
+as on an older CPU, and llama.cpp is the one of `make peers PEERS_ISA=ISA`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from offload.loading.names import load_tokenizer, resolve_folder
 from offload.policies.registry import available_policies
 from offload.system.memory import available_cpus
 from offload.system.stdlib_text import stdlib_paragraphs
-from perf.engines.engine_protocol import PEERS_PYTHON, EngineProcess
+from perf.engines.engine_protocol import EngineProcess, peers_python
+from perf.engines.forced_isa import VARIABLES, force_isa
 from perf.results_file import Run, script_options
 
 CONTEXTS = (512, 2048, 7168)
@@ -52,13 +54,19 @@ class Times:
     argmax: list[int] = field(default_factory=list)
 
 
-def contestants(threads: int) -> list[Contestant]:
-    """All engines; `REFERENCE` is transformers with its defaults."""
+def contestants(threads: int, isa: str | None = None) -> list[Contestant]:
+    """All engines; `REFERENCE` is transformers with its defaults.
+
+    Args:
+        threads: of each.
+        isa: what the peers were compiled for; by default, this CPU.
+    """
     folder, gguf = str(resolve_folder(EMBEDDED_MODEL)), str(embedded_gguf())
 
-    def ours(policy: str) -> Contestant:
-        settings = {"threads": threads, "policy": policy}
-        return Contestant(f"offload {policy}", "perf.engines.offload_engine", folder, settings)
+    def ours(policy: str, dtype: str = "bfloat16") -> Contestant:
+        settings = {"threads": threads, "policy": policy, "dtype": dtype}
+        name = f"offload {policy}" + (f", {dtype}" if dtype != "bfloat16" else "")
+        return Contestant(name, "perf.engines.offload_engine", folder, settings)
 
     def stock(name: str, attention: str, cache: str) -> Contestant:
         settings = {"threads": threads, "attention": attention, "cache": cache}
@@ -66,10 +74,11 @@ def contestants(threads: int) -> list[Contestant]:
 
     def llama(name: str, flash_attention: bool) -> Contestant:
         settings = {"threads": threads, "flash_attention": flash_attention}
-        return Contestant(name, "perf.baselines.llama_cpp", gguf, settings, PEERS_PYTHON)
+        return Contestant(name, "perf.baselines.llama_cpp", gguf, settings, peers_python(isa))
 
     return [
         *(ours(policy) for policy in available_policies()),
+        ours("full", "float32"),
         stock(REFERENCE, "sdpa", "dynamic"),
         stock("transformers, static cache", "sdpa", "static"),
         stock("transformers, static cache, eager", "eager", "static"),
@@ -126,15 +135,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens-per-round", type=int, default=8)
     parser.add_argument("--engines", nargs="+", help="names; default: all")
+    parser.add_argument(
+        "--isa",
+        choices=VARIABLES,
+        help="force it on every engine; the results file is NAME-ISA. Default: the best there is",
+    )
     options = parser.parse_args()
+    if options.isa:
+        options.name += f"-{options.isa}"
+        try:
+            force_isa(options.isa)
+        except ValueError as error:
+            parser.error(f"--isa: {error}")
     threads = available_cpus()
     chosen = [
         contestant
-        for contestant in contestants(threads)
+        for contestant in contestants(threads, options.isa)
         if options.engines is None or contestant.name in (*options.engines, REFERENCE)
     ]
     if any(contestant.python and not contestant.python.exists() for contestant in chosen):
-        parser.error("the peers are not installed; run: make peers")
+        for_isa = f" PEERS_ISA={options.isa}" if options.isa else ""
+        parser.error(f"the peers are not installed; run: make peers{for_isa}")
     run = Run(options)
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
     text = tokenizer("\n\n".join(stdlib_paragraphs())[: MAX_CONTEXT * 8])["input_ids"]
@@ -150,7 +171,7 @@ def main() -> None:
             rows += [row(name, context, times[name], times[REFERENCE]) for name in engines]
         descriptions = {name: engine.description for name, engine in engines.items()}
     settings = {"model": EMBEDDED_MODEL, "threads": threads}
-    settings |= run.named("rounds", "tokens_per_round") | {"engines": descriptions}
+    settings |= run.named("isa", "rounds", "tokens_per_round") | {"engines": descriptions}
     run.write(settings, rows)
 
 

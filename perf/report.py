@@ -51,6 +51,8 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decode": ("decode", tables.decode_table),
     "policy-speed": ("decode-policies", selection_tables.policy_speed_table),
     "prefill": ("decode", tables.prefill_table),
+    "decode-avx2": ("decode-avx2", tables.decode_table),
+    "prefill-avx2": ("decode-avx2", tables.prefill_table),
     "hot-rows": ("hot-rows", ahead_tables.hot_rows_table),
     "ruler-ahead": ("ruler-gpu", ahead_tables.ruler_ahead_table),
     "ruler-roles": ("ruler-gpu", ahead_tables.ruler_roles_table),

@@ -22,7 +22,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ROOT = Path(__file__).resolve().parents[2]
-PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+
+
+def peers_python(isa: str | None = None) -> Path:
+    """Of the environment that `make peers` makes, with PEERS_ISA where an ISA is given."""
+    return ROOT / (f".venv-peers-{isa}" if isa else ".venv-peers") / "bin" / "python"
 
 
 class Engine(Protocol):

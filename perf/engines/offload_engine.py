@@ -15,9 +15,9 @@ class OffloadEngine(StockTransformers):
 
     versions: ClassVar = {"version": f"offload {__version__}"}
 
-    def __init__(self, folder: str, *, threads: int, policy: str) -> None:
+    def __init__(self, folder: str, *, threads: int, policy: str, dtype: str) -> None:
         self._model = OffloadedModel.from_pretrained(
-            folder, policy=policy, dtype="bfloat16", num_threads=threads
+            folder, policy=policy, dtype=dtype, num_threads=threads
         )
 
     def prefill(self, tokens: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ Columns = Mapping[str, str | Callable[[Any], str]]
 DEFAULT_BUDGET_TOKENS = 1024  # of results that do not say it
 TIMES = "\N{MULTIPLICATION SIGN}"
 LLAMA_CPP_NOTE = "llama.cpp runs the GGUF's Q4_1 weights, the others bfloat16."
+FLOAT32_NOTE = "With float32 in its name, an engine has its weights and KV cache in float32."
 
 
 def table(columns: Columns, rows: Iterable[Any]) -> str:

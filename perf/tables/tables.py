@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from offload.bench.eval.output import markdown
 from perf.tables.markdown import (
+    FLOAT32_NOTE,
     LLAMA_CPP_NOTE,
     TIMES,
     Columns,
@@ -26,12 +28,43 @@ def decode_table(result: dict[str, Any]) -> str:
     title = (
         f"{settings['model']}, batch 1, {settings['threads']} threads, decode tokens/s by context "
         "length; all engines read the same real text and take turns, medians over "
-        f"{rows[0]['steps']} steps. {LLAMA_CPP_NOTE} {policy_options_note()}"
+        f"{rows[0]['steps']} steps. {_weights_note(rows)} {policy_options_note()}"
+        f"{_isa_note(settings)}"
     )
     speeds = context_columns(rows, known("decode_tokens_per_second", ".1f"), "context")
     by_engine = by_context(rows, lambda row: row["engine"], "context")
     parts = [title, table({"engine": "{name}", **speeds}, by_engine), _decode_ratios(rows)]
     return "\n\n".join([*parts, machine_line(result["machine"])])
+
+
+def _weights_note(rows: Sequence[Row]) -> str:
+    """What the engines of a run compute with."""
+    has_float32 = any("float32" in row["engine"] for row in rows)
+    return LLAMA_CPP_NOTE + f" {FLOAT32_NOTE}" * has_float32
+
+
+def _isa_note(settings: dict[str, Any]) -> str:
+    """That a run was held to an ISA, and what llama.cpp says that it was compiled for."""
+    if settings.get("isa") is None:
+        return ""
+    builds = {engine["build"] for engine in settings["engines"].values() if "build" in engine}
+    features = [", ".join(re.findall(r"(\w+) = 1", build)) for build in sorted(builds)]
+    compiled = "".join(f"; llama.cpp is compiled with {names}" for names in features)
+    return f" Every engine is held to {settings['isa']}{compiled}."
+
+
+def _speeds(rows: Sequence[Row], key: str) -> dict[int, dict[str, float]]:
+    """By context and engine."""
+    speeds: dict[int, dict[str, float]] = {}
+    for row in sorted(rows, key=lambda row: row["context"]):
+        speeds.setdefault(row["context"], {})[row["engine"]] = row[key]
+    return speeds
+
+
+def _over_fastest(ours: float, speeds: dict[str, float], family: str) -> str:
+    """How many times as fast as the fastest engine of a family; empty without one."""
+    of_family = [speed for name, speed in speeds.items() if name.startswith(family)]
+    return f"{ours / max(of_family):.2f}{TIMES}" if of_family else ""
 
 
 def _decode_ratios(rows: Sequence[Row]) -> str:
@@ -43,17 +76,10 @@ def _decode_ratios(rows: Sequence[Row]) -> str:
         "vs llama.cpp's fastest, Q4_1",
     )
     lines = []
-    for context in sorted({row["context"] for row in rows}):
-        speed = {
-            row["engine"]: row["decode_tokens_per_second"]
-            for row in rows
-            if row["context"] == context
-        }
-        ours, stock = speed["offload exact_topk"], speed["transformers"]
-        cells = [f"{context:,}", f"{ours / stock:.1f}{TIMES}"]
-        for family in ("transformers", "llama.cpp"):
-            of_family = [tokens for name, tokens in speed.items() if name.startswith(family)]
-            cells.append(f"{ours / max(of_family):.2f}{TIMES}" if of_family else "")
+    for context, speeds in _speeds(rows, "decode_tokens_per_second").items():
+        ours = speeds["offload exact_topk"]
+        cells = [f"{context:,}", f"{ours / speeds['transformers']:.1f}{TIMES}"]
+        cells += [_over_fastest(ours, speeds, family) for family in ("transformers", "llama.cpp")]
         lines.append(cells)
     return markdown(columns, lines)
 
@@ -68,7 +94,7 @@ def prefill_table(result: dict[str, Any]) -> str:
     title = (
         "Prefill tokens/s by prompt length in that run (medians of three up to 2,048 tokens, one "
         "beyond), and at how many of the decoded positions the most likely next token was that of "
-        f"transformers bf16 (the lowest of the contexts). {LLAMA_CPP_NOTE}"
+        f"transformers bf16 (the lowest of the contexts). {_weights_note(rows)}"
     )
     columns: Columns = {
         "engine": "{name}",
@@ -76,7 +102,26 @@ def prefill_table(result: dict[str, Any]) -> str:
         "same next token": lambda of_engine: f"{same[of_engine['name']]:.0%}",
     }
     by_engine = by_context(rows, lambda row: row["engine"], "context")
-    return "\n\n".join([title, table(columns, by_engine)])
+    return "\n\n".join([title, table(columns, by_engine), _prefill_ratios(rows)])
+
+
+def _prefill_ratios(rows: Sequence[Row]) -> str:
+    """Ours over the others of one run."""
+    others = {
+        "vs transformers' fastest": "transformers",
+        "vs llama.cpp's fastest, Q4_1": "llama.cpp",
+        "vs itself in float32": "offload full, float32",
+    }
+    others = {
+        title: family
+        for title, family in others.items()
+        if any(row["engine"].startswith(family) for row in rows)
+    }
+    lines = [
+        [f"{n:,}", *(_over_fastest(at["offload full"], at, family) for family in others.values())]
+        for n, at in _speeds(rows, "prefill_tokens_per_second").items()
+    ]
+    return markdown(["`full` at prompt length", *others], lines)
 
 
 def startup_table(result: dict[str, Any]) -> str:
@@ -103,12 +148,13 @@ def machine_line(machine: dict[str, Any], *, spreads: bool = True) -> str:
     """
     versions = machine["versions"]
     commit = machine["commit"][:12] + (" with changes" if machine["uncommitted_changes"] else "")
+    isa = machine["isa"] + (" (forced)" if machine.get("isa_forced") else "")
     load = ""
     if "load_average" in machine:  # `offload eval` does not tell it
         load = f", load {machine['load_average']:.1f} at the start"
     return (
         f"*{machine['cpu']}, {machine['cpus_usable']} of {machine['cpus_present']} CPUs, "
-        f"{machine['memory_bytes'] / 2**30:.0f} GiB, ISA {machine['isa']}, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, ISA {isa}, "
         f"{', '.join(machine['gpus']) or 'no GPU'}; Python {versions['python']}, "
         f"torch {versions['torch']}, transformers {versions['transformers']}; commit {commit}, "
         f"{machine['date']}{load}."

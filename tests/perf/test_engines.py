@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from perf import bench_decode
 from perf.bench_decode import Times, contestants, row
-from perf.engines import engine_protocol
+from perf.engines import engine_protocol, forced_isa
 from perf.engines.engine_protocol import EngineProcess
 
 COUNTING_ENGINE = '''
@@ -73,6 +78,79 @@ def test_every_contestant_is_a_module_that_exists(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("perf.bench_decode.embedded_gguf", lambda: Path("model.gguf"))
     chosen = contestants(threads=2)
     assert len({contestant.name for contestant in chosen}) == len(chosen)
+    assert "offload full, float32" in {contestant.name for contestant in chosen}
     for contestant in chosen:
         path = contestant.module.replace(".", "/") + ".py"
         assert (engine_protocol.ROOT / path).is_file()
+
+
+def test_the_peers_of_a_forced_isa_have_an_environment_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench_decode, "resolve_folder", lambda name: Path("folder"))
+    monkeypatch.setattr(bench_decode, "embedded_gguf", lambda: Path("model.gguf"))
+    for isa, folder in ((None, ".venv-peers"), ("avx2", ".venv-peers-avx2")):
+        pythons = {c.python for c in contestants(2, isa) if c.name.startswith("llama.cpp")}
+        assert pythons == {engine_protocol.ROOT / folder / "bin" / "python"}
+        command = ["make", "--dry-run", "--always-make", "peers", f"PEERS_ISA={isa or ''}"]
+        made = subprocess.run(command, cwd=engine_protocol.ROOT, capture_output=True, text=True)
+        assert f" -m venv {folder}\n" in made.stdout, made.stderr
+
+
+def test_an_isa_without_compiler_options_is_refused() -> None:
+    command = ["make", "--dry-run", "peers", "PEERS_ISA=sse9"]
+    made = subprocess.run(command, cwd=engine_protocol.ROOT, capture_output=True, text=True)
+    assert made.returncode != 0
+    assert "PEERS_ISA=sse9 is unknown; known: avx2" in made.stderr
+
+
+TELLING_BENCHMARK = '''
+import os, sys
+from pathlib import Path
+from perf import bench_decode
+from perf.engines.engine_protocol import serve
+from perf.engines.forced_isa import VARIABLES
+
+class Telling:
+    """An engine that tells the variables of its process."""
+    versions = {name: os.environ.get(name) for name in VARIABLES["avx2"]}
+    def __init__(self, model):
+        pass
+    def prefill(self, tokens):
+        pass
+    def step(self, token):
+        return token
+
+if len(sys.argv) > 1 and sys.argv[1] == "model":
+    serve(Telling)
+else:
+    class Words:
+        def __call__(self, text):
+            return {"input_ids": list(range(600))}
+    bench_decode.load_tokenizer = lambda name: Words()
+    bench_decode.contestants = lambda threads, isa: [
+        bench_decode.Contestant(bench_decode.REFERENCE, "telling", "model", {})
+    ]
+    bench_decode.main()
+'''
+
+
+def test_a_forced_isa_reaches_every_engine_and_the_results(tmp_path: Path) -> None:
+    if "avx2" not in forced_isa.available_isas():
+        pytest.skip("this CPU has no avx2")
+    (tmp_path / "telling.py").write_text(TELLING_BENCHMARK, encoding="utf-8")
+    paths = f"{engine_protocol.ROOT}{os.pathsep}{tmp_path}"
+    command = [sys.executable, "-m", "telling", "--isa", "avx2", "--contexts", "512"]
+    command += ["--rounds", "1", "--output", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": paths}
+    subprocess.run(command, env=environment, check=True, timeout=120)
+    result = json.loads((tmp_path / "decode-avx2.json").read_text("utf-8"))
+    assert result["machine"]["isa"] == result["machine"]["isa_forced"] == "avx2"
+    assert result["settings"]["isa"] == "avx2"
+    assert result["settings"]["engines"] == {"transformers": forced_isa.VARIABLES["avx2"]}
+
+
+def test_an_isa_that_this_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forced_isa, "available_isas", lambda: ["scalar"])
+    with pytest.raises(ValueError, match="this CPU lacks avx2; it has scalar"):
+        forced_isa.force_isa("avx2")

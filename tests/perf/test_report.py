@@ -45,6 +45,22 @@ DECODE = {
         ]
     ],
 }
+FORCED = {
+    "machine": MACHINE | {"isa_forced": "avx2"},
+    "settings": {
+        "model": "smollm2-135m-instruct",
+        "threads": 2,
+        "isa": "avx2",
+        "engines": {
+            "offload full": {"version": "offload 0.1.0"},
+            "llama.cpp": {"version": "0.3.36", "build": "CPU : AVX2 = 1 | FMA = 1 | AMX = 0 | "},
+        },
+    },
+    "rows": [
+        *DECODE["rows"],
+        *(decode_row("offload full, float32", context, 52.0) for context in (512, 7168)),
+    ],
+}
 STARTUP = {
     "machine": MACHINE,
     "settings": {"model": "smollm2-135m-instruct", "dtype": "bfloat16", "repeats": 5},
@@ -71,6 +87,24 @@ def test_decode_table_has_ratios_of_one_run() -> None:
     assert "| offload exact_topk | 40.0 | 40.0 |" in table
     assert "| 7,168 | 4.0\N{MULTIPLICATION SIGN} | 2.50\N{MULTIPLICATION SIGN} | 0.80" in table
     assert "| transformers | 100 | 100 | 99% |" in prefill_table(DECODE)
+
+
+def test_a_forced_isa_is_told_with_the_build_of_llama_cpp() -> None:
+    table = decode_table(FORCED)
+    assert "Every engine is held to avx2; llama.cpp is compiled with AVX2, FMA." in table
+    assert "ISA avx2 (forced), no GPU" in table
+    assert "held to" not in decode_table(DECODE)
+    assert "forced" not in decode_table(DECODE)
+
+
+def test_prefill_is_compared_with_each_kind_of_engine_in_the_run() -> None:
+    times = "\N{MULTIPLICATION SIGN}"
+    table = prefill_table(FORCED)
+    assert "vs transformers' fastest | vs llama.cpp's fastest, Q4_1 | vs itself in float32" in table
+    assert f"| 7,168 | 2.44{times} | 0.78{times} | 0.75{times} |" in table
+    assert "With float32 in its name, an engine has its weights" in table
+    assert "float32" not in prefill_table(DECODE)
+    assert f"| 7,168 | 2.44{times} | 0.78{times} |" in prefill_table(DECODE)
 
 
 def test_llama_cpp_never_stands_beside_us_without_its_weights() -> None:

@@ -222,6 +222,7 @@ def greedy_answers(
         attended = attended_tokens(runtime, steps)
         scored = attended_tokens(runtime, steps, "scored_tokens")
         built = runtime.current_generation.stats.index_seconds
+    runtime.decoder.trim()  # the next policy's prompts are as long
     share = (runner.seconds / len(replies), built / len(replies))
     return [Answer(reply.tokens, attended, scored, *share) for reply in replies]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -207,7 +208,8 @@ def measure_all(
 
 
 def _groups(items: Sequence[Item], most: int) -> list[Sequence[Item]]:
-    """Up to `most` in a row of one task and length."""
+    """Up to `most` of one task and length in a row; where there are several, the first ones of each
+    task come first: a run that is ended early has asked all tasks alike."""
     groups: list[list[Item]] = []
     for item in items:
         last = groups[-1] if groups else []
@@ -215,7 +217,7 @@ def _groups(items: Sequence[Item], most: int) -> list[Sequence[Item]]:
             last.append(item)
         else:
             groups.append([item])
-    return [*groups]
+    return sorted(groups, key=lambda group: group[0].index) if most > 1 else [*groups]
 
 
 def answer_all(
@@ -256,12 +258,14 @@ def answer_all(
 
     def make(tokenizer: Any) -> list[Sample]:
         samples_of = sampler(tokenizer, chat)
-        return [
-            sample
-            for length in lengths
-            for task in tasks
-            for sample in samples_of(task, length, questions.samples, seed=questions.seed)
-        ]
+
+        def of_cell(cell: tuple[int, Any]) -> list[Sample]:
+            length, task = cell
+            return samples_of(task, length, questions.samples, seed=questions.seed)
+
+        with ThreadPoolExecutor() as threads:  # tokenizers count on many
+            cells = threads.map(of_cell, [(length, task) for length in lengths for task in tasks])
+            return [sample for samples in cells for sample in samples]
 
     def measure(
         model: SharedModel, tokenizer: Any, samples: Sequence[Sample]

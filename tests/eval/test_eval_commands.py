@@ -89,13 +89,14 @@ def test_several_prompts_in_the_same_steps(ruler: list[str], whole: Any, tmp_pat
 
     def said(file: Path) -> list[Any]:
         records = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+        records.sort(key=lambda record: (record["length"], record["index"]))
         return [[of["answer"] for of in record["answers"].values()] for record in records]
 
     assert said(answers) == said(tmp_path / "alone")
 
 
 def test_hard_set(roomy_folder: Path) -> None:
-    arguments = ["--context", "1900", "--tasks", "two_steps,asked,vt_1", "--samples", "2"]
+    arguments = ["--context", "1900", "--tasks", "two_steps,asked,asked_lines", "--samples", "2"]
     arguments += ["--batch-size", "2", "--json"]
     result = runner.invoke(app, command("ruler", roomy_folder, *POLICIES, *arguments))
     assert result.exit_code == 0, result.output

@@ -7,7 +7,7 @@ Source: Hsieh et al., RULER: What's the Real Context Size of Your Long-Context L
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from offload.bench.eval.ruler.asked import TASKS as _ASKED
@@ -18,13 +18,13 @@ from offload.bench.eval.ruler.niah import needle_samples
 from offload.bench.eval.ruler.tracking import tracking_samples
 from offload.bench.eval.sample import CountTokens, Sample
 
-_OTHERS = {
+_OTHERS: dict[str, Callable[..., list[Sample]]] = {
     "vt": tracking_samples,
     "cwe": common_word_samples,
     "fwe": frequent_word_samples,
 }
 RULER_TASKS = (*_NIAH, *_OTHERS)
-_VARIANTS = {
+_VARIANTS: dict[str, Callable[..., list[Sample]]] = {
     "vt_1": partial(tracking_samples, num_hops=1),
     "vt_2": partial(tracking_samples, num_hops=2),
     "cwe_3": partial(common_word_samples, num_common=3, repeats=90),

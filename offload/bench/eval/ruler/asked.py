@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.bench.eval.fit import first_fitting, grown
+from offload.bench.eval.fit import first_fitting, largest
 from offload.bench.eval.ruler.niah import NEEDLE, among_sentences, sentences_of
 from offload.bench.eval.sample import CountTokens, Sample, TooShort
 from offload.bench.eval.words import needle_words
@@ -30,7 +30,7 @@ TWO_STEPS = (
 )
 MAX_NEW_TOKENS = 128
 _QUESTION_TOKENS = 64  # of a question with its answer, at most
-_STEP = 200  # words of prose, or lines
+_WORD_STEP, _LINE_STEP = 20, 5  # by which a haystack grows
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,20 @@ def asked_samples(
     if room < 1:
         raise TooShort(task, length)
 
-    def tokens_of(size: int) -> int:
-        tokens = count_tokens(_draw(kind, size, rng, prose)[0])
-        if tokens <= room and is_prose and size > len(prose):
+    step = _WORD_STEP if is_prose else _LINE_STEP
+
+    def fits(steps: int) -> bool:
+        text = _draw(kind, steps * step, random.Random(seed), prose)[0]
+        if not is_prose or steps * step <= len(prose):
+            return count_tokens(text) <= room
+        if (tokens := count_tokens(text)) <= room:
             raise ValueError(
                 f"{task}: the haystack's {len(prose):,} words are {tokens:,} tokens, too few for "
                 f"{length:,}; give more text by --haystack, or lower --context"
             )
-        return tokens
+        return False
 
-    step = _STEP if length >= 4096 else 20
-    size = grown(step, step, room, tokens_of)
+    size = step * largest(room, fits)
     samples = []
     for index in range(num_samples):
         fitting = first_fitting(

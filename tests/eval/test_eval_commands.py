@@ -77,6 +77,36 @@ def test_ruler_json(whole: Any) -> None:
     assert [line["score"] for line in whole["summary"]] == [None] * 3
 
 
+def test_several_prompts_in_the_same_steps(ruler: list[str], whole: Any, tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    arguments = ["--samples", "3", "--batch-size", "2", "--json", "--resume", str(answers)]
+    result = runner.invoke(app, [*ruler, *arguments])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [cell["samples"] for cell in found["cells"]] == [3, 3]
+    alone = runner.invoke(app, [*ruler, "--samples", "3", "--resume", str(tmp_path / "alone")])
+    assert alone.exit_code == 0, alone.output
+
+    def said(file: Path) -> list[Any]:
+        records = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+        records.sort(key=lambda record: (record["length"], record["index"]))
+        return [[of["answer"] for of in record["answers"].values()] for record in records]
+
+    assert said(answers) == said(tmp_path / "alone")
+
+
+def test_hard_set(roomy_folder: Path) -> None:
+    arguments = ["--context", "1900", "--tasks", "two_steps,asked,asked_lines", "--samples", "2"]
+    arguments += ["--batch-size", "2", "--json"]
+    result = runner.invoke(app, command("ruler", roomy_folder, *POLICIES, *arguments))
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert [cell["samples"] for cell in document["cells"]] == [2, 2, 2]
+    assert document["settings"]["of_full"] is None
+    result = runner.invoke(app, command("ruler", roomy_folder, "--tasks", "hard", "--context", "9"))
+    assert "leave no room" in flat(result.stderr)
+
+
 def test_another_device_reads_the_prompts(ruler: list[str], whole: Any) -> None:
     result = runner.invoke(app, [*ruler, "--reads-on", "cpu", "--json"])
     assert result.exit_code == 0, result.output
@@ -107,7 +137,7 @@ def test_an_interrupted_run_goes_on(
     file = tmp_path / "answers.jsonl"
     import offload.bench.eval.answers as answers
 
-    measure, calls = answers.answer_sample, []
+    measure, calls = answers.answer_samples, []
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
@@ -115,7 +145,7 @@ def test_an_interrupted_run_goes_on(
             raise KeyboardInterrupt
         return measure(*arguments, **options)
 
-    monkeypatch.setattr(answers, "answer_sample", interrupted)
+    monkeypatch.setattr(answers, "answer_samples", interrupted)
     resumed = [*ruler, "--json", "--resume", str(file)]
     assert runner.invoke(app, resumed).exit_code == 130
     assert len(file.read_text().splitlines()) == 1 + 2
@@ -129,7 +159,7 @@ def test_an_interrupted_run_goes_on(
     assert scores == [[cell["scores"], cell["attended_tokens"]] for cell in whole["cells"]]
 
     # Once more: nothing is left, and the model is not even loaded.
-    monkeypatch.setattr(answers, "answer_sample", None)
+    monkeypatch.setattr(answers, "answer_samples", None)
     assert json.loads(runner.invoke(app, resumed).stdout)["cells"] == cells
     for changed, message in (
         (["--seed", "1"], "was made with seed = 0, but this run has 1"),
@@ -307,6 +337,13 @@ def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:
         ("ruler", ["--output", "xml"], 2, "unknown 'xml'; available: table, json, md"),
         ("ruler", ["--context", "4096"], 1, "4,096 tokens are more than the 2,048 positions of"),
         ("ruler", ["--context", "4096"], 1, "lower --context"),
+        (
+            "ruler",
+            ["--batch-size", "4", "--policy", "full", "--host-share", "0.5"],
+            2,
+            "4 prompts at a time are not for --host-share",
+        ),
+        ("perplexity", ["--batch-size", "4"], 2, "4 windows at a time are not decoded"),
         ("ruler", ["--context", "200"], 1, "200 tokens leave no room for its prompt and answer"),
         ("ruler", ["--chat-template"], 1, "has no chat template; use --no-chat-template"),
         ("ruler", ["--dtype", "int8"], 1, "unknown dtype 'int8'"),

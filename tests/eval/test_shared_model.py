@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from cases.device_cases import small
 from cases.tiny_models import EOS_TOKEN, VOCAB_SIZE, random_tokens
 
 from offload import OffloadedModel
-from offload.bench.eval.answers import greedy_answer
+from offload.bench.eval.answers import Answer, greedy_answers
+from offload.bench.eval.answers import greedy_answer as answer_of
 from offload.bench.eval.perplexity import measure_window, teacher_forced, windows_of
+from offload.bench.eval.reply import Reply
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.placement import Place
 from offload.kv_compression.bound import CONDENSED_SHARE
@@ -24,6 +27,14 @@ from offload.runtime.config import runtime_config
 from offload.runtime.shared_model import SharedModel
 
 PROMPT, NEW_TOKENS = 180, 24
+
+
+def ends(said: list[int]) -> bool:
+    return said[-1] == EOS_TOKEN
+
+
+def greedy_answer(model: Any, index: int, read: Any, unread: list[int] | None = None) -> Answer:
+    return answer_of(model, index, read, Reply(unread or [], ends, NEW_TOKENS))
 
 
 def policies() -> list[Policy]:
@@ -45,10 +56,7 @@ def shared(tiny_folders: dict[str, Path]) -> SharedModel:
 
 def answers(shared: SharedModel, prompt: list[int]) -> list[Any]:
     with shared.read(prompt) as read:
-        return [
-            greedy_answer(shared, index, read, lambda said: said[-1] == EOS_TOKEN, NEW_TOKENS)
-            for index in range(len(shared.runtimes))
-        ]
+        return [greedy_answer(shared, index, read) for index in range(len(shared.runtimes))]
 
 
 def greedy(model: Any, prompt: list[int]) -> list[int]:
@@ -82,10 +90,10 @@ def test_the_end_of_a_prompt_can_be_decoded(
     """Under the policy: full attention says the same, exact top-k what it says to such a chat."""
     prompt = random_tokens(PROMPT, seed=3).tolist()
     index = [runtime.attention.policy.name for runtime in shared.runtimes].index("exact_topk")
-    said, stop = [], lambda tokens: tokens[-1] == EOS_TOKEN
+    said = []
     with shared.read(prompt[:-30]) as read:
         for i in (0, index):
-            answer = greedy_answer(shared, i, read, stop, NEW_TOKENS, unread=prompt[-30:])
+            answer = greedy_answer(shared, i, read, prompt[-30:])
             said.append(answer.tokens)
     assert said[0] == greedy(stock_models["llama"], prompt)
     alone = OffloadedModel.from_pretrained(
@@ -102,6 +110,37 @@ def test_the_end_of_a_prompt_can_be_decoded(
     )
     assert said[1] == forced[0, PROMPT:].tolist()
     assert said[1] != answers(shared, prompt)[index].tokens
+
+
+def test_prompts_are_answered_in_the_same_steps(shared: SharedModel) -> None:
+    """Each as alone: of other lengths, with an end that is decoded, with a question in the answer,
+    and with an answer that ends before the others."""
+    prompts = [random_tokens(PROMPT + 9 * seed, seed=seed).tolist() for seed in range(4)]
+
+    def replies() -> list[Reply]:
+        short = Reply([], ends, 5)
+        late = Reply(prompts[1][-30:], ends, NEW_TOKENS)
+        asks = Reply(
+            [],
+            ends,
+            NEW_TOKENS,
+            questions=[lambda said: [len(said), 7, 8], lambda said: [9]],
+            ends_part=lambda token: token % 3 == 0,
+        )
+        return [short, late, asks, Reply([], ends, NEW_TOKENS)]
+
+    with contextlib.ExitStack() as reading:
+        read = [prompts[0], prompts[1][:-30], *prompts[2:]]
+        all_read = [reading.enter_context(shared.read(prompt)) for prompt in read]
+        for index, policy in enumerate(policies()):
+            pairs = zip(all_read, replies(), strict=True)
+            alone = [answer_of(shared, index, *pair) for pair in pairs]
+            together = greedy_answers(shared, index, all_read, replies())
+            assert [x.tokens for x in together] == [x.tokens for x in alone], policy.name
+            means = np.mean([[x.attended_tokens, x.scored_tokens] for x in alone], axis=0)
+            assert together[0].attended_tokens == pytest.approx(means[0], rel=0.05)
+            assert together[0].scored_tokens == pytest.approx(means[1], rel=0.05)
+    assert shared.runtimes[0].store.num_sequences == 0
 
 
 def test_attended_tokens_are_counted(shared: SharedModel) -> None:
@@ -235,7 +274,7 @@ def test_within_a_bound_each_says_what_it_says_alone(
         options = {"host_bytes_per_sequence": "384KiB", **how}
         bounded = shared.bounded(index, 384 * 2**10, **how)
         with bounded.read(prompt) as read:
-            answer = greedy_answer(bounded, 0, read, lambda said: said[-1] == EOS_TOKEN, NEW_TOKENS)
+            answer = greedy_answer(bounded, 0, read)
             (row,) = read.cache.tokens
         assert row.seen == 2 * PROMPT + len(answer.tokens) - 1
         assert row.kept < row.seen

@@ -20,6 +20,9 @@ LEGEND = (
     "unless given."
 )
 
+HARD_LEGEND = LEGEND.replace(
+    "full attention scores nothing there", "full attention has below 30 or above 97 points there"
+)
 PERPLEXITY_LEGEND = (
     "change: of the perplexity, relative to full attention's, 95 % interval by Student's t of the "
     "windows' differences. attended: tokens per decode step, layer and KV head."

@@ -45,6 +45,13 @@ def prompt_tokens(
 
 def text_counter(tokenizer: Any) -> CountTokens:
     """Counts a text's tokens, as lm-eval sizes its prompts: without a chat template's."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # other threads go on meanwhile, and no lists are made
+
+        def count(text: str) -> int:
+            return len(backend.encode_batch_fast([text])[0])
+
+        return count
     return lambda text: len(tokenizer(text, verbose=False)["input_ids"])
 
 

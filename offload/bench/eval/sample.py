@@ -40,7 +40,10 @@ class Sample:
         answer_prefix: how the model's answer begins.
         delimiter: between the two where there is no chat template.
         outputs: the right answers.
-        max_new_tokens: of the answer.
+        max_new_tokens: of the answer, `questions` included.
+        decodes_prefix: the answer's beginning is decoded: it asks something.
+        questions: that follow in the answer, when what the model says before has come to an end
+            (`PART_END`); `{said}` is what it has said. They are decoded, too.
     """
 
     task: str
@@ -51,8 +54,11 @@ class Sample:
     outputs: tuple[str, ...]
     max_new_tokens: int
     delimiter: str = " "
+    decodes_prefix: bool = False
+    questions: tuple[str, ...] = ()
 
 
+PART_END = re.compile(r"[.,;\n]")
 CountPrompt = Callable[[Sample], int]  # of all that the model reads before it answers
 
 

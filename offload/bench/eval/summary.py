@@ -22,17 +22,28 @@ def cells_of(records: Sequence[Record]) -> dict[Cell, list[Record]]:
     return cells
 
 
-def counting_cells(records: Sequence[Record]) -> dict[Cell, list[Record]]:
-    """Those in which full attention scored: where it does not, no policy can lose."""
+def counting_cells(
+    records: Sequence[Record], of_full: tuple[float, float] | None = None
+) -> dict[Cell, list[Record]]:
+    """Those in which full attention scored: where it does not, no policy can lose.
+
+    Args:
+        of_full: its least and most mean score in them; None: anything above 0.
+    """
+    least, most = of_full or (1e-9, 1.0)
     return {
         cell: of_cell
         for cell, of_cell in cells_of(records).items()
-        if any(record["answers"][FULL]["score"] > 0 for record in of_cell)
+        if least <= _scores(of_cell, FULL).mean() <= most
     }
 
 
 def summaries(
-    records: Sequence[Record], labels: Sequence[str], *, shared_texts: bool = False
+    records: Sequence[Record],
+    labels: Sequence[str],
+    *,
+    shared_texts: bool = False,
+    of_full: tuple[float, float] | None = None,
 ) -> list[dict[str, Any]]:
     """One line per policy: the mean over `counting_cells` of each cell's mean score, in [0, 1].
 
@@ -42,8 +53,9 @@ def summaries(
     Args:
         shared_texts: samples of one length and index are of one text, whatever their task: one
             observation, not several.
+        of_full: as `counting_cells` has it.
     """
-    cells = counting_cells(records)
+    cells = counting_cells(records, of_full)
     counting = [record for cell in cells.values() for record in cell]
     lines = []
     for label in labels:
@@ -84,9 +96,14 @@ def _differences(
     return texts, [float(len(of_length)) for of_length in lengths.values()]
 
 
-def cell_rows(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str, Any]]:
+def cell_rows(
+    records: Sequence[Record],
+    labels: Sequence[str],
+    *,
+    of_full: tuple[float, float] | None = None,
+) -> list[dict[str, Any]]:
     """One row per task and length: each policy's mean score, and whether the cell counts."""
-    counting = counting_cells(records)
+    counting = counting_cells(records, of_full)
     return [
         {
             "task": task,

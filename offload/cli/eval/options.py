@@ -31,9 +31,9 @@ TASK_PANEL = "What is asked"
 _ANY_EVICTION = "auto"
 
 
-def tasks_option(available: Sequence[str]) -> Any:
-    """--tasks of a command that has so many."""
-    names = f"Comma-separated: {', '.join(available)}; or all."
+def tasks_option(available: Sequence[str], sets: Sequence[str] = ("all",)) -> Any:
+    """--tasks of a command that has so many, and sets of them by name."""
+    names = f"Comma-separated: {', '.join(available)}; or {', or '.join(sets)}."
     return typer.Option(metavar="NAMES", help=names, rich_help_panel=TASK_PANEL)
 
 
@@ -225,8 +225,29 @@ class Runs:
             "there (docs/notes/cache-correction.md).",
         ),
     ] = None
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Prompts of one kind that are decoded in the same steps: a GPU has time for many.",
+        ),
+    ] = 1
     threads: Threads = None
     page_tokens: PageTokens = 256
+
+    def check_batch(self, bounds: Sequence[Bound]) -> None:
+        """Refuse what is for one prompt at a time, with a usage error."""
+        others = {
+            "--host-share": bool(bounds),
+            "--cache-correction-every": self.cache_correction_every is not None,
+        }
+        for option, is_given in others.items():
+            if self.batch_size > 1 and is_given:
+                raise typer.BadParameter(
+                    f"{self.batch_size} prompts at a time are not for {option}, which takes one; "
+                    "leave one of them out",
+                    param_hint="--batch-size",
+                )
 
 
 @dataclass(frozen=True)

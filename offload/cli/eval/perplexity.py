@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -70,6 +71,11 @@ def perplexity(
     """
     all_lengths, steps = counts(read.lengths, option="--context"), read.steps
     distance = read.stride or steps
+    if runs.batch_size > 1:
+        raise typer.BadParameter(
+            f"{runs.batch_size} windows at a time are not decoded; leave it out",
+            param_hint="--batch-size",
+        )
     setup = Setup(model, compared.policies(), bounds.on(runs.device), runs, verbose)
 
     def make_windows(tokenizer: Any) -> list[Window]:
@@ -82,10 +88,12 @@ def perplexity(
             for window in windows_of(tokens, length, steps + 1, distance, read.windows, beginning)
         ]
 
-    def measure(model: SharedModel, tokenizer: Any, window: Window) -> dict[str, Any]:
+    def measure(
+        model: SharedModel, tokenizer: Any, windows: Sequence[Window]
+    ) -> list[dict[str, Any]]:
         from offload.bench.eval.perplexity import measure_window
 
-        return measure_window(model, setup.labels, window, setup.bounds)
+        return [measure_window(model, setup.labels, w, setup.bounds) for w in windows]
 
     with running(verbose=verbose):
         setup.check_lengths([length + steps for length in all_lengths], "--context or --steps")

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.bench.eval.output import BOUND_LEGEND, LEGEND, cell_table, markdown, summary_table
+from offload.bench.eval.output import (
+    BOUND_LEGEND,
+    HARD_LEGEND,
+    LEGEND,
+    cell_table,
+    markdown,
+    summary_table,
+)
 from offload.bench.eval.output import Table as EvalTable
 from offload.bench.eval.prompt import prompt_counter, uses_chat_template
 from offload.bench.eval.record_file import Record, RecordFile
@@ -148,7 +156,7 @@ def measure_all(
     command: str,
     setup: Setup,
     make_items: Callable[[Any], Sequence[Item]],
-    measure: Callable[[SharedModel, Any, Any], dict[str, Any]],
+    measure: Callable[[SharedModel, Any, Sequence[Any]], list[dict[str, Any]]],
     count_tokens: Callable[[Any, Any], int],
     *,
     resume: Path | None,
@@ -158,7 +166,8 @@ def measure_all(
 
     Args:
         make_items: gets the tokenizer.
-        measure: gets the model, the tokenizer and an item.
+        measure: gets the model, the tokenizer and items of one task and length, as many as
+            --batch-size says.
         count_tokens: gets the tokenizer and an item; its tokens, those that follow included.
         settings: of the items, by the names of the command's options.
     """
@@ -190,11 +199,25 @@ def measure_all(
                 hot_rows=setup.runs.hot_rows,
             )
             progress.update(bar, total=len(items), completed=len(items) - len(left))
-            for item in left:
-                progress.update(bar, description=f"{item.task}, {item.length:,} tokens")
-                file.add(item, measure(model, tokenizer, item))
-                progress.advance(bar)
+            for group in _groups(left, setup.runs.batch_size):
+                progress.update(bar, description=f"{group[0].task}, {group[0].length:,} tokens")
+                for item, measured in zip(group, measure(model, tokenizer, group), strict=True):
+                    file.add(item, measured)
+                    progress.advance(bar)
     return options, file.records
+
+
+def _groups(items: Sequence[Item], most: int) -> list[Sequence[Item]]:
+    """Up to `most` of one task and length in a row; where there are several, the first ones of each
+    task come first: a run that is ended early has asked all tasks alike."""
+    groups: list[list[Item]] = []
+    for item in items:
+        last = groups[-1] if groups else []
+        if last and len(last) < most and key_of(last[0])[:2] == key_of(item)[:2]:
+            last.append(item)
+        else:
+            groups.append([item])
+    return sorted(groups, key=lambda group: group[0].index) if most > 1 else [*groups]
 
 
 def answer_all(
@@ -208,6 +231,7 @@ def answer_all(
     settings: Mapping[str, Any],
     shared_texts: bool = False,
     decode_last: int = 0,
+    of_full: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     """Make the prompts, have them answered, sum up and print: the command's JSON document.
 
@@ -216,11 +240,13 @@ def answer_all(
             of a task, a length, how many, and a seed.
         settings: of the prompts, beside `questions`, by the names of the command's options.
         shared_texts: as `summaries` has it.
-        decode_last: as `answer_sample` has it.
+        decode_last: as `answer_samples` has it.
+        of_full: as `counting_cells` has it.
     """
-    from offload.bench.eval.answers import answer_sample
+    from offload.bench.eval.answers import answer_samples
     from offload.loading.names import load_tokenizer
 
+    setup.runs.check_batch(setup.bounds)
     lengths = questions.all_lengths()
     setup.check_lengths(lengths)
     if decode_last >= min(lengths):
@@ -232,22 +258,27 @@ def answer_all(
 
     def make(tokenizer: Any) -> list[Sample]:
         samples_of = sampler(tokenizer, chat)
-        return [
-            sample
-            for length in lengths
-            for task in tasks
-            for sample in samples_of(task, length, questions.samples, seed=questions.seed)
-        ]
 
-    def measure(model: SharedModel, tokenizer: Any, sample: Sample) -> dict[str, Any]:
-        return answer_sample(
+        def of_cell(cell: tuple[int, Any]) -> list[Sample]:
+            length, task = cell
+            return samples_of(task, length, questions.samples, seed=questions.seed)
+
+        with ThreadPoolExecutor() as threads:  # tokenizers count on many
+            cells = threads.map(of_cell, [(length, task) for length in lengths for task in tasks])
+            return [sample for samples in cells for sample in samples]
+
+    def measure(
+        model: SharedModel, tokenizer: Any, samples: Sequence[Sample]
+    ) -> list[dict[str, Any]]:
+        return answer_samples(
             model,
             setup.labels,
             tokenizer,
-            sample,
+            samples,
             chat=chat,
             decode_last=decode_last,
             bounds=setup.bounds,
+            together=setup.runs.batch_size > 1,
         )
 
     def count_tokens(tokenizer: Any, sample: Sample) -> int:
@@ -272,8 +303,8 @@ def answer_all(
     document = {
         "machine": describe_machine(),
         "settings": options,
-        "summary": summaries(records, setup.all_labels, shared_texts=shared_texts),
-        "cells": cell_rows(records, setup.all_labels),
+        "summary": summaries(records, setup.all_labels, shared_texts=shared_texts, of_full=of_full),
+        "cells": cell_rows(records, setup.all_labels, of_full=of_full),
     }
     _print(document, output.shown)
     return document
@@ -293,7 +324,8 @@ def _print(document: Mapping[str, Any], shown: str) -> None:
     settings = document["settings"]
     title = f"{settings['command']}: {settings['model']}, scores in per cent"
     tables = {title: cell_table(document["cells"]), "": summary_table(document["summary"])}
-    print_tables(tables, LEGEND + BOUND_LEGEND * bool(settings["bounds"]), shown)
+    legend = LEGEND if settings.get("of_full") is None else HARD_LEGEND
+    print_tables(tables, legend + BOUND_LEGEND * bool(settings["bounds"]), shown)
 
 
 def print_tables(tables: Mapping[str, EvalTable], legend: str, shown: str) -> None:

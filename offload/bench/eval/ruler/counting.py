@@ -20,9 +20,9 @@ from offload.bench.eval.words import all_words
 COMMON_QUESTION = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
     "Memorize the ones that appear most often.\n{context}\n"
-    "Question: What are the 10 most common words in the above list?"
+    "Question: What are the {count} most common words in the above list?"
 )
-COMMON_ANSWER = "Answer: The top 10 words that appear most often in the list are:"
+COMMON_ANSWER = "Answer: The top {count} words that appear most often in the list are:"
 COMMON_NEW_TOKENS = 120
 FREQUENT_QUESTION = (
     "Read the following coded text and track the frequency of each coded word. Find the three most "
@@ -34,7 +34,7 @@ FREQUENT_ANSWER = (
     "Answer: According to the coded text above, the three most frequently appeared words are:"
 )
 FREQUENT_NEW_TOKENS = 50
-_NUM_COMMON = 10
+NUM_COMMON, COMMON_REPEATS = 10, 30
 _STEP = 10  # words
 _WORD_LETTERS = 6
 _ORDER_SEED = 42  # of lists and coded words, always
@@ -42,21 +42,33 @@ _ZETA_2 = math.pi**2 / 6
 
 
 def common_word_samples(
-    task: str, length: int, num_samples: int, *, seed: int, count_tokens: CountTokens
+    task: str,
+    length: int,
+    num_samples: int,
+    *,
+    seed: int,
+    count_tokens: CountTokens,
+    num_common: int = NUM_COMMON,
+    repeats: int = COMMON_REPEATS,
 ) -> list[Sample]:
-    """Samples of `cwe`: 10 words stand in a list more often than the others.
+    """Samples of `cwe`: 10 words stand in a list more often than the others; or of one with fewer.
+
+    Args:
+        num_common, repeats: words that stand there more often, and how often from 4,096 tokens on,
+            where others stand three times.
 
     Raises:
-        TooShort: `length` has no room for a list of 10 words.
+        TooShort: `length` has no room for a list of as many words.
     """
+    prefix = COMMON_ANSWER.format(count=num_common)
     rng, order = random.Random(seed), random.Random(_ORDER_SEED)
     words = all_words()
     order.shuffle(words)
 
     def list_words(num_words: int, common_repeats: int, others: int) -> tuple[str, list[str]]:
         drawn = rng.sample(words, num_words)
-        common = drawn[:_NUM_COMMON]
-        shuffled = common * common_repeats + drawn[_NUM_COMMON:] * others
+        common = drawn[:num_common]
+        shuffled = common * common_repeats + drawn[num_common:] * others
         order.shuffle(shuffled)
         return _numbered(shuffled), common
 
@@ -64,8 +76,9 @@ def common_word_samples(
         """(worked example, which only moves the generators; text; answer)."""
         short = length < 4096
         example, common = list_words(*((20, 3, 1) if short else (40, 10, 3)))
-        context, answer = list_words(num_words, *((6, 1) if short else (30, 3)))
-        text, example = _common_text(context), f"{_common_text(example)}{_numbered(common)}"
+        context, answer = list_words(num_words, *((6, 1) if short else (repeats, 3)))
+        text = _common_text(context, num_common)
+        example = f"{_common_text(example, num_common)}{_numbered(common)}"
         return example, text, answer
 
     def tokens_of(num_words: int) -> int:
@@ -76,20 +89,21 @@ def common_word_samples(
     size = grown(_STEP, _STEP, room, tokens_of, most=len(words))
     samples = []
     for index in range(num_samples):
-        drawn = first_fitting(draw, size, _STEP, _NUM_COMMON, lambda x: count_tokens(x[1]) <= room)
+        drawn = first_fitting(draw, size, _STEP, num_common, lambda x: count_tokens(x[1]) <= room)
         if drawn is None:
             raise TooShort(task, length)
         _, text, answer = drawn
-        question = text[: text.rfind(" " + COMMON_ANSWER)].strip()
+        question = text[: text.rfind(" " + prefix)].strip()
         outputs = tuple(answer)
         samples.append(
-            Sample(task, length, index, question, COMMON_ANSWER, outputs, COMMON_NEW_TOKENS, "\n\n")
+            Sample(task, length, index, question, prefix, outputs, COMMON_NEW_TOKENS, "\n\n")
         )
     return samples
 
 
-def _common_text(context: str) -> str:
-    return f"{COMMON_QUESTION.format(context=context)} {COMMON_ANSWER}"
+def _common_text(context: str, count: int) -> str:
+    question = COMMON_QUESTION.format(context=context, count=count)
+    return f"{question} {COMMON_ANSWER.format(count=count)}"
 
 
 def _numbered(words: list[str]) -> str:

@@ -136,7 +136,7 @@ def _draw(
         ]
     random.Random(_ORDER_SEED).shuffle(needles)
     if kind.haystack == "prose":
-        context = _among_sentences(needles, sentences_of(" ".join(prose[:size])), rng)
+        context = among_sentences(needles, sentences_of(" ".join(prose[:size])), rng)
     else:
         lines = [NOISE] * size
         if kind.haystack == "needle":
@@ -159,8 +159,10 @@ def _draw(
     return text, [value for i in asked for value in values[i]], query
 
 
-def _among_sentences(needles: list[str], sentences: Sequence[str], rng: random.Random) -> str:
-    depths = rng.sample(_DEPTHS, len(needles))
+def among_sentences(needles: list[str], sentences: Sequence[str], rng: random.Random) -> str:
+    """Prose with needles at depths that are drawn: different ones, while there are as many."""
+    num_needles = len(needles)
+    depths = rng.sample(_DEPTHS * -(-num_needles // len(_DEPTHS)), num_needles)
     cuts = [0, *sorted(int(len(sentences) * (d / 100)) for d in depths), len(sentences)]
     parts = []
     for i in range(1, len(cuts)):

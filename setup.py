@@ -37,7 +37,8 @@ native = Pybind11Extension(
     extra_link_args=["-pthread"],
 )
 
-# `make wheel` empties this folder and builds for one Python after another: the bindings alone include its headers.
+# `make wheel` empties this folder, and builds for one Python after another: the bindings alone
+# include its headers.
 objects = os.environ.get("OFFLOAD_OBJECTS")
 
 

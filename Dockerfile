@@ -40,7 +40,7 @@ RUN apt-get update \
         apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev; \
     fi \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --system --uid 10001 --user-group --home-dir /cache --shell /usr/sbin/nologin offload \
+    && useradd --uid 10001 --user-group --home-dir /cache --shell /usr/sbin/nologin offload \
     && install --directory --owner=offload --group=offload /cache /sessions
 COPY --from=build /opt/offload /opt/offload
 ENV PATH=/opt/offload/bin:$PATH \

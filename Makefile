@@ -121,9 +121,10 @@ clients: $(CLIENTS_STAMP) $(OLDER_CLIENTS_STAMP)  ## Make .venv-clients*, with c
 # build/lib.* would bring files that were deleted since, and Python's own command to link an rpath of this machine.
 wheel: LINK := $(or $(CXX),g++) -shared
 wheel: $(WHEEL_TOOLS)/.made  ## Build a wheel for each of WHEEL_PYTHONS in dist/ (manylinux_2_28).
+	rm -rf build/wheel-objects
 	set -e; for python in $(WHEEL_PYTHONS); do \
 	    rm -rf build/lib.* build/bdist.* build/wheel; \
-	    OFFLOAD_CXXFLAGS="$(WHEEL_CXXFLAGS)" LDFLAGS=-Wl,--strip-debug \
+	    OFFLOAD_OBJECTS=build/wheel-objects OFFLOAD_CXXFLAGS="$(WHEEL_CXXFLAGS)" LDFLAGS=-Wl,--strip-debug \
 	    LDSHARED="$(LINK)" LDCXXSHARED="$(LINK)" \
 	        $$python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir build/wheel .; \
 	    PATH="$(abspath $(WHEEL_TOOLS)/bin):$$PATH" auditwheel repair --only-plat --wheel-dir dist \

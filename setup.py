@@ -37,6 +37,20 @@ native = Pybind11Extension(
     extra_link_args=["-pthread"],
 )
 
-ParallelCompile("OFFLOAD_BUILD_JOBS", default=os.cpu_count() or 1).install()
+# `make wheel` empties this folder, and builds for one Python after another: the bindings alone
+# include its headers.
+objects = os.environ.get("OFFLOAD_OBJECTS")
+
+
+def must_compile(compiled: str, source: str) -> bool:
+    return objects is None or Path(source).parent == folder or not os.path.exists(compiled)
+
+
+ParallelCompile(
+    "OFFLOAD_BUILD_JOBS", default=os.cpu_count() or 1, needs_recompile=must_compile
+).install()
 # The Makefile compiles the extension while it installs the rest.
-setup(ext_modules=[] if os.environ.get("OFFLOAD_NO_EXTENSION") else [native])
+setup(
+    ext_modules=[] if os.environ.get("OFFLOAD_NO_EXTENSION") else [native],
+    options={"build": {"build_temp": objects}} if objects else {},
+)

@@ -1,7 +1,7 @@
 """The config of the model in a GGUF file, and that the file holds its tensors and no others.
 
-transformers reads GGUF files leniently: it takes defaults for what it does not find in the
-metadata, drops tensors that it has no name for, and fills with random numbers what is missing.
+transformers' own reader is lenient: it takes defaults for what it does not find in the metadata,
+drops tensors that it has no name for, and fills with random numbers what is missing.
 """
 
 from __future__ import annotations
@@ -151,7 +151,10 @@ def _check_tensors(header: GgufHeader, config: Any) -> None:
     """Refuse a file whose tensors are not those of the config."""
     import gguf
 
-    expected = _expected_tensors(config)
+    model = empty_model(config, torch.bfloat16)
+    expected = {
+        of: tuple(model.get_parameter(name).shape) for name, of in gguf_names(model).items()
+    }
     found = {name: of.shape for name, of in header.tensors.items() if name != ROPE_FREQS}
     shapes = [
         f"{name} {list(found[name])} instead of {list(shape)}"
@@ -175,23 +178,28 @@ def _check_tensors(header: GgufHeader, config: Any) -> None:
             raise ValueError(f"tensors of type {type_name} cannot be dequantised") from error
 
 
-def _expected_tensors(config: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's tensors by their names in GGUF; tied ones once."""
-    import gguf
+def empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """The stock model of a config, without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        stock = model.from_config(config)
+        return model.from_config(config, dtype=dtype)
+
+
+def gguf_names(model: Any) -> dict[str, str]:
+    """The names of a stock model's parameters, tied ones once, and what GGUF calls each."""
+    import gguf
+
     (architecture,) = (
-        key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == config.model_type
+        key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == model.config.model_type
     )
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    expected = {}
-    for name, weight in stock.named_parameters():
+    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    of_file = {}
+    for name, _ in model.named_parameters():
         module, _, kind = name.rpartition(".")
-        expected[f"{names.get_name(module)}.{kind}"] = tuple(weight.shape)
-    return expected
+        of_file[name] = f"{names.get_name(module)}.{kind}"
+    return of_file
 
 
 def _some(problem: str, names: Iterable[str]) -> str:

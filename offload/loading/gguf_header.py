@@ -47,11 +47,15 @@ class GgufHeader:
     tensors: dict[str, GgufTensor]
 
     def float32(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The values of a tensor of type F32."""
+        """The values of a tensor, dequantised."""
+        import gguf
+
         tensor = self.tensors[name]
-        count = prod(tensor.shape)
-        values = np.fromfile(self.path, "<f4", count=count, offset=tensor.start)
-        return values.reshape(tensor.shape)
+        count = tensor.stop - tensor.start
+        data = np.fromfile(self.path, np.uint8, count=count, offset=tensor.start)
+        kind = gguf.GGMLQuantizationType[tensor.type_name]
+        values = gguf.dequantize(data.reshape(*tensor.shape[:-1], -1), kind)
+        return np.asarray(values, np.float32)
 
 
 def read_gguf_header(path: Path) -> GgufHeader:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -347,23 +348,14 @@ def test_two_scalings(written: Writer) -> None:
         converted_folder(path)
 
 
-def test_what_transformers_leaves_out(
+def test_names_are_made_for_the_model_not_for_each_module(
     written: Writer, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A weight that it does not load, although the file has it."""
-    import transformers.modeling_gguf_pytorch_utils as of_transformers
-
-    names = of_transformers.get_gguf_hf_weights_map
-
-    def without_one(*args: Any, **kwargs: Any) -> dict[str, str]:
-        return {k: v for k, v in names(*args, **kwargs).items() if k != "blk.1.ffn_up.weight"}
-
-    monkeypatch.setattr(of_transformers, "get_gguf_hf_weights_map", without_one)
-    with pytest.raises(
-        ValueError, match=r"1 missing keys, such as model.layers.1.mlp.up_proj.weig"
-    ):
-        converted_folder(written())
-    assert not list(cache.iterdir())
+    """They are of all layers: made for each module, they took more time than the weights."""
+    make, made = gguf.get_tensor_name_map, []
+    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *of: made.append(of) or make(*of))
+    converted_folder(written())
+    assert len(made) == 2  # to check the tensors, and to read them
 
 
 def test_heads_beside_the_language_model(tmp_path: Path) -> None:

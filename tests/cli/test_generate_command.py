@@ -500,7 +500,10 @@ def test_nothing_but_our_lines_is_left_on_stderr(generate: Any) -> None:
     result = generate("-p", "the quick brown fox", "-n", "2")
     assert result.exit_code == 0, result.output
     before, _, after = result.stderr.partition("auto (full):\n")
-    assert re.fullmatch(r"INFO +auto: exact: contexts up to .* are faster so\s*", before)
+    first, second, *rest = before.splitlines()
+    assert re.fullmatch(r"INFO +auto: exact: contexts up to .* are faster so\s*", first)
+    assert re.match(r"INFO +loaded \S+ in ", second)
+    assert all(re.match(r"INFO +slow here: ", line) for line in rest)
     assert [line[:13] for line in after.splitlines() if line[0] == "│"] == ["│ auto (full)"]
     assert len(after.splitlines()) == 6  # a title, and a table of one row
 

@@ -67,7 +67,7 @@ def _commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 COMMANDS = {  # of files, not of models
     name: command
     for name, command in _commands(typer.main.get_command(app))
-    if not name.startswith(("sessions ", "roles "))
+    if not name.startswith(("sessions ", "roles ")) and name != "download"
 }
 
 

@@ -26,6 +26,7 @@ from offload.models import lean_model_maker
 from offload.models.shape import MODEL_SHAPES
 from offload.policies.registry import make_policy
 from offload.prefill.layer import rotate
+from offload.system.memory import HostMemory
 
 SHAPE = MODEL_SHAPES["tiny"]
 CPU = torch.device("cpu")
@@ -74,8 +75,9 @@ def test_steps_need_no_second_slab(
     """Also where the caches take more than an eighth of the memory, and end with their pages."""
     batch_size = 3
     need = SHAPE.num_layers * batch_size * 5 * page_bytes(SHAPE, torch.float32)
-    for module in ("offload.kv.store", "offload.kv.page_pool"):
-        monkeypatch.setattr(f"{module}.host_memory_limit_bytes", lambda: 2 * need)
+    memory = HostMemory(2 * need, in_cgroup=False, left_bytes=2 * need, own_bytes=0)
+    monkeypatch.setattr("offload.kv.store.host_memory", lambda: memory)
+    monkeypatch.setattr("offload.kv.page_pool.host_memory_limit_bytes", lambda: 2 * need)
     policies = [make_policy("quest", budget_tokens=128)]
     cache = make(pool, rotary_emb, kv_len=kv_len, batch_size=batch_size, policies=policies)
     taken = cache.store.host_bytes_reserved

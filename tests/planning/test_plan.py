@@ -189,6 +189,7 @@ def test_a_plan_beyond_this_machine_is_shown(monkeypatch: pytest.MonkeyPatch) ->
     """With what fits: 16 GiB of KV cache at 131,072 tokens are 128 KiB for each."""
     memory = HostMemory(32 * GIB, in_cgroup=False, left_bytes=23 * GIB, own_bytes=0)  # 1 program's
     monkeypatch.setattr("offload.planning.plan.host_memory", lambda: memory)
+    monkeypatch.setattr("offload.planning.plan.slow_here", lambda *_, **__: [])
     here = request(device="cpu", on_this_machine=True)
     plan = make_plan(here, machine_profile())
     (note,) = plan.notes

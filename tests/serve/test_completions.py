@@ -233,7 +233,7 @@ def test_the_chosen_token_is_among_its_alternatives(client: openai.OpenAI) -> No
             "chat/completions",
             b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
             "application/json",
-            "messages.0.content.0.type: Input should be 'text'",
+            "messages.0.content.0: Input tag 'image_url' found using 'type' does not match",
             "messages",
         ),
     ],

@@ -69,15 +69,17 @@ def _over_fastest(ours: float, speeds: dict[str, float], family: str) -> str:
 
 def _decode_ratios(rows: Sequence[Row]) -> str:
     """Ours over the others of one run."""
+    engines = {row["engine"] for row in rows}
+    mine = next(x for x in ("exact_topk", "full") if f"offload {x}" in engines)
     columns = (
-        "`exact_topk` at context",
+        f"`{mine}` at context",
         "vs transformers' defaults",
         "vs its fastest setting here",
         "vs llama.cpp's fastest, Q4_1",
     )
     lines = []
     for context, speeds in _speeds(rows, "decode_tokens_per_second").items():
-        ours = speeds["offload exact_topk"]
+        ours = speeds[f"offload {mine}"]
         cells = [f"{context:,}", f"{ours / speeds['transformers']:.1f}{TIMES}"]
         cells += [_over_fastest(ours, speeds, family) for family in ("transformers", "llama.cpp")]
         lines.append(cells)

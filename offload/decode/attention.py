@@ -60,6 +60,8 @@ class DecodeAttention(NativeAttention):
         ahead_layers: in which the policy chooses before the step's own token is there, by a query
             that was predicted.
         roles: the policy's, of each [layer, unit]; see `Policy.roles`.
+        rest_clusters: of each KV head that stand for what is not chosen; 0: that is dropped, as
+            where KV heads have pages of their own.
         has_state: whether the policy remembers anything of a sequence.
         hold: of the mean of tokens that are attended to; None: the policy names none.
         compression: what wants queries to condense sequences by; None: none of them has a bound.
@@ -75,6 +77,7 @@ class DecodeAttention(NativeAttention):
     ahead_layers: frozenset[int] = frozenset()
     compression: KVCompression[Any] | None = None
     roles: npt.NDArray[np.uint8] | None = None
+    rest_clusters: int = 0
 
     def __init__(
         self,
@@ -106,6 +109,8 @@ class DecodeAttention(NativeAttention):
         self.policy = policy
         self.store = store
         if policy.selects:
+            if not store.per_head_pages:
+                self.rest_clusters = policy.rest_clusters
             self.roles = roles = check_roles(policy, policy.roles(store.num_layers, num_units))
             if roles is None:
                 sparse = np.arange(store.num_layers) >= policy.dense_layers
@@ -127,6 +132,7 @@ class DecodeAttention(NativeAttention):
                 [] if roles is None else roles.reshape(-1).tolist(),
                 policy.shares_selection,
                 *([], []) if members is None else native_units(members),
+                self.rest_clusters,
             )
         self.states = PolicyStates(
             policy,
@@ -135,8 +141,10 @@ class DecodeAttention(NativeAttention):
             sm_scale=self.sm_scale,
             pool=pool,
             layers=self._selecting_layers(),
+            rest_clusters=self.rest_clusters,
+            estimating=self._estimating_layers(),
         )
-        self.has_state = policy.selects and policy.state.has_arrays
+        self.has_state = self.states.has_arrays
         self.top_p_controller = None
         if policy.selection_mean_tokens is not None:
             group_size = 1 if policy.per_query_head else num_qo_heads // store.num_kv_heads
@@ -147,7 +155,6 @@ class DecodeAttention(NativeAttention):
         self.decoded = DecodedUnits()
         self._selecting_heads = self._gathered_heads = 0
         self._count_heads(None, None)
-        self._builds_on_device = policy.device.builds
         self._observes_queries = policy.selects and policy.state.observed_queries > 0
 
     def leave_to_device(
@@ -168,7 +175,7 @@ class DecodeAttention(NativeAttention):
         """
         self.left_to_device = (*window, heads)
         self.ahead_layers = frozenset(np.flatnonzero(hot.any(axis=1)).tolist())
-        self.states.layers = self._selecting_layers(heads)
+        self.states.serve(self._selecting_layers(heads), self._estimating_layers(heads | hot))
         self._count_heads(heads, gathered)
 
     def _selecting_layers(self, elsewhere: npt.NDArray[np.bool_] | None = None) -> frozenset[int]:
@@ -183,6 +190,16 @@ class DecodeAttention(NativeAttention):
             units = selects.shape[1] // self.num_kv_heads or 1
             selects = selects & ~np.repeat(elsewhere, units, axis=1)
         return frozenset(np.flatnonzero(selects.any(axis=1)).tolist())
+
+    def _estimating_layers(self, elsewhere: npt.NDArray[np.bool_] | None = None) -> frozenset[int]:
+        """Layers with heads, but those of `elsewhere`, of which the CPU attends to a selection and
+        estimates the rest."""
+        if not self.rest_clusters:
+            return frozenset()
+        selecting = self.selecting_heads
+        if elsewhere is not None:
+            selecting = selecting & ~elsewhere
+        return frozenset(np.flatnonzero(selecting.any(axis=1)).tolist())
 
     def count_rows(self, step: DecodeStep) -> None:
         """A step was decoded; counts its units while `is_probed`."""
@@ -274,7 +291,7 @@ class DecodeAttention(NativeAttention):
 
     def builds_in_prefill(self, device: torch.device) -> bool:
         """Whether a prefill on `device` builds the policy's state."""
-        return self.has_state and self._builds_on_device and device.type == "cuda"
+        return self.states.builds_on_device and device.type == "cuda"
 
     def prefill_build(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> PrefillBuild | None:
         """What builds the policy's state during a prefill on a device; None if there is none.
@@ -283,7 +300,7 @@ class DecodeAttention(NativeAttention):
             kv_lens: tokens that each of `seqs` will have after it. Those that will still
                 attend to everything with one more are not built for.
         """
-        if not self.has_state or not self._builds_on_device:
+        if not self.states.builds_on_device:
             return None
         lens = zip(seqs, kv_lens, strict=True)
         built = {seq: n for seq, n in lens if n >= self.dense_tokens}

@@ -27,7 +27,10 @@ REUSE = 3  # attends to what the same unit of a layer above last published in th
 
 NO_MEMBER = 255  # of `Policy.unit_members`
 # Options that every selecting policy has, and that are the same for all parts of one.
-BUDGET_OPTIONS = ("budget_tokens", "sink_tokens", "recent_tokens", "dense_layers", "dense_until")
+BUDGET_OPTIONS = (
+    *("budget_tokens", "sink_tokens", "recent_tokens"),
+    *("dense_layers", "dense_until", "rest_clusters"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Policy(Selection):
         def dense_layers(self) -> int: ...
         @property
         def dense_until(self) -> int | None: ...
+        @property
+        def rest_clusters(self) -> int: ...
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By its options: callbacks of a policy that this is made of cannot be pickled."""
@@ -135,6 +140,8 @@ class SparsePolicy(Policy):
         dense_layers: first layers that attend to everything.
         dense_until: sequences of at most so many tokens attend to all of them; None: budget_tokens.
             At least sinks and recent window. A GPU takes no other number than budget_tokens.
+        rest_clusters: of each KV head, which stand for the tokens that are not chosen (`rest`), up
+            to 128; 0: those are dropped.
     """
 
     budget_tokens: int = 1024
@@ -142,6 +149,7 @@ class SparsePolicy(Policy):
     recent_tokens: int = 64
     dense_layers: int = 2
     dense_until: int | None = None
+    rest_clusters: int = 0
 
     def __post_init__(self) -> None:
         for name in BUDGET_OPTIONS:
@@ -157,6 +165,8 @@ class SparsePolicy(Policy):
                 "sink_tokens and dense_layers must not be negative,"
                 f" got {self.sink_tokens} and {self.dense_layers}"
             )
+        if not 0 <= self.rest_clusters <= 128:
+            raise ValueError(f"rest_clusters must be in [0, 128], got {self.rest_clusters}")
         if self.recent_tokens < 1:
             raise ValueError(
                 f"recent_tokens must be at least 1 (the newest token), got {self.recent_tokens}"

@@ -70,7 +70,7 @@ class PrefillBuild:
                 f"layer {layer_idx} of sequence {seq} has {keys.shape[1]} keys, expected {kv_len}"
             )
         context = self._states.build_context(seq, layer_idx, keys, values, kv_len + 1)
-        build = self._states.policy.device.build(context)
+        build = self._states.build_on_device(context)
         done = None
         if keys.is_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]

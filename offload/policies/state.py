@@ -24,8 +24,10 @@ from torch import Tensor
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
 from offload.policies.base import Policy
+from offload.policies.device_support import DeviceBuild
 from offload.policies.layer_state import BuildContext, State
 from offload.policies.remembered import Before, DraftRows, Remembered, SavedState, copies_of, reach
+from offload.policies.rest import RestState
 from offload.policies.revised import Revised
 from offload.policies.sequence_state import LayerArrays, RecentQueries, capacity_for
 from offload.policies.state_bytes import StateBytes, held_bytes
@@ -39,7 +41,8 @@ class PolicyStates:
     """What `policy` remembers of every sequence of one store.
 
     Args:
-        layers: as `layers`, which may lose some of them, and get them back, between passes.
+        layers: in which the policy keeps arrays of its own.
+        rest_clusters, estimating: of each KV head, in which layers; see `rest`.
 
     Attributes:
         bytes: how many of them it takes.
@@ -55,9 +58,12 @@ class PolicyStates:
         sm_scale: float,
         pool: WorkerPool,
         layers: frozenset[int],
+        rest_clusters: int = 0,
+        estimating: frozenset[int] = frozenset(),
     ) -> None:
         self.policy = policy
-        self._state = policy.state
+        self._rest = RestState(policy, rest_clusters) if rest_clusters else None
+        self._state = self._rest or policy.state
         self._store = store
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
@@ -65,20 +71,45 @@ class PolicyStates:
         self._observed = layers  # whose queries are kept, for when they ask
         self.records_rows = False  # some sequence decodes several tokens in the pass that runs
         self._known: defaultdict[int, Remembered] = defaultdict(Remembered)
-        self._has_state = policy.selects and policy.state.has_arrays
-        if self._has_state:
+        self.has_arrays = policy.selects and self._state.has_arrays
+        if self.has_arrays:
             store.ledger.add("what the policy keeps", lambda: self.held_bytes)
         self.unasked: Set[int] = frozenset()
-        self.bytes = StateBytes(policy, store, num_qo_heads=num_qo_heads, layers=layers)
+        self.bytes = StateBytes(
+            policy,
+            self._state,
+            store,
+            num_qo_heads=num_qo_heads,
+            layers=self._with_arrays(layers, estimating),
+        )
 
     @property
     def layers(self) -> frozenset[int]:
-        """Which layers ask the policy, and have arrays: built when next needed, of more layers."""
+        """Which layers have arrays."""
         return self.bytes.layers
 
-    @layers.setter
-    def layers(self, layers: frozenset[int]) -> None:
-        self.bytes.layers = layers
+    def serve(self, asking: frozenset[int], estimating: frozenset[int]) -> None:
+        """Which layers ask the policy and which estimate the rest from now on: some of those that
+        ever may, between passes. What that takes is built when it is next needed."""
+        self.bytes.layers = self._with_arrays(asking, estimating)
+
+    def _with_arrays(self, asking: frozenset[int], estimating: frozenset[int]) -> frozenset[int]:
+        if self._rest is None:
+            return asking
+        self._rest.asking, self._rest.estimating = asking, estimating
+        return estimating | (asking if self.policy.state.has_arrays else frozenset())
+
+    @property
+    def builds_on_device(self) -> bool:
+        """Whether a device that prefills can build the arrays."""
+        policy = self.policy
+        return self.has_arrays and (policy.device.builds or not policy.state.has_arrays)
+
+    def build_on_device(self, context: BuildContext) -> DeviceBuild:
+        """As `DeviceSupport.build`."""
+        if self._rest is None:
+            return self.policy.device.build(context)
+        return self._rest.build_on_device(context)
 
     @property
     def copied_heads(self) -> int:
@@ -131,7 +162,7 @@ class PolicyStates:
         for seq, num_new in news:
             known, kv_len, copied = self._known[seq], self._store.kv_len(seq), None
             arrays, queries, draft, spare = known.arrays, known.queries, known.draft, known.spare
-            several = num_new > 1 and not prefill and self._has_state and bool(self.layers)
+            several = num_new > 1 and not prefill and self.has_arrays and bool(self.layers)
             # Arrays that are grown first stay as they are.
             if several and arrays is not None and kv_len < arrays.capacity_tokens:
                 copied = arrays.copy(draft.copied if draft is not None else spare)
@@ -163,7 +194,7 @@ class PolicyStates:
         Raises:
             HostBudgetError: a copy of what was built in this pass does not fit.
         """
-        if not self._has_state:
+        if not self.has_arrays:
             return
         for seq in seqs:
             known = self._known[seq]
@@ -230,7 +261,7 @@ class PolicyStates:
 
     def serves(self, seq: int, kv_len: int) -> bool:
         """Whether a step of `kv_len` tokens would leave everything where it is."""
-        if not self._has_state or kv_len <= self.policy.dense_tokens:
+        if not self.has_arrays or kv_len <= self.policy.dense_tokens:
             return True
         arrays = self._known[seq].arrays
         if arrays is None or arrays.built != self.layers:
@@ -301,7 +332,7 @@ class PolicyStates:
         if not {*saved.layers, *saved.queries} <= self._observed:
             raise ValueError(f"layers {sorted({*saved.layers, *saved.queries})}")
         if saved.layers:
-            if not self._has_state:
+            if not self.has_arrays:
                 raise ValueError(f"policy {self.policy.name!r} keeps no arrays")
             layers = [saved.layers.get(i, {}) for i in range(self._store.num_layers)]
             known.arrays = self._layer_arrays(layers, saved.capacity_tokens)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from offload.kv.store import KVStore
 from offload.policies.base import Policy
-from offload.policies.layer_state import StateShape
+from offload.policies.layer_state import LayerState, StateShape
 from offload.policies.remembered import Remembered
 from offload.policies.sequence_state import RecentQueries, capacity_for
 
@@ -16,19 +16,26 @@ class StateBytes:
     """Bytes of what `policy` remembers of a sequence of `store`, counted before they are there.
 
     Args:
-        layers: that may ask the policy.
+        state: the policy's, or one around it.
+        layers: that may have arrays.
 
     Attributes:
-        layers: that ask it.
+        layers: that have some.
         most_tokens: that a sequence will ever have in the store, if that is bounded.
     """
 
     most_tokens: int | None = None
 
     def __init__(
-        self, policy: Policy, store: KVStore, *, num_qo_heads: int, layers: Iterable[int]
+        self,
+        policy: Policy,
+        state: LayerState,
+        store: KVStore,
+        *,
+        num_qo_heads: int,
+        layers: Iterable[int],
     ) -> None:
-        self._policy, self._store = policy, store
+        self._policy, self._state, self._store = policy, state, store
         self._num_qo_heads = num_qo_heads
         self.layers = self._observed = frozenset(layers)
         self._sizes: dict[tuple[int, frozenset[int]], int] = {}  # by capacity and layers
@@ -48,7 +55,7 @@ class StateBytes:
 
     def _in_arrays(self, kv_len: int, layers: frozenset[int]) -> int:
         policy, store = self._policy, self._store
-        if not (policy.selects and policy.state.has_arrays) or kv_len <= policy.dense_tokens:
+        if not (policy.selects and self._state.has_arrays) or kv_len <= policy.dense_tokens:
             return 0
         key = (self.capacity(kv_len), layers)
         if key not in self._sizes:
@@ -60,7 +67,7 @@ class StateBytes:
                 capacity_tokens=key[0],
                 num_layers=store.num_layers,
             )
-            state_bytes = policy.state.num_bytes
+            state_bytes = self._state.num_bytes
             num_bytes = sum(state_bytes(replace(shape, layer_idx=i)) for i in sorted(layers))
             self._sizes = {key: num_bytes}  # most ask for one
         return self._sizes[key]

@@ -93,7 +93,9 @@ def check_bound(
         return
     layers = range(config.policy.dense_layers, shape.num_layers) if config.policy.selects else ()
     num_qo_heads = shape.num_qo_heads
-    state = StateBytes(config.policy, store, num_qo_heads=num_qo_heads, layers=layers)
+    state = StateBytes(
+        config.policy, config.policy.state, store, num_qo_heads=num_qo_heads, layers=layers
+    )
     _bound_of_slots(config, store, state, num_qo_heads)
 
 

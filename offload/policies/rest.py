@@ -1,0 +1,253 @@
+"""The rest: what is not chosen, estimated instead of dropped.
+
+Each KV head keeps its tokens in `rest_clusters` clusters of their keys (cosine; a few iterations of
+k-means on a sample of the prompt's keys, then every key joins one). A cluster is one more row of
+attention: the mean of its keys and of its values, with the logarithm of how many of its tokens were
+not chosen added to its score. Means are those of all members, chosen or not; only the count tells.
+Tokens join the nearest cluster when they leave the recent window (`cpp/attention/rest.cpp`).
+
+Dropping is wrong where attention is flat, as in counting words: exact top-k of 4 % of the tokens is
+0.0066 of KL away from full attention there, with 64 clusters beside them 0.0007 (hard tasks of
+RULER at 8K). What clusters hold is the runtime's, for every policy, in arrays behind its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.policies.device_build import to_host
+from offload.policies.device_support import DeviceBuild
+from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
+from offload.policies.layouts import StateLayout
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from cpu_ops.worker_pool import WorkerPool
+    from offload.policies.base import Policy
+    from offload.policies.revised import Revised
+
+MAX_CLUSTERS = 128
+NO_CLUSTER = 255  # of sinks
+# RestHeader of cpp/attention/rest.h.
+HEADER = np.dtype([(name, np.int64) for name in ("end", "capacity", "taken", "cluster")])
+REST = StateLayout(
+    rest_header=HEADER,  # [num_kv_heads]
+    rest_keys=np.float32,  # [num_kv_heads, clusters, head_dim]: means
+    rest_values=np.float32,  # the same
+    rest_inverse_norms=np.float32,  # [num_kv_heads, clusters]: of the keys
+    rest_counts=np.int32,  # [num_kv_heads, clusters]
+    rest_undo=np.float32,  # [num_kv_heads, 2 * head_dim + 2]: a cluster before it grew
+    rest_cluster_of=np.uint8,  # [num_kv_heads, capacity]
+)
+_PREFIX = "rest_"  # of all their names
+
+_SAMPLE = 32  # keys of each cluster that k-means sees
+_ITERATIONS = 4
+_SLICE = 8192  # tokens that are assigned at once
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Of tokens [first, last) of every KV head, float32 and on the keys' device.
+
+    Attributes:
+        cluster_of: uint8 [num_kv_heads, last - first].
+        keys, values: [num_kv_heads, clusters, head_dim], means; 0 where there are no members.
+        counts: [num_kv_heads, clusters].
+    """
+
+    cluster_of: Tensor
+    keys: Tensor
+    values: Tensor
+    counts: Tensor
+
+
+def cluster_keys(keys: Tensor, values: Tensor, num_clusters: int) -> Clusters:
+    """Cluster keys [num_kv_heads, n, head_dim], by the cosine, and their values with them."""
+    num_heads, n, head_dim = keys.shape
+    centres = _centres(keys, num_clusters) if n else keys.new_zeros(0)
+    cluster_of = torch.empty(num_heads, n, dtype=torch.uint8, device=keys.device)
+    sums = keys.new_zeros(num_heads, num_clusters, 2 * head_dim + 1, dtype=torch.float32)
+    for first in range(0, n, _SLICE):
+        rows = slice(first, first + _SLICE)
+        key, value = keys[:, rows].float(), values[:, rows].float()
+        nearest = torch.bmm(key, centres.transpose(1, 2)).argmax(-1)
+        cluster_of[:, rows] = nearest
+        is_member = torch.nn.functional.one_hot(nearest, num_clusters).to(torch.float32)
+        row = torch.cat([key, value, torch.ones_like(key[..., :1])], dim=-1)
+        sums += torch.bmm(is_member.transpose(1, 2), row)
+    counts = sums[..., -1]
+    means = sums[..., :-1] / counts.clamp_min(1.0)[..., None]
+    return Clusters(cluster_of, means[..., :head_dim], means[..., head_dim:], counts)
+
+
+def _centres(keys: Tensor, num_clusters: int) -> Tensor:
+    """[num_kv_heads, clusters, head_dim], normalised, of evenly spaced keys."""
+    n = keys.shape[1]
+    count = min(n, _SAMPLE * num_clusters)
+    # Made on the device: moving indices there would wait for it.
+    sampled = torch.arange(count, device=keys.device) * n // max(count, 1)
+    sample = torch.nn.functional.normalize(keys[:, sampled].float(), dim=-1)
+    first = torch.arange(num_clusters, device=keys.device) * count // num_clusters
+    centres = sample[:, first].clone()
+    for _ in range(_ITERATIONS):
+        nearest = torch.bmm(sample, centres.transpose(1, 2)).argmax(-1)
+        is_member = torch.nn.functional.one_hot(nearest, num_clusters).to(torch.float32)
+        sums = torch.bmm(is_member.transpose(1, 2), sample)
+        norms = sums.norm(dim=-1, keepdim=True)
+        centres = torch.where(norms > 0.0, sums / norms.clamp_min(1e-12), centres)
+    return centres
+
+
+class RestState(LayerState):
+    """What a policy keeps of a layer, and behind it the clusters of the rest.
+
+    Args:
+        asking, estimating: layers in which the policy keeps its own, and in which there is a rest;
+            they may change between passes.
+    """
+
+    def __init__(self, policy: Policy, num_clusters: int) -> None:
+        super().__init__(policy)
+        self._own, self._num_clusters = policy.state, num_clusters
+        self.asking: Set[int] = frozenset()
+        self.estimating: Set[int] = frozenset()
+        self.layout = RestLayout(self._own.layout)
+        self.observed_queries = self._own.observed_queries
+        self.reads_text = self._own.reads_text
+
+    def build(self, context: BuildContext) -> State:
+        built = self._own.build(context) if self._asks(context.layer_idx) else {}
+        return built | self._rest_of(context)()
+
+    def build_on_device(self, context: BuildContext) -> DeviceBuild:
+        """As `DeviceSupport.build`, of a policy that has it or keeps nothing of its own."""
+        own: DeviceBuild = dict
+        if self._asks(context.layer_idx):
+            own = self.policy.device.build(context)
+        rest = self._rest_of(context)
+        return lambda: own() | rest()
+
+    def num_bytes(self, shape: StateShape) -> int:
+        own = self._own.num_bytes(shape) if self._asks(shape.layer_idx) else 0
+        if shape.layer_idx not in self.estimating:
+            return own
+        of_cluster = 4 * (2 * shape.head_dim + 2)
+        of_head = HEADER.itemsize + (self._num_clusters + 1) * of_cluster + shape.capacity_tokens
+        return own + shape.num_kv_heads * of_head
+
+    def grow(self, layer_idx: int, arrays: State, capacity_tokens: int, pool: WorkerPool) -> State:
+        own, rest = _parts(arrays)
+        grown = self._own.grow(layer_idx, own, capacity_tokens, pool) if own else {}
+        if not rest:
+            return grown
+        there, header = rest["rest_cluster_of"], rest["rest_header"].copy()
+        cluster_of = np.full((len(there), capacity_tokens), NO_CLUSTER, np.uint8)
+        cluster_of[:, : there.shape[1]] = there[:, :capacity_tokens]
+        header["capacity"] = capacity_tokens
+        copies = {name: array.copy() for name, array in rest.items() if name != "rest_cluster_of"}
+        return grown | copies | {"rest_header": header, "rest_cluster_of": cluster_of}
+
+    def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        """False once tokens that are in clusters go."""
+        own, rest = _parts(arrays)
+        if rest and bool((rest["rest_header"]["end"] > kv_len).any()):
+            return False
+        return self._own.truncate(layer_idx, own, kv_len) if own else True
+
+    def rewind(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
+        """Takes the last token out of its cluster again."""
+        own, rest = _parts(arrays)
+        done = self._own.rewind(layer_idx, own, kv_len) if own else True
+        return done and (not rest or self._take_back(rest, kv_len - self.policy.recent_tokens))
+
+    def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
+        """Clusters stay as they are: tokens that were written anew have nearly their old keys."""
+        own, _ = _parts(arrays)
+        return self._own.revise(layer_idx, own, revised) if own else True
+
+    def compile_revise(self) -> None:
+        self._own.compile_revise()
+
+    def read_bytes(self, **sizes: Any) -> tuple[float, bool]:
+        return self._own.read_bytes(**sizes)
+
+    def _asks(self, layer_idx: int) -> bool:
+        return self._own.has_arrays and layer_idx in self.asking
+
+    def _rest_of(self, context: BuildContext) -> DeviceBuild:
+        """Queues the clustering, if the layer has a rest; what makes its arrays."""
+        if context.layer_idx not in self.estimating:
+            return dict
+        policy, n = self.policy, context.keys.shape[1]
+        last = max(policy.sink_tokens, n - policy.recent_tokens)
+        tokens = slice(policy.sink_tokens, last)
+        found = cluster_keys(context.keys[:, tokens], context.values[:, tokens], self._num_clusters)
+        on_host = {name: to_host(x) for name, x in vars(found).items()}
+        capacity = context.capacity_tokens
+        return lambda: _rest_arrays(Clusters(**on_host), policy.sink_tokens, last, capacity)
+
+    def _take_back(self, rest: State, end: int) -> bool:
+        header = rest["rest_header"]
+        for head in np.flatnonzero(header["end"] > end):
+            if header["taken"][head] != 1 or header["end"][head] != end + 1:
+                return False
+            cluster, undo = header["cluster"][head], rest["rest_undo"][head]
+            dim = rest["rest_keys"].shape[2]
+            rest["rest_keys"][head, cluster] = undo[:dim]
+            rest["rest_values"][head, cluster] = undo[dim : 2 * dim]
+            rest["rest_inverse_norms"][head, cluster] = undo[2 * dim]
+            rest["rest_counts"][head, cluster] -= 1
+            rest["rest_cluster_of"][head, end] = NO_CLUSTER
+            header["end"][head] = end
+            header["taken"][head] = 0
+        return True
+
+
+class RestLayout(StateLayout):
+    """Arrays of a policy, if it has some, and those of the rest; of a layer both, or either."""
+
+    def __init__(self, own: StateLayout | None) -> None:
+        self._own = own
+
+    def __len__(self) -> int:
+        return len(REST) + (0 if self._own is None else len(self._own))
+
+    def addresses(self, state: Mapping[str, npt.NDArray[Any]]) -> list[int]:
+        """Those of arrays that the layer does not have are 0."""
+        own, rest = _parts(dict(state))
+        num_own = 0 if self._own is None else len(self._own)
+        of_own = self._own.addresses(own) if own and self._own is not None else [0] * num_own
+        return of_own + (REST.addresses(rest) if rest else [0] * len(REST))
+
+
+def _parts(arrays: State) -> tuple[State, State]:
+    """A policy's own arrays, and those of the rest."""
+    rest = {name: array for name, array in arrays.items() if name.startswith(_PREFIX)}
+    return {name: array for name, array in arrays.items() if name not in rest}, rest
+
+
+def _rest_arrays(found: Clusters, first: int, end: int, capacity_tokens: int) -> State:
+    num_heads, _, head_dim = found.keys.shape
+    header = np.zeros(num_heads, HEADER)
+    header["end"], header["capacity"] = end, capacity_tokens
+    cluster_of = np.full((num_heads, capacity_tokens), NO_CLUSTER, np.uint8)
+    cluster_of[:, first:end] = found.cluster_of.numpy()
+    norms = found.keys.norm(dim=-1)
+    inverse = torch.where(norms > 0.0, 1.0 / norms.clamp_min(1e-30), torch.zeros_like(norms))
+    return {
+        "rest_header": header,
+        "rest_keys": found.keys.numpy().copy(),
+        "rest_values": found.values.numpy().copy(),
+        "rest_inverse_norms": inverse.numpy(),
+        "rest_counts": found.counts.numpy().astype(np.int32),
+        "rest_undo": np.zeros((num_heads, 2 * head_dim + 2), np.float32),
+        "rest_cluster_of": cluster_of,
+    }

@@ -176,7 +176,7 @@ class DecodeAttention:
         shares_selection: bool,
         member_of: Sequence[int],
         number_of: Sequence[int],
-        rest_clusters: int,
+        estimate_clusters: int,
     ) -> None: ...
     def attend(
         self,

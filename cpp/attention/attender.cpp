@@ -102,12 +102,12 @@ bool Attender::merge(int r, int u) {
   const float* parts = parts_.data() + unit.first_part * part_size;
   float* lse = unit.lse;
   float out[kMaxHeadDim];
-  float rest[kMaxGroupSize * (kMaxHeadDim + 2)];
-  const bool has_rest = rest_.attend(r, u, rest);
+  float estimate[kMaxGroupSize * (kMaxHeadDim + 2)];
+  const bool has_estimate = estimate_.attend(r, u, estimate);
   const bool empty = unit.begin == unit.end;
   const int num_parts = empty ? 0 : unit.num_parts;
   if (empty) write_nothing(r, u);
-  for (int g = 0; g < group && (!empty || has_rest); ++g) {
+  for (int g = 0; g < group && (!empty || has_estimate); ++g) {
     float maximum = -3.0e38f;
     for (int i = 0; i < num_parts; ++i) maximum = std::max(maximum, parts[i * part_size + group * head_dim + g]);
     float sum = 0.0f;
@@ -120,18 +120,18 @@ bool Attender::merge(int r, int u) {
     }
     // Known weights are relative to all that was scored. Beside a window on the device that holds all of the mass,
     // those left here may all be too small for a float: that is attending to nothing.
-    const bool vanishes = sum == 0.0f && !unit.weights.empty() && !has_rest;
+    const bool vanishes = sum == 0.0f && !unit.weights.empty() && !has_estimate;
     const float of_scored = unit.weights.empty() ? 0.0f : unit.lse_all[g];
-    lse[g] = sum == 0.0f && (vanishes || has_rest) ? -INFINITY : maximum + std::log(sum) + of_scored;
+    lse[g] = sum == 0.0f && (vanishes || has_estimate) ? -INFINITY : maximum + std::log(sum) + of_scored;
     float row_lse = lse[g];
-    if (has_rest) {
-      const float* means = rest + g * head_dim;
-      const float rest_max = rest[group * head_dim + g] - of_scored;
-      const float highest = std::max(maximum, rest_max);
+    if (has_estimate) {
+      const float* means = estimate + g * head_dim;
+      const float estimate_max = estimate[group * head_dim + g] - of_scored;
+      const float highest = std::max(maximum, estimate_max);
       const float of_tokens = std::exp(maximum - highest);
-      const float of_rest = std::exp(rest_max - highest);
-      sum = sum * of_tokens + rest[group * head_dim + group + g] * of_rest;
-      for (int64_t d = 0; d < head_dim; ++d) out[d] = out[d] * of_tokens + means[d] * of_rest;
+      const float of_estimate = std::exp(estimate_max - highest);
+      sum = sum * of_tokens + estimate[group * head_dim + group + g] * of_estimate;
+      for (int64_t d = 0; d < head_dim; ++d) out[d] = out[d] * of_tokens + means[d] * of_estimate;
       row_lse = highest + std::log(sum) + of_scored;
     }
     float check = 0.0f;  // stays 0 unless some output is NaN or inf

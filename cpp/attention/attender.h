@@ -7,18 +7,18 @@
 
 #include "attention/lane_plan.h"
 #include "attention/layer_pass.h"
-#include "attention/rest.h"
+#include "attention/estimate.h"
 #include "attention/selector.h"
 
 namespace offload {
 
 class Attender {
  public:
-  Attender(LayerPass& pass, const Selector& selector, const Rest& rest)
+  Attender(LayerPass& pass, const Selector& selector, const Estimate& estimate)
       : pass_(pass),
         setup_(pass.setup),
         selector_(selector),
-        rest_(rest),
+        estimate_(estimate),
         dense_scores_(static_cast<size_t>(setup_.pool.num_threads())) {}
 
   // For so many partial results of units, before the first piece.
@@ -40,7 +40,7 @@ class Attender {
   LayerPass& pass_;
   AttentionSetup& setup_;
   const Selector& selector_;
-  const Rest& rest_;
+  const Estimate& estimate_;
   std::vector<float> parts_;                      // [parts, unit_group, head_dim + 2]: acc, then max, then sum
   std::vector<std::vector<float>> dense_scores_;  // of each worker: [units, group, kScoreTile]
 };

@@ -10,9 +10,9 @@ std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRo
   setup_.begin_job();
   pass_.begin(layer_idx, rows, sparse, first_row, options);
   if (std::string failure = pass_.find_non_finite(); !failure.empty()) return failure;
-  const bool asks_queries = setup_.policy.any_asks_queries() || rest_.is_on();
+  const bool asks_queries = setup_.policy.any_asks_queries() || estimate_.is_on();
   if (!pass_.sparse_rows.empty() && asks_queries) pass_.load_queries();
-  rest_.take_in();
+  estimate_.take_in();
   if (pass_.any_unit([](const Unit& unit) { return unit.scanned; })) {
     if (prepares) prepare(layer_idx, rows);
     prepares = false;

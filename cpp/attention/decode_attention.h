@@ -1,8 +1,8 @@
 // One layer's decode attention over the host KV store: dense or under a policy, on the worker pool, without the GIL.
 //
 // LayerPass is the layer as data. KeyScan scores all keys, Selector asks the policy and chooses, LanePlan cuts what is
-// attended into pieces, Attender attends and merges them, Rest
-// estimates what is not chosen, Learner tells the policy; LaneJob does all but the scan as
+// attended into pieces, Attender attends and merges them, Estimate
+// stands for what is not chosen, Learner tells the policy; LaneJob does all but the scan as
 // one job of the pool. ProbeScan and CacheWarmer are for times in which nobody waits.
 #pragma once
 
@@ -19,7 +19,7 @@
 #include "attention/layer_pass.h"
 #include "attention/learner.h"
 #include "attention/probe_scan.h"
-#include "attention/rest.h"
+#include "attention/estimate.h"
 #include "attention/selector.h"
 
 namespace offload {
@@ -112,8 +112,8 @@ class DecodeAttention {
   LayerPass pass_{setup_};
   Selector selector_{pass_};
   KeyScan scan_{pass_, selector_};
-  Rest rest_{pass_};
-  Attender attender_{pass_, selector_, rest_};
+  Estimate estimate_{pass_};
+  Attender attender_{pass_, selector_, estimate_};
   Learner learner_{pass_, attender_};
   LaneJob lanes_{pass_, selector_, attender_, learner_};
   ProbeScan probes_{pass_};

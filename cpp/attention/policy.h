@@ -138,8 +138,8 @@ struct PolicyFunctions : PolicyMember {
   bool per_query_head = false;
   bool shares_selection = false;  // units of a row that retrieve publish one selection, by their summed importance
   std::vector<uint8_t> roles;     // Role of each [layer, unit]
-  int64_t num_arrays = 0;         // of all members, and of Rest if it is on, of each (sequence, layer)
-  int64_t rest_clusters = 0;      // of each KV head, which stand for what is not chosen; 0: that is dropped
+  int64_t num_arrays = 0;         // of all members, and of Estimate if it is on, of each (sequence, layer)
+  int64_t estimate_clusters = 0;  // of each KV head, which stand for what is not chosen; 0: that is dropped
   std::vector<PolicyMember> others;
   std::vector<uint8_t> member_of;  // of each [layer, unit]: 0 is the policy itself, i others[i - 1]; empty: all 0
   std::vector<int32_t> number_of;  // of each [layer, unit] among its member's of the layer; empty: all in order

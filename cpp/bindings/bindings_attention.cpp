@@ -52,7 +52,7 @@ PolicyMember member_from(const Member& member, int64_t first_array) {
 void set_policy(DecodeAttention& attention, int64_t budget_tokens, int64_t dense_tokens, int64_t sink_tokens,
                 int64_t recent_tokens, double top_p, bool per_query_head, const std::vector<Member>& members,
                 const std::vector<uint8_t>& roles, bool shares_selection, const std::vector<uint8_t>& member_of,
-                const std::vector<int32_t>& number_of, int64_t rest_clusters) {
+                const std::vector<int32_t>& number_of, int64_t estimate_clusters) {
   PolicyFunctions policy;
   static_cast<PolicyMember&>(policy) = member_from(members.at(0), 0);
   for (const Member& member : members) {
@@ -69,8 +69,8 @@ void set_policy(DecodeAttention& attention, int64_t budget_tokens, int64_t dense
   policy.roles = roles;
   policy.member_of = member_of;
   policy.number_of = number_of;
-  policy.rest_clusters = rest_clusters;
-  if (rest_clusters > 0) policy.num_arrays += kNumRestArrays;
+  policy.estimate_clusters = estimate_clusters;
+  if (estimate_clusters > 0) policy.num_arrays += kNumEstimateArrays;
   attention.set_policy(policy);
 }
 

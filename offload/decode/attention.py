@@ -60,7 +60,7 @@ class DecodeAttention(NativeAttention):
         ahead_layers: in which the policy chooses before the step's own token is there, by a query
             that was predicted.
         roles: the policy's, of each [layer, unit]; see `Policy.roles`.
-        rest_clusters: of each KV head that stand for what is not chosen; 0: that is dropped, as
+        estimate_clusters: of each KV head that stand for what is not chosen; 0: that is dropped, as
             where KV heads have pages of their own.
         has_state: whether the policy remembers anything of a sequence.
         hold: of the mean of tokens that are attended to; None: the policy names none.
@@ -77,7 +77,7 @@ class DecodeAttention(NativeAttention):
     ahead_layers: frozenset[int] = frozenset()
     compression: KVCompression[Any] | None = None
     roles: npt.NDArray[np.uint8] | None = None
-    rest_clusters: int = 0
+    estimate_clusters: int = 0
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class DecodeAttention(NativeAttention):
         self.store = store
         if policy.selects:
             if not store.per_head_pages:
-                self.rest_clusters = policy.rest_clusters
+                self.estimate_clusters = policy.estimate_clusters
             self.roles = roles = check_roles(policy, policy.roles(store.num_layers, num_units))
             if roles is None:
                 sparse = np.arange(store.num_layers) >= policy.dense_layers
@@ -132,7 +132,7 @@ class DecodeAttention(NativeAttention):
                 [] if roles is None else roles.reshape(-1).tolist(),
                 policy.shares_selection,
                 *([], []) if members is None else native_units(members),
-                self.rest_clusters,
+                self.estimate_clusters,
             )
         self.states = PolicyStates(
             policy,
@@ -141,7 +141,7 @@ class DecodeAttention(NativeAttention):
             sm_scale=self.sm_scale,
             pool=pool,
             layers=self._selecting_layers(),
-            rest_clusters=self.rest_clusters,
+            estimate_clusters=self.estimate_clusters,
             estimating=self._estimating_layers(),
         )
         self.has_state = self.states.has_arrays
@@ -194,7 +194,7 @@ class DecodeAttention(NativeAttention):
     def _estimating_layers(self, elsewhere: npt.NDArray[np.bool_] | None = None) -> frozenset[int]:
         """Layers with heads, but those of `elsewhere`, of which the CPU attends to a selection and
         estimates the rest."""
-        if not self.rest_clusters:
+        if not self.estimate_clusters:
             return frozenset()
         selecting = self.selecting_heads
         if elsewhere is not None:

@@ -29,7 +29,7 @@ NO_MEMBER = 255  # of `Policy.unit_members`
 # Options that every selecting policy has, and that are the same for all parts of one.
 BUDGET_OPTIONS = (
     *("budget_tokens", "sink_tokens", "recent_tokens"),
-    *("dense_layers", "dense_until", "rest_clusters"),
+    *("dense_layers", "dense_until", "estimate_clusters"),
 )
 
 
@@ -64,7 +64,7 @@ class Policy(Selection):
         @property
         def dense_until(self) -> int | None: ...
         @property
-        def rest_clusters(self) -> int: ...
+        def estimate_clusters(self) -> int: ...
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By its options: callbacks of a policy that this is made of cannot be pickled."""
@@ -140,8 +140,8 @@ class SparsePolicy(Policy):
         dense_layers: first layers that attend to everything.
         dense_until: sequences of at most so many tokens attend to all of them; None: budget_tokens.
             At least sinks and recent window. A GPU takes no other number than budget_tokens.
-        rest_clusters: of each KV head, which stand for the tokens that are not chosen (`rest`), up
-            to 128; 0: those are dropped.
+        estimate_clusters: of each KV head, which stand for the tokens that are not chosen
+            (`estimate`), up to 128; 0: those are dropped.
     """
 
     budget_tokens: int = 1024
@@ -149,7 +149,7 @@ class SparsePolicy(Policy):
     recent_tokens: int = 64
     dense_layers: int = 2
     dense_until: int | None = None
-    rest_clusters: int = 0
+    estimate_clusters: int = 0
 
     def __post_init__(self) -> None:
         for name in BUDGET_OPTIONS:
@@ -165,8 +165,8 @@ class SparsePolicy(Policy):
                 "sink_tokens and dense_layers must not be negative,"
                 f" got {self.sink_tokens} and {self.dense_layers}"
             )
-        if not 0 <= self.rest_clusters <= 128:
-            raise ValueError(f"rest_clusters must be in [0, 128], got {self.rest_clusters}")
+        if not 0 <= self.estimate_clusters <= 128:
+            raise ValueError(f"estimate_clusters must be in [0, 128], got {self.estimate_clusters}")
         if self.recent_tokens < 1:
             raise ValueError(
                 f"recent_tokens must be at least 1 (the newest token), got {self.recent_tokens}"

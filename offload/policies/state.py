@@ -25,9 +25,9 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
 from offload.policies.base import Policy
 from offload.policies.device_support import DeviceBuild
+from offload.policies.estimate import EstimateState
 from offload.policies.layer_state import BuildContext, State
 from offload.policies.remembered import Before, DraftRows, Remembered, SavedState, copies_of, reach
-from offload.policies.rest import RestState
 from offload.policies.revised import Revised
 from offload.policies.sequence_state import LayerArrays, RecentQueries, capacity_for
 from offload.policies.state_bytes import StateBytes, held_bytes
@@ -42,7 +42,7 @@ class PolicyStates:
 
     Args:
         layers: in which the policy keeps arrays of its own.
-        rest_clusters, estimating: of each KV head, in which layers; see `rest`.
+        estimate_clusters, estimating: of each KV head, in which layers; see `estimate`.
 
     Attributes:
         bytes: how many of them it takes.
@@ -58,12 +58,12 @@ class PolicyStates:
         sm_scale: float,
         pool: WorkerPool,
         layers: frozenset[int],
-        rest_clusters: int = 0,
+        estimate_clusters: int = 0,
         estimating: frozenset[int] = frozenset(),
     ) -> None:
         self.policy = policy
-        self._rest = RestState(policy, rest_clusters) if rest_clusters else None
-        self._state = self._rest or policy.state
+        self._estimate = EstimateState(policy, estimate_clusters) if estimate_clusters else None
+        self._state = self._estimate or policy.state
         self._store = store
         self._num_qo_heads = num_qo_heads
         self._sm_scale = sm_scale
@@ -94,9 +94,9 @@ class PolicyStates:
         self.bytes.layers = self._with_arrays(asking, estimating)
 
     def _with_arrays(self, asking: frozenset[int], estimating: frozenset[int]) -> frozenset[int]:
-        if self._rest is None:
+        if self._estimate is None:
             return asking
-        self._rest.asking, self._rest.estimating = asking, estimating
+        self._estimate.asking, self._estimate.estimating = asking, estimating
         return estimating | (asking if self.policy.state.has_arrays else frozenset())
 
     @property
@@ -107,9 +107,9 @@ class PolicyStates:
 
     def build_on_device(self, context: BuildContext) -> DeviceBuild:
         """As `DeviceSupport.build`."""
-        if self._rest is None:
+        if self._estimate is None:
             return self.policy.device.build(context)
-        return self._rest.build_on_device(context)
+        return self._estimate.build_on_device(context)
 
     @property
     def copied_heads(self) -> int:

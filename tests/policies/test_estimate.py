@@ -22,8 +22,8 @@ from cases.seeded import new_rng
 
 from cpu_ops.native import available_isas
 from offload.policies import ExactTopK, Full, TidalDecode
+from offload.policies.estimate import MAX_CLUSTERS, NO_CLUSTER, EstimateState, cluster_keys
 from offload.policies.registry import available_policies, make_policy
-from offload.policies.rest import MAX_CLUSTERS, NO_CLUSTER, RestState, cluster_keys
 
 OPTIONS = {"budget_tokens": 48, "sink_tokens": 4, "dense_layers": 0}
 SELECTING = [
@@ -33,15 +33,15 @@ SELECTING = [
 ]
 
 
-def small(name: str, rest_clusters: int = 8, **options):
-    given = OPTIONS | {"rest_clusters": rest_clusters} | options
+def small(name: str, estimate_clusters: int = 8, **options):
+    given = OPTIONS | {"estimate_clusters": estimate_clusters} | options
     if name != "streaming_llm":  # derives its recent window
         given.setdefault("recent_tokens", 8)
     known = type(make_policy(name)).option_names()
     return make_policy(name, **{k: v for k, v in given.items() if k in known})
 
 
-def rest_of(attention, seq: int, layer_idx: int = 1):
+def arrays_of(attention, seq: int, layer_idx: int = 1):
     return attention.states.arrays_of(seq).layers[layer_idx]
 
 
@@ -51,12 +51,12 @@ def estimated(cache: Cache, query: torch.Tensor, selection, arrays, kv_len: int)
     heads = query.double().numpy().reshape(-1, head_dim)
     out, lse = np.zeros_like(heads), np.zeros(len(heads))
     for h, tokens in enumerate(selection):
-        cluster_of = arrays["rest_cluster_of"][h]
-        counts = arrays["rest_counts"][h].astype(np.float64)
+        cluster_of = arrays["estimate_cluster_of"][h]
+        counts = arrays["estimate_counts"][h].astype(np.float64)
         chosen = cluster_of[[t for t in tokens if t < len(cluster_of)]]
         np.subtract.at(counts, chosen[chosen != NO_CLUSTER], 1)
-        keys = np.concatenate([cache.keys[h, tokens], arrays["rest_keys"][h][counts > 0]])
-        values = np.concatenate([cache.values[h, tokens], arrays["rest_values"][h][counts > 0]])
+        keys = np.concatenate([cache.keys[h, tokens], arrays["estimate_keys"][h][counts > 0]])
+        values = np.concatenate([cache.values[h, tokens], arrays["estimate_values"][h][counts > 0]])
         more = np.concatenate([np.zeros(len(tokens)), np.log(counts[counts > 0])])
         for g in range(h * GROUP_SIZE, (h + 1) * GROUP_SIZE):
             scores = keys.astype(np.float64) @ heads[g] * head_dim**-0.5 + more
@@ -94,8 +94,8 @@ def test_as_float64(isa, name, dtype, kv_len, clusters, pool):
     policy = small(name, clusters)
     cache, queries = make_case(dtype, kv_len, rows=1)
     attention, out, lse, selection = run(cache, policy, pool, queries, kv_len, isa)
-    arrays = rest_of(attention, cache.seq)
-    assert (arrays["rest_header"]["end"] == kv_len - policy.recent_tokens).all()
+    arrays = arrays_of(attention, cache.seq)
+    assert (arrays["estimate_header"]["end"] == kv_len - policy.recent_tokens).all()
     expected, expected_lse = estimated(cache, queries[0], selection, arrays, kv_len)
     assert relative_error(out, expected) < TOLERANCE[dtype]
     np.testing.assert_allclose(lse, expected_lse, atol=5e-4)
@@ -132,7 +132,7 @@ def test_up_to_the_budget_it_is_full_attention(pool):
 def test_layers_that_reuse_a_selection(pool):
     """They ask no policy, and estimate all the same."""
     policy = TidalDecode(
-        ExactTopK(**OPTIONS | {"recent_tokens": 8, "rest_clusters": 8}), select_layers=(1,)
+        ExactTopK(**OPTIONS | {"recent_tokens": 8, "estimate_clusters": 8}), select_layers=(1,)
     )
     rng = new_rng()
     cache = Cache.random(rng, kv_len=400, num_layers=3, page_tokens=16)
@@ -142,7 +142,7 @@ def test_layers_that_reuse_a_selection(pool):
     out = torch.full_like(queries, float("nan"))
     for layer_idx in range(3):
         attention.attend(layer_idx, step, queries, out)
-    arrays = rest_of(attention, cache.seq, 2)
+    arrays = arrays_of(attention, cache.seq, 2)
     rolled = Cache(
         cache.store, cache.seq, np.roll(cache.keys, 1, 1), np.roll(cache.values, 0, 1), 2
     )
@@ -151,7 +151,7 @@ def test_layers_that_reuse_a_selection(pool):
     expected, _ = estimated(rolled, queries[0], selection, arrays, 400)
     actual = out.double().numpy().reshape(-1, 64)
     assert relative_error(actual, expected) < TOLERANCE[torch.float32]
-    assert not rest_of(attention, cache.seq, 1)  # selects with full attention
+    assert not arrays_of(attention, cache.seq, 1)  # selects with full attention
 
 
 def test_clusters_hold_every_token_once():
@@ -186,21 +186,21 @@ def test_tokens_join_clusters_as_they_leave_the_recent_window(pool):
         grow_by_one(cache, attention, random_queries(rng, 1, 6, 64, torch.float32), key, value)
         cache.keys = np.concatenate([cache.keys, key.double().numpy()[:, None]], 1)
         cache.values = np.concatenate([cache.values, value.double().numpy()[:, None]], 1)
-    arrays = rest_of(attention, cache.seq)
-    end = int(arrays["rest_header"]["end"][0])
+    arrays = arrays_of(attention, cache.seq)
+    end = int(arrays["estimate_header"]["end"][0])
     assert end == 330 - policy.recent_tokens
     for h in range(2):
-        cluster_of = arrays["rest_cluster_of"][h]
+        cluster_of = arrays["estimate_cluster_of"][h]
         assert (cluster_of[:4] == NO_CLUSTER).all()
         assert (cluster_of[end:] == NO_CLUSTER).all()
         for c in range(8):
             members = np.flatnonzero(cluster_of == c)
-            assert arrays["rest_counts"][h, c] == len(members)
+            assert arrays["estimate_counts"][h, c] == len(members)
             np.testing.assert_allclose(
-                arrays["rest_keys"][h, c], cache.keys[h, members].mean(0), atol=1e-5
+                arrays["estimate_keys"][h, c], cache.keys[h, members].mean(0), atol=1e-5
             )
             np.testing.assert_allclose(
-                arrays["rest_values"][h, c], cache.values[h, members].mean(0), atol=1e-5
+                arrays["estimate_values"][h, c], cache.values[h, members].mean(0), atol=1e-5
             )
 
 
@@ -210,21 +210,21 @@ def test_a_step_is_taken_back_bit_for_bit(pool):
     attention = cache.attention(pool, GROUP_SIZE, policy)
     new = torch.randn(2, 64)
     grow_by_one(cache, attention, queries, new, new)
-    states, arrays = attention.states, rest_of(attention, cache.seq)
+    states, arrays = attention.states, arrays_of(attention, cache.seq)
     before = {name: array.copy() for name, array in arrays.items()}
     states.begin([cache.seq], [1], prefill=False)
     cache.store.reserve([cache.seq], [1])
     attend(attention, [cache.seq], [302], queries)
-    assert (arrays["rest_header"]["end"] == 302 - policy.recent_tokens).all()
+    assert (arrays["estimate_header"]["end"] == 302 - policy.recent_tokens).all()
     states.roll_back(cache.seq)
-    after = dict(rest_of(attention, cache.seq))
-    for name in ("rest_undo", "rest_header"):
+    after = dict(arrays_of(attention, cache.seq))
+    for name in ("estimate_undo", "estimate_header"):
         del before[name], after[name]
     assert_same_arrays(after, before)
 
 
 def test_growing_keeps_what_is_there(pool):
-    state = RestState(small("quest"), 8)
+    state = EstimateState(small("quest"), 8)
     state.asking = state.estimating = frozenset({1})
     keys = torch.randn(3, 200, 64)
     few, many = (state.build(build_context(keys, capacity_tokens=n, pool=pool)) for n in (201, 999))
@@ -235,7 +235,7 @@ def test_growing_keeps_what_is_there(pool):
 
 def test_truncation(pool):
     """As long as only tokens go that are in no cluster."""
-    state = RestState(small("exact_topk"), 8)
+    state = EstimateState(small("exact_topk"), 8)
     state.asking = state.estimating = frozenset({1})
     arrays = state.build(build_context(torch.randn(3, 200, 64), pool=pool))
     assert state.truncate(1, arrays, 192)
@@ -258,5 +258,5 @@ def test_the_sequence_may_be_of_several_rows(pool):
 
 @pytest.mark.parametrize("wrong", [-1, MAX_CLUSTERS + 1, 1.5, True, "64"])
 def test_bad_numbers_of_clusters(wrong):
-    with pytest.raises(ValueError, match=r"rest_clusters must be .*got"):
-        ExactTopK(rest_clusters=wrong)
+    with pytest.raises(ValueError, match=r"estimate_clusters must be .*got"):
+        ExactTopK(estimate_clusters=wrong)

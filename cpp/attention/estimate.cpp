@@ -1,4 +1,4 @@
-#include "attention/rest.h"
+#include "attention/estimate.h"
 
 #include <algorithm>
 #include <cmath>
@@ -17,14 +17,14 @@ RowSource rows_at(const int64_t* address, int head_dim) {
 
 }  // namespace
 
-bool Rest::arrays_of(int r, int kv_head, RestArrays* arrays) const {
+bool Estimate::arrays_of(int r, int kv_head, EstimateArrays* arrays) const {
   const QueryRow& row = pass_.row(r);
   if (row.arrays == nullptr || row.starts != nullptr) return false;
   const PolicyFunctions& policy = setup_.policy;
-  void* const* at = row.arrays + (pass_.layer_idx + 1) * policy.num_arrays - kNumRestArrays;
+  void* const* at = row.arrays + (pass_.layer_idx + 1) * policy.num_arrays - kNumEstimateArrays;
   if (at[0] == nullptr) return false;
-  const int64_t clusters = policy.rest_clusters, dim = setup_.shape.head_dim;
-  arrays->header = static_cast<RestHeader*>(at[0]) + kv_head;
+  const int64_t clusters = policy.estimate_clusters, dim = setup_.shape.head_dim;
+  arrays->header = static_cast<EstimateHeader*>(at[0]) + kv_head;
   arrays->keys = static_cast<float*>(at[1]) + kv_head * clusters * dim;
   arrays->values = static_cast<float*>(at[2]) + kv_head * clusters * dim;
   arrays->inverse_norm = static_cast<float*>(at[3]) + kv_head * clusters;
@@ -35,9 +35,9 @@ bool Rest::arrays_of(int r, int kv_head, RestArrays* arrays) const {
 }
 
 // By the cosine.
-int Rest::nearest(const RestArrays& arrays, const float* key) const {
+int Estimate::nearest(const EstimateArrays& arrays, const float* key) const {
   const auto address = reinterpret_cast<int64_t>(arrays.keys);
-  const int64_t clusters = setup_.policy.rest_clusters;
+  const int64_t clusters = setup_.policy.estimate_clusters;
   float scores[kScoreTile];
   setup_.kernels.score[kFloat]({key,
                                 1,
@@ -58,7 +58,7 @@ int Rest::nearest(const RestArrays& arrays, const float* key) const {
   return best;
 }
 
-void Rest::take_in(const RestArrays& arrays, const QueryRow& row, int kv_head, int64_t token) {
+void Estimate::take_in(const EstimateArrays& arrays, const QueryRow& row, int kv_head, int64_t token) {
   const int64_t dim = setup_.shape.head_dim;
   const auto to_float = setup_.kernels.to_float[setup_.dtype()];
   float key[kMaxHeadDim], value[kMaxHeadDim];
@@ -85,13 +85,13 @@ void Rest::take_in(const RestArrays& arrays, const QueryRow& row, int kv_head, i
   ++arrays.header->taken;
 }
 
-void Rest::take_in() {
+void Estimate::take_in() {
   if (!is_on() || pass_.options.chooses_only) return;
   const uint8_t* elsewhere = pass_.options.elsewhere;
   for (const int r : pass_.sparse_rows) {
     const QueryRow& row = pass_.row(r);
     for (int h = 0; h < setup_.shape.num_kv_heads; ++h) {
-      RestArrays arrays;
+      EstimateArrays arrays;
       if ((elsewhere != nullptr && elsewhere[h] != 0) || !arrays_of(r, h, &arrays)) continue;
       const int64_t last = std::min(row.kv_len - setup_.policy.recent_tokens, arrays.header->capacity);
       if (arrays.header->end < last) arrays.header->taken = 0;
@@ -100,16 +100,16 @@ void Rest::take_in() {
   }
 }
 
-bool Rest::attend(int r, int u, float* part) const {
+bool Estimate::attend(int r, int u, float* part) const {
   const Unit& unit = pass_.unit(r, u);
-  RestArrays arrays;
+  EstimateArrays arrays;
   const bool selects = unit.sparse && (unit.role == Role::select || unit.role == Role::reuse);
   if (!is_on() || !selects || pass_.options.chooses_only || unit.indices == nullptr) return false;
   const int kv_head = setup_.kv_head_of(u);
   if (!arrays_of(r, kv_head, &arrays)) return false;
   const int64_t end = arrays.header->end;
   if (end > pass_.row(r).kv_len - setup_.policy.recent_tokens) return false;  // clusters have tokens that are to come
-  const auto clusters = static_cast<int>(setup_.policy.rest_clusters);
+  const auto clusters = static_cast<int>(setup_.policy.estimate_clusters);
   int32_t left[kScoreTile];
   std::copy_n(arrays.counts, clusters, left);
   for (int64_t i = 0; i < unit.n && unit.indices[i] < end; ++i) {

@@ -1,10 +1,10 @@
 """The rest: what is not chosen, estimated instead of dropped.
 
-Each KV head keeps its tokens in `rest_clusters` clusters of their keys (cosine; a few iterations of
-k-means on a sample of the prompt's keys, then every key joins one). A cluster is one more row of
-attention: the mean of its keys and of its values, with the logarithm of how many of its tokens were
+Each KV head keeps its tokens in `estimate_clusters` clusters of their keys (cosine; a few
+iterations of k-means on a sample of the prompt's keys, then every key joins one). A cluster is one
+more row of attention: the mean of its keys and of its values, with the logarithm of how many of its tokens were
 not chosen added to its score. Means are those of all members, chosen or not; only the count tells.
-Tokens join the nearest cluster when they leave the recent window (`cpp/attention/rest.cpp`).
+Tokens join the nearest cluster when they leave the recent window (`cpp/attention/estimate.cpp`).
 
 Dropping is wrong where attention is flat, as in counting words: exact top-k of 4 % of the tokens is
 0.0066 of KL away from full attention there, with 64 clusters beside them 0.0007 (hard tasks of
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 MAX_CLUSTERS = 128
 NO_CLUSTER = 255  # of sinks
-# RestHeader of cpp/attention/rest.h.
+# EstimateHeader of cpp/attention/estimate.h.
 HEADER = np.dtype([(name, np.int64) for name in ("end", "capacity", "taken", "cluster")])
-REST = StateLayout(
-    rest_header=HEADER,  # [num_kv_heads]
-    rest_keys=np.float32,  # [num_kv_heads, clusters, head_dim]: means
-    rest_values=np.float32,  # the same
-    rest_inverse_norms=np.float32,  # [num_kv_heads, clusters]: of the keys
-    rest_counts=np.int32,  # [num_kv_heads, clusters]
-    rest_undo=np.float32,  # [num_kv_heads, 2 * head_dim + 2]: a cluster before it grew
-    rest_cluster_of=np.uint8,  # [num_kv_heads, capacity]
+ESTIMATE = StateLayout(
+    estimate_header=HEADER,  # [num_kv_heads]
+    estimate_keys=np.float32,  # [num_kv_heads, clusters, head_dim]: means
+    estimate_values=np.float32,  # the same
+    estimate_inverse_norms=np.float32,  # [num_kv_heads, clusters]: of the keys
+    estimate_counts=np.int32,  # [num_kv_heads, clusters]
+    estimate_undo=np.float32,  # [num_kv_heads, 2 * head_dim + 2]: a cluster before it grew
+    estimate_cluster_of=np.uint8,  # [num_kv_heads, capacity]
 )
-_PREFIX = "rest_"  # of all their names
+_PREFIX = "estimate_"  # of all their names
 
 _SAMPLE = 32  # keys of each cluster that k-means sees
 _ITERATIONS = 4
@@ -106,7 +106,7 @@ def _centres(keys: Tensor, num_clusters: int) -> Tensor:
     return centres
 
 
-class RestState(LayerState):
+class EstimateState(LayerState):
     """What a policy keeps of a layer, and behind it the clusters of the rest.
 
     Args:
@@ -119,20 +119,20 @@ class RestState(LayerState):
         self._own, self._num_clusters = policy.state, num_clusters
         self.asking: Set[int] = frozenset()
         self.estimating: Set[int] = frozenset()
-        self.layout = RestLayout(self._own.layout)
+        self.layout = EstimateLayout(self._own.layout)
         self.observed_queries = self._own.observed_queries
         self.reads_text = self._own.reads_text
 
     def build(self, context: BuildContext) -> State:
         built = self._own.build(context) if self._asks(context.layer_idx) else {}
-        return built | self._rest_of(context)()
+        return built | self._estimate_of(context)()
 
     def build_on_device(self, context: BuildContext) -> DeviceBuild:
         """As `DeviceSupport.build`, of a policy that has it or keeps nothing of its own."""
         own: DeviceBuild = dict
         if self._asks(context.layer_idx):
             own = self.policy.device.build(context)
-        rest = self._rest_of(context)
+        rest = self._estimate_of(context)
         return lambda: own() | rest()
 
     def num_bytes(self, shape: StateShape) -> int:
@@ -148,17 +148,19 @@ class RestState(LayerState):
         grown = self._own.grow(layer_idx, own, capacity_tokens, pool) if own else {}
         if not rest:
             return grown
-        there, header = rest["rest_cluster_of"], rest["rest_header"].copy()
+        there, header = rest["estimate_cluster_of"], rest["estimate_header"].copy()
         cluster_of = np.full((len(there), capacity_tokens), NO_CLUSTER, np.uint8)
         cluster_of[:, : there.shape[1]] = there[:, :capacity_tokens]
         header["capacity"] = capacity_tokens
-        copies = {name: array.copy() for name, array in rest.items() if name != "rest_cluster_of"}
-        return grown | copies | {"rest_header": header, "rest_cluster_of": cluster_of}
+        copies = {
+            name: array.copy() for name, array in rest.items() if name != "estimate_cluster_of"
+        }
+        return grown | copies | {"estimate_header": header, "estimate_cluster_of": cluster_of}
 
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
         """False once tokens that are in clusters go."""
         own, rest = _parts(arrays)
-        if rest and bool((rest["rest_header"]["end"] > kv_len).any()):
+        if rest and bool((rest["estimate_header"]["end"] > kv_len).any()):
             return False
         return self._own.truncate(layer_idx, own, kv_len) if own else True
 
@@ -182,7 +184,7 @@ class RestState(LayerState):
     def _asks(self, layer_idx: int) -> bool:
         return self._own.has_arrays and layer_idx in self.asking
 
-    def _rest_of(self, context: BuildContext) -> DeviceBuild:
+    def _estimate_of(self, context: BuildContext) -> DeviceBuild:
         """Queues the clustering, if the layer has a rest; what makes its arrays."""
         if context.layer_idx not in self.estimating:
             return dict
@@ -192,40 +194,40 @@ class RestState(LayerState):
         found = cluster_keys(context.keys[:, tokens], context.values[:, tokens], self._num_clusters)
         on_host = {name: to_host(x) for name, x in vars(found).items()}
         capacity = context.capacity_tokens
-        return lambda: _rest_arrays(Clusters(**on_host), policy.sink_tokens, last, capacity)
+        return lambda: _estimate_arrays(Clusters(**on_host), policy.sink_tokens, last, capacity)
 
     def _take_back(self, rest: State, end: int) -> bool:
-        header = rest["rest_header"]
+        header = rest["estimate_header"]
         for head in np.flatnonzero(header["end"] > end):
             if header["taken"][head] != 1 or header["end"][head] != end + 1:
                 return False
-            cluster, undo = header["cluster"][head], rest["rest_undo"][head]
-            dim = rest["rest_keys"].shape[2]
-            rest["rest_keys"][head, cluster] = undo[:dim]
-            rest["rest_values"][head, cluster] = undo[dim : 2 * dim]
-            rest["rest_inverse_norms"][head, cluster] = undo[2 * dim]
-            rest["rest_counts"][head, cluster] -= 1
-            rest["rest_cluster_of"][head, end] = NO_CLUSTER
+            cluster, undo = header["cluster"][head], rest["estimate_undo"][head]
+            dim = rest["estimate_keys"].shape[2]
+            rest["estimate_keys"][head, cluster] = undo[:dim]
+            rest["estimate_values"][head, cluster] = undo[dim : 2 * dim]
+            rest["estimate_inverse_norms"][head, cluster] = undo[2 * dim]
+            rest["estimate_counts"][head, cluster] -= 1
+            rest["estimate_cluster_of"][head, end] = NO_CLUSTER
             header["end"][head] = end
             header["taken"][head] = 0
         return True
 
 
-class RestLayout(StateLayout):
+class EstimateLayout(StateLayout):
     """Arrays of a policy, if it has some, and those of the rest; of a layer both, or either."""
 
     def __init__(self, own: StateLayout | None) -> None:
         self._own = own
 
     def __len__(self) -> int:
-        return len(REST) + (0 if self._own is None else len(self._own))
+        return len(ESTIMATE) + (0 if self._own is None else len(self._own))
 
     def addresses(self, state: Mapping[str, npt.NDArray[Any]]) -> list[int]:
         """Those of arrays that the layer does not have are 0."""
         own, rest = _parts(dict(state))
         num_own = 0 if self._own is None else len(self._own)
         of_own = self._own.addresses(own) if own and self._own is not None else [0] * num_own
-        return of_own + (REST.addresses(rest) if rest else [0] * len(REST))
+        return of_own + (ESTIMATE.addresses(rest) if rest else [0] * len(ESTIMATE))
 
 
 def _parts(arrays: State) -> tuple[State, State]:
@@ -234,7 +236,7 @@ def _parts(arrays: State) -> tuple[State, State]:
     return {name: array for name, array in arrays.items() if name not in rest}, rest
 
 
-def _rest_arrays(found: Clusters, first: int, end: int, capacity_tokens: int) -> State:
+def _estimate_arrays(found: Clusters, first: int, end: int, capacity_tokens: int) -> State:
     num_heads, _, head_dim = found.keys.shape
     header = np.zeros(num_heads, HEADER)
     header["end"], header["capacity"] = end, capacity_tokens
@@ -243,11 +245,11 @@ def _rest_arrays(found: Clusters, first: int, end: int, capacity_tokens: int) ->
     norms = found.keys.norm(dim=-1)
     inverse = torch.where(norms > 0.0, 1.0 / norms.clamp_min(1e-30), torch.zeros_like(norms))
     return {
-        "rest_header": header,
-        "rest_keys": found.keys.numpy().copy(),
-        "rest_values": found.values.numpy().copy(),
-        "rest_inverse_norms": inverse.numpy(),
-        "rest_counts": found.counts.numpy().astype(np.int32),
-        "rest_undo": np.zeros((num_heads, 2 * head_dim + 2), np.float32),
-        "rest_cluster_of": cluster_of,
+        "estimate_header": header,
+        "estimate_keys": found.keys.numpy().copy(),
+        "estimate_values": found.values.numpy().copy(),
+        "estimate_inverse_norms": inverse.numpy(),
+        "estimate_counts": found.counts.numpy().astype(np.int32),
+        "estimate_undo": np.zeros((num_heads, 2 * head_dim + 2), np.float32),
+        "estimate_cluster_of": cluster_of,
     }

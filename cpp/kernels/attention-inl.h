@@ -150,7 +150,7 @@ static void score(const ScoreArgs& args) {
     int count = tile_size(args.keys, args.tokens, 0);
     for (int64_t begin = 0; begin < n; begin += count, count = tile_size(args.keys, args.tokens, begin)) {
       score_tile<T>(query.packed, args.group_size, args.head_dim, rows_from<T>(args.keys, args.tokens.first + begin),
-                    count, Prefetch<T>(), args.scale, args.scores + begin, args.score_stride);
+                    count, Prefetch<T>::stream(), args.scale, args.scores + begin, args.score_stride);
     }
     return;
   }
@@ -241,8 +241,8 @@ static void attend(const AttendArgs& args) {
   if (args.tokens.indices == nullptr) {
     for (int64_t begin = 0; begin < n; begin += count, count = tile_size(args.values, args.tokens, begin)) {
       const int64_t token = args.tokens.first + begin;
-      attend_tile<T>(args, query.packed, begin, count, rows_from<T>(args.keys, token), Prefetch<T>(),
-                     rows_from<T>(args.values, token), Prefetch<T>(), p);
+      attend_tile<T>(args, query.packed, begin, count, rows_from<T>(args.keys, token), Prefetch<T>::stream(),
+                     rows_from<T>(args.values, token), Prefetch<T>::stream(), p);
     }
   } else if (given) {
     for (GatherStream<T> values(args.values, args.tokens); values.count() > 0; values.advance()) {

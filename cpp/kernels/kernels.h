@@ -22,7 +22,7 @@ struct Bf16 {
   uint16_t bits;
 };
 
-// How far ahead of a contiguous stream bf16 kernels prefetch into L2; 0 leaves it to the hardware. Intel's (Sapphire
+// How far ahead of a contiguous stream kernels prefetch into L2; 0 leaves it to the hardware. Intel's (Sapphire
 // Rapids) does not keep up: dense attention reaches 50 % of a sequential read on one core and 57 % on fifteen; with
 // this 74 and 79 %. On Zen 4, whose prefetchers do, every software prefetch of a stream costs bandwidth.
 #if defined(__x86_64__)

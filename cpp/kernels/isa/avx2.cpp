@@ -10,9 +10,8 @@
 namespace offload::avx2 {
 
 inline constexpr int W = 8;
-inline constexpr int kRowTile = 2;
-inline constexpr int kValueTile = 4;   // vectors of a value row accumulated together
-inline constexpr int kValueHeads = 2;  // for so many heads at a time
+inline constexpr int kRowTile = 4;
+inline constexpr int kValueTiles[] = {8, 4, 4, 2};  // vectors of a value row accumulated together for 1, 2, .. heads
 using F = __m256;
 
 static inline F f_set1(float x) { return _mm256_set1_ps(x); }
@@ -97,7 +96,14 @@ static inline void f_transpose(F* x) {
 template <int G, int R>
 static inline void f_store_sums(const F* sums, float scale, float* out, int64_t stride) {
   for (int g = 0; g < G; ++g) {
-    for (int r = 0; r < R; ++r) out[g * stride + r] = scale * f_sum(sums[g * R + r]);
+    const F* s = sums + g * R;
+    if constexpr (R == 4) {
+      const F halves = _mm256_hadd_ps(_mm256_hadd_ps(s[0], s[1]), _mm256_hadd_ps(s[2], s[3]));
+      const __m128 whole = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+      _mm_storeu_ps(out + g * stride, _mm_mul_ps(whole, _mm_set1_ps(scale)));
+    } else {
+      for (int r = 0; r < R; ++r) out[g * stride + r] = scale * f_sum(s[r]);
+    }
   }
 }
 
@@ -159,6 +165,19 @@ static inline void b_store_sums(const ByteSums& sums, uint16_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute2x128_si256(low, high, 0x20));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), _mm256_permute2x128_si256(low, high, 0x31));
 }
+
+// A word has two bf16, either of which is the upper half of a float: cheaper than widening.
+template <class T>
+struct Columns;
+template <>
+struct Columns<Bf16> {
+  static constexpr int kVectors = 2;
+  static void load(const Bf16* p, F* vectors) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    vectors[0] = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    vectors[1] = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+};
 
 // clang-format off
 #include "kernels/bodies-inl.h"

@@ -2,8 +2,7 @@
 
 inline constexpr int W = 16;
 inline constexpr int kRowTile = 4;
-inline constexpr int kValueTile = 8;   // vectors of a value row accumulated together
-inline constexpr int kValueHeads = 2;  // for so many heads at a time
+inline constexpr int kValueTiles[] = {8, 8};  // vectors of a value row accumulated together for 1, 2, .. heads
 using F = __m512;
 
 static inline F f_set1(float x) { return _mm512_set1_ps(x); }

@@ -9,8 +9,7 @@ namespace offload::neon {
 
 inline constexpr int W = 4;
 inline constexpr int kRowTile = 4;
-inline constexpr int kValueTile = 8;   // vectors of a value row accumulated together
-inline constexpr int kValueHeads = 2;  // for so many heads at a time
+inline constexpr int kValueTiles[] = {8, 8};  // vectors of a value row accumulated together for 1, 2, .. heads
 using F = float32x4_t;
 
 static inline F f_set1(float x) { return vdupq_n_f32(x); }

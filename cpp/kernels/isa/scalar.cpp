@@ -8,9 +8,9 @@
 namespace offload::scalar {
 
 inline constexpr int W = 1;
-inline constexpr int kRowTile = 4;     // key rows scored together
-inline constexpr int kValueTile = 16;  // vectors of a value row accumulated together
-inline constexpr int kValueHeads = 4;  // for so many heads at a time
+inline constexpr int kRowTile = 4;  // key rows scored together
+inline constexpr int kValueTiles[] = {16, 16, 16,
+                                      16};  // vectors of a value row accumulated together for 1, 2, .. heads
 using F = float;
 
 static inline F f_set1(float x) { return x; }

@@ -2,9 +2,10 @@
 
 Each KV head keeps its tokens in `estimate_clusters` clusters of their keys (cosine; a few
 iterations of k-means on a sample of the prompt's keys, then every key joins one). A cluster is one
-more row of attention: the mean of its keys and of its values, with the logarithm of how many of its tokens were
-not chosen added to its score. Means are those of all members, chosen or not; only the count tells.
-Tokens join the nearest cluster when they leave the recent window (`cpp/attention/estimate.cpp`).
+more row of attention: the mean of its keys and of its values, with the logarithm of how many of its
+tokens were not chosen added to its score. Means are those of all members, chosen or not; only the
+count tells. Tokens join the nearest cluster when they leave the recent window
+(`cpp/attention/estimate.cpp`).
 
 Dropping is wrong where attention is flat, as in counting words: exact top-k of 4 % of the tokens is
 0.0066 of KL away from full attention there, with 64 clusters beside them 0.0007 (hard tasks of

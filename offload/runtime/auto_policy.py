@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 # Up to which context exact attention is faster than lychee_cluster on a CPU that nobody measured:
 # in docs/results.md the policy is 1.10 times as fast at 8,192 tokens and 0.93 times at 4,096.
 CROSSOVER_TOKENS = 8192
+# Of each KV head on a CPU. At 24K tokens they halve what lychee_cluster loses of hard look-ups.
+ESTIMATE_CLUSTERS = 64
 
 
 @dataclass(frozen=True)
@@ -220,10 +222,22 @@ def _on_cpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
         where = " on this machine" if measured else ""
         return Full(), f"exact: contexts up to {tokens:,} tokens are faster so{where}"
     dense_until = None if tokens == budget else tokens
-    policy = make_policy("lychee_cluster", budget_tokens=budget, dense_until=dense_until)
+    policy = _selecting_on_cpu(auto, dense_until)
     if not _can_run(policy, work.shape):
         return Full(), "exact: no other policy takes this model"
-    return policy, f"exact up to {tokens:,} tokens, then {policy.name}, budget {budget:,}"
+    return policy, (
+        f"exact up to {tokens:,} tokens, then {policy.name}, budget {budget:,}, the rest estimated "
+        f"by {ESTIMATE_CLUSTERS} clusters a head"
+    )
+
+
+def _selecting_on_cpu(auto: Auto, dense_until: int | None = None) -> Policy:
+    return make_policy(
+        "lychee_cluster",
+        budget_tokens=auto.budget_tokens,
+        dense_until=dense_until,
+        estimate_clusters=ESTIMATE_CLUSTERS,
+    )
 
 
 def crossover(auto: Auto, work: Workload, profile: MachineProfile | None) -> tuple[int, bool]:
@@ -238,7 +252,7 @@ def crossover(auto: Auto, work: Workload, profile: MachineProfile | None) -> tup
     # Without one of its keys nothing is known, and nobody waits for the policy to be imported.
     if profile is None or not any("LycheeCluster(" in key for key in profile.select_scale):
         return faster_from, False
-    policy = make_policy("lychee_cluster", budget_tokens=auto.budget_tokens)
+    policy = _selecting_on_cpu(auto)
     measured, found = False, max(work.kv_len, faster_from)
     longest = replace(work, policy=policy, kv_len=found)
     states = functools.cache(lambda: _kept_per_token(longest))

@@ -37,6 +37,7 @@ from offload.runtime.shared_model import SharedModel
 
 GIB = 2**30
 CONTEXT = 131072
+ESTIMATED = "the rest estimated by 64 clusters a head"
 
 
 def resolved(
@@ -129,8 +130,8 @@ def test_policies_that_refuse_the_model(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_cpu_that_nobody_measured() -> None:
     policy, reason = resolved(Room(on_gpu=False))
-    assert policy == make_policy("lychee_cluster", dense_until=8192)
-    assert reason == "exact up to 8,192 tokens, then lychee_cluster, budget 1,024"
+    assert policy == make_policy("lychee_cluster", dense_until=8192, estimate_clusters=64)
+    assert reason == f"exact up to 8,192 tokens, then lychee_cluster, budget 1,024, {ESTIMATED}"
     policy, reason = resolved(Room(on_gpu=False), tokens=8192)
     assert policy == Full()
     assert reason == "exact: contexts up to 8,192 tokens are faster so"
@@ -139,14 +140,14 @@ def test_a_cpu_that_nobody_measured() -> None:
 @pytest.mark.parametrize("profile", [None, machine_profile(device=None)])
 def test_a_budget_beyond_the_crossover(profile: MachineProfile | None) -> None:
     policy, reason = resolved(Room(on_gpu=False, profile=profile), budget=16384)
-    assert policy == make_policy("lychee_cluster", budget_tokens=16384)
-    assert reason == "exact up to 16,384 tokens, then lychee_cluster, budget 16,384"
+    assert policy == make_policy("lychee_cluster", budget_tokens=16384, estimate_clusters=64)
+    assert reason == f"exact up to 16,384 tokens, then lychee_cluster, budget 16,384, {ESTIMATED}"
 
 
 def measured(scales: dict[int, float]) -> MachineProfile:
     """Of a CPU on which what lychee_cluster looks at takes so many times as long as its bytes, by
     context; exact attention takes as long as its bytes."""
-    policy = make_policy("lychee_cluster")
+    policy = make_policy("lychee_cluster", estimate_clusters=64)
     keys = {policy_key(policy, LLAMA, kv_len): scale for kv_len, scale in scales.items()}
     speed = straight(10.0, 1 / 1e5)
     return machine_profile(
@@ -174,8 +175,11 @@ def test_the_crossover(scales: dict[int, float], tokens: int) -> None:
         assert policy == Full()
         assert reason == f"exact: contexts up to {CONTEXT:,} tokens are faster so on this machine"
     else:
-        assert policy == make_policy("lychee_cluster", dense_until=tokens)
-        assert reason == f"exact up to {tokens:,} tokens, then lychee_cluster, budget 1,024"
+        assert policy == make_policy("lychee_cluster", dense_until=tokens, estimate_clusters=64)
+        assert (
+            reason
+            == f"exact up to {tokens:,} tokens, then lychee_cluster, budget 1,024, {ESTIMATED}"
+        )
 
 
 def test_a_checkpoint_that_names_no_positions() -> None:
@@ -194,7 +198,7 @@ def of_config(folder: Path, **options: Any) -> tuple[RuntimeConfig, str]:
 def test_a_config_is_resolved_once(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="offload.runtime.auto_policy"):
         config, reason = of_config(llama_folder, policy="auto", cache_correction_every=32)
-    assert config.policy == make_policy("lychee_cluster", dense_until=8192)
+    assert config.policy == make_policy("lychee_cluster", dense_until=8192, estimate_clusters=64)
     assert config.cache_correction_every == 32
     assert caplog.messages == [f"auto: {reason}"]
     assert with_resolved_policy(check_checkpoint(llama_folder), config, None) == (config, "")

@@ -11,7 +11,9 @@ import torch
 from offload.decode.gpu.placement import UInt8Array, kv_head_roles
 from offload.decode.gpu.resident_kv import window_of
 from offload.models.shape import ModelShape
-from offload.policies.base import DENSE, RETRIEVE, SELECT, Policy
+from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
+from offload.policies.estimate import estimate_bytes
+from offload.policies.sequence_state import capacity_for
 
 _LEAST_TOKENS = 32768
 _SHORT_BUDGETS = 16  # lychee_cluster calls contexts of so many budgets short
@@ -91,11 +93,17 @@ class Workload:
 
     @property
     def kept_bytes(self) -> float:
-        """What the policy keeps of one sequence, in all layers."""
+        """What the policy keeps of one sequence, in all layers, with what estimates the rest."""
         roles = self.roles()
+        estimating = 0.0
+        if self.is_sparse and self.policy.estimate_clusters:
+            heads = int(((roles == SELECT) | (roles == REUSE)).sum())
+            estimating = heads * estimate_bytes(
+                self.policy.estimate_clusters, self.shape.head_dim, capacity_for(self.kv_len)
+            )
         asked = ((roles == SELECT) | (roles == RETRIEVE)).any(axis=1)
         members = self.unit_members[asked]
-        return sum(
+        return estimating + sum(
             float((members == index).sum()) * num_bytes
             for index, num_bytes in enumerate(self.head_state_bytes)
         )

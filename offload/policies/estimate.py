@@ -140,8 +140,7 @@ class EstimateState(LayerState):
         own = self._own.num_bytes(shape) if self._asks(shape.layer_idx) else 0
         if shape.layer_idx not in self.estimating:
             return own
-        of_cluster = 4 * (2 * shape.head_dim + 2)
-        of_head = HEADER.itemsize + (self._num_clusters + 1) * of_cluster + shape.capacity_tokens
+        of_head = estimate_bytes(self._num_clusters, shape.head_dim, shape.capacity_tokens)
         return own + shape.num_kv_heads * of_head
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int, pool: WorkerPool) -> State:
@@ -212,6 +211,12 @@ class EstimateState(LayerState):
             header["end"][head] = end
             header["taken"][head] = 0
         return True
+
+
+def estimate_bytes(num_clusters: int, head_dim: int, capacity_tokens: int) -> int:
+    """Of the clusters of one KV head of a layer."""
+    of_cluster = 4 * (2 * head_dim + 2)
+    return HEADER.itemsize + (num_clusters + 1) * of_cluster + capacity_tokens
 
 
 class EstimateLayout(StateLayout):

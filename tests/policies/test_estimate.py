@@ -22,7 +22,14 @@ from cases.seeded import new_rng
 
 from cpu_ops.native import available_isas
 from offload.policies import ExactTopK, Full, TidalDecode
-from offload.policies.estimate import MAX_CLUSTERS, NO_CLUSTER, EstimateState, cluster_keys
+from offload.policies.estimate import (
+    MAX_CLUSTERS,
+    NO_CLUSTER,
+    EstimateState,
+    cluster_keys,
+    estimate_bytes,
+)
+from offload.policies.layer_state import StateShape
 from offload.policies.registry import available_policies, make_policy
 
 OPTIONS = {"budget_tokens": 48, "sink_tokens": 4, "dense_layers": 0}
@@ -231,6 +238,21 @@ def test_growing_keeps_what_is_there(pool):
     before = {name: array.copy() for name, array in few.items()}
     assert_same_arrays(state.grow(1, few, 999, pool), many)
     assert_same_arrays(few, before)
+
+
+def test_bytes_are_known_before(pool):
+    state = EstimateState(small("quest"), 8)
+    state.asking = state.estimating = frozenset({1})
+    arrays = state.build(build_context(torch.randn(3, 200, 64), capacity_tokens=999, pool=pool))
+    own = small("quest").state.build(
+        build_context(torch.randn(3, 200, 64), capacity_tokens=999, pool=pool)
+    )
+    estimating = sum(x.nbytes for name, x in arrays.items() if name not in own)
+    assert estimating == 3 * estimate_bytes(8, 64, 999)
+    shape = StateShape(
+        num_qo_heads=3, num_kv_heads=3, head_dim=64, item_bytes=4, capacity_tokens=999, layer_idx=1
+    )
+    assert estimating <= state.num_bytes(shape) - small("quest").state.num_bytes(shape)
 
 
 def test_truncation(pool):

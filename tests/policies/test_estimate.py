@@ -282,3 +282,17 @@ def test_the_sequence_may_be_of_several_rows(pool):
 def test_bad_numbers_of_clusters(wrong):
     with pytest.raises(ValueError, match=r"estimate_clusters must be .*got"):
         ExactTopK(estimate_clusters=wrong)
+
+
+def test_saved_and_forked(pool):
+    """The clusters go with a sequence that is saved, and with its forks."""
+    cache, queries = make_case(torch.float32, 300, rows=1)
+    attention = cache.attention(pool, GROUP_SIZE, small("lychee_cluster"))
+    attend(attention, [cache.seq], [300], queries)
+    states = attention.states
+    child = cache.store.fork(cache.seq)
+    states.fork(cache.seq, child)
+    assert_same_arrays(arrays_of(attention, child), arrays_of(attention, cache.seq))
+    other = cache.store.new_sequence()
+    states.restore(other, states.save(cache.seq))
+    assert_same_arrays(arrays_of(attention, other), arrays_of(attention, cache.seq))

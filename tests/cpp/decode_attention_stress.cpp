@@ -40,6 +40,8 @@ void check_page_layout(const AttentionShape& shape) {
 constexpr int kMaxTokens = 4096;
 constexpr int64_t kNumLayers = 3;
 constexpr int64_t kNumArrays = 3;  // of one of two members
+constexpr int64_t kAllArrays = 2 * kNumArrays + kNumEstimateArrays;
+constexpr int64_t kClusters = 5;
 
 // A sequence: its pages, and the arrays a policy keeps for it.
 struct Sequence {
@@ -48,10 +50,19 @@ struct Sequence {
   std::vector<float> attended;    // [members, units, kMaxTokens]
   std::vector<int64_t> appends;   // [members, units]
   std::vector<int32_t> proposed;  // [members, units, kMaxTokens]
-  void* arrays[2 * kNumArrays];   // of all layers: PolicyFunctions::num_arrays, by which layers lie apart, is 0
+  std::vector<EstimateHeader> headers;
+  std::vector<float> means[2], inverse_norms, undo;
+  std::vector<int32_t> counts;
+  std::vector<uint8_t> cluster_of;
+  void* arrays[(kNumLayers + 1) * kAllArrays];  // all layers have the same
 
   Sequence(const AttentionShape& shape, int64_t kv_len)
-      : attended(2 * static_cast<size_t>(shape.num_qo_heads) * kMaxTokens, 0.0f),
+      : headers(static_cast<size_t>(shape.num_kv_heads), EstimateHeader{0, kv_len, 0, 0}),
+        inverse_norms(headers.size() * kClusters, 1.0f),
+        undo(headers.size() * static_cast<size_t>(2 * shape.head_dim + 2), 0.0f),
+        counts(headers.size() * kClusters, 1),
+        cluster_of(headers.size() * static_cast<size_t>(kv_len), kNoCluster),
+        attended(2 * static_cast<size_t>(shape.num_qo_heads) * kMaxTokens, 0.0f),
         appends(2 * static_cast<size_t>(shape.num_qo_heads), 0),
         proposed(2 * static_cast<size_t>(shape.num_qo_heads) * kMaxTokens, 0) {
     const int64_t page_tokens = int64_t{1} << shape.page_shift;
@@ -60,20 +71,39 @@ struct Sequence {
       pages.back().fill([] { return from_float<Bf16>(normal()).bits; });
       addresses.push_back(reinterpret_cast<int64_t>(pages.back().data()));
     }
+    for (std::vector<float>& of : means) {
+      of.resize(counts.size() * static_cast<size_t>(shape.head_dim));
+      for (float& x : of) x = normal();
+    }
+    first_means[0] = means[0];
+    first_means[1] = means[1];
     point();
   }
   void point() {
-    for (size_t member = 0; member < 2; ++member) {
-      void** own = arrays + member * kNumArrays;
+    for (size_t i = 0; i < 2 * (kNumLayers + 1); ++i) {
+      const size_t member = i % 2;
+      void** own = arrays + i / 2 * kAllArrays + member * kNumArrays;
       own[0] = attended.data() + member * attended.size() / 2;
       own[1] = appends.data() + member * appends.size() / 2;
       own[2] = proposed.data() + member * proposed.size() / 2;
+      void* const of_estimate[] = {headers.data(), means[0].data(), means[1].data(),  inverse_norms.data(),
+                                   counts.data(),  undo.data(),     cluster_of.data()};
+      std::copy_n(of_estimate, kNumEstimateArrays, arrays + (i / 2 + 1) * kAllArrays - kNumEstimateArrays);
     }
   }
   void reset() {
     std::fill(attended.begin(), attended.end(), 0.0f);
     std::fill(appends.begin(), appends.end(), 0);
+    for (EstimateHeader& header : headers) header = {0, header.capacity, 0, 0};
+    std::copy(first_means[0].begin(), first_means[0].end(), means[0].begin());
+    std::copy(first_means[1].begin(), first_means[1].end(), means[1].begin());
+    std::fill(inverse_norms.begin(), inverse_norms.end(), 1.0f);
+    std::fill(counts.begin(), counts.end(), 1);
+    std::fill(cluster_of.begin(), cluster_of.end(), kNoCluster);
   }
+
+ private:
+  std::vector<float> first_means[2];
 };
 
 void observe(PolicyContext* context) {
@@ -233,6 +263,7 @@ PolicyFunctions make_policy(bool scans_keys, bool per_query_head) {
   policy.budget_tokens = policy.dense_tokens = 64;
   policy.sink_tokens = 4;
   policy.recent_tokens = 8;
+  policy.num_arrays = kAllArrays;
   policy.scans_keys = scans_keys;
   policy.per_query_head = per_query_head;
   policy.select = scans_keys ? select_scanned : select_scored;
@@ -292,6 +323,7 @@ void stress(const AttentionShape& shape, int rounds) {
         step.policy.others[0].first_array = kNumArrays;
       }
       if (!step.policy.shares_selection && uniform(0, 1) != 0) step.policy.top_p = 0.7;
+      if (uniform(0, 1) != 0) step.policy.estimate_clusters = kClusters;
       if (round % 2 == 1) parallel.start_profile();
       step.options.window_on_device = uniform(0, 1) != 0;
       step.options.sink_tokens = step.policy.sink_tokens;

@@ -141,7 +141,7 @@ class SparsePolicy(Policy):
         dense_until: sequences of at most so many tokens attend to all of them; None: budget_tokens.
             At least sinks and recent window. A GPU takes no other number than budget_tokens.
         estimate_clusters: of each KV head, which stand for the tokens that are not chosen
-            (`estimate`), up to 128; 0: those are dropped.
+            (`estimate`), up to 255; 0: those are dropped.
     """
 
     budget_tokens: int = 1024
@@ -165,8 +165,8 @@ class SparsePolicy(Policy):
                 "sink_tokens and dense_layers must not be negative,"
                 f" got {self.sink_tokens} and {self.dense_layers}"
             )
-        if not 0 <= self.estimate_clusters <= 128:
-            raise ValueError(f"estimate_clusters must be in [0, 128], got {self.estimate_clusters}")
+        if not 0 <= self.estimate_clusters <= 255:
+            raise ValueError(f"estimate_clusters must be in [0, 255], got {self.estimate_clusters}")
         if self.recent_tokens < 1:
             raise ValueError(
                 f"recent_tokens must be at least 1 (the newest token), got {self.recent_tokens}"

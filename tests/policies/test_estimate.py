@@ -93,7 +93,7 @@ def run(cache, policy, pool, queries, kv_len, isa=None):
         ["exact_topk", "lychee_cluster", "streaming_llm", "quest", "sketch"],
         [torch.float32, torch.float16, torch.bfloat16],
         [49, 257, 1027],
-        [1, 7, 64, 128],
+        [1, 7, 64, 255],
     ),
     ids=str,
 )

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.policies import Policy
-from offload.policies.registry import make_policy
 from offload.system.json_file import read_json
 
 PACKAGED = Path(__file__).with_name("measured_loss.json")
-# Where a policy selects: with a GPU by the query of the step before, on a CPU by the true one.
+# Where a policy selects: with a GPU by a predicted query, on a CPU by the true one.
 HOT_ROWS, TRUE_QUERY = "hot rows", "true query"
 MOST_POINTS = 1.0  # that a policy may lose
 WIDEST_POINTS = 1.5  # half of an interval that shows something
@@ -59,16 +57,6 @@ class Loss:
         """By the point estimate."""
         return self.points >= -MOST_POINTS
 
-    def is_of(self, policy: Policy) -> bool:
-        """The policy has the options that were measured, whatever its budget and dense_until."""
-        if policy.name != self.policy:
-            return False
-        own = {name: getattr(policy, name) for name in ("budget_tokens", "dense_until")}
-        try:
-            return make_policy(self.policy, **{**self.options, **own}) == policy
-        except ValueError:  # a budget so small that sinks and recent window are others
-            return False
-
 
 @dataclass(frozen=True)
 class LossTable:
@@ -96,25 +84,30 @@ class LossTable:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"table of measured losses {path} is damaged: {error!r}") from error
 
-    def find(self, policy: Policy, where: str, context: int) -> Loss | None:
-        """What the policy loses there; None: it was not measured.
+    def find(
+        self, policy: str, options: Mapping[str, Any], where: str, context: int
+    ) -> Loss | None:
+        """What the policy of that name loses there; None: it was not measured with such options.
 
-        Of the budgets that were measured the largest one up to the policy's, and of the contexts
-        the longest one up to `context`; the smallest where all are beyond.
+        Of the budgets that were measured the largest one up to that of `options`, and of the
+        contexts the longest one up to `context`; the smallest where all are beyond.
         """
-        found = [x for x in self.losses if x.where == where and x.is_of(policy)]
+        wanted = _but_budget(options)
+        of_policy = (x for x in self.losses if (x.policy, x.where) == (policy, where))
+        found = [x for x in of_policy if _but_budget(x.options) == wanted]
         if not found:
             return None
-        budget = _up_to(policy.budget_tokens, (x.options["budget_tokens"] for x in found))
+        budget = _up_to(options["budget_tokens"], (x.options["budget_tokens"] for x in found))
         found = [x for x in found if x.options["budget_tokens"] == budget]
         longest = _up_to(context, (x.context for x in found))
         return next(x for x in found if x.context == longest)
 
-    def told(self, loss: Loss | None, policy: Policy, model: str) -> str:
-        """A clause that says what `policy` loses, and how sure that is.
+    def told(self, loss: Loss | None, budget_tokens: int, model: str) -> str:
+        """A clause that says what a policy loses, and how sure that is.
 
         Args:
             loss: as `find` has it.
+            budget_tokens: of the policy that runs.
             model: name of the checkpoint that runs; "": none that has one.
         """
         if loss is None:
@@ -125,7 +118,7 @@ class LossTable:
         said += "full attention"
         notes = [f"on {MEASURED_MODEL}"] if model != self.model else []
         budget = loss.options["budget_tokens"]
-        notes += [f"with budget {budget:,}"] if budget != policy.budget_tokens else []
+        notes += [f"with budget {budget:,}"] if budget != budget_tokens else []
         said += f" (measured {' '.join(notes)})" if notes else ""
         if loss.interval[1] < 0:
             return f"{said}, which shows a loss"
@@ -136,6 +129,10 @@ class LossTable:
 def measured_losses() -> LossTable:
     """The table that comes with the package."""
     return LossTable.load()
+
+
+def _but_budget(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "budget_tokens"}
 
 
 def _pair(row: Mapping[str, Any]) -> tuple[float, float]:

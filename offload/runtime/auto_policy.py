@@ -167,10 +167,23 @@ def told_loss(checkpoint: Checkpoint, config: RuntimeConfig) -> str:
     if not policy.selects or policy.dense_tokens >= context:
         return ""
     where = TRUE_QUERY if config.device == "cpu" else HOT_ROWS
-    loss = measured_losses().find(policy, where, context)
+    loss = _loss_of(policy, where, context)
     if loss is None or loss.is_small or loss.context > context:
         return ""
-    return measured_losses().told(loss, policy, embedded_name(checkpoint.folder) or "")
+    model = embedded_name(checkpoint.folder) or ""
+    return measured_losses().told(loss, policy.budget_tokens, model)
+
+
+def _loss_of(policy: Policy, where: str, context: int) -> Loss | None:
+    """As `LossTable.find`, of a policy whose other options are the defaults; else None."""
+    options = {"budget_tokens": policy.budget_tokens}
+    if policy.estimate_clusters:
+        options["estimate_clusters"] = policy.estimate_clusters
+    try:
+        usual = make_policy(policy.name, dense_until=policy.dense_until, **options)
+    except ValueError:  # a budget so small that sinks and recent window are others
+        return None
+    return measured_losses().find(policy.name, options, where, context) if usual == policy else None
 
 
 def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
@@ -187,7 +200,7 @@ def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
         return policy, f"{count}, exact"
     num_hot = sum(placement.counts(Place.HOT))
     count += f", hot rows of {num_hot}" if num_hot else ""
-    told = measured_losses().told(loss, policy, room.model)
+    told = measured_losses().told(loss, auto.budget_tokens, room.model)
     return policy, f"{count}, {policy.name}, budget {auto.budget_tokens:,}; {told}"
 
 
@@ -205,7 +218,7 @@ def _chosen_on_gpu(auto: Auto, work: Workload, num_ranks: int) -> tuple[Policy, 
     able = [policy for policy in made if _can_run(policy, work.shape, num_ranks)]
     if not able:
         return Full(), None
-    found = ((policy, measured_losses().find(policy, HOT_ROWS, work.kv_len)) for policy in able)
+    found = ((policy, _loss_of(policy, HOT_ROWS, work.kv_len)) for policy in able)
     measured = [(policy, loss) for policy, loss in found if loss is not None]
     if not measured:
         return able[0], None
@@ -261,8 +274,8 @@ def _on_cpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     policy = _selecting_on_cpu(auto, dense_until)
     if not _can_run(policy, work.shape):
         return Full(), "exact: no other policy takes this model"
-    losses = measured_losses()
-    told = losses.told(losses.find(policy, TRUE_QUERY, work.kv_len), policy, room.model)
+    loss = _loss_of(policy, TRUE_QUERY, work.kv_len)
+    told = measured_losses().told(loss, budget, room.model)
     return policy, (
         f"exact up to {tokens:,} tokens, then {policy.name}, budget {budget:,}, the rest estimated "
         f"by {ESTIMATE_CLUSTERS} clusters a head; {told}"

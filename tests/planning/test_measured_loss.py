@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from offload.planning.measured_loss import HOT_ROWS, TRUE_QUERY, Loss, LossTable, measured_losses
-from offload.policies.registry import make_policy
 
-TIDAL = make_policy("tidal_decode")
+TIDAL = ("tidal_decode", {"budget_tokens": 1024})
 
 
 def row(**changed: Any) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def table(tmp_path: Path, *rows: dict[str, Any]) -> LossTable:
 )
 def test_the_longest_context_up_to_the_wanted_one(tmp_path: Path, context: int, found: int) -> None:
     losses = table(tmp_path, row(context=24576), row())
-    loss = losses.find(TIDAL, HOT_ROWS, context)
+    loss = losses.find(*TIDAL, HOT_ROWS, context)
     assert loss is not None
     assert loss.context == found
 
@@ -46,19 +45,18 @@ def test_the_longest_context_up_to_the_wanted_one(tmp_path: Path, context: int, 
 @pytest.mark.parametrize(("budget", "found"), [(256, 512), (1023, 512), (1024, 1024), (4096, 1024)])
 def test_the_nearest_budget(tmp_path: Path, budget: int, found: int) -> None:
     losses = table(tmp_path, row(), row(options={"budget_tokens": 512}))
-    policy = make_policy("tidal_decode", budget_tokens=budget)
-    loss = losses.find(policy, HOT_ROWS, 8192)
+    loss = losses.find("tidal_decode", {"budget_tokens": budget}, HOT_ROWS, 8192)
     assert loss is not None
     assert loss.options["budget_tokens"] == found
-    assert (f"with budget {found:,}" in losses.told(loss, policy, "m")) == (found != budget)
+    assert (f"with budget {found:,}" in losses.told(loss, budget, "m")) == (found != budget)
 
 
 def test_what_was_not_measured(tmp_path: Path) -> None:
     losses = table(tmp_path, row())
-    assert losses.find(TIDAL, TRUE_QUERY, 8192) is None
-    assert losses.find(make_policy("quest"), HOT_ROWS, 8192) is None
-    assert losses.find(make_policy("tidal_decode", sink_tokens=8), HOT_ROWS, 8192) is None
-    assert losses.told(None, TIDAL, "m") == "loss of hard look-ups not measured"
+    assert losses.find(*TIDAL, TRUE_QUERY, 8192) is None
+    assert losses.find("quest", TIDAL[1], HOT_ROWS, 8192) is None
+    assert losses.find("tidal_decode", {**TIDAL[1], "sink_tokens": 8}, HOT_ROWS, 8192) is None
+    assert losses.told(None, 1024, "m") == "loss of hard look-ups not measured"
 
 
 @pytest.mark.parametrize(
@@ -73,8 +71,8 @@ def test_a_clause(tmp_path: Path, points: float, half_width: float, end: str) ->
     interval = [points - half_width, points + half_width]
     losses = table(tmp_path, row(points=points, interval=interval, context=24000))
     loss = losses.losses[0]
-    assert losses.told(loss, TIDAL, "m") == f"hard look-ups at 24,000 tokens: {end}"
-    assert "(measured on SmolLM2-135M)" in losses.told(loss, TIDAL, "")
+    assert losses.told(loss, 1024, "m") == f"hard look-ups at 24,000 tokens: {end}"
+    assert "(measured on SmolLM2-135M)" in losses.told(loss, 1024, "")
 
 
 def test_an_interval_shows_something_up_to_its_limit() -> None:
@@ -106,6 +104,6 @@ def test_a_damaged_table_names_its_file(tmp_path: Path, document: Any) -> None:
 def test_the_packaged_table() -> None:
     losses = measured_losses()
     assert losses.model == "smollm2-135m-instruct-32k"
-    loss = losses.find(make_policy("per_head"), HOT_ROWS, 131072)
+    loss = losses.find("per_head", TIDAL[1], HOT_ROWS, 131072)
     assert loss is not None
     assert (loss.context, loss.prompts) == (24576, 80)

@@ -2,7 +2,8 @@
 
 A table stands between `<!-- perf:NAME -->` and `<!-- /perf:NAME -->`. With --check nothing is
 written, and the exit code is 1 if a file would change. Tables of a GPU are empty until one was
-measured: few machines have one.
+measured: few machines have one. The table that `auto` chooses by,
+offload/planning/measured_loss.json, is written from there, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from offload.planning import measured_loss
+from perf import results_file
 from perf.plots import (
     is_current,
     plot_rooms,
@@ -28,6 +31,7 @@ from perf.tables import (
     ahead_tables,
     gpu_tables,
     latency_tables,
+    loss_tables,
     ruler_tables,
     selection_tables,
     tables,
@@ -46,6 +50,12 @@ def _gpu_results() -> Results:
     return {part: found for part, found in of_part.items() if found is not None}
 
 
+def _hard_results() -> Results:
+    """Of `offload eval ruler --tasks hard`."""
+    names = sorted(path.stem for path in results_file.RESULTS.glob("hard-ruler*.json"))
+    return {name: found for name in names if (found := read_results(name)) is not None}
+
+
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decode": ("decode", tables.decode_table),
@@ -59,6 +69,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "latency": ("latency", latency_tables.latency_table),
     "latency-phases": ("latency", latency_tables.latency_phases_table),
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
+    "measured-loss": ("hard-ruler", lambda _: loss_tables.loss_table(_hard_results())),
     "ruler": ("ruler", ruler_tables.ruler_table),
     "ruler-ablation": ("ruler-ablation", ruler_tables.ruler_ablation_table),
     "selection": ("selection", selection_tables.selection_table),
@@ -129,11 +140,14 @@ def _content(name: str) -> str:
 
 
 def outdated() -> list[Path]:
-    """Documents whose sections differ from perf/results."""
-    return [path for path in documents() if _rendered(path) != path.read_text("utf-8")]
+    """Documents whose sections differ from perf/results, and the package's table if it does."""
+    paths = [*documents(), measured_loss.PACKAGED]
+    return [x for x in paths if not x.exists() or _rendered(x) != x.read_text("utf-8")]
 
 
 def _rendered(path: Path) -> str:
+    if path == measured_loss.PACKAGED:
+        return loss_tables.packaged_losses(_hard_results())
     return render(path.read_text("utf-8"), path.parent)
 
 

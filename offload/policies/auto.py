@@ -13,8 +13,8 @@ _LEAST_TOKENS = 80
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """Exact attention while nothing else is faster, else the fastest policy that loses nothing in
-    docs/results.md; `offload.runtime.auto_policy` says which.
+    """Exact attention while nothing else is faster, else what a table of measured losses says;
+    `offload.runtime.auto_policy` has the rule.
 
     Args:
         budget_tokens: of the policy that it comes to, if that one selects.

@@ -1,8 +1,9 @@
 """What `auto` comes to when a model is opened or planned, and why.
 
-With a GPU that has room for the longest context: exact attention, all of it there. With less room:
-the fastest of the policies that lose nothing in docs/results.md. On a CPU: exact attention up to
-the context from which lychee_cluster is faster, then that.
+With a GPU that has room for the longest context: exact attention, all of it there. With less room,
+by the table of `offload.planning.measured_loss`: the fastest policy that is shown to lose at most a
+point of hard look-ups; where none is, the one that keeps most. On a CPU: exact attention up to the
+context from which lychee_cluster is faster, then that. The reason ends with what was measured.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import torch
 from offload.decode.gpu.free_room import SPARE_BYTES
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.checkpoint import Checkpoint
+from offload.loading.gguf import embedded_name
 from offload.loading.planned_model import PlannedModel
 from offload.models.shape import ModelShape, layer_elements
 from offload.planning.choose import DeviceRoom, choose_beside_prefill, least_placement
+from offload.planning.measured_loss import HOT_ROWS, TRUE_QUERY, Loss, measured_losses
 from offload.planning.placement_bytes import head_state_bytes, next_prompt_bytes
 from offload.planning.profile import MachineProfile, typical_profile
 from offload.planning.step_time import StepModel
@@ -43,7 +46,7 @@ logger = logging.getLogger(__name__)
 # Up to which context exact attention is faster than lychee_cluster on a CPU that nobody measured:
 # in docs/results.md the policy is 1.10 times as fast at 8,192 tokens and 0.93 times at 4,096.
 CROSSOVER_TOKENS = 8192
-# Of each KV head on a CPU. At 24K tokens they halve what lychee_cluster loses of hard look-ups.
+# Of each KV head on a CPU: by the table's point estimates lychee_cluster keeps more with them.
 ESTIMATE_CLUSTERS = 64
 
 
@@ -58,6 +61,7 @@ class Room:
         profile: of this machine; None: it was never measured.
         num_ranks: processes that run the model together.
         exact_because: on a CPU, why a policy that selects is out of the question; "": it is not.
+        model: name of the embedded model that runs; "": another one does.
     """
 
     on_gpu: bool
@@ -66,6 +70,7 @@ class Room:
     profile: MachineProfile | None = None
     num_ranks: int = 1
     exact_because: str = ""
+    model: str = ""
 
 
 def with_resolved_policy(
@@ -82,7 +87,8 @@ def with_resolved_policy(
         checkpoint.loaded_dtype(config.dtype),
         checkpoint.weight_bytes(config.dtype),
     )
-    return resolved_config(config, checkpoint.shape, dtype, weight_bytes, ranks)
+    model = embedded_name(checkpoint.folder) or ""
+    return resolved_config(config, checkpoint.shape, dtype, weight_bytes, ranks, model)
 
 
 def resolved_config(
@@ -91,8 +97,13 @@ def resolved_config(
     dtype: torch.dtype,
     weight_bytes: int,
     ranks: TensorParallel | None = None,
+    model: str = "",
 ) -> tuple[RuntimeConfig, str]:
-    """As `with_resolved_policy`, of a model of this shape with so many bytes of weights."""
+    """As `with_resolved_policy`, of a model of this shape with so many bytes of weights.
+
+    Args:
+        model: as `Room` has it.
+    """
     auto = config.policy
     if not isinstance(auto, Auto):
         return config, ""
@@ -100,7 +111,7 @@ def resolved_config(
     named = shape if shape.max_context else replace(shape, max_context=sys.maxsize)
     tokens = longest_context(config, named, dtype, host_kv_bytes)
     work = Workload(shape, auto, tokens, dtype=dtype, page_tokens=config.page_tokens)
-    room = _room_of(config, work, weight_bytes, ranks)
+    room = replace(_room_of(config, work, weight_bytes, ranks), model=model)
 
     def resolve() -> tuple[Policy, str]:
         policy, reason = resolve_auto(auto, work, room)
@@ -145,7 +156,34 @@ def resolve_planned(
     if profile.device is not None:
         limit = max_memory.get(torch.device(device).index or 0, profile.device.memory_bytes or None)
     left = None if limit is None else max(0, limit - model.weight_bytes)
-    return resolve_auto(auto, work, Room(device != "cpu", left, profile=profile))
+    name = "" if model.folder is None else embedded_name(model.folder) or ""
+    return resolve_auto(auto, work, Room(device != "cpu", left, profile=profile, model=name))
+
+
+def told_loss(checkpoint: Checkpoint, config: RuntimeConfig) -> str:
+    """What the policy that a user named loses of hard look-ups; "" where that is at most a point,
+    was not measured, or only in contexts of more than twice what the model has."""
+    policy, context = config.policy, checkpoint.shape.max_context or sys.maxsize
+    if not policy.selects or policy.dense_tokens >= context:
+        return ""
+    where = TRUE_QUERY if config.device == "cpu" else HOT_ROWS
+    loss = _loss_of(policy, where, context)
+    if loss is None or loss.is_small or loss.context > 2 * context:
+        return ""
+    model = embedded_name(checkpoint.folder) or ""
+    return measured_losses().told(loss, policy.budget_tokens, model)
+
+
+def _loss_of(policy: Policy, where: str, context: int) -> Loss | None:
+    """As `LossTable.find`, of a policy whose other options are the defaults; else None."""
+    options = {"budget_tokens": policy.budget_tokens}
+    if policy.estimate_clusters:
+        options["estimate_clusters"] = policy.estimate_clusters
+    try:
+        usual = make_policy(policy.name, dense_until=policy.dense_until, **options)
+    except ValueError:  # a budget so small that sinks and recent window are others
+        return None
+    return measured_losses().find(policy.name, options, where, context) if usual == policy else None
 
 
 def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
@@ -154,7 +192,7 @@ def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
         num_bytes = work.batch_size * work.kv_len * work.shape.kv_token_bytes * work.item_bytes // 2
         where = "the GPU" if room.num_ranks == 1 else f"{room.num_ranks} GPUs"
         return Full(), f"all of {format_bytes(num_bytes)} of KV on {where}, exact"
-    policy = _fastest_on_gpu(auto, work.shape, room.num_ranks)
+    policy, loss = _chosen_on_gpu(auto, work, room.num_ranks)
     placement = _placed(policy, work, room, known=True) if policy.selects else exact
     count = f"{sum(placement.counts(Place.GPU))} of {placement.places.size} KV heads on "
     count += "the GPU" if room.num_ranks == 1 else "each GPU"
@@ -162,19 +200,30 @@ def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
         return policy, f"{count}, exact"
     num_hot = sum(placement.counts(Place.HOT))
     count += f", hot rows of {num_hot}" if num_hot else ""
-    return policy, f"{count}, {policy.name}, budget {auto.budget_tokens:,}"
+    told = measured_losses().told(loss, auto.budget_tokens, room.model)
+    return policy, f"{count}, {policy.name}, budget {auto.budget_tokens:,}; {told}"
 
 
-def _fastest_on_gpu(auto: Auto, shape: ModelShape, num_ranks: int) -> Policy:
-    """The fastest policy that loses nothing and can run the model; exact attention if none can."""
-    names = ["tidal_decode", "lychee_cluster"]
+def _chosen_on_gpu(auto: Auto, work: Workload, num_ranks: int) -> tuple[Policy, Loss | None]:
+    """A policy that can run the model, and what was measured of it.
+
+    The fastest that is shown to lose at most a point, else the one that keeps most by the point
+    estimates, else, where none was measured, the fastest. Exact attention if none can run it.
+    lfps is none of them: it cannot answer what is asked for in decoded text.
+    """
+    names = ["tidal_decode", "lychee_cluster", "per_head"]  # by speed: perf/results/hot-rows.json
     if num_ranks > 1:  # tidal_decode selects by all heads of a layer together
-        names.insert(1, "lychee_decode")
-    for name in names:
-        policy = make_policy(name, budget_tokens=auto.budget_tokens)
-        if _can_run(policy, shape, num_ranks):
-            return policy
-    return Full()
+        names.insert(2, "lychee_decode")
+    made = (make_policy(name, budget_tokens=auto.budget_tokens) for name in names)
+    able = [policy for policy in made if _can_run(policy, work.shape, num_ranks)]
+    if not able:
+        return Full(), None
+    found = ((policy, _loss_of(policy, HOT_ROWS, work.kv_len)) for policy in able)
+    measured = [(policy, loss) for policy, loss in found if loss is not None]
+    if not measured:
+        return able[0], None
+    kept = (each for each in measured if each[1].is_small and each[1].shows)
+    return next(kept, max(measured, key=lambda each: each[1].points))
 
 
 def _can_run(policy: Policy, shape: ModelShape, num_ranks: int = 1) -> bool:
@@ -225,9 +274,11 @@ def _on_cpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     policy = _selecting_on_cpu(auto, dense_until)
     if not _can_run(policy, work.shape):
         return Full(), "exact: no other policy takes this model"
+    loss = _loss_of(policy, TRUE_QUERY, work.kv_len)
+    told = measured_losses().told(loss, budget, room.model)
     return policy, (
         f"exact up to {tokens:,} tokens, then {policy.name}, budget {budget:,}, the rest estimated "
-        f"by {ESTIMATE_CLUSTERS} clusters a head"
+        f"by {ESTIMATE_CLUSTERS} clusters a head; {told}"
     )
 
 

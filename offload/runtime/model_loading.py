@@ -26,7 +26,7 @@ from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
 from offload.ranks.group import TensorParallel
 from offload.ranks.shares import head_ranges
-from offload.runtime.auto_policy import with_resolved_policy
+from offload.runtime.auto_policy import told_loss, with_resolved_policy
 from offload.runtime.backends import decode_backend
 from offload.runtime.budgets import (
     device_kv_budget_bytes,
@@ -96,6 +96,8 @@ def load_model(
     folder: Path = find() if ranks is None else ranks.once(find)
     checkpoint = check_checkpoint(folder)
     config, reason = with_resolved_policy(checkpoint, config, ranks)
+    if not reason and (loss := told_loss(checkpoint, config)):
+        logger.info("policy %s: %s", config.policy.name, loss)
     config = with_cap_in_tokens(checkpoint, config, ranks)
     check_before_loading(checkpoint, config, ranks)
     if ranks is not None:  # one converts for all

@@ -19,6 +19,7 @@ from offload import OffloadedModel
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.loading.checkpoint import check_checkpoint
 from offload.models.shape import ModelShape
+from offload.planning.measured_loss import LossTable, measured_losses
 from offload.planning.profile import MachineProfile, typical_profile
 from offload.planning.workload import Workload, policy_key
 from offload.policies import Policy
@@ -30,6 +31,7 @@ from offload.runtime.auto_policy import (
     crossover,
     resolve_auto,
     resolved_config,
+    told_loss,
     with_resolved_policy,
 )
 from offload.runtime.config import RuntimeConfig, runtime_config
@@ -37,7 +39,15 @@ from offload.runtime.shared_model import SharedModel
 
 GIB = 2**30
 CONTEXT = 131072
-ESTIMATED = "the rest estimated by 64 clusters a head"
+WIDE = "too wide to show that nothing is lost"
+ESTIMATED = (
+    "the rest estimated by 64 clusters a head; hard look-ups at 24K: -2.0 ± 3.1 points of full "
+    f"attention (measured on SmolLM2-135M), {WIDE}"
+)
+KEEPS_MOST = (
+    "budget 1,024; hard look-ups at 24K: +0.2 ± 6.2 points of full attention (measured on "
+    f"SmolLM2-135M), {WIDE}"
+)
 
 
 def resolved(
@@ -63,35 +73,86 @@ def test_room_for_all_of_it_is_exact(room_bytes: int | None) -> None:
 
 
 def test_a_short_context_fits_where_a_long_one_does_not() -> None:
-    assert resolved(Room(on_gpu=True, room_bytes=4 * GIB))[0].name == "tidal_decode"
+    assert resolved(Room(on_gpu=True, room_bytes=4 * GIB))[0].name == "per_head"
     policy, reason = resolved(Room(on_gpu=True, room_bytes=4 * GIB), tokens=8192)
     assert policy == Full()
     assert reason == "all of 1.00 GiB of KV on the GPU, exact"
 
 
-@pytest.mark.parametrize(
-    ("room_gib", "profile", "heads"),
-    [(9, None, 96), (0.25, None, 16), (9, machine_profile(device=device_profile()), None)],
-)
-def test_less_room_is_the_fastest_policy_that_loses_nothing(
-    room_gib: float, profile: MachineProfile | None, heads: int | None
+@pytest.mark.parametrize("profile", [None, machine_profile(device=device_profile())])
+@pytest.mark.parametrize("room_gib", [9, 0.25])
+def test_less_room_is_the_policy_that_keeps_most(
+    room_gib: float, profile: MachineProfile | None
 ) -> None:
     """Dense layers that do not fit are told when a sequence grows, not when a model is loaded."""
     room = Room(on_gpu=True, room_bytes=int(room_gib * GIB), profile=profile)
     policy, reason = resolved(room, budget=2048)
-    assert policy == make_policy("tidal_decode", budget_tokens=2048)
+    assert policy == make_policy("per_head", budget_tokens=2048)
     count, _, rest = reason.partition(" of ")
-    rest = rest.replace("hot rows of 208, ", "")  # by this profile
-    assert rest == "256 KV heads on the GPU, tidal_decode, budget 2,048"
     assert 16 <= int(count) <= 120
-    assert heads is None or int(count) == heads
+    assert rest.startswith("256 KV heads on the GPU, ")
+    assert rest.endswith(
+        "per_head, budget 2,048; hard look-ups at 24K: +0.2 ± 6.2 points of full attention "
+        f"(measured on SmolLM2-135M with budget 1,024), {WIDE}"
+    )
+
+
+def measured_table(monkeypatch: pytest.MonkeyPatch, points: dict[str, tuple[float, float]]) -> None:
+    """Has `auto` choose by losses of hot rows and the halves of their intervals."""
+    rows = {loss.policy: loss for loss in measured_losses().losses}
+    losses = [
+        replace(rows[name], context=24576, points=at, interval=(at - half, at + half))
+        for name, (at, half) in points.items()
+    ]
+    table = LossTable(measured_losses().model, tuple(losses))
+    monkeypatch.setattr("offload.runtime.auto_policy.measured_losses", lambda: table)
+
+
+@pytest.mark.parametrize(
+    ("points", "name", "told"),
+    [
+        # The fastest that is shown to lose at most a point, though another one keeps more.
+        (
+            {"per_head": (0.3, 1.0), "tidal_decode": (-0.4, 1.1)},
+            "tidal_decode",
+            "-0.4 ± 1.1 points of full attention (measured on SmolLM2-135M)",
+        ),
+        ({"per_head": (-1.0, 1.5), "tidal_decode": (-1.1, 1.1)}, "per_head", "-1.0 ± 1.5 points"),
+        # None is shown to: the one that keeps most.
+        ({"per_head": (-0.5, 1.6), "tidal_decode": (-0.4, 1.6)}, "tidal_decode", WIDE),
+        ({"per_head": (-3.0, 1.0), "tidal_decode": (-9.0, 2.0)}, "per_head", "shows a loss"),
+        ({"exact_topk": (0.0, 0.1), "lfps": (0.0, 0.1), "per_head": (-5.0, 1.0)}, "per_head", "-5"),
+        ({}, "tidal_decode", "budget 1,024; loss of hard look-ups not measured"),
+    ],
+)
+def test_the_table_decides(
+    monkeypatch: pytest.MonkeyPatch,
+    points: dict[str, tuple[float, float]],
+    name: str,
+    told: str,
+) -> None:
+    measured_table(monkeypatch, points)
+    policy, reason = resolved(Room(on_gpu=True, room_bytes=9 * GIB))
+    assert policy.name == name
+    assert told in reason
+
+
+def test_a_table_without_the_policy_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured_table(monkeypatch, {})
+    policy, reason = resolved(Room(on_gpu=False))
+    assert policy.name == "lychee_cluster"
+    assert reason.endswith("by 64 clusters a head; loss of hard look-ups not measured")
+
+
+def test_the_measured_model_is_not_named() -> None:
+    reason = resolved(Room(on_gpu=False, model="smollm2-135m-instruct-32k"))[1]
+    assert reason.endswith(f"-2.0 ± 3.1 points of full attention, {WIDE}")
 
 
 def test_ranks() -> None:
-    """tidal_decode selects by all heads of a layer together, which ranks share out."""
     policy, reason = resolved(Room(on_gpu=True, room_bytes=5 * GIB, num_ranks=2))
-    assert policy == make_policy("lychee_decode")
-    assert reason.endswith(" of 128 KV heads on each GPU, lychee_decode, budget 1,024")
+    assert policy == make_policy("per_head")
+    assert reason.endswith(f" of 128 KV heads on each GPU, per_head, {KEEPS_MOST}")
     policy, reason = resolved(Room(on_gpu=True, room_bytes=14 * GIB, num_ranks=2))
     assert policy == Full()
     assert reason == "all of 16.00 GiB of KV on 2 GPUs, exact"
@@ -109,16 +170,18 @@ def refuses(*names: str) -> Callable[..., None]:
 
 def test_policies_that_refuse_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Room(on_gpu=True, room_bytes=6 * GIB)
-    tidal, lychee = (type(make_policy(name)) for name in ("tidal_decode", "lychee_cluster"))
-    monkeypatch.setattr(tidal, "check_model", refuses("tidal_decode"))
-    policy, reason = resolved(room)
-    assert policy == make_policy("lychee_cluster")
-    assert reason.endswith("KV heads on the GPU, lychee_cluster, budget 1,024")
-    reason = resolved(replace(room, profile=typical_profile(15)))[1]
-    assert reason == (
-        "16 of 256 KV heads on the GPU, hot rows of 240, lychee_cluster, budget 1,024"
+    per_head, tidal, lychee = (
+        type(make_policy(name)) for name in ("per_head", "tidal_decode", "lychee_cluster")
     )
+    monkeypatch.setattr(per_head, "check_model", refuses("per_head"))
+    policy, reason = resolved(replace(room, profile=typical_profile(15)))
+    assert policy == make_policy("lychee_cluster")
+    assert reason.startswith("16 of 256 KV heads on the GPU, hot rows of 240, lychee_cluster, ")
+    assert "24K: -5.9 ± 8.3 points" in reason
     monkeypatch.setattr(lychee, "check_model", refuses("lychee_cluster"))
+    policy, reason = resolved(room)
+    assert policy == make_policy("tidal_decode")
+    monkeypatch.setattr(tidal, "check_model", refuses("tidal_decode"))
     policy, reason = resolved(room)
     assert policy == Full()
     assert reason.endswith(" of 256 KV heads on the GPU, exact")
@@ -141,7 +204,8 @@ def test_a_cpu_that_nobody_measured() -> None:
 def test_a_budget_beyond_the_crossover(profile: MachineProfile | None) -> None:
     policy, reason = resolved(Room(on_gpu=False, profile=profile), budget=16384)
     assert policy == make_policy("lychee_cluster", budget_tokens=16384, estimate_clusters=64)
-    assert reason == f"exact up to 16,384 tokens, then lychee_cluster, budget 16,384, {ESTIMATED}"
+    told = ESTIMATED.replace("SmolLM2-135M", "SmolLM2-135M with budget 1,024")
+    assert reason == f"exact up to 16,384 tokens, then lychee_cluster, budget 16,384, {told}"
 
 
 def measured(scales: dict[int, float]) -> MachineProfile:
@@ -237,8 +301,8 @@ def test_a_cpu_where_nothing_may_be_left_out(
     ("free_bytes", "limits", "name"),
     [
         (GIB, {}, "full"),
-        (2**25, {}, "tidal_decode"),
-        (GIB, {0: 2**25}, "tidal_decode"),
+        (2**25, {}, "per_head"),
+        (GIB, {0: 2**25}, "per_head"),
     ],
 )
 def test_the_room_of_a_gpu(
@@ -289,7 +353,7 @@ def test_rank_0_decides_by_the_least_room(
         return found.policy.name
 
     assert resolve(least=GIB) == "full"
-    assert resolve(least=2**24) == "lychee_decode"
+    assert resolve(least=2**24) == "per_head"
 
 
 def test_a_loaded_model_says_what_it_came_to(tiny_folders: dict[str, Path]) -> None:
@@ -301,6 +365,47 @@ def test_a_loaded_model_says_what_it_came_to(tiny_folders: dict[str, Path]) -> N
     named = OffloadedModel.from_pretrained(tiny_folders["llama"], policy="full", num_threads=1)
     assert named.policy == Full()
     assert named.policy_reason == ""
+
+
+def test_a_named_policy_says_what_it_loses(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32,768 positions, where the table has 24,576; of tiny models nothing is known."""
+    checkpoint = check_checkpoint(llama_folder)
+
+    def told(policy: str, **options: Any) -> str:
+        config = RuntimeConfig(policy=make_policy(policy, **options))
+        return told_loss(checkpoint, config)
+
+    assert told("lychee_cluster", dense_until=8192) == (
+        "hard look-ups at 24K: -4.2 ± 3.8 points of full attention (measured on SmolLM2-135M), "
+        "which shows a loss"
+    )
+    assert WIDE in told("lychee_cluster", estimate_clusters=64)
+    assert "-5.6 ± 4.1" in told("lychee_cluster", budget_tokens=512)
+    for policy, options in (
+        ("full", {}),
+        ("quest", {}),
+        ("lychee_cluster", {"dense_until": 32768}),
+        ("lychee_cluster", {"ranked_chunks": 2048}),  # not measured
+        ("lychee_cluster", {"budget_tokens": 80, "recent_tokens": 32}),
+    ):
+        assert told(policy, **options) == ""
+    monkeypatch.setattr("offload.runtime.config.checked_device", torch.device)
+    on_gpu = replace(RuntimeConfig(), device="cuda")
+    for policy, points in (("tidal_decode", "-6.5 ± 8.4"), ("per_head", "")):
+        said = told_loss(checkpoint, replace(on_gpu, policy=make_policy(policy)))
+        assert points in said
+        assert bool(said) == bool(points)
+
+
+def test_loading_says_what_a_named_policy_loses(
+    llama_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="offload.runtime.model_loading"):
+        OffloadedModel.from_pretrained(llama_folder, policy="lychee_cluster", num_threads=1)
+    said = "policy lychee_cluster: hard look-ups at 24K: -4.2 ± 3.8 points"
+    assert caplog.messages[0].startswith(said)
 
 
 def test_a_policy_of_a_shared_model(tiny_folders: dict[str, Path]) -> None:

@@ -179,7 +179,8 @@ def prefill_bytes(work: Workload, slice_tokens: int, read_tokens: int | None = N
         item_bytes=work.item_bytes,
         slice_tokens=slice_tokens,
         page_tokens=work.page_tokens,
-        builds_index=work.policy.selects and work.policy.state.has_arrays,
+        builds_index=work.policy.selects
+        and (work.policy.state.has_arrays or work.policy.estimate_clusters > 0),
         copied_heads=work.policy.device.copied_heads(
             work.shape.num_layers, work.shape.num_kv_heads
         ),

@@ -51,7 +51,7 @@ _PREFIX = "estimate_"  # of all their names
 
 _SAMPLE = 32  # keys of each cluster that k-means sees
 _ITERATIONS = 4
-_SLICE = 8192  # tokens that are assigned at once
+_SLICE_ROWS = 16384  # keys of all heads that are assigned at once, in part of WORKSPACE_BYTES
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ def cluster_keys(keys: Tensor, values: Tensor, num_clusters: int) -> Clusters:
     centres = _centres(keys, num_clusters) if n else keys.new_zeros(0)
     cluster_of = torch.empty(num_heads, n, dtype=torch.uint8, device=keys.device)
     sums = keys.new_zeros(num_heads, num_clusters, 2 * head_dim + 1, dtype=torch.float32)
-    for first in range(0, n, _SLICE):
-        rows = slice(first, first + _SLICE)
+    step = max(1, _SLICE_ROWS // num_heads)
+    for first in range(0, n, step):
+        rows = slice(first, first + step)
         key, value = keys[:, rows].float(), values[:, rows].float()
         nearest = torch.bmm(key, centres.transpose(1, 2)).argmax(-1)
         cluster_of[:, rows] = nearest

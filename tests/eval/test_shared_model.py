@@ -238,7 +238,9 @@ def test_another_device_reads_and_builds(
     expected = answers(shared, prompt)
     config = runtime_config(num_threads=1)
     apart = SharedModel(tiny_folders["llama"], policies(), config, reads_on=reads_on)
-    monkeypatch.setattr(DecodeAttention, "builds_in_prefill", lambda x, _: x._builds_on_device)
+    monkeypatch.setattr(
+        DecodeAttention, "builds_in_prefill", lambda x, _: x.states.builds_on_device
+    )
     built: list[str] = []
     for runtime in apart.runtimes:
         states, name = runtime.attention.states, runtime.config.policy.name

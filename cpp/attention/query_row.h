@@ -82,7 +82,7 @@ struct AttendOptions {
   bool defers_updates = false;         // the policy's observe() and append() wait for update()
   // Tokens are chosen, and nothing is attended: output is written, but says nothing. The policy learns as if.
   bool chooses_only = false;
-  int64_t max_chosen = 0;   // of a unit, by a policy that does not observe each step; or the budget, if that is more
+  int64_t max_chosen = 0;  // of a unit, by a policy that does not observe each step; or the budget, if that is more
   bool is_decoded = true;  // false: a row again, for the policy only, which is not probed
 };
 

@@ -51,7 +51,7 @@ void HotRows::evict(Set& set, size_t count, std::vector<int32_t>& free_places) {
   int oldest = kAges;  // of the ages that stay, at least in part
   auto left = static_cast<uint32_t>(count);
   for (; oldest > 0 && count_of(oldest) <= left; --oldest) left -= count_of(oldest);
-  if (oldest == 0) left = 0;  // chosen now
+  if (oldest == 0) left = 0;                        // chosen now
   static thread_local std::vector<uint8_t> may_go;  // whole words, few of whose bytes are set
   may_go.assign((num_hot + 7) / 8 * 8, 0);
   uint8_t* const of_place = may_go.data();

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention/estimate.h"
 #include "attention/lane_plan.h"
 #include "attention/layer_pass.h"
-#include "attention/estimate.h"
 #include "attention/selector.h"
 
 namespace offload {

@@ -1,9 +1,9 @@
 // One layer's decode attention over the host KV store: dense or under a policy, on the worker pool, without the GIL.
 //
 // LayerPass is the layer as data. KeyScan scores all keys, Selector asks the policy and chooses, LanePlan cuts what is
-// attended into pieces, Attender attends and merges them, Estimate
-// stands for what is not chosen, Learner tells the policy; LaneJob does all but the scan as
-// one job of the pool. ProbeScan and CacheWarmer are for times in which nobody waits.
+// attended into pieces, Attender attends and merges them, Estimate stands for what is not chosen, Learner tells the
+// policy; LaneJob does all but the scan as one job of the pool. ProbeScan and CacheWarmer are for times in which nobody
+// waits.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@
 #include "attention/attender.h"
 #include "attention/attention_setup.h"
 #include "attention/cache_warmer.h"
+#include "attention/estimate.h"
 #include "attention/key_scan.h"
 #include "attention/lane_job.h"
 #include "attention/layer_pass.h"
 #include "attention/learner.h"
 #include "attention/probe_scan.h"
-#include "attention/estimate.h"
 #include "attention/selector.h"
 
 namespace offload {

@@ -108,9 +108,9 @@ bool Estimate::attend(int r, int u, float* part) const {
   const int kv_head = setup_.kv_head_of(u);
   if (!arrays_of(r, kv_head, &arrays)) return false;
   const int64_t end = arrays.header->end;
-  if (end > pass_.row(r).kv_len - setup_.policy.recent_tokens) return false;  // clusters have tokens that are to come
+  if (end > pass_.row(r).kv_len) return false;  // clusters have tokens that are to come
   const auto clusters = static_cast<int>(setup_.policy.estimate_clusters);
-  int32_t left[kScoreTile];
+  int32_t left[kScoreTile];  // recent tokens may be in clusters after others were cropped: they are in the list, too
   std::copy_n(arrays.counts, clusters, left);
   for (int64_t i = 0; i < unit.n && unit.indices[i] < end; ++i) {
     const uint8_t c = arrays.cluster_of[unit.indices[i]];

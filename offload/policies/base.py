@@ -26,6 +26,7 @@ SELECT = 2  # attends to the policy's selection and publishes it
 REUSE = 3  # attends to what the same unit of a layer above last published in this step
 
 NO_MEMBER = 255  # of `Policy.unit_members`
+MAX_ESTIMATE_CLUSTERS = 255
 # Options that every selecting policy has, and that are the same for all parts of one.
 BUDGET_OPTIONS = (
     *("budget_tokens", "sink_tokens", "recent_tokens"),
@@ -165,8 +166,11 @@ class SparsePolicy(Policy):
                 "sink_tokens and dense_layers must not be negative,"
                 f" got {self.sink_tokens} and {self.dense_layers}"
             )
-        if not 0 <= self.estimate_clusters <= 255:
-            raise ValueError(f"estimate_clusters must be in [0, 255], got {self.estimate_clusters}")
+        if not 0 <= self.estimate_clusters <= MAX_ESTIMATE_CLUSTERS:
+            raise ValueError(
+                f"estimate_clusters must be in [0, {MAX_ESTIMATE_CLUSTERS}], got "
+                f"{self.estimate_clusters}"
+            )
         if self.recent_tokens < 1:
             raise ValueError(
                 f"recent_tokens must be at least 1 (the newest token), got {self.recent_tokens}"

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from offload.policies.base import Policy
     from offload.policies.revised import Revised
 
-MAX_CLUSTERS = 255
 NO_CLUSTER = 255  # of sinks
 # EstimateHeader of cpp/attention/estimate.h.
 HEADER = np.dtype([(name, np.int64) for name in ("end", "capacity", "taken", "cluster")])

@@ -22,8 +22,8 @@ from cases.seeded import new_rng
 
 from cpu_ops.native import available_isas
 from offload.policies import ExactTopK, Full, TidalDecode
+from offload.policies.base import MAX_ESTIMATE_CLUSTERS
 from offload.policies.estimate import (
-    MAX_CLUSTERS,
     NO_CLUSTER,
     EstimateState,
     cluster_keys,
@@ -81,8 +81,6 @@ def run(cache, policy, pool, queries, kv_len, isa=None):
         attention.record_queries(cache.seq, layer_idx, observed.to(queries.dtype), cache.kv_len)
     out, lse = attend(attention, [cache.seq], [kv_len], queries)
     units = [np.array(row, np.int64) for row in attention.last_selection()]
-    if policy.per_query_head:  # none of these cases has it
-        raise NotImplementedError
     return attention, out[0], lse[0], units
 
 
@@ -264,6 +262,22 @@ def test_truncation(pool):
     assert not state.truncate(1, arrays, 191)
 
 
+def test_after_a_few_tokens_are_cropped(pool):
+    """Some of the recent window are in clusters then, and count once."""
+    policy = small("exact_topk")
+    cache, queries = make_case(torch.float32, 300, rows=1)
+    attention = cache.attention(pool, GROUP_SIZE, policy)
+    attend(attention, [cache.seq], [300], queries)
+    for kv_len in (297, 292):
+        out, lse = attend(attention, [cache.seq], [kv_len], queries)
+        arrays = arrays_of(attention, cache.seq)
+        assert (arrays["estimate_header"]["end"] > kv_len - policy.recent_tokens).all()
+        selection = [np.array(row, np.int64) for row in attention.last_selection()]
+        expected, expected_lse = estimated(cache, queries[0], selection, arrays, kv_len)
+        assert relative_error(out[0], expected) < TOLERANCE[torch.float32]
+        np.testing.assert_allclose(lse[0], expected_lse, atol=5e-4)
+
+
 def test_the_sequence_may_be_of_several_rows(pool):
     """A draft's rows, each with its own length."""
     policy = small("exact_topk")
@@ -278,7 +292,7 @@ def test_the_sequence_may_be_of_several_rows(pool):
         np.testing.assert_allclose(out[row], first[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrong", [-1, MAX_CLUSTERS + 1, 1.5, True, "64"])
+@pytest.mark.parametrize("wrong", [-1, MAX_ESTIMATE_CLUSTERS + 1, 1.5, True, "64"])
 def test_bad_numbers_of_clusters(wrong):
     with pytest.raises(ValueError, match=r"estimate_clusters must be .*got"):
         ExactTopK(estimate_clusters=wrong)

@@ -251,7 +251,9 @@ def fetch_rows(
         check_tensor("log_counts", log_counts, rest, torch.float32, device)
     if not runs_kernel(hot):
         if means is not None:
-            assert rest_counts is not None and rest_means is not None and log_counts is not None
+            assert rest_counts is not None
+            assert rest_means is not None
+            assert log_counts is not None
             update_means_reference(rest_counts, rest_means, positions, heads, means, log_counts)
         page_shape = (2, num_kv_heads, page_tokens, head_dim)
         return fetch_rows_reference(

@@ -173,7 +173,7 @@ class DecodeAttention(NativeAttention):
         """
         self.left_to_device = (*window, heads)
         self.ahead_layers = frozenset(np.flatnonzero(hot.any(axis=1)).tolist())
-        self.states.serve(self._selecting_layers(heads), self._estimating_layers(heads & ~hot))
+        self.states.serve(self._selecting_layers(heads), self._estimating_layers(heads))
         self._count_heads(heads, gathered)
 
     def _selecting_layers(self, elsewhere: npt.NDArray[np.bool_] | None = None) -> frozenset[int]:

@@ -65,7 +65,7 @@ def step_layouts(
     )
     _, selection_units, selection_tokens = heads["selection"][0]
     codes, tables, lists = _code_layouts(layers, work, num_slots=slots, max_tokens=max_tokens)
-    if lists:
+    if lists and not all(layer.finds for layer in layers if layer.coded):
         _, selection_units, selection_tokens = lists["selection"][0]
     resident = ResidentKV.layout(
         layers,
@@ -99,6 +99,7 @@ def step_layouts(
             layers,
             policy,
             num_slots=slots,
+            max_tokens=max_tokens,
             dtype=dtype,
             num_multiprocessors=num_multiprocessors,
             estimate_clusters=policy.estimate_clusters if policy.selects else 0,

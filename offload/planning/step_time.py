@@ -227,6 +227,8 @@ class StepModel:
         publishes = publishes and self._publishes(resident)
         num_gathered = int((places == Place.GATHER).sum())
         num_on_cpu = int(on_cpu.sum())
+        if (places == Place.FOUND).any():
+            return self._found_layer(device, roles, places == Place.FOUND, publishes=publishes)
         hot = places == Place.HOT
         if hot.any():
             return self._hot_layer(device, roles, members, hot, publishes=publishes)
@@ -283,6 +285,24 @@ class StepModel:
         exposed = max(exposed, reply - linear - gpu)
         kind = "GPU + hot rows" if len(resident) else "hot rows"
         return LayerTime(kind, linear, gpu, gather, reply, exposed, 0.0)
+
+    def _found_layer(
+        self, device: DeviceProfile, roles: UInt8Array, found: BoolArray, *, publishes: bool
+    ) -> LayerTime:
+        """Time of a layer whose hot rows are found by codes: nothing runs beside anything."""
+        work, num_found = self.work, int(found.sum())
+        codes = work.policy.device.codes(work.shape.num_layers, work.shape.num_kv_heads)
+        bits = 2 if codes is None else codes.bits
+        num_scores = work.batch_size * num_found * work.kv_len
+        find = device.attention.us(num_scores * (work.shape.head_dim * bits // 8 + 4))
+        find += device.top_k.us(num_scores)
+        rows = min(work.kv_len, HOT_BUDGETS * work.policy.budget_tokens)
+        gpu = find + self._resident_us(device, roles[~found], publishes=publishes)
+        gpu += device.attention.us(work.batch_size * num_found * rows * 2 * work.row_bytes)
+        chosen = work.batch_size * num_found * work.chosen_tokens * 2 * work.row_bytes
+        gather = device.gather.us(_MISSING_SHARE * chosen)
+        kind = "hot rows found" if num_found == len(roles) else "GPU + hot rows found"
+        return LayerTime(kind, self.linear_us, gpu, gather, 0.0, gather, 0.0)
 
     def _gather_us(self, device: DeviceProfile, num_bytes: float) -> tuple[float, float, float]:
         """Time of a layer's fetched rows: what fetching adds to a layer that has nothing else to

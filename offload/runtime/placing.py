@@ -146,6 +146,7 @@ class Chooser:
 _PLACES = {
     Place.GPU: "on the GPU",
     Place.HOT: "with hot rows there",
+    Place.FOUND: "with hot rows that it finds",
     Place.GATHER: "with rows fetched to it",
     Place.CODES: "on the CPU with codes on the GPU",
     Place.CPU: "on the CPU",

@@ -430,7 +430,7 @@ class GraphSync(StreamSync):
             ) from error
 
     def _drain(self) -> None:
-        """Let the GPU run what was launched, with replies that nobody computed; start afresh."""
+        """Let the GPU run what was launched, with replies that were not computed; start afresh."""
         self._is_in_flight = False
         self._coprocessor.abort()
         # Anew: the error may have come between a launch and its record.

@@ -119,7 +119,7 @@ class NativeDecoder:
         return chosen
 
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
-        """One: nobody waits for anybody."""
+        """One: the CPU waits for no GPU."""
         return 1
 
     def begin_steps(self, seqs: Sequence[int], most: int) -> int:

@@ -1,7 +1,7 @@
 """What a lean decoder layer is: the stock layer's weights, named in the order the data meets them.
 
 Nothing is copied: a `DecoderLayer` refers to the modules of the stock model, so weights load, tie
-and save as transformers does it. `prefill.py` and `decode.py` compute with them.
+and save as transformers does it. `offload/prefill` and `offload/decode` compute with them.
 """
 
 from __future__ import annotations

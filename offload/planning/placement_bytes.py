@@ -142,10 +142,10 @@ def _code_layouts(
 def step_device_bytes(
     placement: HeadPlacement, work: Workload, device: DeviceProfile | None
 ) -> dict[str, int]:
-    """Bytes on the device that decoding takes beside weights and prefill, by what they are for.
+    """Bytes on the device that decoding takes without weights and prefill, by what they are for.
 
     Args:
-        device: what runs it; None: nobody knows which GPU, or it is the CPU.
+        device: what runs it; None: it is not known which GPU, or it is the CPU.
     """
     num_sms = 1 if device is None else device.num_multiprocessors
     layouts = step_layouts(placement, work, num_multiprocessors=num_sms)
@@ -229,7 +229,7 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
 
 @functools.lru_cache(maxsize=64)
 def _state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype) -> list[int]:
-    """Of a sequence and layer at each of _STATE_LENS."""
+    """Bytes of the policy's state for one sequence and layer, at each of _STATE_LENS."""
     from cpu_ops.worker_pool import WorkerPool
 
     generator = torch.Generator().manual_seed(0)

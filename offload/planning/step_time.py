@@ -12,10 +12,10 @@ A layer on a GPU, with what goes on beside each other in one column:
 so a layer takes linear + max(GPU's side, reply) + merge; a layer without heads on the CPU has no
 reply. A layer with hot rows also makes the next layer's query, by which the CPU is asked a whole
 layer before the GPU needs the answer: the layer takes the longer of what the GPU does in it and of
-what the CPU does for one such request. What runs beside each other also slows each other down: how
-much longer a layer takes with rows on their way, or with a top-k beside it, was measured as a whole
+what the CPU does for one such request. Work that runs at the same time slows each other down: how
+much longer a layer takes with rows on their way, or during a top-k, was measured as a whole
 (`measuring.machine.layers`). A step is its layers, the last projection, choosing the token, and
-what a step costs beside its kernels. Without a GPU it is the same without anything beside anything.
+what a step costs without its kernels. Without a GPU it is the same, and nothing overlaps.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class LayerTime:
         linear: linear layers, norms and rotation; with hot rows a predicted query, too.
         gpu: attention on the GPU over pages, fetched rows and windows.
         gather: what fetching beside a layer adds to it, attention to the rows not counted.
-        reply: from the request to the CPU's answer; 0 where nobody asks. With hot rows all that the
-            CPU does for a request, and nobody waits if a layer takes longer.
+        reply: from the request to the CPU's answer; 0 where the GPU does not ask. With hot rows all
+            that the CPU does for a request; the GPU does not wait if a layer takes longer.
         exposed: what the GPU waits for the slower of gather and reply beyond its own attention.
         merge: of the parts.
     """
@@ -85,7 +85,7 @@ class StepTime:
     Attributes:
         layers: in order.
         last: the last projection and choosing the token.
-        fixed: what a step costs beside its kernels.
+        fixed: what a step costs without its kernels.
         batch_size: tokens of a step.
         assumed: what was not measured, and what stands for it.
     """

@@ -97,7 +97,7 @@ def prefill_by_layer(
         keeps: whether the store takes the new K/V. False: these are only attended to, no room is
             needed for them, and whether they are finite is not checked.
         copied_heads: KV heads of a layer of which on_layer makes copies.
-        device_budget_bytes: what torch may have on a CUDA device, beside what is free there.
+        device_budget_bytes: what torch may have on a CUDA device, as far as it is free there.
         give_back: asked for more of a CUDA device where there is too little, until it has none.
 
     Raises:

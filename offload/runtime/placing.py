@@ -1,4 +1,4 @@
-"""The placement that a model gets where nobody gave one: as many heads on the GPU as there is room.
+"""The placement of a model for which none was given: as many heads on the GPU as there is room.
 
 Loading must not wait for a measurement. Where `offload plan` has measured this machine before, its
 profile decides what the CPU had better do; else a typical machine's.

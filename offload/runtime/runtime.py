@@ -393,8 +393,8 @@ class Runtime:
         return running
 
     def _steps_at_once(self, cache: OffloadedCache, most: int) -> tuple[int, int]:
-        """Tokens that come in one pass, and passes that are begun (`Decoder.begin_steps`): steps
-        that nobody looks at one by one may be several."""
+        """Tokens that come in one pass, and passes that are begun (`Decoder.begin_steps`):
+        several where nothing has to see the result of each."""
         if self._looks_at_steps:
             return 1, 1
         count = 1

@@ -354,7 +354,7 @@ def train(trainer: Trainer, saved: Path, on_step: Callable[[Step], None]) -> Non
 
 
 def _option(name: str) -> str:
-    """Of `offload train-heads`, for a setting that is one."""
+    """The option of `offload train-heads` that sets `name`."""
     return name if name in ("checkpoint", "lambda_rate") else f"--{name.replace('_', '-')}"
 
 

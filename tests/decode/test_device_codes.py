@@ -145,7 +145,7 @@ def test_some_heads_have_codes(backend, tiny_folders, expected):
 
 
 def test_retrieval_heads_have_codes(backend, tiny_folders):
-    """Of `per_head`, whose sketch keeps those of its own heads only."""
+    """The sketch of `per_head` keeps codes of its own heads only."""
     retrieves = np.array([[1, 1], [0, 1], [1, 0]], bool)
     made: Any = make_policy("per_head", rest="lfps", dense_layers=1, **WINDOW)
     roles = HeadRoles.of(retrieves, head_dim=32)

@@ -33,7 +33,7 @@ from offload.policies import ExactTopK, HardKV, Policy
 from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
 
 STABILITY_WINDOW = 32
-TIMED_STEPS = 32  # decoded after the observed steps, with nobody looking on
+TIMED_STEPS = 32  # decoded after the observed steps, which are not observed
 
 Progress = Callable[[int], None]
 
@@ -284,7 +284,8 @@ def exact_topk_of(options: Mapping[str, Sequence[Any]]) -> Policy:
 
 
 def _observer(model: SharedModel, index: int, settings: QualitySettings) -> SelectionObserver:
-    """Of a policy's decode steps, beside exact top-k of its budget."""
+    """Observer of a policy's decode steps, which compares them with exact top-k of the same
+    budget."""
     runtime, topk = model.runtimes[index], settings.exact_topk
     policy, reference, dense_layers = runtime.config.policy, None, topk.dense_layers
     if policy.selects:

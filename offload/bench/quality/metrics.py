@@ -199,6 +199,6 @@ class Stability:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are there; None if none is."""
+    """Mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None

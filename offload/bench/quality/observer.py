@@ -84,7 +84,7 @@ class SelectionObserver:
         self._num_units = (
             attention.num_qo_heads if policy.per_query_head else attention.store.num_kv_heads
         )
-        # No tokens: all of them where nobody selects, none where a policy answers by itself.
+        # No tokens: all of them where the policy does not select, none where it answers by itself.
         units = (attention.store.num_layers, self._num_units)
         members = policy.unit_members(*units) if policy.selects else None
         everywhere = not policy.selects or attention.roles is not None

@@ -596,7 +596,8 @@ class DeviceDecoder:
 
     @property
     def _most_rows(self) -> int:
-        """Of a step of fewer sequences: many where others join and leave, none in a `generate`."""
+        """Rows that a step of fewer sequences may have: many where others join and leave, else
+        none."""
         num_sequences, _, read_tokens = self._expected
         joins = read_tokens is not None and num_sequences > 1
         return self._prepared.num_slots if joins else 0
@@ -681,9 +682,9 @@ class DeviceDecoder:
         start, steps, in_turn = time.perf_counter(), self._prepared, self._in_turn
         is_launched = in_turn is not None and in_turn.is_launched
         rows = self.attention.begin_step(seqs, kv_lens)
-        if in_turn is not None:
-            in_turn.is_launched = ahead
         try:
+            if in_turn is not None:
+                in_turn.is_launched = ahead
             link.gpu_sync.run(
                 self._key(kind),
                 run,
@@ -694,8 +695,10 @@ class DeviceDecoder:
                 beside=beside,
             )
         except BaseException:
-            if in_turn is not None:
-                in_turn.is_launched = False
+            with shielded():  # ctrl-C may have come before `run`, or behind it
+                if in_turn is not None:
+                    in_turn.is_launched = False
+                link.gpu_sync.discard()
             if link.coprocessor.is_stuck:  # perhaps in the map of hot rows
                 steps.step.resident.hot = None
             for seq in seqs:  # who knows what was written

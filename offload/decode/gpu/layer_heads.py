@@ -50,7 +50,7 @@ class LayerHeads:
 
     @property
     def is_resident(self) -> bool:
-        """All tokens of all heads are on the GPU, and nobody waits for a selection."""
+        """All tokens of all heads are on the GPU, and no layer waits for a selection."""
         return not (self.gathered or self.host or self.hot or self.publishing)
 
     @property
@@ -74,7 +74,7 @@ def layer_heads(
 
     Args:
         places: Place of each [layer, KV head].
-        roles: of `Policy.roles` for units that are KV heads; None: nobody retrieves.
+        roles: of `Policy.roles` for units that are KV heads; None: none retrieves.
         shares_selection: the policy's; what one head publishes is for all.
     """
     layers: list[LayerHeads] = []

@@ -84,7 +84,7 @@ def measure_device(
         retrieval, top_k = attends.retrieval()
         part(5, "rows of host pages")
         gather = attends.gather()
-        part(6, "layers with work beside them")
+        part(6, "layers with other work")
         linears = bench.layer_calls()
         top_k_beside = attends.top_k_beside(linears)
         gather_beside = attends.gather_beside(linears)

@@ -228,7 +228,8 @@ def _store(
 
 
 def _pages_of_sequence(kv_len: int, num_steps: int) -> int:
-    """Of one layer; a fork takes the steps, and has the last page for itself if it is not full."""
+    """Pages of one layer of a sequence and its fork. The fork takes the steps, and has its own last
+    page if that is not full."""
     return num_pages(kv_len + num_steps) + num_pages(kv_len) - kv_len // PAGE_TOKENS
 
 

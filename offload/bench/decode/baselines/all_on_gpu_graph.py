@@ -71,7 +71,7 @@ class AllOnGPU:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all sequences."""
+        """Bytes of the KV caches of all sequences."""
         return sum(cache.nbytes for cache in self.caches)
 
     def decode_seconds(self, num_steps: int) -> list[float]:

@@ -18,7 +18,6 @@ runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 OLD = {
     "--context": {
         "calibrate": ["--tokens"],
-        "bench budget": [],
         "bench decode": ["--contexts", "-d"],
         "bench latency": ["--n-depth", "-d"],
         "bench pipeline": ["--kv-len"],
@@ -26,8 +25,6 @@ OLD = {
         "eval perplexity": ["--lengths"],
         "eval ruler": ["--lengths"],
         "eval structured": ["--lengths"],
-        "bench quality": [],
-        "bench selection": [],
         "inspect heads": [],
         "generate": [],
         "train-heads": [],
@@ -49,7 +46,7 @@ VALUES = {"--context": "700", "--threads": "1", "--option": "lfps.alpha=0.5"}
 # calibrate's policy is whose heads or layers it chooses: it has no options.
 WITH_POLICY = {
     *("generate", "plan", "serve"),
-    *(f"bench {x}" for x in ("budget", "decode", "latency", "pipeline", "quality", "selection")),
+    *(f"bench {x}" for x in ("decode", "latency", "pipeline")),
     "bench serve",
     *(f"eval {x}" for x in ("needle", "perplexity", "ruler", "structured")),
 }

@@ -9,4 +9,3 @@ app = command_group(help="Measure kernels, policies and whole decode steps on th
 
 for command in (decode.decode, latency.latency, serve.serve):
     add_command(app, command)
-add_command(app, decode.decode, name="pipeline", hidden=True)

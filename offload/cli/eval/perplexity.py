@@ -36,7 +36,6 @@ class Read:
         str,
         typer.Option(
             "--context",
-            "--lengths",
             metavar="COUNTS",
             help="Tokens that are read before those that count.",
         ),

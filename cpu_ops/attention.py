@@ -39,10 +39,13 @@ class NativeAttention:
         sparse_layers: bool [num_layers], where rows of more than `dense_tokens` select.
         window: sink tokens and recent tokens of every selection; None without a policy.
         is_probed: whether selections are compared with exact attention (`start_probe`).
+        estimate_clusters: of each KV head, that stand for what is not chosen; 0: it is dropped.
 
     Raises:
         ValueError: shapes the kernels do not take.
     """
+
+    estimate_clusters: int = 0
 
     def __init__(
         self,

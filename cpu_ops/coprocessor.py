@@ -297,6 +297,7 @@ def _check_mailbox(attention: NativeAttention, mailbox: Mailbox) -> None:
     if flags != FLAG_STRIDE:
         raise ValueError(f"mailbox flags must be {FLAG_STRIDE} int32 apart, got {flags}")
     units, tokens = mailbox.selection.shape[1:] if mailbox.selection.dim() == 3 else (0, 0)
+    estimates = mailbox.rest_counts.numel() > 0
     layout = Mailbox.layout(
         num_requests=mailbox.num_requests,
         max_rows=mailbox.max_rows,
@@ -308,6 +309,7 @@ def _check_mailbox(attention: NativeAttention, mailbox: Mailbox) -> None:
         selection_units=units,
         selection_tokens=tokens,
         fetch_tokens=mailbox.fetches.shape[3] if mailbox.fetches.dim() == 5 else 0,
+        rest_clusters=attention.estimate_clusters if estimates else 0,
     )
     for (name, (shape, dtype)), x in zip(layout.items(), mailbox.tensors, strict=True):
         check_tensor(f"mailbox.{name}", x, shape, dtype)

@@ -15,6 +15,10 @@ Rows are slots, one sequence each; all tensors are contiguous.
     predicted dtype   [2, max_rows, num_qo_heads * head_dim]      rotated; of layer l in [l % 2]
     fetches   int32   [2, max_rows, num_kv_heads, fetch_tokens, 2]  (token, place) of rows to fetch
     hot_counts int32  [2, max_rows, num_kv_heads, 2]              of a head: rows to fetch, hot rows
+    rest_counts int32 [2, max_rows, num_kv_heads, clusters + 1]   tokens of each cluster that are
+                                                                  neither hot nor in the window;
+                                                                  which cluster has grown, or -1
+    rest_means float32 [2, max_rows, num_kv_heads, 2, head_dim]   that one's mean key and value
 
 An lse of -inf: the CPU attended to nothing. An lse of +inf: the output is the whole answer, what
 others attended to does not count.
@@ -34,6 +38,8 @@ A selection unit is a KV head, or all of them where they share a selection; ther
 head on the GPU publishes. What layer l publishes is there before the next request is raised.
 Candidates that the GPU lists by codes of keys are in `selection` and `counts` instead, those of
 layer l before its own request is raised. A count of -1: the numbers were not finite.
+
+The last two have no elements where nothing is estimated of the tokens that are not hot.
 """
 
 from __future__ import annotations
@@ -64,6 +70,8 @@ class Mailbox:
     predicted: Tensor
     fetches: Tensor
     hot_counts: Tensor
+    rest_counts: Tensor
+    rest_means: Tensor
 
     @staticmethod
     def layout(
@@ -78,6 +86,7 @@ class Mailbox:
         selection_units: int = 0,
         selection_tokens: int = 0,
         fetch_tokens: int = 0,
+        rest_clusters: int = 0,
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of each tensor.
 
@@ -85,6 +94,7 @@ class Mailbox:
             num_requests: requests of one step; 0 if the GPU attends to everything.
             dtype: of queries, keys and values: the KV store's.
             fetch_tokens: that the GPU fetches of a KV head at most; 0: no layer has hot rows.
+            rest_clusters: of a KV head with hot rows; 0: what is not hot is not estimated.
         """
         if num_requests < 0:
             raise ValueError(f"num_requests must not be negative, got {num_requests}")
@@ -99,6 +109,7 @@ class Mailbox:
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         row = (max_rows, num_qo_heads * head_dim)
+        estimating = num_kv_heads if fetch_tokens and rest_clusters else 0
         return {
             "query": (row, dtype),
             "kv": ((num_layers, max_rows, 2, num_kv_heads, head_dim), dtype),
@@ -111,6 +122,8 @@ class Mailbox:
             "predicted": ((2, *row) if fetch_tokens else (2, max_rows, 0), dtype),
             "fetches": ((2, max_rows, num_kv_heads, fetch_tokens, 2), torch.int32),
             "hot_counts": ((2, max_rows, num_kv_heads if fetch_tokens else 0, 2), torch.int32),
+            "rest_counts": ((2, max_rows, estimating, rest_clusters + 1), torch.int32),
+            "rest_means": ((2, max_rows, estimating, 2, head_dim), torch.float32),
         }
 
     @classmethod

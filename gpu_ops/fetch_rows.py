@@ -1,5 +1,6 @@
 """Rows of host pages into places of a set that stays on the GPU: what is missing of it comes over
-PCIe, the rest is there from earlier steps. `gathered_attention` attends to such a set.
+PCIe, the rest is there from earlier steps. `gathered_attention` attends to such a set, and to the
+means of clusters of the other tokens, of which one changes in a step.
 """
 
 from __future__ import annotations
@@ -52,9 +53,46 @@ def load_pairs(
 
 
 @jit
+def update_means(
+    at: tl.tensor,
+    row: tl.tensor,
+    slot: tl.tensor,
+    is_active: tl.tensor,
+    rest_counts: tl.tensor,
+    rest_means: tl.tensor,
+    means: tl.tensor,
+    log_counts: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_CLUSTERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """A head's counts, as base-2 logarithms, and the means of the cluster that has grown."""
+    c, d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
+    inside = d < HEAD_DIM
+    counts = rest_counts + at * (NUM_CLUSTERS + 1)
+    count = tl.load(counts + c, mask=(c < NUM_CLUSTERS) & is_active, other=0)
+    grown = tl.load(counts + NUM_CLUSTERS, mask=is_active, other=-1)
+    key = tl.load(rest_means + at * 2 * HEAD_DIM + d, mask=inside & is_active, other=0.0)
+    value = tl.load(rest_means + (at * 2 + 1) * HEAD_DIM + d, mask=inside & is_active, other=0.0)
+    logs = tl.where(count > 0, tl.log2(tl.maximum(count, 1).to(tl.float32)), float("-inf"))
+    tl.store(log_counts + at * NUM_CLUSTERS + c, logs, mask=c < NUM_CLUSTERS)
+    inside &= (grown >= 0) & (grown < NUM_CLUSTERS)
+    of_key = (row * 2 * NUM_HEADS + slot) * NUM_CLUSTERS + grown
+    of_value = of_key + NUM_HEADS * NUM_CLUSTERS
+    tl.store(means + of_key * HEAD_DIM + d, key.to(means.dtype.element_ty), mask=inside)
+    tl.store(means + of_value * HEAD_DIM + d, value.to(means.dtype.element_ty), mask=inside)
+
+
+@jit
 def fetch_rows_kernel(
     fetches: tl.tensor,
     hot_counts: tl.tensor,
+    rest_counts: tl.tensor,  # None, as the next three: nothing is estimated
+    rest_means: tl.tensor,
+    means: tl.tensor,
+    log_counts: tl.tensor,
     page_table: tl.tensor,
     positions: tl.tensor,
     heads: tl.tensor,
@@ -66,11 +104,13 @@ def fetch_rows_kernel(
     capacity: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    NUM_CLUSTERS: tl.constexpr,
     FIXED_TOKENS: tl.constexpr,  # sinks and recent ones
     HEAD_DIM: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Programs, fixed at capture, that share the lists."""
@@ -99,6 +139,22 @@ def fetch_rows_kernel(
         row, slot = (i // NUM_HEADS).to(tl.int64), i % NUM_HEADS
         position = tl.load(positions + row)
         tl.store(counts + at, tl.where(position >= 0, num_hot + FIXED_TOKENS, 0))
+        if means is not None:
+            update_means(
+                at,
+                row,
+                slot,
+                position >= 0,
+                rest_counts,
+                rest_means,
+                means,
+                log_counts,
+                NUM_HEADS,
+                NUM_CLUSTERS,
+                HEAD_DIM,
+                BLOCK_C,
+                BLOCK_D,
+            )
         for start in range(0, num, BLOCK_T):
             if start > 0:
                 tokens, places = load_pairs(fetches, at, start + block, num, fetch_tokens)
@@ -136,6 +192,10 @@ def fetch_rows(
     recent_tokens: int,
     hot: Tensor,
     counts: Tensor,
+    rest_counts: Tensor | None = None,
+    rest_means: Tensor | None = None,
+    means: Tensor | None = None,
+    log_counts: Tensor | None = None,
 ) -> None:
     """Copy keys and values of tokens out of host pages into their places among the hot rows.
 
@@ -152,6 +212,12 @@ def fetch_rows(
         sink_tokens, recent_tokens: added to `counts`, which `gathered_attention` subtracts.
         hot: out [n, 2, num_heads, capacity, head_dim], keys and values of `heads` in their order.
         counts: out int32 [n, num_kv_heads], hot rows and those of the window; 0 of inactive rows.
+        rest_counts, rest_means: int32 [n, num_kv_heads, clusters + 1] and float32 [n, num_kv_heads,
+            2, head_dim] of a mailbox: tokens that each cluster stands for, which cluster has new
+            means, or -1, and these; may be pinned, too. None, as the next two: nothing stands for
+            tokens that are not hot.
+        means: out [n, 2, num_heads, clusters, head_dim], keys and values of `heads`, as `hot`.
+        log_counts: out float32 [n, num_kv_heads, clusters], base 2; -inf: of no tokens.
 
     Raises:
         ValueError: operands that do not fit together.
@@ -170,7 +236,23 @@ def fetch_rows(
     check_tensor("positions", positions, (n,), torch.int64, device)
     check_tensor("heads", heads, (num_heads,), torch.int32, device)
     check_tensor("counts", counts, (n, num_kv_heads), torch.int32, device)
+    num_clusters = 0
+    if means is not None:
+        check_dims("means", means, "[n, 2, num_heads, clusters, head_dim]")
+        num_clusters = means.shape[3]
+        check_tensor("means", means, (n, 2, num_heads, num_clusters, head_dim), hot.dtype, device)
+        if rest_counts is None or rest_means is None or log_counts is None:
+            raise ValueError("means need rest_counts, rest_means and log_counts")
+        rest = (n, num_kv_heads, num_clusters + 1)
+        check_reachable("rest_counts", rest_counts, rest, torch.int32, device)
+        rest = (n, num_kv_heads, 2, head_dim)
+        check_reachable("rest_means", rest_means, rest, torch.float32, device)
+        rest = (n, num_kv_heads, num_clusters)
+        check_tensor("log_counts", log_counts, rest, torch.float32, device)
     if not runs_kernel(hot):
+        if means is not None:
+            assert rest_counts is not None and rest_means is not None and log_counts is not None
+            update_means_reference(rest_counts, rest_means, positions, heads, means, log_counts)
         page_shape = (2, num_kv_heads, page_tokens, head_dim)
         return fetch_rows_reference(
             fetches, hot_counts, page_table, positions, heads, page_shape, fixed_tokens, hot, counts
@@ -179,6 +261,10 @@ def fetch_rows(
     fetch_rows_kernel[(_LAUNCH.programs,)](
         pointer(fetches),
         pointer(hot_counts),
+        pointer(rest_counts) if means is not None else None,
+        pointer(rest_means) if means is not None else None,
+        means,
+        log_counts if means is not None else None,
         page_table,
         positions,
         heads,
@@ -190,14 +276,33 @@ def fetch_rows(
         capacity,
         num_heads,
         num_kv_heads,
+        num_clusters,
         fixed_tokens,
         head_dim,
         row_bytes,
         page_tokens,
         _LAUNCH.tile_tokens(row_bytes),
+        next_power_of_2(max(num_clusters, 1)),
         next_power_of_2(head_dim),
         num_warps=_LAUNCH.num_warps,
     )
+
+
+def update_means_reference(
+    rest_counts: Tensor,
+    rest_means: Tensor,
+    positions: Tensor,
+    heads: Tensor,
+    means: Tensor,
+    log_counts: Tensor,
+) -> None:
+    """What `fetch_rows` does of clusters, by torch."""
+    for row, position in enumerate(positions.tolist()):
+        for slot, kv_head in enumerate(heads.tolist()):
+            *counts, grown = rest_counts[row, kv_head].tolist() if position >= 0 else [0, -1]
+            log_counts[row, kv_head] = torch.tensor(counts).clamp_min(0).log2()
+            if 0 <= grown < means.shape[3]:
+                means[row, :, slot, grown] = rest_means[row, kv_head].to(means.dtype)
 
 
 def fetch_rows_reference(

@@ -1,5 +1,6 @@
 """Attention to rows that `gather_rows` brought, and to the window beside them. Without a window it
-is merged into what other tokens have given.
+is merged into what other tokens have given. Means of clusters may stand for the tokens that are in
+neither (offload/policies/estimate.py).
 
 Split over tokens as `paged_attention`: a grid that is fixed at capture, pieces whose length is
 computed from the counts on the device.
@@ -19,6 +20,7 @@ from gpu_ops.merge_parts import merge_parts_reference
 from gpu_ops.online_softmax import (
     MIN_GROUP,
     NUM_STAGES,
+    attend_means,
     attend_rows,
     load_query,
     merge_states,
@@ -47,6 +49,8 @@ def gathered_attention_kernel(
     positions: tl.tensor,
     heads: tl.tensor,
     window: tl.tensor,  # None: it is attended to elsewhere
+    means: tl.tensor,  # None, as the next: nothing stands for other tokens
+    log_counts: tl.tensor,
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
     capacity: tl.tensor,
@@ -60,11 +64,13 @@ def gathered_attention_kernel(
     FIXED_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW_TOKENS: tl.constexpr,
+    NUM_CLUSTERS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program per split, gathered head and row; the window is one more split."""
+    """One program per split, gathered head and row; the window is one more split, with what
+    stands for other tokens."""
     split, slot = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     kv_head = tl.load(heads + slot)
@@ -88,7 +94,17 @@ def gathered_attention_kernel(
 
     first_head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE
     q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
-    state = attend_rows(q, keys, values, first, last, scale, HEAD_DIM, BLOCK_T)
+    row_max, row_sum, acc = attend_rows(q, keys, values, first, last, scale, HEAD_DIM, BLOCK_T)
+    if means is not None:
+        if split == NUM_SPLITS:
+            keys = means + (row * 2 * NUM_HEADS + slot) * (NUM_CLUSTERS * HEAD_DIM)
+            values = keys + NUM_HEADS * NUM_CLUSTERS * HEAD_DIM
+            logs = log_counts + (row * NUM_KV_HEADS + kv_head) * NUM_CLUSTERS
+            state = (row_max, row_sum, acc)
+            row_max, row_sum, acc = attend_means(
+                q, keys, values, logs, NUM_CLUSTERS, scale, *state, HEAD_DIM, BLOCK_T
+            )
+    state = (row_max, row_sum, acc)
     slots = ((row * NUM_HEADS + slot) * GROUP_SIZE + tl.arange(0, BLOCK_G)) * num_slots + split
     store_state(partial_out, partial_lse, slots, *state, GROUP_SIZE, HEAD_DIM)
 
@@ -171,6 +187,8 @@ def gathered_attention(
     out: Tensor,
     lse: Tensor | None = None,
     window: Tensor | None = None,
+    means: Tensor | None = None,
+    log_counts: Tensor | None = None,
 ) -> None:
     """Attend the query heads of `heads` to their gathered tokens, and merge that into (out, lse);
     or attend to them and the window, which is all that there is.
@@ -193,6 +211,9 @@ def gathered_attention(
         lse: float32 [n, num_qo_heads], natural log; -inf where there were no other tokens, and then
             `out` may be anything. None with a window.
         window: as of `window_attention`.
+        means, log_counts: with a window, [n, 2, num_heads, clusters, head_dim] in query's dtype and
+            float32 [n, num_kv_heads, clusters], as `fetch_rows` keeps them: mean keys and values of
+            clusters of other tokens, and the base-2 logarithm of how many each stands for.
 
     Raises:
         ValueError: operands that do not fit together.
@@ -232,13 +253,33 @@ def gathered_attention(
         window_tokens = window.shape[3]
         window_shape = (n, 2, num_kv_heads, window_tokens, head_dim)
         check_tensor("window", window, window_shape, query.dtype, device)
+    num_clusters = 0
+    if means is not None:
+        check_dims("means", means, "[n, 2, num_heads, clusters, head_dim]")
+        num_clusters = means.shape[3]
+        shape_of_means = (n, 2, num_heads, num_clusters, head_dim)
+        check_tensor("means", means, shape_of_means, query.dtype, device)
+        if log_counts is None or window is None:
+            raise ValueError("means need log_counts and a window")
+        shape_of_logs = (n, num_kv_heads, num_clusters)
+        check_tensor("log_counts", log_counts, shape_of_logs, torch.float32, device)
     check_tensor("out", out, row_shape, torch.float32 if window is None else query.dtype, device)
     if lse is not None:
         check_tensor("lse", lse, (n, num_kv_heads * group_size), torch.float32, device)
     selected = (counts, positions, heads)
     if not runs_kernel(query):
         return gathered_attention_reference(
-            query, gathered, *selected, group_size, fixed_tokens, sm_scale, out, lse, window
+            query,
+            gathered,
+            *selected,
+            group_size,
+            fixed_tokens,
+            sm_scale,
+            out,
+            lse,
+            window,
+            means,
+            log_counts,
         )
     block_t = tile_tokens(head_dim, query.element_size())
     block_d = next_power_of_2(head_dim)
@@ -249,6 +290,8 @@ def gathered_attention(
         gathered,
         *selected,
         window,
+        means,
+        log_counts if means is not None else None,
         partial_out,
         partial_lse,
         capacity,
@@ -256,6 +299,7 @@ def gathered_attention(
         *splits,
         *shape,
         window_tokens,
+        num_clusters,
         max(MIN_GROUP, next_power_of_2(group_size)),
         block_t,
         block_d,
@@ -290,6 +334,8 @@ def gathered_attention_reference(
     out: Tensor,
     lse: Tensor | None,
     window: Tensor | None,
+    means: Tensor | None = None,
+    log_counts: Tensor | None = None,
 ) -> None:
     """`gathered_attention` by torch, in float32."""
     head_dim, result = gathered.shape[4], out
@@ -302,15 +348,21 @@ def gathered_attention_reference(
         for slot, kv_head in enumerate(heads.tolist() if position >= 0 else ()):
             count = int(counts[row, kv_head if counts.shape[1] > 1 else 0])
             num_tokens = min(max(count - fixed_tokens, 0), gathered.shape[3])
-            if not num_tokens:
-                continue
             group = slice(kv_head * group_size, (kv_head + 1) * group_size)
-            kv = gathered[row, :, slot : slot + 1, :num_tokens]
             q = query[row].view(-1, head_dim)[group]
-            o, part = attend_reference(q, kv[0], kv[1], sm_scale)
             before, before_out = lse[row, group], out[row].view(-1, head_dim)[group]
             before_out.masked_fill_((before == float("-inf"))[:, None], 0.0)
-            merge_parts_reference(before_out, before, o, part)
+            if num_tokens:
+                kv = gathered[row, :, slot : slot + 1, :num_tokens]
+                merge_parts_reference(
+                    before_out, before, *attend_reference(q, kv[0], kv[1], sm_scale)
+                )
+            if means is not None and log_counts is not None:
+                key, value = means[row, :, slot].float()
+                scores = q.float() @ key.T * sm_scale + log_counts[row, kv_head] * math.log(2.0)
+                part = scores.logsumexp(dim=-1)
+                weights = (scores - part.clamp_min(-1e30)[:, None]).exp()
+                merge_parts_reference(before_out, before, weights @ value, part)
     if window is not None:
         to, of = (x.view(len(out), -1, group_size, head_dim) for x in (result, out))
         to[:, heads.long()] = of[:, heads.long()].to(to.dtype)

@@ -64,6 +64,8 @@ _ANY_ALIGNMENT = (
     "counts",
     "host_counts",
     "hot_counts",
+    "rest_counts",
+    "log_counts",
     "page_table",
     "host_pages",
     "partial_lse",

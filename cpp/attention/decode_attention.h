@@ -89,6 +89,12 @@ class DecodeAttention {
     const Unit& x = pass_.unit(row_idx, unit);
     return {x.indices, x.n};
   }
+  // The clusters of what a head of a row of the last attend() does not choose, where its row has `kv_len` tokens by
+  // now. False: it has none. Of several heads at a time.
+  bool take_in(int row_idx, int kv_head, int64_t kv_len, EstimateArrays* arrays) {
+    return estimate_.take_in(row_idx, kv_head, kv_len, arrays);
+  }
+  int64_t estimate_clusters() const { return setup_.policy.estimate_clusters; }
   // Which tokens each unit of each row of the last attend() attended; empty where it was all of them, or none because
   // the policy answered.
   std::vector<std::vector<int32_t>> last_selection() const { return pass_.last_selection(); }

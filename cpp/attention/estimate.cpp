@@ -58,7 +58,7 @@ int Estimate::nearest(const EstimateArrays& arrays, const float* key) const {
   return best;
 }
 
-void Estimate::take_in(const EstimateArrays& arrays, const QueryRow& row, int kv_head, int64_t token) {
+void Estimate::add(const EstimateArrays& arrays, const QueryRow& row, int kv_head, int64_t token) {
   const int64_t dim = setup_.shape.head_dim;
   const auto to_float = setup_.kernels.to_float[setup_.dtype()];
   float key[kMaxHeadDim], value[kMaxHeadDim];
@@ -89,15 +89,21 @@ void Estimate::take_in() {
   if (!is_on() || pass_.options.chooses_only) return;
   const uint8_t* elsewhere = pass_.options.elsewhere;
   for (const int r : pass_.sparse_rows) {
-    const QueryRow& row = pass_.row(r);
     for (int h = 0; h < setup_.shape.num_kv_heads; ++h) {
       EstimateArrays arrays;
-      if ((elsewhere != nullptr && elsewhere[h] != 0) || !arrays_of(r, h, &arrays)) continue;
-      const int64_t last = std::min(row.kv_len - setup_.policy.recent_tokens, arrays.header->capacity);
-      if (arrays.header->end < last) arrays.header->taken = 0;
-      for (int64_t token = arrays.header->end; token < last; ++token) take_in(arrays, row, h, token);
+      if (elsewhere == nullptr || elsewhere[h] == 0) take_in(r, h, pass_.row(r).kv_len, &arrays);
     }
   }
+}
+
+bool Estimate::take_in(int r, int kv_head, int64_t kv_len, EstimateArrays* arrays) {
+  if (!is_on() || !arrays_of(r, kv_head, arrays)) return false;
+  const QueryRow& row = pass_.row(r);
+  EstimateHeader& header = *arrays->header;
+  const int64_t last = std::min({kv_len - setup_.policy.recent_tokens, row.kv_len, header.capacity});
+  if (header.end < last) header.taken = 0;
+  for (int64_t token = header.end; token < last; ++token) add(*arrays, row, kv_head, token);
+  return true;
 }
 
 bool Estimate::attend(int r, int u, float* part) const {

@@ -39,12 +39,14 @@ class Estimate {
   bool is_on() const { return setup_.policy.estimate_clusters > 0; }
   // Tokens that have left the recent window of the pass's rows join the clusters of their keys.
   void take_in();
+  // The same of one head, of a row that has `kv_len` tokens by now, for those who attend elsewhere. False: it has none.
+  bool take_in(int r, int kv_head, int64_t kv_len, EstimateArrays* arrays);
   // The partial softmax of a unit's rest: acc [group, head_dim], then maxima, then sums. False: there is none.
   bool attend(int r, int u, float* part) const;
 
  private:
   bool arrays_of(int r, int kv_head, EstimateArrays* arrays) const;
-  void take_in(const EstimateArrays& arrays, const QueryRow& row, int kv_head, int64_t token);
+  void add(const EstimateArrays& arrays, const QueryRow& row, int kv_head, int64_t token);
   int nearest(const EstimateArrays& arrays, const float* key) const;
 
   LayerPass& pass_;

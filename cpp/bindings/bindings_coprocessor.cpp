@@ -42,7 +42,9 @@ Mailbox mailbox_of(const std::vector<int64_t>& addresses, int64_t max_rows, int6
           pointer<const char>(addresses.at(8)),
           pointer<int32_t>(addresses.at(9)),
           pointer<int32_t>(addresses.at(10)),
-          fetch_tokens};
+          fetch_tokens,
+          pointer<int32_t>(addresses.at(11)),
+          pointer<float>(addresses.at(12))};
 }
 
 // Rows in the order of their slots.
@@ -173,6 +175,8 @@ void bind_coprocessor(py::module_& m) {
   py::class_<HotRows>(m, "HotRows")
       .def(py::init<int64_t, int64_t, int, int64_t>())
       .def("forget", &HotRows::forget)
+      .def("estimate", &HotRows::estimate)
+      .def("estimates", &HotRows::estimates)
       // (token, place) of each hot row, [n, 2].
       .def("hot",
            [](const HotRows& rows, int64_t slot, int64_t layer_idx, int kv_head) {

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kAges = 255;  // steps that are told apart
 constexpr uint32_t kBits = 64;
+constexpr size_t kClusters = 256;  // that a byte tells apart
 
 // Of a token; `bits` by their address, which no byte that is written may be taken for.
 uint64_t test(const uint64_t* bits, int32_t token) {
@@ -26,6 +27,18 @@ void HotRows::forget(int64_t slot) {
   const size_t first = index_of(slot, 0, 0);
   const size_t last = index_of(slot + 1, 0, 0);
   for (size_t i = first; i < last; ++i) sets_[i] = {};
+  estimates_[static_cast<size_t>(slot)] = 0;
+}
+
+void HotRows::estimate(int64_t slot) {
+  const size_t last = index_of(slot + 1, 0, 0);
+  for (size_t i = index_of(slot, 0, 0); i < last; ++i) sets_[i].in_clusters.clear();
+  estimates_[static_cast<size_t>(slot)] = 1;
+}
+
+void HotRows::count_clusters(Set& set, const uint8_t* cluster_of) {
+  set.in_clusters.assign(kClusters, 0);
+  for (const int32_t token : set.tokens) ++set.in_clusters[cluster_of[token]];
 }
 
 int64_t HotRows::num_hot(int64_t slot, int64_t layer_idx, int kv_head) const {
@@ -42,7 +55,7 @@ std::vector<Fetch> HotRows::hot(int64_t slot, int64_t layer_idx, int kv_head) co
 
 // Frees `count` places of the tokens that were chosen longest ago, of those that are not chosen now; of those chosen at
 // one time, or more than kAges steps ago, the first places.
-void HotRows::evict(Set& set, size_t count, std::vector<int32_t>& free_places) {
+void HotRows::evict(Set& set, size_t count, std::vector<int32_t>& free_places, const uint8_t* cluster_of) {
   const size_t num_hot = set.tokens.size();
   const uint8_t* const ages = set.ages.data();
   uint32_t counts[4][kAges + 1] = {};  // equal ages follow each other, and one counter would wait for itself
@@ -68,16 +81,19 @@ void HotRows::evict(Set& set, size_t count, std::vector<int32_t>& free_places) {
       }
       free_places.push_back(static_cast<int32_t>(place));
       flip(set.is_hot.data(), set.tokens[place]);
+      if (cluster_of != nullptr) --set.in_clusters[cluster_of[set.tokens[place]]];
     }
   }
 }
 
-int64_t HotRows::choose(int64_t slot, int64_t layer_idx, int kv_head, const int32_t* tokens, int64_t n,
-                        Fetch* fetches) {
+int64_t HotRows::choose(int64_t slot, int64_t layer_idx, int kv_head, const int32_t* tokens, int64_t n, Fetch* fetches,
+                        const uint8_t* cluster_of) {
   static thread_local std::vector<int32_t> missing;
   static thread_local std::vector<int32_t> places;
   static thread_local std::vector<uint64_t> chosen;  // a bit per token; none is up between two calls
   Set& set = sets_[index_of(slot, layer_idx, kv_head)];
+  if (cluster_of == nullptr) set.in_clusters.clear();
+  if (cluster_of != nullptr && set.in_clusters.empty()) count_clusters(set, cluster_of);
   n = std::min(n, hot_tokens_);
   const size_t num_hot = set.tokens.size();
   const size_t num_words = n > 0 ? static_cast<size_t>(tokens[n - 1]) / kBits + 1 : 0;
@@ -106,7 +122,7 @@ int64_t HotRows::choose(int64_t slot, int64_t layer_idx, int kv_head, const int3
 
   places.clear();
   const auto most = static_cast<size_t>(hot_tokens_);
-  if (num_hot + count > most) evict(set, num_hot + count - most, places);
+  if (num_hot + count > most) evict(set, num_hot + count - most, places, cluster_of);
   for (size_t place = num_hot; places.size() < count; ++place) places.push_back(static_cast<int32_t>(place));
   set.tokens.resize(std::max(num_hot, static_cast<size_t>(places.back()) + 1));
   set.ages.resize(set.tokens.size());
@@ -115,6 +131,7 @@ int64_t HotRows::choose(int64_t slot, int64_t layer_idx, int kv_head, const int3
     set.tokens[place] = missing[i];
     set.ages[place] = 0;
     flip(is_hot, missing[i]);
+    if (cluster_of != nullptr) ++set.in_clusters[cluster_of[missing[i]]];
     fetches[i] = {missing[i], places[i]};
   }
   return static_cast<int64_t>(count);

@@ -197,10 +197,35 @@ void StepServer::send_hot_rows(int64_t layer_idx) {
     const auto count = std::min<int64_t>(static_cast<int64_t>(tokens.size()), mailbox_.fetch_tokens);
     auto* fetches = reinterpret_cast<Fetch*>(mailbox_.fetches + at * mailbox_.fetch_tokens * 2);
     HotRows& rows = *plan_.hot_rows;
+    EstimateArrays rest{};
+    const bool has_clusters = attention_.take_in(static_cast<int>(row), head, of_step.kv_len, &rest);
+    const bool estimates = has_clusters && mailbox_.rest_counts != nullptr && rows.estimates(of_step.slot);
+    const uint8_t* const cluster_of = estimates ? rest.cluster_of : nullptr;
     mailbox_.hot_counts[2 * at] =
-        static_cast<int32_t>(rows.choose(of_step.slot, layer_idx, head, tokens.data(), count, fetches));
+        static_cast<int32_t>(rows.choose(of_step.slot, layer_idx, head, tokens.data(), count, fetches, cluster_of));
     mailbox_.hot_counts[2 * at + 1] = static_cast<int32_t>(rows.num_hot(of_step.slot, layer_idx, head));
+    if (mailbox_.rest_counts == nullptr) return;
+    if (estimates) return send_rest(of_step, at, rows.hot_in_clusters(of_step.slot, layer_idx, head), rest);
+    const int64_t clusters = attention_.estimate_clusters();
+    int32_t* const counts = mailbox_.rest_counts + at * (clusters + 1);
+    std::fill_n(counts, clusters, 0);
+    counts[clusters] = -1;
   });
+}
+
+// What stands for the tokens that the GPU does not attend to; `hot` are those of each cluster that it does.
+void StepServer::send_rest(const StepRow& of_step, int64_t at, const int32_t* hot, const EstimateArrays& rest) const {
+  const int64_t clusters = attention_.estimate_clusters(), dim = attention_.shape().head_dim;
+  int32_t* const counts = mailbox_.rest_counts + at * (clusters + 1);
+  for (int64_t c = 0; c < clusters; ++c) counts[c] = rest.counts[c] - hot[c];
+  const int64_t recent = std::max(plan_.sink_tokens, of_step.kv_len - plan_.recent_tokens);
+  for (int64_t t = recent; t < rest.header->end; ++t) --counts[rest.cluster_of[t]];  // after others were cropped
+  const int64_t grown = rest.header->taken > 0 ? rest.header->cluster : -1;
+  counts[clusters] = static_cast<int32_t>(grown);
+  if (grown < 0) return;
+  float* const means = mailbox_.rest_means + at * 2 * dim;
+  std::copy_n(rest.keys + grown * dim, dim, means);
+  std::copy_n(rest.values + grown * dim, dim, means + dim);
 }
 
 // Before the reply: the GPU writes the next layer's queries after it.

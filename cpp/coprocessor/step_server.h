@@ -37,6 +37,10 @@ struct Mailbox {
   int32_t* fetches = nullptr;
   int32_t* hot_counts = nullptr;
   int64_t fetch_tokens = 0;
+  // Beside these, of each row and KV head: how many tokens of each cluster are neither hot nor in the window, and which
+  // cluster has grown, or -1: int32 [clusters + 1]; and that one's means, [2, head_dim]. Null: nothing is estimated.
+  int32_t* rest_counts = nullptr;
+  float* rest_means = nullptr;
 };
 
 // What the GPU does of each [layer, KV head], in whole layers that are asked for or not.
@@ -119,6 +123,7 @@ class StepServer {
   // Whether it comes a layer ahead.
   bool is_ahead(int request) const { return is_ahead_[static_cast<size_t>(request)] != 0; }
   void send_hot_rows(int64_t layer_idx);
+  void send_rest(const StepRow& of_step, int64_t at, const int32_t* hot, const EstimateArrays& rest) const;
   bool is_sparse(int request) const { return plan_.sparse_layers[static_cast<size_t>(layer_of(request))] != 0; }
   // Fills `rows` and returns which row of the step is the first.
   size_t rows_of(int request, std::vector<QueryRow>& rows) const;

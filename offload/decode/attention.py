@@ -60,8 +60,7 @@ class DecodeAttention(NativeAttention):
         ahead_layers: in which the policy chooses before the step's own token is there, by a query
             that was predicted.
         roles: the policy's, of each [layer, unit]; see `Policy.roles`.
-        estimate_clusters: of each KV head that stand for what is not chosen; 0: that is dropped, as
-            where KV heads have pages of their own.
+        estimate_clusters: the policy's; 0 where KV heads have pages of their own.
         has_state: whether the policy remembers anything of a sequence.
         hold: of the mean of tokens that are attended to; None: the policy names none.
         compression: what wants queries to condense sequences by; None: none of them has a bound.
@@ -77,7 +76,6 @@ class DecodeAttention(NativeAttention):
     ahead_layers: frozenset[int] = frozenset()
     compression: KVCompression[Any] | None = None
     roles: npt.NDArray[np.uint8] | None = None
-    estimate_clusters: int = 0
 
     def __init__(
         self,
@@ -175,7 +173,7 @@ class DecodeAttention(NativeAttention):
         """
         self.left_to_device = (*window, heads)
         self.ahead_layers = frozenset(np.flatnonzero(hot.any(axis=1)).tolist())
-        self.states.serve(self._selecting_layers(heads), self._estimating_layers(heads | hot))
+        self.states.serve(self._selecting_layers(heads), self._estimating_layers(heads & ~hot))
         self._count_heads(heads, gathered)
 
     def _selecting_layers(self, elsewhere: npt.NDArray[np.bool_] | None = None) -> frozenset[int]:
@@ -192,8 +190,8 @@ class DecodeAttention(NativeAttention):
         return frozenset(np.flatnonzero(selects.any(axis=1)).tolist())
 
     def _estimating_layers(self, elsewhere: npt.NDArray[np.bool_] | None = None) -> frozenset[int]:
-        """Layers with heads, but those of `elsewhere`, of which the CPU attends to a selection and
-        estimates the rest."""
+        """Layers with heads, but those of `elsewhere`, that attend to a selection and whose rest is
+        estimated: by the CPU, or of hot rows by the GPU."""
         if not self.estimate_clusters:
             return frozenset()
         selecting = self.selecting_heads

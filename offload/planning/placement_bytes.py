@@ -101,6 +101,7 @@ def step_layouts(
             num_slots=slots,
             dtype=dtype,
             num_multiprocessors=num_multiprocessors,
+            estimate_clusters=policy.estimate_clusters if policy.selects else 0,
         ),
         "scores and top-k": heads | {f"candidates: {name}": of for name, of in lists.items()},
         "step buffers": {
@@ -116,6 +117,7 @@ def step_layouts(
             selection_units=selection_units,
             selection_tokens=selection_tokens,
             fetch_tokens=fetch_tokens(policy) if any(layer.hot for layer in layers) else 0,
+            rest_clusters=policy.estimate_clusters if policy.selects else 0,
         ),
     }
 

@@ -69,6 +69,8 @@ def check_rows(model: Any) -> int:
     for index, slot in enumerate(resident.slots):
         if slot.seq is None:
             continue
+        if resident.hot.map.estimates(index):
+            check_clusters(model, index, slot)
         for layer_idx, rows in resident.hot.rows.items():
             keys, values = model.kv_store.gather(slot.seq, layer_idx, 0, slot.kv_len)
             for place_of_head, head in enumerate(steps.step.heads.layers[layer_idx].hot):
@@ -82,6 +84,24 @@ def check_rows(model: Any) -> int:
                     assert torch.equal(held, truth[head, tokens])
                 count += len(tokens)
     return count
+
+
+def check_clusters(model: Any, index: int, slot: Any) -> None:
+    """The GPU's means are the host's; of the last layer its counts are those of what is left."""
+    hot, layers = resident_of(model).hot, steps_of(model).step.heads.layers
+    arrays = states_of(model).arrays_of(slot.seq)
+    for layer_idx, means in hot._means.items():
+        of_layer, heads = arrays.layers[layer_idx], layers[layer_idx].hot
+        for side, name in enumerate(("estimate_keys", "estimate_values")):
+            held = torch.from_numpy(of_layer[name])[list(heads)]
+            assert torch.equal(means[index, side].cpu(), held.to(means.dtype))
+    for head in heads:
+        left = of_layer["estimate_cluster_of"][head].copy()
+        left[resident_of(model).hot.map.hot(index, layer_idx, head)[:, 0]] = 255
+        counts = np.bincount(left, minlength=256)[: means.shape[3]]
+        counts[of_layer["estimate_counts"][head] == 0] = 0
+        logs = torch.from_numpy(counts).float().log2()
+        assert torch.allclose(hot._log_counts[index, head].cpu(), logs)
 
 
 def check_each_step(model: Any) -> list[int]:
@@ -115,6 +135,27 @@ def test_rows_are_those_of_the_map(policy, backend, tiny_folders):
     assert min(counted) > 0
     hits, misses = resident_of(model).hot.map.take_counts()
     assert hits > misses
+
+
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "lychee_cluster", "lfps"))
+def test_what_is_not_hot_is_estimated(policy, backend, tiny_folders, stock_models):
+    """Nearer to full attention than where it is dropped, and as exact within the budget."""
+    small_budget = replace(small(policy, 24), estimate_clusters=16)
+    tokens, errors = random_tokens(2, 200, seed=4), []
+    full = stock_models["llama"](tokens).logits[:, 190:]
+    for chosen in (small_budget, replace(small_budget, estimate_clusters=0)):
+        model = hot_model(tiny_folders["llama"], backend, chosen)
+        cache, counted = model.new_cache(), check_each_step(model)
+        model(tokens[:, :190], past_key_values=cache)
+        steps = [model(x, past_key_values=cache).logits for x in tokens[:, 190:].split(1, dim=1)]
+        errors.append((torch.cat(steps, dim=1).cpu() - full).abs().mean())
+        assert min(counted) > 0
+    assert errors[0] < 0.8 * errors[1]
+    exact = hot_model(
+        tiny_folders["llama"], backend, replace(small(policy, 256), estimate_clusters=16)
+    )
+    tokens = random_tokens(1, 100, seed=3)
+    assert torch.equal(greedy(exact, tokens, 40), greedy(stock_models["llama"], tokens, 40))
 
 
 # What happens to sequences between steps.

@@ -45,6 +45,16 @@ def run(
                 expected[row, :, HEADS.index(head), places] = host.kv[row][:, head, tokens]
     counts = torch.full((n, NUM_KV_HEADS), -7, dtype=torch.int32, device=device)
     positions = torch.tensor(kv_lens, device=device) - 1
+    clusters = changes.pop("clusters", 0)
+    rest: dict[str, Any] = {}
+    if clusters:
+        left = torch.from_numpy(rng.integers(-1, 9, (n, NUM_KV_HEADS, clusters + 1))).int()
+        left[..., -1] = torch.from_numpy(rng.integers(-1, clusters, (n, NUM_KV_HEADS)))
+        new = torch.from_numpy(rng.standard_normal((n, NUM_KV_HEADS, 2, head_dim))).float()
+        means = torch.zeros(n, 2, len(HEADS), clusters, head_dim, dtype=dtype, device=device)
+        logs = poisoned(n, NUM_KV_HEADS, clusters, dtype=torch.float32, device=device)
+        rest = {"rest_counts": left.to(device), "rest_means": new.to(device)}
+        rest |= {"means": means, "log_counts": logs}
     fetch_rows(
         fetches.to(device),
         hot_counts.to(device),
@@ -56,8 +66,17 @@ def run(
         recent_tokens=8,
         hot=hot,
         counts=counts,
+        **rest,
     )
     assert torch.equal(hot.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
+    for row, kv_len in enumerate(kv_lens if clusters else ()):
+        for place, head in enumerate(HEADS):
+            wanted = left[row, head, :-1].clamp_min(0).float() * (kv_len > 0)
+            assert torch.allclose(logs[row, head].cpu(), wanted.log2())
+            grown, of_clusters = int(left[row, head, -1]), torch.zeros(2, clusters, head_dim)
+            if kv_len and grown >= 0:
+                of_clusters[:, grown] = new[row, head]
+            assert torch.equal(means[row, :, place].cpu(), of_clusters.to(dtype))
     for row, kv_len in enumerate(kv_lens):
         for head in HEADS:
             wanted = num_fetches[row][head] + 2 + 12 if kv_len else 0
@@ -69,6 +88,13 @@ def run(
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_shapes(device: str, dtype: torch.dtype, head_dim: int) -> None:
     run(device, dtype, [50, 0, 37], [[20, 7, 12], [9, 9, 9], [1, 2, 3]], head_dim=head_dim)
+
+
+@pytest.mark.parametrize("clusters", [1, 12, 64])
+def test_clusters(device: str, clusters: int) -> None:
+    """Counts of inactive rows are none; means change where a cluster has grown."""
+    counts = [[20, 7, 12], [9, 9, 9], [1, 2, 3], [0, 0, 0]]
+    run(device, torch.bfloat16, [50, 0, 37, 40], counts, clusters=clusters)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 24])

@@ -118,10 +118,17 @@ class Step:
                 assert_close(out[row, kv_head].flatten(), o, tolerance)
                 assert_close(lse[row, kv_head], expected_lse, 1e-5)
 
-    def check_with_window(self, tolerance: float) -> None:
+    def check_with_window(self, tolerance: float, clusters: int = 0) -> None:
         """In one launch: heads that gathered nothing attend to the window, inactive rows to
-        nothing; other heads are left alone."""
+        nothing; other heads are left alone. Means of clusters count as often as they have tokens.
+        """
         n, group_size = len(self.query), self.group_size
+        num_kv_heads, head_dim = self.lse.shape[1] // group_size, self.gathered.shape[4]
+        counts = torch.from_numpy(self.rng.integers(-3, 5, (n, num_kv_heads, clusters)))
+        counts.clamp_min_(0)
+        shape_of_means = (n, 2, len(self.heads), clusters, head_dim)
+        means = random(self.rng, *shape_of_means, dtype=self.dtype, device=self.device, scale=1.5)
+        rest = {"means": means, "log_counts": counts.float().log2().to(self.device)}
         window = poisoned(
             *(
                 n,
@@ -153,6 +160,7 @@ class Step:
             out=out,
             lse=None,
             window=window,
+            **(rest if clusters else {}),
             partial_out=poisoned(*shape, num_splits + 1, partial_out.shape[-1], **options),
             partial_lse=poisoned(*shape, num_splits + 1, **options),
         )
@@ -169,7 +177,9 @@ class Step:
                 slot = self.heads.index(kv_head)
                 kv = self.gathered[row, :, slot, : len(self.lists.of_head(row, kv_head))].double()
                 seen = window[row, :, kv_head, : position + 1].double()
-                kv = torch.cat((seen, kv), dim=1)[:, None]
+                times = counts[row, kv_head].to(self.device)
+                others = means[row, :, slot].double().repeat_interleave(times, dim=1)
+                kv = torch.cat((seen, kv, others), dim=1)[:, None]
                 o, _ = attention(query[row, kv_head].flatten(), kv[0], kv[1], self.sm_scale)
                 assert_close(grouped[row, kv_head].flatten(), o, tolerance)
 
@@ -201,6 +211,14 @@ def test_counts(device: str, middle: int, shared: bool) -> None:
 def test_splits(device: str, num_splits: int) -> None:
     middle = [[300, 64, 1], [17, 130, 299]]
     check(device, torch.float32, middle, capacity=300, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("clusters", [1, 7, 64, 200])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clusters(device: str, dtype: torch.dtype, clusters: int) -> None:
+    """Of tokens that are neither gathered nor in the window; of some there are none."""
+    step = Step(device, dtype, [[33, 7, 40], [9, 9, 9], [0, 0, 0]], inactive=(1,))
+    step.check_with_window(2 * TOLERANCE[dtype], clusters)
 
 
 @pytest.mark.parametrize("heads", [(0,), (1, 0), (2, 1, 0)])

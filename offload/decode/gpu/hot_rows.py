@@ -3,12 +3,14 @@
 While layer l is projected, the query of layer l + 1 is predicted from the same input, by the next
 layer's own norm and projection. The host chooses by it, and says which rows are missing; the GPU
 fetches these beside the rest of layer l, and then attends to all that it holds of the head, with
-the true query: what was chosen now, and what was in the last steps.
+the true query: what was chosen now, and what was in the last steps. Where the policy estimates the rest
+(`offload/policies/estimate.py`), the means of its clusters are here, too, from when a sequence is
+bound: in each step the host tells how many tokens they stand for, and the means that have changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +25,10 @@ from offload.decode.gpu.buffers import StepBuffers
 from offload.decode.gpu.layer_heads import LayerHeads
 from offload.models import LeanModel, ModelShape
 from offload.policies import Policy
+from offload.policies.sequence_state import LayerArrays
+
+# Of a sequence, with the clusters that serve its next token; None: it is short, and all is chosen.
+ArraysOf = Callable[[int], LayerArrays | None]
 
 HOT_BUDGETS = 3  # rows that stay, in budgets: what is attended to beside the choice costs little
 
@@ -37,6 +43,10 @@ def fetch_tokens(policy: Policy) -> int:
 
 class HotRows:
     """Launches, and the buffers of up to `num_slots` sequences.
+
+    Args:
+        arrays_of: what the policy keeps of a sequence; only called where it estimates the rest.
+        estimate_clusters: of each KV head.
 
     Attributes:
         map: which tokens are hot; the coprocessor's, which changes it.
@@ -54,8 +64,12 @@ class HotRows:
         page_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        arrays_of: ArraysOf,
+        estimate_clusters: int,
     ) -> None:
         self._policy, self._page_tokens = policy, page_tokens
+        self._arrays_of, self._estimates = arrays_of, estimate_clusters > 0
+        self._loaded: dict[int, LayerArrays | None] = {}
         self.fetch_tokens = fetch_tokens(policy)
         self._group_size, self._sm_scale = model.shape.group_size, model.sm_scale
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
@@ -66,6 +80,7 @@ class HotRows:
             num_slots=num_slots,
             dtype=dtype,
             num_multiprocessors=num_sms,
+            estimate_clusters=estimate_clusters,
         )
         del layout["head_lists"]
         buffers = allocate(layout, device)
@@ -74,6 +89,8 @@ class HotRows:
         self._partial_out = buffers.pop("partial_out")
         self._partial_lse = buffers.pop("partial_lse")
         hot = {i: layer.hot for i, layer in enumerate(layers) if layer.hot}
+        self._log_counts = buffers.pop("log_counts")
+        self._means = {i: buffers.pop(f"means of layer {i}") for i in hot if self._estimates}
         self.rows = dict(zip(hot, buffers.values(), strict=True))
         self._heads = {
             i: torch.tensor(heads, dtype=torch.int32, device=device) for i, heads in hot.items()
@@ -92,6 +109,7 @@ class HotRows:
         num_slots: int,
         dtype: torch.dtype,
         num_multiprocessors: int,
+        estimate_clusters: int,
     ) -> Layout:
         """Layout of all buffers; nothing where no head has hot rows."""
         hot = {i: len(layer.hot) for i, layer in enumerate(layers) if layer.hot}
@@ -106,14 +124,38 @@ class HotRows:
             "counts": ((num_slots, shape.num_kv_heads), torch.int32),
             "partial_out": ((partial * shape.head_dim,), torch.float32),
             "partial_lse": ((partial,), torch.float32),
+            "log_counts": ((num_slots, shape.num_kv_heads, estimate_clusters), torch.float32),
         } | {
-            f"layer {i}": ((num_slots, 2, n, hot_tokens, shape.head_dim), dtype)
+            f"{name} {i}": ((num_slots, 2, n, num_rows, shape.head_dim), dtype)
+            for name, num_rows in (("means of layer", estimate_clusters), ("layer", hot_tokens))
             for i, n in hot.items()
+            if num_rows
         }
 
     @property
     def num_bytes(self) -> int:
-        return sum(rows.nbytes for rows in self.rows.values())
+        return sum(x.nbytes for by_layer in (self.rows, self._means) for x in by_layer.values())
+
+    def bind(self, slot: int, seq: int) -> None:
+        """Have the means of the clusters of `seq`, which is in `slot`."""
+        if not self._estimates:
+            return
+        arrays = self._arrays_of(seq)
+        if arrays is None or (slot in self._loaded and self._loaded[slot] is arrays):
+            return
+        for layer_idx, means in self._means.items():
+            of_layer = arrays.layers[layer_idx]
+            heads = self._heads[layer_idx].tolist()
+            for side, name in enumerate(("estimate_keys", "estimate_values")):
+                held = torch.from_numpy(of_layer[name][heads])
+                means[slot, side].copy_(held.to(means.dtype), non_blocking=True)
+        self.map.estimate(slot)
+        self._loaded[slot] = arrays
+
+    def forget(self, slot: int) -> None:
+        """The slot has another sequence, or none."""
+        self._loaded.pop(slot, None)
+        self.map.forget(slot)
 
     def fetch(
         self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox, page_table: Tensor
@@ -131,7 +173,16 @@ class HotRows:
             recent_tokens=self._policy.recent_tokens,
             hot=self.rows[layer_idx][rows],
             counts=self._counts[rows],
+            **self._rest(layer_idx, rows),
+            rest_counts=mailbox.rest_counts[side, rows] if self._estimates else None,
+            rest_means=mailbox.rest_means[side, rows] if self._estimates else None,
         )
+
+    def _rest(self, layer_idx: int, rows: slice) -> dict[str, Tensor]:
+        """What stands for tokens that are not hot."""
+        if not self._estimates:
+            return {}
+        return {"means": self._means[layer_idx][rows], "log_counts": self._log_counts[rows]}
 
     def attend(self, layer_idx: int, rows: slice, b: StepBuffers, window: Tensor) -> None:
         """The layer's heads, to their hot rows and the `window` of the rows."""
@@ -155,4 +206,5 @@ class HotRows:
             partial_lse=self._partial_lse[:size].view(partial),
             out=b.attended[rows],
             window=window,
+            **self._rest(layer_idx, rows),
         )

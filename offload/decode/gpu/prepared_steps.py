@@ -27,6 +27,7 @@ from offload.decode.gpu.step import DeviceStep
 from offload.decode.sampling import MOST_STEPS
 from offload.models import LeanModel
 from offload.policies.layer_state import State
+from offload.policies.sequence_state import LayerArrays
 from offload.system.errors import DeviceMemoryError
 
 # A link of more rows than a step needs does for so many steps.
@@ -184,6 +185,8 @@ class PreparedSteps:
                 page_tokens=store.page_tokens,
                 dtype=store.dtype,
                 device=device,
+                arrays_of=self._arrays_of,
+                estimate_clusters=self.attention.estimate_clusters,
             )
         resident = ResidentKV(
             store,
@@ -220,6 +223,13 @@ class PreparedSteps:
                 device=device,
             )
         return DeviceStep(model, self.weights, store, buffers, resident, heads, lists)
+
+    def _arrays_of(self, seq: int) -> LayerArrays | None:
+        attention = self.attention
+        kv_len = attention.store.kv_len(seq) + 1
+        if kv_len <= attention.dense_tokens or seq in attention.states.unasked:
+            return None
+        return attention.states.ensure(seq, kv_len)
 
     def _make_codes(self, budget: PageBudget) -> ResidentCodes | None:
         """None: the placement has no codes."""
@@ -261,6 +271,7 @@ class PreparedSteps:
             selection_units=selection.shape[1],
             selection_tokens=selection.shape[2],
             fetch_tokens=0 if hot is None else hot.fetch_tokens,
+            rest_clusters=self.attention.estimate_clusters,
         )
         publishing, listed, is_hot = np.zeros((3, *self.placement.places.shape), bool)
         for layer_idx, layer in enumerate(self.layers):

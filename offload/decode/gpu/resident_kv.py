@@ -237,6 +237,8 @@ class ResidentKV:
             elif self.codes is not None and not self.codes.holds(index):  # it has grown
                 self._load_codes(self.codes, index, seq, kv_len)
             self._update_host_pages(index, seq, kv_len)
+            if self.hot is not None:
+                self.hot.bind(index, seq)
             slot.last_used = self._clock
             chosen.append(index)
         return chosen
@@ -278,7 +280,7 @@ class ResidentKV:
                 continue
             self.host_pages.forget(index)
             if self.hot is not None:
-                self.hot.map.forget(index)
+                self.hot.forget(index)
             if self.codes is not None:
                 self.codes.clear(index)
             num_kept = min(kv_len, slot.kv_len)
@@ -394,7 +396,7 @@ class ResidentKV:
         self.slots[index] = Slot()
         self.host_pages.forget(index)
         if self.hot is not None:
-            self.hot.map.forget(index)
+            self.hot.forget(index)
         with shielded():
             for layer_idx, addresses in self._addresses[index].items():
                 self._pages[len(self.resident_heads[layer_idx])].release(addresses)

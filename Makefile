@@ -99,7 +99,6 @@ bench: venv peers $(PERF_STAMP)  ## Run all benchmarks on a quiet machine and wr
 	$(BIN)/python -m perf.bench_startup
 	$(BIN)/python -m perf.bench_decode
 	$(BIN)/python -m perf.bench_latency
-	$(BIN)/python -m perf.bench_quality
 	$(BIN)/python -m perf.report
 
 # Its own target: it needs a GPU, whose memory must hold the peers' KV caches, too.

@@ -86,7 +86,6 @@ def calibrate(
         int | None,
         typer.Option(
             "--context",
-            "--tokens",
             min=1,
             help="Of the text, at most; of each of per_head's or tidal_decode's texts. "
             r"\[default: 2048, or what the model can read; for tidal_decode 4096]",

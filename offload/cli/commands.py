@@ -11,10 +11,17 @@ from difflib import get_close_matches
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from offload.cli.help import print_help
-from offload.cli.spelling import Command
+
+
+class Command(TyperCommand):
+    """A command whose help is `print_help`'s."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Printed at once, as typer does it."""
+        print_help(self, ctx)
 
 
 class CommandGroup(TyperGroup):

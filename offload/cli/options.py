@@ -62,7 +62,6 @@ Threads = Annotated[
     int | None,
     typer.Option(
         "--threads",
-        "--num-threads",
         min=1,
         help=r"CPU threads. \[default: all this process may use; with a GPU, but one]",
     ),
@@ -84,7 +83,6 @@ class PolicyChoice:
         list[str] | None,
         typer.Option(
             "--option",
-            "--policy-option",
             metavar="KEY=VALUE",
             help="An option of the policy, such as dense_layers=1. Repeatable.",
         ),

@@ -56,9 +56,7 @@ def train_heads(
             rf"\[default: {_STEPS}, or what was asked for before --resume]",
         ),
     ] = None,
-    context: Annotated[
-        int, typer.Option("--context", "--tokens", min=1, help="Tokens of each prompt.")
-    ] = 4096,
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of each prompt.")] = 4096,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts of a step.")] = 2,
     budget_tokens: Annotated[
         int | None,

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from offload.bench.eval.output import markdown
-from offload.bench.quality.output import COLUMNS, LEGEND, cells
-from perf.tables.markdown import (
-    Columns,
-    policy_options_note,
-    table,
-)
+from offload.bench.eval.output import UNKNOWN
+from perf.tables.markdown import Columns, Row, policy_options_note, table
 from perf.tables.tables import machine_line
+
+_LEGEND = (
+    "Attended: tokens per unit, on average. candidates: keys scored exactly. overlap: with the "
+    "equally many most important tokens. mass: attention mass kept, sinks excluded; of top-k: "
+    "relative to exact top-k at the same budget. error: relative L2 error of the attention "
+    "output. KL (nats) and perplexity: of the next token, against full attention. Jaccard, "
+    "hit 32: selected tokens against the last step's, and against the last 32 steps'."
+)
+
+
+def _cell(name: str, form: str) -> Callable[[Row], str]:
+    return lambda row: UNKNOWN if row[name] is None else format(row[name], form)
+
+
+_COLUMNS: Columns = {
+    "policy": "{label}",
+    "budget": _cell("budget_tokens", ","),
+    "attended": _cell("attended_tokens", ",.0f"),
+    "candidates": _cell("candidate_share", ".1%"),
+    "overlap": _cell("overlap", ".3f"),
+    "mass": _cell("mass_kept", ".4f"),
+    "of top-k": _cell("mass_of_topk", ".4f"),
+    "error": _cell("output_error", ".4f"),
+    "KL": "{kl:.4f}",
+    "perplexity": "{perplexity:.3f}",
+    "change": "{perplexity_change:+.2%}",
+    "Jaccard": _cell("jaccard", ".3f"),
+    "hit 32": _cell("window_hit", ".3f"),
+    "tokens/s": "{tokens_per_second:.1f}",
+}
 
 
 def selection_table(result: dict[str, Any]) -> str:
     """Quality of every policy at every budget."""
     settings = result["settings"]
-    rows = [row for row in result["rows"] if row["part"] == "quality"]
-    header = ["policy", *(name for name, _, _ in COLUMNS)]
-    lines = [[row["label"], *cells(row)] for row in rows]
     title = (
         f"{settings['model']} on {settings['text']}: {settings['context']:,} tokens are read, the "
         f"next {settings['steps']:,} decoded one by one; every {settings['sample_every']}th step "
         "is compared with exact attention in every sparse layer."
     )
-    legend = LEGEND[0].upper() + LEGEND[1:]
-    parts = [title, markdown(header, lines), legend, machine_line(result["machine"])]
-    return "\n\n".join(parts)
+    lines = table(_COLUMNS, [row for row in result["rows"] if row["part"] == "quality"])
+    return "\n\n".join([title, lines, _LEGEND, machine_line(result["machine"])])
 
 
 def policy_speed_table(result: dict[str, Any]) -> str:

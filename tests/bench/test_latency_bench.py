@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases.slowly import slow_but
 
+from offload.bench.eval.selections import ReferenceBudget
 from offload.bench.latency.measure import (
     PHASES,
     Row,
@@ -21,7 +22,6 @@ from offload.bench.latency.measure import (
 from offload.bench.latency.plan import plan_layers
 from offload.bench.latency.report import compared
 from offload.bench.latency.workload import LatencyWorkload, TextReader, structured_workload
-from offload.bench.quality.metrics import ReferenceBudget
 from offload.measuring.synthetic.exact_attention import ExactAttention
 from offload.models import ModelShape
 from offload.policies import TidalDecode

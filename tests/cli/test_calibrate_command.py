@@ -57,7 +57,7 @@ def test_a_file_beside_the_weights_is_none_of_them(model: str, tmp_path: Path) -
     """Written there, it still fits the model, and a copy of it, but not a fine-tuned one."""
     folder = Path(shutil.copytree(model, tmp_path / "copy"))
     path = folder / "roles.json"
-    arguments = ["calibrate", str(folder), "-o", str(path), "--tokens", "300"]
+    arguments = ["calibrate", str(folder), "-o", str(path), "--context", "300"]
     assert runner.invoke(app, arguments).exit_code == 0
     roles = HeadRoles.load(path)
     shape = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32}
@@ -157,7 +157,7 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
     return str(folder)
 
 
-SWEEP = ["--policy", "tidal_decode", "--tokens", "2048", "--batches", "1", "--batch-size", "2"]
+SWEEP = ["--policy", "tidal_decode", "--context", "2048", "--batches", "1", "--batch-size", "2"]
 
 
 @pytest.mark.slow
@@ -210,11 +210,11 @@ def test_layers_of_tidal_decode(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "1000"], "--context 1000 must be at least 1024"),
+        (["--context", "1000"], "--context 1000 must be at least 1024"),
         (["--budget-tokens", "1024,2048"], "--budget-tokens 2048 must be in (68, 2048)"),
         (["--select-layers", "3"], "--select-layers 3 must be in [1, 2]: this model has 5 layers"),
         (["--dense-layers", "5"], "--dense-layers 5 leave nothing to choose: of this"),
-        (["--tokens", "2300"], "their answers take 2340 tokens, more than the 2304 of this model"),
+        (["--context", "2300"], "their answers take 2340 tokens, more than the 2304 of this model"),
         (["--text", "notes.txt"], "--text: the texts of tidal_decode are made"),
         (["--retrieval-heads", "3"], "--retrieval-heads: tidal_decode has none"),
         (["--budget-tokens", "many"], "expected integers of at least 1"),

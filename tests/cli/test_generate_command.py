@@ -289,9 +289,9 @@ def test_text_from_outside_is_no_markup(
     shutil.copytree(tiny_folders["llama"], folder)
     steps = ["--steps", "5", "-r", "1", "--threads", "1", "--device", "cpu"]
     arguments = {
-        "generate": [str(folder), "-p", "abc", "-n", "2", "--expect", "[/b]", "--num-threads", "1"],
-        "bench decode": ["--model", str(folder), "-d", "64", "--engines", "offload", *steps],
-        "calibrate": [str(folder), "-o", str(tmp_path / "x.json"), "--tokens", "300"],
+        "generate": [str(folder), "-p", "abc", "-n", "2", "--expect", "[/b]", "--threads", "1"],
+        "bench decode": [str(folder), "--context", "64", "--engines", "offload", *steps],
+        "calibrate": [str(folder), "-o", str(tmp_path / "x.json"), "--context", "300"],
     }
     result = runner.invoke(app, [*command.split(), *arguments[command]])
     assert result.exit_code == (3 if command == "generate" else 0), result.output
@@ -305,7 +305,7 @@ def test_text_from_outside_is_no_markup(
 def test_a_reader_that_goes_away_and_none_at_all(tiny_folders: dict[str, Path]) -> None:
     """A pipe whose reader has gone ends without a word; a closed stdout is told at once."""
     command = [sys.executable, "-c", "from offload.cli import app; app()", "generate"]
-    command += [str(tiny_folders["llama"]), "-p", "abc", "-n", "2", "--num-threads", "1"]
+    command += [str(tiny_folders["llama"]), "-p", "abc", "-n", "2", "--threads", "1"]
     command += ["--policy", "full"]
     reading, writing = os.pipe()
     os.close(reading)

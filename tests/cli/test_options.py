@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import typer
 
+from offload.cli.bench.options import option_values, policy_grid
 from offload.cli.options import comma_separated, counts, key_values, memory_budgets, policy_options
+from offload.policies import ExactTopK
 
 
 def test_policy_options_become_numbers_booleans_and_text() -> None:
@@ -52,3 +54,19 @@ def test_counts_refuses(text: str) -> None:
 
 def test_counts() -> None:
     assert counts("1,2", option="--threads") == [1, 2]
+
+
+def test_grid() -> None:
+    options = option_values(["exact_topk.sink_tokens=2,4", "dense_layers=1"], option="--option")
+    assert options == {"exact_topk.sink_tokens": [2, 4], "dense_layers": [1]}
+    quoted = option_values(["tidal_decode.select_layers='2,13',5"], option="--option")
+    assert quoted == {"tidal_decode.select_layers": ["2,13", 5]}
+    policies = policy_grid(["full", "exact_topk"], [100, 200], options, option="--option")
+    assert policies[0].name == "full"
+    assert policies[1:] == [
+        ExactTopK(budget_tokens=budget, sink_tokens=sinks, dense_layers=1)
+        for budget in (100, 200)
+        for sinks in (2, 4)
+    ]
+    with pytest.raises(typer.BadParameter, match="no option 'depth'"):
+        policy_grid(["full"], [100], {"depth": [1]}, option="--option")

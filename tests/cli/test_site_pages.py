@@ -43,7 +43,7 @@ def test_a_section_that_is_gone_is_an_error(site_pages: ModuleType) -> None:
 def test_the_reference_has_every_command(site_pages: ModuleType) -> None:
     text = site_pages.commands()
     alone = ("generate", "serve", "plan", "env", "calibrate")
-    for command in (*alone, "bench decode", "bench quality", "inspect heads"):
+    for command in (*alone, "bench decode", "eval perplexity", "inspect heads"):
         assert f"# `offload {command}`\n" in text
     assert "--tensor-parallel-size N`" in text
     assert "<span" not in text

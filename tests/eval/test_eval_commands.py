@@ -275,8 +275,28 @@ def test_perplexity(roomy_folder: Path, tmp_path: Path) -> None:
     assert rows[0]["tokens"] == 2 * 12
     assert rows[1]["perplexity"] != rows[0]["perplexity"]
     assert rows[1]["attended_tokens"] == pytest.approx((2 * rows[0]["attended_tokens"] + 40) / 3)
+    assert "mass_kept" not in rows[1]
     result = runner.invoke(app, perplexity)
     assert "12 decode steps of 2 windows" in result.stdout
+
+
+def test_selections_are_judged(roomy_folder: Path) -> None:
+    arguments = ["--context", "300", "--steps", "12", "--windows", "2", "--budget-tokens", "40"]
+    arguments += ["--policy", "exact_topk", "--selections-every", "4", "--host-share", "0.8"]
+    arguments += ["--page-tokens", "16", "-o"]
+    result = runner.invoke(app, command("perplexity", roomy_folder, *arguments, "json"))
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["settings"]["selections_every"] == 4
+    rows = {row["policy"]: row for row in document["rows"]}
+    full, topk = rows["full"], rows["exact_topk 40"]
+    assert topk["mass_kept"] < full["mass_kept"] == pytest.approx(1)
+    assert topk["overlap"] == pytest.approx(1, abs=2e-3)
+    assert topk["tokens"] - topk["decoded_tokens"] == 2 * 3
+    assert "mass_kept" not in rows["full host=0.8"]
+    result = runner.invoke(app, command("perplexity", roomy_folder, *arguments, "md"))
+    assert "| KL | error | overlap | mass | of top-k | attended | scored |" in result.stdout
+    assert "relative to exact top-k with the same budget" in flat(result.stdout)
 
 
 def test_corrections(roomy_folder: Path) -> None:
@@ -352,6 +372,12 @@ def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:
         ("needle", ["--plot", "a.gif"], 1, "must end in one of .png, .svg, .pdf"),
         ("structured", ["--context", "100"], 1, "json: 100 tokens leave no room"),
         ("perplexity", ["--context", "2000"], 1, "2,256 tokens are more than the 2,048 positions"),
+        (
+            "perplexity",
+            ["--selections-every", "4", "--hot-rows"],
+            2,
+            "selections are judged where the CPU attends to all tokens",
+        ),
         ("perplexity", ["--text", "/no/such"], 1, "No such file or directory: '/no/such'"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from cases.tiny_models import byte_tokenizer
 
 from offload.bench.eval.haystack import prose_words
-from offload.bench.eval.labels import label_of
+from offload.bench.eval.labels import label_of, policy_label, policy_options
 from offload.bench.eval.needle import depth_samples
 from offload.bench.eval.prompt import prompt_counter, prompt_text, prompt_tokens
 from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS, ruler_samples
@@ -19,6 +19,7 @@ from offload.bench.eval.structured import FIELDS, STRUCTURED_TASKS, structured_s
 from offload.bench.eval.summary import cell_rows, summaries
 from offload.bench.eval.words import NeedleWords, word_list
 from offload.cli.eval.options import Compared
+from offload.policies import Quest, TidalDecode
 from offload.policies.registry import make_policy
 
 PROSE = ("It was a dark night. The rain fell in torrents! Who was there? " * 300).split()
@@ -233,3 +234,13 @@ def test_needle_words_are_sorted() -> None:
     assert len(words) == 12
     with pytest.raises(IndexError):
         words[12]
+
+
+def test_labels_have_what_is_not_the_default() -> None:
+    assert policy_label(make_policy("full")) == "full"
+    assert policy_label(make_policy("streaming_llm", budget_tokens=200)) == "streaming_llm"
+    policy = make_policy("exact_topk", budget_tokens=100, recent_tokens=8)
+    assert policy_label(policy) == "exact_topk recent_tokens=8"
+    tidal = TidalDecode(Quest(budget_tokens=100, page_tokens=32))
+    assert policy_label(tidal) == "tidal_decode inner=quest page_tokens=32 chunks=False"
+    assert policy_options(tidal)["budget_tokens"] == 100

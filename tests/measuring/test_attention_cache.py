@@ -37,6 +37,7 @@ def test_the_reference_notices_wrong_outputs(cache: AttentionCache) -> None:
         query.view(4, 1, 64), keys.repeat_interleave(2, 0), values.repeat_interleave(2, 0)
     ).flatten()
     assert reference.check_output(out, [[], []]) < 1e-5
+    assert reference.relative_error(out * 1.2, [[], []]) == pytest.approx(0.2)
     with pytest.raises(ArithmeticError, match="differs from the reference"):
         reference.check_output(out * 1.01, [[], []])
     with pytest.raises(ArithmeticError, match="differs from the reference"):

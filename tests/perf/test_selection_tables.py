@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
 from cases.machine import MACHINE
 
-from perf import bench_quality
 from perf.tables.selection_tables import policy_speed_table, selection_table
 
 
@@ -54,19 +49,6 @@ def test_selection_table() -> None:
 
 def test_the_machine_is_named() -> None:
     assert "A CPU, 2 of 4 CPUs, 24 GiB, ISA avx2" in selection_table(SELECTION)
-
-
-@pytest.mark.slow
-def test_the_script_keeps_what_the_command_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = "--context 300 --steps 4 --sample-every 2 --budget-tokens 128 --policy quest"
-    given = ["bench_quality", "--output", str(tmp_path), "--commit", "none", *options.split()]
-    monkeypatch.setattr(sys, "argv", given)
-    bench_quality.main()
-    found = json.loads((tmp_path / "selection.json").read_text("utf-8"))
-    assert [row["label"] for row in found["rows"]] == ["full", "quest"]
-    assert "on docstrings of the standard library: 300 tokens are read" in selection_table(found)
 
 
 def test_policy_speed_is_held_against_exact_topk() -> None:

@@ -15,14 +15,10 @@ from cases.inside import decoder_of, runtime_of
 from cases.seeded import new_rng
 from cases.tiny_models import random_tokens
 
-from offload.bench.quality.metrics import (
-    ReferenceBudget,
-    exact_attention,
-    importance_of_units,
-    selection_quality,
-)
+from offload.bench.eval.selections import ReferenceBudget, selection_quality
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.measuring.synthetic.exact_attention import ExactAttention
 from offload.policies.base import DENSE, RETRIEVE, REUSE
 from offload.policies.registry import available_policies, make_policy
 from offload.runtime.config import runtime_config
@@ -45,11 +41,10 @@ class ExactMass:
         store, kv_len = attention.store, int(step.kv_lens[0])
         if not attention.sparse_layers[layer_idx] or kv_len <= policy.budget_tokens:
             return
-        keys, values = (rows.float() for rows in store.gather(step.seqs[0], layer_idx, 0, kv_len))
-        row = query[0, : attention.num_qo_heads * store.head_dim].float()
-        row = row.view(attention.num_qo_heads, -1)
-        weights, _ = exact_attention(row, keys, values, self._sm_scale)
-        importance = importance_of_units(weights, store.num_kv_heads).numpy()
+        row = query[0, : attention.num_qo_heads * store.head_dim]
+        at = (store, step.seqs[0], layer_idx, row)
+        exact = ExactAttention(*at, kv_len=kv_len, sm_scale=self._sm_scale)
+        importance = exact.importances(store.num_kv_heads)
         for head, tokens in enumerate(attention.last_selection()):
             if attention.roles is not None and attention.roles[layer_idx, head] == RETRIEVE:
                 continue

@@ -27,11 +27,25 @@ PERPLEXITY_LEGEND = (
     "change: of the perplexity, relative to full attention's, 95 % interval by Student's t of the "
     "windows' differences. attended: tokens per decode step, layer and KV head."
 )
+SELECTIONS_LEGEND = (
+    " Of layers that no policy has dense: error: relative L2 error of attention's output. overlap: "
+    "share of the selected tokens that are among the equally many most important ones. mass: "
+    "attention mass kept, sinks excluded; of top-k: relative to exact top-k with the same budget. "
+    "scored: tokens whose keys are scored exactly, counted as attended. tokens/s: of the other "
+    "steps."
+)
 BOUND_LEGEND = (
     " host=SHARE: prompt and answer within this share of the bytes of their keys and values. "
     "slots: tokens that the KV cache has then room for; condensed: tokens that have lost theirs at "
     "the end, mean over prompts."
 )
+# Header: key of the row, and how it is formatted.
+_JUDGED = {
+    "error": ("output_error", ".4f"),
+    "overlap": ("overlap", ".3f"),
+    "mass": ("mass_kept", ".4f"),
+    "of top-k": ("mass_of_topk", ".4f"),
+}
 PLOT_COLUMNS = 4
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -72,9 +86,10 @@ def summary_table(summary: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A row per length and policy."""
-    header = ["policy", "length", "perplexity", "change", "95 % interval", "KL", "attended"]
-    header.append("tokens/s")
+    """A row per length and policy; with what steps that were judged say, where there are any."""
+    judged = _JUDGED if any("mass_kept" in row for row in rows) else {}
+    header = ["policy", "length", "perplexity", "change", "95 % interval", "KL", *judged]
+    header += ["attended", *(["scored"] if judged else []), "tokens/s"]
     return _with_bounds(
         rows,
         header,
@@ -88,7 +103,9 @@ def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
                 if row["interval"] is None
                 else " … ".join(f"{change:+.2%}" for change in row["interval"]),
                 f"{row['kl']:.5f}",
+                *(_number(row.get(name), form) for name, form in judged.values()),
                 _number(row["attended_tokens"]),
+                *([_number(row["scored_tokens"])] if judged else []),
                 _number(_rate(row)),
             ]
             for row in rows
@@ -174,5 +191,5 @@ def _interval(interval: Sequence[float] | None) -> str:
     return f"{low:+.1f} … {high:+.1f}"
 
 
-def _number(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:,.0f}"
+def _number(value: float | None, form: str = ",.0f") -> str:
+    return UNKNOWN if value is None else format(value, form)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from offload.bench.eval.answers import attended_tokens
 from offload.bench.eval.bounds import Bound, read_within
 from offload.bench.eval.intervals import student_interval
 from offload.bench.eval.record_file import Record
+from offload.bench.eval.selections import METRICS, SelectionJudge, most_dense_layers
 from offload.bench.eval.summary import FULL, bound_means, mean
-from offload.bench.quality.metrics import kl_divergence
 from offload.models.batch import tokens_each
 from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
 
@@ -75,15 +75,28 @@ def windows_of(
 
 
 def measure_window(
-    model: SharedModel, labels: Sequence[str], window: Window, bounds: Sequence[Bound] = ()
+    model: SharedModel,
+    labels: Sequence[str],
+    window: Window,
+    bounds: Sequence[Bound] = (),
+    judged_every: int | None = None,
 ) -> dict[str, Any]:
     """The negative log-likelihood of a window's last tokens under each policy, and its divergence
-    from the first one, full attention, both in nats; then under each within each bound."""
+    from the first one, full attention, both in nats; then under each within each bound.
+
+    Args:
+        judged_every: what is attended to is judged at every n-th step, but not within bounds; None:
+            at none.
+    """
     context, following = window.tokens[: window.length], window.tokens[window.length :]
     full: list[torch.Tensor] = []
+    judges: list[SelectionJudge | None] = [None] * len(labels)
+    if judged_every is not None:
+        dense = most_dense_layers([runtime.attention.policy for runtime in model.runtimes])
+        judges = [SelectionJudge(runtime, judged_every, dense) for runtime in model.runtimes]
     with model.read(context) as prompt:
         answers = {
-            label: _measure(model, index, prompt, following, full)
+            label: _measure(model, index, prompt, following, full, judges[index])
             for index, label in enumerate(labels)
         }
         seconds = round(prompt.seconds, 4)
@@ -130,32 +143,48 @@ def _measure(
     prompt: ReadPrompt,
     following: Sequence[int],
     full: list[torch.Tensor],
+    judge: SelectionJudge | None = None,
 ) -> dict[str, Any]:
     """Args: full: of full attention, log probabilities [vocab_size] of each step; filled by the
-    first call."""
+    first call. judge: of some steps, whose seconds do not count."""
     is_full = not full
     runtime = model.runtimes[index]
     # The first of them needs no decode step: it is the prompt's, and the same for all.
-    targets, losses, divergences = torch.tensor(following[1:]), [], []
+    targets, losses, divergences, seconds = torch.tensor(following[1:]), [], [], []
     with teacher_forced(model, index, prompt) as decode:
         runtime.attention.start_profile()
+        stats = runtime.current_generation.stats
         for step, (token, target) in enumerate(zip(following, targets, strict=False)):
-            probable = decode(token).double().log_softmax(-1).cpu()
+            before = stats.decode_seconds
+            with nullcontext() if judge is None else judge.looking(step):
+                probable = decode(token).double().log_softmax(-1).cpu()
+            if judge is None or not judge.judges(step):
+                seconds.append(stats.decode_seconds - before)
             losses.append(-float(probable[target]))
             rounded = probable.float()
             if is_full:
                 full.append(rounded)
             divergences.append(float(kl_divergence(rounded, full[step])))
-        stats = runtime.current_generation.stats
         attended = attended_tokens(runtime, len(losses))
+        scored = attended_tokens(runtime, len(losses), "scored_tokens")
     return {
         "nll": math.fsum(losses),
         "kl": math.fsum(divergences),
         "tokens": len(losses),
         "attended_tokens": attended,
-        "decode_seconds": round(stats.decode_seconds, 4),
+        "scored_tokens": scored,
+        "decode_seconds": round(math.fsum(seconds), 4),
+        "decoded_tokens": len(seconds),
         "build_seconds": round(stats.index_seconds, 4),
+        **({} if judge is None else judge.measured()),
     }
+
+
+def kl_divergence(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch.Tensor:
+    """KL(reference || other), in nats, of each row of logits [n, vocab_size]: float64 [n]."""
+    other = torch.log_softmax(logits.double(), -1)
+    reference = torch.log_softmax(reference_logits.double(), -1)
+    return (reference.exp() * (reference - other)).sum(-1).clamp_(min=0.0)
 
 
 def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str, Any]]:
@@ -163,6 +192,7 @@ def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[di
 
     change is the perplexity's, relative to full attention's; interval 95 % of it, by Student's t
     of the windows' differences. kl is the mean divergence from full attention, in nats a token.
+    Where steps were judged, METRICS are means over windows.
     """
     rows = []
     for length in dict.fromkeys(record["length"] for record in records):
@@ -188,8 +218,10 @@ def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[di
                     "interval": None if interval is None else [math.expm1(x) for x in interval],
                     "kl": sum(a["kl"] for a in answers) / sum(a["tokens"] for a in answers),
                     "attended_tokens": mean([answer["attended_tokens"] for answer in answers]),
+                    "scored_tokens": mean([answer["scored_tokens"] for answer in answers]),
                     "decode_seconds": sum(answer["decode_seconds"] for answer in answers),
-                    "decoded_tokens": sum(answer["tokens"] for answer in answers),
+                    "decoded_tokens": sum(answer["decoded_tokens"] for answer in answers),
+                    **{x: mean([a[x] for a in answers]) for x in METRICS if x in answers[0]},
                     **bound_means(answers),
                 }
             )

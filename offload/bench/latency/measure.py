@@ -24,10 +24,11 @@ import torch
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.bench.eval.labels import policy_options
+from offload.bench.eval.selections import FloatArray, ReferenceBudget, selection_quality
+from offload.bench.eval.summary import mean
 from offload.bench.latency.plan import LayerPlan, plan_layers
 from offload.bench.latency.workload import LatencyWorkload
 from offload.bench.latency.yardstick import Yardstick
-from offload.bench.quality.metrics import FloatArray, ReferenceBudget, mean, selection_quality
 from offload.decode.attention import DecodeAttention
 from offload.measuring.synthetic.exact_attention import ExactAttention
 from offload.policies import ExactTopK, Policy

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from offload.cli.bench import decode, latency, quality, serve
+from offload.cli.bench import decode, latency, serve
 from offload.cli.commands import add_command, command_group
 
 app = command_group(help="Measure kernels, policies and whole decode steps on this machine.")
 
-for command in (decode.decode, latency.latency, quality.quality, serve.serve):
+for command in (decode.decode, latency.latency, serve.serve):
     add_command(app, command)
-for old, new in (
-    ("budget", quality.quality),
-    ("pipeline", decode.decode),
-    ("selection", quality.quality),
-):
-    add_command(app, new, name=old, hidden=True)

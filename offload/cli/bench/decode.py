@@ -14,11 +14,9 @@ from offload.cli.bench.options import (
     MODEL_SHAPE_NAMES,
     AsJson,
     BudgetTokens,
-    OldModelOption,
     PolicyOptions,
     TextModelName,
     check_one_source,
-    given_model,
     option_values,
     policy_grid,
     resolved_policies,
@@ -82,15 +80,11 @@ def decode(
             rf"\[default: {GPU_DEFAULTS[0]}; on a CPU {CPU_DEFAULTS[0]}]",
         ),
     ] = None,
-    old_model: OldModelOption = None,
     text: Text = None,
     contexts: Annotated[
         str | None,
         typer.Option(
             "--context",
-            "--contexts",
-            "--kv-len",
-            "-d",
             metavar="COUNTS",
             help=f"Tokens of the prompts. \\[default: {GPU_DEFAULTS[1]}; on a CPU "
             f"{CPU_DEFAULTS[1]}]",
@@ -212,7 +206,6 @@ def decode(
 
         offload bench decode --context 131072 --engines offload,graph --placement plan.json
     """
-    model = given_model(model, old_model)
     check_one_source(shape, model)
     if text is not None and model is None:
         raise typer.BadParameter("made keys read no text; give a model", param_hint="--text")

@@ -16,12 +16,10 @@ from offload.cli.bench.options import (
     BatchSize,
     BudgetTokens,
     DType,
-    OldModelOption,
     PolicyOptions,
     TextModelName,
     ThreadCounts,
     check_one_source,
-    given_model,
     option_values,
     policy_grid,
 )
@@ -47,12 +45,9 @@ def latency(
             r"\[default: llama-3.1-8b]",
         ),
     ] = None,
-    old_model: OldModelOption = None,
     n_depth: Annotated[
         str,
-        typer.Option(
-            "--context", "--n-depth", "-d", metavar="COUNTS", help="Tokens in the context."
-        ),
+        typer.Option("--context", metavar="COUNTS", help="Tokens in the context."),
     ] = "4096,16384,65536,131072",
     threads: ThreadCounts = None,
     policy: Annotated[
@@ -93,7 +88,6 @@ def latency(
         offload bench latency smollm2-135m-instruct --context 2048,7168 --threads 1 --json
     """
     check_name(dtype, DTYPE_NAMES, option="--dtype")
-    model = given_model(model, old_model)
     check_one_source(shape, model)
     if model is None:
         shape = shape or "llama-3.1-8b"

@@ -41,7 +41,6 @@ TextModelName = Annotated[
         "smollm2-135m-instruct) that reads real text, within its positions."
     ),
 ]
-OldModelOption = Annotated[str | None, typer.Option("--model", hidden=True)]
 ThreadCounts = Annotated[
     str | None,
     typer.Option(
@@ -49,13 +48,6 @@ ThreadCounts = Annotated[
         help=r"Such as 1,2. \[default: 1 and all this process may use]",
     ),
 ]
-
-
-def given_model(model: str | None, old: str | None) -> str | None:
-    """The model, as an argument or by its old spelling --model; a usage error if both are given."""
-    if old is not None and model is not None:
-        raise typer.BadParameter(f"the model is {model!r} already", param_hint="--model")
-    return model if old is None else old
 
 
 def check_one_source(shape: str | None, model: str | None) -> None:

@@ -153,7 +153,6 @@ class Questions:
         str,
         typer.Option(
             "--context",
-            "--lengths",
             metavar="COUNTS",
             help="Tokens of prompt and answer, such as 4096,8192.",
         ),

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from offload.bench.eval.haystack import described, prose_text
-from offload.bench.eval.output import BOUND_LEGEND, PERPLEXITY_LEGEND, perplexity_table
+from offload.bench.eval.output import (
+    BOUND_LEGEND,
+    PERPLEXITY_LEGEND,
+    SELECTIONS_LEGEND,
+    perplexity_table,
+)
 from offload.cli.console import print_json, running
 from offload.cli.eval import options as opt
 from offload.cli.eval.scored import Setup, measure_all, print_tables
@@ -31,7 +36,6 @@ class Read:
         str,
         typer.Option(
             "--context",
-            "--lengths",
             metavar="COUNTS",
             help="Tokens that are read before those that count.",
         ),
@@ -40,6 +44,15 @@ class Read:
     windows: Annotated[int, typer.Option(min=1, help="Windows of each length.")] = 8
     stride: Annotated[
         int | None, typer.Option(min=1, help=r"Tokens from window to window. \[default: --steps]")
+    ] = None
+    selections_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="STEPS",
+            help="Judge what is attended to at every n-th decode step by exact attention, on the "
+            "CPU: error of the output, overlap with the true top-k, attention mass kept.",
+        ),
     ] = None
 
 
@@ -67,6 +80,8 @@ def perplexity(
 
         offload eval perplexity --policy full --host-share 0.5,0.25 --evictions reread,fitted
 
+        offload eval perplexity --policy lfps,quest --selections-every 16
+
         offload eval perplexity --steps 512 --stride 2048 --resume perplexity.jsonl --json
     """
     all_lengths, steps = counts(read.lengths, option="--context"), read.steps
@@ -75,6 +90,13 @@ def perplexity(
         raise typer.BadParameter(
             f"{runs.batch_size} windows at a time are not decoded; leave it out",
             param_hint="--batch-size",
+        )
+    judged_every = read.selections_every
+    if judged_every is not None and (runs.device != "cpu" or runs.hot_rows):
+        raise typer.BadParameter(
+            "selections are judged where the CPU attends to all tokens; leave out --device and "
+            "--hot-rows",
+            param_hint="--selections-every",
         )
     setup = Setup(model, compared.policies(), bounds.on(runs.device), runs, verbose)
 
@@ -93,7 +115,10 @@ def perplexity(
     ) -> list[dict[str, Any]]:
         from offload.bench.eval.perplexity import measure_window
 
-        return [measure_window(model, setup.labels, w, setup.bounds) for w in windows]
+        return [
+            measure_window(model, setup.labels, window, setup.bounds, judged_every)
+            for window in windows
+        ]
 
     with running(verbose=verbose):
         setup.check_lengths([length + steps for length in all_lengths], "--context or --steps")
@@ -110,6 +135,7 @@ def perplexity(
                 "steps": steps,
                 "windows": read.windows,
                 "stride": distance,
+                "selections_every": judged_every,
             },
         )
         from offload.bench.eval.perplexity import perplexity_rows
@@ -119,5 +145,6 @@ def perplexity(
             print_json({"machine": describe_machine(), "settings": options, "rows": rows})
         else:
             title = f"perplexity: {model}, {steps} decode steps of {read.windows} windows"
-            legend = PERPLEXITY_LEGEND + BOUND_LEGEND * bool(setup.bounds)
+            legend = PERPLEXITY_LEGEND + SELECTIONS_LEGEND * (judged_every is not None)
+            legend += BOUND_LEGEND * bool(setup.bounds)
             print_tables({title: perplexity_table(rows)}, legend, output.shown)

@@ -45,14 +45,25 @@ class ExactAttention:
         )
 
     def check_output(self, out: Tensor, selection: Sequence[Sequence[int] | None]) -> float:
+        """As `relative_error`.
+
+        Raises:
+            ArithmeticError: more than rounding explains.
+        """
+        error = self.relative_error(out, selection)
+        if not error <= self._tolerance:
+            raise ArithmeticError(
+                f"the output differs from the reference by {error:.2g} (relative L2), more than "
+                f"{self._tolerance:.2g}"
+            )
+        return error
+
+    def relative_error(self, out: Tensor, selection: Sequence[Sequence[int] | None]) -> float:
         """Relative L2 error of `out` [num_qo_heads * head_dim] over the units that were attended.
 
         Args:
             selection: tokens of each unit (KV head or query head); [] means all of them, None
-                that the unit is not checked.
-
-        Raises:
-            ArithmeticError: more than rounding explains.
+                that the unit is left out.
         """
         weights = self._of_units(len(selection))
         got = out.double().view(*weights.shape[:2], -1)
@@ -64,13 +75,7 @@ class ExactAttention:
             expected = self._attend(weights[unit], values, tokens)
             difference += float((got[unit] - expected).square().sum())
             norm += float(expected.square().sum())
-        error = float(np.sqrt(difference / max(norm, 1e-30)))
-        if not error <= self._tolerance:
-            raise ArithmeticError(
-                f"the output differs from the reference by {error:.2g} (relative L2), more than "
-                f"{self._tolerance:.2g}"
-            )
-        return error
+        return float(np.sqrt(difference / max(norm, 1e-30)))
 
     def importances(self, num_units: int) -> npt.NDArray[np.float32]:
         """[num_units, kv_len]: the weights of each unit's query heads together."""

@@ -31,8 +31,8 @@ expansion (the paper's Table 4: 1.7 % with it), which is all that is known of at
 Values are vectors of the vocabulary: only keys and queries decide what is selected.
 
 These keys are for times and for how they grow. How good a selection is, real text has to tell
-(`offload bench quality`): pages and clusters of keys are less alike here than in the real model,
-where Quest with 1,024 of 6K to 7K tokens keeps 0.93 of the attention (here 0.82 of 8K).
+(docs/notes/quality-on-real-text.md): pages and clusters of keys are less alike here than in the
+real model, where Quest with 1,024 of 6K to 7K tokens keeps 0.93 of the attention (here 0.82 of 8K).
 """
 
 from __future__ import annotations

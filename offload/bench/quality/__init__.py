@@ -1,1 +1,0 @@
-"""`offload bench quality`: what policies select, and lose, on real text."""

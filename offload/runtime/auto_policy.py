@@ -183,7 +183,12 @@ def _loss_of(policy: Policy, where: str, context: int) -> Loss | None:
         usual = make_policy(policy.name, dense_until=policy.dense_until, **options)
     except ValueError:  # a budget so small that sinks and recent window are others
         return None
-    return measured_losses().find(policy.name, options, where, context) if usual == policy else None
+    if usual != policy:
+        return None
+    # Without clusters it loses no less.
+    tried = (options, options | {"estimate_clusters": ESTIMATE_CLUSTERS})
+    found = (measured_losses().find(policy.name, each, where, context) for each in tried)
+    return next((loss for loss in found if loss is not None), None)
 
 
 def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:

@@ -1,5 +1,4 @@
-"""Element-wise extremes of runs of keys, and a query's scores that they bound: what `quest` over
-pages and over chunks have in common.
+"""Element-wise extremes of runs of keys, and a query's scores that they bound (`quest`).
 
 The bounds of a KV head are [parts, max_runs, 2 * head_dim / parts] in the cache's dtype: maxima and
 minima of a run in one row, or, where that is too wide for `score_rows`, in one row each.
@@ -150,14 +149,11 @@ def bounds_of(rows: Tensor) -> npt.NDArray[Any]:
     return as_numpy(rows.view(num_kv_heads, num_runs, parts, both // parts).transpose(1, 2))
 
 
-def bounds_arrays(
-    bounds: npt.NDArray[Any], max_runs: int, longest: int, numbers: list[int]
-) -> State:
+def bounds_arrays(bounds: npt.NDArray[Any], max_runs: int, longest: int) -> State:
     """The arrays of BOUNDS, and "sizes", with room for `max_runs` runs of at most `longest` tokens.
 
     Args:
         bounds: [num_kv_heads, parts, num_runs, width] of those that there are.
-        numbers: of the policy, which `sizes` has before BOUNDS_SIZES.
     """
     num_kv_heads, parts, num_runs, width = bounds.shape
     room = np.zeros((num_kv_heads, parts, max_runs, width), bounds.dtype)
@@ -165,7 +161,7 @@ def bounds_arrays(
     head_dim = parts * width // 2
     return {
         "bounds": room,
-        "sizes": np.array([*numbers, max_runs, parts, bounds.itemsize], np.int32),
+        "sizes": np.array([max_runs, parts, bounds.itemsize], np.int32),
         "split": np.zeros((num_kv_heads, 2 * head_dim), np.float32),
         "scores": np.zeros((num_kv_heads, 2, max_runs), np.float32),
         "chosen": np.zeros((num_kv_heads, max_runs), np.int32),

@@ -231,3 +231,13 @@ def test_bad_options():
         make_policy("quest", page_tokens=2.5)
     with pytest.raises(ValueError, match="budget_tokens=60 cannot hold"):
         make_policy("quest", budget_tokens=60)
+
+
+def test_keep_budget() -> None:
+    starts = np.array([4, 12, 30, 41, 50], np.int32)
+    scores = np.array([1.0, 4.0, 2.0, 3.0], np.float32)
+    indices = np.full(60, -1, np.int32)
+    count = keep_budget(np.arange(4, dtype=np.int32), scores, starts, 48, 30, indices)
+    assert indices[:count].tolist() == [*range(12, 30), *range(30, 35), *range(41, 48)]
+    count = keep_budget(np.arange(4, dtype=np.int32), scores, starts, 50, 60, indices)
+    assert indices[:count].tolist() == list(range(4, 50))

@@ -113,16 +113,12 @@ def hand_over(ctx: Any, scores_at: Any, starts_at: Any, num_runs: Any) -> None:
 
 @cached_njit()
 def store_bounds(
-    pointer: Any, ctx: Any, state: Any, sizes: Any, run: Any, first: Any, length: Any, longest: Any
+    pointer: Any, ctx: Any, state: Any, sizes: Any, run: Any, first: Any, length: Any
 ) -> None:
-    """Bounds of a run of tokens, the newest of which the step has brought.
-
-    Args:
-        longest: that a run may be.
-    """
+    """Bounds of a run of tokens, the newest of which the step has brought."""
     head_dim, item_bytes, width = ctx.head_dim, sizes.item_bytes, 2 * ctx.head_dim // sizes.parts
     split_at = offset_floats(state.split, ctx.kv_head * 2 * head_dim)
-    keys_at = offset_floats(state.keys, ctx.kv_head * longest * head_dim)
+    keys_at = offset_floats(state.keys, ctx.kv_head * length * head_dim)
     load_keys(pointer, ctx.load_keys, first, length, keys_at)
     keys = view_float32(keys_at, length * head_dim)
     page_bounds(keys, length, head_dim, view_float32(split_at, 2 * head_dim))

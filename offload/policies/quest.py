@@ -157,7 +157,7 @@ def append(pointer: Any) -> None:
     runs = view_int32(state.runs, ctx.kv_head + 1)
     run = runs[ctx.kv_head]
     while starts[run] + page_tokens <= ctx.kv_len and run < sizes.max_runs:
-        store_bounds(pointer, ctx, state, sizes, run, starts[run], page_tokens, page_tokens)
+        store_bounds(pointer, ctx, state, sizes, run, starts[run], page_tokens)
         run += 1
     runs[ctx.kv_head] = run
 

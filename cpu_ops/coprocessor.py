@@ -191,6 +191,11 @@ class Coprocessor:
         done, self._open = self._open, None
         self._hand_back(*done)
 
+    @property
+    def is_started(self) -> bool:
+        """Whether a thread serves the steps."""
+        return self._started
+
     def start(self) -> None:
         """From now on a thread serves the steps, driven by the mailbox's flags."""
         self.check_usable()

@@ -109,7 +109,8 @@ class Mailbox:
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         row = (max_rows, num_qo_heads * head_dim)
-        estimating = num_kv_heads if fetch_tokens and rest_clusters else 0
+        rest_clusters = rest_clusters if fetch_tokens else 0
+        estimating = num_kv_heads if rest_clusters else 0
         return {
             "query": (row, dtype),
             "kv": ((num_layers, max_rows, 2, num_kv_heads, head_dim), dtype),

@@ -1,4 +1,4 @@
-"""GPU operators of a decode step: Triton kernels, each beside its checks and its torch reference.
+"""GPU operators of a decode step: Triton kernels, each with its checks and its torch reference.
 
 Importing them works without Triton and without a GPU; `launch.py` says which code a call runs. They
 write into tensors they are given, do not synchronise and allocate nothing, so that a CUDA graph can

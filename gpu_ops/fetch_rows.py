@@ -28,9 +28,8 @@ def load_list(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
 ) -> tl.tensor:
-    """Of the i-th list, one of each row's heads: where its counts lie; how many rows it has, and
-    how many are hot then. Nothing past the last.
-    """
+    """Where the counts of list i lie, how many rows the list has and how many will then be hot.
+    Rows follow each other, with one list for each head; past the last list there is nothing."""
     there, row = i < num_lists, i // NUM_HEADS
     at = row * NUM_KV_HEADS + tl.load(heads + i % NUM_HEADS, mask=there, other=0)
     there &= tl.load(positions + row, mask=there, other=-1) >= 0
@@ -251,7 +250,9 @@ def fetch_rows(
         check_tensor("log_counts", log_counts, rest, torch.float32, device)
     if not runs_kernel(hot):
         if means is not None:
-            assert rest_counts is not None and rest_means is not None and log_counts is not None
+            assert rest_counts is not None
+            assert rest_means is not None
+            assert log_counts is not None
             update_means_reference(rest_counts, rest_means, positions, heads, means, log_counts)
         page_shape = (2, num_kv_heads, page_tokens, head_dim)
         return fetch_rows_reference(

@@ -109,7 +109,7 @@ def jit_for_any(*sizes: str) -> Callable[[Callable[..., None]], Any]:
 
 
 def compiles() -> bool:
-    """Whether kernels on CPU tensors are compiled, for nobody to run, instead of interpreted."""
+    """Whether kernels on CPU tensors are compiled (but not run) instead of interpreted."""
     return has_triton and not _interprets
 
 

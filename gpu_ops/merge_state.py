@@ -40,7 +40,7 @@ def merge_state_kernel(
     total = weight_a + weight_b
     total = tl.where(total == 0, 1.0, total)
 
-    # A part that does not count may be anything: nobody may have written it.
+    # A part that does not count may be anything: it may never have been written.
     part_a, part_b = tl.where(has_a, part_a, 0.0), tl.where(has_b, part_b, 0.0)
     o = part_a * (weight_a / total) + part_b * (weight_b / total)
     tl.store(out + head * HEAD_DIM + d, o.to(out.dtype.element_ty), mask=inside)

@@ -106,7 +106,7 @@ def attend_means(
     keys: tl.tensor,  # as of `attend_rows`
     values: tl.tensor,
     log_counts: tl.tensor,  # pointer to the base-2 logarithm of how many tokens each row stands for
-    num_rows: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
     scale: tl.tensor,
     row_max: tl.tensor,  # finite: something was attended to before
     row_sum: tl.tensor,
@@ -115,13 +115,13 @@ def attend_means(
     BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
     """The state after rows that stand for several tokens each, or for none."""
-    for start in range(0, num_rows, BLOCK_T):
+    for start in range(0, NUM_ROWS, BLOCK_T):
         k, v = keys + start * HEAD_DIM, values + start * HEAD_DIM
         t = start + tl.arange(0, BLOCK_T)
-        more = tl.load(log_counts + t, mask=t < num_rows, other=float("-inf"))
-        scores = score_tile(q, k, num_rows - start, scale, HEAD_DIM, BLOCK_T) + more[None, :]
+        more = tl.load(log_counts + t, mask=t < NUM_ROWS, other=float("-inf"))
+        scores = score_tile(q, k, NUM_ROWS - start, scale, HEAD_DIM, BLOCK_T) + more[None, :]
         state = (row_max, row_sum, acc)
-        row_max, row_sum, acc = weigh_tile(scores, v, num_rows - start, *state, HEAD_DIM)
+        row_max, row_sum, acc = weigh_tile(scores, v, NUM_ROWS - start, *state, HEAD_DIM)
     return row_max, row_sum, acc
 
 

@@ -128,7 +128,7 @@ def merge_splits_kernel(
     positions: tl.tensor,
     heads: tl.tensor,  # as above
     out: tl.tensor,
-    lse: tl.tensor,  # natural log; None: nobody wants it
+    lse: tl.tensor,  # natural log; None: not wanted
     NUM_SPLITS: tl.constexpr,
     min_tiles: tl.tensor,
     NUM_QO_HEADS: tl.constexpr,

@@ -83,7 +83,7 @@ def load_found(
     last: tl.tensor,
 ) -> tl.tensor:
     """What segments have published; -1 beyond the last of one."""
-    # Both loads are under way together; the keys' may be of what nobody has written.
+    # Both loads are under way together; the keys' may be of what was never written.
     num_found = tl.load(of_segments + source)
     token = source * length + place
     x = tl.load(of_list + token, mask=(place < length) & (token < last), other=-1)
@@ -138,7 +138,7 @@ def select_scored_kernel(
     FOUND: tl.constexpr,  # of the k-th's bin, as many of each segment
     BINS: tl.constexpr,
     RUN: tl.constexpr,  # tokens of the list that are copied together
-    PHASE: tl.constexpr,  # None: both; for the interpreter, where nobody can wait, 1, then 2
+    PHASE: tl.constexpr,  # None: both; for the interpreter, which cannot wait, 1, then 2
     EARLY: tl.constexpr,
 ) -> None:
     """One program per segment, list and row."""

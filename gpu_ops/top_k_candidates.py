@@ -140,7 +140,7 @@ def num_chosen(
     budget_tokens: tl.tensor,
     RATIO: tl.constexpr,
 ) -> tl.tensor:
-    """How many tokens are chosen beside sinks and recent ones, of a row that exceeds the budget."""
+    """Tokens that are chosen beyond sinks and recent ones, of a row that exceeds the budget."""
     k = budget_tokens - sink_tokens - recent_tokens
     if RATIO is not None:
         # In float64, like the policy on the CPU: 0.07 * 100 has to come to the same there.

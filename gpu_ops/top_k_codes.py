@@ -69,7 +69,7 @@ def top_k_codes(
             bytes. Index i of a page is KV head heads[i].
         positions: int64 [n], each row's last token; -1 for an inactive row. Of rows of more tokens
             than a list has, all before the recent ones have codes; others need no pages.
-        heads: int32 [H], ascending KV heads, on the device, which nobody checks to exist.
+        heads: int32 [H], ascending KV heads, on the device, whose existence is not checked.
         page_tokens: a power of two.
         level: the outermost one of a code.
         scratch: for n rows and these heads.

@@ -22,7 +22,7 @@ def segment_gaps(
     for i in tl.static_range(1, SEGMENTS):
         gap = tl.where(j >= before, i * length - before, gap)
         count = tl.load(of_segments + i)
-        before += tl.where(i * length < last, count, 0)  # nobody has written that of others
+        before += tl.where(i * length < last, count, 0)  # that of others was not written
     return gap, before
 
 

@@ -60,7 +60,7 @@ def top_k_tokens(
             2; max_tokens a multiple of 16.
         lse: float32 [n, num_qo_heads], natural log.
         positions: int64 [n], each row's last token; -1 for an inactive row.
-        heads: int32 [H], ascending KV heads, on the device, which nobody checks to exist.
+        heads: int32 [H], ascending KV heads, on the device, whose existence is not checked.
         shared: one list per row instead of one per KV head.
         buffers: for n * H lists, or n if shared.
         selection, counts, host_selection, host_counts: of `TopKLists`, one a row if shared. A count

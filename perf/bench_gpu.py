@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parts(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Iterator[Row]], Row]]:
-    """Of each part: what measures it, and its own settings."""
+    """What measures each part, and the part's own settings."""
     kv_lens = {"kv_lens": options.kv_lens}
     cap = {"memory_cap_bytes": parse_size(options.memory_cap, name="--memory-cap")}
     of_prefill = {"lengths": options.prefill_lengths, "slice_tokens": options.prefill_slice_tokens}

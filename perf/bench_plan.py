@@ -126,7 +126,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measured_profile(bench: GPUBench, threads: int, settings: Sequence[Setting]) -> MachineProfile:
-    """Of the machine with so many threads, and of how long the policies of `settings` select."""
+    """Profile of the machine with so many threads, which includes how long the policies of
+    `settings` select."""
     shape, dtype = MODEL_SHAPES[bench.model.shape], bench.model.dtype
     profile = measure_profile(bench.model.device, threads, shape=shape, dtype=dtype)
     for setting in settings:
@@ -191,7 +192,7 @@ def _plan_request(bench: GPUBench, policy: Policy, context: int) -> PlanRequest:
 
 
 def _compared(plan: Plan, measured: Row, on_gpu: bool) -> Row:
-    """What was planned beside what was measured."""
+    """What was planned, and what was measured."""
     memory, counted = measured["memory"], plan.device_bytes
     of_kv = ("KV of resident heads", "windows", "page tables")
     of_step = [name for name in counted if name not in ("weights", "prefill, at its peak")]
@@ -235,7 +236,7 @@ def judge(
 ) -> int:
     """Say how much is off by more than it may be; 1 if bytes are, or a chosen placement's time.
 
-    The other placements are reported beside them: nobody who plans gets one.
+    The other placements are reported, too: a plan never uses them.
     """
     wrong = {}
     for which in PLACEMENTS:

@@ -2,7 +2,7 @@ r"""What do I lose, what do I gain: `python -m perf.bench_tradeoff --out FILE.js
 
 One list of policies with all their options is timed and judged on one model. Speed first, alone on
 the machine: decode steps behind real text, the KV cache on the host, full attention of ours and
-peers beside. Then quality: `offload eval ruler`, several processes at once.
+with peers. Then quality: `offload eval ruler`, several processes at once.
 
 FILE is written after each length of the speed and after each task and length of the quality, whose
 answers FILE's folder FILE.answers keeps. The same command goes on from there; `--only` does one of

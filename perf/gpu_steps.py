@@ -82,7 +82,7 @@ class GPUBench:
 
     @property
     def num_threads(self) -> int:
-        """Of the worker pool."""
+        """Threads of the worker pool."""
         return pool_threads(self.model.config)
 
     def release(self) -> None:

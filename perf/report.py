@@ -45,13 +45,13 @@ GPU_PARTS = ("decode", "peers", "prefill")
 
 
 def _gpu_results() -> Results:
-    """Of the parts of `perf.bench_gpu` that were measured."""
+    """Results of the parts of `perf.bench_gpu` that were measured."""
     of_part = {part: read_results(f"gpu-{part}") for part in GPU_PARTS}
     return {part: found for part, found in of_part.items() if found is not None}
 
 
 def _hard_results() -> Results:
-    """Of `offload eval ruler --tasks hard`."""
+    """Results of `offload eval ruler --tasks hard`."""
     names = sorted(path.stem for path in results_file.RESULTS.glob("hard-ruler*.json"))
     return {name: found for name in names if (found := read_results(name)) is not None}
 

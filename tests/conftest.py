@@ -49,7 +49,7 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `-n auto`: as many as this process may keep busy, not as the machine has."""
+    """Workers of `-n auto`: as many as this process may keep busy, not as the machine has."""
     return available_cpus()
 
 

@@ -35,7 +35,7 @@ Imports = dict[str, dict[str, int]]  # of each module: which modules, and in whi
 
 
 def imports_below(root: Path) -> Imports:
-    """Of the modules of the three packages, among themselves."""
+    """Imports of the modules of the three packages from each other."""
     trees = {}
     for path in (path for name in LEVEL_OF for path in (root / name).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts

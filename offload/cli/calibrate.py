@@ -61,8 +61,9 @@ def calibrate(
         int | None,
         typer.Option(
             min=0,
-            help="How many KV heads retrieve, beside those of layer 0, or of per_head's dense "
-            r"layers, where all do. \[default: a sixth of all KV heads; of per_head an eighth]",
+            help="How many KV heads retrieve, in addition to those of layer 0, or of per_head's "
+            r"dense layers, where all do. \[default: a sixth of all KV heads; an eighth for "
+            "per_head]",
         ),
     ] = None,
     dense_layers: Annotated[

@@ -131,7 +131,7 @@ def calibrate_layers(
 
 
 def print_layers(summary: dict[str, Any]) -> None:
-    """What a single layer beside the fixed one is worth, and the sets of layers."""
+    """What a single layer in addition to the fixed one is worth, and the sets of layers."""
     budgets = summary["settings"]["budgets"]
 
     def show(title: str, first: str, names: Sequence[str], rows: Any, **more: Any) -> None:

@@ -166,7 +166,7 @@ class Loading:
             "are looked up when the text is read a second time, shared out among all heads; keeps "
             "what nobody has asked for yet; a long prompt takes four times as long. attention: in "
             "each head those that were asked for last. auto: reconstruction on a CPU if the policy "
-            "keeps nothing beside the cache (full, exact_topk …), else attention.",
+            "keeps nothing but the cache (full, exact_topk …), else attention.",
         ),
     ] = "auto"
     cache_correction_every: Annotated[

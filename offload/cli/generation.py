@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from offload.policies import Policy
     from offload.runtime.quality import Quality
 
-# Of a model's statistics. Sizes are of all ranks. What the policy keeps beside the KV cache took
-# index_seconds to build, what a GPU needs before its first steps setup_seconds; neither counts as
-# prefill or decode.
+# Of a model's statistics. Sizes are of all ranks. What the policy keeps in addition to the KV cache
+# took index_seconds to build, what a GPU needs before its first steps setup_seconds; neither
+# counts as prefill or decode.
 _SIZES = ("kv_host_bytes", "kv_device_bytes", "policy_host_bytes")
 _TIMES = (
     "index_seconds",
@@ -226,7 +226,7 @@ def answer(
 
 
 def _resolved_cap(policy: Policy, loaded: Policy) -> dict[str, Any]:
-    """What a cap of a step came to in tokens when the model was loaded, beside the cap itself."""
+    """What a cap of a step came to in tokens when the model was loaded, with the cap itself."""
     from offload.policies import HardKV
 
     has_cap = isinstance(policy, HardKV) and policy.step_cap

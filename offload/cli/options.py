@@ -95,7 +95,7 @@ class PolicyChoice:
     ] = None
 
     def options(self) -> dict[str, Scalar]:
-        """Of a policy that there is, or a usage error."""
+        """The policy's options; a policy that does not exist is a usage error."""
         check_name(self.policy, policy_names(), kind="policy ", option="--policy")
         return policy_options(self.policy_option or [], self.budget_tokens)
 

@@ -44,7 +44,7 @@ class Options(BaseModel):
     num_gpus: float = Field(0, ge=0)
 
     def arguments(self) -> list[str]:
-        """Of `offload serve`."""
+        """Arguments of `offload serve`."""
         given = shlex.split(self.command)
         return ["--threads", str(math.ceil(self.num_cpus)), *given]
 

@@ -88,11 +88,11 @@ def import_roles(
         offload generate ./Llama-3-8B-Instruct --policy lychee_decode --option head_roles=roles.json
     """
     if share is not None and threshold is not None:
-        raise typer.BadParameter("is given beside --share", param_hint="--threshold")
+        raise typer.BadParameter("cannot be combined with --share", param_hint="--threshold")
     if threshold is not None and not math.isfinite(threshold):
         raise typer.BadParameter(f"must be a number, got {threshold}", param_hint="--threshold")
     if tokens is not None and not verify:
-        raise typer.BadParameter("is given beside --no-verify", param_hint="--context")
+        raise typer.BadParameter("cannot be combined with --no-verify", param_hint="--context")
     if share is None and threshold is None:
         share = _SHARE
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
@@ -171,7 +171,7 @@ class _Worth:
 
 @dataclass(frozen=True)
 class _Verified:
-    """Imported roles beside as many calibrated ones, on a text that neither was chosen by.
+    """Imported roles compared with as many calibrated ones, on a text that neither was chosen by.
 
     Attributes:
         num_tokens: of the text.

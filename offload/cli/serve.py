@@ -56,7 +56,7 @@ class Load:
         int, typer.Option(min=1, help="Requests that are read and decoded at a time.")
     ] = 32
     max_queued: Annotated[
-        int, typer.Option(min=0, help="Requests that wait beside them; one more gets a 429.")
+        int, typer.Option(min=0, help="Requests that wait for these; one more gets a 429.")
     ] = 256
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request's body.")] = 8 * 2**20
     default_max_tokens: Annotated[
@@ -109,7 +109,7 @@ class Kept:
     ] = None
 
     def sizes(self) -> tuple[int | None, int | None]:
-        """Of memory and disk, in bytes.
+        """Bytes of memory and of disk for sessions.
 
         Raises:
             ValueError: a size that is none, or without a folder.

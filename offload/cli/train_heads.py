@@ -33,7 +33,10 @@ def train_heads(
     model: ModelName,
     *,
     target_heads: Annotated[
-        int, typer.Option(min=1, help="How many KV heads are to retrieve, beside those of layer 0.")
+        int,
+        typer.Option(
+            min=1, help="How many KV heads are to retrieve, in addition to those of layer 0."
+        ),
     ],
     out: Annotated[
         Path,
@@ -261,7 +264,7 @@ def _made_by(trainer: Trainer) -> str:
 
 
 def _warn(trainer: Trainer) -> None:
-    """Of gates that have not come near the target: too few steps for them."""
+    """Warn if the gates have not come near the target: there were too few steps."""
     settings, last = trainer.settings, trainer.log[-1]
     found = int(trainer.retrieval[1:].sum())
     if not settings.target_heads / 2 <= found <= 2 * settings.target_heads:

@@ -62,7 +62,7 @@ class DecodeAttention(NativeAttention):
         roles: the policy's, of each [layer, unit]; see `Policy.roles`.
         estimate_clusters: the policy's; 0 where KV heads have pages of their own.
         has_state: whether the policy remembers anything of a sequence.
-        hold: of the mean of tokens that are attended to; None: the policy names none.
+        top_p_controller: of the mean of tokens that are attended to; None: the policy names none.
         compression: what wants queries to condense sequences by; None: none of them has a bound.
         decoded: units of decode steps so far, as `count_rows` is told of them.
 
@@ -173,7 +173,7 @@ class DecodeAttention(NativeAttention):
         """
         self.left_to_device = (*window, heads)
         self.ahead_layers = frozenset(np.flatnonzero(hot.any(axis=1)).tolist())
-        self.states.serve(self._selecting_layers(heads), self._estimating_layers(heads & ~hot))
+        self.states.serve(self._selecting_layers(heads), self._estimating_layers(heads))
         self._count_heads(heads, gathered)
 
     def _selecting_layers(self, elsewhere: npt.NDArray[np.bool_] | None = None) -> frozenset[int]:
@@ -238,8 +238,9 @@ class DecodeAttention(NativeAttention):
 
     @property
     def budgets(self) -> Mapping[int, int]:
-        """Of sequences whose KV heads attend to fewer tokens than the policy's budget, or
-        ATTENDS_TO_ALL, as `check_budget` allows it. The policy keeps nothing of the latter."""
+        """Sequences whose KV heads attend to fewer tokens than the policy's budget, or to all
+        (ATTENDS_TO_ALL), as `check_budget` allows it. The policy keeps nothing of those that attend
+        to all."""
         return self._budgets
 
     @budgets.setter

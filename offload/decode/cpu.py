@@ -21,8 +21,8 @@ from offload.decode.attention import DecodeAttention
 from offload.decode.sampling import Draws
 from offload.kv.store import KVStore
 from offload.models import LeanModel
+from offload.models.base import norm_of
 from offload.models.batch import RaggedBatch, tokens_each
-from offload.models.weights import fuse_layer, native_linear, norm_of
 from offload.policies import Policy
 from offload.system.errors import DeviceMemoryError
 
@@ -54,14 +54,12 @@ class NativeDecoder:
             pool=self.pool,
             sm_scale=model.sm_scale,
         )
-        self.stack = DecoderLayers(
-            [fuse_layer(layer, native_linear) for layer in model.layers], self.attention
-        )
+        self.stack = DecoderLayers([layer.on_cpu() for layer in model.layers], self.attention)
         self.after_projection: Callable[[int, int, torch.Tensor, torch.Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
         self.make_room: Callable[[], bool] = lambda: False
         self.final_norm = norm_of(model.final_norm)
-        self.lm_head = native_linear([model.lm_head])
+        self.lm_head = model.lm_head.on_cpu()
 
     def decode(self, hidden: torch.Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> torch.Tensor:
         """As `Decoder.decode`; `hidden` is overwritten."""
@@ -121,7 +119,7 @@ class NativeDecoder:
         return chosen
 
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
-        """One: nobody waits for anybody."""
+        """One: the CPU waits for no GPU."""
         return 1
 
     def begin_steps(self, seqs: Sequence[int], most: int) -> int:

@@ -42,7 +42,7 @@ class Draws:
 
     @staticmethod
     def of(samplers: Sequence[Sampler], num_steps: int = 1) -> Draws | None:
-        """Of the rows of all; None: they are greedy."""
+        """Draws for the rows of all samplers; None if all are greedy."""
         options = [options for sampler in samplers for options in sampler.options]
         if not any(of_row.temperature > 0.0 for of_row in options):
             return None

@@ -10,13 +10,13 @@ from offload.engine.engine import Engine
 from offload.engine.request import RequestOutput
 from offload.engine.sampling_params import SamplingParams
 
-# Outputs that nobody has taken: a request with more waits for its reader.
+# Outputs that were not read yet: a request with more waits for its reader.
 _MOST_UNREAD = 64
 
 
 @dataclass
 class _Reader:
-    """Of a request's outputs.
+    """Where the outputs of one request wait until they are read.
 
     Attributes:
         has_begun: a token of the answer has come.
@@ -69,7 +69,7 @@ class AsyncEngine:
         request_id: str | None = None,
         session_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of a request. It is cancelled if nobody reads on.
+        """Outputs of a request. It is cancelled if its reader stops.
 
         The first, which has nothing, says at once that the request was accepted; the next ones are
         of its prompt's slices. A reader who is 64 outputs behind is waited for, until the
@@ -77,7 +77,7 @@ class AsyncEngine:
 
         Raises:
             As `Engine.add_request`, and the error that ended the request.
-            RuntimeError: nobody has started the engine.
+            RuntimeError: the engine was not started.
         """
         engine = self.engine
         if not (engine.has_thread or engine.is_stopping or engine.failure):

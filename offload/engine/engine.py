@@ -49,7 +49,7 @@ class Engine:
     Args:
         tokenizer: a fast one of transformers, for text and stop strings; None: token ids only.
         max_num_seqs: requests that are read and decoded at a time.
-        max_queued: that wait beside them; one more is refused.
+        max_queued: requests that wait for these; one more is refused.
         slice_seconds: half of what a slice of a prompt takes while others decode between its
             layers; on a GPU it has at least a sixteenth of what was read before, however long that
             takes.
@@ -267,8 +267,8 @@ class Engine:
 
     @torch.inference_mode(False)
     def step(self) -> list[RequestOutput]:
-        """Decode a token of each running request, or with a GPU up to four where nobody waits, and
-        read a slice of a prompt if it is time.
+        """Decode a token of each running request, or with a GPU up to four where no request waits,
+        and read a slice of a prompt if it is time.
 
         Errors of a request end that request. What `on_output` was called with is returned. Ctrl-C
         comes behind the step.
@@ -359,7 +359,7 @@ class Engine:
         self.stop(finish=exc is None)
 
     def _run(self) -> None:
-        """Of the thread."""
+        """The thread's loop."""
         while True:
             with self._inbox:
                 self._inbox.wait_for(lambda: self._requests or self._stopping or self._saves)

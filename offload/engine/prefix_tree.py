@@ -62,7 +62,7 @@ class PrefixTree:
         return found.seq, shared
 
     def add(self, tokens: Sequence[int], seq: int) -> list[int]:
-        """Keep a sequence of these tokens; those that are not needed beside it leave the tree.
+        """Keep a sequence of these tokens; those that are not needed besides leave the tree.
 
         Returns:
             handles that the caller frees: `seq` itself if a sequence begins with `tokens` already,

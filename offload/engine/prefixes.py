@@ -72,7 +72,7 @@ class Prefixes:
         return sum(map(store.num_unshared_pages, self._tree.seqs()))
 
     def drop(self) -> bool:
-        """Free what nobody asked for for the longest time; False: there is nothing."""
+        """Free what has been unused for the longest time; False: there is nothing."""
         seq = self._tree.least_recent()
         if seq is not None:
             self._runner.free([seq])

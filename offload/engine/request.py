@@ -64,7 +64,7 @@ class Request:
         num_read: tokens of `prompt` in the cache.
         queued_seconds: before it was first admitted; None: it waits for that.
         answer: tokens chosen so far; the last one is not in the cache.
-        sampler: its random numbers; they do not depend on what runs beside it.
+        sampler: its random numbers; they do not depend on what runs at the same time.
         prompt_scores: that no output has had.
         session_id: that keeps its sequence for the next request.
         restoring: brings its sequence back from disk, in parts; None: it has come, or none will.

@@ -80,7 +80,7 @@ class RequestMaker:
 
 
 def _token_ids(prompt: Any) -> list[int]:
-    """Of one sequence; neither text nor numbers that are no ids."""
+    """Token ids of one sequence; text, or numbers that are no ids, are refused."""
     items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     try:
         return [operator.index(item) for item in items]

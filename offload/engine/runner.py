@@ -169,7 +169,8 @@ class Runner:
     def scores(
         self, hidden: Tensor, tokens: Sequence[int], num_likeliest: int
     ) -> tuple[Chosen, ...]:
-        """Of the tokens that follow those that were read, one by one: logits are large."""
+        """Scores of the tokens that follow those that were read. Logits are large, so they are
+        computed for one token at a time."""
         rows = zip(hidden, tokens, strict=False)  # nothing follows the prompt's last
         return tuple(score(self.logits(row[None])[0], token, num_likeliest) for row, token in rows)
 

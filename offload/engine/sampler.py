@@ -65,7 +65,7 @@ def choose(
 
 
 def score(logits: Tensor, token: int, num_likeliest: int) -> Chosen:
-    """A token with its logprob by `logits` [vocab_size], and the likeliest beside it."""
+    """A token with its logprob by `logits` [vocab_size], and the likeliest tokens with it."""
     logprobs = logits.float().cpu().log_softmax(dim=-1)
     values, tokens = logprobs.topk(num_likeliest)
     likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))

@@ -28,7 +28,8 @@ _NUMBERS = (
 
 @dataclass
 class SamplingParams:
-    """Of one request. Names and defaults are vLLM's, but that an answer has no maximum by itself.
+    """How one request is answered. Names and defaults are vLLM's, except that max_tokens has no
+    default.
 
     Attributes:
         max_tokens: of the answer; None: as many as the context has room for.
@@ -38,10 +39,10 @@ class SamplingParams:
         top_p, min_p: 1 and 0 keep all.
         seed: of this request's own random numbers; None: another each time.
         stop: one string or several before which the answer ends; they are not part of it.
-        stop_token_ids: beside the model's end-of-sequence tokens.
+        stop_token_ids: in addition to the model's end-of-sequence tokens.
         ends_after: told each new piece of the answer's text; the answer ends where it says True.
         ignore_eos: those do not end the answer.
-        logprobs: of each token, and so many of the likeliest beside it; None: none.
+        logprobs: of each token, and so many of the likeliest with it; None: none.
         prompt_logprobs: as `logprobs`, of the prompt's tokens after the first.
         repetition_penalty: of tokens of prompt and answer, as in transformers.
         presence_penalty, frequency_penalty: of tokens of the answer, as OpenAI defines them.

@@ -12,7 +12,7 @@ from offload.kv.store import KVStore
 from offload.policies.state import PolicyStates
 from offload.runtime.correcting import Corrections
 
-# Slices while nobody decodes, while others wait for them, and in which others decode.
+# Slices while no request decodes, while others wait for them, and in which others decode.
 _ALONE, _WAITED, _PAUSED = "alone", "waited", "paused"
 # Tokens of a slice at least: fewer take about as long.
 _LEAST = {_ALONE: 256, _WAITED: 32, _PAUSED: 32}
@@ -47,7 +47,7 @@ class Admission:
         self._corrections = corrections
 
     def most_bytes(self, num_tokens: int) -> int:
-        """Of a request that comes to so many tokens, when nobody else is there."""
+        """Bytes that a request of so many tokens needs at most, when no other runs."""
         pages = self._pages(num_tokens) + self._corrected_pages(num_tokens)
         return pages * self._store.page_bytes + 2 * self._states(num_tokens)
 
@@ -59,7 +59,7 @@ class Admission:
         return max(0, left // (pages * page_bytes + states))
 
     def most_answer(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Tokens of an answer that fit when nobody else is there: 1 .. `max_tokens`."""
+        """Tokens of an answer that fit when no other request runs: 1 .. `max_tokens`."""
         budget = self._store.host_budget_bytes
         few, many = 1, max_tokens + 1
         while many - few > 1:
@@ -238,7 +238,8 @@ class Scheduler:
                 requests.remove(request)
 
     def next_slice(self, num_left: Callable[[Request], int]) -> list[tuple[Request, int]]:
-        """Of which corrections and prompts how many tokens are read now; none: others decode.
+        """Corrections and prompts that are read now, and how many tokens of each. If there are
+        none, the running requests decode.
 
         Args:
             num_left: tokens of a prompt that have to be read.
@@ -293,7 +294,7 @@ class Scheduler:
         """
         self._owed += (seconds - self._paused_at) * (1.0 - self._read_share) / self._read_share
         self._paused_at = seconds
-        # On a CPU several steps in a row: threads of torch's still spin beside the first. A GPU has
+        # On a CPU several steps in a row: threads of torch's still spin during the first. A GPU has
         # none, and nothing is lost where it goes on sooner.
         part = 8 if self._reads_on_gpu else 2
         return self._kind == _PAUSED and self._owed > self._slice_seconds / part
@@ -318,7 +319,7 @@ class Scheduler:
         self._owed -= seconds
 
     def waits_for_readers(self) -> None:
-        """None of those that run can decode: nobody is kept waiting by a slice."""
+        """None of those that run can decode: a slice keeps none of them waiting."""
         self._owed = 0.0
 
 

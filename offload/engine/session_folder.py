@@ -16,7 +16,7 @@ from offload.system.memory import format_bytes
 
 _SUFFIX = ".safetensors"
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_ABANDONED_SECONDS = 3600.0  # nobody writes one file for so long
+_ABANDONED_SECONDS = 3600.0  # no file takes so long to write
 
 
 def check_session_id(session_id: object) -> str:

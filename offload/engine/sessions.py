@@ -126,7 +126,8 @@ class Sessions:
 
     @property
     def host_bytes(self) -> int:
-        """Of the KV cache of those in memory, and of what the policy keeps of them."""
+        """Bytes of the sessions in memory: of their KV caches, and of what the policy keeps of
+        them."""
         return sum(session.num_bytes for session in list(self._in_memory.values()))
 
     def entries(self) -> list[SessionEntry]:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # Of each step in which requests are answered.
 _SAVING_SECONDS = 0.01
 _RESTORING_SECONDS = 0.03
-# Of a `run`, where nobody waits: a request that comes meanwhile does.
+# Of a `run`, where no request waits: one that comes meanwhile does.
 _STEPS_IN_TURN = 4
 
 
@@ -67,7 +67,7 @@ class Steps:
     """Steps of one engine, whose model's lock the caller has.
 
     Args:
-        take_cancelled: gives requests that nobody waits for any more, each once; asked before a
+        take_cancelled: gives requests whose answers are no longer wanted, each once; asked before a
             step, and behind every layer of a slice.
         on_finished: told of each request that has ended.
     """
@@ -114,7 +114,7 @@ class Steps:
         return self._outputs
 
     def _cancel(self) -> None:
-        """End those that nobody waits for, but for those whose prompts are just being read."""
+        """End those whose answers are no longer wanted, unless their prompts are being read."""
         self._cancelled += self._take_cancelled()
         ending = [request for request in self._cancelled if request not in self._in_slice]
         self._cancelled = [request for request in self._cancelled if request in self._in_slice]
@@ -166,7 +166,7 @@ class Steps:
         return True
 
     def _restore(self) -> None:
-        """Some of what is on disk; all of it, while nobody decodes."""
+        """Some of what is on disk; all of it, while no request decodes."""
         seconds = _RESTORING_SECONDS if self.scheduler.running else math.inf
         until = time.perf_counter() + seconds
         for request in [*self.scheduler.restoring]:
@@ -274,7 +274,7 @@ class Steps:
         return num_steps
 
     def _chosen_at_once(self, rows: list[Request], logits: torch.Tensor) -> dict[int, int]:
-        """By row the tokens of those that need no logits, beside others that do."""
+        """By row the tokens of those that need no logits, in a step with others that do."""
         plain = [i for i, request in enumerate(rows) if self._chooses_in_step(request)]
         try:
             chosen = self._runner.chosen(logits[plain], [rows[i].sampler for i in plain])
@@ -344,7 +344,7 @@ class Steps:
         self.stats.read_seconds += seconds
 
     def _slice_seconds(self) -> float:
-        """Of reading, since the slice began."""
+        """Seconds of reading since the slice began."""
         return time.perf_counter() - self.stats.decode_seconds - self._slice_began
 
     def _pause(self, num_tokens: int) -> None:

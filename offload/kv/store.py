@@ -154,7 +154,7 @@ class KVStore:
 
     @property
     def ledger(self) -> MemoryLedger:
-        """Of the budget: its tenants have memory within it beside the pages."""
+        """The budget's ledger: its tenants share the budget with the pages."""
         return self._pool.ledger
 
     def left_bytes(self, num_pages: int = 0) -> int:

@@ -113,7 +113,7 @@ class KVCompression(abc.ABC, Generic[R]):
         """The sequence is gone."""
         self._records.pop(seq, None)
 
-    # What it takes beside pages, within the budget of the store.
+    # What it takes in addition to pages, within the budget of the store.
 
     @property
     @abc.abstractmethod

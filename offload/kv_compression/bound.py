@@ -51,7 +51,7 @@ class SequenceBound:
             token_bytes: of a token's keys and values in all layers.
             condensed_share: of the slots.
             by_page: heads have whole pages of their own when they were condensed: `low` are these.
-            other_bytes: bytes that are kept of a sequence of so many slots beside its pages.
+            other_bytes: bytes that are kept of a sequence of so many slots without its pages.
 
         Raises:
             ValueError: there is no room for sinks, recent tokens and a page.

@@ -30,7 +30,7 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
     "layers_to_transform": (None, []),
-    # The others, such as pissa, change the stock weights before they train beside them.
+    # The others, such as pissa, change the stock weights before they train.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 # Those that say where it came from, or how it was trained; where it applies, its weights say.

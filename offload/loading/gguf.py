@@ -39,7 +39,7 @@ from offload.system.permissions import default_mode, share_by_umask
 _CONVERSION = "4"  # change it when converted folders of older versions must be made again
 LONG_CONTEXT_ADAPTER = Path(__file__).parent / "adapters" / LONG_CONTEXT_MODEL
 _TEMPORARY_PREFIX = ".converting-"
-_STALE_SECONDS = 60.0  # of a folder that nobody ever locked
+_STALE_SECONDS = 60.0  # of a folder that was never locked
 _LOCK = ".lock"
 CONVERTED_MARK, _MARK_FORMAT = "converted.json", "offload-converted-1"
 
@@ -257,7 +257,7 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _being_made(temporary: Path) -> Iterator[None]:
-    """While this process lives nobody takes the folder for one that was left behind."""
+    """While this process lives no other takes the folder for one that was left behind."""
     with (temporary / _LOCK).open("w") as lock:
         with _writing_to(temporary.parent):
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -357,7 +357,7 @@ def _move_into_place(temporary: Path, target: Path) -> None:
 
 
 def _remove_stale(models: Path) -> None:
-    """What killed conversions left behind: nobody holds their lock."""
+    """What killed conversions left behind: their lock is free."""
     for folder in models.glob(f"{_TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if not (folder / _LOCK).exists():  # just being made, or by an older version

@@ -87,7 +87,7 @@ def check_has_owner(name: str, more_names: Iterable[str] = ()) -> None:
     """Refuse a name without the owner that a hub id has, before the hub is asked in vain.
 
     Args:
-        more_names: of models that the caller knows, beside the aliases.
+        more_names: of models that the caller knows, in addition to the aliases.
 
     Raises:
         FileNotFoundError: names the known ones, those that are spelled like `name` first.

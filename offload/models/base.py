@@ -1,24 +1,32 @@
 """What a lean decoder layer is: the stock layer's weights, named in the order the data meets them.
 
 Nothing is copied: a `DecoderLayer` refers to the modules of the stock model, so weights load, tie
-and save as transformers does it. `prefill.py` and `decode.py` compute with them.
+and save as transformers does it. `offload/prefill` and `offload/decode` compute with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from cpu_ops.decoder_layers import FusedLayer, Norm, W
+from cpu_ops.linear import Linear as CpuLinear
 from cpu_ops.native import check_head_dim
+from gpu_ops.linear import GpuLinear
+from offload.models.dense_linear import DenseLinear
+from offload.models.linear import Linear
 from offload.models.rope import head_dim_of, rope_context, rotary_view
 from offload.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.ranks.group import TensorParallel
+
+# By the type of the stock modules.
+_FORMATS: dict[type[nn.Module], Callable[[Sequence[Any]], Linear]] = {nn.Linear: DenseLinear}
 
 
 @dataclass(frozen=True)
@@ -29,16 +37,34 @@ class DecoderLayer:
     """
 
     input_norm: nn.Module
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
+    qkv: Linear
     q_norm: nn.Module | None
     k_norm: nn.Module | None
-    o_proj: nn.Linear
+    o_proj: Linear
     mlp_norm: nn.Module
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
+    gate_up: Linear
+    down: Linear
+
+    def on_cpu(self) -> FusedLayer[CpuLinear]:
+        return self._with_kernels(lambda linear: linear.on_cpu())
+
+    def on_gpu(self) -> FusedLayer[GpuLinear]:
+        return self._with_kernels(lambda linear: linear.on_gpu())
+
+    def _with_kernels(self, make: Callable[[Linear], W]) -> FusedLayer[W]:
+        has_qk_norm = self.q_norm is not None and self.k_norm is not None
+        q_norm, eps = norm_of(self.q_norm) if has_qk_norm else (None, 0.0)
+        return FusedLayer(
+            input_norm=norm_of(self.input_norm),
+            qkv=make(self.qkv),
+            q_norm=q_norm,
+            k_norm=norm_of(self.k_norm)[0] if has_qk_norm else None,
+            qk_norm_eps=eps,
+            o_proj=make(self.o_proj),
+            mlp_norm=norm_of(self.mlp_norm),
+            gate_up=make(self.gate_up),
+            down=make(self.down),
+        )
 
 
 @dataclass(frozen=True)
@@ -56,7 +82,7 @@ class LeanModel:
     embed_tokens: nn.Module
     layers: tuple[DecoderLayer, ...]
     final_norm: nn.Module
-    lm_head: nn.Linear
+    lm_head: Linear
     rotary_emb: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     shape: ModelShape
     sm_scale: float
@@ -64,7 +90,7 @@ class LeanModel:
     ranks: TensorParallel | None = None
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
-        """The output of o_proj or down_proj [n, hidden_size], of which each rank has a summand."""
+        """The output of o_proj or down [n, hidden_size], of which each rank has a summand."""
         return x if self.ranks is None else self.ranks.all_reduce(x)
 
 
@@ -88,7 +114,7 @@ def lean_model(stock: Any, *, has_qk_norm: bool) -> LeanModel:
         embed_tokens=model.embed_tokens,
         layers=layers,
         final_norm=model.norm,
-        lm_head=_linear(stock.lm_head, "lm_head"),
+        lm_head=_linear("", stock, "lm_head"),
         rotary_emb=rotary_view(model.rotary_emb, head_dim),
         shape=ModelShape.of_config(config.to_dict() | {"head_dim": head_dim}, max_context),
         sm_scale=float(attention.scaling),
@@ -139,27 +165,33 @@ def context_limit(config: Any) -> tuple[int, str]:
     return positions, reason
 
 
+def norm_of(module: Any) -> Norm:
+    """Weight and eps of an RMSNorm."""
+    return module.weight.detach(), float(module.variance_epsilon)
+
+
 def _decoder_layer(stock_layer: Any, name: str, has_qk_norm: bool) -> DecoderLayer:
     attention, mlp = stock_layer.self_attn, stock_layer.mlp
+    in_attention, in_mlp = f"{name}.self_attn.", f"{name}.mlp."
     return DecoderLayer(
         input_norm=stock_layer.input_layernorm,
-        q_proj=_linear(attention.q_proj, f"{name}.self_attn.q_proj"),
-        k_proj=_linear(attention.k_proj, f"{name}.self_attn.k_proj"),
-        v_proj=_linear(attention.v_proj, f"{name}.self_attn.v_proj"),
+        qkv=_linear(in_attention, attention, "q_proj", "k_proj", "v_proj"),
         q_norm=attention.q_norm if has_qk_norm else None,
         k_norm=attention.k_norm if has_qk_norm else None,
-        o_proj=_linear(attention.o_proj, f"{name}.self_attn.o_proj"),
+        o_proj=_linear(in_attention, attention, "o_proj"),
         mlp_norm=stock_layer.post_attention_layernorm,
-        gate_proj=_linear(mlp.gate_proj, f"{name}.mlp.gate_proj"),
-        up_proj=_linear(mlp.up_proj, f"{name}.mlp.up_proj"),
-        down_proj=_linear(mlp.down_proj, f"{name}.mlp.down_proj"),
+        gate_up=_linear(in_mlp, mlp, "gate_proj", "up_proj"),
+        down=_linear(in_mlp, mlp, "down_proj"),
     )
 
 
-def _linear(module: nn.Module, name: str) -> nn.Linear:
-    if type(module) is not nn.Linear:
-        raise NotImplementedError(
-            f"{name} is a {type(module).__name__}, not a plain Linear: quantised weights and "
-            "adapters are not supported; merge or dequantise them first"
-        )
-    return module
+def _linear(prefix: str, owner: Any, *names: str) -> Linear:
+    """The projections `names` of a stock module, whose own name is `prefix`."""
+    modules = [getattr(owner, name) for name in names]
+    for name, module in zip(names, modules, strict=True):
+        if type(module) not in _FORMATS or type(module) is not type(modules[0]):
+            raise NotImplementedError(
+                f"{prefix}{name} is a {type(module).__name__}, not a plain Linear: quantised "
+                "weights and adapters are not supported; merge or dequantise them first"
+            )
+    return _FORMATS[type(modules[0])](modules)

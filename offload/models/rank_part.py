@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-from torch import nn
-
 from offload.models import LeanModel
 from offload.ranks.group import TensorParallel
 from offload.ranks.shares import head_ranges, mlp_ranges
@@ -22,7 +19,7 @@ def rank_view(model: LeanModel, ranks: TensorParallel | None) -> LeanModel:
         shape,
         num_kv_heads=len(heads),
         num_qo_heads=len(heads) * shape.group_size,
-        intermediate_size=model.layers[0].gate_proj.out_features,
+        intermediate_size=model.layers[0].down.in_features,
     )
     return replace(model, shape=own, ranks=ranks)
 
@@ -42,28 +39,8 @@ def keep_own_weights(model: LeanModel, ranks: TensorParallel) -> None:
     group = shape.group_size
     query_rows = range(key_rows.start * group, key_rows.stop * group)
     for layer in model.layers:
-        inner = mlp_ranges(layer.gate_proj.out_features, ranks.world_size)[ranks.rank]
-        _keep_rows(layer.q_proj, query_rows)
-        _keep_rows(layer.k_proj, key_rows)
-        _keep_rows(layer.v_proj, key_rows)
-        _keep_columns(layer.o_proj, query_rows, keeps_bias=ranks.rank == 0)
-        _keep_rows(layer.gate_proj, inner)
-        _keep_rows(layer.up_proj, inner)
-        _keep_columns(layer.down_proj, inner, keeps_bias=ranks.rank == 0)
-
-
-def _keep_rows(module: nn.Linear, rows: range) -> None:
-    part = slice(rows.start, rows.stop)
-    module.weight.data = module.weight.data[part].clone()
-    if module.bias is not None:
-        module.bias.data = module.bias.data[part].clone()
-    module.out_features = len(rows)
-
-
-def _keep_columns(module: nn.Linear, columns: range, *, keeps_bias: bool) -> None:
-    module.weight.data = module.weight.data[:, columns.start : columns.stop].clone(
-        memory_format=torch.contiguous_format
-    )
-    if not keeps_bias:
-        module.bias = None  # type: ignore[assignment]
-    module.in_features = len(columns)
+        inner = mlp_ranges(layer.down.in_features, ranks.world_size)[ranks.rank]
+        layer.qkv.keep_rows(query_rows, key_rows, key_rows)
+        layer.o_proj.keep_columns(query_rows, keeps_bias=ranks.rank == 0)
+        layer.gate_up.keep_rows(inner, inner)
+        layer.down.keep_columns(inner, keeps_bias=ranks.rank == 0)

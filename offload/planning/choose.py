@@ -2,12 +2,12 @@
 
 Under full attention the GPU holds as many layers as fit. Under a policy that selects: dense layers,
 which must be there, then retrieving heads and dense heads of other layers, most saved time per byte
-first. Then whole layers, the last ones first: nobody below waits for what they would select. Each
+first. Then whole layers, the last ones first: no layer below waits for what they would select. Each
 other layer's reusing heads are shared out between the CPU and rows that the GPU fetches, so that
 the slower of the two takes least, and codes of keys come layer by layer while they fit. How many
 whole layers are best is tried, with hot rows in those others that they make faster, as far as these
 fit, and without: a GPU that attends to everything may be slower than a selection, and so may one
-that waits for nobody. The result depends on nothing but the arguments.
+that waits for no other. The result depends on nothing but the arguments.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def choose_placement(model: StepModel | None, room: DeviceRoom) -> HeadPlacement
 
     Args:
         model: predicts steps of the room's `work`; None: retrieving heads go to the GPU in the
-            order of their layers, and nothing is fetched, because nobody knows how long that takes.
+            order of their layers, and nothing is fetched, as the time of that is not known.
 
     Raises:
         DeviceMemoryError: the dense layers do not fit; names the sizes and the options.

@@ -44,7 +44,7 @@ class Loss:
 
     @property
     def half_width(self) -> float:
-        """Of the interval, in points."""
+        """Half the width of the interval, in points."""
         return (self.interval[1] - self.interval[0]) / 2
 
     @property

@@ -65,7 +65,7 @@ def step_layouts(
     )
     _, selection_units, selection_tokens = heads["selection"][0]
     codes, tables, lists = _code_layouts(layers, work, num_slots=slots, max_tokens=max_tokens)
-    if lists:
+    if lists and not all(layer.finds for layer in layers if layer.coded):
         _, selection_units, selection_tokens = lists["selection"][0]
     resident = ResidentKV.layout(
         layers,
@@ -99,6 +99,7 @@ def step_layouts(
             layers,
             policy,
             num_slots=slots,
+            max_tokens=max_tokens,
             dtype=dtype,
             num_multiprocessors=num_multiprocessors,
             estimate_clusters=policy.estimate_clusters if policy.selects else 0,
@@ -141,10 +142,10 @@ def _code_layouts(
 def step_device_bytes(
     placement: HeadPlacement, work: Workload, device: DeviceProfile | None
 ) -> dict[str, int]:
-    """Bytes on the device that decoding takes beside weights and prefill, by what they are for.
+    """Bytes on the device that decoding takes without weights and prefill, by what they are for.
 
     Args:
-        device: what runs it; None: nobody knows which GPU, or it is the CPU.
+        device: what runs it; None: it is not known which GPU, or it is the CPU.
     """
     num_sms = 1 if device is None else device.num_multiprocessors
     layouts = step_layouts(placement, work, num_multiprocessors=num_sms)
@@ -228,7 +229,7 @@ def policy_state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype, kv
 
 @functools.lru_cache(maxsize=64)
 def _state_bytes(policy: Policy, shape: ModelShape, dtype: torch.dtype) -> list[int]:
-    """Of a sequence and layer at each of _STATE_LENS."""
+    """Bytes of the policy's state for one sequence and layer, at each of _STATE_LENS."""
     from cpu_ops.worker_pool import WorkerPool
 
     generator = torch.Generator().manual_seed(0)

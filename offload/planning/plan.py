@@ -46,7 +46,7 @@ class PlanRequest:
         prompt_tokens: of each sequence's prompt, for the time to the first token; None: the
             context.
         max_memory: bytes by device index or "cpu", as in `RuntimeConfig`.
-        on_this_machine: memory that nobody names is what this machine has left; a plan that needs
+        on_this_machine: memory that is not named is what this machine has left; a plan that needs
             more on the host says so.
         placement: a given one; None: the best is chosen.
     """
@@ -96,10 +96,10 @@ class Plan:
 
     Attributes:
         device_bytes, host_bytes: by what they are for.
-        device_limit_bytes, host_limit_bytes: of all of them; None: nobody named one.
+        device_limit_bytes, host_limit_bytes: of all of them; None: none was named.
         host_memory: where the host's limit comes from it.
         prefill: of the prompts; None: not measured for such a model.
-        notes: what a user should know beside the numbers.
+        notes: what a user should know in addition to the numbers.
     """
 
     request: PlanRequest
@@ -211,7 +211,7 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
 
 
 def _check_prefill(request: PlanRequest, prefill: int, limit: int | None) -> None:
-    """Refuse what does not fit whatever the placement is: weights, and prefill beside them."""
+    """Refuse what does not fit whatever the placement is: weights, and prefill with them."""
     weights, where = request.model.weight_bytes, f"max_memory[{request.device_index}]"
     if limit is None or weights + prefill <= limit:
         return

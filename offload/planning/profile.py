@@ -70,7 +70,7 @@ class DeviceProfile:
         top_k_beside: by number of scores: what a layer takes longer if a top-k runs beside it.
         window_us, merge_us, sampling_us: of those kernels, per layer and step.
         round_trip_us: from a request to its reply when the CPU has nothing to attend to.
-        step_us: of a step beside its kernels: bookkeeping, launch, state, the token to the host.
+        step_us: of a step without its kernels: bookkeeping, launch, state, the token to the host.
         burst_step_us: the same of one of several steps that the host does not wait for.
     """
 
@@ -117,14 +117,14 @@ class MachineProfile:
         layer_linear_us: without a GPU: of a layer without its attention, by `shape_key` and then
             number of rows; of shapes that were measured.
         lm_head_us: the last projection, alike.
-        step_us: without a GPU: of a step beside its layers and the last projection.
+        step_us: without a GPU: of a step without its layers and the last projection.
         select_scale: by `workload.policy_key`, what its units that select took, as a multiple
             of what `StepModel` says of the bytes they look at; by a policy's name, whatever its
             options are; "*" of any other; else 1.
         select_hidden: likewise, the share of that time in which the policy prepares, before the
             query, or learns, after the answer: a GPU does not wait while it has work itself.
         select_ahead: likewise, what choosing a layer ahead took in all, as a multiple of attending
-            cold to the bytes that they look at: nobody reads these before, and then attends.
+            cold to the bytes that they look at: nothing reads these before, or attends afterwards.
         prefill_token_us: of a layer while a prompt is read: by token, without its attention; by
             `prefill_key`, of models that were measured.
         prefill_pair_us: alike, by pair of a token and one that it attends to.

@@ -12,10 +12,10 @@ A layer on a GPU, with what goes on beside each other in one column:
 so a layer takes linear + max(GPU's side, reply) + merge; a layer without heads on the CPU has no
 reply. A layer with hot rows also makes the next layer's query, by which the CPU is asked a whole
 layer before the GPU needs the answer: the layer takes the longer of what the GPU does in it and of
-what the CPU does for one such request. What runs beside each other also slows each other down: how
-much longer a layer takes with rows on their way, or with a top-k beside it, was measured as a whole
+what the CPU does for one such request. Work that runs at the same time slows each other down: how
+much longer a layer takes with rows on their way, or during a top-k, was measured as a whole
 (`measuring.machine.layers`). A step is its layers, the last projection, choosing the token, and
-what a step costs beside its kernels. Without a GPU it is the same without anything beside anything.
+what a step costs without its kernels. Without a GPU it is the same, and nothing overlaps.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class LayerTime:
         linear: linear layers, norms and rotation; with hot rows a predicted query, too.
         gpu: attention on the GPU over pages, fetched rows and windows.
         gather: what fetching beside a layer adds to it, attention to the rows not counted.
-        reply: from the request to the CPU's answer; 0 where nobody asks. With hot rows all that the
-            CPU does for a request, and nobody waits if a layer takes longer.
+        reply: from the request to the CPU's answer; 0 where the GPU does not ask. With hot rows all
+            that the CPU does for a request; the GPU does not wait if a layer takes longer.
         exposed: what the GPU waits for the slower of gather and reply beyond its own attention.
         merge: of the parts.
     """
@@ -85,7 +85,7 @@ class StepTime:
     Attributes:
         layers: in order.
         last: the last projection and choosing the token.
-        fixed: what a step costs beside its kernels.
+        fixed: what a step costs without its kernels.
         batch_size: tokens of a step.
         assumed: what was not measured, and what stands for it.
     """
@@ -227,6 +227,8 @@ class StepModel:
         publishes = publishes and self._publishes(resident)
         num_gathered = int((places == Place.GATHER).sum())
         num_on_cpu = int(on_cpu.sum())
+        if (places == Place.FOUND).any():
+            return self._found_layer(device, roles, places == Place.FOUND, publishes=publishes)
         hot = places == Place.HOT
         if hot.any():
             return self._hot_layer(device, roles, members, hot, publishes=publishes)
@@ -283,6 +285,24 @@ class StepModel:
         exposed = max(exposed, reply - linear - gpu)
         kind = "GPU + hot rows" if len(resident) else "hot rows"
         return LayerTime(kind, linear, gpu, gather, reply, exposed, 0.0)
+
+    def _found_layer(
+        self, device: DeviceProfile, roles: UInt8Array, found: BoolArray, *, publishes: bool
+    ) -> LayerTime:
+        """Time of a layer whose hot rows are found by codes: nothing runs beside anything."""
+        work, num_found = self.work, int(found.sum())
+        codes = work.policy.device.codes(work.shape.num_layers, work.shape.num_kv_heads)
+        bits = 2 if codes is None else codes.bits
+        num_scores = work.batch_size * num_found * work.kv_len
+        find = device.attention.us(num_scores * (work.shape.head_dim * bits // 8 + 4))
+        find += device.top_k.us(num_scores)
+        rows = min(work.kv_len, HOT_BUDGETS * work.policy.budget_tokens)
+        gpu = find + self._resident_us(device, roles[~found], publishes=publishes)
+        gpu += device.attention.us(work.batch_size * num_found * rows * 2 * work.row_bytes)
+        chosen = work.batch_size * num_found * work.chosen_tokens * 2 * work.row_bytes
+        gather = device.gather.us(_MISSING_SHARE * chosen)
+        kind = "hot rows found" if num_found == len(roles) else "GPU + hot rows found"
+        return LayerTime(kind, self.linear_us, gpu, gather, 0.0, gather, 0.0)
 
     def _gather_us(self, device: DeviceProfile, num_bytes: float) -> tuple[float, float, float]:
         """Time of a layer's fetched rows: what fetching adds to a layer that has nothing else to

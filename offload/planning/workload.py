@@ -71,7 +71,7 @@ class Workload:
 
     @cached_property
     def chosen_tokens(self) -> int:
-        """Tokens of a head that the policy chooses beside the window."""
+        """Tokens of a head that the policy chooses in addition to the window."""
         if not self.is_sparse:
             return self.kv_len - self.window_tokens
         return max(0, min(self.kv_len, self.policy.budget_tokens) - self.window_tokens)

@@ -1,4 +1,4 @@
-"""What the runtime asks of a policy, beside what it selects and its three other parts.
+"""What the runtime asks of a policy, apart from what it selects and its three other parts.
 
 Sink tokens, the recent window and the first dense layers belong to the runtime: a policy chooses
 among tokens [sink_tokens, kv_len - recent_tokens) only. While kv_len <= dense_tokens (budget_tokens

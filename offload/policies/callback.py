@@ -135,7 +135,7 @@ def offset_floats(address: Any, count: Any) -> Any:
 
 
 def _prefetch_line(to_write: bool) -> Any:
-    """For compiled code: f(address) asks for its cache line; nobody waits for it."""
+    """For compiled code: f(address) asks for its cache line; it returns at once."""
 
     @intrinsic
     def ask(typingctx: Any, address: Any) -> Any:

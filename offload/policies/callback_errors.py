@@ -25,7 +25,7 @@ ERROR_BYTES = _native.ERROR_BYTES
 def note_error(address: int, kind: type[BaseException], error: object = "") -> None:
     """Write what was raised to where the context at `address` says."""
     at_error = ctypes.c_int64.from_address(address + _native.policy_context_offsets()["error"])
-    if isinstance(error, tuple):  # as Python has it while nobody has looked
+    if isinstance(error, tuple):  # as Python has it until it is looked at
         error = kind(*error)
     text = f"{kind.__name__}: {error}".encode()[: ERROR_BYTES - 1]
     text = text.decode(errors="ignore").encode()  # no half of a character at the end

@@ -41,7 +41,7 @@ class DeviceCodes:
 
     Attributes:
         heads: bool [num_layers, num_units], for which units, which are KV heads.
-        num_candidates: beside sinks and recent tokens.
+        num_candidates: without sinks and recent tokens.
         levels: 2 or 4, of a code of 1 or 2 bits a dimension.
         outer: see `gpu_ops.append_codes`.
     """

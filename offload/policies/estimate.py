@@ -55,7 +55,7 @@ _SLICE_ROWS = 16384  # keys of all heads that are assigned at once, in part of W
 
 @dataclass(frozen=True)
 class Clusters:
-    """Of tokens [first, last) of every KV head, float32 and on the keys' device.
+    """Clusters of the tokens [first, last) of every KV head, float32 and on the keys' device.
 
     Attributes:
         cluster_of: uint8 [num_kv_heads, last - first].
@@ -214,7 +214,7 @@ class EstimateState(LayerState):
 
 
 def estimate_bytes(num_clusters: int, head_dim: int, capacity_tokens: int) -> int:
-    """Of the clusters of one KV head of a layer."""
+    """Bytes of the clusters of one KV head of a layer."""
     of_cluster = 4 * (2 * head_dim + 2)
     return HEADER.itemsize + (num_clusters + 1) * of_cluster + capacity_tokens
 

@@ -159,7 +159,7 @@ class HardKV(WrappedPolicy):
         self.check_cap()
 
     def check_cap(self) -> None:
-        """Refuse a cap of a step that nobody has turned into max_tokens.
+        """Refuse a cap of a step that was not turned into max_tokens.
 
         Raises:
             ValueError: names the cap and what to give instead.

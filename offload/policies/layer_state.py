@@ -137,7 +137,7 @@ class LayerState:
         to attend.
 
         Args:
-            chosen_tokens: of a head, beside sinks and recent window; row_bytes: of a key.
+            chosen_tokens: of a head, without sinks and recent window; row_bytes: of a key.
             state_bytes: that the policy keeps of the head.
         """
         if self.policy.scans_keys:

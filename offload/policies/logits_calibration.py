@@ -86,7 +86,7 @@ def needed_tokens(
     recent_tokens: int,
     top_p: float,
 ) -> Tensor:
-    """How many tokens beside those always attended have top_p of past queries' attention.
+    """How many tokens in addition to those always attended have top_p of past queries' attention.
 
     Always attended are sinks, recent window, and tokens between the last block and that.
 

@@ -47,7 +47,7 @@ class MembersState(LayerState):
 
     Args:
         members: by the names of their arrays.
-        own: arrays that the policy has beside theirs.
+        own: arrays that the policy has in addition to theirs.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class SavedState:
 
     @property
     def num_bytes(self) -> int:
-        """Of the policy's arrays."""
+        """Bytes of the policy's arrays."""
         return sum(array.nbytes for arrays in self.layers.values() for array in arrays.values())
 
 

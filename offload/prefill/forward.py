@@ -20,7 +20,7 @@ from offload.models import DecoderLayer, LeanModel
 from offload.models.batch import RaggedBatch
 from offload.prefill.attention import KV, attend, takes_all_keys
 from offload.prefill.kv_stream import LayerStream
-from offload.prefill.layer import add_mlp, project, project_qkv, rotate
+from offload.prefill.layer import add_mlp, project_qkv, rotate
 from offload.prefill.memory import PrefillMemory, available_bytes, check_fits
 from offload.system.captures import CAPTURING
 from offload.system.errors import DeviceMemoryError
@@ -97,7 +97,7 @@ def prefill_by_layer(
         keeps: whether the store takes the new K/V. False: these are only attended to, no room is
             needed for them, and whether they are finite is not checked.
         copied_heads: KV heads of a layer of which on_layer makes copies.
-        device_budget_bytes: what torch may have on a CUDA device, beside what is free there.
+        device_budget_bytes: what torch may have on a CUDA device, as far as it is free there.
         give_back: asked for more of a CUDA device where there is too little, until it has none.
 
     Raises:
@@ -136,7 +136,7 @@ def prefill_by_layer(
                         for sequence, of_slice, kv_len in stream.spans(start, stop):
                             on_queries(seqs[sequence], layer_idx, q[:, of_slice], kv_len)
                     o = _attend(q, layer_idx, stream, model.sm_scale, start, stop, pool)
-                    delta = project(layer.o_proj, o, pool)
+                    delta = layer.o_proj(o, pool)
                     del o
                     if store is not None and on_attended is not None:
                         for sequence, of_slice, kv_len in stream.spans(start, stop):

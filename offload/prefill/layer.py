@@ -3,7 +3,7 @@
 On a GPU the steps between the projections are kernels of `gpu_ops`: torch's operators would read
 and write the slice a dozen times where once will do. On a CPU, where there is a pool for them,
 RMSNorm and the rotation are kernels of `cpu_ops`, and so are the projections where torch's are slow
-(`has_products`); the others are torch's. All kernels round where transformers rounds.
+(`Linear.prefers_cpu_ops`); the others are torch's. All kernels round where transformers rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cpu_ops.linear import has_products
 from cpu_ops.rms_norm import rms_norm
 from cpu_ops.rope import rotate_heads
 from cpu_ops.worker_pool import WorkerPool
@@ -21,7 +20,7 @@ from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rotate import rotate_tokens
 from gpu_ops.silu_mul import activate
 from offload.models import DecoderLayer, LeanModel
-from offload.models.weights import native_linear, norm_of
+from offload.models.base import norm_of
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -34,10 +33,7 @@ def project_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [n, num_heads, head_dim] of x [n, hidden_size], not yet rotated."""
     x = _norm(layer.input_norm, x, pool)
-    q, k, v = (
-        project(projection, x, pool).view(len(x), -1, head_dim)
-        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
-    )
+    q, k, v = (projection(x, pool).view(len(x), -1, head_dim) for projection in layer.qkv.parts)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = _norm(layer.q_norm, q, pool), _norm(layer.k_norm, k, pool)
     return q, k, v
@@ -76,13 +72,13 @@ def add_mlp(
     else:
         x += delta
         normed = _norm(layer.mlp_norm, x, pool)
-    if pool is not None and _is_native(x):
-        gate_up = native_linear([layer.gate_proj, layer.up_proj])(pool, normed)
-        down = native_linear([layer.down_proj])(pool, gate_up, silu_mul=True)
+    if pool is not None and layer.gate_up.prefers_cpu_ops(normed):
+        down = layer.down.on_cpu()(pool, layer.gate_up(normed, pool), silu_mul=True)
     else:
-        gate = layer.gate_proj(normed)
-        activate(gate, layer.up_proj(normed))
-        down = layer.down_proj(gate)
+        gate_proj, up_proj = layer.gate_up.parts
+        gate = gate_proj(normed)
+        activate(gate, up_proj(normed))
+        down = layer.down(gate)
     x += sum_over_ranks(down)
 
 
@@ -92,21 +88,9 @@ def attend_to_nothing(model: LeanModel, x: Tensor, pool: WorkerPool | None = Non
     The attention of the stock layers (torch's `scaled_dot_product_attention`) is zero then.
     """
     for layer in model.layers:
-        delta = project(layer.o_proj, x.new_zeros(len(x), layer.o_proj.in_features), pool)
+        delta = layer.o_proj(x.new_zeros(len(x), layer.o_proj.in_features), pool)
         add_mlp(layer, x, model.sum_over_ranks(delta), model.sum_over_ranks, pool)
     return x
-
-
-def project(linear: nn.Linear, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
-    """x [n, in_features] -> [n, out_features]."""
-    if pool is None or not _is_native(x):
-        projected: Tensor = linear(x)
-        return projected
-    return native_linear([linear])(pool, x.contiguous())
-
-
-def _is_native(x: Tensor) -> bool:
-    return x.is_cpu and len(x) > 0 and has_products(x.dtype)
 
 
 def _norm(norm: nn.Module, x: Tensor, pool: WorkerPool | None) -> Tensor:

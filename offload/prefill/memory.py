@@ -21,7 +21,7 @@ INDEX_WORKSPACE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class PrefillMemory:
-    """Bytes of device memory at the peak of a prefill, beside the weights.
+    """Bytes of device memory at the peak of a prefill, without the weights.
 
     Attributes:
         hidden_bytes: hidden states and rotary tables of all new tokens.
@@ -88,7 +88,7 @@ class PrefillMemory:
 
     @property
     def total_bytes(self) -> int:
-        """At the peak, with what torch's allocator and cuBLAS take beside it."""
+        """At the peak, with what torch's allocator and cuBLAS take in addition."""
         # An index is built while the next layer computes, from memory of its own.
         layers = self.kv_bytes + self.copy_bytes + self.slice_bytes + self.index_bytes
         return self.hidden_bytes + max(self.rotary_bytes, layers) + _MARGIN_BYTES

@@ -144,7 +144,7 @@ def _stdin(stack: ExitStack, text: str | None) -> int | IO[Any]:
 
 
 def free_port() -> int:
-    """Of this machine, now."""
+    """A port of this machine that is free now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

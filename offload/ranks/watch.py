@@ -53,7 +53,7 @@ class RankWatch:
     """Watches over the other ranks, and tells them of this one.
 
     Args:
-        store: a `torch.distributed.Store` that nobody else uses (`dist.PrefixStore`): its client
+        store: a `torch.distributed.Store` that has no other user (`dist.PrefixStore`): its client
             serves this object's thread and the main one.
 
     Attributes:

@@ -198,7 +198,7 @@ def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     count += "the GPU" if room.num_ranks == 1 else "each GPU"
     if not policy.selects:
         return policy, f"{count}, exact"
-    num_hot = sum(placement.counts(Place.HOT))
+    num_hot = sum(placement.counts(Place.HOT)) + sum(placement.counts(Place.FOUND))
     count += f", hot rows of {num_hot}" if num_hot else ""
     told = measured_losses().told(loss, auto.budget_tokens, room.model)
     return policy, f"{count}, {policy.name}, budget {auto.budget_tokens:,}; {told}"

@@ -115,7 +115,7 @@ class OffloadedCache(Cache):
         return self._attended[:, : self._num_columns]
 
     def take(self, *seqs: int) -> None:
-        """Become a batch without padding: sequences of one length, which nobody else frees."""
+        """Become a batch without padding: sequences of one length, which no other owner frees."""
         self.reset()
         self._seqs.extend(seqs)
         self._num_columns = self.store.kv_len(seqs[0]) + self._dropped(seqs[0])

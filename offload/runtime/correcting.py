@@ -96,7 +96,7 @@ class BackgroundCorrection:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences."""
+        """Number of tokens of all sequences."""
         return sum(len(tokens.ids) for tokens in self.tokens.values())
 
     def go_on(self) -> None:

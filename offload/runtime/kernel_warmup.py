@@ -95,7 +95,7 @@ def warm_up_kernels(
 def _prefill(
     lean: LeanModel, num_tokens: int, slice_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """A prompt that nobody keeps, of any tokens."""
+    """A prompt of any tokens, which is not kept."""
     num_tokens = min(num_tokens, lean.shape.max_context)
     hidden = torch.zeros(num_tokens, lean.shape.hidden_size, dtype=dtype, device=device)
     batch = pack((1, num_tokens), None, torch.arange(num_tokens)[None])
@@ -134,7 +134,7 @@ def warm_up_steps(decoder: DeviceDecoder) -> None:
 
 
 class _WarmUpSync(InlineSync):
-    """Launches what the decoder's `GpuSync` does, for nobody."""
+    """Launches what the decoder's `GpuSync` does, to no effect."""
 
     def __init__(self, link: HostLink, decoder: DeviceDecoder) -> None:
         super().__init__(link.coprocessor)

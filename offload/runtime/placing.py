@@ -1,4 +1,4 @@
-"""The placement that a model gets where nobody gave one: as many heads on the GPU as there is room.
+"""The placement of a model for which none was given: as many heads on the GPU as there is room.
 
 Loading must not wait for a measurement. Where `offload plan` has measured this machine before, its
 profile decides what the CPU had better do; else a typical machine's.
@@ -146,6 +146,7 @@ class Chooser:
 _PLACES = {
     Place.GPU: "on the GPU",
     Place.HOT: "with hot rows there",
+    Place.FOUND: "with hot rows that it finds",
     Place.GATHER: "with rows fetched to it",
     Place.CODES: "on the CPU with codes on the GPU",
     Place.CPU: "on the CPU",

@@ -15,7 +15,7 @@ from offload.decode.sampling import BurstError, Draws, Sampler, SamplingOptions,
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, tokens_each
 from offload.prefill.forward import OnTokens
-from offload.prefill.layer import attend_to_nothing, project
+from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.compressing import compression_for, page_tokens_of, reconstructs
 from offload.runtime.correcting import BackgroundCorrection, corrections_for
@@ -393,8 +393,8 @@ class Runtime:
         return running
 
     def _steps_at_once(self, cache: OffloadedCache, most: int) -> tuple[int, int]:
-        """Tokens that come in one pass, and passes that are begun (`Decoder.begin_steps`): steps
-        that nobody looks at one by one may be several."""
+        """Tokens that come in one pass, and passes that are begun (`Decoder.begin_steps`):
+        several where nothing has to see the result of each."""
         if self._looks_at_steps:
             return 1, 1
         count = 1
@@ -423,7 +423,7 @@ class Runtime:
                 return self.decoder.logits(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
             with torch_threads(self.current_generation.prefill_threads):
                 rows = self.lean.final_norm(hidden).flatten(0, -2)
-                logits = project(self.lean.lm_head, rows, self.decoder.pool)
+                logits = self.lean.lm_head(rows, self.decoder.pool)
             return logits.view(*hidden.shape[:-1], -1)
 
     def quality(self) -> Quality:

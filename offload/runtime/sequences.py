@@ -132,7 +132,7 @@ class Sequences:
         return child
 
     def fork_to_correct(self, waiting: Mapping[int, SparseTokens]) -> dict[int, int]:
-        """Of each sequence a copy of the tokens before those that wait, with room for these.
+        """Copy of each sequence up to the tokens that wait, with room for these.
 
         Raises:
             HostBudgetError: there is no room.
@@ -149,8 +149,8 @@ class Sequences:
         return copies
 
     def take_corrected(self, seq: int, copy: int, num_tokens: int) -> None:
-        """Of those tokens of `seq` that wait the first `num_tokens` are in every layer of `copy`:
-        its pages take the place of the old, and it is gone."""
+        """Replace the first `num_tokens` waiting tokens of `seq` by those of `copy`, which has them
+        in every layer; `copy` is gone afterwards."""
         assert self.corrections is not None
         first = self.corrections.waiting(seq).first
         with shielded():
@@ -187,7 +187,8 @@ class Sequences:
         return running is not None
 
     def _goes(self, seq: int, kv_len: int) -> None:
-        """Of `seq` only the first `kv_len` tokens stay."""
+        """Give the background correction up if `seq` loses tokens that it reads: it keeps
+        `kv_len`."""
         if self.background is not None and seq in self.background.tokens:
             tokens = self.background.tokens[seq]
             if kv_len < tokens.first + len(tokens.ids):

@@ -220,7 +220,7 @@ async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
     """The result of `work`, which is cancelled when the client leaves.
 
     Raises:
-        ApiError: it left, and nobody reads this.
+        ApiError: the client has left, and does not read this.
     """
 
     async def gone() -> None:

@@ -19,7 +19,7 @@ class Error(TypedDict):
 
 
 class ErrorAnswer(TypedDict):
-    """Of every status from 400 on."""
+    """The body of every answer with a status from 400 on."""
 
     error: Error
 
@@ -54,7 +54,7 @@ class ScoredToken(Likely):
 
 
 class ChatLogprobs(TypedDict):
-    """Of one message."""
+    """Log probabilities of the tokens of one message."""
 
     content: list[ScoredToken]
     refusal: None
@@ -68,7 +68,7 @@ class CalledFunction(TypedDict):
 
 
 class Call(TypedDict):
-    """Of a tool."""
+    """A call of a tool."""
 
     id: str
     type: Literal["function"]
@@ -76,7 +76,7 @@ class Call(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """The content is null beside calls."""
+    """The content is null where there are calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -94,7 +94,7 @@ class ChatChoice(TypedDict):
 
 
 class ChatAnswer(TypedDict):
-    """Of /v1/chat/completions."""
+    """The answer of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"]
@@ -123,7 +123,7 @@ class CompletionChoice(TypedDict):
 
 
 class CompletionAnswer(TypedDict):
-    """Of /v1/completions."""
+    """The answer of /v1/completions."""
 
     id: str
     object: Literal["text_completion"]
@@ -143,7 +143,7 @@ class ResponseUsage(TypedDict):
 
 
 class ResponseAnswer(TypedDict):
-    """Of /v1/responses, with the fields of the request. Items are messages and calls."""
+    """The answer of /v1/responses, with the fields of the request. Items are messages and calls."""
 
     id: str
     object: Literal["response"]
@@ -165,7 +165,7 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """Of one."""
+    """The list of the one model."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -182,7 +182,7 @@ class SessionCard(TypedDict):
 
 
 class SessionList(TypedDict):
-    """Of all."""
+    """The list of all sessions."""
 
     object: Literal["list"]
     data: list[SessionCard]
@@ -211,7 +211,7 @@ class Detokenized(TypedDict):
 
 
 class Health(TypedDict):
-    """Of a server that answers."""
+    """The state of a server that answers."""
 
     status: Literal["ok"]
 

@@ -97,7 +97,7 @@ def of_engine(error: BaseException) -> ApiError:
 
 
 def _innermost(error: RequestValidationError) -> tuple[dict[str, Any], list[str]]:
-    """Of the first wrong field the error that is deepest in it, and where in the body that is.
+    """The deepest error in the first wrong field, and where in the body that field is.
 
     A field of several types has an error for each, and the one that got furthest is the one that
     was meant; of two as far, the one that is not about the type.

@@ -97,11 +97,11 @@ class Format:
         }
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
-        """Of the first chunk of a choice; None: there is nothing to say."""
+        """The fields of a choice's first chunk; None if there is nothing to say."""
         raise NotImplementedError
 
     def content(self, choice: Choice) -> dict[str, Any]:
-        """Of a whole choice."""
+        """The fields of a whole choice."""
         raise NotImplementedError
 
     def delta(self, choice: Choice, text: str, tokens: Sequence[Chosen]) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Format:
 
 
 class Chat(Format):
-    """Of /v1/chat/completions."""
+    """The format of /v1/chat/completions."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     request: ChatRequest
@@ -186,7 +186,7 @@ class Chat(Format):
 
 
 class Completion(Format):
-    """Of /v1/completions.
+    """The format of /v1/completions.
 
     Args:
         prompts: token ids, and their text.

@@ -38,7 +38,7 @@ _stack_size = threading.Lock()
 
 @dataclass(frozen=True)
 class SchemaLimits:
-    """Of what a request may have compiled: all schemas and grammars of it together."""
+    """Limits of what one request may have compiled, all its schemas and grammars together."""
 
     max_bytes: int = 64 * 2**10
     max_depth: int = 64
@@ -164,7 +164,7 @@ def _why(matcher: LLMatcher) -> str:
 
 
 def _items(value: Any, constraint: Constraint) -> Iterable[Any]:
-    """Of JSON; what llguidance accepts in it and does not keep to is refused."""
+    """Items of a JSON value; what llguidance accepts in it but does not keep to is refused."""
     if isinstance(value, (int, float)) and abs(value) > 2**53:
         raise _refused(constraint, f"{value} is beyond 2**53, where numbers are not exact")
     if isinstance(value, dict):

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Of the request that a record is about, where it has no fields of its own."""
+"""The request that a record is about, where it has no fields of its own."""
 
 _IN_MESSAGE = ("method", "route", "status")
 

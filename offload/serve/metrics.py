@@ -121,7 +121,7 @@ class _OfModel(Collector):
 
 
 class Metrics:
-    """Of one server.
+    """The metrics of one server.
 
     Attributes:
         queued: seconds that a choice waits before its prompt is read.

@@ -56,7 +56,7 @@ ChatTemplateKwargs = Annotated[dict[str, Any], AfterValidator(_not_ours)]
 
 
 class StreamOptions(Body):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -151,7 +151,7 @@ class Sampled(Sampling):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer."""
+        """Tokens that an answer may have; None: no limit of its own."""
         return self.max_tokens
 
     @property
@@ -166,11 +166,11 @@ class Sampled(Sampling):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives beside the logprob of each token; None: no logprobs."""
+        """Alternatives given with the logprob of each token; None: no logprobs."""
         raise NotImplementedError
 
     def sampling(self, number: int) -> SamplingParams:
-        """Of the answer with this number among `n`: each has a seed of its own.
+        """Sampling parameters of answer `number` of the `n` answers: each has a seed of its own.
 
         Raises:
             ValueError: names what is out of range.

@@ -136,7 +136,7 @@ _current: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
 
 
 def current() -> RequestRecord:
-    """The request whose task this is; outside of any, one that nobody logs."""
+    """The request whose task this is; outside of any, one that is not logged."""
     return _current.get() or RequestRecord()
 
 

@@ -18,7 +18,7 @@ _UNSTORED = (
     "responses are not stored; send the whole conversation as input, with a session_id so that it "
     "is not read again"
 )
-_ENCRYPTED = "nobody here can read it; leave it out"
+_ENCRYPTED = "this server cannot read it; leave it out"
 Ignored = Annotated[Any, only()]
 
 
@@ -135,7 +135,7 @@ class TextFormat(Body):
 
 
 class Text(Body):
-    """Of the answer."""
+    """The format of the answer's text."""
 
     format: TextFormat = TextFormat.model_validate({})
     verbosity: Ignored = None
@@ -149,7 +149,7 @@ class _Format(ResponseFormat):
 
 
 class StreamOptions(Body):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_obfuscation: Annotated[bool, only(False)] = False
 

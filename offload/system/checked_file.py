@@ -75,7 +75,7 @@ class Entry:
 
     @staticmethod
     def of(name: str, array: npt.NDArray[Any]) -> Entry:
-        """Of an array that stays as it is until it is written."""
+        """The entry of an array that does not change until it is written."""
         return Entry(name, array.dtype.name, array.shape, lambda: bytes_of(array))
 
 

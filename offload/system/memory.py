@@ -124,7 +124,8 @@ class HostMemory:
 
     @property
     def program_bytes(self) -> int:
-        """Of what is usable, for the program itself, beside weights and KV cache."""
+        """The part of the usable bytes that the program itself needs, without weights and
+        KV cache."""
         return min(self.total_bytes // _PROGRAM_PART, _PROGRAM_BYTES)
 
     @property
@@ -133,8 +134,8 @@ class HostMemory:
         return max(0, self.left_bytes + self.own_bytes - self.reserve_bytes)
 
     def model_bytes(self, held_bytes: int = 0) -> int:
-        """Of what is usable, for weights and KV cache of a model: without the program, or without
-        all that the process holds beside `held_bytes` of that model, if it is more."""
+        """Usable bytes for a model's weights and KV cache: without those for the program, or those
+        that the process holds without `held_bytes` of that model, whichever is more."""
         others = max(0, self.own_bytes - held_bytes)
         return max(0, self.usable_bytes - max(self.program_bytes, others))
 

@@ -42,7 +42,7 @@ class CpuFacts:
 
     @classmethod
     def here(cls) -> CpuFacts:
-        """Of this machine and process."""
+        """The facts of this machine and process."""
         from cpu_ops.native import available_isas, isa_name
 
         return cls(

@@ -202,7 +202,7 @@ def _one_of_many(rng: random.Random) -> _Asked:
 
 
 def _several_values(rng: random.Random) -> _Asked:
-    """All facts of one name, beside those of others."""
+    """All facts of one name, among those of others."""
     thing, what = rng.choice(_THINGS), rng.choice(_KINDS_OF_NUMBER)
     names = _names(rng, 3)
     values = [str(rng.randint(10**4, 10**7)) for _ in range(rng.choice((2, 3, 4)))]

@@ -230,7 +230,7 @@ class LayerSweep:
         settings = self._settings
         examples = self._texts.batch(settings.batch_size, seed, held_out=held_out)
         tokens, answered = padded(examples)
-        device = self._lean.lm_head.weight.device
+        device = self._lean.lm_head.device
         return read_text(self._lean, tokens.to(device), settings.tokens, answered.to(device))
 
     def _check_sizes(self) -> None:
@@ -241,17 +241,17 @@ class LayerSweep:
                 f"prompts of --context {settings.tokens} and their answers take {longest} tokens, "
                 f"more than the {shape.max_context} of this model ({self._lean.max_context_reason})"
             )
-        weight = self._lean.lm_head.weight
-        text_bytes = settings.tokens * shape.kv_token_bytes * weight.itemsize // 2
+        device, item_bytes = self._lean.lm_head.device, self._lean.lm_head.dtype.itemsize
+        text_bytes = settings.tokens * shape.kv_token_bytes * item_bytes // 2
         text_bytes += ANSWER_TOKENS * shape.vocab_size * 4
         wanted = settings.num_batches * settings.batch_size * text_bytes
-        on_gpu = weight.device.type == "cuda"
-        free = torch.cuda.mem_get_info(weight.device)[0] if on_gpu else host_memory_limit_bytes()
+        on_gpu = device.type == "cuda"
+        free = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory_limit_bytes()
         if wanted > free:
             raise ValueError(
                 f"{settings.num_batches} batches of {settings.batch_size} texts of "
                 f"{settings.tokens} tokens take {format_bytes(wanted)} of keys, values and logits, "
-                f"but {weight.device} has {format_bytes(free)}; lower "
+                f"but {device} has {format_bytes(free)}; lower "
                 "--batches, --batch-size or --context"
             )
 

@@ -128,9 +128,8 @@ def _project(
     """q, k (rotated), v, each [batch, num_heads, n, head_dim], of x [batch, n, hidden_size]."""
     normed = layer.input_norm(x)
     norms = (layer.q_norm, layer.k_norm, None)
-    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
-    for projection, norm, rotates in zip(projections, norms, (True, True, False), strict=True):
-        heads = projection(normed).unflatten(-1, (-1, lean.shape.head_dim))
+    for projection, norm, rotates in zip(layer.qkv.parts, norms, (True, True, False), strict=True):
+        heads = projection(normed).view(*x.shape[:2], -1, lean.shape.head_dim)
         if norm is not None:
             heads = norm(heads)
         heads = heads.transpose(1, 2)
@@ -145,5 +144,5 @@ def _add_outputs(layer: DecoderLayer, x: Tensor, o: Tensor) -> Tensor:
     """x behind the layer, with attention's output o [batch, num_qo_heads, n, head_dim]."""
     x = x + layer.o_proj(o.transpose(1, 2).flatten(2))
     normed = layer.mlp_norm(x)
-    mlp: Tensor = layer.down_proj(silu(layer.gate_proj(normed)) * layer.up_proj(normed))
-    return x + mlp
+    gate_proj, up_proj = layer.gate_up.parts
+    return x + layer.down(silu(gate_proj(normed)) * up_proj(normed))

@@ -178,11 +178,11 @@ class Trainer:
         self._texts = AnswerTexts(
             self.tokenizer, settings.context, _ANSWER_TOKENS, _QUESTION_TOKENS
         )
-        weight = self.lean.lm_head.weight
-        self.device = weight.device
+        lm_head = self.lean.lm_head
+        self.device = lm_head.device
         answer = _QUESTION_TOKENS + _ANSWER_TOKENS  # at most
         needed = activation_bytes(
-            shape, weight.itemsize, settings.batch_size * answer, settings.context + answer
+            shape, lm_head.dtype.itemsize, settings.batch_size * answer, settings.context + answer
         )
         on_gpu = self.device.type == "cuda"
         free = available_bytes(self.device) if on_gpu else host_memory_limit_bytes()
@@ -354,7 +354,7 @@ def train(trainer: Trainer, saved: Path, on_step: Callable[[Step], None]) -> Non
 
 
 def _option(name: str) -> str:
-    """Of `offload train-heads`, for a setting that is one."""
+    """The option of `offload train-heads` that sets `name`."""
     return name if name in ("checkpoint", "lambda_rate") else f"--{name.replace('_', '-')}"
 
 

@@ -27,7 +27,7 @@ class LlamaCpp:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of the package, and what llama.cpp was compiled with."""
+        """The package's version, and what llama.cpp was compiled with."""
         return {
             "version": f"llama-cpp-python {llama_cpp.__version__}",
             "build": llama_cpp.llama_print_system_info().decode(),

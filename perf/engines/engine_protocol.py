@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def peers_python(isa: str | None = None) -> Path:
-    """Of the environment that `make peers` makes, with PEERS_ISA where an ISA is given."""
+    """Python of the environment that `make peers` makes, with PEERS_ISA where an ISA is given."""
     return ROOT / (f".venv-peers-{isa}" if isa else ".venv-peers") / "bin" / "python"
 
 
@@ -34,7 +34,7 @@ class Engine(Protocol):
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of the engine, and what it was built with."""
+        """Versions of the engine, and of what it was built with."""
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Start over and read the tokens."""

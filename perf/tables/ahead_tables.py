@@ -11,7 +11,7 @@ _OURS = "offload"
 
 
 def hot_rows_table(result: dict[str, Any]) -> str:
-    """Steps with hot rows beside those of the same policy without."""
+    """Steps with hot rows compared with those of the same policy without."""
     rows = [row for row in result["rows"] if row["engine"].startswith(_OURS)]
     graphs = {
         (row["batch_size"], row["kv_len"]): row["milliseconds"]
@@ -42,7 +42,7 @@ def hot_rows_table(result: dict[str, Any]) -> str:
 
 
 def ruler_roles_table(result: dict[str, Any]) -> str:
-    """What roles of heads keep of RULER, beside policies without roles."""
+    """What roles of heads keep of RULER, compared with policies without roles."""
     rows = [row for row in result["rows"] if row["part"] == "roles"]
     columns: Columns = {
         "model": "`{model}`",
@@ -62,7 +62,7 @@ def ruler_roles_table(result: dict[str, Any]) -> str:
 
 
 def ruler_ahead_table(result: dict[str, Any]) -> str:
-    """Answers with hot rows beside those of the same policy asked with the true query."""
+    """Answers with hot rows compared with those of the same policy asked with the true query."""
     rows = [row for row in result["rows"] if row["part"] == "ahead"]
     columns: Columns = {
         "model": "{model}",

@@ -12,7 +12,7 @@ from perf.tables.markdown import Columns, Row, table
 
 
 def loss_rows(results: Results) -> list[Row]:
-    """Of each policy, place and context one row of `offload.planning.measured_loss.Loss`.
+    """A row of `offload.planning.measured_loss.Loss` for each policy, place and context.
 
     Measured twice, that of more prompts stands.
     """

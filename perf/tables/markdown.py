@@ -32,7 +32,7 @@ def table(columns: Columns, rows: Iterable[Any]) -> str:
 def by_context(
     rows: Iterable[Row], name: Callable[[Row], Hashable], key: str = "kv_len"
 ) -> list[dict[Any, Any]]:
-    """Of each name a row for `table`: "name", and by context the row that was measured there."""
+    """A row for `table` of each name: "name", and by context the row that was measured there."""
     found: dict[Hashable, dict[Any, Any]] = {}
     for row in rows:
         found.setdefault(name(row), {"name": name(row)})[row[key]] = row

@@ -12,7 +12,7 @@ _COUNTED = ("kv_device", "device", "host")  # bytes of a plan that were counted,
 
 
 def gpu_plan_table(result: dict[str, Any]) -> str:
-    """Predicted beside measured steps, planned beside taken bytes."""
+    """Predicted and measured steps, planned and taken bytes."""
 
     def heads_cell(row: Row) -> str:
         places = (Place.GPU, Place.GATHER, Place.CODES, Place.CPU)
@@ -47,7 +47,7 @@ def gpu_plan_table(result: dict[str, Any]) -> str:
 
 
 def bytes_errors(row: Row) -> dict[str, float]:
-    """Of planned bytes against taken ones, of what was counted of both."""
+    """Errors of planned bytes against taken ones, where both were counted."""
     found = {}
     for name in _COUNTED:
         planned, taken = row[f"planned_{name}_bytes"], row[f"{name}_bytes"]

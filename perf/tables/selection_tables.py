@@ -53,7 +53,7 @@ def selection_table(result: dict[str, Any]) -> str:
 
 
 def policy_speed_table(result: dict[str, Any]) -> str:
-    """Decode tokens/s of a whole model under each policy, beside exact top-k."""
+    """Decode tokens/s of a whole model under each policy, compared with exact top-k."""
     rows = [
         row | {"policy": row["engine"].removeprefix("offload ")}
         for row in result["rows"]

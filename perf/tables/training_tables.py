@@ -41,7 +41,7 @@ def trained_heads_table(result: dict[str, Any]) -> str:
 
 
 def compared_roles_table(result: dict[str, Any]) -> str:
-    """Learnt roles beside those of the calibration, on the same texts."""
+    """Learnt roles compared with those of the calibration, on the same texts."""
     rows = [row for row in result["rows"] if row["part"] == "roles"]
     columns: Columns = {
         "model": "`{model}`",

@@ -1,4 +1,4 @@
-"""Milliseconds of a token behind real text, under the policies that were judged, beside peers."""
+"""Milliseconds of a token behind real text, under the policies that were judged, and of peers."""
 
 from __future__ import annotations
 

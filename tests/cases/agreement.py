@@ -121,7 +121,7 @@ def _that_selects(decoder: Any) -> HeadPlacement:
 
 @dataclass
 class Outcome:
-    """Of one case: steps that agreed, and what did not."""
+    """The outcome of one case: steps that agreed, ties and failures."""
 
     steps: int = 0
     ties: int = 0
@@ -196,7 +196,7 @@ class Case:
     def _run(
         self, model: Any, *, chooses: Any = None, noise: torch.Generator | None = None
     ) -> list[torch.Tensor]:
-        """Of each step logits [batch_size, vocab_size], or the tokens that it chose."""
+        """Logits [batch_size, vocab_size] of each step, or the tokens that it chose."""
         longest = max(self.kv_lens)
         mask = torch.zeros(self.text.shape, dtype=torch.int64)
         for row, kv_len in enumerate(self.kv_lens):

@@ -149,7 +149,7 @@ def make_case(
 
 
 def build_context(keys: torch.Tensor, **given: Any) -> BuildContext:
-    """Of keys [num_kv_heads, kv_len, head_dim], which are the values, too."""
+    """A context with keys [num_kv_heads, kv_len, head_dim], which are the values, too."""
     options = {"layer_idx": 1, "keys": keys, "values": keys, "queries": keys[:, :0]}
     options |= {"sm_scale": 0.2, "capacity_tokens": keys.shape[1] + 1}
     return BuildContext(**options | {"text_marks": None, "pool": None} | given)

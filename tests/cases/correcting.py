@@ -19,7 +19,7 @@ def rows_of(cache: Any) -> list[torch.Tensor]:
 
 
 def largest_difference(cache: Any, other: Any) -> float:
-    """Of keys and values, in any layer."""
+    """The largest difference between keys or values of two caches, in any layer."""
     pairs = zip(rows_of(cache), rows_of(other), strict=True)
     return max(float((x - y).abs().max()) for x, y in pairs)
 

@@ -77,7 +77,7 @@ def load_in_room(folder: Path, policy: Policy | str, room_bytes: int | None) -> 
 
 
 def keep_least_on_gpu(model: Any) -> None:
-    """Of a model with a GPU, only the heads that its policy needs there."""
+    """Keep only the heads on the GPU that the policy needs there."""
     decoder = decoder_of(model)
     if model.device.type == "cuda":
         decoder._choose = None

@@ -33,6 +33,7 @@ class FlagHandshake(GraphSync):
         self._gpu = threading.Thread()
         self._finished: Any = _NoEvent()
         self._stream = None  # type: ignore[assignment]
+        self._is_in_flight = False
 
     def request_attention(self, request: int) -> None:
         self._requests[request].value = 1
@@ -71,10 +72,9 @@ class FlagHandshake(GraphSync):
         how: dict[str, Any] = {"is_launched": is_launched, "ahead": ahead, "beside": beside}
         super().run(key, step, rows, slots, **how)
         if not ahead:
-            self._gpu.join()  # a GPU holds no locks of this process after its last flag
-
-    def discard(self) -> None:
-        self._drain()
+            # A GPU holds no locks of this process after its last flag, which a step that was not
+            # served never raises: that must fail a test.
+            self._gpu.join(self._deadline_seconds)
 
     def close(self) -> None:
         self._coprocessor.close()

@@ -23,7 +23,7 @@ def compression_of(model: Any) -> Any:
 
 
 def least_placement_of(model: Any) -> Any:
-    """Of the heads that its policy needs on the GPU."""
+    """The placement of only the heads that the policy needs on the GPU."""
     return decoder_of(model)._least_placement()
 
 
@@ -52,7 +52,7 @@ def resident_of(model: Any) -> Any:
 
 
 def allow_host_bytes(model: Any, num_bytes: int) -> None:
-    """Of the KV store's budget."""
+    """Set the limit of the KV store's budget."""
     model.kv_store._pool.ledger.limit_bytes = num_bytes
 
 

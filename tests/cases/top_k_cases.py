@@ -188,7 +188,7 @@ class Case:
 
 
 def assert_list(case: Case, chosen: npt.NDArray[Any], exact: npt.NDArray[Any], kv_len: int) -> None:
-    """Of the right tokens, but for those whose float64 importance is nearly the k-th."""
+    """The right tokens are chosen, but for those whose float64 importance is nearly the k-th."""
     expected = case.expected(kv_len, exact)
     assert len(chosen) == len(expected)
     assert (np.diff(chosen) > 0).all()

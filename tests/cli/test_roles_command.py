@@ -178,7 +178,7 @@ def test_imported_heads_are_verified(deep: tuple[str, Path, Calibration], tmp_pa
     [
         (["--context", "200"], "--context 200 must be in [256, 512] for lychee_decode"),
         (["--context", "600"], "--context 600 must be in [256, 512] for lychee_decode"),
-        (["--context", "300", "--no-verify"], "--context: is given beside --no-verify"),
+        (["--context", "300", "--no-verify"], "--context: cannot be combined with --no-verify"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
     ],
 )

@@ -91,7 +91,7 @@ def beyond_the_positions(side: Side) -> None:
 
 
 def option(**options: Any) -> Callable[[Side], None]:
-    """Of from_pretrained."""
+    """A case with options of from_pretrained."""
 
     def run(side: Side) -> None:
         side.generate(**SINGLE, model=side.load(**options))

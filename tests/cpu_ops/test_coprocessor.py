@@ -165,8 +165,8 @@ def test_events(pool):
 
 
 def check_tasks(events, tasks, num_workers):
-    """Of one step of two rows under a policy that proposes: what workers did lies within what the
-    thread that leads them did, with the right layers, rows and units."""
+    """Check one step of two rows under a policy that proposes: what workers did lies within what
+    the thread that leads them did, with the right layers, rows and units."""
     within = dict.fromkeys(("ask", "score", "choose", "attend", "merge"), "attend")
     within["remember"] = "warm"
     for task in tasks:

@@ -111,7 +111,7 @@ class Twins:
         return out.double().numpy()
 
     def check(self, out: np.ndarray, expected: np.ndarray) -> None:
-        """Of heads that the CPU attends to."""
+        """Check the heads that the CPU attends to."""
         shape = (SHAPE.num_layers, -1, SHAPE.num_kv_heads, SHAPE.group_size * SHAPE.head_dim)
         for layer_idx, (ours, theirs) in enumerate(
             zip(out.reshape(shape), expected.reshape(shape), strict=True)

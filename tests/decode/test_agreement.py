@@ -39,7 +39,7 @@ def test_short(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", available_policies())
 def test_long(name: str, tmp_path: Path) -> None:
-    """Of many cases a few have ties; more would hide something."""
+    """A few of many cases have ties; more would hide something."""
     total = Outcome()
     for seed in range(1, 41):
         outcome = compare(tmp_path / str(seed), name, seed, 3, num_threads=1 + seed % 2)

@@ -145,7 +145,7 @@ def test_some_heads_have_codes(backend, tiny_folders, expected):
 
 
 def test_retrieval_heads_have_codes(backend, tiny_folders):
-    """Of `per_head`, whose sketch keeps those of its own heads only."""
+    """The sketch of `per_head` keeps codes of its own heads only."""
     retrieves = np.array([[1, 1], [0, 1], [1, 0]], bool)
     made: Any = make_policy("per_head", rest="lfps", dense_layers=1, **WINDOW)
     roles = HeadRoles.of(retrieves, head_dim=32)
@@ -176,7 +176,7 @@ def test_lists_are_those_of_the_hosts_codes(
     tokenizer.save_pretrained(tmp_path)
     model = load(tmp_path, sketch(bits, 2.0), device_and_backend)
     place_codes(model)
-    decoder, send = decoder_of(model), CodeLists.send_candidates
+    decoder, send = decoder_of(model), CodeLists.find
     num_lists = 0
 
     def send_and_check(lists: CodeLists, layer_idx: int, rows: slice, b: Any, mailbox: Any) -> None:
@@ -215,7 +215,7 @@ def test_lists_are_those_of_the_hosts_codes(
                 assert scores[left].max() <= kth + slack
                 num_lists += 1
 
-    monkeypatch.setattr(CodeLists, "send_candidates", send_and_check)
+    monkeypatch.setattr(CodeLists, "find", send_and_check)
     greedy(model, random_tokens(1, 140), 12)
     assert num_lists == 11 * 2 * 2  # steps, layers, heads
 

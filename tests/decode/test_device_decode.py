@@ -74,7 +74,7 @@ def test_full_attention_gives_the_stock_tokens(
     "name", slow_but(SPARSE, "exact_topk", "lychee_cluster", "lfps", "per_head", "tidal_decode")
 )
 def test_a_policy_gives_the_tokens_of_the_cpu_backend(backend, name, loaded):
-    """Of a prompt beyond the budget, and of one that grows beyond it."""
+    """One prompt is beyond the budget, and one grows beyond it."""
     for prompt_tokens, num_new in ((220, 60), (9, 110)):
         tokens = random_tokens(1, prompt_tokens)
         expected = greedy(loaded(name, ("cpu", None)), tokens, num_new)

@@ -24,6 +24,7 @@ from numpy.lib.recfunctions import structured_to_unstructured
 
 from cpu_ops import _native
 from cpu_ops.coprocessor import CoprocessorError
+from offload.decode.gpu.layer_heads import requests_of
 from offload.decode.gpu.linear import OneRow
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.engine.engine import Engine
@@ -47,19 +48,32 @@ def hot_model(
     policy: Policy | str = "exact_topk",
     *,
     first_layer: int = 1,
+    place: Place = Place.HOT,
     loading: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
-    """All layers from `first_layer` on with hot rows, those above on the GPU."""
+    """All layers from `first_layer` on with hot rows at `place`, those above on the GPU."""
     named = small(policy, **options) if isinstance(policy, str) else policy
     model = load(folder, named, backend, **loading)
     decoder = decoder_of(model)
     places = np.array(decoder.placement.places)
     places[:first_layer] = Place.GPU
-    places[first_layer:] = Place.HOT
+    places[first_layer:] = place
     decoder._choose = None
     decoder.place(HeadPlacement(places))
     return model
+
+
+def pairs_of(hot: Any, index: int, layer_idx: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, ascending, and places of what is hot of a head."""
+    if hot.found is None:
+        pairs = hot.map.hot(index, layer_idx, head)
+        return tuple(torch.from_numpy(x.copy()).long() for x in pairs.T)
+    at = (index, hot._first_found[layer_idx] + hot._heads[layer_idx].tolist().index(head))
+    tokens = (hot.found.place_of[at] >= 0).nonzero()[:, 0].cpu()
+    places = hot.found.place_of[at].cpu()[tokens].long()
+    assert torch.equal(hot.found.token_of[at].cpu()[places].long(), tokens)
+    return tokens, places
 
 
 def check_rows(model: Any) -> int:
@@ -74,8 +88,7 @@ def check_rows(model: Any) -> int:
         for layer_idx, rows in resident.hot.rows.items():
             keys, values = model.kv_store.gather(slot.seq, layer_idx, 0, slot.kv_len)
             for place_of_head, head in enumerate(steps.step.heads.layers[layer_idx].hot):
-                pairs = resident.hot.map.hot(index, layer_idx, head)
-                tokens, places = (torch.from_numpy(x.copy()).long() for x in pairs.T)
+                tokens, places = pairs_of(resident.hot, index, layer_idx, head)
                 assert sorted(places.tolist()) == list(range(len(places)))
                 assert tokens.tolist() == sorted(set(tokens.tolist()))
                 assert not len(tokens) or 4 <= tokens[0] <= tokens[-1] < slot.kv_len - 16
@@ -89,6 +102,8 @@ def check_rows(model: Any) -> int:
 def check_clusters(model: Any, index: int, slot: Any) -> None:
     """The GPU's means are the host's; of the last layer its counts are those of what is left."""
     hot, layers = resident_of(model).hot, steps_of(model).step.heads.layers
+    if hot._loaded.get(index) is None or slot.last_used < resident_of(model)._clock:
+        return  # short, or not in this step
     arrays = states_of(model).arrays_of(slot.seq)
     for layer_idx, means in hot._means.items():
         of_layer, heads = arrays.layers[layer_idx], layers[layer_idx].hot
@@ -97,7 +112,7 @@ def check_clusters(model: Any, index: int, slot: Any) -> None:
             assert torch.equal(means[index, side].cpu(), held.to(means.dtype))
     for head in heads:
         left = of_layer["estimate_cluster_of"][head].copy()
-        left[resident_of(model).hot.map.hot(index, layer_idx, head)[:, 0]] = 255
+        left[pairs_of(hot, index, layer_idx, head)[0]] = 255
         counts = np.bincount(left, minlength=256)[: means.shape[3]]
         counts[of_layer["estimate_counts"][head] == 0] = 0
         logs = torch.from_numpy(counts).float().log2()
@@ -137,25 +152,58 @@ def test_rows_are_those_of_the_map(policy, backend, tiny_folders):
     assert hits > misses
 
 
-@pytest.mark.parametrize("policy", slow_but(POLICIES, "lychee_cluster", "lfps"))
+@pytest.mark.parametrize("policy", [*slow_but(POLICIES, "lychee_cluster", "lfps"), "found"])
 def test_what_is_not_hot_is_estimated(policy, backend, tiny_folders, stock_models):
     """Nearer to full attention than where it is dropped, and as exact within the budget."""
+    place = Place.FOUND if policy == "found" else Place.HOT
+    policy = "sketch" if policy == "found" else policy
     small_budget = replace(small(policy, 24), estimate_clusters=16)
     tokens, errors = random_tokens(2, 200, seed=4), []
     full = stock_models["llama"](tokens).logits[:, 190:]
     for chosen in (small_budget, replace(small_budget, estimate_clusters=0)):
-        model = hot_model(tiny_folders["llama"], backend, chosen)
+        model = hot_model(tiny_folders["llama"], backend, chosen, place=place)
         cache, counted = model.new_cache(), check_each_step(model)
         model(tokens[:, :190], past_key_values=cache)
         steps = [model(x, past_key_values=cache).logits for x in tokens[:, 190:].split(1, dim=1)]
         errors.append((torch.cat(steps, dim=1).cpu() - full).abs().mean())
         assert min(counted) > 0
     assert errors[0] < 0.8 * errors[1]
-    exact = hot_model(
-        tiny_folders["llama"], backend, replace(small(policy, 256), estimate_clusters=16)
-    )
+    large = replace(small(policy, 256), estimate_clusters=16)
+    exact = hot_model(tiny_folders["llama"], backend, large, place=place)
     tokens = random_tokens(1, 100, seed=3)
     assert torch.equal(greedy(exact, tokens, 40), greedy(stock_models["llama"], tokens, 40))
+
+
+@pytest.mark.parametrize("clusters", [0, 16])
+def test_the_gpu_finds_rows_by_itself(clusters, backend, tiny_folders, stock_models):
+    """By codes and the true query: nobody asks the host. Around the budget, of a batch with
+    padding, in forks, after a crop, and when slots have other sequences."""
+    policy = replace(small("sketch"), estimate_clusters=clusters)
+    model = hot_model(tiny_folders["llama"], backend, policy, place=Place.FOUND)
+    counted = check_each_step(model)
+    assert steps_of_no_requests(model)
+    tokens = random_tokens(1, 60, seed=7)
+    out = greedy(model, tokens, 30)
+    exact = BUDGET + 1 - 60
+    assert torch.equal(out[:, : 60 + exact], greedy(stock_models["llama"], tokens, exact))
+    batch, mask = random_tokens(2, 200, seed=4), torch.ones(2, 200, dtype=torch.long)
+    mask[0, :90] = 0
+    greedy(model, batch, 20, attention_mask=mask)
+    assert min(counted[20:]) > 0
+    cache = model.new_cache()
+    text = greedy(model, random_tokens(1, 150), 10, past_key_values=cache)
+    branch = copy.deepcopy(cache)
+    cache.crop(100 - cache.get_seq_length())
+    for each, kept in ((branch, 159), (cache, 100), (branch, 160)):
+        if each is branch and kept > 159:
+            branch.crop(kept - branch.get_seq_length())
+        other = torch.cat([text[:, :kept], random_tokens(1, 1, seed=kept)], dim=1)
+        greedy(model, other, 8, past_key_values=each)
+    assert min(counted[-20:]) > 0
+
+
+def steps_of_no_requests(model: Any) -> bool:
+    return not requests_of(decoder_of(model)._layers, [slice(0, 1)])
 
 
 # What happens to sequences between steps.

@@ -117,7 +117,7 @@ def test_in_heads_that_stay_on_the_gpu(placed, stock_models, kv_len):
 
 @pytest.mark.parametrize("device_and_backend", [NATIVE, INLINE, FLAGS, STREAM, GRAPH])
 def test_in_logits(device_and_backend, tmp_path):
-    """Of NaN nothing is chosen, after the prompt or after a token, which is taken back."""
+    """Nothing is chosen from NaN, after the prompt or after a token, which is taken back."""
     stock = make_tiny_model("qwen2")
     with torch.no_grad():
         stock.lm_head.weight[7, 3] = torch.nan

@@ -56,7 +56,7 @@ def test_places_cannot_be_written_to() -> None:
     [
         (np.zeros(3, np.uint8), r"must be \[num_layers, num_kv_heads\], got shape \[3\]"),
         (np.zeros((0, 3), np.uint8), r"got shape \[0, 3\]"),
-        (np.full((2, 2), 5), r"0 = CPU, 1 = GPU, 2 = GATHER, 3 = CODES, 4 = HOT, got 5 to 5"),
+        (np.full((2, 2), 6), r"3 = CODES, 4 = HOT, 5 = FOUND, got 6 to 6"),
         (np.full((2, 2), -1), "got -1 to -1"),
         (np.zeros((2, 2)), "must be integers, got float64"),
     ],

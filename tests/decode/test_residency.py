@@ -47,7 +47,7 @@ def full(tiny_folders: dict[str, Path]) -> Any:
 
 
 def whole(last_layers: int) -> HeadPlacement:
-    """Of three layers of two heads."""
+    """A placement of three layers of two heads."""
     places = np.full((3, 2), Place.CPU, np.uint8)
     places[3 - last_layers :] = Place.GPU
     return HeadPlacement(places)

@@ -120,7 +120,7 @@ def test_a_bound_sequence_is_copied_again_only_if_it_changed(store):
 @pytest.mark.parametrize("kept", [3, 8, 11, 14])
 @pytest.mark.parametrize("is_copy", [True, False])
 def test_a_rebased_sequence_keeps_its_first_pages(store, kept: int, is_copy: bool) -> None:
-    """Of whole heads only what is new is copied, into the slot that there is."""
+    """Only what is new of whole heads is copied, into the slot that there is."""
     resident = resident_of(store, layers=(ON_GPU, ON_CPU, MIXED))
     seq = sequence_of(store, 11)
     (slot,) = resident.bind([seq])

@@ -54,8 +54,8 @@ def in_turn(folder: Path, policy: str, backend: Any, *, hot: bool = False, **loa
 
 
 def begun(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of steps in turn as they end: how many were to come, and whether one was launched that does
-    not."""
+    """How many steps in turn were to come, and whether one was launched that does not come, of each
+    series that ends."""
     ended: list[tuple[int, int]] = []
     begin, end, counts = DeviceDecoder.begin_steps, DeviceDecoder.end_steps, [0]
 

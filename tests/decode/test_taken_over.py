@@ -110,7 +110,7 @@ class Life:
         self._caches.append((cache, token))
 
     def _decode(self) -> None:
-        """Of one cache: what others have on the GPU stays in other slots, or gives way."""
+        """Decode with one cache: what others have on the GPU stays in other slots, or gives way."""
         if not self._caches:
             self._begin(self._chance.choice([1, 3]))
         cache, token = self._caches.pop(self._chance.randrange(len(self._caches)))
@@ -258,7 +258,7 @@ def test_memory_goes_over(backend: tuple[str, str], tiny_folders: dict[str, Path
 def test_without_room_beside_the_old_all_is_loaded_anew(
     backend: tuple[str, str], tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of new buffers, and of pages that lie where other layers had theirs."""
+    """New buffers and pages are filled, the pages where other layers had theirs."""
     plain = load(tiny_folders["llama"], "full", ("cpu", None))
     model = load(tiny_folders["llama"], "full", backend)
     decoder, tokens = decoder_of(model), random_tokens(1, 200)

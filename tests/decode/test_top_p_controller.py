@@ -81,7 +81,7 @@ def test_steps_that_select_nothing_change_nothing():
 
 
 def held_means(policy: HardKV, pool: WorkerPool, shape: Shape, scale: float) -> list[float]:
-    """Of the steps of two sequences whose queries differ in what they ask for."""
+    """Means after the steps of two sequences whose queries differ in what they ask for."""
     lens = [400, 300]
     world = World.random(new_rng(), shape, policy, pool, lens)
     world.record_random_queries(new_rng(), lens)

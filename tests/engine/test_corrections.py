@@ -123,7 +123,7 @@ def step_into_correction(engine: Engine, found: Found) -> Any:
 
 @pytest.mark.parametrize("name", slow_but(SELECTING, *NAMED))
 def test_tokens_are_those_of_each_alone(folder: Path, name: str) -> None:
-    """Of requests that join at different times; some begin as others do."""
+    """Requests join at different times, and some begin as others do."""
     model = load(folder, name)
     prompts = prompts_of(41, 300, 150)
     prompts.append(prompts[1][:250] + prompts[0])

@@ -242,7 +242,7 @@ def test_sampled_tokens_of_steps_that_fail_and_answers_that_end(
 
 
 class Event:
-    """Of a GPU that works when somebody waits for it."""
+    """An event of a GPU that works when it is waited for."""
 
     log: ClassVar[list[str]] = []
 

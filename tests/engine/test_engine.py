@@ -47,7 +47,7 @@ def prompts_of(*lens: int) -> list[list[int]]:
 
 
 def answers(engine: Engine, outputs: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
-    """Of all requests that are there, by id."""
+    """The answers to all requests that there are, by id."""
     found: dict[str, list[int]] = {} if outputs is None else outputs
     while engine.has_work:
         answers_of_step(engine, found)

@@ -300,7 +300,7 @@ def test_selections_are_judged(roomy_folder: Path) -> None:
 
 
 def test_corrections(roomy_folder: Path) -> None:
-    """Of what selects; with one after each token what comes later sees no trace of it."""
+    """With a correction after each token, what comes later shows no trace of the selection."""
     arguments = ["--context", "300", "--steps", "24", "--windows", "1", "--budget-tokens", "40"]
     arguments += ["--policy", "exact_topk", "--option", "dense_layers=1", "--json"]
     divergences = []

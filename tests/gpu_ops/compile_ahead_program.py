@@ -1,4 +1,4 @@
-"""Compiles kernels ahead for an H100/H200 where there is no GPU; run by test_compile_ahead.py.
+"""Compiles kernels ahead for an H100/H200 where there is no GPU; run by test_compile.py.
 
 A program, as triton either interprets or compiles in a process.
 """

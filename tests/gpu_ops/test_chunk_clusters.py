@@ -21,7 +21,7 @@ def unit_rows(*shape: int, device: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("dtype", "head_dim"), combinations(DTYPES, [16, 48]))
 def test_chunk_boxes(device: str, dtype: torch.dtype, head_dim: int) -> None:
-    """Of strided rows; chunks of one token, of no length, and longer than a program's tile."""
+    """Rows are strided; chunks have one token, no length, or are longer than a program's tile."""
     rows = random(new_rng(), 2, 90, head_dim, dtype=dtype, device=device)
     keys = rows[:, 5:85]
     keys[1, 20:30] = 0

@@ -1,7 +1,11 @@
-"""Triton's compiler takes every kernel for an H100/H200, where there is no GPU, too."""
+"""Triton's compiler takes every kernel for an H100/H200, where there is no GPU, too.
+
+Kernels that are compiled ahead are compiled once, and not launched.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,22 +15,28 @@ import pytest
 
 from gpu_ops.launch import has_triton
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.skipif(not has_triton, reason="triton is not installed")
 
 MAX_REGISTERS = 168  # more would leave a multiprocessor fewer than three programs of four warps
 
 
-@pytest.mark.skipif(not has_triton, reason="triton is not installed")
-def test_compiles_without_spills(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("compile_kernels.py")
+def output_of(program: str, cache: Path) -> str:
+    """What a program in this folder prints; triton compiles there instead of interpreting."""
+    script = Path(__file__).with_name(program)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([*sys.path, str(script.parents[2])]),
-        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_CACHE_DIR": str(cache),
         "TRITON_INTERPRET": "0",
     }
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    kernels = [line.split() for line in run.stdout.splitlines()]
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_compiles_without_spills(tmp_path: Path) -> None:
+    output = output_of("compile_kernels.py", tmp_path)
+    kernels = [line.split() for line in output.splitlines()]
     assert {name for name, *_ in kernels} == {
         "activate_kernel",
         "add_points_kernel",
@@ -67,3 +77,16 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         assert int(stack_bytes) == 0, f"{name} spills {stack_bytes} bytes per thread"
         assert int(registers) <= MAX_REGISTERS, f"{name} takes {registers} registers"
         assert int(shared_bytes) <= 227 * 1024 // 2, f"{name} takes {shared_bytes} bytes"
+
+
+def test_kernels_are_compiled_once_and_not_launched(tmp_path: Path) -> None:
+    first, second = json.loads(output_of("compile_ahead_program.py", tmp_path))
+    assert first["compiled"] == ["activate_kernel", "merge_state_kernel", "silu_mul_kernel"]
+    assert first["launched"] == []
+    assert first["progress"][-1] == [3, 3]
+    assert [done for done, _ in first["progress"]] == sorted(
+        {done for done, _ in first["progress"]}
+    )
+    assert second["compiled"] == []
+    assert len(second["launched"]) == 4
+    assert second["progress"] == first["progress"]

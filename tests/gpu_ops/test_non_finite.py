@@ -1,4 +1,4 @@
-"""NaN and infinity in every operand of every attention kernel show in what comes out.
+"""NaN and infinity in every operand of every kernel show in what comes out, and stay in their rows.
 
 A step whose numbers went wrong must end in an error, which somebody can only raise who sees them:
 what is no number here must not become one, or a part that attended to nothing. Float64 says where
@@ -16,10 +16,17 @@ from cases.operands import Pages, attention, poisoned, quiet_numpy, random
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
+from gpu_ops.chunk_clusters import chunk_boxes, covering_radii
+from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention
+from gpu_ops.gemv import gemv
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
 from gpu_ops.paged_attention import retrieval_attention
+from gpu_ops.rms_norm import add_rms_norm
+from gpu_ops.rope_publish import rope_publish
+from gpu_ops.rotate import rotate_tokens
+from gpu_ops.silu_mul import activate, silu_mul
 from gpu_ops.top_k_candidates import TopKBuffers
 from gpu_ops.top_k_tokens import top_k_tokens
 from gpu_ops.window_attention import window_attention
@@ -81,10 +88,12 @@ class Step:
                 assert not self.lse[row].isneginf().any(), what  # that is a part of no tokens
 
 
-def check_numbers(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+def check_numbers(actual: torch.Tensor, expected: torch.Tensor, what: object = None) -> None:
     finite = expected.isfinite()
     assert torch.equal(actual.isfinite(), finite), what
-    torch.testing.assert_close(actual[finite].double(), expected[finite], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        actual[finite].double(), expected[finite].double(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_window_attention(device: str) -> None:
@@ -177,7 +186,7 @@ def test_gathered_attention(device: str) -> None:
 
 
 def test_window_that_gathered_tokens_come_to(device: str) -> None:
-    """Of rows that are right, so that only the windows are not."""
+    """Rows are right, so that only the windows are not."""
     step = Step(device)
     step.query[:], step.kv[:] = step.query[-1].clone(), step.kv[-1].clone()
     step.out.zero_()
@@ -234,3 +243,169 @@ def test_merge_parts(device: str, operand: int, bad: float) -> None:
     assert int(wrong.sum()) == HEAD_DIM
     if operand % 2:
         assert not parts[1][1, 2].isfinite()
+
+
+# The operators that attend to nothing.
+
+each_bad = pytest.mark.parametrize("bad", BAD)
+
+
+def normal(device: str, *shape: int) -> torch.Tensor:
+    return random(new_rng(), *shape, dtype=torch.float32, device=device)
+
+
+def check_spoilt(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Something is no number, as expected."""
+    assert not expected.isfinite().all()
+    check_numbers(actual, expected)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+@each_bad
+@pytest.mark.parametrize("operand", [0, 1, 2])
+def test_rms_norm(device: str, operand: int, bad: float) -> None:
+    residual, delta, weight = operands = [normal(device, *s) for s in ((3, 48), (3, 48), (48,))]
+    operands[operand][..., 5 if operand == 2 else slice(None)].view(-1)[-1] = bad
+    expected = rms_norm(residual + delta, weight)
+    out = torch.zeros_like(residual)
+    add_rms_norm(residual, delta, weight, 1e-6, out)
+    check_spoilt(out, expected)
+
+
+@each_bad
+@pytest.mark.parametrize("side", [0, 1])
+def test_silu_mul(device: str, side: int, bad: float) -> None:
+    both = normal(device, 2, 2, 40)
+    both[1, side, 7] = bad
+    gate, up = both.double().unbind(1)
+    expected = gate / (1 + (-gate).exp()) * up
+    out = poisoned(2, 40, dtype=torch.float32, device=device)
+    silu_mul(both.view(2, 80), out)
+    check_spoilt(out, expected)
+    gate, up = (x.contiguous() for x in both.unbind(1))
+    activate(gate, up)
+    check_spoilt(gate, expected)
+
+
+@each_bad
+@pytest.mark.parametrize("operand", [0, 1, 2])
+def test_rotate(device: str, operand: int, bad: float) -> None:
+    x, cos, sin = operands = [normal(device, *s) for s in ((2, 3, 32), (2, 32), (2, 32))]
+    operands[operand][1, ..., 20] = bad
+    check_spoilt(rotate_tokens(x, cos, sin), rotate(x, cos[:, None], sin[:, None]))
+
+
+@each_bad
+@pytest.mark.parametrize("operand", ["q", "k", "v", "k_norm"])
+def test_rope_publish(device: str, operand: str, bad: float) -> None:
+    """Into everything that it writes: two query heads, one key and one value head."""
+    heads, cos, sin = normal(device, 2, 4, 32), normal(device, 2, 32), normal(device, 2, 32)
+    q_norm, k_norm = normal(device, 2, 32)
+    if operand == "k_norm":
+        k_norm[20] = bad
+    else:
+        heads[1, {"q": 1, "k": 2, "v": 3}[operand], 20] = bad
+    q, k = rms_norm(heads[:, :2], q_norm), rms_norm(heads[:, 2:3], k_norm)
+    q, k = (rotate(x, cos[:, None], sin[:, None]) for x in (q, k))
+    query = poisoned(2, 64, dtype=torch.float32, device=device)
+    host_kv = torch.full((2, 2, 1, 32), float("nan"))
+    host_kv = host_kv.pin_memory() if device == "cuda" else host_kv
+    window = poisoned(2, 2, 1, 4, 32, dtype=torch.float32, device=device)
+    rope_publish(
+        heads.view(2, -1),
+        cos,
+        sin,
+        torch.tensor([0, 2], device=device),
+        num_kv_heads=1,
+        query=query,
+        host_kv=host_kv,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_eps=1e-6,
+        window=window,
+        sink_tokens=1,
+    )
+    if device == "cuda":
+        torch.cuda.synchronize()
+    expected = torch.cat((q, k, heads[:, 3:].double()), dim=1)
+    check_spoilt(torch.cat((query.view(2, 2, 32), host_kv[:, :, 0].to(device)), dim=1), expected)
+    in_window = torch.stack((window[0, :, 0, 0], window[1, :, 0, 2]))
+    assert torch.equal(in_window.isfinite(), expected[:, 2:].isfinite())
+
+
+@each_bad
+@pytest.mark.parametrize(
+    ("operand", "glu"), combinations(["x", "weight", "bias", "residual", "norm"], [False, True])
+)
+def test_gemv(device: str, glu: bool, operand: str, bad: float) -> None:
+    num_out, num_in = 9, 50
+    x, residual = normal(device, 1, num_in), normal(device, 1, num_out)
+    weight, bias = normal(device, num_out * (1 + glu), num_in), normal(device, num_out * (1 + glu))
+    norm = normal(device, num_in)
+    spoiled = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm": norm}[operand]
+    spoiled.view(-1)[3] = bad
+    y = rms_norm(x, norm) @ weight.double().T + bias
+    if glu:
+        gate, up = y.chunk(2, dim=-1)
+        y = gate / (1 + (-gate).exp()) * up
+    out = poisoned(1, num_out, dtype=torch.float32, device=device)
+    gemv(x, weight, out, bias=bias, norm=(norm, 1e-6), glu=glu, residual=residual)
+    check_spoilt(out, y + residual)
+
+
+@each_bad
+@pytest.mark.parametrize("side", [0, 1])
+def test_gather_rows(device: str, side: int, bad: float) -> None:
+    kv = normal("cpu", 2, 2, 20, 16)
+    kv[side, 1, 17, 3] = bad
+    pages = Pages(new_rng(), [kv], 16)
+    held = pages.pages.pin_memory() if device == "cuda" else pages.pages
+    table = (pages.table - pages.pages.data_ptr() + held.data_ptr()).to(device)
+    out = torch.zeros(1, 2, 2, 4, 16, device=device)
+    gather_rows(
+        torch.tensor([[[0, 5, 9, 17, 19]]], dtype=torch.int32, device=device)
+        .expand(1, 2, 5)
+        .clone(),
+        torch.full((1, 2), 5, dtype=torch.int32, device=device),
+        table,
+        torch.tensor([19], device=device),
+        torch.arange(2, dtype=torch.int32, device=device),
+        num_kv_heads=2,
+        page_tokens=16,
+        sink_tokens=0,
+        recent_tokens=1,
+        out=out,
+    )
+    check_spoilt(out[0].cpu(), kv[:, :, [0, 5, 9, 17]].double())
+
+
+@each_bad
+def test_chunk_boxes(device: str, bad: float) -> None:
+    keys = normal(device, 2, 40, 16)
+    keys[1, 12, 3] = bad
+    starts = torch.tensor([0, 10, 20, 40], device=device)
+    points, centres, _ = chunk_boxes(keys, starts)
+    wrong = torch.zeros(2, 3, dtype=torch.bool, device=device)
+    wrong[1, 1] = True
+    for found in (points, centres):
+        assert torch.equal(~found.isfinite().all(-1), wrong)
+
+
+@each_bad
+def test_covering_radii(device: str, bad: float) -> None:
+    points = normal(device, 1, 40, 16)
+    points[0, 12, 3] = bad
+    labels = torch.arange(40, device=device)[None] // 10
+    units = torch.tensor([[0, 0, 1, 1]], device=device)
+    rows = torch.ones(1, 6, 16, dtype=torch.int8, device=device)
+    radii = covering_radii(points, labels, units, rows, torch.full((1, 6), 0.1, device=device))
+    assert radii.isfinite().tolist() == [[False, True, True, False, True, True]]

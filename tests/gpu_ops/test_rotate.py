@@ -16,7 +16,7 @@ from gpu_ops.rotate import rotate_tokens
     ("dtype", "num_heads", "head_dim"), combinations(DTYPES, [(1, 16), (3, 48), (8, 128)])
 )
 def test_rounds_as_transformers(device: str, dtype: torch.dtype, num_heads: int, head_dim: int):
-    """Of rows that lie apart, as the queries in a projection of several."""
+    """Rows lie apart, as the queries in a projection of several."""
     rng = new_rng()
     x = random(rng, 5, num_heads + 2, head_dim, dtype=dtype, device=device)[:, 1:-1]
     cos, sin = random(rng, 2, 5, head_dim, dtype=dtype, device=device)

@@ -267,7 +267,7 @@ def test_scores_that_share_a_bin(device: str, factor: float) -> None:
 
 @pytest.mark.parametrize(("ratio", "count"), [(0.1, 10), (0.05, 10), (0.25, 25)])
 def test_a_ratio(device: str, ratio: float, count: int) -> None:
-    """Of 100 tokens; 10 are sinks and recent ones."""
+    """There are 100 tokens; 10 are sinks and recent ones."""
     case = Case(device, [100], heads=(1,))
     case.lists = replace(case.lists, ratio=ratio)
     case.run()

@@ -32,7 +32,7 @@ def in_order(case: Case, importance: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def num_kept(case: Case, importance: npt.NDArray[Any], slack: float = 0.0) -> int:
-    """Of these by float64; with a slack of so much more than the rule wants."""
+    """Tokens that float64 keeps, with a slack of so much more than the rule wants."""
     weights = importance.astype(np.float64)
     order, count = in_order(case, importance), heads_of_list(case)
     if case.rule["threshold"] is not None:

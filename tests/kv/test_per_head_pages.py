@@ -149,7 +149,7 @@ def test_rewrite_and_go_on() -> None:
     store.reserve([seq], [30])
 
     def rows(layer_idx: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each head the last tokens, as it has them before."""
+        """The last tokens of each head, as it has them before."""
         keys, values = store.gather(seq, layer_idx)
         lens = LENS[layer_idx].tolist()
         return [(keys[h, -n:].clone(), values[h, -n:].clone()) for h, n in enumerate(lens)]

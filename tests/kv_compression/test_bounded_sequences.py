@@ -39,7 +39,7 @@ def test_a_bound_that_is_not_reached_changes_nothing(bounded: Load, policy: str,
 
 
 def bytes_after_each_pass(model: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of pages, of what chooses between tokens, and of all that a policy keeps."""
+    """Bytes of pages, of what chooses between tokens, and of all that a policy keeps."""
     compression, states, used = compression_of(model), states_of(model), []
     commit = type(states).commit
 

@@ -77,7 +77,7 @@ def test_the_heaviest_stay() -> None:
 
 
 def test_the_log_sum_exp_of_the_window_is_kept() -> None:
-    """Of every run, and of all slots; means of keys and dropping lose some of it."""
+    """It is kept for every run and for all slots; means of keys and dropping lose some of it."""
     keys, values, queries = random_head(256)
     split = Split.of(BOUND, 256, 0)
     before = log_sum_exp((queries.double() @ keys.double().T).numpy())

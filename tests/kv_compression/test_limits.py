@@ -215,7 +215,7 @@ def test_rope_that_follows_the_longest_position(
 def test_freed_memory_goes_back_once_in_a_pass(
     bounded: Load, is_much: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all rows, also where one fails; not for what rows of this model take."""
+    """It goes back for all rows, also where one fails, but not for what rows of this model take."""
     calls: list[None] = []
     monkeypatch.setattr(base, "give_back_free_memory", lambda: calls.append(None))
     if is_much:

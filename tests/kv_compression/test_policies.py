@@ -52,7 +52,8 @@ def test_equal_to_a_cache_of_these_slots(bounded: Callable[..., Any], name: str)
 
 
 def newest_queries(plain: Any, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Of each layer that observes any: [num_qo_heads, 1, head_dim], of the last of `tokens`."""
+    """Queries [num_qo_heads, 1, head_dim] of the last of `tokens`, in each layer that
+    observes any."""
     cache = plain.new_cache()
     with torch.no_grad():
         plain(tokens, past_key_values=cache)

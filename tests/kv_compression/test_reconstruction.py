@@ -72,7 +72,7 @@ def condense(model: Any, cache: Any) -> list[list[Tensor]]:
 
 
 def kept_positions(cache: Any, before: list[Tensor]) -> list[list[list[int]]]:
-    """Of each layer and KV head, positions whose keys and values are, bit for bit, in `cache`."""
+    """Positions of each layer and KV head whose keys and values are, bit for bit, in `cache`."""
     starts, now, found = cache.store.starts(cache.seqs[0]), rows_of(cache), []
     for layer in range(NUM_LAYERS):
         found.append([])

@@ -142,7 +142,7 @@ def change_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None
 
 
 def change_tensor(folder: Path, **changes: Any) -> None:
-    """Of the first tensor in the data."""
+    """Change the header of the first tensor in the data."""
     change_header(
         folder, lambda h: min(h.values(), key=lambda t: t["data_offsets"][0]).update(changes)
     )

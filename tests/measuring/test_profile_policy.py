@@ -128,7 +128,7 @@ def test_more_attended_tokens_take_longer() -> None:
 
 @pytest.mark.parametrize("kv_len", [257, 259])
 def test_barely_more_tokens_than_the_budget(kv_len: int) -> None:
-    """Of a policy whose layers observe in turns."""
+    """The policy's layers observe in turns."""
     policy = make_policy("lfps", budget_tokens=256)
     assert selects_on_host(policy, SHAPE, kv_len)
     assert min(measure_policy_us(policy, SHAPE, torch.float32, kv_len, 1, 2**20)) > 0.0

@@ -255,7 +255,7 @@ def test_a_plan_has_hot_rows_where_they_are_faster(policy: str, max_memory_gib: 
 
 @pytest.mark.parametrize("policy", ["lychee_cluster", "lychee_decode", "tidal_decode"])
 def test_hot_rows_are_in_the_layers_that_they_make_faster_as_far_as_these_fit(policy: str) -> None:
-    """Of eight sequences, for which there is less and less room."""
+    """There is less and less room for eight sequences."""
     shape = MODEL_SHAPES[LLAMA]
     work = Workload(shape, make_policy(policy, budget_tokens=1024), 32768, 8)
     profile = typical_profile(15)

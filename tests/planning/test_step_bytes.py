@@ -98,7 +98,8 @@ def step(decoder: DeviceDecoder, batch_size: int, kv_len: int) -> None:
 
 
 def tensors_in(owner: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
-    """Of an object, what it holds, and so on; not of the model, nor of the host's own state."""
+    """Tensors of an object, of what it holds, and so on; not of the model, nor of the host's own
+    state."""
     if id(owner) in seen or isinstance(owner, (torch.nn.Module, LeanModel, KVStore, str)):
         return
     seen[id(owner)] = owner  # kept, so that its id stays its own
@@ -118,7 +119,7 @@ def tensors_in(owner: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
 
 
 def bytes_of(*owners: Any) -> int:
-    """Of the memory behind all tensors of `owners`."""
+    """Bytes of the memory behind all tensors of `owners`."""
     seen: dict[int, Any] = {}
     storages = {
         storage.data_ptr(): storage.nbytes()

@@ -56,7 +56,7 @@ def loaded(folder: Path, policy: HardKV, **options: Any) -> Any:
 
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineProfile:
-    """Of this machine with one thread, with made costs: every byte counts."""
+    """A profile of this machine with one thread and synthetic costs: every byte counts."""
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path))
     key = machine_key(torch.device("cpu"))
     made = machine_profile(

@@ -196,7 +196,8 @@ def test_what_a_typical_machine_takes_is_about_what_was_measured(
     placement = HeadPlacement(places)
     if hot:
         placement = placement.with_hot_rows(work.policy, work.shape.num_qo_heads)
-        assert sum(placement.counts(H)) == 240
+        assert sum(placement.counts(H)) + sum(placement.counts(Place.FOUND)) == 240
+        placement = HeadPlacement(np.where(placement.places == Place.FOUND, H, placement.places))
     assert sum(placement.counts(G)) == on_gpu
     model = StepModel(typical_profile(threads), work, on_gpu=True)
     assert model.step(placement).milliseconds == pytest.approx(milliseconds, rel=0.15)

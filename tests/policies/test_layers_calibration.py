@@ -176,7 +176,7 @@ def test_a_cache_that_cannot_be_written_to_is_no_error(
 def test_layers_that_answers_told_stay(
     lean: Any, monkeypatch: pytest.MonkeyPatch, model_type: str, shape: Any, calibrates: bool
 ) -> None:
-    """Of the models they were found for: another type of that shape is another model."""
+    """They stay for the models they were found for: another type of that shape is another model."""
     asked = []
     monkeypatch.setattr(calibration, "calibrated_layers", lambda *args: asked.append(args))
     num_layers, num_kv_heads = shape

@@ -161,7 +161,7 @@ def selected_chunks(stream: Stream, index: LycheeIndex) -> list[set[int]]:
 
 
 def ranks(stream: Stream, index: LycheeIndex, query: torch.Tensor, head: int) -> np.ndarray:
-    """Of each group for a step's query, float64."""
+    """Rank of each group for a step's query, float64."""
     heads = query.double().numpy().reshape(KV_HEADS, GROUP, HEAD_DIM)[head]
     if stream.policy.paper:
         rows, radii = (x[head, index.num_units :] for x in (index.rows(), index.radii()))
@@ -399,7 +399,7 @@ def test_growing_keeps_the_index_and_widens_links(policy, pool):
     [({"paper": True}, 0.013), ({}, 0.066)],
 )
 def test_index_bytes(options, share, head_dim, pool):
-    """Of the keys and values, of text in pieces of 13 tokens."""
+    """The share of the keys and values, for text in pieces of 13 tokens."""
     kv_len, heads = 8192, 3
     keys = torch.randn(heads, kv_len, head_dim).to(torch.bfloat16)
     marks = np.full(kv_len, 0x40, np.uint8)

@@ -183,7 +183,7 @@ def test_a_device_builds_of_each_member_its_own_heads(rest, pool):
 
 
 def test_copies_of_heads_are_counted():
-    """Of those of a member that do not lie together, in the layer with most of them."""
+    """Those of a member's heads that do not lie together, in the layer with most of them."""
     assert per_head(MIXED, rest="lfps").device.copied_heads(3, 4) == 3
     together = np.zeros((3, 4), bool)
     together[:, :2] = True

@@ -398,7 +398,7 @@ class NotesTogether(EveryThird):
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, 2), (2, 1), (5, 1)])
 def test_how_many_units_a_worker_prepares(threads, expected):
-    """Of two KV heads; one, where a unit is asked about as soon as it is prepared."""
+    """There are two KV heads; one, where a unit is asked about as soon as it is prepared."""
     pool = WorkerPool(threads)
     cache = Cache.random(new_rng(), kv_len=300, dtype=torch.float32, page_tokens=16)
     attention = cache.attention(pool, GROUP_SIZE, NotesTogether(**OPTIONS))

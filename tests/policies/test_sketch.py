@@ -52,7 +52,7 @@ def test_the_rotation_keeps_products_and_spreads_what_is_in_one_dimension(head_d
 
 @pytest.mark.parametrize(("bits", "dtype", "head_dim"), combinations([1, 2], DTYPES, HEAD_DIMS))
 def test_codes_are_the_nearest_levels(bits, dtype, head_dim, pool):
-    """Of keys less their mean; the product of such a key and its own code is exact."""
+    """They code keys less their mean; the product of such a key and its own code is exact."""
     rng = new_rng()
     keys = torch.from_numpy(3 * rng.standard_normal((2, 331, head_dim))).to(dtype)
     arrays = built(Sketch(**OPTIONS, bits=bits), keys, pool=pool)
@@ -193,7 +193,7 @@ def test_appended_cut_and_forked_codes_are_those_of_a_new_build(bits, dtype, hea
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_codes_take_little(bits):
-    """Of the bytes of bf16 keys and values of 128 dimensions, at 128K tokens."""
+    """Compared with bf16 keys and values of 128 dimensions, at 128K tokens."""
     from offload.policies.layer_state import StateShape
 
     num_bytes = Sketch(bits=bits).state.num_bytes(StateShape(32, 8, 128, 2, 131072))

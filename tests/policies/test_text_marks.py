@@ -186,7 +186,7 @@ def test_cjk_delimiters_cut_into_bytes():
 def test_the_marks_of_words_are_those_of_their_text(
     smollm2_tokenizer: Any, smollm2_marks: np.ndarray
 ) -> None:
-    """Of which a vocabulary has so many that they are not looked at one by one."""
+    """A vocabulary has so many words that they are not looked at one by one."""
     vocabulary = smollm2_tokenizer.get_vocab()
     for token in ("hello", "Ġhello", "Ġ2", "7", "Ġ", "ĠĠa", "Ċ", "Ċa", ".", "Ġ.", "é", "Ã©"):
         if token in vocabulary:

@@ -325,8 +325,8 @@ def test_an_index_built_beside_the_next_layer(name):
 
 
 def test_non_finite_values_name_the_layer():
-    _, lean = cuda_model()
-    lean.layers[1].v_proj.weight.data[3, 4] = torch.nan
+    stock, lean = cuda_model()
+    stock.model.layers[1].self_attn.v_proj.weight.data[3, 4] = torch.nan
     store = store_for(lean, pinned=True)
     seqs = [store.new_sequence() for _ in range(2)]
     with pytest.raises(ValueError, match="non-finite values in layer 1 of sequence 0"):

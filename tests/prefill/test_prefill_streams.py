@@ -113,8 +113,8 @@ def test_on_layer_sees_all_tokens():
 
 @pytest.mark.parametrize("alongside", [False, True])
 def test_non_finite_keys_name_the_layer(monkeypatch, alongside):
-    _, lean = tiny_lean_model()
-    lean.layers[1].v_proj.weight.data[3, 4] = torch.nan
+    stock, lean = tiny_lean_model()
+    stock.model.layers[1].self_attn.v_proj.weight.data[3, 4] = torch.nan
     if alongside:
         copy_alongside(monkeypatch)
     store = store_for(lean)

@@ -22,7 +22,7 @@ PAGE_TOKENS = 16
 
 
 def ragged_store(lean: LeanModel, dtype: torch.dtype = torch.float32) -> tuple[KVStore, list[int]]:
-    """Of three sequences: heads of the first have other tokens, the third has none."""
+    """A store of three sequences: heads of the first have other tokens, the third has none."""
     store = store_for(lean, dtype, per_head_pages=True)
     seqs = [store.new_sequence() for _ in range(3)]
     run_prefill(lean, store, seqs[:2], [90, 37])

@@ -64,7 +64,7 @@ class _Store(dict):
 
 @pytest.fixture
 def reasons(monkeypatch):
-    """Of ranks that look often, wait a fifth of a second for others and end no process."""
+    """Why ranks end, which look often, wait a fifth of a second for others and end no process."""
     found = []
     monkeypatch.setattr("offload.ranks.watch._end_process", found.append)
     monkeypatch.setattr("offload.ranks.watch.POLL_SECONDS", 0.05)

@@ -209,7 +209,7 @@ def test_a_budget_beyond_the_crossover(profile: MachineProfile | None) -> None:
 
 
 def measured(scales: dict[int, float]) -> MachineProfile:
-    """Of a CPU on which what lychee_cluster looks at takes so many times as long as its bytes, by
+    """A CPU on which what lychee_cluster reads takes so many times as long as its bytes, by
     context; exact attention takes as long as its bytes."""
     policy = make_policy("lychee_cluster", estimate_clusters=64)
     keys = {policy_key(policy, LLAMA, kv_len): scale for kv_len, scale in scales.items()}
@@ -335,7 +335,7 @@ def test_a_damaged_profile_is_no_reason_not_to_load(
 def test_rank_0_decides_by_the_least_room(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two GPUs, each with half of the KV heads."""
+    """Two GPUs have half of the KV heads each."""
     monkeypatch.setattr("offload.runtime.config.checked_device", torch.device)
     monkeypatch.setattr("offload.runtime.placing.cached_profile", lambda *_: None)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (GIB, 2 * GIB))
@@ -370,7 +370,7 @@ def test_a_loaded_model_says_what_it_came_to(tiny_folders: dict[str, Path]) -> N
 def test_a_named_policy_says_what_it_loses(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 32,768 positions, where the table has 24,576; of tiny models nothing is known."""
+    """The model has 32,768 positions, the table 24,576; nothing is known of tiny models."""
     checkpoint = check_checkpoint(llama_folder)
 
     def told(policy: str, **options: Any) -> str:

@@ -220,7 +220,8 @@ def test_replaced_forward_of_the_model_sees_every_pass(model: Any) -> None:
 def test_seen_in_place(
     tiny_folders: Any, stock_models: dict[str, Any], name: str, backend: Any
 ) -> None:
-    """Of one row and of several, whose kernels differ; also where a graph was captured before."""
+    """With one row and with several, whose kernels differ; also where a graph was captured
+    before."""
     model, stock = load(tiny_folders[name], "full", backend), copy.deepcopy(stock_models[name])
     prompts = [random_tokens(1, 20), random_tokens(3, 20)]
     before = [greedy(model, tokens, 6) for tokens in prompts]

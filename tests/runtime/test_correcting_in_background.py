@@ -302,7 +302,7 @@ def test_more_often_than_it_takes(folder: Path, every: int) -> None:
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of the sequences of each step, how many tokens wait with its own: the most."""
+    """The most tokens that wait in a step, its own included, of all sequences."""
     most, note = [0], Corrections.note
 
     def count(this: Any, batch: Any, seqs: Any, *given: Any) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from cases.device_cases import INLINE, NATIVE, greedy, load, small
 from cases.processes import run_program
-from cases.tiny_models import random_tokens
+from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload.system.torch_threads import torch_threads
 
@@ -272,7 +272,7 @@ def test_ctrl_c_leaves_as_many_threads_as_before() -> None:
 
 @pytest.mark.parametrize("backend", [NATIVE, INLINE])
 def test_default_dtype(backend: Any, tiny_folders: dict[str, Path]) -> None:
-    """Of the process; transformers changes it while another thread loads a model."""
+    """transformers changes the process's dtype while another thread loads a model."""
     prompt, samples = random_tokens(1, 70), {"do_sample": True, "temperature": 0.5}
     tokens = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -284,3 +284,29 @@ def test_default_dtype(backend: Any, tiny_folders: dict[str, Path]) -> None:
         finally:
             torch.set_default_dtype(torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(*tokens, strict=True))
+
+
+def test_two_models_that_assist_each_other(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    """In two threads: whose turn it is, is asked of both in one order."""
+    make_tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path)
+    models = [
+        load(folder, "full", NATIVE.values[0]) for folder in (tiny_folders["llama"], tmp_path)
+    ]
+    prompt = random_tokens(1, 30)
+    plain = [greedy(model, prompt, 6) for model in models]
+    found: list[list[torch.Tensor]] = [[], []]
+
+    def generate(number: int) -> None:
+        for _ in range(8):
+            other = models[1 - number]
+            found[number].append(greedy(models[number], prompt, 6, assistant_model=other))
+
+    threads = [threading.Thread(target=generate, args=(i,), daemon=True) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "they wait for each other"
+    for outs, expected in zip(found, plain, strict=True):
+        assert len(outs) == 8
+        assert all(torch.equal(out, expected) for out in outs)

@@ -148,3 +148,36 @@ def test_a_prefill_that_builds_has_two_states_at_once(tiny_folders):
     assert states.held_bytes > room  # what was refused
     states.roll_back(seq)
     assert states.held_bytes <= room
+
+
+def test_queries_that_are_kept_are_asked_for_first(tiny_folders):
+    """Not after half of the tokens."""
+    folder, policy = tiny_folders["llama"], small("lfps", 256)
+    page_bytes = 3 * load(folder, "lfps").kv_store.page_bytes
+    model = load_in_room(folder, policy, (16 * 9 + 4) * page_bytes)
+    options = {"max_new_tokens": 100, "do_sample": False, "eos_token_id": None}
+    with pytest.raises(HostBudgetError, match="of it for what the policy keeps"):
+        model.generate(random_tokens(16, 40), **options)
+    assert model.offload_stats().prefill_tokens == 0
+    assert states_of(model).held_bytes == 0
+
+
+def test_pages_that_are_free_make_room_for_what_a_policy_keeps(tiny_folders):
+    first = load(tiny_folders["llama"], "quest")
+    room = 2 * states_of(first).bytes.at(201) + 180 * first.kv_store.page_bytes
+    model = load(tiny_folders["llama"], "quest", room)
+    caches: list[Any] = []
+
+    def fill() -> None:
+        for seed in range(1000):
+            caches.append(model.new_cache())
+            model(random_tokens(1, 40, seed=seed), past_key_values=caches[-1])
+
+    with pytest.raises(HostBudgetError):
+        fill()
+    caches.clear()
+    gc.collect()
+    assert model.kv_store.host_bytes_used == 0
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    out, expected = (m.generate(random_tokens(1, 180), **options) for m in (model, first))
+    assert torch.equal(out, expected)

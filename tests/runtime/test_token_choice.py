@@ -79,7 +79,7 @@ def test_frequencies_are_those_of_the_stock_warpers(options):
 
 def test_random_numbers_do_not_depend_on_how_many_steps_come_at_a_time() -> None:
     def tokens(sizes: list[int], seed: int) -> list[int]:
-        """Of steps with two rows between others, from one position on."""
+        """Tokens of steps with two rows between others, from one position on."""
         chance, logits = torch.Generator().manual_seed(seed), torch.zeros(4, 50)
         chooser, found = TokenChooser(4, 50, logits.device), list[int]()
         sampler = Sampler(SamplingOptions(1.0), 2, chance)

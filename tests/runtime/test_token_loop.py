@@ -63,7 +63,7 @@ def test_one_new_token(model, stock, our_loops):
 
 
 def test_eos_at_the_first_token(model, stock, our_loops):
-    """Of the only row, of one row, and of a prompt that ends with it."""
+    """The only row has it, or one row, or a prompt ends with it."""
     tokens, mask = padded(30, 30, 12)
     first = greedy(stock, tokens, 1, attention_mask=mask)[:, -1]
     for eos in (int(first[0]), [int(first[0]), int(first[2])]):

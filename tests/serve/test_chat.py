@@ -278,7 +278,7 @@ def test_a_context_that_overflows_is_a_400_before_the_stream(http: httpx.Client)
 
 
 def test_variables_of_the_template(serve: Serve) -> None:
-    """Of all routes that have messages."""
+    """All routes with messages take them."""
     thinks = "{% if enable_thinking is defined and not enable_thinking %}[no]{% endif %}"
     counts = "{% if of is defined %}{{ 1 // of }}{% endif %}"
     off = {"chat_template_kwargs": {"enable_thinking": False, "nobody_reads_this": [None]}}

@@ -67,7 +67,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @cache
 def python_of(module: str) -> str | None:
-    """Of the environment that has it: see `make clients`."""
+    """Python of the environment that has the module: see `make clients`."""
     given = os.environ.get("OFFLOAD_CLIENTS_PYTHON")
     made = map(str, sorted(ROOT.glob(".venv-clients*/bin/python")))
     for python in given.split(os.pathsep) if given else made:

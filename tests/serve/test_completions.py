@@ -266,7 +266,7 @@ def test_stop_tokens(client: openai.OpenAI, http: httpx.Client, stream: bool) ->
 
 
 def test_when_stop_tokens_end_an_answer(client: openai.OpenAI, http: httpx.Client) -> None:
-    """Of all routes; not before min_tokens."""
+    """On all routes; not before min_tokens."""
     (token,) = http.post("/tokenize", json={"prompt": "a"}).json()["tokens"]
     always: dict[str, Any] = {"logit_bias": {str(token): 100.0}, "stop_token_ids": [token, 257]}
     (choice,) = ask(client, "hello", extra_body=always).choices

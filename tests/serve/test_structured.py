@@ -52,7 +52,7 @@ def outputs(**given: Any) -> dict[str, Any]:
 
 
 def texts(http: httpx.Client, **fields: Any) -> list[str]:
-    """Of choices that have ended by themselves."""
+    """Texts of choices that have ended by themselves."""
     answer = http.post("/v1/chat/completions", json=body(**fields))
     assert answer.status_code == 200, answer.text
     choices = answer.json()["choices"]

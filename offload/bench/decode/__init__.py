@@ -1,1 +1,1 @@
-"""`offload bench decode`: tokens per second by context and policy, beside other engines."""
+"""`offload bench decode`: tokens per second by context and policy, compared with other engines."""

@@ -1,4 +1,4 @@
-"""Decode steps of ours beside other engines on the same weights, as rows of plain values.
+"""Our decode steps and other engines' on the same weights, as rows of plain values.
 
 All engines of one run are in one process on one model, so that their figures may be set against
 each other. Peers attend to all tokens, which takes as long whatever the tokens are: their caches
@@ -125,7 +125,7 @@ def our_row(
 
 
 def seconds_row(engine: str, kv_len: int, batch_size: int, seconds: Sequence[float]) -> Row:
-    """Of steps that took so long."""
+    """The row of an engine whose steps took so long."""
     p10, median, p90 = (float(t) * 1e3 for t in np.percentile(seconds, [10, 50, 90]))
     return {
         "engine": engine,
@@ -153,7 +153,7 @@ def describe(row: Row) -> str:
 
 
 def peer_row(model: DecodeModel, plan: DecodePlan, engine: str, kv_len: int) -> Row:
-    """Of one peer, or why there is none: many have no GPU that holds all of the KV."""
+    """The row of one peer, or why there is none: many have no GPU that holds all of the KV."""
     on_cpu, sizes = model.device.type == "cpu", {"kv_len": kv_len, "batch_size": model.batch_size}
     name = STOCK_ON_CPU if on_cpu and engine == "transformers" else ENGINES[engine]
     num_bytes = cache_bytes(model.stock, **sizes)
@@ -178,7 +178,7 @@ def peer_row(model: DecodeModel, plan: DecodePlan, engine: str, kv_len: int) -> 
 def _peer_seconds(
     model: DecodeModel, plan: DecodePlan, engine: str, sizes: dict[str, int]
 ) -> tuple[Sequence[float], Row]:
-    """Of each step, and what else a row says.
+    """Seconds of each step, and what else the row says.
 
     Raises:
         CannotCompileError: it cannot be compiled here.

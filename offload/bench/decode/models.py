@@ -39,7 +39,7 @@ Opener = Callable[..., DecodeSession]  # of a policy, and other options of `Runt
 
 
 def ignore(what: str, done: int, total: int) -> None:
-    """An `OnDone` for nobody."""
+    """An `OnDone` that does nothing."""
 
 
 class RandomModel:

@@ -1,4 +1,4 @@
-"""A bound on the host memory of each prompt and its answer: what is scored beside the whole KV.
+"""A bound on the host memory of each prompt and its answer: scored against the whole KV.
 
 A bounded prompt is read by itself: what is condensed of it while it is read depends on the bound.
 """
@@ -30,7 +30,7 @@ class Bound:
     eviction: str = AUTO
 
     def label(self, policy: str) -> str:
-        """Of a policy within this bound, as records name it."""
+        """The name that records use for a policy within this bound."""
         words = [policy, f"host={self.share:g}"]
         return " ".join(words if self.eviction == AUTO else [*words, self.eviction])
 

@@ -121,7 +121,7 @@ class Eviction:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `RuntimeConfig`, for a model with host_bytes_per_sequence."""
+        """Options of `RuntimeConfig` for a model with host_bytes_per_sequence."""
         if self.condense_by == "reconstruction":  # which has no use for a share
             return {"condense_by": self.condense_by, "condensed_share": CONDENSED_SHARE}
         return {"condense_by": self.condense_by} | ({} if self.merges else {"condensed_share": 0.0})
@@ -148,7 +148,8 @@ AUTO = "auto"  # not one of them: what a runtime does by itself
 
 
 def eviction_options(name: str) -> dict[str, Any]:
-    """Of `RuntimeConfig`, beside host_bytes_per_sequence, for one of `EVICTIONS` or AUTO."""
+    """Options of `RuntimeConfig` for one of `EVICTIONS` or AUTO, without
+    host_bytes_per_sequence."""
     return {} if name == AUTO else EVICTIONS[name].options
 
 

@@ -17,7 +17,8 @@ Values = npt.NDArray[np.float64]
 def score_interval(
     groups: Sequence[Values], weights: Sequence[float] | None = None
 ) -> tuple[float, float] | None:
-    """Of the mean of groups' means, of differences between two scores in [0, 1].
+    """Interval of the mean of the groups' means, where samples are differences between two scores
+    in [0, 1].
 
     Source: Bonett and Price's adjusted Wald interval for paired proportions (Journal of Educational
     and Behavioral Statistics 37, 2012), here over groups and for shares, too: as if two more
@@ -45,7 +46,7 @@ def score_interval(
 
 
 def student_interval(values: Values) -> tuple[float, float] | None:
-    """Of the mean of numbers without bounds, by Student's t; None of fewer than two."""
+    """Interval of the mean of unbounded numbers, by Student's t; None for fewer than two."""
     freedom = len(values) - 1
     if freedom < 1:
         return None

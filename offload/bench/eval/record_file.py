@@ -81,7 +81,7 @@ class RecordFile:
 
     @property
     def keys(self) -> set[Key]:
-        """Of the records."""
+        """Keys of the records."""
         return {(record["task"], record["length"], record["index"]) for record in self.records}
 
     def add(self, item: Item, measured: Mapping[str, Any]) -> None:

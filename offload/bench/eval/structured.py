@@ -1,10 +1,11 @@
 """Questions whose answers stand in structured text: JSON, code and tables.
 
 After the pilot study of LycheeCluster (arXiv 2603.08453, section 3.1 and Figure 2), which puts
-Quest's scoring over fixed pages beside the same over structure-aware chunks on StrucText-Eval. That
-benchmark is a download; these are made here, of the same kind: one unit (an object, a function, a
-row) among many that look like it is asked for by its name. The answer is its values, and begins
-with all that stands before the first of them, so that a small model has only to find and copy it.
+Quest's scoring over fixed pages against the same over structure-aware chunks on StrucText-Eval.
+That benchmark is a download; these are made here, of the same kind: one unit (an object, a
+function, a row) among many that look like it is asked for by its name. The answer is its values,
+and begins with all that stands before the first of them, so that a small model has only to find
+and copy it.
 """
 
 from __future__ import annotations

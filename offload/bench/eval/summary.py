@@ -133,8 +133,8 @@ def _mean_of(records: Sequence[Record], label: str, key: str) -> float | None:
 
 
 def bound_means(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of answers within a bound: its mean in bytes and slots, and the mean count of tokens that
-    were condensed; nothing of others."""
+    """Means over the answers that were given within a bound: of the bound in bytes and in slots,
+    and of the number of tokens that were condensed. Other answers are left out."""
     names = ("host_bytes", "slots", "condensed_tokens")
     bounded = [answer for answer in answers if "host_bytes" in answer]
     return {n: float(np.mean([x[n] for x in bounded])) for n in names if bounded}

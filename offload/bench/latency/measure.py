@@ -47,7 +47,7 @@ class SelectionQuality:
     Attributes:
         top_overlap: share of the chosen tokens (sinks and recent ones left out) that are among as
             many of largest weight; None if none were to choose.
-        mass_kept: of the attention beside the sinks, what the attended tokens hold.
+        mass_kept: of the attention to all but the sinks, what the attended tokens hold.
         answered: share of units that the policy answered without attending.
     """
 
@@ -172,7 +172,7 @@ def _judge(workload: LatencyWorkload, turns: Sequence[_Turns], step: int) -> lis
 
 def _mean_quality(parts: list[tuple[float, SelectionQuality]]) -> SelectionQuality:
     def weighted(name: str) -> Any:
-        """Of those that have it; None if none has."""
+        """Weighted mean over the parts that have the value; None if none has."""
         pairs = [(w, getattr(q, name)) for w, q in parts if getattr(q, name) is not None]
         return sum(w * x for w, x in pairs) / sum(w for w, _ in pairs) if pairs else None
 
@@ -289,7 +289,7 @@ class _Turns:
         self._error = max(self._error, error)
 
     def quality(self, layer_idx: int, exact: ExactAttention) -> SelectionQuality:
-        """Of the last turn."""
+        """Quality of the selection in the last turn."""
         policy = self._policy if self._policy.selects else ExactTopK()
         reference = ReferenceBudget(policy.budget_tokens, policy.sink_tokens, policy.recent_tokens)
         everything, selection = self._of_layer(layer_idx)
@@ -301,7 +301,7 @@ class _Turns:
         per_token = 1 / workload.batch_size
 
         def of_steps(of_turn: Callable[[float, Mapping[str, Any]], Any]) -> Any:
-            """Of each step, per token: over layers, by their weights."""
+            """Values of each step, per token: the sum over layers, by their weights."""
             turns = np.array([[of_turn(*turn) for turn in step] for step in self._timed], float)
             layers = turns.swapaxes(0, 1)
             return sum(w * layer for w, layer in zip(weights, layers, strict=True)) * per_token

@@ -47,7 +47,7 @@ class Load:
 
     @property
     def most_tokens(self) -> int:
-        """Of a prompt and its answer."""
+        """Tokens of the longest prompt and its answer."""
         return self.prompt_tokens[1] + self.answer_tokens
 
     def first_sends(self) -> list[tuple[float, int, int]]:
@@ -69,7 +69,7 @@ class Load:
 
     @property
     def most_at_once(self) -> int:
-        """Requests that nobody has answered yet."""
+        """Requests that have no answer yet."""
         return self.clients if self.rate is None else self.num_requests
 
     def has_next(self, index: int) -> bool:

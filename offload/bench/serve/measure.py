@@ -29,7 +29,7 @@ OnRequest = Callable[[str], None]  # hears an engine's name whenever an answer e
 
 
 def ignore(engine: str) -> None:
-    """An `OnRequest` for nobody."""
+    """An `OnRequest` that does nothing."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Served:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Of the model."""
+        """The model's checkpoint."""
         return check_checkpoint(resolve_folder(self.model))
 
     @contextmanager
@@ -162,7 +162,7 @@ def check_length(served: Served, most_tokens: int) -> int:
 
 
 def _warm_up(opener: Opener, load: Load, text: Text) -> None:
-    """One short request, which nobody counts."""
+    """One short request, which is not counted."""
     tokens = min(SHORT_TOKENS, load.prompt_tokens[1])
     short = Load((tokens, tokens), min(4, load.answer_tokens), seed=load.seed)
     with closing(opener(1, short.most_tokens)) as server:

@@ -146,7 +146,7 @@ def _sends(load: Load) -> list[tuple[float, int, int]]:
 
 
 def _warm_up(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """One short request, which nobody counts; the fields of `_NO_END` that the server takes."""
+    """One short request, which is not counted; the fields of `_NO_END` that the server takes."""
     for fields in _NO_END[:-1]:
         try:
             _asked(f"{url}/v1/completions", {**body, **fields})

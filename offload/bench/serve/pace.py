@@ -25,8 +25,8 @@ def most_needed(load: Load, most_tokens: int) -> int:
 
 
 def measure_pace(server: Server, load: Load, prompts: Prompts, most_tokens: int) -> dict[str, Any]:
-    """Four requests decode alone, then beside a prompt until its first token is there, and alone
-    again: their contexts grow meanwhile, so that a token alone takes the mean of both times.
+    """Four requests decode alone, then while a prompt is read until its first token is there, and
+    alone again: their contexts grow meanwhile, so that a token alone takes the mean of both times.
 
     Args:
         load: `prompts` are of it; each decodes `answer_tokens` alone, twice.

@@ -1,4 +1,4 @@
-"""`offload bench decode`: tokens per second by context and policy, beside other engines."""
+"""`offload bench decode`: tokens per second by context and policy, compared with other engines."""
 
 from __future__ import annotations
 
@@ -170,13 +170,13 @@ def decode(
     traced_steps: Annotated[int, typer.Option(min=1, help="Steps that --trace is of.")] = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Time decode steps of a whole model by context, ours under each policy beside other engines.
+    """Time decode steps of a whole model by context, ours under each policy and other engines'.
 
     [bold]offload[/bold] keeps the KV cache in host memory. [bold]graph[/bold] runs the same layers
     with all of it on the GPU, as one CUDA graph: what the best engine could do with a GPU that
     large. [bold]transformers[/bold] is the stock model as it comes,
     [bold]transformers-compiled[/bold] with a static cache and torch.compile, whose time to compile
-    is told beside, [bold]transformers-offloaded[/bold] with the cache it can offload from a GPU.
+    is told as well, [bold]transformers-offloaded[/bold] with the cache it can offload from a GPU.
     All share one process and one set of weights; an engine whose cache does not fit is listed as
     that.
 

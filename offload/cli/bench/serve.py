@@ -160,7 +160,7 @@ class Answering(PolicyChoice):
     ] = 32
     max_queued: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="That wait beside them; offload refuses more."),
+        typer.Option(min=0, metavar="N", help="That wait for these; offload refuses more."),
     ] = 256
     prefix_caching: Annotated[
         bool, typer.Option(help="Prompts that begin alike share what was read.")
@@ -426,7 +426,7 @@ def _print_paces(model: str, rows: list[Row]) -> None:
         "read": [f"{row['ttft_ms'] / 1e3:,.2f}" for row in rows],
         **_costs(rows),
     }
-    title = f"{_title(model, rows)}, four requests decode beside a prompt that is read"
+    title = f"{_title(model, rows)}, four requests decode while a prompt is read"
     legend = "alone, beside: tokens per second; gap: the longest, in ms; read: seconds"
     _print_columns(title, asked, found, legend)
 

@@ -16,7 +16,7 @@ _MEMORY = {
     "weights": "weights",
     "kv_host": "KV on the host",
     "kv_device": "KV on the GPU",
-    "device": "on the GPU beside the weights",
+    "device": "on the GPU in addition to the weights",
     "policy_host": "kept by the policy",
 }
 TASK_MEANINGS = {

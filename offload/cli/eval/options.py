@@ -54,7 +54,7 @@ class Compared:
         typer.Option(
             metavar="NAMES",
             help=f"Comma-separated: {', '.join(policy_names())}. "
-            "Full attention always runs beside: it is the reference.",
+            "Full attention always runs as well: it is the reference.",
         ),
     ] = "auto"
     budget_tokens: Annotated[
@@ -112,7 +112,7 @@ class Bounds:
             help="What stays within --host-share, comma-separated. auto: as "
             "host_bytes_per_sequence has it, reread where the policy allows it, else fitted. "
             "reread: tokens that are looked up when the text is read again, of all heads together "
-            "(condense_by=reconstruction; full, exact_topk and others that keep nothing beside the "
+            "(condense_by=reconstruction; full, exact_topk and others that keep nothing but the "
             "cache). By attention, as many in each head: fitted (condense_by=attention: others are "
             "merged), means (merged without fitting), dropped (nothing is merged). By other "
             "scores: snapkv, rkv, snapkv-fitted, rkv-fitted.",

@@ -64,7 +64,7 @@ class Setup:
 
     @property
     def labels(self) -> list[str]:
-        """Of the policies, as records name them."""
+        """Names of the policies, as records have them."""
         from offload.bench.eval.labels import label_of
 
         return [
@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def all_labels(self) -> list[str]:
-        """Of the policies, and of each within each bound."""
+        """Names of the policies, and of each policy within each bound."""
         from offload.bench.eval.bounds import all_labels
 
         return all_labels(self.labels, self.bounds)
@@ -238,7 +238,7 @@ def answer_all(
     Args:
         sampler: gets the tokenizer, and whether prompts have its chat template; what makes samples
             of a task, a length, how many, and a seed.
-        settings: of the prompts, beside `questions`, by the names of the command's options.
+        settings: of the prompts, without `questions`, by the names of the command's options.
         shared_texts: as `summaries` has it.
         decode_last: as `answer_samples` has it.
         of_full: as `counting_cells` has it.

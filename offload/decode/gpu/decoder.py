@@ -429,7 +429,8 @@ class DeviceDecoder:
         shape = CodeShape.of(self._policy, self.model.shape, self.store.page_tokens)
         codes = 0
         if shape is not None and kv_len > shape.budget_tokens:
-            codes = sum(shape.page_bytes(count) for count in placement.counts(Place.CODES))
+            coded = zip(*map(placement.counts, (Place.CODES, Place.FOUND)), strict=True)
+            codes = sum(shape.page_bytes(sum(counts)) for counts in coded)
         check_resident_room(
             self.store, heads, num_sequences, kv_len, self._device_budget_bytes, codes
         )
@@ -509,14 +510,18 @@ class DeviceDecoder:
         """Keys and values of a sequence that are on the GPU beside windows, or come there."""
         budget_tokens = self._policy.budget_tokens if self._policy.selects else 0
         num_rows = sum(placement.counts(Place.GPU)) * kv_len
-        num_rows += sum(placement.counts(Place.HOT)) * HOT_BUDGETS * budget_tokens
+        num_hot = sum(placement.counts(Place.HOT)) + sum(placement.counts(Place.FOUND))
+        num_rows += num_hot * HOT_BUDGETS * budget_tokens
         return num_rows + max(placement.counts(Place.GATHER)) * 2 * budget_tokens
 
     def _give_up(self, less: HeadPlacement, why: DeviceMemoryError, num_pages: int) -> None:
         """Attend as `less` says until a generation needs fewer than `num_pages` of each head."""
         wanted, failed = self._gave_up or (self.placement, num_pages)
         self._keeps_placement = less == self._least_placement()
-        heads, hot = (sum(less.counts(place)) for place in (Place.GPU, Place.HOT))
+        heads, *hot_heads = (
+            sum(less.counts(place)) for place in (Place.GPU, Place.HOT, Place.FOUND)
+        )
+        hot = sum(hot_heads)
         rest = "it has no codes of keys" if self._choose is None else f"{heads} KV heads stay there"
         rest += f", and hot rows of {hot}" if hot else ""
         if self._keeps_placement:
@@ -591,7 +596,8 @@ class DeviceDecoder:
 
     @property
     def _most_rows(self) -> int:
-        """Of a step of fewer sequences: many where others join and leave, none in a `generate`."""
+        """Rows that a step of fewer sequences may have: many where others join and leave, else
+        none."""
         num_sequences, _, read_tokens = self._expected
         joins = read_tokens is not None and num_sequences > 1
         return self._prepared.num_slots if joins else 0
@@ -676,9 +682,9 @@ class DeviceDecoder:
         start, steps, in_turn = time.perf_counter(), self._prepared, self._in_turn
         is_launched = in_turn is not None and in_turn.is_launched
         rows = self.attention.begin_step(seqs, kv_lens)
-        if in_turn is not None:
-            in_turn.is_launched = ahead
         try:
+            if in_turn is not None:
+                in_turn.is_launched = ahead
             link.gpu_sync.run(
                 self._key(kind),
                 run,
@@ -689,8 +695,10 @@ class DeviceDecoder:
                 beside=beside,
             )
         except BaseException:
-            if in_turn is not None:
-                in_turn.is_launched = False
+            with shielded():  # ctrl-C may have come before `run`, or behind it
+                if in_turn is not None:
+                    in_turn.is_launched = False
+                link.gpu_sync.discard()
             if link.coprocessor.is_stuck:  # perhaps in the map of hot rows
                 steps.step.resident.hot = None
             for seq in seqs:  # who knows what was written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# For cuBLAS, kernels and fragments, where nobody named a limit.
+# For cuBLAS, kernels and fragments, where no limit was given.
 SPARE_BYTES = 2**29
 # A room that proved too small is taken for so much of itself, until there is clearly more.
 _AFTER_FAILURE, _CLEARLY_MORE = 0.9, 1.1

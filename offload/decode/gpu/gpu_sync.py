@@ -113,7 +113,8 @@ class GpuSync(Protocol):
         """
 
     def discard(self) -> None:
-        """What was launched ahead does not come."""
+        """Steps that were launched and not waited for, if any, are not wanted: their GPU work ends
+        unserved before this returns."""
 
     def close(self) -> None:
         """End threads, drop graphs."""
@@ -338,6 +339,7 @@ class GraphSync(StreamSync):
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._stream = streams.main
         self._is_warming_up = False
+        self._is_in_flight = False  # a step is launched, or about to be, and was not waited for
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def request_attention(self, request: int) -> None:
@@ -361,7 +363,9 @@ class GraphSync(StreamSync):
 
     def prepare(self, key: Hashable, step: Step) -> bool:
         is_new = super().prepare(key, step)
-        self._coprocessor.start()
+        if not self._coprocessor.is_started:
+            with shielded():  # or a second thread might serve beside one that nobody knows
+                self._coprocessor.start()
         return is_new
 
     def close(self) -> None:
@@ -369,17 +373,20 @@ class GraphSync(StreamSync):
         self._graphs.clear()
 
     def discard(self) -> None:
-        self._drain()
+        if self._is_in_flight:
+            self._drain()
 
     def _run_step(
         self, key: Hashable, step: Step, is_launched: bool, ahead: bool, beside: Step
     ) -> None:
+        self._is_in_flight = True
         if not is_launched:
             self._replay(key, ahead=ahead)
         if ahead:  # nobody asks for attention until the CPU has what this step leaves
             self._replay(key, ahead=True)
         beside()
         self._coprocessor.wait()
+        self._is_in_flight = ahead
 
     def _capture(self, step: Step) -> torch.cuda.CUDAGraph:
         def run() -> None:
@@ -423,7 +430,8 @@ class GraphSync(StreamSync):
             ) from error
 
     def _drain(self) -> None:
-        """Let the GPU run what was launched, with replies that nobody computed; start afresh."""
+        """Let the GPU run what was launched, with replies that were not computed; start afresh."""
+        self._is_in_flight = False
         self._coprocessor.abort()
         # Anew: the error may have come between a launch and its record.
         self._finished.record(self._stream)

@@ -6,25 +6,33 @@ fetches these beside the rest of layer l, and then attends to all that it holds 
 the true query: what was chosen now, and what was in the last steps. Where the policy estimates the rest
 (`offload/policies/estimate.py`), the means of its clusters are here, too, from when a sequence is
 bound: in each step the host tells how many tokens they stand for, and the means that have changed.
+
+Heads whose keys have codes on the GPU need no host: it finds their tokens by the true query, and
+keeps the map of what is hot (`gpu_ops/choose_places.py`). Tokens that leave the window since a
+sequence was bound are in no cluster there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from cpu_ops import _native
 from cpu_ops.mailbox import Mailbox
+from gpu_ops.choose_places import HotMap, choose_places
 from gpu_ops.fetch_rows import fetch_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from gpu_ops.launch import _num_multiprocessors
 from gpu_ops.layout import Layout, allocate
 from offload.decode.gpu.buffers import StepBuffers
 from offload.decode.gpu.layer_heads import LayerHeads
+from offload.decode.gpu.resident_codes import CodeLists
 from offload.models import LeanModel, ModelShape
 from offload.policies import Policy
+from offload.policies.layer_state import State
 from offload.policies.sequence_state import LayerArrays
 
 # Of a sequence, with the clusters that serve its next token; None: it is short, and all is chosen.
@@ -49,7 +57,8 @@ class HotRows:
         estimate_clusters: of each KV head.
 
     Attributes:
-        map: which tokens are hot; the coprocessor's, which changes it.
+        map: which tokens are hot that the host chooses; the coprocessor's, which changes it.
+        found: the same of those that the GPU finds; None: there are none.
         fetch_tokens: of a KV head at most, in a step.
         predicted: [num_slots, num_qo_heads * head_dim], queries of the next layer.
     """
@@ -61,6 +70,7 @@ class HotRows:
         policy: Policy,
         *,
         num_slots: int,
+        max_tokens: int,
         page_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -78,6 +88,7 @@ class HotRows:
             layers,
             policy,
             num_slots=num_slots,
+            max_tokens=max_tokens,
             dtype=dtype,
             num_multiprocessors=num_sms,
             estimate_clusters=estimate_clusters,
@@ -90,6 +101,15 @@ class HotRows:
         self._partial_lse = buffers.pop("partial_lse")
         hot = {i: layer.hot for i, layer in enumerate(layers) if layer.hot}
         self._log_counts = buffers.pop("log_counts")
+        self.found: HotMap | None = None
+        self._first_found = {}
+        if "place_of" in buffers:
+            self.found = HotMap(**{x.name: buffers.pop(x.name) for x in fields(HotMap)})
+            self._fetches, self._hot_counts = buffers.pop("fetches"), buffers.pop("found_counts")
+            self._victims, first = buffers.pop("victims"), 0
+            for i, layer in enumerate(layers):
+                if layer.finds:
+                    self._first_found[i], first = first, first + len(layer.hot)
         self._means = {i: buffers.pop(f"means of layer {i}") for i in hot if self._estimates}
         self.rows = dict(zip(hot, buffers.values(), strict=True))
         self._heads = {
@@ -107,6 +127,7 @@ class HotRows:
         policy: Policy,
         *,
         num_slots: int,
+        max_tokens: int,
         dtype: torch.dtype,
         num_multiprocessors: int,
         estimate_clusters: int,
@@ -118,30 +139,47 @@ class HotRows:
         hot_tokens, num_sms = HOT_BUDGETS * policy.budget_tokens, num_multiprocessors
         splits = max(n * (num_gathered_splits(n, hot_tokens, num_sms) + 1) for n in hot.values())
         partial = num_slots * shape.group_size * splits
-        return {
-            "predicted": ((num_slots, shape.query_width), dtype),
-            "head_lists": ((sum(hot.values()),), torch.int32),
-            "counts": ((num_slots, shape.num_kv_heads), torch.int32),
-            "partial_out": ((partial * shape.head_dim,), torch.float32),
-            "partial_lse": ((partial,), torch.float32),
-            "log_counts": ((num_slots, shape.num_kv_heads, estimate_clusters), torch.float32),
-        } | {
-            f"{name} {i}": ((num_slots, 2, n, num_rows, shape.head_dim), dtype)
-            for name, num_rows in (("means of layer", estimate_clusters), ("layer", hot_tokens))
-            for i, n in hot.items()
-            if num_rows
-        }
+        found: Layout = {}
+        if num_found := sum(len(layer.hot) for layer in layers if layer.finds):
+            sizes = {"max_tokens": max_tokens, "capacity": hot_tokens}
+            found = dict(HotMap.layout(num_slots, num_found, **sizes, clusters=estimate_clusters))
+            lists = (num_slots, shape.num_kv_heads, policy.budget_tokens)
+            found |= {
+                "fetches": ((*lists, 2), torch.int32),
+                "found_counts": ((*lists[:2], 2), torch.int32),
+                "victims": (lists, torch.int32),
+            }
+        return (
+            found
+            | {
+                "predicted": ((num_slots, shape.query_width), dtype),
+                "head_lists": ((sum(hot.values()),), torch.int32),
+                "counts": ((num_slots, shape.num_kv_heads), torch.int32),
+                "partial_out": ((partial * shape.head_dim,), torch.float32),
+                "partial_lse": ((partial,), torch.float32),
+                "log_counts": ((num_slots, shape.num_kv_heads, estimate_clusters), torch.float32),
+            }
+            | {
+                f"{name} {i}": ((num_slots, 2, n, num_rows, shape.head_dim), dtype)
+                for name, num_rows in (("means of layer", estimate_clusters), ("layer", hot_tokens))
+                for i, n in hot.items()
+                if num_rows
+            }
+        )
 
     @property
     def num_bytes(self) -> int:
         return sum(x.nbytes for by_layer in (self.rows, self._means) for x in by_layer.values())
 
     def bind(self, slot: int, seq: int) -> None:
-        """Have the means of the clusters of `seq`, which is in `slot`."""
-        if not self._estimates:
+        """Have the clusters of `seq`, which is in `slot`."""
+        arrays = self._arrays_of(seq) if self._estimates else None
+        if slot in self._loaded and self._loaded[slot] is arrays:
             return
-        arrays = self._arrays_of(seq)
-        if arrays is None or (slot in self._loaded and self._loaded[slot] is arrays):
+        if self.found is not None:
+            self.found.clear(slot)
+        self._loaded[slot] = arrays
+        if arrays is None:
             return
         for layer_idx, means in self._means.items():
             of_layer = arrays.layers[layer_idx]
@@ -149,8 +187,20 @@ class HotRows:
             for side, name in enumerate(("estimate_keys", "estimate_values")):
                 held = torch.from_numpy(of_layer[name][heads])
                 means[slot, side].copy_(held.to(means.dtype), non_blocking=True)
+            if self.found is not None and layer_idx in self._first_found:
+                self._load_clusters(self.found, slot, layer_idx, of_layer)
         self.map.estimate(slot)
-        self._loaded[slot] = arrays
+
+    def _load_clusters(self, found: HotMap, slot: int, layer_idx: int, of_layer: State) -> None:
+        first, heads = self._first_found[layer_idx], self._heads[layer_idx].tolist()
+        mapped = slice(first, first + len(heads))
+        cluster_of = torch.from_numpy(of_layer["estimate_cluster_of"][heads])
+        num_tokens = min(found.cluster_of.shape[2], cluster_of.shape[1])
+        found.cluster_of[slot, mapped, :num_tokens] = cluster_of[:, :num_tokens].to(
+            found.cluster_of.device, non_blocking=True
+        )
+        counts = torch.from_numpy(of_layer["estimate_counts"][heads])
+        found.cluster_counts[slot, mapped] = counts.to(found.cluster_counts.device)
 
     def forget(self, slot: int) -> None:
         """The slot has another sequence, or none."""
@@ -176,6 +226,41 @@ class HotRows:
             **self._rest(layer_idx, rows),
             rest_counts=mailbox.rest_counts[side, rows] if self._estimates else None,
             rest_means=mailbox.rest_means[side, rows] if self._estimates else None,
+        )
+
+    def fetch_found(
+        self, layer_idx: int, rows: slice, b: StepBuffers, lists: CodeLists, page_table: Tensor
+    ) -> None:
+        """What is missing of a layer's lists, which have just been made."""
+        assert self.found is not None
+        windows = {
+            "sink_tokens": self._policy.sink_tokens,
+            "recent_tokens": self._policy.recent_tokens,
+        }
+        heads, positions = self._heads[layer_idx], b.positions[rows]
+        choose_places(
+            lists.selection[rows],
+            lists.counts[rows],
+            positions,
+            heads,
+            self.found.rows(rows),
+            first_head=self._first_found[layer_idx],
+            **windows,
+            victims=self._victims[rows],
+            fetches=self._fetches[rows],
+            hot_counts=self._hot_counts[rows],
+            log_counts=self._log_counts[rows] if self._estimates else None,
+        )
+        fetch_rows(
+            self._fetches[rows],
+            self._hot_counts[rows],
+            page_table[rows],
+            positions,
+            heads,
+            page_tokens=self._page_tokens,
+            **windows,
+            hot=self.rows[layer_idx][rows],
+            counts=self._counts[rows],
         )
 
     def _rest(self, layer_idx: int, rows: slice) -> dict[str, Tensor]:

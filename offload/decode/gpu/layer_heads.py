@@ -2,7 +2,7 @@
 
 Four ways: the CPU attends to rows of the host's pages; the GPU attends to all tokens of a head
 whose KV it keeps; the GPU fetches the rows that a head above published, and attends to those; the
-GPU keeps a set of rows, which the CPU chooses a layer ahead. A head that stays on the GPU and
+GPU keeps a set of rows, which the CPU chooses a layer ahead or it finds itself. A head that stays on the GPU and
 retrieves publishes its selection there. For heads of the CPU whose keys have codes on the GPU it
 lists candidates (`placement.Place`).
 """
@@ -28,11 +28,13 @@ class LayerHeads:
         resident: the GPU, to all tokens.
         gathered: the GPU, to rows that it fetches from the host.
         host: the CPU.
-        hot: the GPU, to rows that the CPU chooses a layer ahead; then none is the CPU's.
+        hot: the GPU, to rows that the CPU chooses a layer ahead, or it finds itself; then none is
+            the CPU's.
         publishing: of the resident ones, those whose selection heads elsewhere reuse: all or none.
         num_early: gathered ones whose selection is known before the layer above attends, the first
             so many; the others wait for what is published there.
-        coded: of the host's, those for which the GPU lists candidates.
+        coded: of the host's, those for which the GPU lists candidates; or all hot ones.
+        finds: whether hot heads' rows are found by codes.
         predicts: whether the choice for some hot heads needs a query, or all reuse one from above.
     """
 
@@ -43,12 +45,18 @@ class LayerHeads:
     publishing: tuple[int, ...] = ()
     num_early: int = 0
     coded: tuple[int, ...] = ()
+    finds: bool = False
     predicts: bool = False
 
     @property
     def is_resident(self) -> bool:
-        """All tokens of all heads are on the GPU, and nobody waits for a selection."""
+        """All tokens of all heads are on the GPU, and no layer waits for a selection."""
         return not (self.gathered or self.host or self.hot or self.publishing)
+
+    @property
+    def asks_ahead(self) -> bool:
+        """The CPU chooses hot rows."""
+        return bool(self.hot) and not self.finds
 
     @property
     def has_window(self) -> bool:
@@ -66,7 +74,7 @@ def layer_heads(
 
     Args:
         places: Place of each [layer, KV head].
-        roles: of `Policy.roles` for units that are KV heads; None: nobody retrieves.
+        roles: of `Policy.roles` for units that are KV heads; None: none retrieves.
         shares_selection: the policy's; what one head publishes is for all.
     """
     layers: list[LayerHeads] = []
@@ -100,10 +108,11 @@ def _heads_of(
         resident,
         early + tuple(head for head in gathered if head in late),
         heads(Place.CPU, Place.CODES),
-        heads(Place.HOT),
+        heads(Place.HOT, Place.FOUND),
         resident if publishes else (),
         len(early),
-        heads(Place.CODES),
+        heads(Place.CODES, Place.FOUND),
+        Place.FOUND in of_layer,
         predicts,
     )
 
@@ -116,7 +125,7 @@ def requests_of(
     """
     requests = []
     for layer_idx, layer in enumerate(layers):
-        ahead = layer_idx + 1 < len(layers) and bool(layers[layer_idx + 1].hot)
+        ahead = layer_idx + 1 < len(layers) and layers[layer_idx + 1].asks_ahead
         for rows in micro_batches:
             asked = [layer_idx] * bool(layer.host) + [layer_idx + 1] * ahead
             requests += [(of_layer, rows.start, rows.stop - rows.start) for of_layer in asked]

@@ -17,19 +17,16 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from cpu_ops.decoder_layers import FusedLayer, Norm
-from gpu_ops.gemv import gemv
 from gpu_ops.layout import Layout, allocate
+from gpu_ops.linear import GpuLinear
 from gpu_ops.rms_norm import add_rms_norm
-from gpu_ops.silu_mul import silu_mul
 from offload.models import LeanModel, ModelShape
-from offload.models.weights import fuse_layer, fuse_rows, norm_of
+from offload.models.base import norm_of
 from offload.ranks.group import TensorParallel
 
-Weights = tuple[Tensor, Tensor | None]  # [out_features, in_features], bias
-DeviceLayer = FusedLayer[Weights]
+DeviceLayer = FusedLayer[GpuLinear]
 
 
 @dataclass(frozen=True)
@@ -39,16 +36,16 @@ class DeviceWeights:
     shape: ModelShape
     layers: tuple[DeviceLayer, ...]
     final_norm: Norm
-    lm_head: Weights
+    lm_head: GpuLinear
     ranks: TensorParallel | None = None
 
     @classmethod
     def of(cls, model: LeanModel) -> DeviceWeights:
         return cls(
             shape=model.shape,
-            layers=tuple(fuse_layer(layer, fuse_rows) for layer in model.layers),
+            layers=tuple(layer.on_gpu() for layer in model.layers),
             final_norm=norm_of(model.final_norm),
-            lm_head=fuse_rows([model.lm_head]),
+            lm_head=model.lm_head.on_gpu(),
             ranks=model.ranks,
         )
 
@@ -86,38 +83,30 @@ class OneRow:
         self._ranks = weights.ranks
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
-        weight, bias = layer.qkv
-        gemv(x, weight, self._qkv, bias=bias, norm=layer.input_norm)
-        return self._qkv
+        return layer.qkv(x, self._qkv, norm=layer.input_norm)
 
     def query(self, layer: DeviceLayer, x: Tensor) -> Tensor:
-        weight, bias = rows_of_query(layer, self._query.shape[1])
-        gemv(x, weight, self._query, bias=bias, norm=layer.input_norm)
-        return self._query
+        queries = layer.qkv.first(self._query.shape[1])
+        return queries(x, self._query, norm=layer.input_norm)
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
         self._project_and_add(attended, layer.o_proj, x)
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
-        weight, bias = layer.gate_up
-        gemv(x, weight, self._gated, bias=bias, norm=layer.mlp_norm, glu=True)
+        layer.gate_up(x, self._gated, norm=layer.mlp_norm, glu=True)
         self._project_and_add(self._gated, layer.down, x)
 
     def finish(self, x: Tensor) -> None:
         """Nothing waits."""
 
     def logits(self, weights: DeviceWeights, x: Tensor) -> Tensor:
-        weight, bias = weights.lm_head
-        gemv(x, weight, self._logits, bias=bias, norm=weights.final_norm)
-        return self._logits
+        return weights.lm_head(x, self._logits, norm=weights.final_norm)
 
-    def _project_and_add(self, row: Tensor, weights: Weights, x: Tensor) -> None:
-        weight, bias = weights
+    def _project_and_add(self, row: Tensor, linear: GpuLinear, x: Tensor) -> None:
         if self._ranks is None:
-            gemv(row, weight, x, bias=bias, residual=x)
-            return
-        gemv(row, weight, self._summand, bias=bias)
-        x += self._ranks.all_reduce(self._summand)
+            linear(row, x, residual=x)
+        else:
+            x += self._ranks.all_reduce(linear(row, self._summand))
 
 
 class ManyRows:
@@ -130,20 +119,19 @@ class ManyRows:
         self._ranks = weights.ranks
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
-        return functional.linear(self._add_and_norm(x, layer.input_norm), *layer.qkv)
+        return layer.qkv(self._add_and_norm(x, layer.input_norm))
 
     def query(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         normed = self._add_and_norm(x, layer.input_norm)
-        return functional.linear(normed, *rows_of_query(layer, self._query_width))
+        return layer.qkv.first(self._query_width)(normed)
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
-        self._waiting = self._sum(functional.linear(attended, *layer.o_proj))
+        self._waiting = self._sum(layer.o_proj(attended))
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
-        gate_up = functional.linear(self._add_and_norm(x, layer.mlp_norm), *layer.gate_up)
-        gated = self._gated[: len(x)]
-        silu_mul(gate_up, gated)
-        self._waiting = self._sum(functional.linear(gated, *layer.down))
+        normed = self._add_and_norm(x, layer.mlp_norm)
+        gated = layer.gate_up(normed, self._gated[: len(x)], glu=True)
+        self._waiting = self._sum(layer.down(gated))
 
     def finish(self, x: Tensor) -> None:
         if self._waiting is not None:
@@ -151,7 +139,7 @@ class ManyRows:
             self._waiting = None
 
     def logits(self, weights: DeviceWeights, x: Tensor) -> Tensor:
-        return functional.linear(self._add_and_norm(x, weights.final_norm), *weights.lm_head)
+        return weights.lm_head(self._add_and_norm(x, weights.final_norm))
 
     def _sum(self, x: Tensor) -> Tensor:
         return x if self._ranks is None else self._ranks.all_reduce(x)
@@ -161,12 +149,6 @@ class ManyRows:
         add_rms_norm(x, self._waiting, *norm, normed)
         self._waiting = None
         return normed
-
-
-def rows_of_query(layer: DeviceLayer, width: int) -> Weights:
-    """The rows of the fused projection that make queries: the first `width`."""
-    weight, bias = layer.qkv
-    return weight[:width], None if bias is None else bias[:width]
 
 
 def linear_path(weights: DeviceWeights, num_rows: int) -> LinearPath:
@@ -191,6 +173,6 @@ def linear_layout(shape: ModelShape, num_rows: int, dtype: torch.dtype) -> Layou
 
 
 def _allocate(weights: DeviceWeights, num_rows: int) -> Iterable[Tensor]:
-    like = weights.lm_head[0]
+    like = weights.lm_head
     layout = linear_layout(weights.shape, num_rows, like.dtype)
     return allocate(layout, like.device, torch.empty).values()

@@ -10,6 +10,7 @@
     HOT     the GPU keeps a bounded set of the head's rows and attends to it; which, the host
             chooses a layer ahead, by the query that the next layer's projection makes of this
             layer's input
+    FOUND   as HOT, but the GPU chooses by itself, by codes of the head's keys and the true query
 
 A placement is made by `placement_choice`, from what the machine was measured to do.
 """
@@ -43,9 +44,10 @@ class Place(enum.IntEnum):
     GATHER = 2  # the GPU fetches the selected rows from host pages and attends
     CODES = 3  # the host's pool attends, to tokens among those that the GPU lists
     HOT = 4  # the GPU attends, to rows that it keeps and the host chooses a layer ahead
+    FOUND = 5  # the GPU attends, to rows that it keeps and finds by codes of all keys
 
 
-LETTERS = {Place.CPU: ".", Place.GPU: "G", Place.GATHER: "g", Place.CODES: "c", Place.HOT: "h"}
+LETTERS = dict(zip(Place, ".Ggchf", strict=True))
 _PLACES = {letter: place for place, letter in LETTERS.items()}
 
 
@@ -137,6 +139,7 @@ class HeadPlacement:
         allowed = may_stay_on_gpu(policy, roles)
         gathered = may_be_gathered(policy, roles, self.places)
         hot = may_be_hot(policy, roles, self.places)
+        found = may_be_found(policy, roles, self.places)
         awaited = awaited_heads(roles, self.places, shares_selection=policy.shares_selection)
         for layer_idx, (of_layer, places) in enumerate(zip(roles, self.places, strict=True)):
             on_gpu = places == Place.GPU
@@ -182,6 +185,15 @@ class HeadPlacement:
                     "right below heads of the GPU that retrieve, if they reuse, nor if others "
                     "reuse what they select",
                 )
+            wrong = np.flatnonzero((places == Place.FOUND) & ~found[layer_idx])
+            if wrong.size:
+                self._refuse(
+                    layer_idx,
+                    int(wrong[0]),
+                    "the GPU finds rows of heads whose keys have codes, with a budget beyond the "
+                    "window, in a layer whose other heads are on the GPU; not where others reuse "
+                    "what they select",
+                )
             wrong = np.flatnonzero((places == Place.GATHER) & ~gathered[layer_idx])
             if wrong.size:
                 reason = (
@@ -218,6 +230,7 @@ class HeadPlacement:
         places[(places == Place.GATHER) & ~fetched] = Place.CPU
         for _ in range(2):  # one that comes to the CPU takes its layer's others along
             places[(places == Place.HOT) & ~may_be_hot(policy, roles, places)] = Place.CPU
+        places[(places == Place.FOUND) & ~may_be_found(policy, roles, places)] = Place.CPU
         num_coded = int((self.places == Place.CODES).sum())
         places[places == Place.CODES] = Place.CPU
         coded = np.argwhere(has_codes(policy, roles) & (places == Place.CPU))[:num_coded]
@@ -227,7 +240,8 @@ class HeadPlacement:
     def with_hot_rows(
         self, policy: Policy, num_qo_heads: int, *, roles: UInt8Array | None = None
     ) -> HeadPlacement:
-        """The same, but that layers which are not on the GPU keep hot rows there where they may.
+        """The same, but that layers which are not on the GPU keep hot rows there where they may,
+        found by codes where all of their heads have some.
 
         Args:
             roles: of `kv_head_roles`, where they are known.
@@ -236,10 +250,12 @@ class HeadPlacement:
             roles = kv_head_roles(policy, self.num_layers, num_qo_heads, self.num_kv_heads)
         if roles is None:
             return self
-        places = np.where(self.places == Place.GPU, Place.GPU, Place.HOT).astype(np.uint8)
-        hot = may_be_hot(policy, roles, places)
-        whole = (hot | (places == Place.GPU)).all(axis=1, keepdims=True)
-        return HeadPlacement(np.where(whole, places, self.places), self.source)
+        places = self.places
+        for place, may_be in ((Place.HOT, may_be_hot), (Place.FOUND, may_be_found)):
+            tried = np.where(self.places == Place.GPU, Place.GPU, place).astype(np.uint8)
+            able = may_be(policy, roles, tried) | (tried == Place.GPU)
+            places = np.where(able.all(axis=1, keepdims=True), tried, places)
+        return HeadPlacement(places, self.source)
 
     def without_codes(self) -> HeadPlacement:
         """The same, but that the CPU lists for itself."""
@@ -325,6 +341,7 @@ class HeadPlacement:
             (Place.GATHER, "selects no tokens to gather"),
             (Place.CODES, "keeps no codes of its keys"),
             (Place.HOT, "selects no tokens to keep"),
+            (Place.FOUND, "selects no tokens to find"),
         ):
             placed = np.argwhere(self.places == place)
             if len(placed):
@@ -442,6 +459,21 @@ def may_be_hot(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArr
     hot[1:] = ((roles[1:] == SELECT) | reuses) & leaves_none[1:]
     # What is chosen a layer ahead lacks the step's own token: nobody could inherit it.
     return hot & ~awaited_heads(roles, places, shares_selection=policy.shares_selection)
+
+
+def may_be_found(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArray:
+    """[num_layers, num_kv_heads]: heads whose tokens the GPU can choose by codes of their keys.
+
+    Args:
+        places: where the layer's other heads are.
+    """
+    fixed = policy.sink_tokens + policy.recent_tokens
+    if policy.budget_tokens <= fixed or not policy.recent_tokens:
+        return np.zeros(roles.shape, np.bool_)
+    whole = ((places == Place.FOUND) | (places == Place.GPU)).all(axis=1, keepdims=True)
+    awaited = awaited_heads(roles, places, shares_selection=policy.shares_selection)
+    found: BoolArray = has_codes(policy, roles) & whole & ~awaited
+    return found
 
 
 def check_dense_until(policy: Policy) -> None:

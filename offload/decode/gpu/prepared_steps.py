@@ -182,6 +182,7 @@ class PreparedSteps:
                 layers,
                 policy,
                 num_slots=self.num_slots,
+                max_tokens=self.max_tokens,
                 page_tokens=store.page_tokens,
                 dtype=store.dtype,
                 device=device,
@@ -260,6 +261,8 @@ class PreparedSteps:
         """A new one, for steps of so many rows in so many micro-batches."""
         requests = requests_of(self.layers, micro_batch_rows(num_rows, num_micro_batches))
         lists = self.step.lists
+        if all(layer.finds for layer in self.layers if layer.coded):
+            lists = None  # the host needs none of them
         selection = self.step.heads.selection if lists is None else lists.selection
         hot = self.step.resident.hot
         mailbox = Mailbox.allocate(
@@ -276,8 +279,9 @@ class PreparedSteps:
         publishing, listed, is_hot = np.zeros((3, *self.placement.places.shape), bool)
         for layer_idx, layer in enumerate(self.layers):
             publishing[layer_idx, list(layer.publishing)] = True
-            listed[layer_idx, list(layer.coded)] = True
-            is_hot[layer_idx, list(layer.hot)] = True
+            if not layer.finds:
+                listed[layer_idx, list(layer.coded)] = True
+                is_hot[layer_idx, list(layer.hot)] = True
         sink_tokens, recent_tokens = self.window
         coprocessor = Coprocessor(
             self.attention,

@@ -66,9 +66,11 @@ class CodeShape:
         window = (policy.sink_tokens, policy.recent_tokens)
         return cls(model, codes, policy.budget_tokens, window, page_tokens)
 
-    @property
-    def list_tokens(self) -> int:
-        """The most tokens of a list: sinks, candidates, recent tokens."""
+    def list_tokens(self, layers: Sequence[LayerHeads]) -> int:
+        """The most tokens of a list: sinks, candidates, recent tokens; where the GPU attends to what
+        it finds, the budget."""
+        if all(layer.finds for layer in layers if layer.coded):
+            return self.budget_tokens
         return sum(self.window) + self.codes.num_candidates
 
     def page_bytes(self, num_heads: int) -> int:
@@ -103,12 +105,13 @@ class CodeShape:
         model, num_heads = self.model, most_heads(layers, "coded")
         if not num_heads:
             return {}
-        launch = TopKLaunch.default(self.list_tokens, max_tokens)
+        list_tokens = self.list_tokens(layers)
+        launch = TopKLaunch.default(list_tokens, max_tokens)
         heads = (num_heads, model.num_qo_heads, model.group_size)
         # A view for each number of heads with codes: all start with the same memory.
         scratch = CodeQuery.layout(num_rows, *heads, model.head_dim, self.codes.bits)
         return {
-            "selection": ((num_rows, model.num_kv_heads, self.list_tokens), torch.int32),
+            "selection": ((num_rows, model.num_kv_heads, list_tokens), torch.int32),
             "counts": ((num_rows, model.num_kv_heads), torch.int32),
             "rotation": ((model.head_dim, model.head_dim), torch.float32),
             "coded_heads": ((sum(len(layer.coded) for layer in layers),), torch.int32),
@@ -296,25 +299,25 @@ class CodeLists:
         self._rotation = buffers.pop("rotation").copy_(matrix)
         scratch = {field.name: buffers.pop(f"query_{field.name}") for field in fields(CodeQuery)}
         self._scratch = CodeQuery(**scratch)
-        launch = TopKLaunch.default(self._shape.list_tokens, max_tokens)
+        launch = TopKLaunch.default(self.selection.shape[2], max_tokens)
         self._top_k = TopKBuffers(launch, **buffers)
         self._heads = {
             i: torch.tensor(heads, dtype=torch.int32, device=device)
             for i, heads in resident.heads.items()
         }
 
-    def send_candidates(
-        self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox
+    def find(
+        self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox | None = None
     ) -> None:
-        """The candidates of the layer's heads with codes, here and in the mailbox."""
+        """The tokens of the layer's heads whose codes score most, here and in the mailbox."""
         shape, resident, heads = self._shape, self._resident, self._heads[layer_idx]
         lists = TopKLists(
             *shape.window,
-            shape.list_tokens,
+            self.selection.shape[2],
             self.selection[rows],
             self.counts[rows],
-            mailbox.selection[rows],
-            mailbox.counts[rows],
+            None if mailbox is None else mailbox.selection[rows],
+            None if mailbox is None else mailbox.counts[rows],
         )
         top_k_codes(
             b.queries[layer_idx, rows],

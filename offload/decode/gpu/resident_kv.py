@@ -82,8 +82,8 @@ class HostPages:
             return
         known = (addresses.shape[1], int(addresses[self._layers[0], -1]))
         if self._known.get(slot) != known:
-            self._known[slot] = known
             self._tables[:, slot, : known[0]] = addresses[self._layers].to(self._tables.device)
+            self._known[slot] = known  # last: ctrl-C may come between the two
 
     def forget(self, slot: int) -> None:
         self._known.pop(slot, None)

@@ -164,8 +164,13 @@ class DeviceStep:
         self._mark("linear", layer_idx)
         lists = self.lists if placed.coded else None
         if lists is not None:
-            lists.send_candidates(layer_idx, rows, b, link.mailbox)
+            lists.find(layer_idx, rows, b, None if placed.finds else link.mailbox)
             self._mark("candidates", layer_idx)
+        if lists is not None and placed.finds:
+            assert self.resident.hot is not None
+            addresses = self.resident.host_pages.tables[layer_idx]
+            self.resident.hot.fetch_found(layer_idx, rows, b, lists, addresses)
+            self._mark("fetched", layer_idx)
         if placed.host:
             self._join_selection(batch, link)
             link.gpu_sync.request_attention(link.request_of[layer_idx, rows.start])
@@ -230,7 +235,7 @@ class DeviceStep:
 
         The rotation is the same in all layers.
         """
-        if not self._has_hot_rows(layer_idx):
+        if not self._asks_ahead(layer_idx):
             return
         hot, rows, layer = self.resident.hot, batch.rows, self.weights.layers[layer_idx]
         assert hot is not None
@@ -255,7 +260,7 @@ class DeviceStep:
 
     def _fetch_ahead(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """Fetch what a layer's hot rows lack, while the layer above is finished."""
-        if not self._has_hot_rows(layer_idx):
+        if not self._asks_ahead(layer_idx):
             return
         hot, rows, b = self.resident.hot, batch.rows, self.buffers
         assert hot is not None
@@ -264,8 +269,8 @@ class DeviceStep:
             hot.fetch(layer_idx, rows, b, link.mailbox, self.resident.host_pages.tables[layer_idx])
         batch.gathering.append(fetching)
 
-    def _has_hot_rows(self, layer_idx: int) -> bool:
-        return layer_idx < len(self.heads.layers) and bool(self.heads.layers[layer_idx].hot)
+    def _asks_ahead(self, layer_idx: int) -> bool:
+        return layer_idx < len(self.heads.layers) and self.heads.layers[layer_idx].asks_ahead
 
     def _join_selection(self, batch: _MicroBatch, link: HostLink) -> None:
         if batch.selection is not None:

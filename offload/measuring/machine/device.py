@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cpu_ops.decoder_layers import Norm
+from gpu_ops.linear import GpuLinear
 from gpu_ops.rope_publish import rope_publish
 from offload.decode.gpu.linear import DeviceLayer, DeviceWeights, LinearPath, linear_path
 from offload.decode.sampling import TokenChooser
@@ -83,7 +84,7 @@ def measure_device(
         retrieval, top_k = attends.retrieval()
         part(5, "rows of host pages")
         gather = attends.gather()
-        part(6, "layers with work beside them")
+        part(6, "layers with other work")
         linears = bench.layer_calls()
         top_k_beside = attends.top_k_beside(linears)
         gather_beside = attends.gather_beside(linears)
@@ -193,13 +194,13 @@ class _LinearBench(Operands):
             return microseconds(calls * max(1, CALLS // len(calls)), self.device)
 
         layer = weights.layers[0]
-        mlp_bytes = layer.gate_up[0].nbytes + layer.down[0].nbytes
+        mlp_bytes = layer.gate_up.num_bytes + layer.down.num_bytes
         last_us = microseconds([lambda: path.logits(weights, x)] * 4, self.device)
         points = {
-            layer.qkv[0].nbytes: times(lambda layer: path.qkv(layer, x)),
-            layer.o_proj[0].nbytes: times(lambda layer: path.add_attention(layer, x, attended)),
+            layer.qkv.num_bytes: times(lambda layer: path.qkv(layer, x)),
+            layer.o_proj.num_bytes: times(lambda layer: path.add_attention(layer, x, attended)),
             mlp_bytes: times(lambda layer: path.add_mlp(layer, x)),
-            weights.lm_head[0].nbytes: last_us,
+            weights.lm_head.num_bytes: last_us,
         }
         return CostTable.measured(sorted(points.items()))
 
@@ -230,9 +231,9 @@ class _LinearBench(Operands):
     def _weights(self, count: int) -> DeviceWeights:
         shape, hidden = self.shape, self.shape.hidden_size
 
-        def matrix(outputs: int, inputs: int) -> tuple[Tensor, None]:
+        def matrix(outputs: int, inputs: int) -> GpuLinear:
             made = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
-            return made.normal_(0.0, 0.02), None
+            return GpuLinear(made.normal_(0.0, 0.02))
 
         def norm() -> Norm:
             return torch.ones(hidden, dtype=self.dtype, device=self.device), 1e-5

@@ -1,4 +1,4 @@
-"""Times layers of a decode step on a GPU as a step runs them, with work beside them.
+"""Times layers of a decode step on a GPU as a step runs them, with work on other streams.
 
 A kernel that runs beside others takes longer than by itself, and so do the others: fetched rows are
 written to the memory that linear layers read from. How much, only both together can tell. So a

@@ -1,4 +1,4 @@
-"""Measures what a decode step costs beside its kernels, by whole steps as the runtime runs them.
+"""Measures what a decode step costs without its kernels, by whole steps as the runtime runs them.
 
 What Python, launches and the coming and going of threads take depends on what ran just before: a
 call that takes 50 us in a loop takes 200 us after a wait during which every other thread was busy.

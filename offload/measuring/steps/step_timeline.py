@@ -8,8 +8,8 @@ split four ways, which add up to all of it:
     exposed     only the CPU works: the GPU waits for its answer
     handshake   neither works: flags on their way, gaps between kernels
 
-Reading ahead (`warm`) is no work: it fills a wait, and nobody waits for it. What each worker of the
-CPU's pool did stands beside it; `worker_tasks` sums it up.
+Reading ahead (`warm`) is no work: it fills a wait, and nothing waits for it. What each worker of
+the CPU's pool did stands with it; `worker_tasks` sums it up.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def timeline_of(
 
 
 def _ends(ends: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Of each layer, in order."""
+    """End times of each layer, in order."""
     of_layers: dict[int, list[int]] = {}
     for layer, end_ns in ends:
         of_layers.setdefault(layer, []).append(end_ns)

@@ -23,6 +23,7 @@ from offload.measuring.synthetic.one_slab import PAGE_TOKENS, num_pages, one_sla
 from offload.measuring.synthetic.structured_cache import StructuredLayer, structured_layer
 from offload.models.shape import ModelShape
 from offload.policies import Policy
+from offload.policies.estimate import EstimateState
 from offload.policies.layer_state import BuildContext, State
 from offload.policies.state import capacity_for
 from offload.system.memory import format_bytes, host_memory_limit_bytes
@@ -228,7 +229,8 @@ def _store(
 
 
 def _pages_of_sequence(kv_len: int, num_steps: int) -> int:
-    """Of one layer; a fork takes the steps, and has the last page for itself if it is not full."""
+    """Pages of one layer of a sequence and its fork. The fork takes the steps, and has its own last
+    page if that is not full."""
     return num_pages(kv_len + num_steps) + num_pages(kv_len) - kv_len // PAGE_TOKENS
 
 
@@ -270,9 +272,12 @@ def _build(
         pool=pool,
         num_layers=shape.num_layers,
     )
-    if keys.is_cuda and policy.device.builds:
-        finish = policy.device.build(context)
+    estimate = EstimateState(policy, policy.estimate_clusters)
+    estimate.asking = frozenset({layer_idx})
+    estimate.estimating = estimate.asking if policy.estimate_clusters else frozenset()
+    if keys.is_cuda and (policy.device.builds or not policy.state.has_arrays):
+        finish = estimate.build_on_device(context)
         torch.cuda.synchronize(keys.device)
         return finish()
     context = replace(context, keys=keys.cpu(), values=values.cpu(), queries=queries.cpu())
-    return policy.state.build(context)
+    return estimate.build(context)

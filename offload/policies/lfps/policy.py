@@ -18,7 +18,7 @@ log-normal estimate of everything but the sinks. It does not vote in the tables;
 heads are such is not attended: it answers s * (sinks' values) + (1 - s) * (mean value).
 
 What a head looks at moves on by one token a step: having copied a digit, it looks for the next,
-which nobody looked at. So the vertical table names a token together with the `spread` tokens after
+which was not read. So the vertical table names a token together with the `spread` tokens after
 it, as if its scores were spread forward by their maximum. The paper's rule does not, and loses
 what is to be copied.
 

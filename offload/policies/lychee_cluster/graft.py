@@ -216,7 +216,7 @@ def _graft(pointer: Any, ctx: Any, length: int) -> None:
     set_link(index.links, index.high, group, chunk + 1)
     header.num_chunks += 1
     header.indexed_end += length
-    if ctx.unit == 0:  # the heads share the starts, and nobody reads them while tokens are appended
+    if ctx.unit == 0:  # the heads share the starts, and they are not read while tokens are appended
         set_chunk_start(index.blocks, index.offsets, chunk + 1, header.indexed_end)
     ctx.bytes_touched += length * ctx.head_dim * 2 + 8 * ctx.head_dim
 

@@ -283,7 +283,7 @@ class LycheeCluster(SparsePolicy):
 
     @property
     def chosen_tokens(self) -> int:
-        """What is left of the budget beside sinks and the recent window."""
+        """What is left of the budget without sinks and the recent window."""
         return self.budget_tokens - self.sink_tokens - self.recent_tokens
 
     def num_units(self, num_chunks: int) -> int:

@@ -68,7 +68,7 @@ def _write_unit_boxes(ranges: Any, rows: Any, scales: Any, unit_widths: Any) -> 
 
 
 def _directions(rows: npt.NDArray[np.int8]) -> npt.NDArray[np.float32]:
-    """Of the centres of boxes, of unit length: float32 [heads, n, head_dim]."""
+    """Directions of the boxes' centres, of unit length: float32 [heads, n, head_dim]."""
     centres = ((rows & 15 ^ 8) - 8).astype(np.float32)
     norms = np.linalg.norm(centres, axis=-1, keepdims=True)
     directions: npt.NDArray[np.float32] = centres / np.maximum(norms, 1)

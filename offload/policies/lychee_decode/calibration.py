@@ -252,10 +252,9 @@ def keys_of_text(
     Yields:
         what gives a layer's keys [num_kv_heads, num_tokens, head_dim] on that device.
     """
-    num_tokens, weight = len(tokens), lean.lm_head.weight
-    device = weight.device
+    num_tokens, device = len(tokens), lean.lm_head.device
     with (
-        closing(KVStore(**lean.shape.kv_heads, dtype=weight.dtype)) as store,
+        closing(KVStore(**lean.shape.kv_heads, dtype=lean.lm_head.dtype)) as store,
         torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
         without_autocast(device),
     ):
@@ -334,7 +333,7 @@ def reading_progress(
     Yields:
         what is to be called for each layer, so many times.
     """
-    device = lean.lm_head.weight.device
+    device = lean.lm_head.device
     progress = Progress(
         logger,
         title=f"finding {policy}'s {found}",

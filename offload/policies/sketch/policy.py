@@ -1,4 +1,4 @@
-"""Sketch: a code of 1 or 2 bits a dimension beside every key, all of them scored in each step.
+"""Sketch: a code of 1 or 2 bits a dimension for every key, all of them scored in each step.
 
 History is not asked and nothing is grouped, so nothing is missed for being new or for standing
 beside others. The error of one key's score is that of many small ones of either sign; what ranks

@@ -1,7 +1,7 @@
 """Union: the heaviest tokens of what two policies propose.
 
 A policy that looks at history finds what was looked at before and goes on from there; one that
-looks at content finds what nobody has looked at yet. Beside each other each makes up for what the
+looks at content finds what was not read before. Beside each other each makes up for what the
 other cannot see: LFPS alone cannot look up what the prompt did not look at, LycheeCluster alone
 loses single tokens between their neighbours.
 

@@ -46,12 +46,11 @@ class AllOnGPU:
 
     def __init__(self, lean: LeanModel, *, kv_len: int, batch_size: int = 1) -> None:
         shape = lean.shape
-        weight: Any = lean.lm_head.weight
         self._lean = lean
-        self._device, dtype = weight.device, weight.dtype
+        self._device, dtype = lean.lm_head.device, lean.lm_head.dtype
         self._weights = DeviceWeights.of(lean)
         self._linears = linear_path(self._weights, batch_size)
-        self._chooser = TokenChooser(batch_size, weight.shape[0], self._device)
+        self._chooser = TokenChooser(batch_size, lean.lm_head.out_features, self._device)
         generator = torch.Generator(self._device).manual_seed(0)
         cache_shape = (batch_size, 2, shape.num_kv_heads, kv_len, shape.head_dim)
         self.caches = [
@@ -72,7 +71,7 @@ class AllOnGPU:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all sequences."""
+        """Bytes of the KV caches of all sequences."""
         return sum(cache.nbytes for cache in self.caches)
 
     def decode_seconds(self, num_steps: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""transformers as it comes: KV beside the model, or offloaded from a GPU to the host by layers.
+"""transformers as it comes: KV with the model, or offloaded from a GPU to the host by layers.
 
 The cache is filled with random keys and values: nothing here looks at them but dense attention,
 and a prefill of 128K tokens would cost a minute of the lent machine.
@@ -41,7 +41,7 @@ def fill(cache: Cache, stock: Any, *, kv_len: int, batch_size: int) -> None:
 
 
 def cache_bytes(stock: Any, *, kv_len: int, batch_size: int = 1) -> int:
-    """Of what `filled_cache` makes."""
+    """Bytes of the cache that `filled_cache` makes."""
     config = stock.config
     row = config.num_key_value_heads * head_dim_of(config) * stock.dtype.itemsize
     return int(2 * config.num_hidden_layers * batch_size * kv_len * row)

@@ -54,7 +54,7 @@ class Quiz:
 
     @property
     def new_tokens(self) -> int:
-        """Of the answer, with the questions in it."""
+        """Tokens of the answer, which repeats the questions."""
         return MAX_NEW_TOKENS + _QUESTION_TOKENS * (self.num_questions - 1)
 
 

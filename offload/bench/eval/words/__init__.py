@@ -18,7 +18,7 @@ def word_list(name: str) -> list[str]:
 
 
 def all_words() -> list[str]:
-    """Of all kinds, sorted."""
+    """Words of all kinds, sorted."""
     return sorted({word for kind in ("nouns", "adjectives", "verbs") for word in word_list(kind)})
 
 

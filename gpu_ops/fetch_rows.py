@@ -242,12 +242,11 @@ def fetch_rows(
         check_tensor("means", means, (n, 2, num_heads, num_clusters, head_dim), hot.dtype, device)
         if rest_counts is None or rest_means is None or log_counts is None:
             raise ValueError("means need rest_counts, rest_means and log_counts")
-        rest = (n, num_kv_heads, num_clusters + 1)
-        check_reachable("rest_counts", rest_counts, rest, torch.int32, device)
-        rest = (n, num_kv_heads, 2, head_dim)
-        check_reachable("rest_means", rest_means, rest, torch.float32, device)
-        rest = (n, num_kv_heads, num_clusters)
-        check_tensor("log_counts", log_counts, rest, torch.float32, device)
+        rest = (n, num_kv_heads)
+        shape = (*rest, num_clusters + 1)
+        check_reachable("rest_counts", rest_counts, shape, torch.int32, device)
+        check_reachable("rest_means", rest_means, (*rest, 2, head_dim), torch.float32, device)
+        check_tensor("log_counts", log_counts, (*rest, num_clusters), torch.float32, device)
     if not runs_kernel(hot):
         if means is not None:
             assert rest_counts is not None

@@ -1,5 +1,4 @@
-"""Element-wise extremes of runs of keys, and a query's scores that they bound: what `quest` over
-pages and over chunks have in common.
+"""Element-wise extremes of runs of keys, and a query's scores that they bound (`quest`).
 
 The bounds of a KV head are [parts, max_runs, 2 * head_dim / parts] in the cache's dtype: maxima and
 minima of a run in one row, or, where that is too wide for `score_rows`, in one row each.
@@ -114,16 +113,12 @@ def hand_over(ctx: Any, scores_at: Any, starts_at: Any, num_runs: Any) -> None:
 
 @cached_njit()
 def store_bounds(
-    pointer: Any, ctx: Any, state: Any, sizes: Any, run: Any, first: Any, length: Any, longest: Any
+    pointer: Any, ctx: Any, state: Any, sizes: Any, run: Any, first: Any, length: Any
 ) -> None:
-    """Bounds of a run of tokens, the newest of which the step has brought.
-
-    Args:
-        longest: that a run may be.
-    """
+    """Bounds of a run of tokens, the newest of which the step has brought."""
     head_dim, item_bytes, width = ctx.head_dim, sizes.item_bytes, 2 * ctx.head_dim // sizes.parts
     split_at = offset_floats(state.split, ctx.kv_head * 2 * head_dim)
-    keys_at = offset_floats(state.keys, ctx.kv_head * longest * head_dim)
+    keys_at = offset_floats(state.keys, ctx.kv_head * length * head_dim)
     load_keys(pointer, ctx.load_keys, first, length, keys_at)
     keys = view_float32(keys_at, length * head_dim)
     page_bounds(keys, length, head_dim, view_float32(split_at, 2 * head_dim))
@@ -150,14 +145,11 @@ def bounds_of(rows: Tensor) -> npt.NDArray[Any]:
     return as_numpy(rows.view(num_kv_heads, num_runs, parts, both // parts).transpose(1, 2))
 
 
-def bounds_arrays(
-    bounds: npt.NDArray[Any], max_runs: int, longest: int, numbers: list[int]
-) -> State:
+def bounds_arrays(bounds: npt.NDArray[Any], max_runs: int, longest: int) -> State:
     """The arrays of BOUNDS, and "sizes", with room for `max_runs` runs of at most `longest` tokens.
 
     Args:
         bounds: [num_kv_heads, parts, num_runs, width] of those that there are.
-        numbers: of the policy, which `sizes` has before BOUNDS_SIZES.
     """
     num_kv_heads, parts, num_runs, width = bounds.shape
     room = np.zeros((num_kv_heads, parts, max_runs, width), bounds.dtype)
@@ -165,7 +157,7 @@ def bounds_arrays(
     head_dim = parts * width // 2
     return {
         "bounds": room,
-        "sizes": np.array([*numbers, max_runs, parts, bounds.itemsize], np.int32),
+        "sizes": np.array([max_runs, parts, bounds.itemsize], np.int32),
         "split": np.zeros((num_kv_heads, 2 * head_dim), np.float32),
         "scores": np.zeros((num_kv_heads, 2, max_runs), np.float32),
         "chosen": np.zeros((num_kv_heads, max_runs), np.int32),

@@ -13,11 +13,6 @@ more than all of them with 2 % of the tokens.
 
 Pages begin after the sink tokens, so that a sink's large key does not lift its page. Bounds take a
 sixteenth of the bytes of keys and values.
-
-With chunks=True the runs of tokens that share bounds are structure-aware chunks, not pages, as in
-LycheeCluster's pilot study (arXiv 2603.08453, section 3.1). They end where the text does (see
-`lychee_cluster.chunks`), between half a page and one and a half of them, so that they are about as
-long as pages.
 """
 
 from __future__ import annotations
@@ -42,7 +37,6 @@ from offload.policies.callback import (
     top_k,
     view_float32,
     view_int32,
-    view_uint8,
 )
 from offload.policies.compiled import cached_njit
 from offload.policies.device_build import to_host
@@ -61,19 +55,17 @@ from offload.policies.key_bounds import (
 )
 from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
 from offload.policies.layouts import NumberLayout, StateLayout, reader
-from offload.policies.lychee_cluster.chunks import chunk_length, cut_chunks
 from offload.policies.revised import Revised
 
 STATE = StateLayout(
     **BOUNDS,
     runs=np.int32,  # [num_kv_heads] that have bounds
-    # [1 or num_kv_heads, max_runs + 1]: first tokens, then where the last one ends.
-    starts=np.int32,
-    sizes=np.int32,  # SIZES
+    starts=np.int32,  # [1, max_runs + 1]: first tokens, then where the last one ends
+    sizes=np.int32,  # BOUNDS_SIZES
 )
-SIZES = ("starts_stride", *BOUNDS_SIZES)  # 0: all heads have the same starts
-NUMBERS = NumberLayout("min_tokens", "max_tokens")
-read_state, read_sizes, read_numbers = STATE.read, reader(SIZES, np.int32), NUMBERS.read
+NUMBERS = NumberLayout("page_tokens")
+read_state, read_numbers = STATE.read, NUMBERS.read
+read_sizes = reader(BOUNDS_SIZES, np.int32)
 
 
 @cached_njit()
@@ -124,8 +116,7 @@ def select(pointer: Any) -> int:
     ctx = read_context(pointer)
     state, numbers = read_state(ctx.arrays), read_numbers(ctx.parameters)
     sizes = read_sizes(state.sizes)
-    starts_at = offset_floats(state.starts, ctx.kv_head * sizes.starts_stride)
-    starts = view_int32(starts_at, sizes.max_runs + 1)
+    starts = view_int32(state.starts, sizes.max_runs + 1)
 
     # Rows of one step see only what there was before them.
     whole = view_int32(state.runs, ctx.kv_head + 1)[ctx.kv_head]
@@ -141,10 +132,10 @@ def select(pointer: Any) -> int:
     count: int = 0
     if budget > 0 and num_runs > 0:
         scores_at = score_bounds(pointer, ctx, state, sizes, num_runs)
-        hand_over(ctx, scores_at, starts_at, num_runs)
+        hand_over(ctx, scores_at, state.starts, num_runs)
         chosen_at = offset_floats(state.chosen, ctx.kv_head * sizes.max_runs)
-        # All but the last run, which the recent window may cut, have min_tokens.
-        wanted = min(budget // int(numbers.min_tokens) + 2, num_runs)
+        # All but the last run, which the recent window may cut, are whole.
+        wanted = min(budget // int(numbers.page_tokens) + 2, num_runs)
         chosen = top_k(pointer, ctx.top_k, scores_at, num_runs, wanted, chosen_at)
         if chosen < 0:
             return -1
@@ -157,57 +148,29 @@ def select(pointer: Any) -> int:
 
 @callback
 def append(pointer: Any) -> None:
-    """Bounds of the runs that the newest token completes: one in about `page_tokens` steps."""
+    """Bounds of the runs that the newest token completes: one in `page_tokens` steps."""
     ctx = read_context(pointer)
     state, numbers = read_state(ctx.arrays), read_numbers(ctx.parameters)
     sizes = read_sizes(state.sizes)
-    shortest, longest = int(numbers.min_tokens), int(numbers.max_tokens)
-    starts_at = offset_floats(state.starts, ctx.kv_head * sizes.starts_stride)
-    starts = view_int32(starts_at, sizes.max_runs + 1)
+    page_tokens = int(numbers.page_tokens)
+    starts = view_int32(state.starts, sizes.max_runs + 1)
     runs = view_int32(state.runs, ctx.kv_head + 1)
     run = runs[ctx.kv_head]
-    marks = view_uint8(ctx.text_marks, ctx.kv_len if ctx.text_marks != 0 else 0)
-    while starts[run] + longest <= ctx.kv_len and run < sizes.max_runs:
-        first = starts[run]
-        length = chunk_length(marks, first, ctx.kv_len, shortest, longest)
-        store_bounds(pointer, ctx, state, sizes, run, first, length, longest)
+    while starts[run] + page_tokens <= ctx.kv_len and run < sizes.max_runs:
+        store_bounds(pointer, ctx, state, sizes, run, starts[run], page_tokens)
         run += 1
-        starts[run] = first + length
     runs[ctx.kv_head] = run
 
 
 class BoundsState(LayerState):
-    """Bounds of pages or chunks."""
+    """Bounds of pages."""
 
     layout = STATE
     policy: Quest
 
-    def __init__(self, policy: Quest) -> None:
-        super().__init__(policy)
-        self.reads_text = policy.chunks
-
     def build(self, context: BuildContext) -> State:
-        """Bounds of all runs after the sinks that no later token could cut otherwise."""
-        policy, keys = self.policy, context.keys
-        if not policy.chunks:
-            return self.arrays_of_pages(self.page_bounds(keys), context.capacity_tokens)
-        starts = cut_chunks(
-            context.text_marks,
-            policy.sink_tokens,
-            keys.shape[1],
-            policy.min_tokens,
-            policy.max_tokens,
-        )
-        bounds = torch.empty(len(keys), len(starts) - 1, 2 * keys.shape[2], dtype=keys.dtype)
-        lengths = np.diff(starts)
-        for length in np.unique(lengths).tolist():
-            of_length = np.flatnonzero(lengths == length)
-            tokens = torch.from_numpy(starts[of_length][:, None] + np.arange(length))
-            # [num_kv_heads, chunks, length, head_dim]
-            bounds[:, torch.from_numpy(of_length)] = _extremes(keys[:, tokens])
-        heads = np.tile(starts.astype(np.int32), (len(keys), 1))
-        runs = np.full(len(keys), len(starts) - 1, np.int32)
-        return self._arrays(bounds_of(bounds), heads, runs, context.capacity_tokens)
+        """Bounds of all whole pages after the sinks."""
+        return self.arrays_of_pages(self.page_bounds(context.keys), context.capacity_tokens)
 
     def page_bounds(self, keys: Tensor) -> Tensor:
         """[num_kv_heads, num_pages, 2 * head_dim]: maxima, then minima, of all whole pages."""
@@ -218,76 +181,55 @@ class BoundsState(LayerState):
 
     def arrays_of_pages(self, rows: Tensor, capacity_tokens: int) -> State:
         num_kv_heads, num_pages, _ = rows.shape
-        starts = np.full((1, 1), self.policy.sink_tokens, np.int32)
         runs = np.full(num_kv_heads, num_pages, np.int32)
-        return self._arrays(bounds_of(rows), starts, runs, capacity_tokens)
+        return self._arrays(bounds_of(rows), runs, capacity_tokens)
 
     def _arrays(
-        self,
-        bounds: npt.NDArray[Any],
-        starts: npt.NDArray[np.int32],
-        runs: npt.NDArray[np.int32],
-        capacity_tokens: int,
+        self, bounds: npt.NDArray[Any], runs: npt.NDArray[np.int32], capacity_tokens: int
     ) -> State:
         """All arrays, for these bounds [num_kv_heads, parts, runs, width] and more."""
         policy = self.policy
         max_runs = max(bounds.shape[2], self._max_runs(capacity_tokens))
-        all_starts = np.zeros((len(starts), max_runs + 1), np.int32)
-        if policy.chunks:
-            all_starts[:, : starts.shape[1]] = starts
-        else:
-            all_starts += policy.sink_tokens + policy.page_tokens * np.arange(
-                max_runs + 1, dtype=np.int32
-            )
-        stride = max_runs + 1 if policy.chunks else 0
-        arrays = bounds_arrays(bounds, max_runs, policy.max_tokens, [stride])
-        return arrays | {"runs": runs, "starts": all_starts}
+        pages = np.arange(max_runs + 1, dtype=np.int32)
+        starts = policy.sink_tokens + policy.page_tokens * pages[None]
+        arrays = bounds_arrays(bounds, max_runs, policy.page_tokens)
+        return arrays | {"runs": runs, "starts": starts}
 
     def num_bytes(self, shape: StateShape) -> int:
         max_runs = self._max_runs(shape.capacity_tokens)
-        shared = bounds_bytes(shape, max_runs, self.policy.max_tokens)
-        heads = shape.num_kv_heads if self.policy.chunks else 1
-        return shared + 4 * shape.num_kv_heads + 4 * heads * (max_runs + 1) + 4 * len(SIZES)
+        shared = bounds_bytes(shape, max_runs, self.policy.page_tokens)
+        return shared + 4 * shape.num_kv_heads + 4 * (max_runs + 1) + 4 * len(BOUNDS_SIZES)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int, pool: WorkerPool) -> State:
         """The same bounds with room for `capacity_tokens` tokens."""
-        runs = arrays["runs"].copy()
-        return self._arrays(arrays["bounds"], arrays["starts"], runs, capacity_tokens)
+        return self._arrays(arrays["bounds"], arrays["runs"].copy(), capacity_tokens)
 
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
-        """Runs that other tokens could end otherwise lose their bounds; `append` makes new ones."""
-        known = arrays["starts"][:, :-1] + self.policy.max_tokens <= kv_len
-        for head, count in enumerate(arrays["runs"].tolist()):
-            arrays["runs"][head] = known[head % len(known), :count].sum()
+        """Pages that are no longer whole lose their bounds; `append` makes new ones."""
+        np.minimum(arrays["runs"], self._whole_pages(kv_len), out=arrays["runs"])
         return True
 
     rewind = truncate  # bounds say nothing of steps
 
     def revise(self, layer_idx: int, arrays: State, revised: Revised) -> bool:
-        """Bounds of the runs that have such tokens: chunks end where they did, and all pages that
-        are whole now have some."""
+        """Bounds of the pages that have such tokens; all pages that are whole now have some."""
         policy, runs = self.policy, arrays["runs"]
-        if not policy.chunks:
-            whole = max(0, revised.kv_len - policy.sink_tokens) // policy.page_tokens
-            runs[:] = min(whole, arrays["bounds"].shape[2])
+        runs[:] = min(self._whole_pages(revised.kv_len), arrays["bounds"].shape[2])
         starts, num_runs = arrays["starts"][0], int(runs[0])
         run = int(np.searchsorted(starts[1 : num_runs + 1], revised.first, side="right"))
         if run == num_runs:
             return True
         begin = int(starts[run])
-        keys = revised.load_keys(begin)
-        if not policy.chunks:
-            keys = keys[:, : int(starts[num_runs]) - begin]
-            pages = keys.reshape(len(keys), num_runs - run, policy.page_tokens, -1)
-            arrays["bounds"][:, :, run:num_runs] = bounds_of(_extremes(pages))
-            return True
-        for i in range(run, num_runs):
-            of_run = keys[:, None, starts[i] - begin : starts[i + 1] - begin]
-            arrays["bounds"][:, :, i] = bounds_of(_extremes(of_run))[:, :, 0]
+        keys = revised.load_keys(begin)[:, : int(starts[num_runs]) - begin]
+        pages = keys.reshape(len(keys), num_runs - run, policy.page_tokens, -1)
+        arrays["bounds"][:, :, run:num_runs] = bounds_of(_extremes(pages))
         return True
 
+    def _whole_pages(self, kv_len: int) -> int:
+        return max(0, kv_len - self.policy.sink_tokens) // self.policy.page_tokens
+
     def _max_runs(self, capacity_tokens: int) -> int:
-        return max(1, max(0, capacity_tokens - self.policy.sink_tokens) // self.policy.min_tokens)
+        return max(1, self._whole_pages(capacity_tokens))
 
 
 class PageDevice(DeviceSupport):
@@ -312,8 +254,6 @@ class Quest(BlockPolicy):
 
     Args:
         page_tokens: tokens that share a bound.
-        chunks: bounds of chunks that end where the text does, of about as many tokens, instead of
-            pages.
     """
 
     name: ClassVar[str] = "quest"
@@ -321,10 +261,9 @@ class Quest(BlockPolicy):
     append: ClassVar[Callback | None] = append
     number_layout: ClassVar[NumberLayout | None] = NUMBERS
     state = cached_property(BoundsState)
-    device = cached_property(lambda self: (DeviceSupport if self.chunks else PageDevice)(self))
+    device = cached_property(PageDevice)
 
     page_tokens: int = 16
-    chunks: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -332,18 +271,6 @@ class Quest(BlockPolicy):
             raise ValueError(f"page_tokens must be an int, got {self.page_tokens!r}")
         if self.page_tokens < 1:
             raise ValueError(f"page_tokens must be at least 1, got {self.page_tokens}")
-        if not isinstance(self.chunks, bool):
-            raise ValueError(f"chunks must be true or false, got {self.chunks!r}")
-
-    @property
-    def min_tokens(self) -> int:
-        """The fewest tokens of a run."""
-        return max(1, self.page_tokens // 2) if self.chunks else self.page_tokens
-
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens of a run."""
-        return 2 * self.page_tokens - self.min_tokens
 
     def block_scores(
         self, arrays: State, queries: Tensor, sm_scale: float

@@ -242,5 +242,5 @@ def test_labels_have_what_is_not_the_default() -> None:
     policy = make_policy("exact_topk", budget_tokens=100, recent_tokens=8)
     assert policy_label(policy) == "exact_topk recent_tokens=8"
     tidal = TidalDecode(Quest(budget_tokens=100, page_tokens=32))
-    assert policy_label(tidal) == "tidal_decode inner=quest page_tokens=32 chunks=False"
+    assert policy_label(tidal) == "tidal_decode inner=quest page_tokens=32"
     assert policy_options(tidal)["budget_tokens"] == 100

@@ -267,9 +267,8 @@ def test_more_of_the_attention_is_never_fewer_tokens(calibrate, budget, pool):
     assert grew > len(shares)
 
 
-@pytest.mark.parametrize("chunks", [False, True])
-def test_all_of_the_attention_is_quest(chunks, pool):
-    quest = Quest(**OPTIONS, chunks=chunks)
+def test_all_of_the_attention_is_quest(pool):
+    quest = Quest(**OPTIONS)
     ours, alone = (world_of(policy, pool) for policy in (HardKV(quest, 1.0), quest))
     given = ours.random_step(new_rng())
     (out, chosen), (expected, selected) = ours.decode(given), alone.decode(given)
@@ -278,10 +277,9 @@ def test_all_of_the_attention_is_quest(chunks, pool):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("chunks", [False, True])
-def test_of_what_quest_selects(chunks, dtype, pool):
+def test_of_what_quest_selects(dtype, pool):
     """Also after tokens were taken back."""
-    quest = Quest(**OPTIONS, chunks=chunks)
+    quest = Quest(**OPTIONS)
     policy = HardKV(quest, 0.7, calibrate="tokens")
     ours, alone = (world_of(x, pool, dtype, KV_LENS[:1]) for x in (policy, quest))
     rng, dropped = new_rng(), 0
@@ -302,25 +300,24 @@ def test_of_what_quest_selects(chunks, dtype, pool):
 
 
 def test_what_blocks_are_ranked_by_is_what_a_step_ranks_by(pool):
-    for chunks in (False, True):
-        world = world_of(Quest(**OPTIONS, chunks=chunks), pool)
-        world.decode(world.random_step(new_rng()))
-        given = world.random_step(new_rng())
-        ranks = world.attention.policy.members[0]
-        for row, seq in enumerate(world.seqs):
-            before = world.attention.states.ensure(seq, world.store.kv_len(seq)).copy()
-            world_query = given[0][:, row].view(SHAPE.num_layers, SHAPE.num_qo_heads, 1, -1)
-            arrays = before.layers[1]
-            scores, starts = ranks.block_scores(arrays, world_query[1], world.attention.sm_scale)
-            assert scores.shape == (SHAPE.num_kv_heads, 1, len(starts) - 1)
-            assert starts[0] == FIRST
-            assert (np.diff(starts) > 0).all()
-        world.decode(given)  # row 1 is the last
-        after = world.attention.states.arrays_of(world.seqs[1]).layers[1]
-        count = scores.shape[2] - LAST // 4 - 1
-        np.testing.assert_allclose(
-            after["scores"][:, 0, :count], scores[:, 0, :count].numpy(), rtol=1e-4, atol=1e-4
-        )
+    world = world_of(Quest(**OPTIONS), pool)
+    world.decode(world.random_step(new_rng()))
+    given = world.random_step(new_rng())
+    ranks = world.attention.policy.members[0]
+    for row, seq in enumerate(world.seqs):
+        before = world.attention.states.ensure(seq, world.store.kv_len(seq)).copy()
+        world_query = given[0][:, row].view(SHAPE.num_layers, SHAPE.num_qo_heads, 1, -1)
+        arrays = before.layers[1]
+        scores, starts = ranks.block_scores(arrays, world_query[1], world.attention.sm_scale)
+        assert scores.shape == (SHAPE.num_kv_heads, 1, len(starts) - 1)
+        assert starts[0] == FIRST
+        assert (np.diff(starts) > 0).all()
+    world.decode(given)  # row 1 is the last
+    after = world.attention.states.arrays_of(world.seqs[1]).layers[1]
+    count = scores.shape[2] - LAST // 4 - 1
+    np.testing.assert_allclose(
+        after["scores"][:, 0, :count], scores[:, 0, :count].numpy(), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_counts_for_queries_after_the_window_are_those_of_exact_top_p():
@@ -380,18 +377,15 @@ def test_calibrations_have_names():
         make_policy("hard_kv", inner="quest", calibrate="mas")
 
 
-@pytest.mark.parametrize("chunks", [False, True])
-def test_its_arrays_take_what_is_said(chunks, pool):
-    policy = HardKV(Quest(**OPTIONS, chunks=chunks), 0.8)
+def test_its_arrays_take_what_is_said(pool):
+    policy = HardKV(Quest(**OPTIONS), 0.8)
     world = world_of(policy, pool)
     world.decode(world.random_step(new_rng()))
     for seq in world.seqs:
         arrays = world.attention.states.arrays_of(seq)
         shape = StateShape(SHAPE.num_qo_heads, 2, 32, 4, arrays.capacity_tokens)
         made = sum(array.nbytes for array in arrays.layers[1].values())
-        assert 0 < made <= policy.state.num_bytes(shape)
-        if not chunks:  # whose number depends on the text
-            assert made == policy.state.num_bytes(shape)
+        assert made == policy.state.num_bytes(shape)
 
 
 def test_what_ranks_blocks_by_more_than_its_arrays_is_refused():

@@ -57,19 +57,15 @@ def decode(worlds: list[World], num_steps: int) -> list[list[tuple[Any, Any]]]:
 @pytest.mark.parametrize(
     ("rest", "retrieval"),
     combinations(
-        ["lfps", "lychee_cluster", "quest", "quest of chunks", "exact_topk", "union", None],
+        ["lfps", "lychee_cluster", "quest", "exact_topk", "union", None],
         ["full", "exact_topk"],
     ),
 )
 def test_heads_of_one_kind(rest, retrieval, pool):
     """Without retrieval heads it is the rest, and without others (None) the retrieval."""
-    name, _, of_chunks = (rest or retrieval).partition(" ")
-    options: dict[str, Any] = {"chunks": True} if of_chunks else {}
-    alone = (
-        Full() if name == "full" else make_policy(name, **SMALL | {"dense_layers": 0}, **options)
-    )
-    if rest is not None:
-        options["rest"] = name
+    name = rest or retrieval
+    alone = Full() if name == "full" else make_policy(name, **SMALL | {"dense_layers": 0})
+    options: dict[str, Any] = {} if rest is None else {"rest": name}
     retrieves = np.full((3, 4), rest is None)
     ours = per_head(retrieves, retrieval=retrieval, dense_layers=0, **options)
     for (out, chosen), (expected, selections) in decode(worlds([ours, alone], pool), 5):

@@ -49,7 +49,7 @@ def structured(
 
         offload eval structured --context 2048 --samples 5
 
-        offload eval structured --tasks json --policy quest --option quest.chunks=false,true
+        offload eval structured --tasks json --policy quest,lychee_cluster
 
         offload eval structured --budget-tokens 256,512 --resume structured.jsonl -o md
     """

@@ -3,9 +3,10 @@
 While layer l is projected, the query of layer l + 1 is predicted from the same input, by the next
 layer's own norm and projection. The host chooses by it, and says which rows are missing; the GPU
 fetches these beside the rest of layer l, and then attends to all that it holds of the head, with
-the true query: what was chosen now, and what was in the last steps. Where the policy estimates the rest
-(`offload/policies/estimate.py`), the means of its clusters are here, too, from when a sequence is
-bound: in each step the host tells how many tokens they stand for, and the means that have changed.
+the true query: what was chosen now, and what was in the last steps. Where the policy estimates the
+rest (`offload/policies/estimate.py`), the means of its clusters are here, too, from when a sequence
+is bound: in each step the host tells how many tokens they stand for, and the means that have
+changed.
 
 Heads whose keys have codes on the GPU need no host: it finds their tokens by the true query, and
 keeps the map of what is hot (`gpu_ops/choose_places.py`). Tokens that leave the window since a
@@ -233,10 +234,7 @@ class HotRows:
     ) -> None:
         """What is missing of a layer's lists, which have just been made."""
         assert self.found is not None
-        windows = {
-            "sink_tokens": self._policy.sink_tokens,
-            "recent_tokens": self._policy.recent_tokens,
-        }
+        sink_tokens, recent_tokens = self._policy.sink_tokens, self._policy.recent_tokens
         heads, positions = self._heads[layer_idx], b.positions[rows]
         choose_places(
             lists.selection[rows],
@@ -245,7 +243,8 @@ class HotRows:
             heads,
             self.found.rows(rows),
             first_head=self._first_found[layer_idx],
-            **windows,
+            sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens,
             victims=self._victims[rows],
             fetches=self._fetches[rows],
             hot_counts=self._hot_counts[rows],
@@ -258,7 +257,8 @@ class HotRows:
             positions,
             heads,
             page_tokens=self._page_tokens,
-            **windows,
+            sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens,
             hot=self.rows[layer_idx][rows],
             counts=self._counts[rows],
         )

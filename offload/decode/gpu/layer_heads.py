@@ -2,9 +2,9 @@
 
 Four ways: the CPU attends to rows of the host's pages; the GPU attends to all tokens of a head
 whose KV it keeps; the GPU fetches the rows that a head above published, and attends to those; the
-GPU keeps a set of rows, which the CPU chooses a layer ahead or it finds itself. A head that stays on the GPU and
-retrieves publishes its selection there. For heads of the CPU whose keys have codes on the GPU it
-lists candidates (`placement.Place`).
+GPU keeps a set of rows, which the CPU chooses a layer ahead or it finds itself. A head that stays
+on the GPU and retrieves publishes its selection there. For heads of the CPU whose keys have codes
+on the GPU it lists candidates (`placement.Place`).
 """
 
 from __future__ import annotations

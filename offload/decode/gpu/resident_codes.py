@@ -67,8 +67,8 @@ class CodeShape:
         return cls(model, codes, policy.budget_tokens, window, page_tokens)
 
     def list_tokens(self, layers: Sequence[LayerHeads]) -> int:
-        """The most tokens of a list: sinks, candidates, recent tokens; where the GPU attends to what
-        it finds, the budget."""
+        """The most tokens of a list: sinks, candidates, recent tokens; where the GPU attends to
+        what it finds, the budget."""
         if all(layer.finds for layer in layers if layer.coded):
             return self.budget_tokens
         return sum(self.window) + self.codes.num_candidates

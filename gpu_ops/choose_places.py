@@ -169,6 +169,8 @@ def choose_places_kernel(
         left -= tl.load(hot_in + c, mask=inside, other=0, cache_modifier=".cg")
         logs = tl.log2(tl.maximum(left, 1).to(tl.float32))
         logs = tl.where(left > 0, logs, float("-inf"))
+        # Where there is no list the output shows it.
+        logs = tl.where(tl.load(counts + at) < 0, float("nan"), logs)
         tl.store(log_counts + at * NUM_CLUSTERS + c, logs, mask=c < NUM_CLUSTERS)
 
 
@@ -191,7 +193,8 @@ def choose_places(
 
     Args:
         selection, counts: int32 [n, num_kv_heads, list_tokens] and [n, num_kv_heads], as
-            `TopKLists` has them. Of sinks and recent tokens no rows are hot.
+            `TopKLists` has them. Of sinks and recent tokens no rows are hot. Where a list could
+            not be made, log_counts are NaN.
         positions: int64 [n], each row's last token; -1 for an inactive row.
         heads: int32 [num_heads], of a layer, whose first is `first_head` of the map's.
         hot_map: of n slots; changed.
@@ -227,6 +230,11 @@ def choose_places(
         raise ValueError(
             f"first_head must be in [0, {num_mapped - num_heads}] for {num_heads} of {num_mapped} "
             f"heads, got {first_head}"
+        )
+    if list_tokens - sink_tokens - recent_tokens > fetch_tokens:
+        raise ValueError(
+            f"lists of {list_tokens} tokens, {sink_tokens} sinks and {recent_tokens} recent ones "
+            f"among them, must be of at most {fetch_tokens} others"
         )
     if capacity < 2 * fetch_tokens or capacity > torch.iinfo(torch.int16).max:
         raise ValueError(
@@ -315,3 +323,5 @@ def choose_places_reference(
                 hot_map.hot_counts[at] = in_use.int()
                 left = hot_map.cluster_counts[at] - in_use
                 log_counts[row, head] = left.clamp_min(0).float().log2()
+                if int(counts[row, head]) < 0:
+                    log_counts[row, head] = float("nan")

@@ -351,7 +351,8 @@ def gathered_attention_reference(
             group = slice(kv_head * group_size, (kv_head + 1) * group_size)
             q = query[row].view(-1, head_dim)[group]
             before, before_out = lse[row, group], out[row].view(-1, head_dim)[group]
-            before_out.masked_fill_((before == float("-inf"))[:, None], 0.0)
+            if num_tokens or means is not None:
+                before_out.masked_fill_((before == float("-inf"))[:, None], 0.0)
             if num_tokens:
                 kv = gathered[row, :, slot : slot + 1, :num_tokens]
                 merge_parts_reference(

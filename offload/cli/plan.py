@@ -128,7 +128,8 @@ def plan(
 
     In the map of heads, one column per layer: [bold]G[/bold] keeps all of its KV on the GPU,
     [bold]g[/bold] has its selected rows fetched over PCIe, [bold]h[/bold] keeps hot rows there,
-    [bold].[/bold] is attended by the CPU.
+    [bold]f[/bold] keeps those that the GPU finds by codes, [bold]c[/bold] is attended by the CPU
+    with codes on the GPU, [bold].[/bold] by the CPU alone.
 
     [bold]Examples[/bold]
 

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from offload.decode.gpu.hot_rows import HOT_BUDGETS
 from offload.decode.gpu.placement import (
+    HOT_BUDGETS,
     BoolArray,
     HeadPlacement,
     Place,

@@ -107,6 +107,31 @@ def _centres(keys: Tensor, num_clusters: int) -> Tensor:
     return centres
 
 
+def join_clusters(arrays: State, keys: Tensor, values: Tensor) -> None:
+    """Tokens from the first that is in no cluster on, [num_kv_heads, n, head_dim], join those whose
+    mean key is nearest now, all at once."""
+    header, counts = arrays["estimate_header"], torch.from_numpy(arrays["estimate_counts"])
+    first, dim = int(header["end"][0]), keys.shape[2]
+    means = torch.from_numpy(arrays["estimate_keys"])
+    inverse = torch.from_numpy(arrays["estimate_inverse_norms"])
+    rows = torch.cat([keys, values, torch.ones_like(keys[..., :1])], dim=-1).float()
+    cosines = torch.bmm(rows[..., :dim], means.mT) * inverse[:, None]
+    nearest = cosines.masked_fill((counts == 0)[:, None], float("-inf")).argmax(-1)
+    is_member = torch.nn.functional.one_hot(nearest, counts.shape[1]).to(torch.float32)
+    sums = torch.bmm(is_member.mT, rows)
+    before = counts[..., None].to(torch.float32)
+    counts += sums[..., -1].int()
+    share = 1.0 / counts[..., None].clamp_min(1).to(torch.float32)
+    for name, part in (("keys", sums[..., :dim]), ("values", sums[..., dim:-1])):
+        held = torch.from_numpy(arrays[f"estimate_{name}"])
+        held.copy_((held * before + part) * share)
+    norms = means.norm(dim=-1)
+    inverse.copy_(torch.where(norms > 0.0, 1.0 / norms.clamp_min(1e-30), 0.0))
+    last = first + keys.shape[1]
+    arrays["estimate_cluster_of"][:, first:last] = nearest.numpy().astype(np.uint8)
+    header["end"], header["taken"] = last, 0
+
+
 class EstimateState(LayerState):
     """What a policy keeps of a layer, and behind it the clusters of the rest.
 

@@ -257,7 +257,7 @@ def test_codes_go_before_heads(tiny_folders, caplog):
     assert decoder.placement.places[1, 1] == Place.GPU
     assert decoder.placement == HeadPlacement(places).without_codes()
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.endswith("While sequences need so much, it has no codes of keys")
+    assert warning.endswith("While sequences need so much, lists are made without codes")
     greedy(model, random_tokens(1, 60), 20)  # which needs less
     assert decoder.placement == HeadPlacement(places)
 

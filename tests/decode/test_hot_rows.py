@@ -107,16 +107,39 @@ def check_clusters(model: Any, index: int, slot: Any) -> None:
     arrays = states_of(model).arrays_of(slot.seq)
     for layer_idx, means in hot._means.items():
         of_layer, heads = arrays.layers[layer_idx], layers[layer_idx].hot
+        if hot.found is not None:
+            if decoder_of(model)._in_turn is not None:
+                return  # the next step may have begun
+            check_found_clusters(hot, index, layer_idx, slot.kv_len)
+            continue
         for side, name in enumerate(("estimate_keys", "estimate_values")):
             held = torch.from_numpy(of_layer[name])[list(heads)]
             assert torch.equal(means[index, side].cpu(), held.to(means.dtype))
-    for head in heads:
+    for head in heads if hot.found is None else ():
         left = of_layer["estimate_cluster_of"][head].copy()
         left[pairs_of(hot, index, layer_idx, head)[0]] = 255
         counts = np.bincount(left, minlength=256)[: means.shape[3]]
         counts[of_layer["estimate_counts"][head] == 0] = 0
         logs = torch.from_numpy(counts).float().log2()
         assert torch.allclose(hot._log_counts[index, head].cpu(), logs)
+
+
+def check_found_clusters(hot: Any, index: int, layer_idx: int, kv_len: int) -> None:
+    """Every token before the window is in a cluster but for that of the first step, which left it
+    while the prompt was read; counts are those of what is left."""
+    for i, head in enumerate(hot._heads[layer_idx].tolist()):
+        at = (index, hot._first_found[layer_idx] + i)
+        cluster_of, counts = hot.found.cluster_of[at].cpu(), hot.found.cluster_counts[at].cpu()
+        assert torch.equal(torch.bincount(cluster_of, minlength=256)[: len(counts)].int(), counts)
+        assert int((cluster_of[4 : kv_len - 15] == 255).sum()) <= 1
+        in_window = cluster_of[kv_len - 16] if kv_len > 20 else 255
+        hot_tokens = pairs_of(hot, index, layer_idx, head)[0]
+        left = counts - torch.bincount(cluster_of[hot_tokens], minlength=256)[: len(counts)]
+        if in_window < len(counts):  # it has joined since the counts were told
+            left[in_window] -= 1
+        assert layer_idx != max(hot._means) or torch.allclose(
+            hot._log_counts[index, head].cpu(), left.float().log2()
+        )
 
 
 def check_each_step(model: Any) -> list[int]:

@@ -28,6 +28,7 @@ from offload.policies.estimate import (
     EstimateState,
     cluster_keys,
     estimate_bytes,
+    join_clusters,
 )
 from offload.policies.layer_state import StateShape
 from offload.policies.registry import available_policies, make_policy
@@ -310,3 +311,28 @@ def test_saved_and_forked(pool):
     other = cache.store.new_sequence()
     states.restore(other, states.save(cache.seq))
     assert_same_arrays(arrays_of(attention, other), arrays_of(attention, cache.seq))
+
+
+def test_tokens_join_all_at_once():
+    """Those of a sequence that the GPU has decoded: nearest clusters of before, then all means."""
+    rng = new_rng()
+    keys, values = (torch.from_numpy(rng.standard_normal((2, 90, 64))).float() for _ in range(2))
+    policy = small("exact_topk")
+    state = EstimateState(policy, 8)
+    state.estimating = frozenset({1})
+    context = build_context(keys[:, :60], values=values[:, :60], capacity_tokens=128)
+    arrays = state.build(context)
+    end = int(arrays["estimate_header"]["end"][0])
+    means = arrays["estimate_keys"].copy()
+    join_clusters(arrays, keys[:, end:80], values[:, end:80])
+    assert (arrays["estimate_header"]["end"] == 80).all()
+    for head in range(2):
+        cosine = keys[head, end:80].numpy() @ means[head].T / np.linalg.norm(means[head], axis=-1)
+        found = arrays["estimate_cluster_of"][head]
+        assert (found[end:80] == cosine.argmax(-1)).all()
+        for cluster in range(8):
+            members = np.flatnonzero(found[:80] == cluster)
+            assert arrays["estimate_counts"][head, cluster] == len(members)
+            for name, x in (("keys", keys), ("values", values)):
+                mean = x[head, members].numpy().mean(0)
+                assert np.allclose(arrays[f"estimate_{name}"][head, cluster], mean, atol=1e-5)

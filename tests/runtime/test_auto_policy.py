@@ -171,8 +171,7 @@ def refuses(*names: str) -> Callable[..., None]:
 def test_policies_that_refuse_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Room(on_gpu=True, room_bytes=6 * GIB)
     sketch, per_head, tidal, lychee = (
-        type(make_policy(name))
-        for name in ("sketch", "per_head", "tidal_decode", "lychee_cluster")
+        type(make_policy(name)) for name in ("sketch", "per_head", "tidal_decode", "lychee_cluster")
     )
     monkeypatch.setattr(sketch, "check_model", refuses("sketch"))
     monkeypatch.setattr(per_head, "check_model", refuses("per_head"))

@@ -24,12 +24,11 @@ from offload.decode.gpu.aside import StepsAside
 from offload.decode.gpu.buffers import HostLink, num_slots, step_tokens
 from offload.decode.gpu.free_room import FreeRoom
 from offload.decode.gpu.gpu_sync import GpuSync, Step, StepStreams, make_gpu_sync
-from offload.decode.gpu.hot_rows import HOT_BUDGETS
 from offload.decode.gpu.layer_heads import LayerHeads, layer_heads, scores_tokens
 from offload.decode.gpu.linear import DeviceWeights, linear_path
 from offload.decode.gpu.micro_batches import WORTH_A_TRIAL_STEPS
 from offload.decode.gpu.pages import PageBudget
-from offload.decode.gpu.placement import HeadPlacement, Place, least_places
+from offload.decode.gpu.placement import HOT_BUDGETS, HeadPlacement, Place, least_places
 from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.decode.gpu.resident_codes import CodeShape
 from offload.decode.gpu.resident_kv import ResidentKV, check_resident_room, window_of
@@ -247,8 +246,9 @@ class DeviceDecoder:
             settled = steps.settled_steps(link)
         most = min(most, steps.burst_length.num_steps, most if settled is None else settled)
         most = min(most, steps.max_tokens - max(kv_lens) + 1)
-        if resident.codes is not None:  # they come between two steps, where a sequence needs them
-            budget = resident.codes.shape.budget_tokens
+        # Codes and clusters come between two steps, where a sequence needs them.
+        if resident.codes is not None or (resident.hot is not None and attention.estimate_clusters):
+            budget = self._policy.budget_tokens
             most = min(most, *(budget - n + 1 for n in kv_lens if n <= budget), most)
         if most < 2:
             return 1
@@ -272,7 +272,9 @@ class DeviceDecoder:
             in_turn, self._in_turn = self._in_turn, None
             self._keeps_steps = False
             if in_turn.is_launched:
-                in_turn.link.mailbox.hot_counts.zero_()  # it fetches nothing: hot rows stay
+                mailbox = in_turn.link.mailbox
+                mailbox.hot_counts.zero_()  # it fetches nothing: hot rows stay
+                mailbox.rest_counts[..., -1] = -1  # nor changes means
                 in_turn.link.gpu_sync.discard()
 
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
@@ -522,7 +524,11 @@ class DeviceDecoder:
             sum(less.counts(place)) for place in (Place.GPU, Place.HOT, Place.FOUND)
         )
         hot = sum(hot_heads)
-        rest = "it has no codes of keys" if self._choose is None else f"{heads} KV heads stay there"
+        rest = (
+            "lists are made without codes"
+            if self._choose is None
+            else f"{heads} KV heads stay there"
+        )
         rest += f", and hot rows of {hot}" if hot else ""
         if self._keeps_placement:
             rest = "only dense layers stay there"

@@ -9,8 +9,8 @@ is bound: in each step the host tells how many tokens they stand for, and the me
 changed.
 
 Heads whose keys have codes on the GPU need no host: it finds their tokens by the true query, and
-keeps the map of what is hot (`gpu_ops/choose_places.py`). Tokens that leave the window since a
-sequence was bound are in no cluster there.
+keeps the map of what is hot (`gpu_ops/choose_places.py`) and the clusters
+(`gpu_ops/grow_clusters.py`), which the host only has as they were when the prompt was read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,20 +27,23 @@ from cpu_ops.mailbox import Mailbox
 from gpu_ops.choose_places import HotMap, choose_places
 from gpu_ops.fetch_rows import fetch_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
+from gpu_ops.grow_clusters import grow_clusters
 from gpu_ops.launch import _num_multiprocessors
 from gpu_ops.layout import Layout, allocate
 from offload.decode.gpu.buffers import StepBuffers
 from offload.decode.gpu.layer_heads import LayerHeads
+from offload.decode.gpu.placement import HOT_BUDGETS
 from offload.decode.gpu.resident_codes import CodeLists
 from offload.models import LeanModel, ModelShape
 from offload.policies import Policy
+from offload.policies.estimate import NO_CLUSTER
 from offload.policies.layer_state import State
 from offload.policies.sequence_state import LayerArrays
 
 # Of a sequence, with the clusters that serve its next token; None: it is short, and all is chosen.
 ArraysOf = Callable[[int], LayerArrays | None]
-
-HOT_BUDGETS = 3  # rows that stay, in budgets: what is attended to beside the choice costs little
+# Has all tokens of a sequence but the recent ones in the clusters of those arrays.
+CatchUp = Callable[[int, LayerArrays], None]
 
 
 def fetch_tokens(policy: Policy) -> int:
@@ -55,6 +59,7 @@ class HotRows:
 
     Args:
         arrays_of: what the policy keeps of a sequence; only called where it estimates the rest.
+        catch_up: called before clusters are loaded.
         estimate_clusters: of each KV head.
 
     Attributes:
@@ -76,10 +81,12 @@ class HotRows:
         dtype: torch.dtype,
         device: torch.device,
         arrays_of: ArraysOf,
+        catch_up: CatchUp,
         estimate_clusters: int,
     ) -> None:
         self._policy, self._page_tokens = policy, page_tokens
-        self._arrays_of, self._estimates = arrays_of, estimate_clusters > 0
+        self._arrays_of, self._catch_up = arrays_of, catch_up
+        self._estimates = estimate_clusters > 0
         self._loaded: dict[int, LayerArrays | None] = {}
         self.fetch_tokens = fetch_tokens(policy)
         self._group_size, self._sm_scale = model.shape.group_size, model.sm_scale
@@ -170,18 +177,26 @@ class HotRows:
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.nbytes for by_layer in (self.rows, self._means) for x in by_layer.values())
+        held = [*self.rows.values(), *self._means.values()]
+        if self.found is not None:
+            held += [getattr(self.found, field.name) for field in fields(self.found)]
+        return sum(x.nbytes for x in held)
 
-    def bind(self, slot: int, seq: int) -> None:
-        """Have the clusters of `seq`, which is in `slot`."""
+    def bind(self, slot: int, seq: int, kv_len: int) -> None:
+        """Have the clusters of `seq`, which is in `slot` and has `kv_len` tokens."""
         arrays = self._arrays_of(seq) if self._estimates else None
-        if slot in self._loaded and self._loaded[slot] is arrays:
+        if slot in self._loaded and _are_alike(self._loaded[slot], arrays, next(iter(self.rows))):
+            self._loaded[slot] = arrays  # with room for more tokens
             return
+        self._loaded.pop(slot, None)  # until all is there
         if self.found is not None:
             self.found.clear(slot)
+        if arrays is not None:
+            self._catch_up(seq, arrays)
+            self._load(slot, arrays, kv_len)
         self._loaded[slot] = arrays
-        if arrays is None:
-            return
+
+    def _load(self, slot: int, arrays: LayerArrays, kv_len: int) -> None:
         for layer_idx, means in self._means.items():
             of_layer = arrays.layers[layer_idx]
             heads = self._heads[layer_idx].tolist()
@@ -189,18 +204,26 @@ class HotRows:
                 held = torch.from_numpy(of_layer[name][heads])
                 means[slot, side].copy_(held.to(means.dtype), non_blocking=True)
             if self.found is not None and layer_idx in self._first_found:
-                self._load_clusters(self.found, slot, layer_idx, of_layer)
+                self._load_clusters(self.found, slot, layer_idx, of_layer, kv_len)
         self.map.estimate(slot)
 
-    def _load_clusters(self, found: HotMap, slot: int, layer_idx: int, of_layer: State) -> None:
+    def _load_clusters(
+        self, found: HotMap, slot: int, layer_idx: int, of_layer: State, kv_len: int
+    ) -> None:
         first, heads = self._first_found[layer_idx], self._heads[layer_idx].tolist()
         mapped = slice(first, first + len(heads))
         cluster_of = torch.from_numpy(of_layer["estimate_cluster_of"][heads])
+        counts = torch.from_numpy(of_layer["estimate_counts"][heads])
+        # After tokens were cropped some of the window are in clusters: they join again.
+        window = slice(max(0, kv_len - self._policy.recent_tokens), None)
+        for head, of_window in enumerate(cluster_of[:, window]):
+            in_both = torch.bincount(of_window, minlength=NO_CLUSTER + 1)[: counts.shape[1]]
+            counts[head] -= in_both.int()
+        cluster_of[:, window] = NO_CLUSTER
         num_tokens = min(found.cluster_of.shape[2], cluster_of.shape[1])
         found.cluster_of[slot, mapped, :num_tokens] = cluster_of[:, :num_tokens].to(
             found.cluster_of.device, non_blocking=True
         )
-        counts = torch.from_numpy(of_layer["estimate_counts"][heads])
         found.cluster_counts[slot, mapped] = counts.to(found.cluster_counts.device)
 
     def forget(self, slot: int) -> None:
@@ -237,7 +260,7 @@ class HotRows:
         sink_tokens, recent_tokens = self._policy.sink_tokens, self._policy.recent_tokens
         heads, positions = self._heads[layer_idx], b.positions[rows]
         choose_places(
-            lists.selection[rows],
+            lists.selection_of(layer_idx)[rows],
             lists.counts[rows],
             positions,
             heads,
@@ -261,6 +284,21 @@ class HotRows:
             recent_tokens=recent_tokens,
             hot=self.rows[layer_idx][rows],
             counts=self._counts[rows],
+        )
+
+    def grow(self, layer_idx: int, rows: slice, b: StepBuffers, window: Tensor) -> None:
+        """Have the next token to leave the window in a cluster, where the GPU keeps these."""
+        if self.found is None or not self._estimates:
+            return
+        grow_clusters(
+            window[rows],
+            b.positions[rows],
+            self._heads[layer_idx],
+            self._means[layer_idx][rows],
+            self.found.rows(rows),
+            first_head=self._first_found[layer_idx],
+            sink_tokens=self._policy.sink_tokens,
+            recent_tokens=self._policy.recent_tokens,
         )
 
     def _rest(self, layer_idx: int, rows: slice) -> dict[str, Tensor]:
@@ -293,3 +331,14 @@ class HotRows:
             window=window,
             **self._rest(layer_idx, rows),
         )
+
+
+def _are_alike(before: LayerArrays | None, now: LayerArrays | None, layer_idx: int) -> bool:
+    """Whether both are the same, or one a copy of the other, by the clusters of a layer."""
+    if before is None or now is None or before is now:
+        return before is now
+    names = ("estimate_header", "estimate_counts", "estimate_keys")
+    both = [(x.layers[layer_idx][name] for name in names) for x in (before, now)]
+    (header, *held), (new_header, *new) = both
+    alike = all(np.array_equal(x, y) for x, y in zip(held, new, strict=True))
+    return alike and np.array_equal(header["end"], new_header["end"])

@@ -33,6 +33,8 @@ from offload.system.json_file import read_json
 UInt8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
 
+HOT_BUDGETS = 3  # rows that stay, in budgets: what is attended to beside the choice costs little
+_MOST_FOUND = 32767  # hot rows of a head, which the GPU's map of them tells apart
 _FORMAT = "offload-placement-1"
 
 
@@ -230,7 +232,7 @@ class HeadPlacement:
         places[(places == Place.GATHER) & ~fetched] = Place.CPU
         for _ in range(2):  # one that comes to the CPU takes its layer's others along
             places[(places == Place.HOT) & ~may_be_hot(policy, roles, places)] = Place.CPU
-        places[(places == Place.FOUND) & ~may_be_found(policy, roles, places)] = Place.CPU
+            places[(places == Place.FOUND) & ~may_be_found(policy, roles, places)] = Place.CPU
         num_coded = int((self.places == Place.CODES).sum())
         places[places == Place.CODES] = Place.CPU
         coded = np.argwhere(has_codes(policy, roles) & (places == Place.CPU))[:num_coded]
@@ -468,7 +470,8 @@ def may_be_found(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolA
         places: where the layer's other heads are.
     """
     fixed = policy.sink_tokens + policy.recent_tokens
-    if policy.budget_tokens <= fixed or not policy.recent_tokens:
+    too_many = HOT_BUDGETS * policy.budget_tokens > _MOST_FOUND
+    if policy.budget_tokens <= fixed or not policy.recent_tokens or too_many:
         return np.zeros(roles.shape, np.bool_)
     whole = ((places == Place.FOUND) | (places == Place.GPU)).all(axis=1, keepdims=True)
     awaited = awaited_heads(roles, places, shares_selection=policy.shares_selection)

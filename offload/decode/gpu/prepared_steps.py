@@ -26,6 +26,7 @@ from offload.decode.gpu.resident_kv import ResidentKV
 from offload.decode.gpu.step import DeviceStep
 from offload.decode.sampling import MOST_STEPS
 from offload.models import LeanModel
+from offload.policies.estimate import join_clusters
 from offload.policies.layer_state import State
 from offload.policies.sequence_state import LayerArrays
 from offload.system.errors import DeviceMemoryError
@@ -187,6 +188,7 @@ class PreparedSteps:
                 dtype=store.dtype,
                 device=device,
                 arrays_of=self._arrays_of,
+                catch_up=self._catch_up,
                 estimate_clusters=self.attention.estimate_clusters,
             )
         resident = ResidentKV(
@@ -231,6 +233,16 @@ class PreparedSteps:
         if kv_len <= attention.dense_tokens or seq in attention.states.unasked:
             return None
         return attention.states.ensure(seq, kv_len)
+
+    def _catch_up(self, seq: int, arrays: LayerArrays) -> None:
+        store = self.attention.store
+        last = store.kv_len(seq) - self.attention.policy.recent_tokens
+        for layer_idx, of_layer in enumerate(arrays.layers):
+            if "estimate_header" not in of_layer:
+                continue
+            first = int(of_layer["estimate_header"]["end"][0])
+            if first < last:
+                join_clusters(of_layer, *store.gather(seq, layer_idx, first, last))
 
     def _make_codes(self, budget: PageBudget) -> ResidentCodes | None:
         """None: the placement has no codes."""

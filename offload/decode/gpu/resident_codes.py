@@ -291,6 +291,7 @@ class CodeLists:
         device: torch.device,
     ) -> None:
         self._resident, self._shape, self._sm_scale = resident, resident.shape, sm_scale
+        self._finding = {i for i, layer in enumerate(layers) if layer.finds}
         layout = self._shape.lists_layout(layers, num_rows=num_rows, max_tokens=max_tokens)
         del layout["coded_heads"]
         buffers = allocate(layout, device)
@@ -311,10 +312,11 @@ class CodeLists:
     ) -> None:
         """The tokens of the layer's heads whose codes score most, here and in the mailbox."""
         shape, resident, heads = self._shape, self._resident, self._heads[layer_idx]
+        selection = self.selection_of(layer_idx)[rows]
         lists = TopKLists(
             *shape.window,
-            self.selection.shape[2],
-            self.selection[rows],
+            selection.shape[2],
+            selection,
             self.counts[rows],
             None if mailbox is None else mailbox.selection[rows],
             None if mailbox is None else mailbox.counts[rows],
@@ -335,6 +337,14 @@ class CodeLists:
             buffers=self._top_k,
             lists=lists,
         )
+
+    def selection_of(self, layer_idx: int) -> Tensor:
+        """Lists of a layer: where the GPU attends to what it finds, of the budget."""
+        if layer_idx not in self._finding:
+            return self.selection
+        num_rows, num_heads, _ = self.selection.shape
+        shape = (num_rows, num_heads, self._shape.budget_tokens)
+        return self.selection.view(-1)[: torch.Size(shape).numel()].view(shape)
 
     def append(self, layer_idx: int, rows: slice, b: StepBuffers, window: Tensor) -> None:
         """The code of the step's key, which the next step is the first to score."""

@@ -238,7 +238,7 @@ class ResidentKV:
                 self._load_codes(self.codes, index, seq, kv_len)
             self._update_host_pages(index, seq, kv_len)
             if self.hot is not None:
-                self.hot.bind(index, seq)
+                self.hot.bind(index, seq, kv_len)
             slot.last_used = self._clock
             chosen.append(index)
         return chosen

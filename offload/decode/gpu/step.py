@@ -186,6 +186,10 @@ class DeviceStep:
             self._attend(self.heads.held, layer_idx, batch.rows)
         else:
             self.attend_to_sources(layer_idx, batch, link)
+        if self.heads.layers[layer_idx].finds:
+            assert self.resident.hot is not None
+            window = self.resident.windows[layer_idx]
+            self.resident.hot.grow(layer_idx, batch.rows, self.buffers, window)
         self.gather_ahead(layer_idx + 1, batch, link, early=False)
         self._fetch_ahead(layer_idx + 1, batch, link)
         batch.linears.add_attention(layer, batch.x, self.buffers.attended[batch.rows])

@@ -69,7 +69,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "latency": ("latency", latency_tables.latency_table),
     "latency-phases": ("latency", latency_tables.latency_phases_table),
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
-    "measured-loss": ("hard-ruler", lambda _: loss_tables.loss_table(_hard_results())),
+    "measured-loss": ("hard-ruler-found", lambda _: loss_tables.loss_table(_hard_results())),
     "ruler": ("ruler", ruler_tables.ruler_table),
     "ruler-ablation": ("ruler-ablation", ruler_tables.ruler_ablation_table),
     "selection": ("selection", selection_tables.selection_table),

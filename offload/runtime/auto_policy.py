@@ -208,20 +208,23 @@ def _chosen_on_gpu(auto: Auto, work: Workload, num_ranks: int) -> tuple[Policy, 
     """A policy that can run the model, and what was measured of it.
 
     The fastest that is shown to lose at most a point, else the one that keeps most by the point
-    estimates, else, where none was measured, the fastest. Exact attention if none can run it.
-    lfps is none of them: it cannot answer what is asked for in decoded text.
+    estimates, else, where none was measured, the last. Exact attention if none can run it. Those
+    that choose a layer ahead do not find what is asked for in decoded text; nor does lfps.
     """
-    names = ["tidal_decode", "lychee_cluster", "per_head"]  # by speed: perf/results/hot-rows.json
+    names = ["tidal_decode", "lychee_cluster", "per_head", "sketch"]  # by speed
     if num_ranks > 1:  # tidal_decode selects by all heads of a layer together
         names.insert(2, "lychee_decode")
-    made = (make_policy(name, budget_tokens=auto.budget_tokens) for name in names)
+    made = (
+        make_policy(name, budget_tokens=auto.budget_tokens, estimate_clusters=ESTIMATE_CLUSTERS)
+        for name in names
+    )
     able = [policy for policy in made if _can_run(policy, work.shape, num_ranks)]
     if not able:
         return Full(), None
     found = ((policy, _loss_of(policy, HOT_ROWS, work.kv_len)) for policy in able)
     measured = [(policy, loss) for policy, loss in found if loss is not None]
     if not measured:
-        return able[0], None
+        return able[-1], None
     kept = (each for each in measured if each[1].is_small and each[1].shows)
     return next(kept, max(measured, key=lambda each: each[1].points))
 

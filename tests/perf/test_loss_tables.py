@@ -42,7 +42,7 @@ def result(*, hot_rows: bool = False, difference: float = -0.02, prompts: int = 
 
 def test_the_packaged_table_is_what_the_results_give() -> None:
     results = report._hard_results()
-    assert {"hard-ruler", "hard-ruler-cpu"} <= set(results)
+    assert {"hard-ruler-ahead", "hard-ruler-cpu", "hard-ruler-found"} <= set(results)
     assert PACKAGED.read_text("utf-8") == packaged_losses(results), "run: make report"
 
 

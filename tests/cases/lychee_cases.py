@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from cases import kernel_references as reference
 from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
 from offload.policies.layer_state import State
-from offload.policies.lychee_cluster.index import links_of, starts_of
+from offload.policies.lychee_cluster.index import order_of, starts_of
 from offload.policies.lychee_cluster.layout import starts_bytes
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.text_marks import text_mark
@@ -29,60 +28,38 @@ class LycheeIndex:
     arrays: State
 
     def __getattr__(self, column: str) -> int:
-        """num_chunks, num_groups, num_units, capacity_chunks, indexed_end …"""
+        """num_chunks, num_units, capacity_chunks, indexed_end …"""
         return int(self.arrays["header"][column][0])
 
     @property
     def index_bytes(self) -> int:
         """Bytes of the index proper: without room for chunks to come, and without scratch."""
-        links = self.links().size * (3 if self.has_high_links else 2)
+        order = self.order().size * (3 if self.has_high_order else 2)
         heads, _, head_dim = self.arrays["rows"].shape
-        rows = (self.num_units + self.num_groups) * (head_dim + 4)
+        rows = (self.num_units + self.num_chunks) * (head_dim + 4)
         sizes = self.arrays["header"].nbytes + self.arrays["ranges"].nbytes
-        return sizes + heads * rows + links + starts_bytes(self.num_chunks)
+        return sizes + heads * rows + order + starts_bytes(self.num_chunks)
 
     def starts(self) -> np.ndarray:
         return starts_of(self.arrays)
 
-    def links(self) -> np.ndarray:
-        return links_of(self.arrays)
-
-    def members(self, head: int) -> list[list[int]]:
-        """Chunks of each group of a KV head, the newest first."""
-        links = self.links()[head]
-        result = []
-        for group in range(self.num_groups):
-            chunks = []
-            link = int(links[group])
-            while link:
-                chunks.append(link - 1)
-                link = int(links[self.num_groups + link - 1])
-            result.append(chunks)
-        return result
+    def order(self) -> np.ndarray:
+        return order_of(self.arrays)
 
     def _scales(self, kind: int) -> np.ndarray:
-        num_rows = self.num_units + self.num_groups
+        num_rows = self.num_units + self.num_chunks
         bits = self.arrays["scales"][:, kind, :num_rows].astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64)
 
-    def rows(self) -> np.ndarray:
-        """Dequantised rows [heads, num_units + num_groups, head_dim]."""
-        steps = self._scales(0)
-        return self.arrays["rows"][:, : steps.shape[1]] * steps[..., None]
-
     def boxes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Centres and half-widths: [heads, num_units + num_groups, head_dim]."""
-        packed = self.arrays["rows"][:, : self.num_units + self.num_groups].view(np.uint8)
+        """Centres and half-widths: [heads, num_units + num_chunks, head_dim]."""
+        packed = self.arrays["rows"][:, : self.num_units + self.num_chunks].view(np.uint8)
         packed = packed.astype(np.int16)
         steps, of_widths = (self._scales(kind)[..., None] for kind in range(2))
         return ((packed & 15 ^ 8) - 8) * steps, (packed >> 4) * of_widths
 
-    def radii(self) -> np.ndarray:
-        """Radii of units and groups."""
-        return self._scales(1)
-
-    def unit_of_cluster(self, head: int) -> np.ndarray:
-        """Coarse unit of each cluster of a KV head."""
+    def units(self, head: int) -> np.ndarray:
+        """Coarse unit of each place of a KV head that has one."""
         first = self.arrays["ranges"][head, : self.num_units + 1]
         return np.repeat(np.arange(self.num_units), np.diff(first))
 
@@ -161,7 +138,7 @@ class Stream:
 
 
 def check_index(stream: Stream) -> None:
-    """Chunks are whole and in one group of each head, and groups are what their chunks are."""
+    """Chunks are whole and in one place of each head, with the box of their keys."""
     index, policy = stream.index, stream.policy
     starts = index.starts()
     lengths = np.diff(starts)
@@ -177,42 +154,19 @@ def check_index(stream: Stream) -> None:
     if index.num_chunks == 0:
         return
     for head in range(KV_HEADS):
-        members = index.members(head)
-        assert sorted(c for chunks in members for c in chunks) == list(range(index.num_chunks))
-        assert all(chunks == sorted(chunks, reverse=True) for chunks in members)
-        if policy.paper:
-            _check_bounds(stream, head, members)
-        else:
-            _check_rows(stream, head, members)
+        order = index.order()[head]
+        assert sorted(order) == list(range(index.num_chunks))
+        _check_boxes(stream, head, order)
 
 
-def _check_rows(stream: Stream, head: int, members: list[list[int]]) -> None:
-    """Every group is one chunk, of this box."""
+def _check_boxes(stream: Stream, head: int, order: np.ndarray) -> None:
+    """Every chunk has this box."""
     index, keys = stream.index, stream.keys()[head]
     centres, widths = (x[head, index.num_units :] for x in index.boxes())
-    assert all(len(chunks) == 1 for chunks in members)
     starts = index.starts()
-    for group, (chunk,) in enumerate(members):
+    for place, chunk in enumerate(order):
         tokens = keys[starts[chunk] : starts[chunk + 1]]
         low, high = tokens.min(axis=0), tokens.max(axis=0)
         centre, width = (tokens.mean(axis=0) + (low + high) / 2) / 2, (high - low) / 2
-        assert np.abs(centres[group] - centre).max() < 0.51 * 1.01 / 7 * np.abs(centre).max()
-        assert np.abs(widths[group] - width).max() < 0.51 * 1.01 / 15 * width.max()
-
-
-def _check_bounds(stream: Stream, head: int, members: list[list[int]]) -> None:
-    """Every bound of eq. 2 holds."""
-    index = stream.index
-    points = reference.chunk_means(stream.keys(), index.starts())[head]
-    centroids, radii = index.rows()[head], index.radii()[head]
-    unit_of = index.unit_of_cluster(head)
-    queries = np.concatenate(
-        [stream.rng.standard_normal((20, HEAD_DIM)), centroids[:20], -points[:20]]
-    )
-    norms = np.linalg.norm(queries, axis=1)
-    for cluster, chunks in enumerate(members):
-        for row in (index.num_units + cluster, unit_of[cluster]):
-            away = np.linalg.norm(points[chunks] - centroids[row], axis=1)
-            assert (away <= radii[row]).all()
-            bounds = queries @ centroids[row] + norms * radii[row]
-            assert (queries @ points[chunks].T <= bounds[:, None] + 1e-12).all()
+        assert np.abs(centres[place] - centre).max() < 0.51 * 1.01 / 7 * np.abs(centre).max()
+        assert np.abs(widths[place] - width).max() < 0.51 * 1.01 / 15 * width.max()

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from gpu_ops import launch
 from gpu_ops.append_codes import append_codes
-from gpu_ops.chunk_clusters import chunk_boxes, covering_radii, fill_empty, mean_directions
+from gpu_ops.chunk_clusters import chunk_boxes, fill_empty, mean_directions
 from gpu_ops.code_scores import CodeQuery
 from gpu_ops.fetch_rows import fetch_rows
 from gpu_ops.flags import await_flag, raise_flag
@@ -315,9 +315,6 @@ def cluster_all(dtype: torch.dtype, heads: int, n: int, num_clusters: int, head_
     labels = torch.zeros(heads, n, dtype=torch.int64)
     fill_empty(labels, torch.zeros(heads, n), num_clusters)
     mean_directions(points, labels, centroids.to(torch.int64), centroids)
-    units = labels[:, :num_clusters].contiguous()
-    rows = torch.zeros(heads, num_clusters + 4, head_dim, dtype=torch.int8)
-    covering_radii(points, labels, units, rows, torch.zeros(rows.shape[:2]))
 
 
 if __name__ == "__main__":

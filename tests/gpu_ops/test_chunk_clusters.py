@@ -11,7 +11,7 @@ from cases.operands import DTYPES, assert_close, random
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
-from gpu_ops.chunk_clusters import chunk_boxes, covering_radii, fill_empty, mean_directions
+from gpu_ops.chunk_clusters import chunk_boxes, fill_empty, mean_directions
 
 
 def unit_rows(*shape: int, device: str) -> torch.Tensor:
@@ -93,26 +93,6 @@ def test_sums_do_not_depend_on_the_order(device: str) -> None:
         mean_directions(rows, labels, labels.new_zeros(1, 1, 32), centroids)
         results.append(centroids)
     assert torch.equal(*results)
-
-
-def test_covering_radii(device: str) -> None:
-    rng = new_rng()
-    points = unit_rows(2, 21, 48, device=device)
-    labels = torch.from_numpy(rng.integers(0, 6, (2, 21))).to(device)
-    units = torch.from_numpy(np.sort(rng.integers(0, 3, (2, 6)), axis=1)).to(device)
-    rows = torch.from_numpy(rng.integers(-127, 128, (2, 9, 48)).astype(np.int8)).to(device)
-    steps = random(rng, 2, 9, dtype=torch.float32, device=device).abs() / 100
-    radii = covering_radii(points, labels, units, rows, steps)
-    centroids = rows.double() * steps.double()[..., None]
-    for head in range(2):
-        of_unit = units[head][labels[head]]
-        expected = torch.zeros(9, dtype=torch.float64)
-        for row in range(9):
-            below = of_unit == row if row < 3 else labels[head] == row - 3
-            if below.any():
-                off = points[head, below].double() - centroids[head, row]
-                expected[row] = off.norm(dim=-1).max()
-        assert_close(radii[head], expected, 1e-6)
 
 
 def test_wrong_operands() -> None:

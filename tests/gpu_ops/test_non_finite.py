@@ -16,7 +16,7 @@ from cases.operands import Pages, attention, poisoned, quiet_numpy, random
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
-from gpu_ops.chunk_clusters import chunk_boxes, covering_radii
+from gpu_ops.chunk_clusters import chunk_boxes
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention
 from gpu_ops.gemv import gemv
@@ -398,14 +398,3 @@ def test_chunk_boxes(device: str, bad: float) -> None:
     wrong[1, 1] = True
     for found in (points, centres):
         assert torch.equal(~found.isfinite().all(-1), wrong)
-
-
-@each_bad
-def test_covering_radii(device: str, bad: float) -> None:
-    points = normal(device, 1, 40, 16)
-    points[0, 12, 3] = bad
-    labels = torch.arange(40, device=device)[None] // 10
-    units = torch.tensor([[0, 0, 1, 1]], device=device)
-    rows = torch.ones(1, 6, 16, dtype=torch.int8, device=device)
-    radii = covering_radii(points, labels, units, rows, torch.full((1, 6), 0.1, device=device))
-    assert radii.isfinite().tolist() == [[False, True, True, False, True, True]]

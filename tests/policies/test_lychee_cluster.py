@@ -26,14 +26,13 @@ from offload.policies.registry import make_policy
 DEFAULT = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0
 )
-PAPER = replace(DEFAULT, paper=True, min_chunk_tokens=8, max_chunk_tokens=16)
 SMALL = replace(DEFAULT, least_candidates=0)
 FEW_RANKED = replace(SMALL, ranked_chunks=30)
 
 
 @pytest.mark.parametrize(
     ("dtype", "kv_len", "policy"),
-    combinations([torch.float32, torch.bfloat16], [160, 1000, 3000], [SMALL, FEW_RANKED, PAPER]),
+    combinations([torch.float32, torch.bfloat16], [160, 1000, 3000], [SMALL, FEW_RANKED]),
 )
 def test_a_built_index(policy, dtype, kv_len, pool):
     stream = Stream(policy, pool, dtype=dtype)
@@ -41,10 +40,7 @@ def test_a_built_index(policy, dtype, kv_len, pool):
     stream.step()
     check_index(stream)
     index = stream.index
-    assert index.num_groups == (max(1, index.num_chunks // 2) if policy.paper else index.num_chunks)
     num_units = min(128, index.num_chunks // 8) if index.num_chunks > policy.ranked_chunks else 1
-    if policy.paper:
-        num_units = min(64, round(index.num_groups**0.5))
     assert index.num_units == num_units
 
 
@@ -58,7 +54,7 @@ def test_workers_rank_together():
             stream.prefill(12_000)
             for _ in range(3):
                 stream.step()
-                assert stream.index.num_groups > policy.ranked_chunks > 2 * 512
+                assert stream.index.num_chunks > policy.ranked_chunks > 2 * 512
                 found.append([tokens.tolist() for tokens in stream.selection()])
     assert found[:3] == found[3:]
 
@@ -114,9 +110,9 @@ def test_ahead_what_is_scored_is_as_ever(name, pool):
 
 
 @pytest.mark.parametrize("text", slow_but([True, False], True))
-@pytest.mark.parametrize("policy", [FEW_RANKED, PAPER], ids=["chunks", "paper"])
-def test_thousands_of_grafts(policy, text, pool):
+def test_thousands_of_grafts(text, pool):
     """Unbounded generation: the index grows and holds, the buffer stays short."""
+    policy = FEW_RANKED
     stream = Stream(policy, pool, text=text)
     stream.prefill(300)
     for i in range(3000):
@@ -128,10 +124,9 @@ def test_thousands_of_grafts(policy, text, pool):
     assert stream.index.indexed_end <= stream.kv_len - SMALL.recent_tokens
 
 
-@pytest.mark.parametrize("policy", [SMALL, PAPER], ids=["chunks", "paper"])
-def test_an_empty_index_fills_up(policy, pool):
-    """A budget just below the length, all of it recent: the first chunk makes the first group."""
-    policy = replace(policy, budget_tokens=40, recent_tokens=34, sink_tokens=4)
+def test_an_empty_index_fills_up(pool):
+    """A budget just below the length, all of it recent: chunks come one by one."""
+    policy = replace(SMALL, budget_tokens=40, recent_tokens=34, sink_tokens=4)
     stream = Stream(policy, pool)
     stream.prefill(41)
     stream.step()
@@ -161,12 +156,8 @@ def selected_chunks(stream: Stream, index: LycheeIndex) -> list[set[int]]:
 
 
 def ranks(stream: Stream, index: LycheeIndex, query: torch.Tensor, head: int) -> np.ndarray:
-    """Rank of each group for a step's query, float64."""
+    """Rank of each place for a step's query, float64."""
     heads = query.double().numpy().reshape(KV_HEADS, GROUP, HEAD_DIM)[head]
-    if stream.policy.paper:
-        rows, radii = (x[head, index.num_units :] for x in (index.rows(), index.radii()))
-        total = heads.sum(axis=0)
-        return rows @ total + np.linalg.norm(total) * radii
     centres, widths = (x[head, index.num_units :] for x in index.boxes())
     spread = np.linalg.norm(heads[:, None] * widths, axis=2)
     return (heads @ centres.T + stream.policy.spread_weight * spread).max(axis=0)
@@ -184,8 +175,7 @@ def test_search_takes_the_chunks_of_largest_rank(spread_weight, pool):
         query = stream.step()
         lengths = np.diff(index.starts())
         for head, chunks in enumerate(selected_chunks(stream, index)):
-            chunk_of = np.array([c for (c,) in index.members(head)])
-            order = chunk_of[np.argsort(-ranks(stream, index, query, head))]
+            order = index.order()[head][np.argsort(-ranks(stream, index, query, head))]
             sizes = lengths[order]
             # As many of the best as hold the budget, guessed from the size of chunks.
             wanted = policy.budget_tokens - 20 - max(0, stream.kv_len - 16 - index.indexed_end)
@@ -199,34 +189,10 @@ def test_search_takes_the_chunks_of_largest_rank(spread_weight, pool):
             assert chunks <= set(order[: k + 3])
 
 
-def test_the_papers_search_attends_the_best_clusters_whole(pool):
-    """In the order of eq. 2, until the budget is full."""
-    stream = Stream(PAPER, pool)
-    stream.prefill(900)
-    stream.step()
-    assert stream.index.num_units <= 6  # so many are opened
-    for _ in range(30):
-        index = snapshot(stream)
-        query = stream.step()
-        lengths = np.diff(index.starts())
-        for head, chunks in enumerate(selected_chunks(stream, index)):
-            members = index.members(head)
-            order = np.argsort(-ranks(stream, index, query, head))
-            wanted = PAPER.budget_tokens - 20 - max(0, stream.kv_len - 16 - index.indexed_end)
-            sizes = np.cumsum([lengths[members[i]].sum() for i in order])
-            full = int(np.searchsorted(sizes, wanted))  # the budget ends in this one
-            # Float32 may see two neighbours in the other order.
-            assert {c for i in order[: full - 1] for c in members[i]} <= chunks
-            assert chunks <= {c for i in order[: full + 2] for c in members[i]}
-
-
-@pytest.mark.parametrize(
-    "policy", [replace(SMALL, ranked_chunks=80), PAPER], ids=["chunks", "paper"]
-)
-def test_pruned_units_lose_little(policy, pool):
-    """Fewer units make a cheaper search; the best group is nearly always still found."""
-    options = {} if policy.paper else {"candidate_ratio": 1.0, "carried_share": 0.0}
-    stream = Stream(replace(policy, **options), pool)
+def test_pruned_units_lose_little(pool):
+    """Fewer units make a cheaper search; the best chunk is nearly always still found."""
+    policy = replace(SMALL, ranked_chunks=80, candidate_ratio=1.0, carried_share=0.0)
+    stream = Stream(policy, pool)
     stream.prefill(3000)
     stream.step()
     found = 0
@@ -236,8 +202,8 @@ def test_pruned_units_lose_little(policy, pool):
         starts = index.starts()
         for head, tokens in enumerate(stream.selection()):
             best = int(np.argmax(ranks(stream, index, query, head)))
-            newest = index.members(head)[best][0]
-            inside = (tokens >= starts[newest]) & (tokens < starts[newest + 1])
+            chunk = index.order()[head, best]
+            inside = (tokens >= starts[chunk]) & (tokens < starts[chunk + 1])
             found += bool(inside.any())
     assert found > 0.7 * 40 * KV_HEADS
 
@@ -254,9 +220,9 @@ def test_grafted_chunks_are_ranked_whatever_the_units(pool):
     for units in stream.index.arrays["units"]:
         opened = units[OPENED]
         assert units[opened - 1] == index.num_units
-        assert units[RANGES + 2 * opened - 1] == index.num_groups == built + 3
+        assert units[RANGES + 2 * opened - 1] == index.num_chunks == built + 3
         ranked = units[ENDS + opened - 1]
-        assert FEW_RANKED.ranked_chunks + 3 <= ranked < index.num_groups
+        assert FEW_RANKED.ranked_chunks + 3 <= ranked < index.num_chunks
 
 
 def test_what_had_the_most_attention_is_looked_at_again(pool):
@@ -312,19 +278,6 @@ def test_a_small_budget_has_as_many_candidates_as_a_larger_one(pool):
             assert weights[others].max() <= weights[chosen].min() * (1 + 1e-4)
 
 
-def test_the_papers_buffer_is_attended_in_full(pool):
-    stream = Stream(PAPER, pool)
-    stream.prefill(800)
-    for _ in range(120):
-        end = stream.index.indexed_end if stream.attention.states.arrays_of(stream.seq) else None
-        stream.step()
-        if end is None:
-            continue
-        for tokens in stream.selection():
-            assert len(tokens) == SMALL.budget_tokens
-            assert set(range(end, stream.kv_len)) <= set(tokens.tolist())
-
-
 def test_forks_have_their_own_index(pool):
     stream = Stream(SMALL, pool)
     stream.prefill(500)
@@ -370,20 +323,17 @@ def test_truncation(pool):
     check_index(stream)
 
 
-@pytest.mark.parametrize("policy", [SMALL, PAPER], ids=["chunks", "paper"])
-def test_growing_keeps_the_index_and_widens_links(policy, pool):
-    stream = Stream(policy, pool)
+def test_growing_keeps_the_index_and_widens_its_order(pool):
+    stream = Stream(SMALL, pool)
     stream.prefill(700)
     stream.step()
     before = stream.index
     grown = LycheeIndex(grow_index(before.arrays, 70000 * 8, SMALL.min_chunk_tokens))
     assert grown.capacity_chunks > 65536
-    assert (
-        grown.arrays["links_high"].shape == grown.arrays["links"].shape
-    )  # the high bits have room now
+    high, low = grown.arrays["order_high"], grown.arrays["order"]
+    assert high.shape == low.shape  # the high bits have room now
     np.testing.assert_array_equal(grown.starts(), before.starts())
-    for head in range(KV_HEADS):
-        assert grown.members(head) == before.members(head)
+    np.testing.assert_array_equal(grown.order(), before.order())
     state = stream.attention.states.arrays_of(stream.seq)
     assert state is not None
     state.layers[0] = grown.arrays
@@ -394,31 +344,17 @@ def test_growing_keeps_the_index_and_widens_links(policy, pool):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(
-    ("options", "share"),
-    [({"paper": True}, 0.013), ({}, 0.066)],
-)
-def test_index_bytes(options, share, head_dim, pool):
+def test_index_bytes(head_dim, pool):
     """The share of the keys and values, for text in pieces of 13 tokens."""
     kv_len, heads = 8192, 3
     keys = torch.randn(heads, kv_len, head_dim).to(torch.bfloat16)
     marks = np.full(kv_len, 0x40, np.uint8)
     marks[12::13] = 2
     marks[13::13] = 0
-    policy = make_policy("lychee_cluster", **options)
+    policy = make_policy("lychee_cluster")
     index = LycheeIndex(built(policy, keys, text_marks=marks, pool=pool))
-    length = 13 if policy.paper else 13 / 3
-    assert index.indexed_end / index.num_chunks == pytest.approx(length, rel=0.08)
-    assert index.index_bytes <= share * 2 * keys.numel() * 2
-
-
-def test_lengths_of_chunks_follow_the_search():
-    lengths = [
-        (x.min_chunk_tokens, x.max_chunk_tokens)
-        for x in (LycheeCluster(), LycheeCluster(paper=True), LycheeCluster(max_chunk_tokens=6))
-    ]
-    assert lengths == [(3, 5), (8, 16), (3, 6)]
-    assert make_policy("lychee_cluster", paper=True, max_chunk_tokens=12).min_chunk_tokens == 8
+    assert index.indexed_end / index.num_chunks == pytest.approx(13 / 3, rel=0.08)
+    assert index.index_bytes <= 0.065 * 2 * keys.numel() * 2
 
 
 @pytest.mark.parametrize(
@@ -427,11 +363,7 @@ def test_lengths_of_chunks_follow_the_search():
         ({"buffer_tokens": -1}, "buffer_tokens must be an int in"),
         ({"min_chunk_tokens": 6}, r"min_chunk_tokens must be an int in \[1, 5\], got 6"),
         ({"max_chunk_tokens": 17}, r"max_chunk_tokens must be an int in \[1, 16\], got 17"),
-        ({"paper": True, "chunks_per_cluster": 0}, "chunks_per_cluster must be an int in"),
-        ({"chunks_per_cluster": 4}, "chunks_per_cluster=4 means nothing with paper=False"),
-        ({"paper": True, "spread_weight": 0.2}, "spread_weight=0.2 means nothing with paper=True"),
         ({"least_candidates": -1}, r"least_candidates must be an int in \[0, 1048576\], got -1"),
-        ({"paper": True, "least_candidates": 9}, "least_candidates=9 means nothing with paper"),
         ({"max_units": 129}, r"max_units must be an int in \[1, 128\], got 129"),
         ({"ranked_chunks": 0}, "ranked_chunks must be an int in"),
         ({"iterations": True}, "iterations must be an int in"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import numpy as np
 import pytest
 from cases.lychee_cases import KV_HEADS, LycheeIndex, Stream, check_index
@@ -25,7 +23,7 @@ POLICY = LycheeCluster(
     ranked_chunks=100,
 )
 STEP = 200  # tokens after which the arrays grow
-INDEX = ("header", "rows", "scales", "ranges", "links", "links_high", "blocks", "offsets")
+INDEX = ("header", "rows", "scales", "ranges", "order", "order_high", "blocks", "offsets")
 
 
 @pytest.fixture
@@ -50,19 +48,19 @@ def built_anew(stream: Stream) -> State:
 
 
 def ranked(index: LycheeIndex) -> list[int]:
-    """Groups that the last search ranked, of each KV head."""
+    """Chunks that the last search ranked, of each KV head."""
     return [int(units[ENDS + units[OPENED] - 1]) for units in index.arrays["units"]]
 
 
 def box_of_chunk(index: LycheeIndex, head: int) -> dict[int, tuple[bytes, bytes]]:
-    """The bytes and scales by which each chunk is ranked; every chunk is in one group."""
-    members = index.members(head)
-    assert sorted(chain(*members)) == list(range(index.num_chunks))
+    """The bytes and scales by which each chunk is ranked; every chunk has one place."""
+    order = index.order()[head].tolist()
+    assert sorted(order) == list(range(index.num_chunks))
     rows, scales = index.arrays["rows"][head], index.arrays["scales"][head]
     first = index.num_units
     return {
-        chunk: (rows[first + group].tobytes(), scales[:, first + group].tobytes())
-        for group, (chunk,) in enumerate(members)
+        chunk: (rows[first + place].tobytes(), scales[:, first + place].tobytes())
+        for place, chunk in enumerate(order)
     }
 
 
@@ -74,8 +72,8 @@ def test_growing_puts_grafts_below_units(kv_len, pool):
         stream.step()
     index = stream.index
     built = index.arrays["ranges"][0, index.num_units]
-    assert 1.5 * POLICY.ranked_chunks < index.num_groups
-    assert built < index.num_groups  # the rest are grafted
+    assert 1.5 * POLICY.ranked_chunks < index.num_chunks
+    assert built < index.num_chunks  # the rest are grafted
     given, old = copied(index.arrays), LycheeIndex(copied(index.arrays))
     grown = LycheeIndex(POLICY.state.grow(0, index.arrays, 2000, pool))
     for name, array in given.items():  # a step that fails goes on with it
@@ -88,11 +86,8 @@ def test_growing_puts_grafts_below_units(kv_len, pool):
     for head in range(KV_HEADS):
         assert box_of_chunk(grown, head) == box_of_chunk(old, head)
         ranges = grown.arrays["ranges"][head]
-        unit_of = grown.unit_of_cluster(head)
-        assert ranges[grown.num_units] == grown.num_groups == len(unit_of)
-        np.testing.assert_array_equal(
-            ranges[grown.num_units + 1 :], np.bincount(unit_of, minlength=grown.num_units)
-        )
+        unit_of = grown.units(head)
+        assert ranges[grown.num_units] == grown.num_chunks == len(unit_of)
         for unit, (centre, width) in enumerate(
             zip(centres[head, units], widths[head, units], strict=True)
         ):
@@ -118,19 +113,19 @@ def test_grafts_join_units_of_their_direction(pool):
     old = stream.index
     grafted = set(
         range(
-            old.num_chunks - (old.num_groups - old.arrays["ranges"][0, old.num_units]),
+            old.num_chunks - (old.num_chunks - old.arrays["ranges"][0, old.num_units]),
             old.num_chunks,
         )
     )
     centres, _ = grown.boxes()
     for head in range(KV_HEADS):
-        units, unit_of = centres[head, : grown.num_units], grown.unit_of_cluster(head)
+        units, unit_of = centres[head, : grown.num_units], grown.units(head)
         units = units / np.linalg.norm(units, axis=1, keepdims=True)
         places = []
-        for group, (chunk,) in enumerate(grown.members(head)):
+        for place, chunk in enumerate(grown.order()[head]):
             if chunk in grafted:
-                products = units @ centres[head, grown.num_units + group]
-                places.append((products > products[unit_of[group]]).sum())
+                products = units @ centres[head, grown.num_units + place]
+                places.append((products > products[unit_of[place]]).sum())
         assert len(places) > 50
         # Units' boxes move with what joins them.
         assert np.mean(places) < 0.1 * grown.num_units
@@ -145,7 +140,7 @@ def test_a_search_ranks_no_more_however_long_the_generation(pool):
         index = stream.index
         # Beyond those that it is to rank: of the last unit opened, and what came since the arrays
         # grew.
-        of_unit = index.arrays["ranges"][:, index.num_units + 1 :].max(axis=1)
+        of_unit = np.diff(index.arrays["ranges"]).max(axis=1)
         since = max(STEP, stream.kv_len / 8) + POLICY.max_chunk_tokens
         most = 1.5 * POLICY.ranked_chunks + of_unit + since / POLICY.min_chunk_tokens
         assert (ranked(index) <= most).all()
@@ -171,7 +166,7 @@ def test_truncation_and_growing_again(back, pool):
     stream.attention.states.truncate(stream.seq, kv_len)
     stream.kv_len = kv_len
     if kv_len >= end:
-        for name in ("rows", "scales", "ranges", "links", "blocks", "offsets"):
+        for name in ("rows", "scales", "ranges", "order", "blocks", "offsets"):
             np.testing.assert_array_equal(stream.index.arrays[name], kept[name])
     else:
         assert stream.attention.states.arrays_of(stream.seq) is None
@@ -225,7 +220,7 @@ def test_a_step_that_fails_keeps_the_arrays_of_before(pool):
     states.begin([stream.seq], [1], prefill=False)
     grown = states.ensure(stream.seq, stream.kv_len + 1)
     placed = LycheeIndex(grown.layers[0])
-    assert placed.arrays["ranges"][0, placed.num_units] == placed.num_groups
+    assert placed.arrays["ranges"][0, placed.num_units] == placed.num_chunks
     states.roll_back(stream.seq)
     state = states.arrays_of(stream.seq)
     for name in INDEX:
@@ -240,7 +235,7 @@ def found_of_best(index: LycheeIndex, queries: np.ndarray, ranked_chunks: int) -
         spread = np.linalg.norm(queries[:, None] * widths[head], axis=2)
         ranks = queries @ centres[head].T + POLICY.spread_weight * spread
         of_units, of_chunks = np.split(ranks, [index.num_units], axis=1)
-        unit_of = index.unit_of_cluster(head)
+        unit_of = index.units(head)
         sizes = np.bincount(unit_of, minlength=index.num_units)
         for by_unit, by_chunk in zip(of_units, of_chunks, strict=True):
             order = np.argsort(-by_unit)

@@ -124,7 +124,7 @@ def test_the_rehearsal_launches_every_kernel(
         if name == "lychee_cluster":
             keys = torch.zeros(700, runtime.store.num_kv_heads, runtime.store.head_dim)
             starts = np.arange(0, 701, 7)
-            shape = IndexShape(starts, 100, 1, 100, 64, 8, paper=False)
+            shape = IndexShape(starts, 1, 100, 64, 8)
             group_on_device(keys.transpose(0, 1), shape, 2)
         wanted = launches.take()
     kernels = {kernel for kernel, _ in wanted}

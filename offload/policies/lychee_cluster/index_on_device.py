@@ -8,18 +8,15 @@ counted in tests: more than a few hundred would keep a GPU busy with starting th
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from gpu_ops.chunk_clusters import chunk_boxes, covering_radii, fill_empty, mean_directions
+from gpu_ops.chunk_clusters import chunk_boxes, fill_empty, mean_directions
 from offload.policies.device_build import WORKSPACE_BYTES, to_device
 from offload.policies.lychee_cluster.index import (
     Groups,
     IndexShape,
     chunks_of_units,
-    clusters_of_units,
 )
 
 
@@ -30,12 +27,8 @@ def group_on_device(keys: Tensor, shape: IndexShape, iterations: int) -> Groups:
         keys: [num_kv_heads, kv_len, head_dim].
     """
     points, centres, widths = chunk_boxes(keys, to_device(shape.starts, keys.device))
-    if not shape.paper:
-        units, _ = spherical_kmeans(points, shape.num_units, iterations)
-        return chunks_of_units(centres, widths, units, shape.num_units)
-    labels, fine = spherical_kmeans(points, shape.num_groups, iterations)
-    units, coarse = spherical_kmeans(fine, shape.num_units, iterations)
-    return clusters_of_units(partial(covering_radii, points), labels, fine, units, coarse)
+    units, _ = spherical_kmeans(points, shape.num_units, iterations)
+    return chunks_of_units(centres, widths, units, shape.num_units)
 
 
 def spherical_kmeans(points: Tensor, num_clusters: int, iterations: int) -> tuple[Tensor, Tensor]:

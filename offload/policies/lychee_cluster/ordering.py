@@ -13,19 +13,6 @@ _NO_KEY = np.int32(-(1 << 31))
 
 
 @cached_njit()
-def take_best(scores: Any, n: int) -> int:
-    """Position of the largest score, which is then taken out; -1 if no number is left."""
-    best = -1
-    largest = -np.inf
-    for i in range(n):
-        if scores[i] > largest:
-            best, largest = i, scores[i]
-    if best >= 0:
-        scores[best] = -np.inf
-    return best
-
-
-@cached_njit()
 def order_scores(scores: Any, keys: Any) -> None:
     """int32 keys in the order of float32 scores, NaN below all; may be the same memory."""
     for i in range(len(keys)):

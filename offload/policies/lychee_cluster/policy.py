@@ -5,16 +5,13 @@ Hierarchical KV Indexing (arXiv 2603.08453). Chunks: `chunks`; index: `index`; s
 updates: `graft`, `units`; the arrays: `layout`, and as callbacks see them: `views`.
 
 Five things differ from the paper, all for what they keep of the attention
-(docs/notes/lychee-cluster.md has the ablation); `paper=True` takes them back. Chunks are ranked by
-themselves, not in clusters of two, and in coarse units only where there are more of them than a
-search ranks: what is in a unit that is not opened cannot be found. They are ranked for each query
-head, the best of which counts, by an ellipsoid around their keys, instead of for the sum of the
-heads by a ball, in which the widest cluster wins. What had the most attention in one step is
-looked at again in the next. And more candidates are found than are attended, among which exact
-attention weights choose, also of the newest tokens, which are in no chunk yet.
-
-The paper's text leaves three choices open, which are ours under `paper=True`: six coarse units are
-opened, the sum of a group's queries ranks, and clusters are taken until the budget is full.
+(docs/notes/lychee-cluster.md has the ablation). Chunks are ranked by themselves, not in clusters of
+two, and in coarse units only where there are more of them than a search ranks: what is in a unit
+that is not opened cannot be found. They are ranked for each query head, the best of which counts,
+by an ellipsoid around their keys, instead of for the sum of the heads by a ball, in which the
+widest cluster wins. What had the most attention in one step is looked at again in the next. And
+more candidates are found than are attended, among which exact attention weights choose, also of the
+newest tokens, which are in no chunk yet.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ from offload.policies.lychee_cluster.layout import (
 )
 from offload.policies.lychee_cluster.prefetch import prepare
 from offload.policies.lychee_cluster.revise import compile_rank, revise_chunks
-from offload.policies.lychee_cluster.search import NUMBERS, PAPER_UNITS, propose, select
+from offload.policies.lychee_cluster.search import NUMBERS, propose, select
 from offload.policies.lychee_cluster.units import place_grafts
 from offload.policies.revised import Revised
 
@@ -62,11 +59,8 @@ if TYPE_CHECKING:
     from cpu_ops.worker_pool import WorkerPool
 
 
-_MAX_PAPER_UNITS = 64
 _CHUNKS_PER_UNIT = 8  # at least, where chunks are few
 _FLAT_SHARE = 1.5  # of the ranked chunks: so many are ranked in the time that opening units takes
-_LIMITS = ("min_chunk_tokens", "max_chunk_tokens")
-_CHUNK_TOKENS, _PAPER_CHUNK_TOKENS = (3, 5), (8, 16)
 
 
 class ClusterState(LayerState):
@@ -92,38 +86,30 @@ class ClusterState(LayerState):
             policy.max_chunk_tokens,
         )
         num_chunks = len(starts) - 1
-        num_groups, num_units = num_chunks, policy.num_units(num_chunks)
-        if policy.paper:
-            num_groups = max(1, num_chunks // policy.chunks_per_cluster)
-            num_units = min(policy.max_units, _MAX_PAPER_UNITS, max(1, round(num_groups**0.5)))
         room = room_for(int(starts[-1]), context.capacity_tokens, policy.min_chunk_tokens)
         return IndexShape(
             starts=starts,
-            num_groups=num_groups,
-            num_units=num_units,
+            num_units=policy.num_units(num_chunks),
             capacity_chunks=num_chunks + room,
             candidate_capacity=policy.candidate_capacity,
             carried_tokens=policy.carried_tokens,
-            paper=policy.paper,
         )
 
     def num_bytes(self, shape: StateShape) -> int:
         """Bytes of the state if chunks are as short as they may be."""
         policy = self.policy
         chunks = shape.capacity_tokens // policy.min_chunk_tokens + 2
-        groups = chunks if not policy.paper else max(1, chunks // policy.chunks_per_cluster)
-        rows = policy.max_units + groups
-        of_head = HEADER.itemsize + rows * (shape.head_dim + 4) + 4 * (2 * policy.max_units + 1)
-        of_head += 3 * (groups + chunks) + 4 * 2 * (2 + policy.carried_tokens)
-        of_head += scratch_bytes(groups, chunks, policy.candidate_capacity, shape.head_dim)
+        rows = policy.max_units + chunks
+        of_head = HEADER.itemsize + rows * (shape.head_dim + 4) + 4 * (policy.max_units + 1)
+        of_head += 3 * chunks + 4 * 2 * (2 + policy.carried_tokens)
+        of_head += scratch_bytes(chunks, policy.candidate_capacity, shape.head_dim)
         return shape.num_kv_heads * of_head + starts_bytes(chunks)
 
     def grow(self, layer_idx: int, arrays: State, capacity_tokens: int, pool: WorkerPool) -> State:
         """Make room for more chunks, and put those of the last ones into units."""
         policy = self.policy
-        if not policy.paper:
-            num_chunks = int(arrays["header"]["num_chunks"][0])
-            arrays = place_grafts(arrays, policy.num_units(int(num_chunks / _FLAT_SHARE)), pool)
+        num_chunks = int(arrays["header"]["num_chunks"][0])
+        arrays = place_grafts(arrays, policy.num_units(int(num_chunks / _FLAT_SHARE)), pool)
         return grow_index(arrays, capacity_tokens, policy.min_chunk_tokens)
 
     def truncate(self, layer_idx: int, arrays: State, kv_len: int) -> bool:
@@ -149,13 +135,9 @@ class ClusterState(LayerState):
     def read_bytes(
         self, *, kv_len: int, chosen_tokens: int, row_bytes: int, state_bytes: float
     ) -> tuple[float, bool]:
-        """Rows of coarse units and of the ranked groups, and candidates' keys."""
+        """Rows of coarse units and of the ranked chunks, and candidates' keys."""
         policy = self.policy
         chunks = max(1.0, 2 * kv_len / (policy.min_chunk_tokens + policy.max_chunk_tokens))
-        if policy.paper:
-            most = min(policy.max_units, _MAX_PAPER_UNITS)
-            units = min(most, (chunks / policy.chunks_per_cluster) ** 0.5)
-            return state_bytes * min(1.0, PAPER_UNITS / units) + chosen_tokens * row_bytes, False
         candidates = max(policy.candidate_ratio * chosen_tokens, policy.least_candidates)
         candidates = min(kv_len, candidates + policy.carried_share * chosen_tokens)
         kept = state_bytes * min(1.0, policy.ranked_chunks / chunks)
@@ -181,15 +163,7 @@ class ClusterDevice(DeviceSupport):
     def warm_up_kernels(self, keys: Tensor) -> None:
         policy = self.policy
         starts = np.arange(0, keys.shape[1] + 1, 8)
-        shape = IndexShape(
-            starts,
-            4,
-            2,
-            len(starts),
-            policy.candidate_capacity,
-            policy.carried_tokens,
-            policy.paper,
-        )
+        shape = IndexShape(starts, 2, len(starts), policy.candidate_capacity, policy.carried_tokens)
         group_on_device(keys, shape, 1)
 
 
@@ -200,24 +174,19 @@ class LycheeCluster(SparsePolicy):
     Args:
         buffer_tokens: newest tokens kept out of the index, the recent window included; all are
             candidates. At small budgets less, so that the buffer takes at most a quarter.
-        min_chunk_tokens, max_chunk_tokens: a chunk ends at the best delimiter in between; 3 and 5
-            by default, with `paper` 8 and 16.
+        min_chunk_tokens, max_chunk_tokens: a chunk ends at the best delimiter in between.
         ranked_chunks: of so many a search looks at the keys: of all chunks where there are no more,
             and else of those of the best coarse units.
-        max_units: coarse units, at most 128; the paper's search has 64 at most.
+        max_units: coarse units, at most 128.
         candidate_ratio: tokens of chunks whose keys are scored exactly, for each one attended.
         least_candidates: of them, however small the budget: what finds a token costs the same.
         carried_share: of the attended tokens, those that are candidates of the next step, too.
         spread_weight: half-axes of the ellipsoid by which a chunk is ranked, in half-widths of the
             box that its keys fill (`search`); 0 ranks by centres alone.
         iterations: of spherical k-means.
-        paper: search as the paper does: clusters of chunks, ranked by its upper bound for the sum
-            of the group's queries, and attended whole, beside all of the buffer. It has no
-            ranked_chunks, candidate_ratio, least_candidates, carried_share and spread_weight.
-        chunks_per_cluster: of the paper's index: mean size of a fine cluster when it is built.
 
     Raises:
-        ValueError: an option out of range, or one that `paper` does not have.
+        ValueError: an option out of range.
     """
 
     name: ClassVar[str] = "lychee_cluster"
@@ -231,8 +200,8 @@ class LycheeCluster(SparsePolicy):
 
     sink_tokens: int = 16
     buffer_tokens: int = 128
-    min_chunk_tokens: int = None  # type: ignore[assignment]
-    max_chunk_tokens: int = None  # type: ignore[assignment]
+    min_chunk_tokens: int = 3
+    max_chunk_tokens: int = 5
     max_units: int = MAX_UNITS
     ranked_chunks: int = 4096
     candidate_ratio: float = 1.5
@@ -240,20 +209,13 @@ class LycheeCluster(SparsePolicy):
     carried_share: float = 0.25
     spread_weight: float = 1.8
     iterations: int = 10
-    paper: bool = False
-    chunks_per_cluster: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        chunk_tokens = _PAPER_CHUNK_TOKENS if self.paper else _CHUNK_TOKENS
-        for name, tokens in zip(_LIMITS, chunk_tokens, strict=True):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, tokens)
         limits = {
             "buffer_tokens": (0, 1 << 20),
             "min_chunk_tokens": (1, self.max_chunk_tokens),
             "max_chunk_tokens": (1, MAX_CHUNK_TOKENS),
-            "chunks_per_cluster": (1, 1 << 20),
             "max_units": (1, MAX_UNITS),
             "ranked_chunks": (1, 1 << 24),
             "least_candidates": (0, 1 << 20),
@@ -270,16 +232,6 @@ class LycheeCluster(SparsePolicy):
         }.items():
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be in [{least}, {most}], got {getattr(self, name)}")
-        without = ["chunks_per_cluster"]
-        if self.paper:
-            without = ["ranked_chunks", "candidate_ratio", "least_candidates"]
-            without += ["carried_share", "spread_weight"]
-        for name in without:
-            if getattr(self, name) != getattr(type(self), name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)} means nothing with paper={self.paper}; leave it "
-                    f"out or set paper={not self.paper}"
-                )
 
     @property
     def chosen_tokens(self) -> int:
@@ -300,11 +252,9 @@ class LycheeCluster(SparsePolicy):
 
     @property
     def carried_tokens(self) -> int:
-        return 0 if self.paper else int(self.carried_share * self.chosen_tokens)
+        return int(self.carried_share * self.chosen_tokens)
 
     @property
     def candidate_capacity(self) -> int:
-        most = float(self.chosen_tokens)
-        if not self.paper:
-            most = max(self.candidate_ratio * most, self.least_candidates)
+        most = max(self.candidate_ratio * self.chosen_tokens, self.least_candidates)
         return int(1.25 * most) + 256 + self.carried_tokens

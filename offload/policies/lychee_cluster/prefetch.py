@@ -1,8 +1,8 @@
 """LycheeCluster's `prepare`: brings into the cache what the next search is likely to read.
 
 A layer's index was last read a whole step ago, so that it comes from memory. While others compute
-the query there is time to ask for the coarse units, for the groups of those units that the last
-search opened (neighbouring queries open about the same), and for the lists of chunks.
+the query there is time to ask for the coarse units, for the chunks of those units that the last
+search opened (neighbouring queries open about the same), and for the order of chunks.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def prepare(pointer: Any) -> None:
     header = index.header
     scratch = scratch_of(ctx, header)
     prefetch(scratch.units, 4 * UNITS_LENGTH)
-    num_units, num_groups = header.num_units, header.capacity_groups
-    num_chunks, num_rows = header.num_chunks, num_units + num_groups
+    num_units, num_chunks = header.num_units, header.num_chunks
+    capacity = header.capacity_chunks
+    num_rows = num_units + capacity
     prefetch(state.rows + ctx.unit * num_rows * ctx.head_dim, num_units * ctx.head_dim)
     for kind in range(2):
         prefetch(state.scales + 2 * (2 * ctx.unit + kind) * num_rows, 2 * num_units)
-    prefetch(state.ranges + 4 * ctx.unit * (2 * num_units + 1), 4 * num_units)
-    prefetch(scratch.query, 4 * ctx.head_dim)
+    prefetch(state.ranges + 4 * ctx.unit * (num_units + 1), 4 * num_units)
     units = view_int32(scratch.units, UNITS_LENGTH)
     opened, found = units[OPENED], units[FOUND]
     # What it writes to: it would wait for that as well.
@@ -58,15 +58,13 @@ def prepare(pointer: Any) -> None:
         if asked > most:
             return
         asked += prefetch_unit(ctx, index, units[i])
-    # Which chunks there will be is not known: all lists and starts, where they are small.
-    capacity = header.capacity_chunks
-    num_links = num_groups + (num_chunks if header.paper else 0)  # as `search` follows them
-    lists = (2 + header.has_high_links) * num_links + num_chunks + (num_chunks >> 2)
+    # Which chunks there will be is not known: all of the order and starts, where they are small.
+    lists = (2 + header.has_high_order) * num_chunks + num_chunks + (num_chunks >> 2)
     if asked + lists > most:
         return
-    at = ctx.unit * (num_groups + capacity)
-    prefetch(state.links + 2 * at, 2 * num_links)
-    if header.has_high_links > 0:
-        prefetch(state.links_high + at, num_links)
+    at = ctx.unit * capacity
+    prefetch(state.order + 2 * at, 2 * num_chunks)
+    if header.has_high_order > 0:
+        prefetch(state.order_high + at, num_chunks)
     prefetch(state.blocks, 4 * (num_chunks >> BLOCK_SHIFT) + 4)
     prefetch(state.offsets, num_chunks + 1)

@@ -13,9 +13,6 @@ more chunks than a search ranks, those of the coarse units are whose own ellipso
 
 Candidates are the tokens of the best chunks, and those that had the most attention in the step
 before: a head that looks at a token tends to look at it again.
-
-In the paper's search (arXiv 2603.08453, section 4.4) the sum of the group's queries ranks units and
-then clusters by the upper bound of eq. 2, q·mu + |q| r, and nothing is carried.
 """
 
 from __future__ import annotations
@@ -45,16 +42,16 @@ from offload.policies.lychee_cluster.layout import (
     UNITS_LENGTH,
     read_state,
 )
-from offload.policies.lychee_cluster.ordering import order_scores, take_best, take_best_key
+from offload.policies.lychee_cluster.ordering import order_scores, take_best_key
 from offload.policies.lychee_cluster.views import (
     ENDS,
     FOUND,
     OPENED,
     PARTIAL,
     RANGES,
+    chunk_at,
     header_of,
     index_of,
-    link_of,
     scratch_of,
 )
 
@@ -69,9 +66,9 @@ NUMBERS = NumberLayout(
     "max_chunk_tokens",
 )
 read_numbers = NUMBERS.read
-PAPER_UNITS = 6  # coarse units that its search opens (more where they are small)
 _AHEAD = 0.97  # of the room: how many tokens so many chunks have is not known before
-_CHOICE = 2.5  # groups to rank, for each that will be taken
+_INFINITE = 0x7F800000  # bits of a float32 without its sign; NaN has more
+_CHOICE = 2.5  # chunks to rank, for each that will be taken
 
 
 @numba.njit
@@ -82,47 +79,37 @@ def _rank_ranges(
     workers will write them.
     """
     header, state, width = index.header, read_state(ctx.arrays), ctx.head_dim
-    num_rows = header.num_units + header.capacity_groups
-    query, num_queries = ctx.query, ctx.group_size
+    num_rows = header.num_units + header.capacity_chunks
     rows = state.rows + (ctx.unit * num_rows + first_row) * width
     scales = state.scales + 2 * (2 * ctx.unit * num_rows + first_row)
-    weight = np.float32(1)  # eq. 2
-    boxes = np.int64(0)
-    if header.paper:
-        query, num_queries = scratch.query, 1
-    else:
-        weight = np.float32(read_numbers(ctx.parameters).spread_weight)
-        boxes = np.int64(1)
-    of_rows = (query, num_queries, rows, scales, scales + 2 * num_rows, weight, boxes)
+    weight = np.float32(read_numbers(ctx.parameters).spread_weight)
+    of_rows = (ctx.query, ctx.group_size, rows, scales, scales + 2 * num_rows, weight, np.int64(1))
     ranges = scratch.units + 4 * RANGES
     done: int = rank_rows(pointer, ctx.rank_rows, (*of_rows, ranges, num_ranges, scratch.scores))
     return done
 
 
 @cached_njit()
-def _flag_groups(index: Any, groups: Any, flags: Any, room: int, bounds: Any) -> int:
-    """Flag the chunks of groups, the newest first, while `room` tokens last; tokens flagged.
+def _flag_chunks(index: Any, places: Any, flags: Any, room: int, bounds: Any) -> int:
+    """Flag the chunks at these places, while `room` tokens last; tokens flagged.
 
     A chunk that fits in part only is noted in `bounds` (chunk, first token).
     """
-    blocks, offsets, links, high = index.blocks, index.offsets, index.links, index.high
-    of_chunks = index.header.capacity_groups
+    blocks, offsets = index.blocks, index.offsets
     taken = 0
-    for group in groups:
-        link = link_of(links, high, group)
-        while link > 0 and taken < room:
-            chunk = link - 1
-            word, bit = chunk >> 6, np.uint64(1) << np.uint64(chunk & 63)
-            if flags[word] & bit:
-                break  # the group was taken in an earlier round
-            start, end = chunk_start(blocks, offsets, chunk), chunk_start(blocks, offsets, link)
-            if taken + end - start > room:
-                bounds[0], bounds[1] = chunk, end - (room - taken)
-                start = bounds[1]
-            flags[word] |= bit
-            taken += end - start
-            # A chunk that is a group by itself has none after it: not to be fetched from memory.
-            link = link_of(links, high, of_chunks + chunk) if index.header.paper else 0
+    for place in places:
+        if taken >= room:
+            break
+        chunk = chunk_at(index.order, index.high, place)
+        word, bit = chunk >> 6, np.uint64(1) << np.uint64(chunk & 63)
+        if flags[word] & bit:
+            continue  # it was taken in an earlier round
+        start, end = chunk_start(blocks, offsets, chunk), chunk_start(blocks, offsets, chunk + 1)
+        if taken + end - start > room:
+            bounds[0], bounds[1] = chunk, end - (room - taken)
+            start = bounds[1]
+        flags[word] |= bit
+        taken += end - start
     return taken
 
 
@@ -166,34 +153,27 @@ def _write_flagged(
 
 
 @cached_njit()
-def _sum_queries(ctx: Any, address: int) -> float:
-    """Write the sum of the group's queries; its norm, not finite where one of them is not."""
-    width = ctx.head_dim
-    query = view_float32(ctx.query, ctx.group_size * width)
-    total = view_float32(address, width)
-    total[:] = query[:width]
-    for g in range(1, ctx.group_size):
-        head = query[g * width : (g + 1) * width]
-        for d in range(width):
-            total[d] += head[d]
-    squares = 0.0
-    for d in range(width):
-        squares += total[d] * total[d]
-    return float(np.sqrt(squares))
+def _is_finite(ctx: Any) -> bool:
+    """Whether all of the group's queries are."""
+    bits = view_int32(ctx.query, ctx.group_size * ctx.head_dim)
+    largest = np.int32(0)
+    for i in range(len(bits)):
+        largest = max(largest, bits[i] & np.int32(_INFINITE))
+    return bool(largest < _INFINITE)
 
 
 @numba.njit(inline="always")
-def group_tokens(ctx: Any, header: Any) -> Any:
-    """Mean tokens of a group."""
-    return max(1, header.indexed_end - ctx.first) / max(1, header.num_groups)
+def chunk_tokens(ctx: Any, header: Any) -> Any:
+    """Mean tokens of a chunk."""
+    return max(1, header.indexed_end - ctx.first) / max(1, header.num_chunks)
 
 
 @numba.njit(inline="always")
-def group_range(index: Any, unit: Any) -> Any:
-    """First group of a unit, and how many it has; one past the units: those grafted."""
+def places_of(index: Any, unit: Any) -> Any:
+    """First place of a unit, and how many it has; one past the units: what was grafted."""
     header = index.header
     first = np.int64(index.ranges[unit])
-    end = header.num_groups if unit == header.num_units else np.int64(index.ranges[unit + 1])
+    end = header.num_chunks if unit == header.num_units else np.int64(index.ranges[unit + 1])
     return first, end - first
 
 
@@ -205,10 +185,10 @@ def _buffered(ctx: Any, header: Any) -> Any:
 
 @numba.njit(inline="always")
 def prefetch_unit(ctx: Any, index: Any, unit: Any) -> Any:
-    """Ask for the groups of a coarse unit: what ranking them reads; their bytes."""
+    """Ask for the chunks of a coarse unit: what ranking them reads; their bytes."""
     header, width = index.header, ctx.head_dim
-    num_rows = header.num_units + header.capacity_groups
-    first, n = group_range(index, unit)
+    num_rows = header.num_units + header.capacity_chunks
+    first, n = places_of(index, unit)
     row = header.num_units + first
     state = read_state(ctx.arrays)
     prefetch(state.rows + (ctx.unit * num_rows + row) * width, n * width)
@@ -227,7 +207,7 @@ def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) -
     ranked_chunks = read_numbers(ctx.parameters).ranked_chunks
     built = np.int64(index.ranges[num_units])
     kept = 0
-    if not header.paper and built <= ranked_chunks:
+    if built <= ranked_chunks:
         for unit in range(num_units):
             units[unit] = unit
         kept = num_units
@@ -236,21 +216,16 @@ def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) -
         _rank_ranges(pointer, ctx, index, scratch, 0, 1)
         keys = view_int32(scratch.scores, num_units)
         order_scores(scores, keys)
-        enough = _CHOICE * wanted / group_tokens(ctx, header)
-        fewest = 1
-        if header.paper:
-            fewest = PAPER_UNITS
-        else:
-            enough = max(enough, ranked_chunks)
+        enough = max(_CHOICE * wanted / chunk_tokens(ctx, header), ranked_chunks)
         visited = 0
-        while kept < num_units and (kept < fewest or visited < enough):
+        while kept < num_units and (kept < 1 or visited < enough):
             unit = take_best_key(keys)
             if unit < 0:
                 return -1
             units[kept] = unit
             kept += 1
-            visited += group_range(index, unit)[1]
-    if header.num_groups > built:
+            visited += places_of(index, unit)[1]
+    if header.num_chunks > built:
         units[kept] = num_units
         kept += 1
     units[OPENED] = kept
@@ -259,19 +234,19 @@ def _open_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) -
 
 @numba.njit
 def _visit_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) -> int:
-    """Rank the groups of the best coarse units; how many groups that are, -1 for NaN, DEFERRED
+    """Rank the chunks of the best coarse units; how many that are, -1 for NaN, DEFERRED
     where others rank them.
 
     Their ranks are in the scores, unit by unit; `units` holds the units, from ENDS on where the
-    groups of each end there, and from RANGES on which groups they are.
+    chunks of each end there, and from RANGES on which places they have.
     """
-    if not np.isfinite(_sum_queries(ctx, scratch.query)):
+    if not _is_finite(ctx):
         return -1
     units = view_int32(scratch.units, UNITS_LENGTH)
     kept = _open_units(pointer, ctx, index, scratch, wanted)
     visited = 0
     for i in range(kept):
-        first, n = group_range(index, units[i])
+        first, n = places_of(index, units[i])
         visited += n
         units[ENDS + i] = visited
         units[RANGES + 2 * i], units[RANGES + 2 * i + 1] = first, first + n
@@ -282,30 +257,9 @@ def _visit_units(pointer: Any, ctx: Any, index: Any, scratch: Any, wanted: int) 
 
 
 @numba.njit(inline="always")
-def _group_at(units: Any, i: Any, position: Any) -> Any:
-    """Group of a position in the scores, those of the i-th opened unit."""
+def _place_at(units: Any, i: Any, position: Any) -> Any:
+    """Place of a position in the scores, those of the i-th opened unit."""
     return units[RANGES + 2 * i + 1] - (units[ENDS + i] - position)
-
-
-@cached_njit()
-def _take_whole_clusters(index: Any, scratch: Any, visited: int, needed: int) -> None:
-    """Flag the chunks of the best clusters, best first, until `needed` tokens are there."""
-    scores = view_float32(scratch.scores, visited)
-    units = view_int32(scratch.units, UNITS_LENGTH)
-    partial = view_int32(scratch.units + 4 * PARTIAL, 2)
-    picked = view_int32(scratch.picked, 1)
-    taken = 0
-    for _ in range(visited):
-        position = take_best(scores, visited)
-        if position < 0:  # what is left are no numbers
-            return
-        i = 0
-        while position >= units[ENDS + i]:
-            i += 1
-        picked[0] = _group_at(units, i, position)
-        taken += _flag_groups(index, picked, scratch.flags, needed - taken, partial)
-        if taken == needed:
-            return
 
 
 @numba.njit
@@ -317,8 +271,8 @@ def _take_chunks(
     Their sizes are not known before they are walked: as many as should hold `wanted` tokens are
     taken, and more while that was too few.
     """
-    header, links = index.header, index.links
-    picked = view_int32(scratch.picked, header.num_groups)
+    header = index.header
+    picked = view_int32(scratch.picked, header.num_chunks)
     units = view_int32(scratch.units, UNITS_LENGTH)
     partial = view_int32(scratch.units + 4 * PARTIAL, 2)
     room = header.candidate_capacity - header.carried_tokens - (ctx.budget_tokens - needed)
@@ -327,7 +281,7 @@ def _take_chunks(
     first_offset = index.offsets.ctypes.data
     taken = 0
     k = 0
-    size = group_tokens(ctx, header)
+    size = chunk_tokens(ctx, header)
     least = max(min(needed, wanted), 0.9 * wanted)
     while taken < least and k < visited and taken < room:
         k = min(visited, k + 1 + int((wanted - taken) / size))
@@ -339,10 +293,10 @@ def _take_chunks(
         for p in range(count):
             while picked[p] >= units[ENDS + i]:
                 i += 1
-            picked[p] = _group_at(units, i, picked[p])
+            picked[p] = _place_at(units, i, picked[p])
             # Chunks are anywhere: each would be waited for.
-            prefetch_line(first_offset + max(link_of(links, index.high, picked[p]) - 1, 0))
-        taken += _flag_groups(index, picked[:count], scratch.flags, room - taken, partial)
+            prefetch_line(first_offset + chunk_at(index.order, index.high, picked[p]))
+        taken += _flag_chunks(index, picked[:count], scratch.flags, room - taken, partial)
         size = max(1.0, taken / k)
     return True
 
@@ -359,15 +313,12 @@ def propose(pointer: Any) -> int:
     buffered = _buffered(ctx, header)
     needed = ctx.budget_tokens - buffered
     count = 0
-    searches = needed > 0 or (ctx.budget_tokens > 0 and not header.paper)
-    if searches and header.num_chunks > 0:
-        wanted = needed
-        if not header.paper:
-            numbers = read_numbers(ctx.parameters)
-            ratio, least = numbers.candidate_ratio, int(numbers.least_candidates)
-            wanted = max(int(needed * ratio), least - buffered)
-            if ctx.ahead:  # nothing will be scored: the best chunks are the choice
-                wanted = int(_AHEAD * needed)
+    if ctx.budget_tokens > 0 and header.num_chunks > 0:
+        numbers = read_numbers(ctx.parameters)
+        ratio, least = numbers.candidate_ratio, int(numbers.least_candidates)
+        wanted = max(int(needed * ratio), least - buffered)
+        if ctx.ahead:  # nothing will be scored: the best chunks are the choice
+            wanted = int(_AHEAD * needed)
         if ctx.resumes:
             units = view_int32(scratch.units, UNITS_LENGTH)
             visited = np.int64(units[ENDS + units[OPENED] - 1])
@@ -377,9 +328,7 @@ def propose(pointer: Any) -> int:
             return int(visited)
         partial = view_int32(scratch.units + 4 * PARTIAL, 2)
         partial[0] = -1
-        if header.paper:
-            _take_whole_clusters(index, scratch, visited, needed)
-        elif not _take_chunks(pointer, ctx, index, scratch, visited, needed, wanted):
+        if not _take_chunks(pointer, ctx, index, scratch, visited, needed, wanted):
             return -1
         others = carried_tokens(ctx, header)
         if ctx.ahead:  # beside the best chunks they are more than the budget: all would be scored
@@ -395,22 +344,14 @@ def propose(pointer: Any) -> int:
 
 @callback
 def select(pointer: Any) -> int:
-    """The heaviest candidates; in the paper's search those of the buffer, whatever they weigh."""
+    """The heaviest candidates."""
     ctx = read_context(pointer)
     header = header_of(ctx)
-    kept = 0
-    if header.paper:
-        kept = min(_buffered(ctx, header), ctx.num_candidates)
-    others = ctx.num_candidates - kept
     count: int = top_k(
-        pointer, ctx.top_k, ctx.importance, others, ctx.budget_tokens - kept, ctx.indices
+        pointer, ctx.top_k, ctx.importance, ctx.num_candidates, ctx.budget_tokens, ctx.indices
     )
     if count < 0:
         return -1
-    positions = view_int32(ctx.indices, ctx.budget_tokens)
-    for i in range(others, ctx.num_candidates):
-        positions[count] = i
-        count += 1
     indexed = ctx.num_candidates - min(_buffered(ctx, header), ctx.num_candidates)
     if indexed > 0 and header.carried_tokens > 0:
         carry(pointer, ctx, header, indexed)

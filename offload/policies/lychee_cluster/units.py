@@ -27,23 +27,22 @@ _ITERATIONS = 4  # at most, where all of a layer waits; ten find little more
 
 @cached_njit()
 def _sort_by_unit(units: Any, ranges: Any, order: Any) -> None:
-    """Groups by unit, each unit's as they were; `ranges` as `layout` has them."""
-    num_units = len(ranges) // 2
+    """Places by unit, each unit's as they were; `ranges` as `layout` has them."""
     ranges[:] = 0
     for unit in units:
-        ranges[num_units + 1 + unit] += 1
-    for unit in range(num_units):
-        ranges[unit + 1] = ranges[unit] + ranges[num_units + 1 + unit]
-    next_of = ranges[:num_units].copy()
-    for group in range(len(units)):
-        order[next_of[units[group]]] = group
-        next_of[units[group]] += 1
+        ranges[unit + 1] += 1
+    for unit in range(len(ranges) - 1):
+        ranges[unit + 1] += ranges[unit]
+    next_of = ranges[:-1].copy()
+    for place in range(len(units)):
+        order[next_of[units[place]]] = place
+        next_of[units[place]] += 1
 
 
 @cached_njit()
 def _write_unit_boxes(ranges: Any, rows: Any, scales: Any, unit_widths: Any) -> None:
     """The first rows: as `index._unit_boxes`, of the boxes in the rows behind them."""
-    num_units, width = len(ranges) // 2, rows.shape[1]
+    num_units, width = len(ranges) - 1, rows.shape[1]
     total = np.empty(width, np.float32)
     low, high = np.empty(width, np.float32), np.empty(width, np.float32)
     for unit in range(num_units):
@@ -76,9 +75,9 @@ def _directions(rows: npt.NDArray[np.int8]) -> npt.NDArray[np.float32]:
 
 
 def _units_of(arrays: State, num_units: int, pool: WorkerPool) -> npt.NDArray[np.int64]:
-    """int64 [heads, num_groups], the unit of each group."""
+    """int64 [heads, num_chunks], the unit of each place."""
     header, rows, ranges = arrays["header"][0], arrays["rows"], arrays["ranges"]
-    first, end = int(header["num_units"]), int(header["num_units"] + header["num_groups"])
+    first, end = int(header["num_units"]), int(header["num_units"] + header["num_chunks"])
     if num_units != first:
         points = np.ascontiguousarray(_directions(rows[:, first:end]))
         found, _ = spherical_kmeans(pool, points, num_units, _ITERATIONS)
@@ -93,37 +92,36 @@ def _units_of(arrays: State, num_units: int, pool: WorkerPool) -> npt.NDArray[np
 
 
 def place_grafts(arrays: State, num_units: int, pool: WorkerPool) -> State:
-    """The arrays, or copies of some in which every group is in a unit.
+    """The arrays, or copies of some in which every chunk is in a unit.
 
     Args:
-        arrays: of an index whose groups are chunks.
         num_units: that there should be; all are found anew where there are less than half of them.
     """
     header = arrays["header"].copy()
-    num_groups, before = int(header["num_groups"][0]), int(header["num_units"][0])
+    num_chunks, before = int(header["num_chunks"][0]), int(header["num_units"][0])
     num_units = num_units if num_units > 2 * before else before
-    if num_units == 1 or num_groups == arrays["ranges"][0, before]:
+    if num_units == 1 or num_chunks == arrays["ranges"][0, before]:
         return arrays
     units = _units_of(arrays, num_units, pool)
-    shape = (len(header), num_units + num_groups)
+    shape = (len(header), num_units + num_chunks)
     placed: State = {
         "header": header,
         "rows": np.empty((*shape, arrays["rows"].shape[2]), np.int8),
         "scales": np.empty((shape[0], 2, shape[1]), np.uint16),
-        "ranges": np.empty((shape[0], 2 * num_units + 1), np.int32),
-        "links": arrays["links"].copy(),
-        "links_high": arrays["links_high"].copy(),
+        "ranges": np.empty((shape[0], num_units + 1), np.int32),
+        "order": arrays["order"].copy(),
+        "order_high": arrays["order_high"].copy(),
         "last_graft": arrays["last_graft"].copy(),
     }
     header["num_units"] = num_units
-    order = np.empty(num_groups, np.int64)
+    order = np.empty(num_chunks, np.int64)
     for h in range(len(header)):
         _sort_by_unit(units[h], placed["ranges"][h], order)
         rows, scales = placed["rows"][h], placed["scales"][h]
         rows[num_units:] = arrays["rows"][h, before + order]
         scales[:, num_units:] = arrays["scales"][h][:, before + order]
         _write_unit_boxes(placed["ranges"][h], rows, scales, np.float32(UNIT_WIDTHS))
-        for name in ("links", "links_high") if header["has_high_links"][h] else ("links",):
-            placed[name][h, :num_groups] = arrays[name][h, order]
+        for name in ("order", "order_high") if header["has_high_order"][h] else ("order",):
+            placed[name][h, :num_chunks] = arrays[name][h, order]
     forget_graft(placed)
     return {**arrays, **placed}

@@ -23,11 +23,11 @@ from offload.policies.lychee_cluster.layout import (
 )
 
 # Of `units`: the units that the last search opened (one past them: what was grafted), where the
-# groups of each end in its scores, and the first of them and their end among all groups; then
+# chunks of each end in its scores, and the first of them and their end among all places; then
 # these. What was opened and how many candidates that gave stays until the next search: `prepare`
 # reads it.
 ENDS, RANGES, PARTIAL = MAX_UNITS + 1, 2 * (MAX_UNITS + 1), 4 * (MAX_UNITS + 1)
-OPENED, FOUND, NEAR = PARTIAL + 2, PARTIAL + 3, PARTIAL + 4
+OPENED, FOUND = PARTIAL + 2, PARTIAL + 3
 
 HEADER_BYTES = HEADER.itemsize
 _as_int8 = pointer_to(types.int8)
@@ -75,17 +75,16 @@ class Index(NamedTuple):
     ranges: Any
     blocks: Any
     offsets: Any
-    links: Any
-    high: Any  # links_high, or empty
+    order: Any
+    high: Any  # order_high, or empty
 
 
 class Scratch(NamedTuple):
     """A KV head's room to work in: flags as uint64 array, of the others the addresses."""
 
     flags: Any
-    query: Any
     keys: Any
-    centroids: Any
+    mean: Any
     scores: Any
     candidates: Any
     picked: Any
@@ -96,19 +95,18 @@ class Scratch(NamedTuple):
 def index_of(ctx: Any) -> Any:
     """The `Index` of ctx.unit."""
     state, header = read_state(ctx.arrays), header_of(ctx)
-    num_rows = header.num_units + header.capacity_groups
     capacity = header.capacity_chunks
-    num_links = header.capacity_groups + capacity
+    num_rows = header.num_units + capacity
     rows = state.rows + ctx.unit * num_rows * ctx.head_dim
     return Index(
         header,
         carray(_as_int8(rows), (num_rows, ctx.head_dim)),
         carray(_as_uint16(state.scales + ctx.unit * num_rows * 4), (2, num_rows)),
-        view_int32(state.ranges, 2 * header.num_units + 1, ctx.unit),
+        view_int32(state.ranges, header.num_units + 1, ctx.unit),
         view_int32(state.blocks, capacity // BLOCK + 1),
         view_uint8(state.offsets, capacity + 1),
-        view_uint16(state.links, num_links, ctx.unit),
-        view_uint8(state.links_high, num_links * header.has_high_links, ctx.unit),
+        view_uint16(state.order, capacity, ctx.unit),
+        view_uint8(state.order_high, capacity * header.has_high_order, ctx.unit),
     )
 
 
@@ -119,25 +117,24 @@ def scratch_of(ctx: Any, header: Any) -> Any:
     longest = header.candidate_capacity + MAX_CHUNK_TOKENS
     return Scratch(
         view_uint64(state.flags, header.capacity_chunks // 64 + 1, unit),
-        state.query + unit * row_bytes,
         state.keys + unit * row_bytes * MAX_CHUNK_TOKENS,
-        state.centroids + unit * row_bytes * 2,
-        state.scores + unit * 4 * max(header.capacity_groups, MAX_UNITS),
+        state.mean + unit * row_bytes,
+        state.scores + unit * 4 * max(header.capacity_chunks, MAX_UNITS),
         state.candidates + unit * 4 * longest,
-        state.picked + unit * 4 * max(header.capacity_groups, header.candidate_capacity),
+        state.picked + unit * 4 * max(header.capacity_chunks, header.candidate_capacity),
         state.units + unit * 4 * UNITS_LENGTH,
     )
 
 
 @numba.njit(inline="always")
-def link_of(links: Any, high: Any, i: Any) -> Any:
+def chunk_at(order: Any, high: Any, place: Any) -> Any:
     if len(high) > 0:
-        return np.int64(links[i]) | np.int64(high[i]) << 16
-    return np.int64(links[i])
+        return np.int64(order[place]) | np.int64(high[place]) << 16
+    return np.int64(order[place])
 
 
 @numba.njit(inline="always")
-def set_link(links: Any, high: Any, i: Any, link: Any) -> None:
-    links[i] = link & 0xFFFF
+def set_chunk_at(order: Any, high: Any, place: Any, chunk: Any) -> None:
+    order[place] = chunk & 0xFFFF
     if len(high) > 0:
-        high[i] = link >> 16
+        high[place] = chunk >> 16

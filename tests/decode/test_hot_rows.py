@@ -132,7 +132,7 @@ def check_found_clusters(hot: Any, index: int, layer_idx: int, kv_len: int) -> N
         cluster_of, counts = hot.found.cluster_of[at].cpu(), hot.found.cluster_counts[at].cpu()
         assert torch.equal(torch.bincount(cluster_of, minlength=256)[: len(counts)].int(), counts)
         assert int((cluster_of[4 : kv_len - 15] == 255).sum()) <= 1
-        in_window = cluster_of[kv_len - 16] if kv_len > 20 else 255
+        in_window = int(cluster_of[kv_len - 16]) if kv_len > 20 else 255
         hot_tokens = pairs_of(hot, index, layer_idx, head)[0]
         left = counts - torch.bincount(cluster_of[hot_tokens], minlength=256)[: len(counts)]
         if in_window < len(counts):  # it has joined since the counts were told

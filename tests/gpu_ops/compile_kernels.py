@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from gpu_ops import launch
 from gpu_ops.append_codes import append_codes
+from gpu_ops.choose_places import HotMap, choose_places
 from gpu_ops.chunk_clusters import chunk_boxes, fill_empty, mean_directions
 from gpu_ops.code_scores import CodeQuery
 from gpu_ops.fetch_rows import fetch_rows
@@ -29,6 +30,7 @@ from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from gpu_ops.gemv import gemv
 from gpu_ops.greedy import greedy_tokens
+from gpu_ops.grow_clusters import grow_clusters
 from gpu_ops.layout import allocate
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
@@ -153,24 +155,40 @@ def select_all(
     window = {"sink_tokens": 4, "recent_tokens": 64}
     pages = {"num_kv_heads": num_kv_heads, "page_tokens": 256}
     gather_rows(selection, counts, table, positions, heads, out=gathered, **pages, **window)
-    fetch_rows(
-        torch.zeros(n, num_kv_heads, capacity, 2, dtype=torch.int32),
-        torch.zeros(n, num_kv_heads, 2, dtype=torch.int32),
-        table,
-        positions,
-        heads,
-        page_tokens=256,
-        hot=gathered,
-        counts=counts,
-        **window,
-    )
+    fetches = torch.zeros(n, num_kv_heads, capacity, 2, dtype=torch.int32)
+    hot_counts, clusters = torch.zeros(n, num_kv_heads, 2, dtype=torch.int32), 64
+    means = torch.zeros(n, 2, num_kv_heads, clusters, head_dim, dtype=dtype)
+    logs = {"means": means, "log_counts": torch.zeros(n, num_kv_heads, clusters)}
+    of_mailbox = {
+        "rest_counts": torch.zeros(n, num_kv_heads, clusters + 1, dtype=torch.int32),
+        "rest_means": torch.zeros(n, num_kv_heads, 2, head_dim),
+    }
+    rows = {"page_tokens": 256, "hot": gathered, "counts": counts}
+    for rest in ({}, logs | of_mailbox):
+        fetch_rows(fetches, hot_counts, table, positions, heads, **rows, **window, **rest)
+    sizes = {"max_tokens": 131072, "capacity": 3 * capacity, "clusters": clusters}
+    hot_map = HotMap(**allocate(HotMap.layout(n, num_kv_heads, **sizes), heads.device))
+    of_layer = {"first_head": 0, **window}
+    for log_counts in (None, logs["log_counts"]):
+        choose_places(
+            selection,
+            counts,
+            positions,
+            heads,
+            hot_map,
+            victims=fetches[..., 0].contiguous(),
+            fetches=fetches,
+            hot_counts=hot_counts,
+            log_counts=log_counts,
+            **of_layer,
+        )
+    kept = torch.zeros(n, 2, num_kv_heads, 68, head_dim, dtype=dtype)
+    grow_clusters(kept, positions, heads, means, hot_map, **of_layer)
     num_splits = num_gathered_splits(num_kv_heads, capacity, 132)
-    for has_window in (False, True):
-        shape = (n, num_qo_heads, num_splits + has_window)
-        rest = {"out": query.float(), "lse": torch.zeros(n, num_qo_heads)}
-        if has_window:
-            rows = torch.zeros(n, 2, num_kv_heads, 68, head_dim, dtype=query.dtype)
-            rest = {"out": query, "window": rows}
+    alone = {"out": query.float(), "lse": torch.zeros(n, num_qo_heads)}
+    whole = {"out": query, "window": kept}
+    for rest in (alone, whole, whole | logs):
+        shape = (n, num_qo_heads, num_splits + ("window" in rest))
         gathered_attention(
             query,
             gathered,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,21 @@ class Rows:
         self.victims = torch.zeros(2, NUM_KV_HEADS, fetch_tokens, **tokens)
         self.logs = torch.full((2, NUM_KV_HEADS, clusters), 7.0, device=device)
 
-    def step(self, positions: list[int], lists: dict[tuple[int, int], list[int]]) -> None:
-        """Lists of [row, head]; heads that have none are not asked about."""
+    def step(
+        self,
+        positions: list[int],
+        lists: dict[tuple[int, int], list[int]],
+        counts: dict[tuple[int, int], int] = MappingProxyType({}),  # type: ignore[assignment]
+    ) -> None:
+        """Lists of [row, head]; heads that have none are not asked about. Other counts of some."""
+        other = counts
         selection = torch.full((2, NUM_KV_HEADS, SINKS + self.fetch_tokens + RECENT), 2**30).int()
         counts = torch.full((2, NUM_KV_HEADS), 2**30).int()
         for (row, head), tokens in lists.items():
             counts[row, head] = len(tokens) + SINKS + RECENT
             selection[row, head, SINKS : SINKS + len(tokens)] = torch.tensor(tokens).int()
+        for at, count in other.items():
+            counts[at] = count
         choose_places(
             selection.to(self.device),
             counts.to(self.device),
@@ -116,10 +125,21 @@ def test_what_was_not_listed_for_long_goes_first(device: str) -> None:
     lists: list[list[int]] = [[10, 11, 12, 13], [20, 21, 22, 23], [10, 11], [10], [30, 31, 32, 33]]
     lists += [[30], [31], [40, 41, 42, 43]]
     for step, listed in enumerate(lists):
-        rows.step([100 + step, -1], dict.fromkeys([(0, head) for head in HEADS], listed))
+        rows.step([100 + step, -1], {(0, head): listed for head in HEADS})
     held = set(rows.map.token_of[0, 1].tolist())
     assert held == {10, 11, *lists[4], *lists[-1], *(20, 21, 22, 23)} - {20, 21} or len(held) == 12
     assert {*lists[4], *lists[-1]} <= held
+
+
+def test_a_list_that_could_not_be_made_shows(device: str) -> None:
+    """What is hot stays, and the output will be no number."""
+    rows = Rows(device, fetch_tokens=8, capacity=24, clusters=4)
+    rows.step([50, -1], {(0, head): [10, 20] for head in HEADS})
+    held = rows.map.token_of.clone()
+    rows.step([51, -1], {(0, 2): [10, 30]}, counts={(0, 0): -1})
+    assert torch.equal(rows.map.token_of[0, 2], held[0, 2])
+    assert rows.logs[0, 0].isnan().all()
+    assert not rows.logs[0, 2].isnan().any()
 
 
 def test_operands_that_do_not_fit(device: str) -> None:

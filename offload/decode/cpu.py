@@ -19,6 +19,7 @@ from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.sampling import Draws
+from offload.kv.sequence_part import SequencePart
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.base import norm_of
@@ -27,8 +28,8 @@ from offload.policies import Policy
 from offload.system.errors import DeviceMemoryError
 
 
-class NativeDecoder:
-    """The `Decoder` of a model without a GPU.
+class NativeDecoder(SequencePart):
+    """The `Decoder` of a model without a GPU: as a part it has no copy that could be out of date.
 
     It does not sample: the stock loop's tokens are those of transformers with the same seed.
 
@@ -57,7 +58,6 @@ class NativeDecoder:
         self.stack = DecoderLayers([layer.on_cpu() for layer in model.layers], self.attention)
         self.after_projection: Callable[[int, int, torch.Tensor, torch.Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
-        self.make_room: Callable[[], bool] = lambda: False
         self.final_norm = norm_of(model.final_norm)
         self.lm_head = model.lm_head.on_cpu()
 
@@ -186,15 +186,6 @@ class NativeDecoder:
     def _mark(self, kind: str, layer_idx: int = -1) -> None:
         if self.on_mark is not None:
             self.on_mark(kind, layer_idx)
-
-    def rebase(self, seq: int, kv_len: int, to: int) -> None:
-        """Nothing: as in `forget`."""
-
-    def crop(self, seq: int, kv_len: int) -> None:
-        """Nothing: as in `forget`."""
-
-    def forget(self, seq: int) -> None:
-        """Nothing: there is no copy of `seq` here that could be out of date."""
 
     def trim(self) -> None:
         """Nothing: there is no device."""

@@ -10,22 +10,21 @@ from torch import Tensor
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.sampling import Draws
+from offload.kv.sequence_part import SequencePart
 from offload.models.batch import RaggedBatch
 from offload.system.errors import DeviceMemoryError
 
 
-class Decoder(Protocol):
-    """Decode steps of one model over one store.
+class Decoder(SequencePart, Protocol):
+    """Decode steps of one model over one store, and what a device has of its sequences.
 
     Attributes:
         attention: what the CPU attends with, and the policy's state of each sequence.
         pool: the threads that it attends on.
-        make_room: gives back what others have of the device for a while; whether it was anything.
     """
 
     attention: DecodeAttention
     pool: WorkerPool
-    make_room: Callable[[], bool]
 
     @property
     def max_step_tokens(self) -> int | None:
@@ -118,16 +117,6 @@ class Decoder(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] before the final norm -> [n, vocab_size]."""
-
-    def forget(self, seq: int) -> None:
-        """`seq` was changed or freed outside of a decode step."""
-
-    def rebase(self, seq: int, kv_len: int, to: int) -> None:
-        """`to` goes on from the first `kv_len` tokens of `seq`, which may be itself, outside of
-        decode steps; if it is another, `seq` is not decoded meanwhile."""
-
-    def crop(self, seq: int, kv_len: int) -> None:
-        """`seq` keeps its first `kv_len` tokens."""
 
     def trim(self) -> None:
         """Give back device memory that no sequence uses: a prefill comes, which needs some."""

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from cpu_ops.step_rows import DecodeStep
+from offload.kv.sequence_part import SequencePart
 from offload.kv.store import KVStore
 from offload.kv_compression.bound import SequenceBound
 from offload.system.memory import give_back_free_memory
@@ -52,7 +53,7 @@ class Record:
 R = TypeVar("R", bound=Record)
 
 
-class KVCompression(abc.ABC, Generic[R]):
+class KVCompression(SequencePart, abc.ABC, Generic[R]):
     """Keeps the sequences of one store within `bound`.
 
     Attributes:
@@ -62,6 +63,7 @@ class KVCompression(abc.ABC, Generic[R]):
 
     wants_tokens = False
     observes_queries = False
+    unsaved_option = "host_bytes_per_sequence"
 
     def __init__(self, bound: SequenceBound, store: KVStore, new_record: Callable[[], R]) -> None:
         self.bound = bound
@@ -106,11 +108,9 @@ class KVCompression(abc.ABC, Generic[R]):
             )
 
     @abc.abstractmethod
-    def fork(self, seq: int, child: int) -> None:
-        """`child` is as `seq` is."""
+    def fork(self, seq: int, child: int) -> None: ...
 
     def forget(self, seq: int) -> None:
-        """The sequence is gone."""
         self._records.pop(seq, None)
 
     # What it takes in addition to pages, within the budget of the store.

@@ -13,19 +13,21 @@ before its own, in a copy that takes the place of the sequence.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from offload.decode.decoder import Decoder
+from offload.kv.sequence_part import RowToLoad, RowToSave, SequencePart
 from offload.kv.store import KVStore
 from offload.models import ModelShape
 from offload.models.batch import RaggedBatch
 from offload.prefill.memory import PrefillMemory, available_bytes, check_fits
 from offload.runtime.model_loading import LoadedModel
-from offload.system.errors import DeviceMemoryError
+from offload.system.errors import DeviceMemoryError, SessionMiss
+from offload.system.interrupts import shielded
 
 
 @dataclass
@@ -122,6 +124,45 @@ class BackgroundCorrection:
         raise self.error
 
 
+class Background(SequencePart):
+    """The correction that goes on in the background, if any.
+
+    It is given up when one of its sequences loses tokens that it reads.
+
+    Args:
+        free: gives back its copies.
+
+    Attributes:
+        running: None: there is none.
+    """
+
+    def __init__(self, free: Callable[[Iterable[int]], None]) -> None:
+        self._free = free
+        self.running: BackgroundCorrection | None = None
+
+    def give_up(self) -> bool:
+        """What it has not read waits on; whether there was one."""
+        with shielded():
+            running, self.running = self.running, None
+            if running is not None:
+                running.layers.close()
+                self._free(running.copies.values())
+        return running is not None
+
+    def truncate(self, seq: int, kv_len: int) -> None:
+        if self.running is not None and seq in self.running.tokens:
+            tokens = self.running.tokens[seq]
+            if kv_len < tokens.first + len(tokens.ids):
+                self.give_up()
+
+    def roll_back(self, seq: int, kv_len: int) -> None:
+        """Ctrl-C may have come in what goes on beside the pass."""
+        self.truncate(seq, 0)
+
+    def forget(self, seq: int) -> None:
+        self.truncate(seq, 0)
+
+
 def corrections_for(opened: LoadedModel, store: KVStore, decoder: Decoder) -> Corrections | None:
     """None where nothing is corrected."""
     config, device, room = opened.config, opened.device, None
@@ -161,7 +202,7 @@ def _check_room(
     check_fits(memory, available_bytes(device, budget_bytes) + decoder.device_bytes)
 
 
-class Corrections:
+class Corrections(SequencePart):
     """Which tokens of the sequences of one store wait to be read again.
 
     Args:
@@ -232,17 +273,29 @@ class Corrections:
         return len(tokens.ids) <= self.every + self.steps_beside
 
     def fork(self, seq: int, child: int) -> None:
-        """`child` is as `seq` is."""
         if seq in self._waiting:
             self._waiting[child] = self._waiting[seq].copy()
 
-    def put_back(self, seq: int, saved: SparseTokens) -> None:
-        """`seq` is one that had `saved` waiting."""
-        self._waiting[seq] = saved
-
     def forget(self, seq: int) -> None:
-        """The sequence is gone."""
         self._waiting.pop(seq, None)
+
+    def save(self, seq: int, row: RowToSave) -> None:
+        waiting = self.waiting(seq)
+        row.numbers["sparse"] = {"ids": waiting.ids, "positions": waiting.positions}
+
+    def load(self, row: RowToLoad) -> Callable[[int], None]:
+        sparse, kv_len = (
+            row.numbers.get("sparse", {"ids": [], "positions": []}),
+            row.numbers["kv_len"],
+        )
+        ids, positions = [*map(int, sparse["ids"])], [*map(int, sparse["positions"])]
+        first = int(kv_len) - len(ids)
+        if first < 0 or len(ids) != len(positions):
+            raise SessionMiss(
+                f"{len(ids)} tokens with {len(positions)} positions wait for a correction, of "
+                f"{kv_len}"
+            )
+        return lambda seq: self._waiting.update({seq: SparseTokens(first, ids, positions)})
 
     def waiting(self, seq: int) -> SparseTokens:
         """Those of `seq`, without what was taken back."""

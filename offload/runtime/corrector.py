@@ -51,7 +51,7 @@ class Corrector:
 
     def has_work(self, seqs: Sequence[int]) -> bool:
         """Whether something is due of `seqs`, or goes on."""
-        corrections, running = self._sequences.corrections, self._sequences.background
+        corrections, running = self._sequences.corrections, self._sequences.background.running
         return running is not None or (corrections is not None and corrections.are_due(seqs))
 
     def correct(
@@ -75,7 +75,7 @@ class Corrector:
                     running.go_on()
                 running.finish()
             except BaseException as error:
-                self._sequences.give_up_background()
+                self._sequences.background.give_up()
                 if not running.is_beside or not isinstance(error, DeviceMemoryError):
                     raise
                 logger.info("no room for a correction beside steps: %s", error)
@@ -88,7 +88,7 @@ class Corrector:
     def _running(self, seqs: Sequence[int], beside: bool) -> BackgroundCorrection | None:
         """What goes on of `seqs`, or begins: all that is due. None: nothing is, or it waits for
         that of others."""
-        running, corrections = self._sequences.background, self._sequences.corrections
+        running, corrections = self._sequences.background.running, self._sequences.corrections
         if running is not None and running.copies.keys() <= set(seqs):
             running.is_beside &= beside
             return running
@@ -97,7 +97,7 @@ class Corrector:
         may_wait = all(map(corrections.may_wait, due.values()))
         if not due or (running is not None and beside and may_wait):
             return None
-        self._sequences.give_up_background()
+        self._sequences.background.give_up()
         is_beside = beside and may_wait
         with shielded():  # or ctrl-C might leave copies that nobody knows
             copies = self._sequences.fork_to_correct(due)
@@ -105,7 +105,7 @@ class Corrector:
             running = BackgroundCorrection(
                 due, copies, layers, corrections.steps_beside, is_beside=is_beside
             )
-            self._sequences.background = running
+            self._sequences.background.running = running
         return running
 
     def _layers(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from offload.decode.cpu import NativeDecoder
 from offload.decode.decoder import Decoder
 from offload.kv.store import KVStore
 from offload.runtime.model_loading import LoadedModel
 
 
-def make_decoder(opened: LoadedModel, store: KVStore) -> Decoder:
-    """Native kernels decode without a GPU, the pipeline with one."""
+def make_decoder(opened: LoadedModel, store: KVStore, make_room: Callable[[], bool]) -> Decoder:
+    """Native kernels decode without a GPU, the pipeline with one.
+
+    Args:
+        make_room: as of `DeviceDecoder`.
+    """
     config = opened.config
     if opened.backend is None:
         return NativeDecoder(opened.lean, store, config.policy, opened.num_threads)
@@ -28,4 +34,5 @@ def make_decoder(opened: LoadedModel, store: KVStore) -> Decoder:
         placement=opened.placement,
         keeps_placement=config.placement is not None,
         choose=opened.choose,
+        make_room=make_room,
     )

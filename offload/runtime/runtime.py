@@ -68,29 +68,26 @@ class Runtime:
             pinned=self.device.type == "cuda",
             per_head_pages=reconstructs(config, shape),
         )
-        self.decoder = decoder = make_decoder(opened, self.store)
+        self.decoder = decoder = make_decoder(opened, self.store, self._give_up_background)
         self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self.decoder.attention
         compression = compression_for(config, self.lean, self.attention, self.decoder.pool)
         self.attention.compression = compression
-        classes = opened.delimiter_classes
         corrections = corrections_for(opened, self.store, decoder)
         if corrections is not None:
             config.policy.state.compile_revise()
-        told = decoder.forget, decoder.crop, decoder.rebase
+        weights, stock_config = dict(opened.stock.named_parameters()), opened.stock.config
         self.sequences = Sequences(
-            self.store, self.attention, *told, compression, classes, corrections
-        )
-        decoder.make_room = self.sequences.give_up_background
-        self._corrector = Corrector(opened, self.sequences, decoder.pool, self._give_back)
-        self.sequences.has_ranks = self.ranks is not None
-        self.sequences.fingerprint = partial(
-            fingerprint,
-            dict(opened.stock.named_parameters()),
-            opened.stock.config,
-            config.policy,
             self.store,
+            self.attention,
+            decoder,
+            compression,
+            opened.delimiter_classes,
+            corrections,
+            has_ranks=self.ranks is not None,
+            fingerprint=partial(fingerprint, weights, stock_config, config.policy, self.store),
         )
+        self._corrector = Corrector(opened, self.sequences, decoder.pool, self._give_back)
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
         self.on_tokens: OnTokens | None = None  # see `prefill`
@@ -158,7 +155,7 @@ class Runtime:
             builds: what policies build on a GPU during a prefill; False: more of the prompt comes.
             on_tokens: in the place of the attribute.
         """
-        self.sequences.give_up_background()  # for room
+        self._give_up_background()  # for room
         if self.attention.top_p_controller is not None and not corrects:
             self.attention.top_p_controller.restart()
         with torch_threads(self.current_generation.prefill_threads):
@@ -438,9 +435,12 @@ class Runtime:
         if not self.current_generation.is_running:
             self._watch.check()
 
+    def _give_up_background(self) -> bool:
+        return self.sequences.background.give_up()
+
     def close(self) -> None:
         """Give its threads and the memory of its store back."""
-        self.sequences.give_up_background()
+        self._give_up_background()
         self.decoder.close()
         self.store.close()
 
@@ -485,7 +485,7 @@ class Runtime:
             finally:
                 if not outer.is_running:
                     try:
-                        self.sequences.give_up_background()
+                        self._give_up_background()
                     finally:
                         self.decoder.end_generation()
                     outer = Generation(self.config.num_threads, stats=generation.stats)

@@ -1,10 +1,10 @@
-"""The life of cached sequences: pages of the store and the policy's state change together."""
+"""The life of cached sequences: the store's pages and all other state of them change together."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,13 @@ import numpy.typing as npt
 from torch import Tensor
 
 from offload.decode.attention import DecodeAttention
-from offload.decode.draft_rows import attend_again
+from offload.kv.sequence_part import SequencePart
 from offload.kv.store import KVStore
 from offload.kv_compression.base import Exposed, KVCompression
 from offload.models.batch import RaggedBatch
 from offload.policies.state import PolicyStates
-from offload.runtime.correcting import BackgroundCorrection, Correction, Corrections, SparseTokens
+from offload.runtime.correcting import Background, Correction, Corrections, SparseTokens
+from offload.runtime.policy_part import PolicyPart
 from offload.runtime.run_lock import RunLock
 from offload.runtime.stats import OffloadStats
 from offload.system.interrupts import shielded
@@ -26,45 +27,49 @@ from offload.system.interrupts import shielded
 class Sequences:
     """Makes, forks, shortens and frees the sequences of one model.
 
+    The store gives out their handles, so its pages come first and go last. The other state is in
+    `parts`, each of which may use what the parts before it have of a sequence: `fork`, `save` and
+    `load` go down the list, and what takes something away goes up. So a correction in the
+    background lets go of tokens before a GPU does, and a GPU before the policy.
+
     Args:
-        on_changed: told of each sequence that is freed, or goes on from something else.
-        on_cropped: of each that keeps its first tokens, so many.
-        on_rebased: of each whose first tokens, so many, another goes on from in its place.
+        decoder: the part that knows what a GPU has of sequences.
         compression: keeps each sequence within a bound; None: they have none.
         delimiter_classes: uint8 [vocab_size], what the text of each token ends with, where the
             policy wants to know.
         corrections: of what is decoded sparsely; None: there are none.
-
-    Attributes:
-        run_lock: which the caller has, except for `free_later` and `collect_if_idle`.
-        background: what is corrected beside decode steps; None: nothing.
         has_ranks: other processes have the other heads of each sequence.
         fingerprint: of what a saved sequence depends on.
+
+    Attributes:
+        parts: all that has state of a sequence, but for the store.
+        run_lock: which the caller has, except for `free_later` and `collect_if_idle`.
+        background: what is corrected beside decode steps.
     """
 
     def __init__(
         self,
         store: KVStore,
         attention: DecodeAttention,
-        on_changed: Callable[[int], None] = lambda seq: None,
-        on_cropped: Callable[[int, int], None] = lambda seq, kv_len: None,
-        on_rebased: Callable[[int, int, int], None] = lambda seq, kv_len, to: None,
+        decoder: SequencePart,
         compression: KVCompression[Any] | None = None,
         delimiter_classes: npt.NDArray[np.uint8] | None = None,
         corrections: Corrections | None = None,
+        *,
+        has_ranks: bool = False,
+        fingerprint: Callable[[], dict[str, str]] = dict,
     ) -> None:
         self.store = store
         self.compression = compression
         self.corrections = corrections
         self._delimiter_classes = delimiter_classes
-        self._attention = attention
-        self._on_changed, self._on_cropped = on_changed, on_cropped
-        self._on_rebased = on_rebased
+        self._attention, self._decoder = attention, decoder
         self._unreachable: deque[int] = deque()
-        self.background: BackgroundCorrection | None = None
-        self.has_ranks = False
-        self.fingerprint: Callable[[], dict[str, str]] = dict
+        self.background = Background(self.free)
+        self._has_ranks, self.fingerprint = has_ranks, fingerprint
         self.run_lock = RunLock()
+        parts = PolicyPart(attention), compression, corrections, decoder, self.background
+        self.parts: list[SequencePart] = [part for part in parts if part is not None]
 
     @property
     def states(self) -> PolicyStates:
@@ -77,13 +82,9 @@ class Sequences:
         Raises:
             NotImplementedError: names the option of the model.
         """
-        options = {
-            "tensor_parallel_size": self.has_ranks or None,
-            "host_bytes_per_sequence": self.compression,
-            "mean_tokens of hard_kv": self._attention.top_p_controller,
-        }
-        for name, value in options.items():
-            if value is not None:
+        of_ranks = "tensor_parallel_size" if self._has_ranks else None
+        for name in (of_ranks, *(part.unsaved_option for part in self.parts)):
+            if name is not None:
                 raise NotImplementedError(
                     f"a cache of a model with {name} cannot be saved or loaded; leave it out"
                 )
@@ -94,42 +95,38 @@ class Sequences:
 
     def fork(self, seq: int) -> int:
         """A copy of `seq` that shares its pages."""
-        child = self.store.fork(seq)
-        try:
-            self._attention.states.fork(seq, child)
-            if self.compression is not None:
-                self.compression.fork(seq, child)
-            if self.corrections is not None:
-                self.corrections.fork(seq, child)
-        except BaseException:
-            self.free([child])
-            raise
+        with self._new_fork(seq) as child:
+            for part in self.parts:
+                part.fork(seq, child)
         return child
 
     def fork_prefix(self, seq: int, kv_len: int) -> int:
         """A copy of the first `kv_len` tokens of `seq`, to have others read behind them: what the
         policy keeps is built anew after that."""
-        child = self.store.fork(seq)
-        try:
-            self.store.truncate(child, kv_len)
-            self._attention.states.fork_text(seq, child)
-            self._attention.states.truncate(child, kv_len)
-        except BaseException:
-            self.free([child])
-            raise
+        with self._new_fork(seq) as child:
+            for part in self.parts:
+                part.fork_text(seq, child)
+            self.truncate(child, kv_len)
         return child
 
     def fork_to_read_again(self, seq: int, kv_len: int) -> int:
         """`fork_prefix` for what is read in the place of `seq`, with the same text."""
+        with self._new_fork(seq) as child:
+            self.store.truncate(child, kv_len)
+            for part in self.parts:
+                part.fork_text(seq, child)
+        self._decoder.rebase(seq, kv_len, child)
+        return child
+
+    @contextlib.contextmanager
+    def _new_fork(self, seq: int) -> Iterator[int]:
+        """A copy of the pages of `seq`, which all parts forget after an error."""
         child = self.store.fork(seq)
         try:
-            self.store.truncate(child, kv_len)
-            self._attention.states.fork_text(seq, child)
+            yield child
         except BaseException:
             self.free([child])
             raise
-        self._on_rebased(seq, kv_len, child)
-        return child
 
     def fork_to_correct(self, waiting: Mapping[int, SparseTokens]) -> dict[int, int]:
         """Copy of each sequence up to the tokens that wait, with room for these.
@@ -157,7 +154,7 @@ class Sequences:
             self.store.exchange(seq, copy, first, first + num_tokens)
             self.free([copy])
             self.corrections.note_corrected(seq, num_tokens)
-            self._on_rebased(seq, first, seq)
+            self._decoder.rebase(seq, first, seq)
             try:
                 self.states.revise(seq, first)
             except BaseException:
@@ -167,7 +164,7 @@ class Sequences:
     def end_background(self) -> None:
         """All layers of it are there."""
         with shielded():
-            running, self.background = self.background, None
+            running, self.background.running = self.background.running, None
             assert running is not None
             copies = running.copies.copy()
             try:
@@ -176,23 +173,6 @@ class Sequences:
                     self.take_corrected(seq, copy, len(running.tokens[seq].ids))
             finally:
                 self.free(copies.values())
-
-    def give_up_background(self) -> bool:
-        """What it has not read waits on; whether there was one."""
-        with shielded():
-            running, self.background = self.background, None
-            if running is not None:
-                running.layers.close()
-                self.free(running.copies.values())
-        return running is not None
-
-    def _goes(self, seq: int, kv_len: int) -> None:
-        """Give the background correction up if `seq` loses tokens that it reads: it keeps
-        `kv_len`."""
-        if self.background is not None and seq in self.background.tokens:
-            tokens = self.background.tokens[seq]
-            if kv_len < tokens.first + len(tokens.ids):
-                self.give_up_background()
 
     def make_room(
         self,
@@ -217,7 +197,7 @@ class Sequences:
         try:
             for seq, num_new in zip(seqs, num_new_tokens, strict=True):
                 if self.compression.needs_room(seq, num_new):
-                    self._on_changed(seq)
+                    self._decoder.forget(seq)
                     num_slots, bound = self.store.kv_len(seq), self.compression.bound
                     self.compression.condense(seq, exposed)
                     newest = self.compression.newest_query(seq)
@@ -310,30 +290,23 @@ class Sequences:
         What a policy has learnt from tokens that go is forgotten, bit for bit, where they are of
         the last forward pass (a draft).
         """
-        self._goes(seq, kv_len)
-        self._on_cropped(seq, kv_len)
-        rows = self._attention.states.truncate(seq, kv_len)
+        finish = [part.truncate(seq, kv_len) for part in reversed(self.parts)]
         self.store.truncate(seq, kv_len)
-        if rows is not None:
-            attend_again(self._attention, seq, rows)
+        for finish_part in finish:
+            if finish_part is not None:
+                finish_part()
 
     def roll_back(self, seq: int, kv_len: int) -> None:
         """As before a forward pass that failed, with `kv_len` tokens."""
-        self._goes(seq, 0)  # ctrl-C may have come in what goes on beside it
-        self._on_changed(seq)
-        self._attention.states.roll_back(seq)
+        for part in reversed(self.parts):
+            part.roll_back(seq, kv_len)
         self.store.truncate(seq, kv_len)
 
     def free(self, seqs: Iterable[int]) -> None:
         """Give the pages back, unless forks share them."""
         for seq in seqs:
-            self._goes(seq, 0)
-            self._on_changed(seq)
-            self._attention.states.forget(seq)
-            if self.compression is not None:
-                self.compression.forget(seq)
-            if self.corrections is not None:
-                self.corrections.forget(seq)
+            for part in reversed(self.parts):
+                part.forget(seq)
             self.store.free(seq)
 
     def free_later(self, seqs: Iterable[int]) -> None:

@@ -68,4 +68,4 @@ def correct_in_background(model: Any, in_background: bool = True) -> Any:
 
 def background_of(model: Any) -> Any:
     """What is corrected beside the steps."""
-    return model._offload.sequences.background
+    return model._offload.sequences.background.running

@@ -9,12 +9,17 @@ from cases.slowly import combinations
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
+from offload.kv.sequence_part import SequencePart
 from offload.kv.store import KVStore
 from offload.policies.tidal_decode import TidalDecode
 from offload.runtime.sequences import Sequences
 
 LAYERS, KV_HEADS, HEADS, HEAD_DIM = 2, 2, 6, 32
 TOKENS = 400
+
+
+class Nowhere(SequencePart):
+    """A device that has nothing."""
 
 
 class World:
@@ -37,7 +42,7 @@ class World:
         self.store = store
         self.attention = DecodeAttention(policy, store, num_qo_heads=HEADS, pool=pool)
         self.states = self.attention.states
-        self.sequences = Sequences(store, self.attention)
+        self.sequences = Sequences(store, self.attention, Nowhere())
         self.seq = self.sequences.new()
         self.write(0, prompt)
         store.commit([self.seq], [prompt])

@@ -34,6 +34,7 @@ from offload.decode.gpu.resident_codes import CodeShape
 from offload.decode.gpu.resident_kv import ResidentKV, check_resident_room, window_of
 from offload.decode.gpu.step import DeviceStep
 from offload.decode.sampling import MOST_STEPS, Draws, TokenChooser
+from offload.kv.sequence_part import SequencePart
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.batch import RaggedBatch
@@ -64,7 +65,7 @@ class _StepsInTurn:
     is_launched: bool = False
 
 
-class DeviceDecoder:
+class DeviceDecoder(SequencePart):
     """The `Decoder` of a model with a GPU.
 
     Args:
@@ -78,6 +79,7 @@ class DeviceDecoder:
             until a generation begins that takes less room.
         choose: the placement for what is to come, asked whenever a generation begins, and when its
             placement does not fit. None: `placement` is for all.
+        make_room: gives back what others have of the GPU for a while; whether it was anything.
 
     Attributes:
         after_projection, on_mark: see `DeviceStep`; steps with others are captured apart.
@@ -102,6 +104,7 @@ class DeviceDecoder:
         placement: HeadPlacement | None = None,
         keeps_placement: bool = True,
         choose: PlacementChooser | None = None,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model, self.store, self.device = model, store, device
         self._policy = policy
@@ -115,7 +118,6 @@ class DeviceDecoder:
         )
         self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
         self.on_mark: Callable[[str, int], None] | None = None
-        self.make_room: Callable[[], bool] = lambda: False
         self.setup_seconds = 0.0
         self._window = window_of(policy)
         self._weights = DeviceWeights.of(model)
@@ -125,7 +127,7 @@ class DeviceDecoder:
         self._device_budget_bytes = device_budget_bytes
         self._num_micro_batches = None if backend == "graph" else 1  # None: what proves faster
         self._keeps_placement = keeps_placement
-        self._choose = choose
+        self._choose, self._make_room = choose, make_room
         self._free_room = FreeRoom(device, device_limit_bytes)
         self._agreed_on: tuple[list[int], list[int], list[bool]] | None = (
             None  # by `_fails_anywhere`
@@ -348,13 +350,16 @@ class DeviceDecoder:
         if self._kept is not None and not self._kept.is_bound:
             self._kept = None
 
+    def roll_back(self, seq: int, kv_len: int) -> None:
+        self.forget(seq)
+
     def rebase(self, seq: int, kv_len: int, to: int) -> None:
         if self.model.ranks is not None:  # one that had to make room would have other slots
             self.forget(seq)
         elif self._resident is not None:
             self._resident.rebase(seq, kv_len, to)
 
-    def crop(self, seq: int, kv_len: int) -> None:
+    def truncate(self, seq: int, kv_len: int) -> None:
         if self._resident is not None:
             self._resident.crop(seq, kv_len)
 
@@ -560,7 +565,7 @@ class DeviceDecoder:
         try:
             return self._bind_beside(seqs, kv_lens)
         except DeviceMemoryError:
-            if not self.make_room():
+            if not self._make_room():
                 raise
         return self._bind_beside(seqs, kv_lens)
 

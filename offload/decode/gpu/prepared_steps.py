@@ -236,7 +236,7 @@ class PreparedSteps:
 
     def _catch_up(self, seq: int, arrays: LayerArrays) -> None:
         store = self.attention.store
-        last = store.kv_len(seq) - self.attention.policy.recent_tokens
+        last = store.kv_len(seq) - self.window[1]
         for layer_idx, of_layer in enumerate(arrays.layers):
             if "estimate_header" not in of_layer:
                 continue

@@ -26,9 +26,9 @@ import numpy.typing as npt
 import torch
 
 from offload.kv.store import KVStore
-from offload.policies.remembered import SavedState
 from offload.runtime.correcting import SparseTokens
 from offload.runtime.sequences import Sequences
+from offload.selection.remembered import SavedState
 from offload.system.checked_file import (
     Bytes,
     CheckedFile,

@@ -16,10 +16,10 @@ from offload.decode.draft_rows import attend_again
 from offload.kv.store import KVStore
 from offload.kv_compression.base import Exposed, KVCompression
 from offload.models.batch import RaggedBatch
-from offload.policies.state import PolicyStates
 from offload.runtime.correcting import BackgroundCorrection, Correction, Corrections, SparseTokens
 from offload.runtime.run_lock import RunLock
 from offload.runtime.stats import OffloadStats
+from offload.selection.state import PolicyStates
 from offload.system.interrupts import shielded
 
 

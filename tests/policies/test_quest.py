@@ -24,11 +24,11 @@ from cases.slowly import combinations
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Quest
-from offload.policies.key_bounds import split_query
-from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.chunks import cut_chunks
-from offload.policies.quest import keep_budget
+from offload.policies.quest.key_bounds import split_query
+from offload.policies.quest.policy import keep_budget
 from offload.policies.registry import make_policy
+from offload.selection.layer_state import State
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}

@@ -14,19 +14,6 @@ from typing import Any
 import numba
 import numpy as np
 
-from offload.policies.callback import (
-    callback,
-    load_keys,
-    rank_rows,
-    read_context,
-    view_float32,
-    view_int32,
-    view_uint8,
-    view_uint16,
-    view_uint64,
-)
-from offload.policies.compiled import cached_njit
-from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.chunks import chunk_length, set_chunk_start
 from offload.policies.lychee_cluster.layout import (
     CENTRE_STEPS,
@@ -49,6 +36,19 @@ from offload.policies.lychee_cluster.views import (
     scratch_of,
     set_link,
 )
+from offload.selection.callback import (
+    callback,
+    load_keys,
+    rank_rows,
+    read_context,
+    view_float32,
+    view_int32,
+    view_uint8,
+    view_uint16,
+    view_uint64,
+)
+from offload.selection.compiled import cached_njit
+from offload.selection.layer_state import State
 
 LAST_GRAFT_BYTES = LAST_GRAFT.itemsize
 _GRAFT_UNITS = 3  # coarse units in which a new chunk looks for its cluster

@@ -25,9 +25,6 @@ import torch
 from torch import Tensor
 
 from cpu_ops.clustering import chunk_boxes, spherical_kmeans
-from offload.policies.compiled import cached_njit
-from offload.policies.device_build import WORKSPACE_BYTES
-from offload.policies.layer_state import BuildContext, State
 from offload.policies.lychee_cluster.chunks import BLOCK
 from offload.policies.lychee_cluster.layout import (
     CENTRE_STEPS,
@@ -35,6 +32,9 @@ from offload.policies.lychee_cluster.layout import (
     WIDTH_STEPS,
     scratch_rows,
 )
+from offload.selection.compiled import cached_njit
+from offload.selection.device_build import WORKSPACE_BYTES
+from offload.selection.layer_state import BuildContext, State
 from offload.system import huge_pages
 
 _LOW_LINKS = 1 << 16

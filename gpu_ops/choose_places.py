@@ -29,7 +29,7 @@ class HotMap:
         token_of: int32 [num_slots, T, capacity], of each place; -1: none.
         used: int32 likewise: the position of the step that last listed it; -1: none did.
         state: int32 [num_slots, T, 2]: the place that is looked at next, and how many are hot.
-        cluster_of: uint8 [num_slots, T, max_tokens or 0], see offload/policies/estimate.py.
+        cluster_of: uint8 [num_slots, T, max_tokens or 0], see offload/selection/estimate.py.
         cluster_counts: int32 [num_slots, T, clusters], tokens of each.
         hot_counts: likewise, those of them that are hot.
     """

@@ -1,6 +1,6 @@
 """Attention to rows that `gather_rows` brought, and to the window beside them. Without a window it
 is merged into what other tokens have given. Means of clusters may stand for the tokens that are in
-neither (offload/policies/estimate.py).
+neither (offload/selection/estimate.py).
 
 Split over tokens as `paged_attention`: a grid that is fixed at capture, pieces whose length is
 computed from the counts on the device.

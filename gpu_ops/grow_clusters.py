@@ -1,8 +1,8 @@
 """The token that leaves the window next joins the cluster of its key, whose means follow.
 
 As cpp/attention/estimate.cpp does it on the CPU; the clusters are those of
-offload/policies/estimate.py. It is the last launch of a layer: until the next step nothing asks for
-the token, which is still in the window.
+offload/selection/estimate.py. It is the last launch of a layer: until the next step nothing asks
+for the token, which is still in the window.
 """
 
 from __future__ import annotations

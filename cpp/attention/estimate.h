@@ -1,6 +1,6 @@
 // The rest: what a unit has not chosen, estimated instead of dropped. Its tokens are in clusters by their keys; each
 // cluster is one more row of attention, with the means of its keys and values, and log(tokens left) added to its score.
-// The arrays are those of offload/policies/estimate.py, behind the policy's own.
+// The arrays are those of offload/selection/estimate.py, behind the policy's own.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace offload {
 
-// Of a KV head; mirrored field for field by offload/policies/estimate.py.
+// Of a KV head; mirrored field for field by offload/selection/estimate.py.
 struct EstimateHeader {
   int64_t end;       // tokens below are in clusters, but for sinks
   int64_t capacity;  // of cluster_of, in tokens

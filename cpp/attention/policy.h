@@ -33,7 +33,7 @@ struct Deferred {
 
 struct WorkerProfile;
 
-// Mirrored field for field by offload/policies/callback.py; all fields are 8 bytes wide.
+// Mirrored field for field by offload/selection/callback.py; all fields are 8 bytes wide.
 struct PolicyContext {
   int64_t layer_idx;
   int64_t unit;        // KV head, or query head, as the policy's arrays count them: those of the member that is asked

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from offload.models import LeanModel
     from offload.models.shape import ModelShape
-    from offload.policies.head_roles import HeadRoles
     from offload.policies.lychee_decode.calibration import Calibration
     from offload.runtime.model import OffloadedModel
+    from offload.selection.head_roles import HeadRoles
 
 _SELECT_LAYERS = 4  # suggested for tidal_decode
 _DENSE_LAYERS = 2
@@ -239,8 +239,8 @@ def checked_tokens(
         short: what is so where the model's context is too short.
     """
     from offload.loading.planned_model import planned_model
-    from offload.policies.head_roles import check_more_layers, check_retrieval_heads
     from offload.policies.lychee_decode.calibration import MIN_CALIBRATION_TOKENS
+    from offload.selection.head_roles import check_more_layers, check_retrieval_heads
 
     shape = planned_model(model).shape
     check_more_layers(shape.num_layers)
@@ -324,9 +324,9 @@ def observed(lean: LeanModel, texts: Sequence[torch.Tensor]) -> list[Calibration
 def _of_lychee_decode(
     loaded: OffloadedModel, input_ids: torch.Tensor, retrieval_heads: int | None, source: str
 ) -> tuple[HeadRoles, dict[str, Any]]:
-    from offload.policies.head_roles import evenly_spaced_heads
     from offload.policies.lychee_decode.calibration import roles_from
     from offload.policies.lychee_decode.choice import choose_select_layers
+    from offload.selection.head_roles import evenly_spaced_heads
 
     lean = loaded._offload.lean
     (calibration,) = observed(lean, [input_ids])

@@ -23,7 +23,7 @@ from offload.cli.console import (
 from offload.cli.options import AsJson, DType, ModelName, Threads, Verbose
 
 if TYPE_CHECKING:
-    from offload.policies.head_roles import BoolArray
+    from offload.selection.head_roles import BoolArray
 
 app = command_group(help="Files of head roles.")
 
@@ -97,8 +97,8 @@ def import_roles(
         share = _SHARE
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
         from offload.loading.planned_model import planned_model
-        from offload.policies.head_roles import HeadRoles, check_more_layers
-        from offload.policies.imported_roles import read_gates, roles_of_gates
+        from offload.selection.head_roles import HeadRoles, check_more_layers
+        from offload.selection.imported_roles import read_gates, roles_of_gates
 
         planned = planned_model(model, dtype)
         shape, path = planned.shape, writable(out, "--out")
@@ -205,9 +205,9 @@ def _verified(
 ) -> _Verified:
     """Reads a text as `offload calibrate` does, and the docstrings behind it."""
     from offload.loading.names import load_tokenizer
-    from offload.policies.head_roles import evenly_spaced_heads
     from offload.policies.lychee_decode.calibration import calibration_tokens, roles_from
     from offload.runtime.model import OffloadedModel
+    from offload.selection.head_roles import evenly_spaced_heads
     from offload.system.stdlib_text import stdlib_prose
 
     num_tokens = checked_tokens(model, tokens, short="--no-verify imports them as they are")

@@ -112,8 +112,8 @@ def train_heads(
         from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
         from offload.loading.planned_model import planned_model
         from offload.models.base import context_limit
-        from offload.policies.head_roles import HeadRoles, check_more_layers
         from offload.runtime.config import runtime_config
+        from offload.selection.head_roles import HeadRoles, check_more_layers
         from offload.system.torch_threads import torch_threads
         from offload.training.train import Settings, read_saved
 

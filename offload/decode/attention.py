@@ -23,11 +23,11 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.top_p_controller import TopPController
 from offload.kv.store import KVStore
 from offload.kv_compression.base import KVCompression
-from offload.policies.base import DENSE, NO_MEMBER, RETRIEVE, REUSE, SELECT, Policy
-from offload.policies.prefill_build import PrefillBuild
-from offload.policies.state import PolicyStates
-from offload.policies.unit_roles import check_roles
 from offload.prefill.forward import OnQueries
+from offload.selection.policy import DENSE, NO_MEMBER, RETRIEVE, REUSE, SELECT, Policy
+from offload.selection.prefill_build import PrefillBuild
+from offload.selection.state import PolicyStates
+from offload.selection.unit_roles import check_roles
 
 
 @dataclass

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offload.policies.base import DENSE, REUSE
+from offload.selection.policy import DENSE, REUSE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from cpu_ops.step_rows import DecodeStep
     from offload.decode.attention import DecodeAttention
-    from offload.policies.state import DraftRows
+    from offload.selection.state import DraftRows
 
 
 def attend_again(attention: DecodeAttention, seq: int, rows: DraftRows) -> None:

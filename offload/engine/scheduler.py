@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from offload.engine.prefix_tree import num_equal
 from offload.engine.request import Request
 from offload.kv.store import KVStore
-from offload.policies.state import PolicyStates
 from offload.runtime.correcting import Corrections
+from offload.selection.state import PolicyStates
 
 # Slices while no request decodes, while others wait for them, and in which others decode.
 _ALONE, _WAITED, _PAUSED = "alone", "waited", "paused"

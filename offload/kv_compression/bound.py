@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.kv_compression.window import SPACING
-from offload.policies.base import Policy
+from offload.selection.policy import Policy
 from offload.system.memory import format_bytes
 
 SINK_TOKENS, RECENT_TOKENS = 4, 64  # kept as they are, where the policy does not ask for more

@@ -152,7 +152,7 @@ def folder_tokenizer(folder: Path) -> Any:
 @functools.lru_cache(maxsize=1)  # runtimes that share a model ask for the same
 def load_delimiter_classes(folder: Path, vocab_size: int) -> npt.NDArray[np.uint8] | None:
     """uint8 [vocab_size]: `text_marks` of a checkpoint's tokenizer; None without one."""
-    from offload.policies.text_marks import delimiter_classes
+    from offload.selection.text_marks import delimiter_classes
 
     try:
         known = delimiter_classes(folder_tokenizer(folder))

@@ -28,10 +28,10 @@ from offload.kv.page_pool import DEFAULT_SLAB_BYTES, page_shape, pool_bytes
 from offload.models.shape import ModelShape
 from offload.planning.profile import DeviceProfile
 from offload.planning.workload import Workload
-from offload.policies.base import Policy
-from offload.policies.layer_state import BuildContext
-from offload.policies.state import capacity_for
 from offload.prefill.memory import PrefillMemory
+from offload.selection.layer_state import BuildContext
+from offload.selection.policy import Policy
+from offload.selection.state import capacity_for
 
 # What torch gives cuBLAS for each stream: 32 MiB on Hopper, 8,320 KiB before.
 _CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 8320 * 2**10, 32 * 2**20

@@ -31,7 +31,7 @@ from offload.planning.prefill_time import PrefillTime, prefill_time
 from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel, StepTime
 from offload.planning.workload import Workload
-from offload.policies.base import Policy
+from offload.selection.policy import Policy
 from offload.system.errors import DeviceMemoryError, HostBudgetError
 from offload.system.memory import HostMemory, format_bytes, host_memory
 from offload.system.slow_here import slow_here

@@ -18,7 +18,7 @@ from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel, StepTime
 from offload.planning.workload import Workload
 from offload.policies import HardKV, Policy
-from offload.policies.base import SELECT
+from offload.selection.policy import SELECT
 from offload.system.memory import format_bytes
 
 

@@ -37,7 +37,7 @@ from offload.decode.gpu.placement import (
 from offload.models.shape import layer_elements
 from offload.planning.profile import DeviceProfile, MachineProfile, shape_key
 from offload.planning.workload import Workload, policy_key
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
+from offload.selection.policy import DENSE, RETRIEVE, REUSE, SELECT
 
 # Of a worker's second-level cache that reading ahead fills (cache_warmer.cpp).
 _AHEAD_BYTES_PER_WORKER = 2**20

@@ -11,9 +11,9 @@ import torch
 from offload.decode.gpu.placement import UInt8Array, kv_head_roles
 from offload.decode.gpu.resident_kv import window_of
 from offload.models.shape import ModelShape
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
-from offload.policies.estimate import estimate_bytes
-from offload.policies.sequence_state import capacity_for
+from offload.selection.estimate import estimate_bytes
+from offload.selection.policy import DENSE, RETRIEVE, REUSE, SELECT, Policy
+from offload.selection.sequence_state import capacity_for
 
 _LEAST_TOKENS = 32768
 _SHORT_BUDGETS = 16  # lychee_cluster calls contexts of so many budgets short

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offload.policies.base import Policy, SparsePolicy
+from offload.policies.base import SparsePolicy
+from offload.selection.policy import Policy
 
 # Every policy that auto may come to takes so many: lychee_cluster's sinks and recent window.
 _LEAST_TOKENS = 80

@@ -3,7 +3,7 @@
 Such a policy hands over what it ranks by: in a step `select` leaves
 `block_scores`, `block_starts` and `num_blocks` in its context; for queries of the past
 `BlockPolicy.block_scores` gives the same. So a wrapper can budget what it selects
-(`offload.policies.block_share`).
+(`offload.policies.hard_kv.block_share`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.policies.base import SparsePolicy
-from offload.policies.layer_state import State
+from offload.selection.layer_state import State
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from offload.policies.base import SparsePolicy
-from offload.policies.callback import Callback, callback, heaviest, read_context, view_int32
-from offload.policies.device_support import DeviceSupport, DeviceTopK
+from offload.selection.callback import Callback, callback, heaviest, read_context, view_int32
+from offload.selection.device_support import DeviceSupport, DeviceTopK
 
 
 @callback

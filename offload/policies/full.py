@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offload.policies.base import Policy
+from offload.selection.policy import Policy
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-from offload.policies.base import Policy
+from offload.selection.policy import Policy
 
 _CLASSES = {
     "auto": "Auto",

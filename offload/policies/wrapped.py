@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import BUDGET_OPTIONS, Policy
-from offload.policies.calibration import Calibration
+from offload.selection.calibration import Calibration
+from offload.selection.policy import BUDGET_OPTIONS, Policy
 
 _Class = TypeVar("_Class", bound=type)
 _OF_INNER = (

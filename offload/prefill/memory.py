@@ -15,7 +15,7 @@ from offload.system.memory import format_bytes
 _MARGIN_BYTES = 256 * 2**20
 _FLOAT32 = 4
 # Of a policy's build on a device, beside what grows with the tokens of one head
-# (`policies.device_build`).
+# (`selection.device_build`).
 INDEX_WORKSPACE_BYTES = 256 * 2**20
 
 

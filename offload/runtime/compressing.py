@@ -18,10 +18,10 @@ from offload.kv_compression.window import QueryWindow
 from offload.models import LeanModel, ModelShape
 from offload.models.batch import pack
 from offload.models.rope import follows_length
-from offload.policies.sequence_state import capacity_for
-from offload.policies.state_bytes import StateBytes
 from offload.prefill.forward import prefill
 from offload.runtime.config import RuntimeConfig
+from offload.selection.sequence_state import capacity_for
+from offload.selection.state_bytes import StateBytes
 from offload.system.torch_threads import torch_threads
 
 # Of one KV head: the heads share a bound page by page, and the tokens that are left over of a

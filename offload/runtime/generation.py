@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.kv.store import HostBudgetError
-from offload.policies.state import PolicyStates
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.stats import OffloadStats
+from offload.selection.state import PolicyStates
 from offload.system.memory import format_bytes
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from offload.decode.attention import DecodeAttention
 from offload.decode.draft_rows import attend_again
 from offload.kv.sequence_part import RowToLoad, RowToSave, SequencePart
-from offload.policies.remembered import SavedState
+from offload.selection.remembered import SavedState
 from offload.system.errors import SessionMiss
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from offload.decode.attention import DecodeAttention
 from offload.models.batch import RaggedBatch
-from offload.policies.prefill_build import PrefillBuild
 from offload.prefill.forward import OnQueries, prefill
+from offload.selection.prefill_build import PrefillBuild
 
 
 def prefill_for(

@@ -16,11 +16,11 @@ from offload.kv.sequence_part import SequencePart
 from offload.kv.store import KVStore
 from offload.kv_compression.base import Exposed, KVCompression
 from offload.models.batch import RaggedBatch
-from offload.policies.state import PolicyStates
 from offload.runtime.correcting import Background, Correction, Corrections, SparseTokens
 from offload.runtime.policy_part import PolicyPart
 from offload.runtime.run_lock import RunLock
 from offload.runtime.stats import OffloadStats
+from offload.selection.state import PolicyStates
 from offload.system.interrupts import shielded
 
 

@@ -23,12 +23,12 @@ from offload.bench.decode.models import (
 from offload.loading.names import load_tokenizer
 from offload.measuring.steps.session import DecodeSession
 from offload.policies import Policy
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
 from offload.runtime.budgets import weight_bytes_of
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import runtime_config
 from offload.runtime.runtime import Runtime
 from offload.runtime.shared_model import SharedModel
+from offload.selection.policy import DENSE, RETRIEVE, REUSE, SELECT
 from offload.system.stdlib_text import stdlib_paragraphs
 
 Row = dict[str, Any]

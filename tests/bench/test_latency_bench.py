@@ -25,8 +25,8 @@ from offload.bench.latency.workload import LatencyWorkload, TextReader, structur
 from offload.measuring.synthetic.exact_attention import ExactAttention
 from offload.models import ModelShape
 from offload.policies import TidalDecode
-from offload.policies.base import DENSE, NO_MEMBER, RETRIEVE, REUSE, Policy
 from offload.policies.registry import available_policies, make_policy
+from offload.selection.policy import DENSE, NO_MEMBER, RETRIEVE, REUSE, Policy
 
 SHAPE = ModelShape(8, 128, 8, 2, 64, 256, 512, 8192)
 KV_LEN = 1200

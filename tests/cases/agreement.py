@@ -26,9 +26,9 @@ from offload.decode.gpu.placement import (
     may_stay_on_gpu,
 )
 from offload.policies import Policy
-from offload.policies.base import DENSE, SELECT
-from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
+from offload.selection.head_roles import HeadRoles
+from offload.selection.policy import DENSE, SELECT
 
 TOLERANCE = 2e-4  # of logits, relative to their largest
 NOISE = 3e-6  # of embeddings: some roundings of float32

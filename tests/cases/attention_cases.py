@@ -14,7 +14,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
 from offload.policies import Full, Policy
-from offload.policies.layer_state import BuildContext, State
+from offload.selection.layer_state import BuildContext, State
 
 GROUP_SIZE = 3
 # Relative L2 of the output: rounding of what is stored, and of the weights for bf16 dot products.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from offload.policies.base import SparsePolicy
-from offload.policies.callback import (
+from offload.selection.callback import (
     Callback,
     callback,
     offset_floats,
@@ -18,8 +18,8 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
-from offload.policies.layer_state import BuildContext, LayerState, State
-from offload.policies.layouts import StateLayout
+from offload.selection.layer_state import BuildContext, LayerState, State
+from offload.selection.layouts import StateLayout
 
 # Of each unit: where its tokens begin and end; the tokens; the weights that they got.
 STATE = StateLayout(ends=np.int32, tokens=np.int32, weights=np.float32)

@@ -14,7 +14,7 @@ import numpy as np
 from cases import kernel_references as reference
 
 from offload.policies.base import SparsePolicy
-from offload.policies.callback import (
+from offload.selection.callback import (
     Callback,
     callback,
     offset_floats,
@@ -24,8 +24,8 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
-from offload.policies.layer_state import BuildContext, LayerState, State
-from offload.policies.layouts import StateLayout
+from offload.selection.layer_state import BuildContext, LayerState, State
+from offload.selection.layouts import StateLayout
 
 MAX_TOKENS = 512
 MAX_GROUP = 4

@@ -11,11 +11,11 @@ from cases.seeded import new_rng
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
-from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.index import order_of, starts_of
 from offload.policies.lychee_cluster.layout import starts_bytes
 from offload.policies.lychee_cluster.policy import LycheeCluster
-from offload.policies.text_marks import text_mark
+from offload.selection.layer_state import State
+from offload.selection.text_marks import text_mark
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 32
 TEXT = np.array([text_mark(t) for t in (b"a", b" a", b" a", b" a", b",", b".", b"\n")], np.uint8)

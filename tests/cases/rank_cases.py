@@ -21,10 +21,10 @@ from cases.inside import allow_device_bytes, decoder_of, runtime_of
 from offload import OffloadedModel
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.policies import Policy
-from offload.policies.base import DENSE, RETRIEVE
 from offload.ranks.group import TensorParallel
 from offload.ranks.watch import POLL_SECONDS
 from offload.runtime import runtime as runtime_module
+from offload.selection.policy import DENSE, RETRIEVE
 from offload.system.errors import DeviceMemoryError
 
 

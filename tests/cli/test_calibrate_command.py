@@ -16,9 +16,9 @@ from offload import OffloadedModel
 from offload.cli import app
 from offload.loading.names import checkpoint_name
 from offload.policies import LycheeDecode
-from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.policies.tidal_decode import SelectLayers
+from offload.selection.head_roles import HeadRoles
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 

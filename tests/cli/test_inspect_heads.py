@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from offload.cli import app
 from offload.loading.names import checkpoint_name
-from offload.policies.head_roles import HeadRoles
-from offload.policies.kept_roles import keep_roles
 from offload.policies.lychee_decode.calibration import calibration_tokens
 from offload.policies.lychee_decode.overlap import head_overlap
 from offload.runtime.model import OffloadedModel
+from offload.selection.head_roles import HeadRoles
+from offload.selection.kept_roles import keep_roles
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
 RETRIEVAL = np.array([[0, 0], [0, 0], [0, 1], [0, 0]], bool)

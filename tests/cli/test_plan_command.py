@@ -21,8 +21,8 @@ from offload.loading.embedded_package import LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name
 from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import _with_layers
-from offload.policies.head_roles import HeadRoles
-from offload.policies.kept_roles import keep_roles, kept_roles
+from offload.selection.head_roles import HeadRoles
+from offload.selection.kept_roles import keep_roles, kept_roles
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
 

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from offload import OffloadedModel
 from offload.cli import app
 from offload.loading.names import checkpoint_name
-from offload.policies.head_roles import HeadRoles
 from offload.policies.lychee_decode.calibration import (
     Calibration,
     calibration_tokens,
@@ -23,6 +22,7 @@ from offload.policies.lychee_decode.calibration import (
     roles_from,
 )
 from offload.policies.registry import make_policy
+from offload.selection.head_roles import HeadRoles
 from offload.system.stdlib_text import stdlib_prose
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})

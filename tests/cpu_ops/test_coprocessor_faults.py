@@ -29,7 +29,7 @@ from cases.seeded import new_rng
 from cpu_ops.coprocessor import CoprocessorError
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies.base import SparsePolicy
-from offload.policies.callback import (
+from offload.selection.callback import (
     Callback,
     callback,
     offset_floats,
@@ -37,8 +37,8 @@ from offload.policies.callback import (
     score_tokens,
     view_int32,
 )
-from offload.policies.layer_state import LayerState
-from offload.policies.layouts import StateLayout
+from offload.selection.layer_state import LayerState
+from offload.selection.layouts import StateLayout
 
 
 @pytest.fixture(params=[1, 3])

@@ -27,9 +27,9 @@ from cpu_ops.coprocessor import Coprocessor, CoprocessorError
 from cpu_ops.mailbox import Mailbox
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Policy
-from offload.policies.base import RETRIEVE
-from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
+from offload.selection.head_roles import HeadRoles
+from offload.selection.policy import RETRIEVE
 
 SHAPE = Shape(num_layers=4, num_kv_heads=3, group_size=2)
 WINDOW: dict[str, Any] = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}

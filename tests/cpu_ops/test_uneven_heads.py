@@ -20,9 +20,9 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention, DecodedUnits
 from offload.policies import Policy
 from offload.policies.base import SparsePolicy
-from offload.policies.callback import Callback, callback
 from offload.policies.exact_topk import ExactTopK
 from offload.policies.registry import make_policy
+from offload.selection.callback import Callback, callback
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = sorted({"scalar", native.isa_name()})

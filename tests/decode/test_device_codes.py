@@ -26,9 +26,9 @@ from cpu_ops.codes import score_codes
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.decode.gpu.resident_codes import CodeLists
 from offload.policies import Policy
-from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.policies.sketch.codes import LEVELS, rotation
+from offload.selection.head_roles import HeadRoles
 from offload.system.errors import DeviceMemoryError
 
 WINDOW = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 16}

@@ -31,9 +31,9 @@ from offload.decode.gpu.gpu_sync import InlineSync, SideWork
 from offload.decode.gpu.heads import DeviceHeads
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.policies import Policy
-from offload.policies.base import DENSE, RETRIEVE, REUSE
-from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
+from offload.selection.head_roles import HeadRoles
+from offload.selection.policy import DENSE, RETRIEVE, REUSE
 from offload.system.errors import DeviceMemoryError
 
 WINDOW = {"budget_tokens": 64, "sink_tokens": 4, "recent_tokens": 16}

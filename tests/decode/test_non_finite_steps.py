@@ -17,8 +17,8 @@ from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.decode.sampling import Sampler, SamplingOptions
-from offload.policies.base import DENSE, RETRIEVE, REUSE
 from offload.policies.registry import make_policy
+from offload.selection.policy import DENSE, RETRIEVE, REUSE
 
 NUM_LAYERS, QO_HEADS, KV_HEADS, HEAD_DIM = 3, 6, 2, 32
 BAD = [float("nan"), float("inf"), float("-inf")]

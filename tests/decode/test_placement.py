@@ -19,11 +19,11 @@ from offload.planning.choose import DeviceRoom, choose_placement, least_placemen
 from offload.planning.cost_table import CostTable
 from offload.planning.step_time import StepModel
 from offload.policies import LycheeDecode
-from offload.policies.base import DENSE, RETRIEVE, REUSE
-from offload.policies.device_support import DeviceSupport
-from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.policies.tidal_decode import TidalDecode
+from offload.selection.device_support import DeviceSupport
+from offload.selection.head_roles import HeadRoles
+from offload.selection.policy import DENSE, RETRIEVE, REUSE
 from offload.system.errors import DeviceMemoryError
 
 G, C, F = Place.GPU, Place.CPU, Place.GATHER

@@ -26,10 +26,10 @@ from cases.tiny_models import random_tokens
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.policies import Policy
-from offload.policies.base import DENSE, RETRIEVE, SELECT
 from offload.policies.registry import available_policies, make_policy
 from offload.prefill.forward import _find_room
 from offload.prefill.memory import PrefillMemory
+from offload.selection.policy import DENSE, RETRIEVE, SELECT
 from offload.system.errors import DeviceMemoryError
 
 NAMES = [name for name in available_policies() if name not in ("auto", "full")]

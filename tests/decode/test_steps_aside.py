@@ -28,7 +28,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.engine.engine import Engine
 from offload.engine.sampling_params import SamplingParams
-from offload.policies.base import DENSE, RETRIEVE
+from offload.selection.policy import DENSE, RETRIEVE
 from offload.system.captures import CAPTURING
 from offload.system.errors import DeviceMemoryError
 

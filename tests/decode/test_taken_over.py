@@ -18,8 +18,8 @@ from cases.tiny_models import random_tokens
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.policies import Policy
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT
 from offload.policies.registry import make_policy
+from offload.selection.policy import DENSE, RETRIEVE, REUSE, SELECT
 from offload.system.errors import DeviceMemoryError
 
 WINDOW = {"sink_tokens": 4, "recent_tokens": 16}

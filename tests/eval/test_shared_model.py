@@ -21,10 +21,10 @@ from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.placement import Place
 from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.policies import Policy
-from offload.policies.base import DENSE, RETRIEVE, SELECT
 from offload.policies.registry import available_policies, make_policy
 from offload.runtime.config import runtime_config
 from offload.runtime.shared_model import SharedModel
+from offload.selection.policy import DENSE, RETRIEVE, SELECT
 
 PROMPT, NEW_TOKENS = 180, 24
 

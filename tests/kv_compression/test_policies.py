@@ -84,7 +84,7 @@ def copy_of_slots(
 def test_marks_of_the_text_stay_with_their_tokens() -> None:
     import numpy as np
 
-    from offload.policies.sequence_state import TextMarks
+    from offload.selection.sequence_state import TextMarks
 
     marks = TextMarks()
     marks.append(np.arange(1, 101, dtype=np.uint8))

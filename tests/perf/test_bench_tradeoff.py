@@ -11,7 +11,7 @@ import pytest
 from cases.tiny_models import byte_tokenizer, make_tiny_model
 
 from offload.bench.decode.engines import STOCK_ON_CPU
-from offload.policies.state import PolicyStates
+from offload.selection.state import PolicyStates
 from perf import bench_tradeoff
 from perf.plots import is_current
 from perf.tables.tradeoff_tables import in_short_table, options_table, tradeoff_table

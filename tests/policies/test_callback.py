@@ -28,10 +28,10 @@ from cpu_ops import _native
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import ExactTopK
-from offload.policies import callback as callback_module
 from offload.policies import exact_topk as exact_topk_module
 from offload.policies.base import SparsePolicy
-from offload.policies.callback import (
+from offload.selection import callback as callback_module
+from offload.selection.callback import (
     CONTEXT_DTYPE,
     Callback,
     callback,
@@ -40,8 +40,8 @@ from offload.policies.callback import (
     read_context,
     view_int32,
 )
-from offload.policies.layer_state import LayerState, State
-from offload.policies.layouts import NumberLayout, StateLayout
+from offload.selection.layer_state import LayerState, State
+from offload.selection.layouts import NumberLayout, StateLayout
 
 OPTIONS = {"budget_tokens": 32, "sink_tokens": 2, "recent_tokens": 4, "dense_layers": 1}
 GROUP_SIZE = 3

@@ -18,12 +18,12 @@ from cases.slowly import combinations
 from cpu_ops import clustering
 from gpu_ops.chunk_clusters import chunk_boxes
 from offload.decode.attention import DecodeAttention
-from offload.policies.layer_state import BuildContext, State
 from offload.policies.lfps.layout import unlist_all
 from offload.policies.lychee_cluster.index_on_device import spherical_kmeans
-from offload.policies.prefill_build import PrefillBuild
 from offload.policies.registry import make_policy
 from offload.policies.sketch.codes import rotation
+from offload.selection.layer_state import BuildContext, State
+from offload.selection.prefill_build import PrefillBuild
 
 KV_HEADS, GROUP = 2, 3
 DEVICES = [

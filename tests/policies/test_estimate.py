@@ -22,16 +22,16 @@ from cases.seeded import new_rng
 
 from cpu_ops.native import available_isas
 from offload.policies import ExactTopK, Full, TidalDecode
-from offload.policies.base import MAX_ESTIMATE_CLUSTERS
-from offload.policies.estimate import (
+from offload.policies.registry import available_policies, make_policy
+from offload.selection.estimate import (
     NO_CLUSTER,
     EstimateState,
     cluster_keys,
     estimate_bytes,
     join_clusters,
 )
-from offload.policies.layer_state import StateShape
-from offload.policies.registry import available_policies, make_policy
+from offload.selection.layer_state import StateShape
+from offload.selection.policy import MAX_ESTIMATE_CLUSTERS
 
 OPTIONS = {"budget_tokens": 48, "sink_tokens": 4, "dense_layers": 0}
 SELECTING = [

@@ -19,9 +19,9 @@ from cases.tiny_models import random_tokens
 from cpu_ops.worker_pool import WorkerPool
 from offload import OffloadedModel
 from offload.policies.base import SparsePolicy
-from offload.policies.callback import callback, offset_floats, read_context, view_int32
-from offload.policies.layer_state import LayerState
-from offload.policies.layouts import StateLayout
+from offload.selection.callback import callback, offset_floats, read_context, view_int32
+from offload.selection.layer_state import LayerState
+from offload.selection.layouts import StateLayout
 
 GROUP_SIZE = 3
 OPTIONS = {"budget_tokens": 32, "sink_tokens": 2, "recent_tokens": 4, "dense_layers": 1}

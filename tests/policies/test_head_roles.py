@@ -16,11 +16,6 @@ from cases.seeded import new_rng
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload.policies import ExactTopK, LycheeDecode
-from offload.policies.head_roles import (
-    HeadRoles,
-    default_retrieval_heads,
-    evenly_spaced_heads,
-)
 from offload.policies.lychee_decode.calibration import (
     Calibration,
     calibration_tokens,
@@ -29,6 +24,11 @@ from offload.policies.lychee_decode.calibration import (
 )
 from offload.policies.lychee_decode.choice import choose_retrieval_heads, choose_select_layers
 from offload.policies.registry import make_policy
+from offload.selection.head_roles import (
+    HeadRoles,
+    default_retrieval_heads,
+    evenly_spaced_heads,
+)
 
 RETRIEVAL = np.array([[1, 1, 1], [0, 1, 0], [0, 0, 0], [1, 0, 0]], bool)
 

@@ -16,9 +16,6 @@ from cases.inside import runtime_of
 from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
 from offload.policies import LycheeDecode, PerHead, Policy
-from offload.policies import kept_roles as kept
-from offload.policies.head_roles import HeadRoles
-from offload.policies.kept_roles import keep_roles, kept_roles
 from offload.policies.lychee_decode.calibration import (
     calibration_tokens,
     observe_heads,
@@ -26,6 +23,9 @@ from offload.policies.lychee_decode.calibration import (
 )
 from offload.policies.per_head.calibration import mean_lookup_mass
 from offload.policies.registry import make_policy
+from offload.selection import kept_roles as kept
+from offload.selection.head_roles import HeadRoles
+from offload.selection.kept_roles import keep_roles, kept_roles
 
 SHAPE: dict[str, Any] = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32}
 ROLES = HeadRoles.of(

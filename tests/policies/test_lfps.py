@@ -20,13 +20,13 @@ from cpu_ops.worker_pool import WorkerPool
 from offload import OffloadedModel
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
-from offload.policies import sequence_state
-from offload.policies.layer_state import State
 from offload.policies.lfps import policy as lfps_policy
 from offload.policies.lfps.layout import SCALE
 from offload.policies.lfps.policy import LFPS
 from offload.policies.lfps.tables import TABLE_STATE
 from offload.policies.registry import make_policy
+from offload.selection import sequence_state
+from offload.selection.layer_state import State
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 32
 HEADS = KV_HEADS * GROUP

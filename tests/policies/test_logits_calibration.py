@@ -15,9 +15,7 @@ from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import HardKV, Policy, Quest
-from offload.policies.callback import Callback
-from offload.policies.layer_state import StateShape
-from offload.policies.logits_calibration import (
+from offload.policies.hard_kv.logits_calibration import (
     CALIBRATE,
     LEAST_BLOCKS,
     SHARE_OF_TOKENS,
@@ -27,6 +25,8 @@ from offload.policies.logits_calibration import (
     selected_tokens,
 )
 from offload.policies.registry import make_policy
+from offload.selection.callback import Callback
+from offload.selection.layer_state import StateShape
 
 SHAPE = Shape(group_size=2)
 KV_LENS = [900, 600]  # more than LEAST_BLOCKS pages

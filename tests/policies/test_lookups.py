@@ -15,7 +15,6 @@ from cases.tiny_models import make_tiny_model, random_tokens
 from offload import OffloadedModel
 from offload.models import lean_model_maker
 from offload.policies import PerHead
-from offload.policies.head_roles import HeadRoles
 from offload.policies.lychee_decode.calibration import observe_heads
 from offload.policies.lychee_decode.overlap import head_overlap
 from offload.policies.per_head.calibration import calibrated_roles, lookup_mass, roles_by_mass
@@ -23,6 +22,7 @@ from offload.policies.per_head.lookups import LookUp, lookup_texts
 from offload.policies.per_head.policy import PerHeadCalibration
 from offload.policies.registry import make_policy
 from offload.runtime import model_loading
+from offload.selection.head_roles import HeadRoles
 
 
 @pytest.mark.parametrize("num_tokens", [1024, 2048])

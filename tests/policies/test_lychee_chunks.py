@@ -16,7 +16,7 @@ from offload.policies.lychee_cluster.chunks import (
     cut_chunks,
     set_chunk_start,
 )
-from offload.policies.text_marks import cut_level, text_mark
+from offload.selection.text_marks import cut_level, text_mark
 
 WORD, SPACED, COMMA, STOP, LINE = (text_mark(text) for text in (b"a", b" a", b",", b".", b"\n"))
 

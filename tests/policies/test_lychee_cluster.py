@@ -16,12 +16,12 @@ from cases.slowly import combinations, slow_but
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Sketch, Union
 from offload.policies.hard_kv import HardKV
-from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.index import grow_index
 from offload.policies.lychee_cluster.layout import STATE
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.lychee_cluster.views import ENDS, FOUND, OPENED, RANGES
 from offload.policies.registry import make_policy
+from offload.selection.layer_state import State
 
 DEFAULT = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0

@@ -18,10 +18,10 @@ from cases.reuse_cases import (
 from cases.seeded import new_rng
 
 from offload.policies import LycheeDecode
-from offload.policies.base import RETRIEVE, REUSE
-from offload.policies.head_roles import HeadRoles, default_retrieval_heads
 from offload.policies.lychee_decode.policy import enough_for_share
 from offload.policies.registry import make_policy
+from offload.selection.head_roles import HeadRoles, default_retrieval_heads
+from offload.selection.policy import RETRIEVE, REUSE
 
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
 NUM_KV_HEADS = 2

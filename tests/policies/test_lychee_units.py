@@ -7,11 +7,11 @@ import pytest
 from cases.lychee_cases import KV_HEADS, LycheeIndex, Stream, check_index
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.policies import sequence_state
-from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.index import UNIT_WIDTHS
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.lychee_cluster.views import ENDS, OPENED
+from offload.selection import sequence_state
+from offload.selection.layer_state import State
 
 POLICY = LycheeCluster(
     budget_tokens=160,

@@ -11,9 +11,9 @@ import pytest
 
 import offload.policies
 from offload.policies import Auto, ExactTopK, Full, StreamingLLM
-from offload.policies.base import Policy
 from offload.policies.registry import available_policies, make_policy
-from offload.policies.selection import Selection
+from offload.selection.policy import Policy
+from offload.selection.selection import Selection
 
 PLAIN = ("exact_topk", "quest", "sketch", "lfps", "lychee_cluster", "streaming_llm")
 

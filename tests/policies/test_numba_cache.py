@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from offload.policies.callback import callback, read_context
-from offload.policies.compiled import _say_compiling, _warn_slow, cached_njit
-from offload.policies.numba_cache import drop_stale
+from offload.selection.callback import callback, read_context
+from offload.selection.compiled import _say_compiling, _warn_slow, cached_njit
+from offload.selection.numba_cache import drop_stale
 
 
 def test_what_was_compiled_from_other_sources_goes(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
 from offload.planning.step_time import StepModel
 from offload.policies import LFPS, ExactTopK, Full, LycheeDecode, PerHead, Policy
-from offload.policies.base import SELECT
-from offload.policies.head_roles import HeadRoles
-from offload.policies.layer_state import BuildContext
 from offload.policies.registry import make_policy
 from offload.prefill.memory import PrefillMemory
+from offload.selection.head_roles import HeadRoles
+from offload.selection.layer_state import BuildContext
+from offload.selection.policy import SELECT
 
 HEADS = Shape(num_kv_heads=4)
 # [layers, KV heads] of HEADS; layer 0 retrieves anyway, as the only one of dense_layers

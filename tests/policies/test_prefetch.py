@@ -14,9 +14,9 @@ from cases.lychee_cases import GROUP, HEAD_DIM, KV_HEADS, Stream
 from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.policies.callback import IS_ZEN_5, prefetch
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.lychee_cluster.views import FOUND, OPENED
+from offload.selection.callback import IS_ZEN_5, prefetch
 
 POLICY = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0

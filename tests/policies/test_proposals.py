@@ -24,8 +24,8 @@ from cases.slowly import combinations
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import ExactTopK
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, SparsePolicy
-from offload.policies.callback import (
+from offload.policies.base import SparsePolicy
+from offload.selection.callback import (
     ANSWERED,
     Callback,
     callback,
@@ -38,8 +38,9 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
-from offload.policies.layer_state import LayerState
-from offload.policies.layouts import NumberLayout, StateLayout
+from offload.selection.layer_state import LayerState
+from offload.selection.layouts import NumberLayout, StateLayout
+from offload.selection.policy import DENSE, RETRIEVE, REUSE, SELECT
 
 HEAD_DIM = 64
 OPTIONS = {"budget_tokens": 40, "sink_tokens": 3, "recent_tokens": 7, "dense_layers": 0}

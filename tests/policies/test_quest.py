@@ -18,10 +18,10 @@ from cases.seeded import new_rng
 from cases.slowly import combinations
 
 from offload.policies import Quest
-from offload.policies.key_bounds import split_query
-from offload.policies.layer_state import State
-from offload.policies.quest import keep_budget
+from offload.policies.quest.key_bounds import split_query
+from offload.policies.quest.policy import keep_budget
 from offload.policies.registry import make_policy
+from offload.selection.layer_state import State
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}

@@ -12,9 +12,9 @@ from cases.slowly import combinations
 from cpu_ops.codes import CODE_BLOCK
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Sketch
-from offload.policies.layer_state import State
 from offload.policies.registry import make_policy
 from offload.policies.sketch.codes import LEVELS, encode_rows, rotate
+from offload.selection.layer_state import State
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = {"budget_tokens": 96, "sink_tokens": 4, "recent_tokens": 20, "dense_layers": 0}
@@ -194,7 +194,7 @@ def test_appended_cut_and_forked_codes_are_those_of_a_new_build(bits, dtype, hea
 @pytest.mark.parametrize("bits", [1, 2])
 def test_codes_take_little(bits):
     """Compared with bf16 keys and values of 128 dimensions, at 128K tokens."""
-    from offload.policies.layer_state import StateShape
+    from offload.selection.layer_state import StateShape
 
     num_bytes = Sketch(bits=bits).state.num_bytes(StateShape(32, 8, 128, 2, 131072))
     share = num_bytes / (131072 * 8 * 512)

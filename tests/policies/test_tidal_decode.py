@@ -17,10 +17,11 @@ from cases.reuse_cases import (
 )
 
 from offload.policies import ExactTopK, Full, LycheeDecode, Quest, TidalDecode
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, SparsePolicy
-from offload.policies.callback import Callback, callback, read_context, view_float32
+from offload.policies.base import SparsePolicy
 from offload.policies.registry import make_policy
 from offload.policies.tidal_decode import default_select_layers
+from offload.selection.callback import Callback, callback, read_context, view_float32
+from offload.selection.policy import DENSE, RETRIEVE, REUSE, SELECT
 
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8, "dense_layers": 1}
 

@@ -17,10 +17,10 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.planning.step_time import StepModel
 from offload.policies import LFPS, ExactTopK, LycheeCluster, LycheeDecode, Policy, Union
 from offload.policies.base import in_every_layer
-from offload.policies.members import of_member
 from offload.policies.registry import make_policy
 from offload.policies.union.policy import NAMES
 from offload.policies.union.step import merge, weights_of
+from offload.selection.members import of_member
 
 # One query head each: what is heaviest does not depend on what else is considered.
 SINGLE = Shape(group_size=1)

@@ -20,8 +20,8 @@ from test_proposals import EveryThird
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Full, Policy
-from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
+from offload.selection.head_roles import HeadRoles
 
 SMALL = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
 DENSE_FIRST = {**SMALL, "dense_layers": 1}

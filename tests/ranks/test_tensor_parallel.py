@@ -23,13 +23,13 @@ from offload import OffloadedModel
 from offload.cli import app
 from offload.decode.gpu.micro_batches import MicroBatchChoice
 from offload.decode.gpu.placement import HeadPlacement
-from offload.policies.head_roles import HeadRoles, evenly_spaced_heads
 from offload.policies.lychee_decode.policy import LycheeDecode
 from offload.policies.registry import make_policy
 from offload.ranks.group import _share_of_cpus, check_environment
 from offload.ranks.launch import rank_environment
 from offload.ranks.shares import head_ranges, mlp_ranges
 from offload.runtime.config import runtime_config
+from offload.selection.head_roles import HeadRoles, evenly_spaced_heads
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 DEVICES = [

@@ -22,11 +22,11 @@ from offload.planning.choose import DeviceRoom, least_placement
 from offload.planning.placement_bytes import prefill_bytes
 from offload.planning.profile import MachineProfile, typical_profile
 from offload.policies import Policy
-from offload.policies.base import RETRIEVE
-from offload.policies.head_roles import HeadRoles
 from offload.policies.registry import make_policy
 from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.placing import Chooser, longest_context, placement_for
+from offload.selection.head_roles import HeadRoles
+from offload.selection.policy import RETRIEVE
 
 
 def test_placement_options(tmp_path: Path) -> None:

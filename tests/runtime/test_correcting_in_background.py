@@ -26,7 +26,7 @@ from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 from offload.kv.page_pool import PagePool
-from offload.policies.quest import BoundsState
+from offload.policies.quest.policy import BoundsState
 from offload.prefill import forward as prefill_forward
 from offload.runtime.correcting import Corrections
 from offload.system.errors import DeviceMemoryError

@@ -40,10 +40,10 @@ from cases.tiny_models import random_tokens
 from offload import OffloadedModel
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.models.shape import MODEL_SHAPES
-from offload.policies.base import DENSE, RETRIEVE, REUSE
 from offload.prefill import forward as prefill_forward
 from offload.prefill.memory import PrefillMemory
 from offload.runtime.correcting import corrections_for
+from offload.selection.policy import DENSE, RETRIEVE, REUSE
 from offload.system.errors import DeviceMemoryError
 
 EVERY, PROMPT = 20, 130

@@ -26,7 +26,7 @@ from cases.tiny_models import random_tokens
 import offload
 from offload.kv.page_pool import PagePool
 from offload.policies.registry import available_policies
-from offload.policies.sequence_state import LayerArrays, RecentQueries
+from offload.selection.sequence_state import LayerArrays, RecentQueries
 
 STATEFUL = ["lfps", "lychee_cluster", "quest", "sketch", "union"]
 PACKAGE = str(Path(offload.__file__).parent)

@@ -24,7 +24,6 @@ from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.decode.sampling import TokenChooser
 from offload.models.batch import pack
 from offload.policies import Policy
-from offload.policies.base import RETRIEVE, REUSE
 from offload.policies.lychee_cluster.index import IndexShape
 from offload.policies.lychee_cluster.index_on_device import group_on_device
 from offload.policies.registry import make_policy
@@ -32,6 +31,7 @@ from offload.prefill import layer
 from offload.prefill.forward import prefill
 from offload.runtime import kernel_warmup
 from offload.runtime.kernel_warmup import _WarmUpSync, compiling_progress, warm_up_kernels
+from offload.selection.policy import RETRIEVE, REUSE
 
 interpreter = pytest.mark.skipif(
     not has_triton or torch.cuda.is_available(), reason="needs triton, and it not to compile here"

@@ -19,10 +19,10 @@ from offload.bench.eval.selections import ReferenceBudget, selection_quality
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.measuring.synthetic.exact_attention import ExactAttention
-from offload.policies.base import DENSE, RETRIEVE, REUSE
 from offload.policies.registry import available_policies, make_policy
 from offload.runtime.config import runtime_config
 from offload.runtime.quality import Quality, mass_bounds
+from offload.selection.policy import DENSE, RETRIEVE, REUSE
 
 SPARSE = [name for name in available_policies() if name != "full"]
 NEW_TOKENS = 20

@@ -18,10 +18,10 @@ from cases.slowly import combinations
 from cases.tiny_models import random_tokens
 
 from offload.kv.store import HostBudgetError
-from offload.policies.head_roles import HeadRoles
-from offload.policies.layer_state import StateShape
 from offload.policies.registry import make_policy
-from offload.policies.state import capacity_for
+from offload.selection.head_roles import HeadRoles
+from offload.selection.layer_state import StateShape
+from offload.selection.state import capacity_for
 
 LONG = 220
 

@@ -19,7 +19,7 @@ from cases.tiny_models import byte_tokenizer, make_tiny_model, write_gguf
 from offload import OffloadedModel
 from offload.loading.gguf import converted_folder
 from offload.planning.profile import store_profile
-from offload.policies.head_roles import HeadRoles
+from offload.selection.head_roles import HeadRoles
 from offload.system.permissions import default_mode
 
 ROOT = Path(__file__).parents[2]

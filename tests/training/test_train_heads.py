@@ -23,7 +23,7 @@ from offload.cli import app
 from offload.loading.names import checkpoint_name
 from offload.models import lean_model_maker
 from offload.policies import LycheeDecode
-from offload.policies.head_roles import HeadRoles
+from offload.selection.head_roles import HeadRoles
 from offload.system.stdlib_text import stdlib_docstrings, stdlib_sources
 from offload.training import answers, mixed_heads
 from offload.training import train as training

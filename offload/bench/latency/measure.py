@@ -32,7 +32,7 @@ from offload.bench.latency.yardstick import Yardstick
 from offload.decode.attention import DecodeAttention
 from offload.measuring.synthetic.exact_attention import ExactAttention
 from offload.policies import ExactTopK, Policy
-from offload.policies.base import DENSE, RETRIEVE
+from offload.selection.policy import DENSE, RETRIEVE
 from offload.system.torch_threads import torch_threads
 
 PHASES = ("predict", "score", "select", "attend", "update")

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import DENSE, REUSE, Policy, in_every_layer
+from offload.policies.base import in_every_layer
 from offload.policies.hard_kv import HardKV
+from offload.selection.policy import DENSE, REUSE, Policy
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class LatencyWorkload:
         steps: of each sequence and layer.
         shape: of the model whose `num_layers` layers stand for all.
         statistics: of the keys and queries.
-        text_marks: uint8 [kv_len + num_steps] of each sequence (see `offload.policies.text_marks`),
-            for policies that read text; made sequences have none.
+        text_marks: uint8 [kv_len + num_steps] of each sequence (see
+            `offload.selection.text_marks`), for policies that read text; made sequences have none.
     """
 
     store: KVStore

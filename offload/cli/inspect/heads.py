@@ -19,8 +19,8 @@ from offload.cli.options import AsJson, DType, ModelName, Plot, Text, Threads, V
 
 if TYPE_CHECKING:
     from offload.loading.planned_model import PlannedModel
-    from offload.policies.head_roles import HeadRoles
     from offload.policies.lychee_decode.overlap import HeadOverlap
+    from offload.selection.head_roles import HeadRoles
 
 _POLICY = "lychee_decode"
 _WITH_ROLES = "per_head"  # whose retrieval heads are marked
@@ -123,8 +123,8 @@ def _measured(
 
 def _roles(planned: PlannedModel) -> HeadRoles | None:
     """Those of `per_head`, where they are known without a calibration."""
-    from offload.policies.head_roles import HeadRoles
     from offload.policies.registry import make_policy
+    from offload.selection.head_roles import HeadRoles
 
     policy = make_policy(_WITH_ROLES).calibration.with_kept(
         lambda: planned.checkpoint, planned.model_type, **planned.shape.kv_heads

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from offload.policies.head_roles import HeadRoles
     from offload.policies.lychee_decode.overlap import HeadOverlap
+    from offload.selection.head_roles import HeadRoles
 
 
 def plot_overlap(found: HeadOverlap, roles: HeadRoles | None, path: Path, title: str) -> None:

@@ -4,9 +4,9 @@ While layer l is projected, the query of layer l + 1 is predicted from the same 
 layer's own norm and projection. The host chooses by it, and says which rows are missing; the GPU
 fetches these beside the rest of layer l, and then attends to all that it holds of the head, with
 the true query: what was chosen now, and what was in the last steps. Where the policy estimates the
-rest (`offload/policies/estimate.py`), the means of its clusters are here, too, from when a sequence
-is bound: in each step the host tells how many tokens they stand for, and the means that have
-changed.
+rest (`offload/selection/estimate.py`), the means of its clusters are here, too, from when a
+sequence is bound: in each step the host tells how many tokens they stand for, and the means that
+have changed.
 
 Heads whose keys have codes on the GPU need no host: it finds their tokens by the true query, and
 keeps the map of what is hot (`gpu_ops/choose_places.py`) and the clusters
@@ -36,9 +36,9 @@ from offload.decode.gpu.placement import HOT_BUDGETS
 from offload.decode.gpu.resident_codes import CodeLists
 from offload.models import LeanModel, ModelShape
 from offload.policies import Policy
-from offload.policies.estimate import NO_CLUSTER
-from offload.policies.layer_state import State
-from offload.policies.sequence_state import LayerArrays
+from offload.selection.estimate import NO_CLUSTER
+from offload.selection.layer_state import State
+from offload.selection.sequence_state import LayerArrays
 
 # Of a sequence, with the clusters that serve its next token; None: it is short, and all is chosen.
 ArraysOf = Callable[[int], LayerArrays | None]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.decode.gpu.placement import Place, awaited_heads
-from offload.policies.base import REUSE
+from offload.selection.policy import REUSE
 
 
 @dataclass(frozen=True)

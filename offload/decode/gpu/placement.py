@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
-from offload.policies.unit_roles import check_roles
+from offload.selection.policy import DENSE, RETRIEVE, REUSE, SELECT, Policy
+from offload.selection.unit_roles import check_roles
 from offload.system.json_file import read_json
 
 UInt8Array = npt.NDArray[np.uint8]

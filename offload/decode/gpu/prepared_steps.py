@@ -26,9 +26,9 @@ from offload.decode.gpu.resident_kv import ResidentKV
 from offload.decode.gpu.step import DeviceStep
 from offload.decode.sampling import MOST_STEPS
 from offload.models import LeanModel
-from offload.policies.estimate import join_clusters
-from offload.policies.layer_state import State
-from offload.policies.sequence_state import LayerArrays
+from offload.selection.estimate import join_clusters
+from offload.selection.layer_state import State
+from offload.selection.sequence_state import LayerArrays
 from offload.system.errors import DeviceMemoryError
 
 # A link of more rows than a step needs does for so many steps.

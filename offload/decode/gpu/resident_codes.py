@@ -30,9 +30,9 @@ from offload.decode.gpu.layer_heads import LayerHeads, most_heads
 from offload.decode.gpu.pages import DevicePages, PageBudget, whole_slabs
 from offload.models import ModelShape
 from offload.policies import Policy
-from offload.policies.device_support import DeviceCodes
-from offload.policies.layer_state import State
 from offload.policies.sketch.codes import rotation
+from offload.selection.device_support import DeviceCodes
+from offload.selection.layer_state import State
 from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
 

@@ -27,7 +27,8 @@ from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel
 from offload.planning.workload import Workload, policy_key, timed_tokens
 from offload.policies import Policy
-from offload.policies.base import SELECT, in_every_layer
+from offload.policies.base import in_every_layer
+from offload.selection.policy import SELECT
 from offload.system.memory import host_memory_limit_bytes
 
 _LAYERS = 2

@@ -23,9 +23,9 @@ from offload.measuring.synthetic.one_slab import PAGE_TOKENS, num_pages, one_sla
 from offload.measuring.synthetic.structured_cache import StructuredLayer, structured_layer
 from offload.models.shape import ModelShape
 from offload.policies import Policy
-from offload.policies.estimate import EstimateState
-from offload.policies.layer_state import BuildContext, State
-from offload.policies.state import capacity_for
+from offload.selection.estimate import EstimateState
+from offload.selection.layer_state import BuildContext, State
+from offload.selection.state import capacity_for
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 
 PolicyArrays = dict[int, State]  # of each layer that asks the policy

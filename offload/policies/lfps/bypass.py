@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.policies.compiled import cached_njit
+from offload.selection.compiled import cached_njit
 
 
 @cached_njit()

@@ -9,10 +9,10 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.callback import view_float32, view_int32, view_uint64
-from offload.policies.layer_state import State
-from offload.policies.layouts import NumberLayout, StateLayout, reader
 from offload.policies.lfps.tables import TABLE_STATE, Table, list_scores, take_back, unlist_scores
+from offload.selection.callback import view_float32, view_int32, view_uint64
+from offload.selection.layer_state import State
+from offload.selection.layouts import NumberLayout, StateLayout, reader
 from offload.system import huge_pages
 
 _MIN_LISTED = 4096  # a list holds this many scores or a quarter of its table

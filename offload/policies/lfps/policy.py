@@ -45,12 +45,6 @@ import numpy as np
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies.base import SparsePolicy
-from offload.policies.calibration import Calibration
-from offload.policies.callback import Callback
-from offload.policies.device_build import to_host
-from offload.policies.device_support import DeviceBuild, DeviceSupport
-from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
-from offload.policies.layouts import NumberLayout
 from offload.policies.lfps.layout import (
     NUMBERS,
     SIZES,
@@ -69,7 +63,13 @@ from offload.policies.lfps.prompt import (
     tables_on_device,
 )
 from offload.policies.lfps.step import observe, prepare, propose
-from offload.policies.revised import Revised
+from offload.selection.calibration import Calibration
+from offload.selection.callback import Callback
+from offload.selection.device_build import to_host
+from offload.selection.device_support import DeviceBuild, DeviceSupport
+from offload.selection.layer_state import BuildContext, LayerState, State, StateShape
+from offload.selection.layouts import NumberLayout
+from offload.selection.revised import Revised
 from offload.system import huge_pages
 
 logger = logging.getLogger(__name__)

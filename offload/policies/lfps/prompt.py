@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from offload.policies.layer_state import BuildContext
+from offload.selection.layer_state import BuildContext
 
 
 def weights_of(

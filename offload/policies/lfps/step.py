@@ -10,19 +10,6 @@ from typing import Any
 import numba
 import numpy as np
 
-from offload.policies.callback import (
-    ANSWERED,
-    callback,
-    filter_at_least,
-    offset_floats,
-    prefetch,
-    read_context,
-    score_tokens,
-    view_float32,
-    view_float64,
-    view_int32,
-    view_uint64,
-)
 from offload.policies.lfps.bypass import answer_from_sinks, log_odds_of_sinks
 from offload.policies.lfps.layout import (
     ATTEMPT,
@@ -54,6 +41,19 @@ from offload.policies.lfps.tables import (
     threshold_of,
 )
 from offload.policies.lfps.votes import group_weights
+from offload.selection.callback import (
+    ANSWERED,
+    callback,
+    filter_at_least,
+    offset_floats,
+    prefetch,
+    read_context,
+    score_tokens,
+    view_float32,
+    view_float64,
+    view_int32,
+    view_uint64,
+)
 
 # 1 / gamma^steps of a unit, before its tables are rescaled. By a power of two nothing is
 # rounded: it does not matter when that is done.

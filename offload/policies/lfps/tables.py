@@ -24,8 +24,8 @@ from numba.core import types
 from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
-from offload.policies.callback import prefetch_line_to_write, view_float32
-from offload.policies.compiled import cached_njit
+from offload.selection.callback import prefetch_line_to_write, view_float32
+from offload.selection.compiled import cached_njit
 
 # Of a table's float64 state: power sums, then these.
 MAX, FLOOR, COUNT, FULL = 4, 5, 6, 7

@@ -7,7 +7,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from offload.policies.compiled import cached_njit
+from offload.selection.compiled import cached_njit
 
 
 @numba.njit(inline="always")

@@ -9,9 +9,9 @@ from typing import Any
 
 import numba
 
-from offload.policies.callback import top_k, view_int32
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS
 from offload.policies.lychee_cluster.layout import read_state
+from offload.selection.callback import top_k, view_int32
 
 
 @numba.njit(inline="always")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.compiled import cached_njit
-from offload.policies.text_marks import cut_level
+from offload.selection.compiled import cached_njit
+from offload.selection.text_marks import cut_level
 
 BLOCK_SHIFT = 4
 BLOCK = 1 << BLOCK_SHIFT  # chunks that share a start

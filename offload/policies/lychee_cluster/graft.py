@@ -10,16 +10,6 @@ from typing import Any
 import numba
 import numpy as np
 
-from offload.policies.callback import (
-    callback,
-    load_keys,
-    read_context,
-    view_float32,
-    view_uint8,
-    view_uint64,
-)
-from offload.policies.compiled import cached_njit
-from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.chunks import chunk_length, set_chunk_start
 from offload.policies.lychee_cluster.layout import (
     CENTRE_STEPS,
@@ -36,6 +26,16 @@ from offload.policies.lychee_cluster.views import (
     scratch_of,
     set_chunk_at,
 )
+from offload.selection.callback import (
+    callback,
+    load_keys,
+    read_context,
+    view_float32,
+    view_uint8,
+    view_uint64,
+)
+from offload.selection.compiled import cached_njit
+from offload.selection.layer_state import State
 
 
 @callback

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from cpu_ops.clustering import chunk_boxes, spherical_kmeans
-from offload.policies.device_build import WORKSPACE_BYTES
-from offload.policies.layer_state import BuildContext, State
 from offload.policies.lychee_cluster.chunks import BLOCK
 from offload.policies.lychee_cluster.layout import (
     CENTRE_STEPS,
@@ -24,6 +22,8 @@ from offload.policies.lychee_cluster.layout import (
     WIDTH_STEPS,
     scratch_rows,
 )
+from offload.selection.device_build import WORKSPACE_BYTES
+from offload.selection.layer_state import BuildContext, State
 from offload.system import huge_pages
 
 _LOW_CHUNKS = 1 << 16  # that 16 bits number

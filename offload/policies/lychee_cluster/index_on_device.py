@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from gpu_ops.chunk_clusters import chunk_boxes, fill_empty, mean_directions
-from offload.policies.device_build import WORKSPACE_BYTES, to_device
 from offload.policies.lychee_cluster.index import (
     Groups,
     IndexShape,
     chunks_of_units,
 )
+from offload.selection.device_build import WORKSPACE_BYTES, to_device
 
 
 def group_on_device(keys: Tensor, shape: IndexShape, iterations: int) -> Groups:

@@ -26,8 +26,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.layouts import StateLayout, record_reader
 from offload.policies.lychee_cluster.chunks import BLOCK, MAX_CHUNK_TOKENS
+from offload.selection.layouts import StateLayout, record_reader
 
 HEADER = np.dtype(
     [

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from offload.policies.compiled import cached_njit
 from offload.policies.lychee_cluster.views import bits_of_float
+from offload.selection.compiled import cached_njit
 
 _NO_KEY = np.int32(-(1 << 31))
 

@@ -23,11 +23,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from offload.policies.base import SparsePolicy
-from offload.policies.callback import Callback
-from offload.policies.device_build import to_host
-from offload.policies.device_support import DeviceBuild, DeviceSupport
-from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
-from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS, cut_chunks
 from offload.policies.lychee_cluster.graft import append, forget_graft, take_back_graft
 from offload.policies.lychee_cluster.index import (
@@ -51,7 +46,12 @@ from offload.policies.lychee_cluster.prefetch import prepare
 from offload.policies.lychee_cluster.revise import compile_rank, revise_chunks
 from offload.policies.lychee_cluster.search import NUMBERS, propose, select
 from offload.policies.lychee_cluster.units import place_grafts
-from offload.policies.revised import Revised
+from offload.selection.callback import Callback
+from offload.selection.device_build import to_host
+from offload.selection.device_support import DeviceBuild, DeviceSupport
+from offload.selection.layer_state import BuildContext, LayerState, State, StateShape
+from offload.selection.layouts import NumberLayout
+from offload.selection.revised import Revised
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.policies.callback import callback, prefetch, read_context, view_int32
 from offload.policies.lychee_cluster.chunks import BLOCK_SHIFT
 from offload.policies.lychee_cluster.layout import (
     UNITS_LENGTH,
@@ -24,6 +23,7 @@ from offload.policies.lychee_cluster.views import (
     index_of,
     scratch_of,
 )
+from offload.selection.callback import callback, prefetch, read_context, view_int32
 
 _MOST_BYTES = 1 << 20  # for all heads that a worker prepares: half of a second-level cache
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from offload.policies.compiled import cached_njit
-from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.chunks import BLOCK_SHIFT, chunk_start
 from offload.policies.lychee_cluster.graft import forget_graft, mean_key, write_box
 from offload.policies.lychee_cluster.views import chunk_at
-from offload.policies.revised import Revised
+from offload.selection.compiled import cached_njit
+from offload.selection.layer_state import State
+from offload.selection.revised import Revised
 
 
 @cached_njit(nogil=True)

@@ -23,18 +23,6 @@ import numba
 import numpy as np
 from numba.cpython.unsafe.numbers import trailing_zeros
 
-from offload.policies.callback import (
-    callback,
-    prefetch,
-    prefetch_line,
-    rank_rows,
-    read_context,
-    top_k,
-    view_float32,
-    view_int32,
-)
-from offload.policies.compiled import cached_njit
-from offload.policies.layouts import NumberLayout
 from offload.policies.lychee_cluster.carry import carried_tokens, carry
 from offload.policies.lychee_cluster.chunks import MAX_CHUNK_TOKENS, chunk_start
 from offload.policies.lychee_cluster.layout import (
@@ -54,6 +42,18 @@ from offload.policies.lychee_cluster.views import (
     index_of,
     scratch_of,
 )
+from offload.selection.callback import (
+    callback,
+    prefetch,
+    prefetch_line,
+    rank_rows,
+    read_context,
+    top_k,
+    view_float32,
+    view_int32,
+)
+from offload.selection.compiled import cached_njit
+from offload.selection.layouts import NumberLayout
 
 NUMBERS = NumberLayout(
     "candidate_ratio",

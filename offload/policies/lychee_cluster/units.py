@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from cpu_ops.clustering import spherical_kmeans
 from cpu_ops.worker_pool import WorkerPool
-from offload.policies.compiled import cached_njit
-from offload.policies.layer_state import State
 from offload.policies.lychee_cluster.graft import forget_graft, pack_box
 from offload.policies.lychee_cluster.index import UNIT_WIDTHS
 from offload.policies.lychee_cluster.views import from_bfloat16
+from offload.selection.compiled import cached_njit
+from offload.selection.layer_state import State
 
 _ITERATIONS = 4  # at most, where all of a layer waits; ten find little more
 

@@ -11,8 +11,6 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
 from numba.extending import intrinsic
 
-from offload.policies.callback import pointer_to, view_int32, view_uint8, view_uint16, view_uint64
-from offload.policies.compiled import cached_njit
 from offload.policies.lychee_cluster.chunks import BLOCK, MAX_CHUNK_TOKENS
 from offload.policies.lychee_cluster.layout import (
     HEADER,
@@ -21,6 +19,8 @@ from offload.policies.lychee_cluster.layout import (
     read_header,
     read_state,
 )
+from offload.selection.callback import pointer_to, view_int32, view_uint8, view_uint16, view_uint64
+from offload.selection.compiled import cached_njit
 
 # Of `units`: the units that the last search opened (one past them: what was grafted), where the
 # chunks of each end in its scores, and the first of them and their end among all places; then

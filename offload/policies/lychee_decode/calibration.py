@@ -33,15 +33,15 @@ from torch import Tensor
 from offload.kv.store import KVStore
 from offload.models import LeanModel
 from offload.models.batch import pack
-from offload.policies.head_roles import (
+from offload.policies.lychee_decode.choice import FloatArray, choose_retrieval_heads
+from offload.prefill.forward import OnQueries, prefill
+from offload.selection.head_roles import (
     BoolArray,
     HeadRoles,
     check_retrieval_heads,
     default_retrieval_heads,
     evenly_spaced_heads,
 )
-from offload.policies.lychee_decode.choice import FloatArray, choose_retrieval_heads
-from offload.prefill.forward import OnQueries, prefill
 from offload.system.autocast import without_autocast
 from offload.system.progress import Progress
 from offload.system.stdlib_text import stdlib_prose

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.head_roles import BoolArray, check_retrieval_heads
+from offload.selection.head_roles import BoolArray, check_retrieval_heads
 
 FloatArray = npt.NDArray[np.float64]
 

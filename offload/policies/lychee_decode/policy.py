@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import RETRIEVE, REUSE, SparsePolicy
-from offload.policies.callback import (
+from offload.policies.base import SparsePolicy
+from offload.selection.callback import (
     Callback,
     callback,
     heaviest,
@@ -27,17 +27,18 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
-from offload.policies.compiled import cached_njit
-from offload.policies.device_support import DeviceSupport, DeviceTopK
-from offload.policies.head_roles import (
+from offload.selection.compiled import cached_njit
+from offload.selection.device_support import DeviceSupport, DeviceTopK
+from offload.selection.head_roles import (
     HeadRoles,
     check_retrieval_heads,
     default_retrieval_heads,
     evenly_spaced_heads,
     roles_from,
 )
-from offload.policies.kept_roles import RolesCalibration
-from offload.policies.layouts import NumberLayout
+from offload.selection.kept_roles import RolesCalibration
+from offload.selection.layouts import NumberLayout
+from offload.selection.policy import RETRIEVE, REUSE
 
 if TYPE_CHECKING:
     from offload.models.base import LeanModel

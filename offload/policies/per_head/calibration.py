@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from offload.models import LeanModel
-from offload.policies.head_roles import HeadRoles
 from offload.policies.lychee_decode.calibration import keys_of_text, reading_progress
 from offload.policies.lychee_decode.choice import FloatArray
 from offload.policies.per_head.lookups import (
@@ -26,6 +25,7 @@ from offload.policies.per_head.lookups import (
     LookUp,
     lookup_texts,
 )
+from offload.selection.head_roles import HeadRoles
 
 logger = logging.getLogger(__name__)
 

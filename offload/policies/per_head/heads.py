@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offload.policies.head_roles import BoolArray
+from offload.selection.head_roles import BoolArray
 
 _DEFAULT, _MOST = 8, 6  # one in so many of a model's KV heads
 

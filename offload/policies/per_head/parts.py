@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import Policy
-from offload.policies.device_support import DeviceCodes
-from offload.policies.head_roles import BoolArray
-from offload.policies.layer_state import State
-from offload.policies.members import MembersDevice, MembersState, lie_together, of_member
+from offload.selection.device_support import DeviceCodes
+from offload.selection.head_roles import BoolArray
+from offload.selection.layer_state import State
+from offload.selection.members import MembersDevice, MembersState, lie_together, of_member
+from offload.selection.policy import Policy
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,10 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import BUDGET_OPTIONS, DENSE, NO_MEMBER, SELECT, Policy
 from offload.policies.full import Full
-from offload.policies.head_roles import BoolArray, HeadRoles, roles_from
-from offload.policies.kept_roles import RolesCalibration
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.per_head.heads import (
     check_retrieval_heads,
@@ -34,6 +31,9 @@ from offload.policies.per_head.parts import REST, RETRIEVAL, PerHeadDevice, PerH
 from offload.policies.sketch.policy import Sketch
 from offload.policies.union.policy import Union
 from offload.policies.wrapped import forwards
+from offload.selection.head_roles import BoolArray, HeadRoles, roles_from
+from offload.selection.kept_roles import RolesCalibration
+from offload.selection.policy import BUDGET_OPTIONS, DENSE, NO_MEMBER, SELECT, Policy
 
 if TYPE_CHECKING:
     from offload.models.base import LeanModel

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from cpu_ops.codes import CODE_BLOCK
 from cpu_ops.native import MAX_HEAD_DIM
-from offload.policies.compiled import cached_njit
+from offload.selection.compiled import cached_njit
 
 # Of the 4 levels of a standard normal distribution: where the outer ones begin.
 OUTER = np.float32(0.98160)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from cpu_ops.codes import CODE_BLOCK
-from offload.policies.device_build import WORKSPACE_BYTES, to_device
 from offload.policies.sketch.codes import LEVELS, OUTER, rotation
+from offload.selection.device_build import WORKSPACE_BYTES, to_device
 
 _ELEMENT_BYTES = 32  # that an element of a key takes on the way to its code
 

@@ -25,7 +25,9 @@ from torch import Tensor
 from cpu_ops.codes import CODE_BLOCK
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies.base import SparsePolicy
-from offload.policies.callback import (
+from offload.policies.sketch.codes import LEVELS, OUTER, encode_rows, rotate
+from offload.policies.sketch.codes_on_device import encode_keys, mean_keys
+from offload.selection.callback import (
     Callback,
     callback,
     load_keys,
@@ -36,14 +38,12 @@ from offload.policies.callback import (
     view_int32,
     view_uint8,
 )
-from offload.policies.compiled import cached_njit
-from offload.policies.device_build import to_host
-from offload.policies.device_support import DeviceBuild, DeviceCodes, DeviceSupport
-from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
-from offload.policies.layouts import NumberLayout, StateLayout, reader
-from offload.policies.revised import Revised
-from offload.policies.sketch.codes import LEVELS, OUTER, encode_rows, rotate
-from offload.policies.sketch.codes_on_device import encode_keys, mean_keys
+from offload.selection.compiled import cached_njit
+from offload.selection.device_build import to_host
+from offload.selection.device_support import DeviceBuild, DeviceCodes, DeviceSupport
+from offload.selection.layer_state import BuildContext, LayerState, State, StateShape
+from offload.selection.layouts import NumberLayout, StateLayout, reader
+from offload.selection.revised import Revised
 from offload.system.map_in_threads import map_in_threads
 
 STATE = StateLayout(

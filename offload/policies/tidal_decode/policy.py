@@ -31,9 +31,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
-from offload.policies.calibration import Calibration
-from offload.policies.device_support import DeviceSupport
 from offload.policies.exact_topk import ExactTopK
 from offload.policies.tidal_decode.select_layers import (
     SelectLayers,
@@ -46,6 +43,9 @@ from offload.policies.tidal_decode.select_layers import (
     parse_layers,
 )
 from offload.policies.wrapped import WrappedPolicy, forwards
+from offload.selection.calibration import Calibration
+from offload.selection.device_support import DeviceSupport
+from offload.selection.policy import DENSE, RETRIEVE, REUSE, SELECT, Policy
 
 if TYPE_CHECKING:
     from offload.models.base import LeanModel

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from offload.models.checkpoint_names import key_part
-from offload.policies.made_files import SHAPE_KEYS, MadeFile
+from offload.selection.made_files import SHAPE_KEYS, MadeFile
 from offload.system.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)

@@ -22,17 +22,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.policies.base import BUDGET_OPTIONS, Policy
-from offload.policies.callback import Callback
-from offload.policies.layer_state import State, StateShape
-from offload.policies.layouts import NumberLayout
 from offload.policies.lfps.policy import LFPS
 from offload.policies.lychee_cluster.policy import LycheeCluster
-from offload.policies.member_calls import MemberNumbers
-from offload.policies.members import MembersDevice, MembersState
 from offload.policies.union import step
 from offload.policies.union.step import FOUND, OWN
 from offload.policies.wrapped import forwards
+from offload.selection.callback import Callback
+from offload.selection.layer_state import State, StateShape
+from offload.selection.layouts import NumberLayout
+from offload.selection.member_calls import MemberNumbers
+from offload.selection.members import MembersDevice, MembersState
+from offload.selection.policy import BUDGET_OPTIONS, Policy
 
 NAMES = ("first", "second")  # of the members
 

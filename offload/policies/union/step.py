@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.policies.callback import (
+from offload.selection.callback import (
     ask_callback,
     callback,
     offset_floats,
@@ -19,9 +19,9 @@ from offload.policies.callback import (
     view_int32,
     view_int64,
 )
-from offload.policies.compiled import cached_njit
-from offload.policies.layouts import StateLayout
-from offload.policies.member_calls import of_members, turn_back, turn_to
+from offload.selection.compiled import cached_njit
+from offload.selection.layouts import StateLayout
+from offload.selection.member_calls import of_members, turn_back, turn_to
 
 OWN = StateLayout(
     # [units, FOUND]: of each member the address of its candidates and their number; the room for

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from offload.kv.store import KVStore
-from offload.policies.base import Policy
-from offload.policies.layer_state import LayerState, StateShape
-from offload.policies.remembered import Remembered
-from offload.policies.sequence_state import RecentQueries, capacity_for
+from offload.selection.layer_state import LayerState, StateShape
+from offload.selection.policy import Policy
+from offload.selection.remembered import Remembered
+from offload.selection.sequence_state import RecentQueries, capacity_for
 
 
 class StateBytes:

@@ -22,17 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.policies.device_build import to_host
-from offload.policies.device_support import DeviceBuild
-from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
-from offload.policies.layouts import StateLayout
+from offload.selection.device_build import to_host
+from offload.selection.device_support import DeviceBuild
+from offload.selection.layer_state import BuildContext, LayerState, State, StateShape
+from offload.selection.layouts import StateLayout
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from cpu_ops.worker_pool import WorkerPool
-    from offload.policies.base import Policy
-    from offload.policies.revised import Revised
+    from offload.selection.policy import Policy
+    from offload.selection.revised import Revised
 
 NO_CLUSTER = 255  # of sinks
 # EstimateHeader of cpp/attention/estimate.h.

@@ -22,13 +22,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from offload.policies.calibration import Calibration
-from offload.policies.device_support import DeviceSupport
-from offload.policies.layer_state import LayerState
+from offload.selection.calibration import Calibration
+from offload.selection.device_support import DeviceSupport
+from offload.selection.layer_state import LayerState
 
 if TYPE_CHECKING:
-    from offload.policies.callback import Callback
-    from offload.policies.layouts import NumberLayout
+    from offload.selection.callback import Callback
+    from offload.selection.layouts import NumberLayout
 
 
 class Selection:

@@ -16,7 +16,7 @@ from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 
 from cpu_ops import _native
-from offload.policies.compiled import cache_of
+from offload.selection.compiled import cache_of
 
 cgutils: Any = _cgutils  # untyped, as numba is
 ERROR_BYTES = _native.ERROR_BYTES

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.compiled import cached_njit
+from offload.selection.compiled import cached_njit
 
 # The kind of a token's end: the low six bits of its mark.
 _PARAGRAPH = 1

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.made_files import SHAPE_KEYS, MadeFile
+from offload.selection.made_files import SHAPE_KEYS, MadeFile
 
 BoolArray = npt.NDArray[np.bool_]
 

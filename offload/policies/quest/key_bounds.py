@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.callback import (
+from offload.selection.callback import (
     load_keys,
     offset_floats,
     score_rows,
@@ -21,8 +21,8 @@ from offload.policies.callback import (
     view_float32,
     view_int32,
 )
-from offload.policies.compiled import cached_njit
-from offload.policies.layer_state import State, StateShape
+from offload.selection.compiled import cached_njit
+from offload.selection.layer_state import State, StateShape
 
 _MAX_ROW_WIDTH = 256  # of score_rows
 BOUNDS: dict[str, npt.DTypeLike | None] = {

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.policies.device_support import DeviceBuild
-from offload.policies.layer_state import State
-from offload.policies.state import PolicyStates
+from offload.selection.device_support import DeviceBuild
+from offload.selection.layer_state import State
+from offload.selection.state import PolicyStates
 
 _LAYERS_PENDING = 3
 

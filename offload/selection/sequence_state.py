@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.layer_state import State
+from offload.selection.layer_state import State
 
 if TYPE_CHECKING:
-    from offload.policies.layouts import StateLayout
+    from offload.selection.layouts import StateLayout
 
 _CAPACITY_STEP = 4096  # tokens; and an eighth of the length, so that growing stays rare
 # Tokens that a draft may take back, of queries beyond those that a policy observes.

@@ -29,19 +29,7 @@ from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies.blocks import BlockPolicy
-from offload.policies.callback import (
-    Callback,
-    callback,
-    offset_floats,
-    read_context,
-    top_k,
-    view_float32,
-    view_int32,
-)
-from offload.policies.compiled import cached_njit
-from offload.policies.device_build import to_host
-from offload.policies.device_support import DeviceBuild, DeviceSupport
-from offload.policies.key_bounds import (
+from offload.policies.quest.key_bounds import (
     BOUNDS,
     BOUNDS_SIZES,
     bounds_arrays,
@@ -53,9 +41,21 @@ from offload.policies.key_bounds import (
     store_bounds,
     take_last,
 )
-from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
-from offload.policies.layouts import NumberLayout, StateLayout, reader
-from offload.policies.revised import Revised
+from offload.selection.callback import (
+    Callback,
+    callback,
+    offset_floats,
+    read_context,
+    top_k,
+    view_float32,
+    view_int32,
+)
+from offload.selection.compiled import cached_njit
+from offload.selection.device_build import to_host
+from offload.selection.device_support import DeviceBuild, DeviceSupport
+from offload.selection.layer_state import BuildContext, LayerState, State, StateShape
+from offload.selection.layouts import NumberLayout, StateLayout, reader
+from offload.selection.revised import Revised
 
 STATE = StateLayout(
     **BOUNDS,

@@ -7,14 +7,14 @@ from typing import Any
 import numba
 import numpy as np
 
-from offload.policies.callback import (
+from offload.selection.callback import (
     Callback,
     callback,
     read_context,
     run_callback,
     view_float64,
 )
-from offload.policies.layouts import NumberLayout, StateLayout, reader
+from offload.selection.layouts import NumberLayout, StateLayout, reader
 
 # Of a member, one after the other before their numbers: addresses, 0 where there is none, and where
 # its arrays and numbers begin.

@@ -5,7 +5,7 @@ the machine code on disk). The pool calls it from C++ threads without the GIL. T
 pointer to a `PolicyContext` (cpp/attention/policy.h); `read_context` makes it a record with the
 fields of `CONTEXT_DTYPE`, which is the context itself: what is assigned to a field is seen by the
 runtime. Pointers in the record are plain addresses: `view_float32` and friends turn them into
-arrays, and what is at `arrays` and `parameters` is read by name (`offload.policies.layouts`);
+arrays, and what is at `arrays` and `parameters` is read by name (`offload.selection.layouts`);
 `score_tokens`, `top_k` and the other primitives at the end call the SIMD code behind them;
 `prefetch` needs none.
 """
@@ -24,7 +24,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from cpu_ops import _native
-from offload.policies.callback_errors import ERROR_BYTES, compile_callback
+from offload.selection.callback_errors import ERROR_BYTES, compile_callback
 
 # The fields of cpp/attention/policy.h's PolicyContext, in its order.
 _OFFSETS = _native.policy_context_offsets()

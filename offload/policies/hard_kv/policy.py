@@ -24,13 +24,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from offload.policies.base import Policy
-from offload.policies.block_share import BlockShare
 from offload.policies.blocks import BlockPolicy
-from offload.policies.device_support import DeviceSupport
-from offload.policies.logits_calibration import CALIBRATE, Calibrate
+from offload.policies.hard_kv.block_share import BlockShare
+from offload.policies.hard_kv.logits_calibration import CALIBRATE, Calibrate
 from offload.policies.per_head import PerHead
 from offload.policies.wrapped import WrappedPolicy, forwards
+from offload.selection.device_support import DeviceSupport
+from offload.selection.policy import Policy
 from offload.system.memory import parse_size
 
 LEAST_SHARE = 0.5  # that a mean is held by

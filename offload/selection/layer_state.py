@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cpu_ops.worker_pool import WorkerPool
-    from offload.policies.layouts import StateLayout
-    from offload.policies.revised import Revised
+    from offload.selection.layouts import StateLayout
+    from offload.selection.revised import Revised
 
 # The arrays, by the names of `LayerState.layout`.
 State = dict[str, "npt.NDArray[Any]"]
@@ -28,8 +28,8 @@ class BuildContext:
         queries: [num_qo_heads, n, head_dim], the last n <= `observed_queries`, rotated, oldest
             first; the last one belongs to token kv_len - 1. n is 0 where none were kept.
         capacity_tokens: the arrays must serve so many tokens before `grow` is asked for more.
-        text_marks: uint8 [kv_len] where the state `reads_text` (see `offload.policies.text_marks`),
-            or None.
+        text_marks: uint8 [kv_len] where the state `reads_text` (see
+            `offload.selection.text_marks`), or None.
         pool: threads to build with.
         num_layers: of the model.
     """

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.models.checkpoint_names import embedded_part, key_part
-from offload.policies.calibration import Calibration
-from offload.policies.head_roles import HeadRoles
+from offload.selection.calibration import Calibration
+from offload.selection.head_roles import HeadRoles
 from offload.system.cache_folder import cache_folder
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.policies.layer_state import State
-from offload.policies.sequence_state import LayerArrays, RecentQueries, TextMarks
+from offload.selection.layer_state import State
+from offload.selection.sequence_state import LayerArrays, RecentQueries, TextMarks
 
 Queries = dict[int, RecentQueries]  # of a sequence, by layer
 Built = tuple[int, Queries | None]  # tokens and queries that arrays were built from

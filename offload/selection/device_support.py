@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.layer_state import BuildContext, State
+from offload.selection.layer_state import BuildContext, State
 
 if TYPE_CHECKING:
     from torch import Tensor

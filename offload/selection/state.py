@@ -23,14 +23,14 @@ from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
-from offload.policies.base import Policy
-from offload.policies.device_support import DeviceBuild
-from offload.policies.estimate import EstimateState
-from offload.policies.layer_state import BuildContext, State
-from offload.policies.remembered import Before, DraftRows, Remembered, SavedState, copies_of, reach
-from offload.policies.revised import Revised
-from offload.policies.sequence_state import LayerArrays, RecentQueries, capacity_for
-from offload.policies.state_bytes import StateBytes, held_bytes
+from offload.selection.device_support import DeviceBuild
+from offload.selection.estimate import EstimateState
+from offload.selection.layer_state import BuildContext, State
+from offload.selection.policy import Policy
+from offload.selection.remembered import Before, DraftRows, Remembered, SavedState, copies_of, reach
+from offload.selection.revised import Revised
+from offload.selection.sequence_state import LayerArrays, RecentQueries, capacity_for
+from offload.selection.state_bytes import StateBytes, held_bytes
 from offload.system.map_in_threads import map_in_threads
 from offload.system.torch_threads import torch_threads
 

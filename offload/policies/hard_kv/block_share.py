@@ -15,9 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.policies.base import Policy
 from offload.policies.blocks import BlockPolicy
-from offload.policies.callback import (
+from offload.policies.hard_kv.logits_calibration import (
+    WINDOW_QUERIES,
+    Blocks,
+    Calibrate,
+    inverse_temperatures,
+    needed_tokens,
+    share_of,
+)
+from offload.policies.wrapped import WrappedPolicy
+from offload.selection.callback import (
     Callback,
     ask_callback,
     callback,
@@ -27,27 +35,19 @@ from offload.policies.callback import (
     view_float64,
     view_int32,
 )
-from offload.policies.compiled import cached_njit
-from offload.policies.device_support import DeviceSupport
-from offload.policies.layer_state import BuildContext, State, StateShape
-from offload.policies.layouts import NumberLayout, StateLayout
-from offload.policies.logits_calibration import (
-    WINDOW_QUERIES,
-    Blocks,
-    Calibrate,
-    inverse_temperatures,
-    needed_tokens,
-    share_of,
-)
-from offload.policies.member_calls import (
+from offload.selection.compiled import cached_njit
+from offload.selection.device_support import DeviceSupport
+from offload.selection.layer_state import BuildContext, State, StateShape
+from offload.selection.layouts import NumberLayout, StateLayout
+from offload.selection.member_calls import (
     CALLBACKS,
     MemberNumbers,
     of_members,
     turn_back,
     turn_to,
 )
-from offload.policies.members import MembersState, joined
-from offload.policies.wrapped import WrappedPolicy
+from offload.selection.members import MembersState, joined
+from offload.selection.policy import Policy
 
 OWN = StateLayout(
     betas=np.float64,  # [num_kv_heads], 1 / temperature; 0: nothing is cut

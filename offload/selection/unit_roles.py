@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from offload.policies.base import DENSE, RETRIEVE, REUSE, SELECT, Policy
+from offload.selection.policy import DENSE, RETRIEVE, REUSE, SELECT, Policy
 
 
 def check_roles(

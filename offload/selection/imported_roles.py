@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offload.policies.head_roles import BoolArray
+from offload.selection.head_roles import BoolArray
 from offload.system.text_file import read_text_file
 
 Gates = np.ndarray[tuple[int, int], np.dtype[np.float64]]

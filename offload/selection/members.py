@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.policies.base import Policy
-from offload.policies.device_support import DeviceBuild, DeviceSupport
-from offload.policies.layer_state import BuildContext, LayerState, State, StateShape
-from offload.policies.layouts import StateLayout
-from offload.policies.revised import Revised
+from offload.selection.device_support import DeviceBuild, DeviceSupport
+from offload.selection.layer_state import BuildContext, LayerState, State, StateShape
+from offload.selection.layouts import StateLayout
+from offload.selection.policy import Policy
+from offload.selection.revised import Revised
 
 
 class MemberLayouts(StateLayout):

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kFloat = static_cast<int>(DType::f32);
 constexpr int kOnePage = 30;  // rows of an array that is one page
-constexpr float kNever = -3.0e38f;
+constexpr float kNoScore = -3.0e38f;
 
 // Pages of one, in the memory of `address`.
 RowSource rows_at(const int64_t* address, int head_dim) {
@@ -48,7 +48,7 @@ int Estimate::nearest(const EstimateArrays& arrays, const float* key) const {
                                 scores,
                                 kScoreTile});
   int best = 0;
-  float highest = kNever;
+  float highest = kNoScore;
   for (int c = 0; c < clusters; ++c) {
     const float cosine = scores[c] * arrays.inverse_norm[c];
     if (arrays.counts[c] == 0 || !(cosine > highest)) continue;
@@ -126,7 +126,7 @@ bool Estimate::attend(int r, int u, float* part) const {
   bool any = false;
   for (int c = 0; c < clusters; ++c) {
     any = any || left[c] > 0;
-    log_left[c] = left[c] > 0 ? std::log(static_cast<float>(left[c])) : kNever;
+    log_left[c] = left[c] > 0 ? std::log(static_cast<float>(left[c])) : kNoScore;
   }
   if (!any) return false;
   const int group = setup_.unit_group();
@@ -151,7 +151,7 @@ bool Estimate::attend(int r, int u, float* part) const {
   for (int g = 0; g < group; ++g) {
     for (int c = 0; c < clusters; ++c) {
       float& score = scores[g * kScoreTile + c];
-      score = left[c] > 0 ? score + log_left[c] : kNever;
+      score = left[c] > 0 ? score + log_left[c] : kNoScore;
     }
   }
   setup_.kernels.attend[kFloat](args);

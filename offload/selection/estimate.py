@@ -14,7 +14,7 @@ RULER at 8K). What clusters hold is the runtime's, for every policy, in arrays b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,29 +107,38 @@ def _centres(keys: Tensor, num_clusters: int) -> Tensor:
     return centres
 
 
-def join_clusters(arrays: State, keys: Tensor, values: Tensor) -> None:
-    """Tokens from the first that is in no cluster on, [num_kv_heads, n, head_dim], join those whose
-    mean key is nearest now, all at once."""
-    header, counts = arrays["estimate_header"], torch.from_numpy(arrays["estimate_counts"])
-    first, dim = int(header["end"][0]), keys.shape[2]
-    means = torch.from_numpy(arrays["estimate_keys"])
-    inverse = torch.from_numpy(arrays["estimate_inverse_norms"])
-    rows = torch.cat([keys, values, torch.ones_like(keys[..., :1])], dim=-1).float()
-    cosines = torch.bmm(rows[..., :dim], means.mT) * inverse[:, None]
-    nearest = cosines.masked_fill((counts == 0)[:, None], float("-inf")).argmax(-1)
-    is_member = torch.nn.functional.one_hot(nearest, counts.shape[1]).to(torch.float32)
-    sums = torch.bmm(is_member.mT, rows)
-    before = counts[..., None].to(torch.float32)
-    counts += sums[..., -1].int()
-    share = 1.0 / counts[..., None].clamp_min(1).to(torch.float32)
-    for name, part in (("keys", sums[..., :dim]), ("values", sums[..., dim:-1])):
-        held = torch.from_numpy(arrays[f"estimate_{name}"])
-        held.copy_((held * before + part) * share)
+def join_clusters(arrays: State, last: int, gather: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+    """Tokens before `last` that are in no cluster join those whose mean key is nearest now, all at
+    once. Heads differ in how far they are: those that a GPU holds all of take in none.
+
+    Args:
+        gather: keys and values [num_kv_heads, n, head_dim] of the tokens from one on up to `last`.
+    """
+    header = arrays["estimate_header"]
+    for first in sorted({int(end) for end in header["end"] if end < last}):
+        keys, values = gather(first)
+        for head in np.flatnonzero(header["end"] == first):
+            _join(arrays, int(head), first, keys[head].float(), values[head].float())
+            header["end"][head], header["taken"][head] = last, 0
+
+
+def _join(arrays: State, head: int, first: int, keys: Tensor, values: Tensor) -> None:
+    """Tokens [first, first + n) of one head, float32 [n, head_dim]."""
+    counts, means, mean_values, inverse = (
+        torch.from_numpy(arrays[f"estimate_{name}"][head])
+        for name in ("counts", "keys", "values", "inverse_norms")
+    )
+    cosines = (keys @ means.T * inverse).masked_fill(counts == 0, float("-inf"))
+    nearest = cosines.argmax(-1)
+    before = counts[:, None].to(torch.float32)
+    counts += torch.bincount(nearest, minlength=len(counts)).int()
+    share = 1.0 / counts[:, None].clamp_min(1).to(torch.float32)
+    for held, rows in ((means, keys), (mean_values, values)):
+        held.mul_(before).index_add_(0, nearest, rows).mul_(share)
     norms = means.norm(dim=-1)
     inverse.copy_(torch.where(norms > 0.0, 1.0 / norms.clamp_min(1e-30), 0.0))
-    last = first + keys.shape[1]
-    arrays["estimate_cluster_of"][:, first:last] = nearest.numpy().astype(np.uint8)
-    header["end"], header["taken"] = last, 0
+    tokens = slice(first, first + len(keys))
+    arrays["estimate_cluster_of"][head, tokens] = nearest.numpy().astype(np.uint8)
 
 
 class EstimateState(LayerState):

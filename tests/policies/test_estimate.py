@@ -322,14 +322,19 @@ def test_tokens_join_all_at_once():
     state.estimating = frozenset({1})
     context = build_context(keys[:, :60], values=values[:, :60], capacity_tokens=128)
     arrays = state.build(context)
-    end = int(arrays["estimate_header"]["end"][0])
-    means = arrays["estimate_keys"].copy()
-    join_clusters(arrays, keys[:, end:80], values[:, end:80])
-    assert (arrays["estimate_header"]["end"] == 80).all()
-    for head in range(2):
-        cosine = keys[head, end:80].numpy() @ means[head].T / np.linalg.norm(means[head], axis=-1)
+    ends = arrays["estimate_header"]["end"]
+    end, means = int(ends[0]), arrays["estimate_keys"].copy()
+    ends[0] = 70  # the second head goes ahead
+    join_clusters(arrays, 70, lambda first: (keys[:, first:70], values[:, first:70]))
+    assert (arrays["estimate_cluster_of"][0, end:] == NO_CLUSTER).all()
+    ends[0] = end
+    join_clusters(arrays, 80, lambda first: (keys[:, first:80], values[:, first:80]))
+    assert (ends == 80).all()
+    for head, joined in enumerate((80, 70)):
+        cosine = keys[head, end:joined].numpy() @ means[head].T
+        nearest = (cosine / np.linalg.norm(means[head], axis=-1)).argmax(-1)
         found = arrays["estimate_cluster_of"][head]
-        assert (found[end:80] == cosine.argmax(-1)).all()
+        assert (found[end:joined] == nearest).all()
         for cluster in range(8):
             members = np.flatnonzero(found[:80] == cluster)
             assert arrays["estimate_counts"][head, cluster] == len(members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -238,11 +239,9 @@ class PreparedSteps:
         store = self.attention.store
         last = store.kv_len(seq) - self.window[1]
         for layer_idx, of_layer in enumerate(arrays.layers):
-            if "estimate_header" not in of_layer:
-                continue
-            first = int(of_layer["estimate_header"]["end"][0])
-            if first < last:
-                join_clusters(of_layer, *store.gather(seq, layer_idx, first, last))
+            if "estimate_header" in of_layer:
+                gather = partial(store.gather, seq, layer_idx, stop=last)
+                join_clusters(of_layer, last, gather)
 
     def _make_codes(self, budget: PageBudget) -> ResidentCodes | None:
         """None: the placement has no codes."""

@@ -9,13 +9,17 @@ computed from the counts on the device.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dims, check_dtype, check_tensor
+from gpu_ops.checks import check_dims, check_dtype, check_page_tokens, check_tensor
+from gpu_ops.choose_places import fresh
+from gpu_ops.cpu_pages import page_at
+from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
 from gpu_ops.gather_rows import check_fixed, check_gathered, check_units, gathered_tokens
-from gpu_ops.launch import jit_for_any, next_power_of_2, runs_kernel, tl
+from gpu_ops.launch import jit, jit_for_any, next_power_of_2, runs_kernel, tl
 from gpu_ops.merge_parts import merge_parts_reference
 from gpu_ops.online_softmax import (
     MIN_GROUP,
@@ -41,6 +45,62 @@ def num_gathered_splits(num_heads: int, capacity: int, num_multiprocessors: int)
     return max(1, min(by_tokens, num_kv_splits(num_heads, num_multiprocessors)))
 
 
+@dataclass(frozen=True)
+class MissingRows:
+    """Where rows come from that `choose_places` has a place for and that are not there yet.
+
+    Attributes:
+        token_of: int32 [n, T, capacity], of a `HotMap`; afterwards all rows are there.
+        first_head: of the map's T heads the first of these.
+        page_table: int64 [n, max_pages] of host pages, as `gather_rows` takes it.
+        page_tokens: a power of two.
+    """
+
+    token_of: Tensor
+    first_head: int
+    page_table: Tensor
+    page_tokens: int
+
+
+@jit
+def bring_rows(
+    keys: tl.tensor,  # pointers to the first place's row
+    values: tl.tensor,
+    token_of: tl.tensor,
+    page_table: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    kv_head: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # rows that are under way together
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Copy what is missing of places [first, last) from host pages."""
+    t, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    for start in range(first, last, BLOCK_R):
+        place = start + t
+        token = -2 - tl.load(token_of + place, mask=place < last, other=-1)
+        is_missing = token >= 0
+        if tl.max(token, 0) >= 0:
+            page = tl.load(page_table + token // PAGE_TOKENS, mask=is_missing, other=0)
+            source = page + (kv_head * PAGE_TOKENS + token % PAGE_TOKENS).to(tl.int64) * ROW_BYTES
+            of_key = source.to(tl.pointer_type(keys.dtype.element_ty))[:, None] + d[None, :]
+            of_value = of_key + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
+            inside = is_missing[:, None] & (d < HEAD_DIM)[None, :]
+            # Past the L1, which has no use for rows that are read once. Rows are whole vectors.
+            k = tl.load(tl.multiple_of(of_key, (16, 16)), mask=inside, cache_modifier=".cg")
+            v = tl.load(tl.multiple_of(of_value, (16, 16)), mask=inside, cache_modifier=".cg")
+            target = place[:, None] * HEAD_DIM + d[None, :]
+            tl.store(keys + target, k, mask=inside)
+            tl.store(values + target, v, mask=inside)
+            tl.debug_barrier()  # all threads know which
+            tl.store(token_of + place, token, mask=is_missing)
+    tl.debug_barrier()  # all of the program's rows are there
+
+
 @jit_for_any("min_tiles")
 def gathered_attention_kernel(
     query: tl.tensor,
@@ -51,6 +111,11 @@ def gathered_attention_kernel(
     window: tl.tensor,  # None: it is attended to elsewhere
     means: tl.tensor,  # None, as the next: nothing stands for other tokens
     log_counts: tl.tensor,
+    token_of: tl.tensor,  # None, as the next: all rows are there
+    page_table: tl.tensor,
+    max_pages: tl.tensor,
+    first_head: tl.tensor,
+    num_mapped: tl.tensor,
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
     capacity: tl.tensor,
@@ -65,12 +130,17 @@ def gathered_attention_kernel(
     HEAD_DIM: tl.constexpr,
     WINDOW_TOKENS: tl.constexpr,
     NUM_CLUSTERS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per split, gathered head and row; the window is one more split, with what
     stands for other tokens."""
+    await_inputs(EARLY)
     split, slot = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     kv_head = tl.load(heads + slot)
@@ -92,8 +162,25 @@ def gathered_attention_kernel(
     if first >= last:
         return  # nor does the second kernel read it
 
-    first_head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE
-    q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
+    of_query = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE
+    q = load_query(query, of_query, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
+    if token_of is not None:  # noqa: SIM102 (known when it is compiled)
+        if split < NUM_SPLITS:
+            bring_rows(
+                keys,
+                values,
+                token_of + (row * num_mapped + first_head + slot) * capacity,
+                page_table + row * max_pages,
+                first,
+                last,
+                kv_head,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                PAGE_TOKENS,
+                ROW_BYTES,
+                BLOCK_R,
+                BLOCK_D,
+            )
     row_max, row_sum, acc = attend_rows(q, keys, values, first, last, scale, HEAD_DIM, BLOCK_T)
     if means is not None:  # noqa: SIM102 (known when it is compiled)
         if split == NUM_SPLITS:
@@ -130,8 +217,10 @@ def merge_gathered_kernel(
     BLOCK_T: tl.constexpr,  # of the kernel before
     TILE_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per query head of the gathered KV heads, and row."""
+    await_inputs(EARLY)
     member, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kv_head = tl.load(heads + member // GROUP_SIZE)
     num_tokens = gathered_tokens(counts, positions, row, kv_head, capacity, FIXED_TOKENS, NUM_UNITS)
@@ -189,6 +278,7 @@ def gathered_attention(
     window: Tensor | None = None,
     means: Tensor | None = None,
     log_counts: Tensor | None = None,
+    missing: MissingRows | None = None,
 ) -> None:
     """Attend the query heads of `heads` to their gathered tokens, and merge that into (out, lse);
     or attend to them and the window, which is all that there is.
@@ -214,6 +304,7 @@ def gathered_attention(
         means, log_counts: with a window, [n, 2, num_heads, clusters, head_dim] in query's dtype and
             float32 [n, num_kv_heads, clusters], as `fetch_rows` keeps them: mean keys and values of
             clusters of other tokens, and the base-2 logarithm of how many each stands for.
+        missing: rows of `gathered` that have to be brought first, into it; None: all are there.
 
     Raises:
         ValueError: operands that do not fit together.
@@ -266,8 +357,22 @@ def gathered_attention(
     check_tensor("out", out, row_shape, torch.float32 if window is None else query.dtype, device)
     if lse is not None:
         check_tensor("lse", lse, (n, num_kv_heads * group_size), torch.float32, device)
+    if missing is not None:
+        token_of, page_table = missing.token_of, missing.page_table
+        check_dims("token_of", token_of, "[n, T, capacity]")
+        num_mapped = token_of.shape[1]
+        check_tensor("token_of", token_of, (n, num_mapped, capacity), torch.int32, device)
+        check_tensor("page_table", page_table, (n, page_table.shape[-1]), torch.int64, device)
+        check_page_tokens(missing.page_tokens)
+        if not 0 <= missing.first_head <= num_mapped - num_heads:
+            raise ValueError(
+                f"first_head must be in [0, {num_mapped - num_heads}] for {num_heads} of "
+                f"{num_mapped} heads, got {missing.first_head}"
+            )
     selected = (counts, positions, heads)
     if not runs_kernel(query):
+        if missing is not None:
+            bring_rows_reference(gathered, *selected, missing, num_kv_heads, fixed_tokens)
         return gathered_attention_reference(
             query,
             gathered,
@@ -285,6 +390,7 @@ def gathered_attention(
     block_d = next_power_of_2(head_dim)
     splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT))
     shape = (num_heads, num_units, num_kv_heads, group_size, fixed_tokens, head_dim)
+    early = can_launch_early(query)  # the merge, while the splits run
     gathered_attention_kernel[(partial_lse.shape[2], num_heads, n)](
         query,
         gathered,
@@ -292,6 +398,11 @@ def gathered_attention(
         window,
         means,
         log_counts if means is not None else None,
+        *(
+            (None, None, 0, 0, 0)
+            if missing is None
+            else (token_of, page_table, page_table.shape[1], missing.first_head, num_mapped)
+        ),
         partial_out,
         partial_lse,
         capacity,
@@ -300,11 +411,16 @@ def gathered_attention(
         *shape,
         window_tokens,
         num_clusters,
+        1 if missing is None else missing.page_tokens,
+        head_dim * query.element_size(),
         max(MIN_GROUP, next_power_of_2(group_size)),
+        2 * block_t,
         block_t,
         block_d,
-        num_warps=4,
+        early,
+        num_warps=4 if missing is None else 8,  # more rows are under way
         num_stages=NUM_STAGES,
+        **early_option(early and missing is not None),  # after `choose_places`
     )
     merge_gathered_kernel[(num_heads * group_size, n)](
         partial_out,
@@ -316,10 +432,36 @@ def gathered_attention(
         *splits,
         *shape,
         block_t,
-        min(16, next_power_of_2(num_splits)),
+        min(64, next_power_of_2(num_splits)),
         block_d,
+        early,
         num_warps=4,
+        **early_option(early),
     )
+
+
+def bring_rows_reference(
+    gathered: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    heads: Tensor,
+    missing: MissingRows,
+    num_kv_heads: int,
+    fixed_tokens: int,
+) -> None:
+    """What `gathered_attention` brings, by torch; pages are CPU memory."""
+    page_tokens = missing.page_tokens
+    page_shape = (2, num_kv_heads, page_tokens, gathered.shape[4])
+    for row, position in enumerate(positions.tolist()):
+        for slot, kv_head in enumerate(heads.tolist() if position >= 0 else ()):
+            token_of = missing.token_of[row, missing.first_head + slot]
+            num_hot = int(counts[row, kv_head if counts.shape[1] > 1 else 0]) - fixed_tokens
+            for place in (token_of[: max(num_hot, 0)] < -1).nonzero()[:, 0].tolist():
+                token = int(fresh(token_of[place]))
+                address = int(missing.page_table[row, token // page_tokens])
+                page = page_at(address, page_shape, gathered.dtype)
+                gathered[row, :, slot, place] = page[:, kv_head, token % page_tokens]
+                token_of[place] = token
 
 
 def gathered_attention_reference(

@@ -27,7 +27,7 @@ from gpu_ops.code_scores import CodeQuery
 from gpu_ops.fetch_rows import fetch_rows
 from gpu_ops.flags import await_flag, raise_flag
 from gpu_ops.gather_rows import gather_rows
-from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
+from gpu_ops.gathered_attention import MissingRows, gathered_attention, num_gathered_splits
 from gpu_ops.gemv import gemv
 from gpu_ops.greedy import greedy_tokens
 from gpu_ops.grow_clusters import grow_clusters
@@ -176,9 +176,8 @@ def select_all(
             positions,
             heads,
             hot_map,
-            victims=fetches[..., 0].contiguous(),
-            fetches=fetches,
-            hot_counts=hot_counts,
+            scratch=fetches[..., 0].contiguous(),
+            held_counts=counts,
             log_counts=log_counts,
             **of_layer,
         )
@@ -187,11 +186,13 @@ def select_all(
     num_splits = num_gathered_splits(num_kv_heads, capacity, 132)
     alone = {"out": query.float(), "lse": torch.zeros(n, num_qo_heads)}
     whole = {"out": query, "window": kept}
-    for rest in (alone, whole, whole | logs):
+    missing = {"missing": MissingRows(hot_map.token_of, 0, table, 256)}
+    found = torch.zeros(n, 2, num_kv_heads, 3 * capacity, head_dim, dtype=dtype)
+    for rest in (alone, whole, whole | logs, whole | missing, whole | logs | missing):
         shape = (n, num_qo_heads, num_splits + ("window" in rest))
         gathered_attention(
             query,
-            gathered,
+            found if "missing" in rest else gathered,
             counts,
             positions,
             heads,

@@ -1,4 +1,4 @@
-"""choose_places: what is hot after lists of many steps, and what they have fetched."""
+"""choose_places: what is hot after lists of many steps, and which rows have to be brought."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases.seeded import new_rng
 
-from gpu_ops.choose_places import HotMap, choose_places
+from gpu_ops.choose_places import HotMap, choose_places, fresh
 from gpu_ops.layout import allocate
 
 SINKS, RECENT, NUM_KV_HEADS, HEADS = 2, 3, 3, (2, 0)
@@ -34,9 +34,8 @@ class Rows:
                 counts = torch.bincount(cluster_of[slot, head], minlength=256)[:clusters]
                 self.map.cluster_counts[slot, head] = counts.int()
         tokens = {"dtype": torch.int32, "device": device}
-        self.fetches = torch.full((2, NUM_KV_HEADS, fetch_tokens, 2), 2**30, **tokens)
-        self.hot_counts = torch.full((2, NUM_KV_HEADS, 2), -7, **tokens)
-        self.victims = torch.zeros(2, NUM_KV_HEADS, fetch_tokens, **tokens)
+        self.scratch = torch.full((2, NUM_KV_HEADS, fetch_tokens), 2**30, **tokens)
+        self.held_counts = torch.full((2, NUM_KV_HEADS), -7, **tokens)
         self.logs = torch.full((2, NUM_KV_HEADS, clusters), 7.0, device=device)
 
     def step(
@@ -63,28 +62,30 @@ class Rows:
             first_head=1,
             sink_tokens=SINKS,
             recent_tokens=RECENT,
-            victims=self.victims,
-            fetches=self.fetches,
-            hot_counts=self.hot_counts,
+            scratch=self.scratch,
+            held_counts=self.held_counts,
             log_counts=self.logs if self.logs.numel() else None,
         )
 
     def check(
         self, row: int, head: int, listed: list[int], before: dict[int, int]
     ) -> dict[int, int]:
-        """The map of a head, which has all that was listed, and what was fetched for that."""
+        """The map of a head, which has all that was listed, and what has to be brought for that;
+        which then is there."""
         of_map = (row, 1 + HEADS.index(head))
-        token_of = self.map.token_of[of_map].tolist()
+        token_of = self.map.token_of[of_map]
+        missing = {int(fresh(x)): i for i, x in enumerate(token_of.cpu()) if x < -1}
+        token_of.copy_(torch.where(token_of < -1, fresh(token_of), token_of))
+        token_of = token_of.tolist()
         held = {token: place for place, token in enumerate(token_of) if token >= 0}
         places = self.map.place_of[of_map].tolist()
         assert {token: place for token, place in enumerate(places) if place >= 0} == held
-        num_fetches, num_hot = self.hot_counts[row, head].tolist()
+        num_hot = int(self.held_counts[row, head]) - SINKS - RECENT
         assert sorted(held.values()) == list(range(num_hot))
-        fetched = dict(self.fetches[row, head, :num_fetches].tolist())
-        assert sorted(fetched) == sorted(set(listed) - before.keys())
-        assert set(listed) <= held.keys() <= before.keys() | fetched.keys()
+        assert sorted(missing) == sorted(set(listed) - before.keys())
+        assert set(listed) <= held.keys() <= before.keys() | missing.keys()
         assert all(
-            held[token] == place for token, place in (before | fetched).items() if token in held
+            held[token] == place for token, place in (before | missing).items() if token in held
         )
         if self.logs.numel():
             clusters = self.logs.shape[2]
@@ -113,11 +114,11 @@ def test_many_steps(device: str, fetch_tokens: int, capacity: int, clusters: int
         rows.step([last, 300 + step], drawn)
         for (row, head), listed in drawn.items():
             if row == 0 and last < 0:
-                assert rows.hot_counts[row, head].tolist() == [0, 0]
+                assert rows.held_counts[row, head] == 0
                 continue
             held[row, head] = rows.check(row, head, listed, held[row, head])
     assert (rows.map.token_of[:, 0] == -1).all()  # of the other layer
-    assert (rows.hot_counts[:, 1] == -7).all()  # of a head that is not asked about
+    assert (rows.held_counts[:, 1] == -7).all()  # of a head that is not asked about
 
 
 def test_what_was_not_listed_for_long_goes_first(device: str) -> None:
@@ -126,7 +127,7 @@ def test_what_was_not_listed_for_long_goes_first(device: str) -> None:
     lists += [[30], [31], [40, 41, 42, 43]]
     for step, listed in enumerate(lists):
         rows.step([100 + step, -1], {(0, head): listed for head in HEADS})
-    held = set(rows.map.token_of[0, 1].tolist())
+    held = set(fresh(rows.map.token_of[0, 1]).tolist())  # none was brought
     assert held == {10, 11, *lists[4], *lists[-1], *(20, 21, 22, 23)} - {20, 21} or len(held) == 12
     assert {*lists[4], *lists[-1]} <= held
 
@@ -135,6 +136,7 @@ def test_a_list_that_could_not_be_made_shows(device: str) -> None:
     """What is hot stays, and the output will be no number."""
     rows = Rows(device, fetch_tokens=8, capacity=24, clusters=4)
     rows.step([50, -1], {(0, head): [10, 20] for head in HEADS})
+    rows.map.token_of.copy_(fresh(rows.map.token_of))  # none is missing now
     held = rows.map.token_of.clone()
     rows.step([51, -1], {(0, 2): [10, 30]}, counts={(0, 0): -1})
     assert torch.equal(rows.map.token_of[0, 2], held[0, 2])

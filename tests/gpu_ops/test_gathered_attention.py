@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases.host_pages import HostPages, Selections
@@ -12,8 +13,9 @@ from cases.pairwise import pairwise
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
+from gpu_ops.choose_places import fresh
 from gpu_ops.gather_rows import gather_rows
-from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
+from gpu_ops.gathered_attention import MissingRows, gathered_attention, num_gathered_splits
 
 
 class Step:
@@ -271,6 +273,40 @@ def test_after_gather_rows(device: str) -> None:
     step.check(2 * TOLERANCE[torch.bfloat16])
     tokens = step.lists.of_head(0, 2)
     assert torch.equal(step.gathered[0, :, 0, :40].cpu(), host.kv[0][:, 2, tokens])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("capacity", "num_splits"), [(40, 3), (300, 2)])
+def test_rows_that_are_missing(
+    device: str, dtype: torch.dtype, capacity: int, num_splits: int
+) -> None:
+    """They are brought from host pages, of this layer's heads, and are there afterwards."""
+    middle, first_head = [[capacity, 7, 33], [9, 9, 0], [9, 9, 9]], 1
+    step = Step(device, dtype, middle, capacity=capacity, num_splits=num_splits, inactive=(2,))
+    kv_lens = [capacity + 20] * 3
+    host = HostPages(step.rng, device, dtype, kv_lens, num_kv_heads=3, head_dim=64, page_tokens=16)
+    token_of = torch.full((3, 4, capacity), 2**30, dtype=torch.int32)
+    step.gathered.fill_(float("nan"))
+    for row, slot in np.ndindex(3, 2):
+        tokens = step.lists.of_head(row, step.heads[slot])
+        rows = host.kv[row][:, step.heads[slot], tokens]
+        is_missing = torch.from_numpy(step.rng.random(len(tokens)) < (0.3, 1.0, 0.0)[row])
+        if row == 0 and slot == 1:
+            is_missing[:] = torch.arange(len(tokens)) >= 20  # side by side
+        of_head = token_of[row, first_head + slot, : len(tokens)]
+        of_head.copy_(torch.where(is_missing, fresh(tokens), tokens))
+        rows = torch.where(is_missing[:, None], float("nan"), rows)
+        step.gathered[row, :, slot, : len(tokens)] = rows.to(step.gathered)
+    expected = token_of.clone()
+    expected[:, 1:3] = torch.where(token_of[:, 1:3] < -1, fresh(token_of[:, 1:3]), expected[:, 1:3])
+    token_of = token_of.to(device)
+    step.run(missing=MissingRows(token_of, first_head, host.table, 16))
+    step.check(2 * TOLERANCE[dtype])
+    assert torch.equal(token_of.cpu(), expected)
+    for row, slot in np.ndindex(2, 2):
+        tokens = step.lists.of_head(row, step.heads[slot])
+        held = step.gathered[row, :, slot, : len(tokens)].cpu()
+        assert torch.equal(held, host.kv[row][:, step.heads[slot], tokens])
 
 
 LARGE = {"capacity": 4096, "num_kv_heads": 8, "group_size": 4, "head_dim": 128}

@@ -262,7 +262,8 @@ class DeviceHeads:
     def _attend_hot(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:
         """The layer's hot heads."""
         assert self._kv.hot is not None
-        self._kv.hot.attend(layer_idx, rows, b, self._kv.windows[layer_idx][rows])
+        addresses = self._kv.host_pages.tables[layer_idx]
+        self._kv.hot.attend(layer_idx, rows, b, self._kv.windows[layer_idx][rows], addresses)
 
     def _partials(self, rows: slice, num_heads: int, num_splits: int) -> tuple[Tensor, Tensor]:
         shape = (rows.stop - rows.start, num_heads * self._group_size, num_splits)

@@ -26,7 +26,7 @@ from cpu_ops import _native
 from cpu_ops.mailbox import Mailbox
 from gpu_ops.choose_places import HotMap, choose_places
 from gpu_ops.fetch_rows import fetch_rows
-from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
+from gpu_ops.gathered_attention import MissingRows, gathered_attention, num_gathered_splits
 from gpu_ops.grow_clusters import grow_clusters
 from gpu_ops.launch import _num_multiprocessors
 from gpu_ops.layout import Layout, allocate
@@ -113,8 +113,7 @@ class HotRows:
         self._first_found = {}
         if "place_of" in buffers:
             self.found = HotMap(**{x.name: buffers.pop(x.name) for x in fields(HotMap)})
-            self._fetches, self._hot_counts = buffers.pop("fetches"), buffers.pop("found_counts")
-            self._victims, first = buffers.pop("victims"), 0
+            self._missing, first = buffers.pop("missing"), 0
             for i, layer in enumerate(layers):
                 if layer.finds:
                     self._first_found[i], first = first, first + len(layer.hot)
@@ -152,11 +151,7 @@ class HotRows:
             sizes = {"max_tokens": max_tokens, "capacity": hot_tokens}
             found = dict(HotMap.layout(num_slots, num_found, **sizes, clusters=estimate_clusters))
             lists = (num_slots, shape.num_kv_heads, policy.budget_tokens)
-            found |= {
-                "fetches": ((*lists, 2), torch.int32),
-                "found_counts": ((*lists[:2], 2), torch.int32),
-                "victims": (lists, torch.int32),
-            }
+            found["missing"] = (lists, torch.int32)
         return (
             found
             | {
@@ -252,38 +247,21 @@ class HotRows:
             rest_means=mailbox.rest_means[side, rows] if self._estimates else None,
         )
 
-    def fetch_found(
-        self, layer_idx: int, rows: slice, b: StepBuffers, lists: CodeLists, page_table: Tensor
-    ) -> None:
-        """What is missing of a layer's lists, which have just been made."""
+    def find_places(self, layer_idx: int, rows: slice, b: StepBuffers, lists: CodeLists) -> None:
+        """For the rows of a layer's lists, which have just been made; `attend` brings them."""
         assert self.found is not None
-        sink_tokens, recent_tokens = self._policy.sink_tokens, self._policy.recent_tokens
-        heads, positions = self._heads[layer_idx], b.positions[rows]
         choose_places(
             lists.selection_of(layer_idx)[rows],
             lists.counts[rows],
-            positions,
-            heads,
+            b.positions[rows],
+            self._heads[layer_idx],
             self.found.rows(rows),
             first_head=self._first_found[layer_idx],
-            sink_tokens=sink_tokens,
-            recent_tokens=recent_tokens,
-            victims=self._victims[rows],
-            fetches=self._fetches[rows],
-            hot_counts=self._hot_counts[rows],
+            sink_tokens=self._policy.sink_tokens,
+            recent_tokens=self._policy.recent_tokens,
+            scratch=self._missing[rows],
+            held_counts=self._counts[rows],
             log_counts=self._log_counts[rows] if self._estimates else None,
-        )
-        fetch_rows(
-            self._fetches[rows],
-            self._hot_counts[rows],
-            page_table[rows],
-            positions,
-            heads,
-            page_tokens=self._page_tokens,
-            sink_tokens=sink_tokens,
-            recent_tokens=recent_tokens,
-            hot=self.rows[layer_idx][rows],
-            counts=self._counts[rows],
         )
 
     def grow(self, layer_idx: int, rows: slice, b: StepBuffers, window: Tensor) -> None:
@@ -307,8 +285,15 @@ class HotRows:
             return {}
         return {"means": self._means[layer_idx][rows], "log_counts": self._log_counts[rows]}
 
-    def attend(self, layer_idx: int, rows: slice, b: StepBuffers, window: Tensor) -> None:
+    def attend(
+        self, layer_idx: int, rows: slice, b: StepBuffers, window: Tensor, page_table: Tensor
+    ) -> None:
         """The layer's heads, to their hot rows and the `window` of the rows."""
+        missing = None
+        if self.found is not None and layer_idx in self._first_found:
+            first = self._first_found[layer_idx]
+            token_of = self.found.token_of[rows]
+            missing = MissingRows(token_of, first, page_table[rows], self._page_tokens)
         hot = self.rows[layer_idx][rows]
         n, _, num_heads, hot_tokens, head_dim = hot.shape
         num_splits = num_gathered_splits(num_heads, hot_tokens, self._num_multiprocessors)
@@ -330,6 +315,7 @@ class HotRows:
             out=b.attended[rows],
             window=window,
             **self._rest(layer_idx, rows),
+            missing=missing,
         )
 
 

@@ -43,6 +43,7 @@ class _MicroBatch:
     linears: LinearPath
     selection: SideWork | None = None  # on its way to the mailbox
     gathering: list[SideWork] = field(default_factory=list)  # rows of a layer's heads from the host
+    growing: SideWork | None = None  # what the next step finds its tokens by
 
 
 @dataclass
@@ -127,6 +128,8 @@ class DeviceStep:
                     self.project_and_send(layer_idx, batch, link)
         for batch in batches:
             self._join_selection(batch, link)
+            if batch.growing is not None:
+                link.gpu_sync.join(batch.growing)
             batch.linears.finish(batch.x)
 
     def project_and_send(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
@@ -165,17 +168,15 @@ class DeviceStep:
         lists = self.lists if placed.coded else None
         if lists is not None:
             lists.find(layer_idx, rows, b, None if placed.finds else link.mailbox)
+            if placed.finds:
+                assert self.resident.hot is not None
+                self.resident.hot.find_places(layer_idx, rows, b, lists)
             self._mark("candidates", layer_idx)
-        if lists is not None and placed.finds:
-            assert self.resident.hot is not None
-            addresses = self.resident.host_pages.tables[layer_idx]
-            self.resident.hot.fetch_found(layer_idx, rows, b, lists, addresses)
-            self._mark("fetched", layer_idx)
         if placed.host:
             self._join_selection(batch, link)
             link.gpu_sync.request_attention(link.request_of[layer_idx, rows.start])
         self._ask_ahead(layer_idx + 1, batch, link)
-        if lists is not None:  # while the host attends
+        if lists is not None and not placed.finds:  # while the host attends
             lists.append(layer_idx, rows, b, self.resident.windows[layer_idx])
 
     def attend_and_finish(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
@@ -188,8 +189,11 @@ class DeviceStep:
             self.attend_to_sources(layer_idx, batch, link)
         if self.heads.layers[layer_idx].finds:
             assert self.resident.hot is not None
-            window = self.resident.windows[layer_idx]
-            self.resident.hot.grow(layer_idx, batch.rows, self.buffers, window)
+            assert self.lists is not None
+            step = (layer_idx, batch.rows, self.buffers, self.resident.windows[layer_idx])
+            with link.gpu_sync.side_stream(_SENDING) as batch.growing:
+                self.lists.append(*step)
+                self.resident.hot.grow(*step)
         self.gather_ahead(layer_idx + 1, batch, link, early=False)
         self._fetch_ahead(layer_idx + 1, batch, link)
         batch.linears.add_attention(layer, batch.x, self.buffers.attended[batch.rows])

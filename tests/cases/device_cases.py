@@ -61,7 +61,7 @@ def load(
     if "placement" not in options:
         keep_least_on_gpu(model)
     if backend == "flags":
-        decoder_of(model).captured._make_gpu_sync = make_flag_handshake
+        decoder_of(model).captured.make_gpu_sync = make_flag_handshake
     return model
 
 

@@ -282,7 +282,7 @@ def test_nothing_overwrites_what_is_read_beside(
 
         return launch
 
-    decoder.captured._make_gpu_sync = make_gpu_sync
+    decoder.captured.make_gpu_sync = make_gpu_sync
     monkeypatch.setattr(DeviceHeads, "send_selection", later(DeviceHeads.send_selection))
     monkeypatch.setattr(DeviceHeads, "gather", later(DeviceHeads.gather))
     tokens = random_tokens(1, 200).repeat(2, 1)

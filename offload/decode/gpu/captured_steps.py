@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class _StepsInTurn:
     is_launched: bool = False
 
 
+@dataclass(eq=False)
 class CapturedSteps:
     """Every step that runs was prepared before, for the same link, kind and callbacks.
 
@@ -55,33 +56,28 @@ class CapturedSteps:
         in_turn: steps that follow each other; None: none do.
     """
 
-    def __init__(
-        self,
-        model: LeanModel,
-        weights: DeviceWeights,
-        attention: DecodeAttention,
-        placed: PlacedHeads,
-        *,
-        device: torch.device,
-        backend: str,
-        deadline_seconds: float,
-    ) -> None:
-        self.after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
-        self.on_mark: Callable[[str, int], None] | None = None
-        self.setup_seconds = 0.0
-        self.num_micro_batches = None if backend == "graph" else 1
-        self.in_turn: _StepsInTurn | None = None
-        self._model, self._weights = model, weights
-        self._attention, self._placed, self._device = attention, placed, device
-        self._backend, self._deadline_seconds = backend, deadline_seconds
-        self._make_gpu_sync: Callable[..., GpuSync] = make_gpu_sync
-        self._streams: list[StepStreams] = []
-        self._kinds: set[str] = set()  # of steps that there have been
+    model: LeanModel
+    weights: DeviceWeights
+    attention: DecodeAttention
+    placed: PlacedHeads
+    device: torch.device
+    backend: str
+    deadline_seconds: float
+    make_gpu_sync: Callable[..., GpuSync] = make_gpu_sync
+    after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
+    on_mark: Callable[[str, int], None] | None = None
+    setup_seconds: float = 0.0
+    in_turn: _StepsInTurn | None = None
+    _streams: list[StepStreams] = field(default_factory=list)
+    _kinds: set[str] = field(default_factory=set)  # of steps that there have been
+
+    def __post_init__(self) -> None:
+        self.num_micro_batches = None if self.backend == "graph" else 1
 
     @property
     def is_watched(self) -> bool:
         """Somebody looks at each step by itself."""
-        return self._model.ranks is not None or self.on_mark is not None
+        return self.model.ranks is not None or self.on_mark is not None
 
     def make(
         self,
@@ -101,31 +97,31 @@ class CapturedSteps:
         Raises:
             DeviceMemoryError: the GPU has no room for their buffers.
         """
-        budget.limit_bytes = self._placed.budget_bytes
+        budget.limit_bytes = self.placed.budget_bytes
         # More than two streams would cost: cuBLAS keeps a workspace of 32 MiB for each.
-        if not self._streams and self._device.type == "cuda":
-            self._streams += [StepStreams(self._device), StepStreams(self._device)]
+        if not self._streams and self.device.type == "cuda":
+            self._streams += [StepStreams(self.device), StepStreams(self.device)]
         streams = next((streams for streams in self._streams if streams is not taken), None)
         return PreparedSteps(
-            self._model,
-            self._weights,
-            self._attention,
+            self.model,
+            self.weights,
+            self.attention,
             placement,
             layers,
-            window=self._placed.window,
+            window=self.placed.window,
             num_slots=num_slots,
             max_tokens=max_tokens,
-            device=self._device,
+            device=self.device,
             budget=budget,
-            deadline_seconds=self._deadline_seconds,
+            deadline_seconds=self.deadline_seconds,
             streams=streams,
             make_gpu_sync=functools.partial(
-                self._make_gpu_sync,
-                self._backend,
-                deadline_seconds=self._deadline_seconds,
+                self.make_gpu_sync,
+                self.backend,
+                deadline_seconds=self.deadline_seconds,
                 streams=streams,
             ),
-            captures=self._backend == "graph",
+            captures=self.backend == "graph",
         )
 
     def capture_for(self, num_rows: int) -> Callable[[PreparedSteps], None]:
@@ -154,7 +150,7 @@ class CapturedSteps:
         b, run = step.buffers, _step(_LAYERS, step, link)
         self._prepare(bound, link, _LAYERS, run)
         b.write_state(bound.slots, bound.kv_lens, position_ids)
-        at = torch.tensor(bound.slots, device=self._device)
+        at = torch.tensor(bound.slots, device=self.device)
         b.hidden[at] = hidden
         self._run(bound, link, _LAYERS, run)
         return b.hidden[at]
@@ -219,17 +215,15 @@ class CapturedSteps:
         A policy whose shares change between steps, and a compression that wants their queries, look
         at what the GPU writes in the next step.
         """
-        attention = self._attention
+        attention = self.attention
         # A step is launched when the host's pages are known up to the token before the last.
-        is_late = self._placed.window[1] < 2 and any(
-            x.gathered or x.hot for x in self._placed.layers
-        )
+        is_late = self.placed.window[1] < 2 and any(x.gathered or x.hot for x in self.placed.layers)
         looks = attention.top_p_controller is not None or attention.compression is not None
         return not (self.is_watched or looks or is_late)
 
     def begin_steps(self, bound: BoundRows, most: int) -> int:
         """As `Decoder.begin_steps`, of steps that `may_follow` each other."""
-        (steps, seqs, slots, kv_lens), attention = bound, self._attention
+        (steps, seqs, slots, kv_lens), attention = bound, self.attention
         link, resident, settled = self._choose_link(bound), steps.step.resident, None
         if self.num_micro_batches is None:
             settled = steps.settled_steps(link)
@@ -268,7 +262,7 @@ class CapturedSteps:
     def _most_rows(self, steps: PreparedSteps) -> int:
         """Rows that a step of fewer sequences may have: many where others join and leave, else
         none."""
-        num_sequences, _, read_tokens = self._placed.expected
+        num_sequences, _, read_tokens = self.placed.expected
         return steps.num_slots if read_tokens is not None and num_sequences > 1 else 0
 
     def _choose_link(self, bound: BoundRows) -> HostLink:
@@ -294,7 +288,7 @@ class CapturedSteps:
 
     def _will_try_micro_batches(self, bound: BoundRows) -> bool:
         """Whether it is known of a generation that it lasts long enough."""
-        _, most, read_tokens = self._placed.expected
+        _, most, read_tokens = self.placed.expected
         if self.num_micro_batches is not None or read_tokens is not None or self.on_mark:
             return False
         is_single = bound.steps.bursts is None  # else most steps are not
@@ -315,22 +309,15 @@ class CapturedSteps:
         beside: Callable[[], None] | None = None,
     ) -> None:
         """One prepared step, of rows whose state is written."""
-        start, attention, in_turn = time.perf_counter(), self._attention, self.in_turn
+        start, attention, in_turn = time.perf_counter(), self.attention, self.in_turn
         steps, seqs, slots, kv_lens = bound
         is_launched = in_turn is not None and in_turn.is_launched
         rows = attention.begin_step(seqs, kv_lens)
         try:
             if in_turn is not None:
                 in_turn.is_launched = ahead
-            link.gpu_sync.run(
-                self._key(kind),
-                run,
-                rows,
-                slots,
-                is_launched=is_launched,
-                ahead=ahead,
-                beside=beside,
-            )
+            step = self._key(kind), run, rows, slots
+            link.gpu_sync.run(*step, is_launched=is_launched, ahead=ahead, beside=beside)
         except BaseException:
             with shielded():  # ctrl-C may have come before `run`, or behind it
                 if in_turn is not None:

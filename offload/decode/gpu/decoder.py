@@ -17,6 +17,7 @@ from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.captured_steps import CapturedSteps
+from offload.decode.gpu.free_room import FreeRoom
 from offload.decode.gpu.linear import DeviceWeights, linear_path
 from offload.decode.gpu.placed_heads import Expected, PlacedHeads, PlacementChooser
 from offload.decode.gpu.placement import HeadPlacement
@@ -76,35 +77,19 @@ class DeviceDecoder(SequencePart):
             pool=self.pool,
             sm_scale=model.sm_scale,
         )
-        self._weights = DeviceWeights.of(model)
+        self._weights = weights = DeviceWeights.of(model)
         self.placed = PlacedHeads(
             model,
             self.attention,
-            device=device,
-            placement=placement,
+            FreeRoom(device, device_limit_bytes),
+            placement,
             keeps=keeps_placement,
             choose=choose,
             budget_bytes=device_budget_bytes,
-            limit_bytes=device_limit_bytes,
         )
-        self.captured = CapturedSteps(
-            model,
-            self._weights,
-            self.attention,
-            self.placed,
-            device=device,
-            backend=backend,
-            deadline_seconds=deadline_seconds,
-        )
-        self.slots = Slots(
-            model,
-            self.attention,
-            self.placed,
-            self.captured,
-            device=device,
-            make_room=make_room,
-            captures_aside=backend == "graph" and model.ranks is None,
-        )
+        of_model = model, weights, self.attention, self.placed
+        self.captured = CapturedSteps(*of_model, device, backend, deadline_seconds)
+        self.slots = Slots(self.captured, make_room)
         if model.ranks is not None:
             model.ranks.close_before_leaving(self.close)
 
@@ -115,12 +100,10 @@ class DeviceDecoder(SequencePart):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the KV cache that is on the device."""
         return self.slots.device_bytes
 
     @property
     def setup_seconds(self) -> float:
-        """Spent so far on what steps of a new kind or size need."""
         return self.captured.setup_seconds
 
     @property
@@ -185,7 +168,6 @@ class DeviceDecoder(SequencePart):
         return self.captured.begin_steps(self.slots.bind(seqs), most)
 
     def end_steps(self) -> None:
-        """As `Decoder.end_steps`."""
         self.captured.end_steps()
 
     def tokens_at_once(self, seqs: Sequence[int], most: int) -> int:
@@ -250,7 +232,6 @@ class DeviceDecoder(SequencePart):
     def begin_generation(
         self, num_sequences: int, kv_len: int, read_tokens: int | None = None
     ) -> None:
-        """As `Decoder.begin_generation`."""
         aside, expected = self.slots.aside, Expected(num_sequences, kv_len, read_tokens)
         now = self.placement if aside is None else aside.placement
         self.slots.go_to(self.placed.expect(expected, now, self.device_bytes))
@@ -266,7 +247,6 @@ class DeviceDecoder(SequencePart):
             self.slots.aside.wait()
 
     def finish_captures(self) -> None:
-        """As `Decoder.finish_captures`."""
         self.slots.finish_aside()
 
     def give_heads_back(self, why: DeviceMemoryError) -> bool:

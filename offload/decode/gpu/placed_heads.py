@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.free_room import FreeRoom
 from offload.decode.gpu.layer_heads import LayerHeads, layer_heads
@@ -36,7 +34,7 @@ class PlacedHeads:
     """The host's attention leaves to the GPU exactly the heads that `placement` has there.
 
     Args:
-        placement, keeps, choose, budget_bytes, limit_bytes: as of `DeviceDecoder`.
+        placement, keeps, choose, budget_bytes: as of `DeviceDecoder`.
 
     Attributes:
         placement: where each KV head is attended to now.
@@ -52,15 +50,14 @@ class PlacedHeads:
         self,
         model: LeanModel,
         attention: DecodeAttention,
-        *,
-        device: torch.device,
+        free_room: FreeRoom,
         placement: HeadPlacement | None,
+        *,
         keeps: bool,
         choose: PlacementChooser | None,
         budget_bytes: int | None,
-        limit_bytes: int | None,
     ) -> None:
-        self._model, self._attention = model, attention
+        self._model, self._attention, self._free_room = model, attention, free_room
         self._policy, self._store = attention.policy, attention.store
         self.keeps, self.choose, self.budget_bytes = keeps, choose, budget_bytes
         self.window = window_of(self._policy)
@@ -68,7 +65,6 @@ class PlacedHeads:
         heads = attention.num_qo_heads, self._store.num_kv_heads
         self.least = HeadPlacement(least_places(self._policy, len(model.layers), *heads))
         self._code_shape = CodeShape.of(self._policy, model.shape, self._store.page_tokens)
-        self._free_room = FreeRoom(device, limit_bytes)
         placement = placement or self.least
         self.check(placement)
         self.use(placement)
@@ -154,15 +150,10 @@ class PlacedHeads:
         """Attend as `less` says until a generation needs fewer than `num_pages` of each head."""
         wanted, failed = self._gave_up or (self.placement, num_pages)
         self.keeps = less == self.least
-        heads, *hot_heads = (
-            sum(less.counts(place)) for place in (Place.GPU, Place.HOT, Place.FOUND)
-        )
-        hot = sum(hot_heads)
-        rest = (
-            "lists are made without codes"
-            if self.choose is None
-            else f"{heads} KV heads stay there"
-        )
+        heads, hot = sum(less.counts(Place.GPU)), _num_hot(less)
+        rest = f"{heads} KV heads stay there"
+        if self.choose is None:
+            rest = "lists are made without codes"
         rest += f", and hot rows of {hot}" if hot else ""
         if self.keeps:
             rest = "only dense layers stay there"
@@ -191,6 +182,9 @@ class PlacedHeads:
         """Keys and values of a sequence that are on the GPU beside windows, or come there."""
         budget_tokens = self._policy.budget_tokens if self._policy.selects else 0
         num_rows = sum(placement.counts(Place.GPU)) * kv_len
-        num_hot = sum(placement.counts(Place.HOT)) + sum(placement.counts(Place.FOUND))
-        num_rows += num_hot * HOT_BUDGETS * budget_tokens
+        num_rows += _num_hot(placement) * HOT_BUDGETS * budget_tokens
         return num_rows + max(placement.counts(Place.GATHER)) * 2 * budget_tokens
+
+
+def _num_hot(placement: HeadPlacement) -> int:
+    return sum(placement.counts(Place.HOT)) + sum(placement.counts(Place.FOUND))

@@ -12,17 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.aside import StepsAside
 from offload.decode.gpu.buffers import num_slots, step_tokens
 from offload.decode.gpu.captured_steps import CapturedSteps
 from offload.decode.gpu.layer_heads import LayerHeads, scores_tokens
 from offload.decode.gpu.pages import PageBudget
-from offload.decode.gpu.placed_heads import PlacedHeads
 from offload.decode.gpu.placement import HeadPlacement
 from offload.decode.gpu.prepared_steps import BoundRows, PreparedSteps
 from offload.decode.gpu.resident_kv import ResidentKV
-from offload.models import LeanModel
 from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
 
@@ -42,25 +39,15 @@ class Slots:
         captures_aside: steps to come are made while those that there are run.
     """
 
-    def __init__(
-        self,
-        model: LeanModel,
-        attention: DecodeAttention,
-        placed: PlacedHeads,
-        captured: CapturedSteps,
-        *,
-        device: torch.device,
-        make_room: Callable[[], bool],
-        captures_aside: bool,
-    ) -> None:
+    def __init__(self, captured: CapturedSteps, make_room: Callable[[], bool]) -> None:
         self.steps: PreparedSteps | None = None
         self.kept: ResidentKV | None = None
         self.aside: StepsAside | None = None
-        self.captures_aside = captures_aside
-        self._model, self._attention, self._device = model, attention, device
-        self._store = attention.store
-        self._placed, self._captured, self._make_room = placed, captured, make_room
-        self._wanted = placed.placement  # of steps aside
+        self._captured, self._make_room, self._placed = captured, make_room, captured.placed
+        self._model, self._store = captured.model, captured.attention.store
+        self.captures_aside = captured.backend == "graph" and self._model.ranks is None
+        self._wanted = self._placed.placement  # of steps aside
+        self._keeps_steps = False  # those made aside wait until a burst is over
         self._agreed_on: tuple[object, ...] | None = None  # by `_fails_anywhere`
 
     @property
@@ -73,9 +60,7 @@ class Slots:
         """Bytes of the KV cache that is on the device."""
         return 0 if self.resident is None else self.resident.num_bytes
 
-    def bind(
-        self, seqs: Sequence[int], num_new: int = 1, *, keeps_steps: bool = False
-    ) -> BoundRows:
+    def bind(self, seqs: Sequence[int], num_new: int = 1, keeps_steps: bool = False) -> BoundRows:
         """A row for each of `seqs`, with room for `num_new` more tokens.
 
         Where the GPU has no room, others give some back, and then heads leave it.
@@ -86,13 +71,14 @@ class Slots:
         Raises:
             DeviceMemoryError: no placement that is allowed has room for them.
         """
+        self._keeps_steps = keeps_steps
         kv_lens, keeps = [self._store.kv_len(seq) + num_new for seq in seqs], self._placed.keeps
         fallbacks: Iterator[HeadPlacement] | None = None
         while True:
             slots: list[int] = []
             failure: DeviceMemoryError | None = None
             try:
-                slots = self._bind_lens(seqs, kv_lens, keeps_steps)
+                slots = self._bind_lens(seqs, kv_lens)
             except DeviceMemoryError as error:
                 if keeps:
                     raise
@@ -109,16 +95,14 @@ class Slots:
                 raise why
             self._give_up(less, why, sum(map(self._placed.num_pages, kv_lens)))
 
-    def steps_for(
-        self, num_sequences: int, kv_len: int, *, keeps_steps: bool = False
-    ) -> PreparedSteps:
+    def steps_for(self, num_sequences: int, kv_len: int) -> PreparedSteps:
         """Steps with at least `num_sequences` rows, and where heads publish on the GPU with room
         for the scores of `kv_len` tokens; more than there was means new captures.
         """
         if self.aside is not None:
             assert self.steps is not None
             serves = self.steps.has_room(num_sequences, kv_len)
-            if not serves or (self.aside.is_done and not keeps_steps):
+            if not serves or (self.aside.is_done and not self._keeps_steps):
                 self._swap(serves=serves)
             if self.aside is not None:
                 return self.steps
@@ -222,7 +206,7 @@ class Slots:
         ranks, placed = self._model.ranks, self._placed
         if ranks is None:
             return failure is not None
-        has_codes = [kv_len > self._attention.budget_tokens for kv_len in kv_lens]
+        has_codes = [kv_len > self._captured.attention.budget_tokens for kv_len in kv_lens]
         pages = [placed.num_pages(kv_len) for kv_len in kv_lens]
         new = (list(seqs), pages, has_codes, placed.num_changes)
         if new == self._agreed_on:  # and there was room
@@ -232,34 +216,27 @@ class Slots:
         self._agreed_on = new
         return ranks.total(int(failure is not None))[0] > 0
 
-    def _bind_lens(
-        self, seqs: Sequence[int], kv_lens: Sequence[int], keeps_steps: bool
-    ) -> list[int]:
+    def _bind_lens(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         try:
-            return self._bind_beside(seqs, kv_lens, keeps_steps)
+            return self._bind_beside(seqs, kv_lens)
         except DeviceMemoryError:
             if not self._make_room():
                 raise
-        return self._bind_beside(seqs, kv_lens, keeps_steps)
+        return self._bind_beside(seqs, kv_lens)
 
-    def _bind_beside(
-        self, seqs: Sequence[int], kv_lens: Sequence[int], keeps_steps: bool
-    ) -> list[int]:
+    def _bind_beside(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         if self.aside is not None:
             try:
-                return self._bind_in_room(seqs, kv_lens, keeps_steps)
+                return self._bind_in_room(seqs, kv_lens)
             except DeviceMemoryError as error:
                 if self.aside is None:
                     raise
                 logger.debug("no room beside steps that are being made: %s", error)
             self.place(self._wanted)
-        return self._bind_in_room(seqs, kv_lens, keeps_steps)
+        return self._bind_in_room(seqs, kv_lens)
 
-    def _bind_in_room(
-        self, seqs: Sequence[int], kv_lens: Sequence[int], keeps_steps: bool
-    ) -> list[int]:
-        steps = self.steps_for(len(seqs), max(kv_lens), keeps_steps=keeps_steps)
-        resident = steps.step.resident
+    def _bind_in_room(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
+        resident = self.steps_for(len(seqs), max(kv_lens)).step.resident
         if resident.took_over:
             resident.took_over = False
             try:
@@ -302,7 +279,7 @@ class Slots:
             return self._captured.make(wanted, layers, slots, max_tokens, budget, taken)
 
         with shielded():  # the thread that was started is ours
-            self.aside = StepsAside(wanted, make, capture, self._device)
+            self.aside = StepsAside(wanted, make, capture, self._captured.device)
         self.aside.wait_for_buffers()  # a prefill counts what is free
 
     def _serve_expected(self, steps: PreparedSteps, placement: HeadPlacement) -> bool:

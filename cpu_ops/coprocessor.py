@@ -108,7 +108,7 @@ class Coprocessor:
         self.attention = attention
         self.mailbox = mailbox
         self.deadline_seconds = deadline_seconds
-        self._on_done = on_done
+        self._on_done, self._max_rows = on_done, mailbox.max_rows
         self._asked = [
             layer_idx
             for layer_idx in sorted({layer_idx for layer_idx, _, _ in self.requests})
@@ -150,7 +150,7 @@ class Coprocessor:
         Raises:
             CoprocessorError: it was aborted or closed, or belongs to the parent process.
         """
-        places = _check_slots(step, slots, self.mailbox.max_rows)
+        places = _check_slots(step, slots, self._max_rows)
         self.check_usable()
         queries = self._query_log(step)
         address = 0 if queries is None else queries.data_ptr()

@@ -111,13 +111,12 @@ def warm_up_steps(decoder: DeviceDecoder) -> None:
     ranks, has_room = decoder.model.ranks, True
     try:
         try:
-            decoder._make_slots(max(num_rows for num_rows, _ in _LINKS), 1)
+            steps = decoder.slots.steps_for(max(num_rows for num_rows, _ in _LINKS), 1)
         except DeviceMemoryError as error:
             logger.debug("no room to warm up steps: %s", error)
             has_room = False
         if not has_room if ranks is None else ranks.total(int(not has_room))[0]:
             return
-        steps = decoder._prepared
         for num_rows, num_micro_batches in _LINKS:
             link = steps.make_link(num_rows, num_micro_batches)
             warmed_up = replace(link, gpu_sync=_WarmUpSync(link, decoder))

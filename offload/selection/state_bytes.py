@@ -37,6 +37,7 @@ class StateBytes:
     ) -> None:
         self._policy, self._state, self._store = policy, state, store
         self._num_qo_heads = num_qo_heads
+        self._has_arrays = policy.selects and state.has_arrays
         self.layers = self._observed = frozenset(layers)
         self._sizes: dict[tuple[int, frozenset[int]], int] = {}  # by capacity and layers
 
@@ -55,7 +56,7 @@ class StateBytes:
 
     def _in_arrays(self, kv_len: int, layers: frozenset[int]) -> int:
         policy, store = self._policy, self._store
-        if not (policy.selects and self._state.has_arrays) or kv_len <= policy.dense_tokens:
+        if not self._has_arrays or kv_len <= policy.dense_tokens:
             return 0
         key = (self.capacity(kv_len), layers)
         if key not in self._sizes:

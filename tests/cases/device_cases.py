@@ -61,7 +61,7 @@ def load(
     if "placement" not in options:
         keep_least_on_gpu(model)
     if backend == "flags":
-        decoder_of(model)._make_gpu_sync = make_flag_handshake
+        decoder_of(model).captured.make_gpu_sync = make_flag_handshake
     return model
 
 
@@ -80,7 +80,7 @@ def keep_least_on_gpu(model: Any) -> None:
     """Keep only the heads on the GPU that the policy needs there."""
     decoder = decoder_of(model)
     if model.device.type == "cuda":
-        decoder._choose = None
+        decoder.placed.choose = None
         decoder.place(least_placement_of(model))
 
 

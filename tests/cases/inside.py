@@ -24,26 +24,26 @@ def compression_of(model: Any) -> Any:
 
 def least_placement_of(model: Any) -> Any:
     """The placement of only the heads that the policy needs on the GPU."""
-    return decoder_of(model)._least_placement()
+    return decoder_of(model).placed.least
 
 
 def keep_placement(model: Any, *, keeps: bool) -> None:
     """Whether heads for which the GPU has no room are an error, as where somebody placed them."""
-    decoder_of(model)._keeps_placement = keeps
+    decoder_of(model).placed.keeps = keeps
 
 
 def allow_device_bytes(model: Any, num_bytes: int) -> None:
-    decoder_of(model)._device_budget_bytes = num_bytes
+    decoder_of(model).placed.budget_bytes = num_bytes
 
 
 def split_steps(model: Any, num_micro_batches: int) -> None:
     """Rows of a step take turns, in so many parts."""
-    decoder_of(model)._num_micro_batches = num_micro_batches
+    decoder_of(model).captured.num_micro_batches = num_micro_batches
 
 
 def steps_of(model: Any) -> Any:
     """Those that were made last, as the GPU runs them."""
-    return decoder_of(model)._steps
+    return decoder_of(model).slots.steps
 
 
 def resident_of(model: Any) -> Any:

@@ -179,7 +179,7 @@ def no_room(
     else:
         places[(roles == RETRIEVE) | (roles == DENSE)] = Place.GPU
     decoder.place(HeadPlacement(places))
-    assert not decoder._keeps_placement
+    assert not decoder.placed.keeps
     if int(os.environ["RANK"]) == rank:
         page_bytes = decoder.store.page_bytes // places.shape[1] * int((places == Place.GPU).sum())
         num_pages = input_ids.shape[1] // 16 + 1
@@ -189,7 +189,7 @@ def no_room(
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("offload.decode.gpu.decoder").addHandler(handler)
+    logging.getLogger("offload.decode.gpu.placed_heads").addHandler(handler)
     tokens, after = greedy(model, input_ids, max_new_tokens), [decoder.placement.text()]
     greedy(model, input_ids[:, :20], 4)
     return tokens, [*after, decoder.placement.text()], warnings
@@ -223,7 +223,7 @@ def makes_room_alone(
         with mock.patch.object(runtime_module, "prefill_for", prefill):
             model(input_ids[:, :9], past_key_values=caches[1])
         logits = model(input_ids[:, 9:10], past_key_values=caches[1]).logits
-    slots = runtime.decoder._steps.step.resident.slots
+    slots = runtime.decoder.slots.steps.step.resident.slots
     return logits, [slot.seq is not None for slot in slots]
 
 
@@ -236,5 +236,5 @@ def room_for_scores(folder: Path) -> int:
         places[decoder.attention.roles == RETRIEVE] = Place.GPU
         decoder.place(HeadPlacement(places))
     with mock.patch("offload.decode.gpu.buffers._MIN_SCORE_TOKENS", 16):
-        room: int = decoder._room_for(300, decoder._layers)
+        room: int = decoder.slots._room_for(300, decoder.placed.layers)
     return room

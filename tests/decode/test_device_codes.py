@@ -187,7 +187,7 @@ def test_lists_are_those_of_the_hosts_codes(
         for row, position in enumerate(b.positions[rows].tolist()):
             if position < 0:
                 continue
-            seq = decoder._prepared.step.resident.slots[row].seq
+            seq = decoder.slots.steps.step.resident.slots[row].seq
             state = decoder.attention.states.arrays_of(seq).layers[layer_idx]
             assert (state["encoded"] == position).all()
             query = (
@@ -235,7 +235,7 @@ def test_codes_that_do_not_fit(backend, tiny_folders, caplog):
     with pytest.raises(DeviceMemoryError, match=r"the codes of others' keys need 12\.38 KiB for 1"):
         greedy(model, tokens, 24)
     keep_placement(model, keeps=False)
-    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
+    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.placed_heads"):
         assert torch.equal(greedy(model, tokens, 24), expected)
     assert not (decoder.placement.places == Place.CODES).any()
     assert "the codes of keys that stay on the GPU need 1 more pages of 384 B" in caplog.text
@@ -252,7 +252,7 @@ def test_codes_go_before_heads(tiny_folders, caplog):
     places[1, 1], places[2, 0] = Place.GPU, Place.CODES
     allow_device_bytes(model, 10 * (8192 + 4096) + 100)  # for the KV of 10 pages
     decoder.place(HeadPlacement(places))
-    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
+    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.placed_heads"):
         greedy(model, random_tokens(1, 140), 20)
     assert decoder.placement.places[1, 1] == Place.GPU
     assert decoder.placement == HeadPlacement(places).without_codes()

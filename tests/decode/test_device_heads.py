@@ -172,29 +172,30 @@ def test_a_batch_without_room_goes_on_with_fewer_heads_on_the_gpu(
     tokens = random_tokens(1, 200)
     batch = tokens.repeat(3, 1)
     assert torch.equal(greedy(model, tokens, 50), expected("lychee_decode", 200))
-    assert not decoder._keeps_placement  # the model chose by itself
+    assert not decoder.placed.keeps  # the model chose by itself
     keep_placement(model, keeps=True)
     with pytest.raises(DeviceMemoryError, match="place fewer heads there"):
         greedy(model, batch, 50)
     assert torch.equal(greedy(model, tokens, 50), expected("lychee_decode", 200))
     keep_placement(model, keeps=False)
-    bind_lens, place, full_pages, are_gone = decoder._bind_lens, decoder.place, [], []
+    slots, placed, full_pages, are_gone = decoder.slots, decoder.placed, [], []
+    bind_lens, use = slots._bind_lens, placed.use
 
-    def bind_and_remember(seqs, kv_lens):
+    def bind_and_remember(*of_step):
         try:
-            return bind_lens(seqs, kv_lens)
+            return bind_lens(*of_step)
         except DeviceMemoryError:
-            full_pages.append(weakref.ref(decoder._prepared.step.resident))
+            full_pages.append(weakref.ref(decoder.slots.steps.step.resident))
             raise
 
-    def place_and_look(placement):
-        place(placement)
+    def use_and_look(placement):
+        use(placement)
         gc.collect()
         are_gone.extend(pages() is None for pages in full_pages)
 
-    monkeypatch.setattr(decoder, "_bind_lens", bind_and_remember)
-    monkeypatch.setattr(decoder, "place", place_and_look)
-    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
+    monkeypatch.setattr(slots, "_bind_lens", bind_and_remember)
+    monkeypatch.setattr(placed, "use", use_and_look)
+    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.placed_heads"):
         out = greedy(model, batch, 50)
     assert are_gone == [True]  # before the new steps need room
     for row in out:
@@ -214,8 +215,8 @@ def test_heads_come_back_when_a_generation_fits_again(tiny_folders, expected, mo
     pages = 2 * -(-250 // page_tokens) - 1  # of one sequence; two of them have room at first
     allow_device_bytes(model, heads * pages * (model.kv_store.page_bytes // 2))
     decoder.place(placement)
-    places, place = [], decoder.place
-    monkeypatch.setattr(decoder, "place", lambda to: places.append(to) or place(to))
+    places, use = [], decoder.placed.use
+    monkeypatch.setattr(decoder.placed, "use", lambda to: places.append(to) or use(to))
     tokens = random_tokens(1, 200)
 
     def generate(num_sequences: int) -> None:
@@ -281,7 +282,7 @@ def test_nothing_overwrites_what_is_read_beside(
 
         return launch
 
-    decoder._make_gpu_sync = make_gpu_sync
+    decoder.captured.make_gpu_sync = make_gpu_sync
     monkeypatch.setattr(DeviceHeads, "send_selection", later(DeviceHeads.send_selection))
     monkeypatch.setattr(DeviceHeads, "gather", later(DeviceHeads.gather))
     tokens = random_tokens(1, 200).repeat(2, 1)

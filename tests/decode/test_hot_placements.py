@@ -60,14 +60,14 @@ def test_heads_that_reuse(backend, tmp_path) -> None:
     places = HeadPlacement.from_text("GG GG gg gg gg gg")
     decoder.place(places)
     greedy(model, tokens, 24)
-    decoder.place(places.with_hot_rows(decoder._policy, 6))
+    decoder.place(places.with_hot_rows(decoder.attention.policy, 6))
     assert (decoder.placement.places == Place.HOT).sum() == 6
     greedy(model, tokens, 24)
-    hot = decoder._steps.step.resident.hot
+    hot = decoder.slots.steps.step.resident.hot
     hits, misses = hot.map.take_counts()
     assert hits > misses > 0
     model = load(tmp_path, tidal(budget_tokens=256), backend)
     decoder = decoder_of(model)
-    decoder.place(places.with_hot_rows(decoder._policy, 6))
+    decoder.place(places.with_hot_rows(decoder.attention.policy, 6))
     assert torch.equal(greedy(model, tokens, 24), greedy(stock, tokens, 24))
     assert np.isin(decoder.placement.places, (Place.GPU, Place.GATHER, Place.HOT)).all()

@@ -59,7 +59,7 @@ def hot_model(
     places = np.array(decoder.placement.places)
     places[:first_layer] = Place.GPU
     places[first_layer:] = place
-    decoder._choose = None
+    decoder.placed.choose = None
     decoder.place(HeadPlacement(places))
     return model
 
@@ -146,13 +146,13 @@ def check_each_step(model: Any) -> list[int]:
     decoder = decoder_of(model)
     if (decoder.placement.places == Place.FOUND).any():  # a step launched ahead would have begun
         decoder.begin_steps = lambda seqs, most: 1
-    run = type(decoder)._run
+    captured, run = decoder.captured, decoder.captured._run
 
     def run_and_check(*args: Any, **kwargs: Any) -> None:
-        run(decoder, *args, **kwargs)
+        run(*args, **kwargs)
         counted.append(check_rows(model))
 
-    decoder._run = run_and_check
+    captured._run = run_and_check
     return counted
 
 
@@ -227,7 +227,7 @@ def test_the_gpu_finds_rows_by_itself(clusters, backend, tiny_folders, stock_mod
 
 
 def steps_of_no_requests(model: Any) -> bool:
-    return not requests_of(decoder_of(model)._layers, [slice(0, 1)])
+    return not requests_of(decoder_of(model).placed.layers, [slice(0, 1)])
 
 
 # What happens to sequences between steps.
@@ -479,13 +479,13 @@ def test_a_predicted_query_that_is_not_finite(policy, kv_len, backend, tiny_fold
 
     with monkeypatch.context() as patched:
         patched.setattr(OneRow, "query", spoilt)
-        decoder_of(model)._drop_steps()  # what was captured has the query
+        decoder_of(model).slots.drop()  # what was captured has the query
         if kv_len + 4 <= BUDGET:
             assert torch.equal(greedy(model, tokens, 4), expected)
         else:
             with pytest.raises(RuntimeError, match="non-finite attention in layer 1"):
                 greedy(model, tokens, 4)
-    decoder_of(model)._drop_steps()
+    decoder_of(model).slots.drop()
     counted = check_each_step(model)
     assert torch.equal(greedy(model, tokens, 4), expected)
     assert min(counted) > 0

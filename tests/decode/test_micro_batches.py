@@ -49,14 +49,14 @@ def test_a_long_generation_captures_all_ways_before_its_first_step(backend, tiny
     for new_tokens, first in ((66, {(2, 1), (2, 2)}), (40, {(2, 1)})):
         model = load(tiny_folders["llama"], small("exact_topk"), backend)
         decoder, links = decoder_of(model), []
-        decoder._num_micro_batches = None
-        run = decoder._run
+        decoder.captured.num_micro_batches = None
+        run = decoder.captured._run
 
-        def run_and_look(link, *args, decoder=decoder, run=run, links=links, **options):
-            links.append((set(decoder._prepared.links), link.num_micro_batches))
-            return run(link, *args, **options)
+        def run_and_look(bound, link, *args, run=run, links=links, **options):
+            links.append((set(bound.steps.links), link.num_micro_batches))
+            return run(bound, link, *args, **options)
 
-        decoder._run = run_and_look
+        decoder.captured._run = run_and_look
         tokens = greedy(model, random_tokens(2, 100), new_tokens)
         assert links[0] == (first, 1)
         assert {count for _, count in links} == {1, 2}  # tried

@@ -171,7 +171,7 @@ def test_room_decides_when_a_generation_begins(
         pages = num_sequences * -(-kv_len // 16)
         return whole(min(3, room // (pages * layer_bytes)))
 
-    decoder._choose = choose
+    decoder.placed.choose = choose
     allow_device_bytes(model, 3 * layer_bytes * 15)
     tokens = random_tokens(1, 200)
     out = greedy(model, tokens, 40)
@@ -186,7 +186,10 @@ def test_room_decides_when_a_generation_begins(
     cache = model.new_cache()
     decoder.place(whole(3))
     wanted = greedy(full, tokens, 60)
-    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
+    with (
+        torch.no_grad(),
+        caplog.at_level(logging.WARNING, logger="offload.decode.gpu.placed_heads"),
+    ):
         token, said = tokens, []
         for _ in range(60):
             token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
@@ -226,12 +229,12 @@ def test_a_prefill_without_room_takes_it_from_the_heads(
         _find_room(memory, torch.device("cpu"), None, give_back)
 
     monkeypatch.setattr("offload.prefill.forward.available_bytes", available)
-    decoder._choose = choose
+    decoder.placed.choose = choose
     tokens = random_tokens(1, 100)
     wanted = greedy(full, tokens, 20)
     assert torch.equal(greedy(model, tokens, 20), wanted)
     assert decoder.placement == whole(3)
-    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.decoder"):
+    with caplog.at_level(logging.WARNING, logger="offload.decode.gpu.placed_heads"):
         find_room()
     assert decoder.placement == whole(1)
     assert len(caplog.records) == 2
@@ -254,7 +257,7 @@ def by_room(model: Any) -> Any:
         asked.append((num_sequences, kv_len))
         return whole(min(3, room // (num_sequences * -(-kv_len // 16) * layer_bytes)))
 
-    decoder_of(model)._choose = choose
+    decoder_of(model).placed.choose = choose
     return asked
 
 
@@ -290,7 +293,7 @@ def test_a_generation_that_is_refused_changes_nothing(tiny_folders: dict[str, Pa
     asked = by_room(model)
     allow_device_bytes(model, 3 * model.kv_store.page_bytes * 16)
     cache, least = model.new_cache(), least_placement_of(model)
-    decoder._choose = lambda *of_sequences: asked.append(of_sequences) or least
+    decoder.placed.choose = lambda *of_sequences: asked.append(of_sequences) or least
     decoder.begin_generation(1, 128)
     with torch.no_grad():
         model(random_tokens(1, 100), past_key_values=cache)
@@ -330,7 +333,7 @@ def test_a_generation_is_prepared_for_its_end(
         made.append(options["max_tokens"])
         return PreparedSteps(*args, **options)
 
-    monkeypatch.setattr("offload.decode.gpu.decoder.PreparedSteps", make)
+    monkeypatch.setattr("offload.decode.gpu.captured_steps.PreparedSteps", make)
     places = np.array(decoder.placement.places)
     places[decoder.attention.roles == RETRIEVE] = Place.GPU
     decoder.place(HeadPlacement(places))

@@ -23,7 +23,8 @@ from cases.tiny_models import random_tokens
 from cpu_ops.coprocessor import Coprocessor
 from offload.decode.gpu import aside as steps_aside
 from offload.decode.gpu import decoder as device_decoder
-from offload.decode.gpu import resident_kv
+from offload.decode.gpu import placed_heads, resident_kv
+from offload.decode.gpu import slots as device_slots
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.decode.gpu.prepared_steps import PreparedSteps
 from offload.engine.engine import Engine
@@ -32,12 +33,21 @@ from offload.selection.policy import DENSE, RETRIEVE
 from offload.system.captures import CAPTURING
 from offload.system.errors import DeviceMemoryError
 
-_TRACED = {module.__file__ for module in (steps_aside, device_decoder, resident_kv)}
+_TRACED = {
+    module.__file__
+    for module in (steps_aside, device_decoder, device_slots, placed_heads, resident_kv)
+}
 
 
 @pytest.fixture(params=[SLOW_INLINE, FLAGS, GRAPH])
 def backend(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
+
+
+def aside_of(model: Any) -> Any:
+    """Steps that are being made beside others; None: none, as without a GPU."""
+    slots = getattr(decoder_of(model), "slots", None)
+    return None if slots is None else slots.aside
 
 
 class Gate:
@@ -74,9 +84,9 @@ class Decoding:
         self.model = load(folder, policy, backend)
         self._plain = load(folder, policy, ("cpu", None))
         self.decoder = decoder_of(self.model)
-        self.decoder._captures_aside = True
+        self.decoder.slots.captures_aside = True
         split_steps(self.model, 1)  # nothing is tried
-        self.decoder._choose = lambda now, *of_sequences: self.wanted
+        self.decoder.placed.choose = lambda now, *of_sequences: self.wanted
         self.wanted = HeadPlacement.from_text("GG .. ..")
         self.decoder.place(self.wanted)
         self._caches: list[tuple[Any, Any, torch.Tensor]] = []
@@ -114,8 +124,8 @@ class Decoding:
         self.decoder.begin_generation(num_sequences, 100, 64)
 
     def settle(self) -> None:
-        self.decoder._aside._thread.join(30)
-        assert self.decoder._aside.is_done
+        self.decoder.slots.aside._thread.join(30)
+        assert self.decoder.slots.aside.is_done
 
 
 @pytest.fixture
@@ -140,7 +150,7 @@ def test_the_old_steps_go_on_until_the_new_ones_are_there(
     gate.opened.set()
     decoding.settle()
     assert sys.getswitchinterval() == interval
-    new = decoding.decoder._aside.wait()
+    new = decoding.decoder.slots.aside.wait()
     assert len(new.links) == 1
     decoding.step()
     assert steps_of(decoding.model) is new
@@ -190,7 +200,7 @@ def test_what_is_wanted_changes_meanwhile(decoding: Decoding, gate: Gate) -> Non
     old = steps_of(decoding.model)
     decoding.step()
     assert steps_of(decoding.model) is old
-    assert decoding.decoder._aside is None
+    assert decoding.decoder.slots.aside is None
 
 
 def test_steps_that_cannot_be_made_beside_others(decoding: Decoding, gate: Gate) -> None:
@@ -221,7 +231,7 @@ def test_what_may_happen_meanwhile(
             decoder.forget(seq)
         decoding.place_aside("GG .. G.")
     elif what == "no room":
-        bind, failed = decoder._bind_to, []
+        bind, failed = decoder.slots._bind_to, []
 
         def fail_once(*args: Any) -> Any:
             if not failed:
@@ -229,21 +239,21 @@ def test_what_may_happen_meanwhile(
                 raise DeviceMemoryError("of pages")
             return bind(*args)
 
-        monkeypatch.setattr(decoder, "_bind_to", fail_once)
+        monkeypatch.setattr(decoder.slots, "_bind_to", fail_once)
     elif what == "fork":
         pid = os.fork()
         if pid == 0:
-            os._exit(0 if decoder._aside.is_done else 1)
+            os._exit(0 if decoder.slots.aside.is_done else 1)
         assert os.waitpid(pid, 0)[1] == 0
     elif what == "close":
         decoder.close()
-        assert decoder._aside is None
+        assert decoder.slots.aside is None
         return
     decoding.step()
     if what == "fork":
-        assert decoder._aside is None
+        assert decoder.slots.aside is None
     assert decoder.placement == decoding.wanted
-    assert decoder._aside is None
+    assert decoder.slots.aside is None
     decoding.step()
 
 
@@ -288,7 +298,7 @@ def test_steps_that_failed_are_not_wanted_any_more(decoding: Decoding, gate: Gat
     gate.opened.set()
     decoding.settle()
     decoding.step()
-    assert decoding.decoder._aside is None
+    assert decoding.decoder.slots.aside is None
     assert steps_of(decoding.model) is old
 
 
@@ -304,7 +314,7 @@ def test_a_burst_ends_with_the_steps_it_began_with(
 
     def then_they_are_made(*args: Any) -> int:
         counts.append(at_once(*args))
-        if decoder._aside is not None:
+        if decoder.slots.aside is not None:
             gate.opened.set()
             decoding.settle()
         return counts[-1]
@@ -360,7 +370,7 @@ def test_nothing_is_captured_in_loops_of_transformers(
     decoder, is_running = decoding.decoder, []
 
     def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        is_running.append(decoder._aside is not None and not decoder._aside.is_done)
+        is_running.append(decoder.slots.aside is not None and not decoder.slots.aside.is_done)
         return scores
 
     if changes:
@@ -381,14 +391,14 @@ def test_nothing_is_captured_after_a_generation(decoding: Decoding, gate: Gate) 
     threading.Timer(0.5, gate.opened.set).start()
     greedy(decoding.model, random_tokens(1, 40, seed=3), 2)
     assert gate.made == 1
-    assert decoding.decoder._aside.is_done
+    assert decoding.decoder.slots.aside.is_done
     decoding.step()
     assert decoding.decoder.placement == decoding.wanted
 
 
 def test_all_ways_are_captured_before_they_are_tried(decoding: Decoding) -> None:
     """And what was found out goes on in steps of the same placement that have them."""
-    decoding.decoder._num_micro_batches = None  # as with a GPU
+    decoding.decoder.captured.num_micro_batches = None  # as with a GPU
     decoding.place_aside("GG .. ..", 4)
     decoding.settle()
     decoding.step()
@@ -439,11 +449,11 @@ def test_ctrl_c_at_any_line(decoding: Decoding) -> None:
             sys.settrace(None)
 
     def settle() -> None:
-        if decoder._aside is not None:
+        if decoder.slots.aside is not None:
             decoding.settle()
 
     for is_aside in (True, False):
-        decoder._captures_aside, stop_at, lines = is_aside, 1, 2
+        decoder.slots.captures_aside, stop_at, lines = is_aside, 1, 2
         while lines > stop_at:
             lines, stop_at = 0, stop_at + 2
             decoding.wanted = HeadPlacement.from_text(texts[stop_at // 2 % 4])
@@ -453,7 +463,7 @@ def test_ctrl_c_at_any_line(decoding: Decoding) -> None:
             settle()
             decoding.step()
             assert decoder.placement == decoding.wanted, stop_at
-            assert decoder._aside is None
+            assert decoder.slots.aside is None
         assert stop_at > 60
 
 
@@ -475,7 +485,7 @@ def test_requests_join_while_others_decode(
                 name, prompt = waiting.pop(0)
                 params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
                 engine.add_request(prompt, params, str(name))
-            if (aside := getattr(decoder_of(model), "_aside", None)) is not None:
+            if (aside := aside_of(model)) is not None:
                 aside._thread.join(1.0)  # answers are short
             for output in [*engine.step(), *engine.step()]:
                 assert output.error is None
@@ -486,10 +496,10 @@ def test_requests_join_while_others_decode(
 
     def goes_aside(model: Any) -> None:
         decoder = decoder_of(model)
-        least, roles = decoder._least_placement(), decoder.attention.roles
+        least, roles = decoder.placed.least, decoder.attention.roles
         places = np.array(least.places)
         places[np.isin(roles, (DENSE, RETRIEVE)) if roles is not None else 1] = Place.GPU
-        more, replace_steps = HeadPlacement(places), decoder._replace_steps
+        more, replace_steps = HeadPlacement(places), decoder.slots._replace_steps
         assert more != least
 
         def replaced(*args: Any) -> None:
@@ -497,8 +507,8 @@ def test_requests_join_while_others_decode(
             replace_steps(*args)
 
         split_steps(model, 1)
-        decoder._captures_aside, decoder._replace_steps = True, replaced
-        decoder._choose = lambda now, num_sequences, *_: least if num_sequences == 4 else more
+        decoder.slots.captures_aside, decoder.slots._replace_steps = True, replaced
+        decoder.placed.choose = lambda now, num_sequences, *_: least if num_sequences == 4 else more
 
     wanted = answers(tiny_folders["llama"], ("cpu", None), lambda model: None)
     assert len(wanted) == 8

@@ -18,6 +18,7 @@ from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
+from offload.decode.gpu.captured_steps import CapturedSteps
 from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.decode.gpu.prepared_steps import BurstLength
@@ -46,10 +47,10 @@ def in_turn(folder: Path, policy: str, backend: Any, *, hot: bool = False, **loa
     if hot:
         decoder = decoder_of(model)
         heads = model.config.num_attention_heads
-        placement = decoder.placement.with_hot_rows(decoder._policy, heads)
+        placement = decoder.placement.with_hot_rows(decoder.attention.policy, heads)
         places = np.array(placement.places)
         places[0] = Place.GPU  # or nobody could ask for the first rows
-        decoder.place(HeadPlacement(places).with_hot_rows(decoder._policy, heads))
+        decoder.place(HeadPlacement(places).with_hot_rows(decoder.attention.policy, heads))
     return model
 
 
@@ -64,8 +65,8 @@ def begun(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return counts[0]
 
     def ends(self: DeviceDecoder) -> None:
-        if self._in_turn is not None:
-            ended.append((counts[0], int(self._in_turn.is_launched)))
+        if self.captured.in_turn is not None:
+            ended.append((counts[0], int(self.captured.in_turn.is_launched)))
         end(self)
 
     monkeypatch.setattr(DeviceDecoder, "begin_steps", begins)
@@ -265,7 +266,9 @@ def test_no_memory_is_taken_from_the_system_meanwhile(
     decoder, grow, launched = decoder_of(model), PagePool._grow, list[bool]()
 
     def grows(self: PagePool, missing_pages: int) -> None:
-        launched.append(decoder._in_turn is not None and decoder._in_turn.is_launched)
+        launched.append(
+            decoder.captured.in_turn is not None and decoder.captured.in_turn.is_launched
+        )
         grow(self, missing_pages)
 
     monkeypatch.setattr(PagePool, "_grow", grows)
@@ -329,7 +332,7 @@ def test_ctrl_c_as_they_end(backend: Any, line: int, tiny_folders: dict[str, Pat
         return of_line
 
     def of_call(frame: Any, event: str, arg: Any) -> Any:
-        return of_line if frame.f_code is DeviceDecoder.end_steps.__code__ else None
+        return of_line if frame.f_code is CapturedSteps.end_steps.__code__ else None
 
     tracing = sys.gettrace()
     sys.settrace(of_call)

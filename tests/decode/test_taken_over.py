@@ -46,8 +46,8 @@ def backend(request: pytest.FixtureRequest) -> tuple[str, str]:
 def random_places(model: Any, chance: random.Random) -> HeadPlacement:
     """Places that do not change what heads attend to: hot rows only within the budget."""
     decoder = decoder_of(model)
-    roles, places = decoder.attention.roles, np.array(decoder._least_placement().places)
-    if decoder._policy.name == "lychee_cluster":
+    roles, places = decoder.attention.roles, np.array(decoder.placed.least.places)
+    if decoder.attention.policy.name == "lychee_cluster":
         for layer_idx in (1, 2):
             heads = chance.choice([[Place.HOT] * 2, [Place.CPU] * 2, [Place.GPU] * 2])
             places[layer_idx] = heads
@@ -56,7 +56,7 @@ def random_places(model: Any, chance: random.Random) -> HeadPlacement:
         role = DENSE if roles is None else roles[at]
         if role in (DENSE, RETRIEVE) and places[at] != Place.GPU:
             places[at] = chance.choice([Place.CPU, Place.GPU])
-    if decoder._policy.shares_selection:  # all heads of a layer publish, or none
+    if decoder.attention.policy.shares_selection:  # all heads of a layer publish, or none
         for of_layer in places:
             of_layer[:] = of_layer[0]
     if roles is not None and (places[roles == RETRIEVE] == Place.GPU).all():
@@ -92,10 +92,10 @@ class Life:
         decoder = decoder_of(self.model)
         if not self.aside:
             return decoder.place(placement)
-        decoder._captures_aside, decoder._choose = True, lambda *_: placement
+        decoder.slots.captures_aside, decoder.placed.choose = True, lambda *_: placement
         decoder.begin_generation(self._placing.choice([1, 2, 4]), 200, 64)
-        if decoder._aside is not None and self._placing.random() < 0.5:
-            decoder._aside.wait()
+        if decoder.slots.aside is not None and self._placing.random() < 0.5:
+            decoder.slots.aside.wait()
         return None
 
     def _begin(self, num_sequences: int) -> None:
@@ -223,8 +223,8 @@ def test_only_layers_that_change_are_read_from_the_host(
     model(token, past_key_values=first)
     assert reads.take() == (set(), set())
     decoder.begin_generation(5, 100)
-    if decoder._aside is not None:  # else those that there are go on until they are made
-        decoder._aside.wait()
+    if decoder.slots.aside is not None:  # else those that there are go on until they are made
+        decoder.slots.aside.wait()
     model(token, past_key_values=first)
     model(token.expand(3, 1), past_key_values=second)
     assert steps_of(model).num_slots == 8
@@ -273,8 +273,8 @@ def test_without_room_beside_the_old_all_is_loaded_anew(
     make, failed = PreparedSteps._make_step, []
 
     def fail_once(self: PreparedSteps) -> Any:
-        if decoder._kept is not None and not failed:
-            failed.append(decoder._kept)
+        if decoder.slots.kept is not None and not failed:
+            failed.append(decoder.slots.kept)
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return make(self)
 
@@ -286,7 +286,7 @@ def test_without_room_beside_the_old_all_is_loaded_anew(
         assert decoder.placement == placed(text)
         token = wanted
     assert len(failed) == 1
-    decoder._keeps_placement = True
+    decoder.placed.keeps = True
     decoder.place(placed("GG GG G."))
     with pytest.raises(DeviceMemoryError, match="place fewer heads"):
         run(model, caches[1], token)

@@ -148,7 +148,7 @@ def test_a_step_takes_what_was_planned(
         step(decoder, batch_size, kv_len)
         work = Workload(shape, policy, kv_len, batch_size, dtype, PAGE_TOKENS)
         planned = step_device_bytes(placement, work, device=None)
-        running, (link,) = decoder._prepared.step, decoder._prepared.links.values()
+        running, (link,) = decoder.slots.steps.step, decoder.slots.steps.links.values()
         codes = running.resident.codes
         parts = {
             "windows": running.resident.windows,

@@ -280,6 +280,6 @@ def test_no_choice_without_a_gpu(tiny_folders: dict[str, Path]) -> None:
     model = OffloadedModel.from_pretrained(
         tiny_folders["llama"], policy=small("lychee_decode"), backend="inline", num_threads=1
     )
-    assert decoder_of(model)._choose is None
+    assert decoder_of(model).placed.choose is None
     runtime, rooms = runtime_of(model), {"host_kv_bytes": 2**30, "device_kv_bytes": 2**30}
     assert placement_for(runtime.config, runtime.lean, None, dtype=torch.float32, **rooms) is None

@@ -240,7 +240,7 @@ def test_it_makes_room_for_steps(
     """Before heads have to leave the GPU."""
     model, text = corrected(folder, "exact_topk", backend), random_tokens(1, PROMPT)
     cache, decoder = decoded(model, text, EVERY + 2), decoder_of(model)
-    placement, bind, refused = decoder.placement, decoder._bind_in_room, []
+    placement, bind, refused = decoder.placement, decoder.slots._bind_in_room, []
 
     def refusing(*given: Any) -> Any:
         if background_of(model) is not None:
@@ -249,7 +249,7 @@ def test_it_makes_room_for_steps(
         return bind(*given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(decoder, "_bind_in_room", refusing)
+        patched.setattr(decoder.slots, "_bind_in_room", refusing)
         decode(model, cache, 1)
         decode(model, cache, 1)
     assert len(refused) == 2

@@ -117,7 +117,7 @@ def test_the_rehearsal_launches_every_kernel(
         decoder_of(model).place(placed(model))
     with collected_launches() as launches:
         warm_up_kernels(runtime.lean, decoder_of(model), runtime.config.policy, torch.float32)
-        assert decoder_of(model)._steps is None
+        assert decoder_of(model).slots.steps is None
         warmed_up = launches.take()
         launch_prompts(runtime.lean)
         launch_steps(decoder_of(model))
@@ -148,12 +148,12 @@ def launch_prompts(lean: Any) -> None:
 def launch_steps(decoder: DeviceDecoder) -> None:
     vocab_size = decoder.model.lm_head.out_features
     for num_slots, kv_len in ((1, 10), (1, 5000), (4, 100), (16, 9000)):
-        decoder._make_slots(num_slots, kv_len)
+        decoder.slots.steps_for(num_slots, kv_len)
         for num_rows in {1, num_slots // 2 or 1, num_slots}:
             for num_micro_batches in {1, min(2, num_rows)}:
-                link = decoder._prepared.make_link(num_rows, num_micro_batches)
+                link = decoder.slots.steps.make_link(num_rows, num_micro_batches)
                 link = replace(link, gpu_sync=_WarmUpSync(link, decoder))
-                decoder._prepared.step.run_tokens(link, samples=num_slots == 4)
+                decoder.slots.steps.step.run_tokens(link, samples=num_slots == 4)
                 link.gpu_sync.close()
         chooser = TokenChooser(num_slots, vocab_size, torch.device("cpu"))
         for positions in (None, torch.zeros(num_slots, dtype=torch.int64)):  # of the first token

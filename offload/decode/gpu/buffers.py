@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from gpu_ops.launch import _num_multiprocessors
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.paged_attention import num_kv_splits
 from offload.decode.gpu.gpu_sync import GpuSync
-from offload.decode.sampling import TokenChooser
+from offload.decode.sampling import Draws, TokenChooser
 from offload.models import LeanModel, ModelShape
 
 # Tokens that scores have room for at least.
@@ -43,6 +44,27 @@ class StepBuffers:
         self.device_out, self.device_lse = buffers["device_out"], buffers["device_lse"]
         self.attended = buffers["attended"]
         self.partial_out, self.partial_lse = buffers["partial_out"], buffers["partial_lse"]
+
+    def write_state(
+        self,
+        slots: Sequence[int],
+        kv_lens: Sequence[int],
+        position_ids: Tensor,
+        tokens: Tensor | None = None,
+        draws: Draws | None = None,
+    ) -> None:
+        """What a step to `kv_lens` tokens of the rows `slots` begins with; no other is in use."""
+        rows = np.zeros((3, len(slots)), np.int64)
+        rows[0], rows[1] = kv_lens, position_ids.numpy()
+        rows[0] -= 1
+        if tokens is not None:
+            rows[2] = tokens.numpy()
+        state = self.host_state.numpy()
+        state.fill(-1)
+        state[:, slots] = rows
+        self.state.copy_(self.host_state, non_blocking=True)
+        if draws is not None:
+            self.chooser.use(draws, slots, rows[0].tolist())
 
     @staticmethod
     def layout(

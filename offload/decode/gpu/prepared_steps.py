@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -311,3 +312,17 @@ class PreparedSteps:
         gpu_sync = self.make_gpu_sync(coprocessor, mailbox)
         request_of = {(layer, first): i for i, (layer, first, _) in enumerate(requests)}
         return HostLink(num_rows, num_micro_batches, mailbox, coprocessor, gpu_sync, request_of)
+
+
+class BoundRows(NamedTuple):
+    """Sequences of the next step, or several, each in its row of `steps`.
+
+    Attributes:
+        slots: the row of each of `seqs`.
+        kv_lens: tokens of each after the steps.
+    """
+
+    steps: PreparedSteps
+    seqs: Sequence[int]
+    slots: list[int]
+    kv_lens: list[int]

@@ -101,6 +101,7 @@ class ResidentKV:
 
     Attributes:
         budget: of all pages.
+        took_over: pages lie as others needed them, and no step has had room beside them yet.
 
     Raises:
         DeviceMemoryError: a budget that cannot hold one page of each resident head.
@@ -127,6 +128,7 @@ class ResidentKV:
         }
         self.slots = [Slot() for _ in range(num_slots)]
         self.budget = budget or PageBudget()
+        self.took_over = False
         self._layers = tuple(layers)
         self._store = store
         self._clock = 0
@@ -369,7 +371,7 @@ class ResidentKV:
                 self.slots[index] = replace(old.slots[of_old], is_whole=is_whole)
                 self._addresses[index] |= old._addresses[of_old]
             self._pages |= {n: pages for n, pages in old._pages.items() if n in self._pages}
-            self._clock = old._clock
+            self._clock, self.took_over = old._clock, True
 
     def _check_budget(self) -> None:
         """A page of each resident head, before anything is allocated."""

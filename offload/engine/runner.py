@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from offload.decode.sampling import Draws, Sampler
-from offload.engine.correction import SlicedCorrection
 from offload.engine.sampler import Chosen, score
 from offload.models.batch import RaggedBatch, tokens_each
 from offload.prefill.forward import OnTokens
+from offload.runtime.correcting import RunningCorrection
 from offload.runtime.passes import Pass
 from offload.runtime.runtime import Runtime
 from offload.system.autocast import current_device, without_autocast
@@ -108,48 +108,32 @@ class Runner:
         if self._sequences.corrections is not None:
             self._sequences.corrections.check_device(1, max_tokens)
 
-    def correction(self, seq: int) -> SlicedCorrection | None:
+    def correction(self, seq: int) -> RunningCorrection | None:
         """What is read again before the next token of `seq`; None: it is not due."""
         corrections = self._sequences.corrections
         if corrections is None or not corrections.are_due([seq]):
             return None
-        return SlicedCorrection(corrections.waiting(seq).copy())
+        return RunningCorrection({seq: corrections.waiting(seq).part()})
 
-    def correct(self, seq: int, correction: SlicedCorrection, num_tokens: int) -> None:
+    def correct(self, seq: int, correction: RunningCorrection, num_tokens: int) -> None:
         """Read the next `num_tokens` of it; behind the last it is done.
 
         Raises:
             As `read`. `seq` is as it was; what was read before has to be given up.
         """
-        runtime, tokens, read = self.runtime, correction.tokens, correction.num_read
-        if correction.copy is None:
-            correction.copy = self._sequences.fork_to_correct({seq: tokens})[seq]
-        batch = _batch_of([tokens.first + read], [num_tokens])
-
-        def compute(seqs: list[int]) -> Tensor:
-            return runtime.prefill(embedded, batch, seqs, corrects=True)
-
+        device, generation = self.runtime.device, self.runtime.current_generation
         with (
             self._timed(),
             torch.no_grad(),
-            current_device(runtime.device),
-            without_autocast(runtime.device),
+            torch_threads(generation.prefill_threads),
+            current_device(device),
+            without_autocast(device),
         ):
-            ids = torch.tensor(tokens.ids[read : read + num_tokens])
-            embedded = self._lean.embed_tokens(ids.to(runtime.device))
-            this = Pass(self._sequences, [correction.copy], [num_tokens])
-            this.num_begun = [0]  # what the policy keeps is of all of them already
-            runtime.extend(this, compute, prefill=False)
-        correction.num_read += num_tokens
-        if not correction.num_left:
-            copy, correction.copy = correction.copy, None  # gone, even if policies fail
-            self._sequences.take_corrected(seq, copy, len(tokens.ids))
+            self.runtime.corrector.read_slice(seq, correction, num_tokens)
 
-    def give_up(self, correction: SlicedCorrection) -> None:
+    def give_up(self, correction: RunningCorrection) -> None:
         """Give back what a correction has taken."""
-        if correction.copy is not None:
-            self._sequences.free([correction.copy])
-            correction.copy, correction.num_read = None, 0
+        self._sequences.give_up_correction(correction)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float logits [n, vocab_size] of the tokens after those that were read."""

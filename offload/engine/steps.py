@@ -380,7 +380,7 @@ class Steps:
                 self.emit_error(request, error)
             return
         request.correction = None
-        self.stats.corrected_tokens += len(correction.tokens.ids)
+        self.stats.corrected_tokens += correction.num_tokens
         self.scheduler.was_corrected(request)
 
     def _give_up_correction(self, request: Request) -> None:

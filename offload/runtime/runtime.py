@@ -19,7 +19,7 @@ from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.compressing import compression_for, page_tokens_of, reconstructs
 from offload.runtime.correcting import BackgroundCorrection, corrections_for
-from offload.runtime.corrector import Corrector
+from offload.runtime.corrector import Corrector, give_back
 from offload.runtime.decoders import make_decoder
 from offload.runtime.fingerprint import fingerprint
 from offload.runtime.generation import Generation, GenerationRequest
@@ -32,7 +32,6 @@ from offload.runtime.quality import FloorWatch, Quality, quality_of
 from offload.runtime.sequences import Sequences
 from offload.runtime.slices import run_in_slices
 from offload.system.autocast import current_device, without_autocast
-from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
 from offload.system.torch_threads import torch_threads
 
@@ -87,7 +86,7 @@ class Runtime:
             has_ranks=self.ranks is not None,
             fingerprint=partial(fingerprint, weights, stock_config, config.policy, self.store),
         )
-        self._corrector = Corrector(opened, self.sequences, decoder.pool, self._give_back)
+        self.corrector = Corrector(opened, self.sequences, decoder)
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
         self.on_tokens: OnTokens | None = None  # see `prefill`
@@ -142,7 +141,6 @@ class Runtime:
         seqs: list[int],
         *,
         attentions: Sequence[DecodeAttention] | None = None,
-        corrects: bool = False,
         builds: bool = True,
         on_tokens: OnTokens | None = None,
     ) -> torch.Tensor:
@@ -151,19 +149,18 @@ class Runtime:
         Args:
             seqs: with room reserved in the store, which the caller commits; none: nothing is kept.
             attentions: of the policies that will decode after it; None: this runtime's own.
-            corrects: tokens that were decoded are read again, of which policies hear afterwards.
             builds: what policies build on a GPU during a prefill; False: more of the prompt comes.
             on_tokens: in the place of the attribute.
         """
         self._give_up_background()  # for room
-        if self.attention.top_p_controller is not None and not corrects:
+        if self.attention.top_p_controller is not None:
             self.attention.top_p_controller.restart()
         with torch_threads(self.current_generation.prefill_threads):
             self.decoder.trim()
             for seq in seqs:
                 self.decoder.rebase(seq, self.store.kv_len(seq), seq)
             hidden, seconds = prefill_for(
-                () if corrects else [self.attention] if attentions is None else attentions,
+                [self.attention] if attentions is None else attentions,
                 hidden,
                 batch,
                 seqs,
@@ -172,21 +169,12 @@ class Runtime:
                 store=self.store if seqs else None,
                 slice_tokens=self.config.prefill_slice_tokens,
                 pool=self.decoder.pool,
-                on_tokens=on_tokens or (None if corrects else self.on_tokens),
+                on_tokens=on_tokens or self.on_tokens,
                 device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
-                give_back=partial(self._give_back, seqs),
+                give_back=partial(give_back, self.decoder, seqs),
             )
         self.current_generation.stats.index_seconds += seconds
         return hidden
-
-    def _give_back(self, seqs: Sequence[int], why: DeviceMemoryError) -> bool:
-        """Device memory for a prefill of `seqs`: as `Decoder.give_heads_back`, but what there is
-        of them goes first."""
-        before = self.decoder.device_bytes
-        for seq in seqs:
-            self.decoder.forget(seq)
-        self.decoder.trim()
-        return self.decoder.device_bytes < before or self.decoder.give_heads_back(why)
 
     def _run(
         self,
@@ -376,7 +364,7 @@ class Runtime:
             beside: it may go on beside the step, where there is a GPU.
         """
         corrections, start = self.sequences.corrections, time.perf_counter()
-        if corrections is None or not self._corrector.has_work(cache.seqs):
+        if corrections is None or not self.corrector.has_work(cache.seqs):
             return None
         generation = self.current_generation
         with (
@@ -385,7 +373,7 @@ class Runtime:
             torch_threads(generation.prefill_threads),
         ):
             beside = beside and corrections.in_background
-            running, num_tokens = self._corrector.correct(cache.seqs, beside=beside)
+            running, num_tokens = self.corrector.correct(cache.seqs, beside=beside)
         generation.count_correction(num_tokens, start)
         return running
 

@@ -16,7 +16,13 @@ from offload.kv.sequence_part import SequencePart
 from offload.kv.store import KVStore
 from offload.kv_compression.base import Exposed, KVCompression
 from offload.models.batch import RaggedBatch
-from offload.runtime.correcting import Background, Correction, Corrections, SparseTokens
+from offload.runtime.correcting import (
+    Background,
+    Correction,
+    Corrections,
+    RunningCorrection,
+    SparseTokens,
+)
 from offload.runtime.policy_part import PolicyPart
 from offload.runtime.run_lock import RunLock
 from offload.runtime.stats import OffloadStats
@@ -161,18 +167,23 @@ class Sequences:
                 self.states.rebuild(seq)
                 raise
 
-    def end_background(self) -> None:
-        """All layers of it are there."""
+    def end_correction(self, running: RunningCorrection) -> None:
+        """All tokens of it are in its copies, which are gone afterwards, even if policies fail."""
         with shielded():
-            running, self.background.running = self.background.running, None
-            assert running is not None
-            copies = running.copies.copy()
+            if running is self.background.running:
+                self.background.running = None
             try:
-                while copies:
-                    seq, copy = copies.popitem()
+                while running.copies:
+                    seq, copy = running.copies.popitem()
                     self.take_corrected(seq, copy, len(running.tokens[seq].ids))
             finally:
-                self.free(copies.values())
+                self.free(running.copies.values())
+
+    def give_up_correction(self, running: RunningCorrection) -> None:
+        """Give back what it has taken: nothing of it is read."""
+        with shielded():
+            self.free(running.copies.values())
+            running.copies, running.num_read = {}, 0
 
     def make_room(
         self,

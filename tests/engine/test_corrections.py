@@ -154,7 +154,7 @@ def test_keys_are_exact_behind_it(model: Any, folder: Path) -> None:
     engine, found = Engine(model, slice_seconds=1e-4), Found()
     engine.add_request(prompt, GREEDY, "0")
     request, drifts = step_into_correction(engine, found), []
-    num_exact = request.correction.tokens.first + EVERY
+    num_exact = request.correction.tokens[request.seq].first + EVERY
     text = torch.tensor([(prompt + found["0"])[:num_exact]])
     expected = rows_of(read(load(folder, "full", None), text)[0])
     for _ in range(2):
@@ -461,7 +461,7 @@ def test_a_cancelled_session_keeps_what_waits(model: Any, tmp_path: Path) -> Non
     engine, found = Engine(model, slice_seconds=1e-4, sessions=Sessions(tmp_path)), Found()
     engine.add_request(prompt, GREEDY, "first", session_id="s")
     request = step_into_correction(engine, found)
-    first = request.correction.tokens.first
+    first = request.correction.tokens[request.seq].first
     engine.cancel("first")
     while engine.has_work or engine._saves:
         step(engine, found)

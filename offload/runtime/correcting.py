@@ -344,11 +344,12 @@ class Corrections(SequencePart):
         positions: Tensor,
         exact: Container[int] = (),
     ) -> None:
-        """Tokens [num_tokens] that come next and are decoded, but in the sequences `exact`."""
+        """Tokens [num_tokens] that are decoded next, but for those of the sequences `exact`."""
         for sequence, start, stop in batch.spans():
-            if sequence in exact:
+            seq = seqs[sequence]
+            if seq in exact:
                 continue
-            seq, known = seqs[sequence], self.waiting(seqs[sequence])
+            known = self.waiting(seq)
             kv_len = self._store.kv_len(seq)
             begin = start + max(0, self._dense_tokens - kv_len)
             if not known.ids:
@@ -357,7 +358,7 @@ class Corrections(SequencePart):
             known.positions += positions[begin:stop].tolist()
 
     def behind(self, seqs: Sequence[int], batch: RaggedBatch) -> Correction | None:
-        """What the prompts of `batch` are read behind."""
+        """What the prompts of `batch` are read behind, if anything."""
         again = {
             sequence: known
             for sequence, (seq, num_new) in enumerate(zip(seqs, batch.num_new_tokens, strict=False))

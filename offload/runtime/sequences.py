@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from offload.kv_compression.base import Exposed, KVCompression
 from offload.models.batch import RaggedBatch
 from offload.runtime.correcting import (
     Background,
-    Correction,
     Corrections,
     RunningCorrection,
     SparseTokens,
@@ -151,31 +150,26 @@ class Sequences:
             raise
         return copies
 
-    def take_corrected(self, seq: int, copy: int, num_tokens: int) -> None:
-        """Replace the first `num_tokens` waiting tokens of `seq` by those of `copy`, which has them
-        in every layer; `copy` is gone afterwards."""
-        assert self.corrections is not None
-        first = self.corrections.waiting(seq).first
-        with shielded():
-            self.store.exchange(seq, copy, first, first + num_tokens)
-            self.free([copy])
-            self.corrections.note_corrected(seq, num_tokens)
-            self._decoder.rebase(seq, first, seq)
-            try:
-                self.states.revise(seq, first)
-            except BaseException:
-                self.states.rebuild(seq)
-                raise
-
     def end_correction(self, running: RunningCorrection) -> None:
-        """All tokens of it are in its copies, which are gone afterwards, even if policies fail."""
+        """Tokens are in the copies in every layer: their pages take the place of those that waited.
+        The copies are gone afterwards, even if policies fail."""
+        assert self.corrections is not None
         with shielded():
             if running is self.background.running:
                 self.background.running = None
             try:
                 while running.copies:
                     seq, copy = running.copies.popitem()
-                    self.take_corrected(seq, copy, len(running.tokens[seq].ids))
+                    first, num_tokens = running.tokens[seq].first, len(running.tokens[seq].ids)
+                    self.store.exchange(seq, copy, first, first + num_tokens)
+                    self.free([copy])
+                    self.corrections.note_corrected(seq, num_tokens)
+                    self._decoder.rebase(seq, first, seq)
+                    try:
+                        self.states.revise(seq, first)
+                    except BaseException:
+                        self.states.rebuild(seq)
+                        raise
             finally:
                 self.free(running.copies.values())
 
@@ -250,41 +244,18 @@ class Sequences:
         for sequence, start, stop in batch.spans():
             self._attention.states.append_delimiter_classes(seqs[sequence], classes[start:stop])
 
-    def correction(
-        self, seqs: Sequence[int], batch: RaggedBatch, tokens: Tensor | None, *, decodes: bool
-    ) -> Correction | None:
-        """What a prompt, with the ids `tokens`, is read behind, if anything.
-
-        Args:
-            decodes: it is no prompt.
-
-        Raises:
-            ValueError: tokens are decoded whose ids are not known.
-        """
-        if self.corrections is None:
-            return None
-        if decodes and tokens is None:
-            raise ValueError(
-                "inputs_embeds in a decode step with cache_correction_every: what is decoded is "
-                "read again by its ids; give input_ids, or leave cache_correction_every out"
-            )
-        return None if decodes else self.corrections.behind(seqs, batch)
-
     def note_decoded(
         self,
         batch: RaggedBatch,
         seqs: Sequence[int],
         tokens: Tensor | None,
         positions: Tensor,
-        exact: Container[int] = (),
     ) -> None:
-        """What is decoded next, [num_tokens] each, before it is in the store.
-
-        Args:
-            exact: numbers of `batch`'s sequences that attend to all: they need no correction.
-        """
+        """As `note_text`, of what is decoded, [num_tokens] each: it waits for a correction, but
+        where a sequence attends to all."""
+        self.note_text(batch, seqs, tokens, positions)
         if self.corrections is not None and tokens is not None:
-            self.corrections.note(batch, seqs, tokens, positions, exact)
+            self.corrections.note(batch, seqs, tokens, positions, self.states.unasked)
 
     def count_condensed(self, stats: OffloadStats) -> float:
         """Note what was condensed since this was asked last; the seconds that it took."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from offload.decode.sampling import Sampler
 from offload.engine.sampler import Chosen, score
-from offload.models.batch import RaggedBatch, tokens_each
-from offload.prefill.forward import OnTokens
+from offload.models.batch import RaggedBatch
 from offload.runtime.correcting import RunningCorrection
 from offload.runtime.runner import Pass
 from offload.runtime.runtime import Runtime
 from offload.system.autocast import current_device, without_autocast
+from offload.system.interrupts import finish
 from offload.system.torch_threads import torch_threads
 
 
@@ -33,6 +32,7 @@ class Passes:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.seconds = runtime, 0.0
         self._runner, self._sequences = runtime.runner, runtime.sequences
+        self.give_up = self._sequences.give_up_correction
 
     def wait(self) -> None:
         """For what a GPU was given."""
@@ -44,28 +44,27 @@ class Passes:
         parts: Sequence[tuple[int, Sequence[int]]],
         *,
         builds: bool,
-        on_tokens: OnTokens | None = None,
+        between: Callable[[], None],
     ) -> tuple[Tensor, ...]:
         """Read some more of prompts: of each, hidden states [num_tokens, hidden_size] for `logits`.
 
         Args:
             parts: sequences, and their next tokens.
             builds: a GPU builds what the policy keeps: some prompt is read to its end.
-            on_tokens: as of `prefill`, when a GPU has finished the layer before the one that it
-                hears of; other sequences may `decode` in there.
+            between: called between two layers, when a GPU has finished all but the last that it was
+                given; other sequences may decode in there.
 
         Raises:
             HostBudgetError, RuntimeError, ValueError: as `Runtime.run`; all are as before.
         """
-        sizes, paced = [len(tokens) for _, tokens in parts], on_tokens
-        if on_tokens is not None and self.runtime.device.type == "cuda":
-            paced = _paced(on_tokens)
+        if self.runtime.device.type == "cuda":
+            between = _paced(between)
         ids = torch.tensor([token for _, tokens in parts for token in tokens])
-        seqs = [seq for seq, _ in parts]
+        seqs, sizes = [seq for seq, _ in parts], [len(tokens) for _, tokens in parts]
         batch = _batch_of([self.runtime.store.kv_len(seq) for seq in seqs], sizes)
         with self._running():
             this = Pass(self._sequences, seqs, sizes)
-            hidden = self._runner.read(this, batch, ids, builds=builds, on_tokens=paced)
+            hidden = finish(self._runner.read(this, batch, ids, builds=builds), between)
         return tuple(hidden[start:stop] for start, stop in pairwise(batch.indptr))
 
     def correction(self, seq: int) -> RunningCorrection | None:
@@ -83,10 +82,6 @@ class Passes:
         """
         with self._running(self.runtime.current_generation.prefill_threads):
             self._runner.corrector.read_slice(seq, correction, num_tokens)
-
-    def give_up(self, correction: RunningCorrection) -> None:
-        """Give back what a correction has taken."""
-        self._sequences.give_up_correction(correction)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float logits [n, vocab_size] of the tokens after those that were read."""
@@ -121,10 +116,9 @@ class Passes:
         Raises:
             As `Decoder.decode`; all sequences are as before.
         """
-        positions = torch.tensor([self.runtime.store.kv_len(seq) for seq in seqs])
-        batch = replace(tokens_each(len(seqs)), position_ids=positions)
+        batch = _batch_of([self.runtime.store.kv_len(seq) for seq in seqs], [1] * len(seqs))
         with self._decoding(budgets):
-            this = Pass(self._sequences, seqs, [1] * len(seqs))
+            this = Pass(self._sequences, seqs, batch.num_new_tokens)
             return self._runner.decode_tokens(this, batch, torch.tensor(tokens))
 
     def choose(
@@ -198,17 +192,17 @@ def _batch_of(firsts: Sequence[int], sizes: Sequence[int]) -> RaggedBatch:
     )
 
 
-def _paced(on_tokens: OnTokens) -> OnTokens:
+def _paced(between: Callable[[], None]) -> Callable[[], None]:
     """On a GPU, which would be given all layers before it has come to the second: at most one is
     queued behind the one that runs, so that there is time between them."""
     launched: list[torch.cuda.Event] = []
 
-    def paced(num_tokens: int) -> None:
+    def paced() -> None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         launched.append(event)
         if len(launched) > 1:
             launched.pop(0).synchronize()
-        on_tokens(num_tokens)
+        between()
 
     return paced

@@ -111,11 +111,6 @@ class Admission:
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._store.page_tokens) * self._store.num_page_rows
 
-    def check_device(self, max_tokens: int) -> None:
-        """As `Corrections.check_device`, of one sequence."""
-        if self._corrections is not None:
-            self._corrections.check_device(1, max_tokens)
-
     def _corrected_pages(self, num_tokens: int) -> int:
         """That are there twice while a sequence is corrected."""
         return 0 if self._corrections is None else self._corrections.pages(1, num_tokens)

@@ -153,7 +153,8 @@ class Steps:
                 self._passes.runtime.decoder.begin_generation(
                     count, longest, self.scheduler.most_slice_tokens
                 )
-                self.admission.check_device(longest)
+                if (corrections := self._passes.runtime.sequences.corrections) is not None:
+                    corrections.check_device(1, longest)
             except Exception as error:
                 if len(requests) == 1 or not isinstance(error, DeviceMemoryError):
                     self.emit_error(requests[-1], error)
@@ -347,8 +348,8 @@ class Steps:
         """Seconds of reading since the slice began."""
         return time.perf_counter() - self.stats.decode_seconds - self._slice_began
 
-    def _pause(self, num_tokens: int) -> None:
-        """Behind a layer of a slice the others decode, if reading has had its share of the time:
+    def _pause(self) -> None:
+        """Between two layers of a slice the others decode, if reading has had its share of time:
         how long a slice takes is not how long they wait. Who is cancelled ends here, too.
 
         Raises:
@@ -405,7 +406,7 @@ class Steps:
                 hidden = self._passes.read(
                     [(r.seq, r.prompt[a:b]) for r, a, b in spans if r.seq is not None],
                     builds=any(stop == len(request.prompt) for request, _, stop in spans),
-                    on_tokens=self._pause,
+                    between=self._pause,
                 )
             finally:
                 self._in_slice = []

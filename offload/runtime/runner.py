@@ -6,8 +6,9 @@ After a pass all sequences have its tokens, or none has.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from offload.runtime.prompt_reading import prefill_for
 from offload.runtime.sequences import Sequences
 from offload.runtime.stats import PassCounter
 from offload.system.autocast import current_device, without_autocast
-from offload.system.interrupts import shielded
+from offload.system.interrupts import finish, shielded
 from offload.system.torch_threads import torch_threads
 
 
@@ -131,7 +132,11 @@ class Runner:
         self.corrector = Corrector(opened, sequences, decoder)
         self.counter = counter
 
-    def prefill(
+    def prefill(self, *args: Any, **options: Any) -> Tensor:
+        """`prefill_by_layer` to its end."""
+        return finish(self.prefill_by_layer(*args, **options))
+
+    def prefill_by_layer(
         self,
         hidden: Tensor,
         batch: RaggedBatch,
@@ -140,14 +145,15 @@ class Runner:
         attentions: Sequence[DecodeAttention] | None = None,
         builds: bool = True,
         on_tokens: OnTokens | None = None,
-    ) -> Tensor:
-        """Embeddings [num_tokens, hidden_size] of new tokens through all layers, overwritten.
+    ) -> Generator[None, None, Tensor]:
+        """Embeddings [num_tokens, hidden_size] of new tokens through all layers, overwritten; it
+        stops between them.
 
         Args:
             seqs: with room reserved in the store, which the caller commits; none: nothing is kept.
             attentions: of the policies that will decode after it; None: the decoder's.
             builds: what policies build on a GPU during a prefill; False: more of the prompt comes.
-            on_tokens: as of `prefill_by_layer`.
+            on_tokens: hears of every slice after every layer.
         """
         store = self.sequences.store
         self.sequences.background.give_up()  # for room
@@ -157,7 +163,7 @@ class Runner:
             self.decoder.trim()
             for seq in seqs:
                 self.decoder.rebase(seq, store.kv_len(seq), seq)
-            hidden, seconds = prefill_for(
+            hidden, seconds = yield from prefill_for(
                 [self.attention] if attentions is None else attentions,
                 hidden,
                 batch,
@@ -175,23 +181,18 @@ class Runner:
         return hidden
 
     def read(
-        self,
-        this: Pass,
-        batch: RaggedBatch,
-        tokens: Tensor,
-        *,
-        builds: bool,
-        on_tokens: OnTokens | None,
-    ) -> Tensor:
-        """`prefill` of the ids `tokens` [num_tokens], in a pass: [num_tokens, hidden_size]."""
+        self, this: Pass, batch: RaggedBatch, tokens: Tensor, *, builds: bool
+    ) -> Generator[None, None, Tensor]:
+        """`prefill_by_layer` of the ids `tokens` [num_tokens], in a pass. Between two layers other
+        sequences may have passes; after `close` those of this one are as they were before."""
         hidden = self.lean.embed_tokens(tokens.to(self.device))
 
-        def compute(seqs: list[int]) -> Tensor:
+        def compute(seqs: list[int]) -> Generator[None, None, Tensor]:
             self.sequences.note_text(batch, seqs, tokens, batch.position_ids)
-            return self.prefill(hidden, batch, seqs, builds=builds, on_tokens=on_tokens)
+            return self.prefill_by_layer(hidden, batch, seqs, builds=builds)
 
         on_device = builds and self.attention.builds_in_prefill(self.device)
-        return self.extend(this, compute, prefill=True, builds=on_device)
+        return (yield from self.extend_by_layer(this, compute, prefill=True, builds=on_device))
 
     def decode(self, hidden: Tensor, batch: RaggedBatch, seqs: list[int]) -> Tensor:
         """As `Decoder.decode`, with what the policy keeps built before it."""
@@ -260,9 +261,16 @@ class Runner:
             self._count_setup(before)
             return check_chosen(chosen, len(self.lean.layers)) if checks else chosen
 
-        before = self.decoder.setup_seconds
+        corrections, before = self.sequences.corrections, self.decoder.setup_seconds
+        count = in_turn = 1
         try:
-            count, in_turn = self._steps_at_once(seqs, most, several)
+            # Several, where nothing has to see the result of each; corrections know each token.
+            if self.sequences.compression is None and not self.attention.is_probed:
+                if corrections is not None:
+                    most = min(most, corrections.steps_left(seqs))
+                elif several:
+                    count = self.decoder.tokens_at_once(seqs, most)
+                in_turn = 1 if count > 1 else self.decoder.begin_steps(seqs, most)
             self._count_setup(before)
             batch, draws = tokens_each(len(seqs), count), Draws.of(samplers, max(count, in_turn))
             for left in reversed(range(in_turn)):
@@ -273,21 +281,8 @@ class Runner:
         finally:
             self.decoder.end_steps()
 
-    def _steps_at_once(self, seqs: Sequence[int], most: int, several: bool) -> tuple[int, int]:
-        """Tokens that come in one pass, and passes that are begun (`Decoder.begin_steps`):
-        several where nothing has to see the result of each."""
-        corrections = self.sequences.corrections
-        if self.sequences.compression is not None or self.attention.is_probed:
-            return 1, 1
-        if corrections is not None:  # which know each token
-            most = min(most, corrections.steps_left(seqs))
-        elif several and (count := self.decoder.tokens_at_once(seqs, most)) > 1:
-            return count, 1
-        return 1, self.decoder.begin_steps(seqs, most)
-
     def first_tokens(self, logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
-        """The choice after a prompt, of logits [n, vocab_size]: int64 [n] as a step chooses it, -1
-        where they are not finite."""
+        """The choice after a prompt: logits [n, vocab_size] -> int64 [n], -1 if not finite."""
         with current_device(self.device), without_autocast(self.device):
             return self.decoder.first_tokens(logits, Draws.of(samplers))
 
@@ -301,17 +296,21 @@ class Runner:
                 logits = self.lean.lm_head(rows, self.decoder.pool)
             return logits.view(*hidden.shape[:-1], -1)
 
-    def extend(
+    def extend(self, *args: Any, **options: Any) -> Tensor:
+        """`extend_by_layer` to its end."""
+        return finish(self.extend_by_layer(*args, **options))
+
+    def extend_by_layer(
         self,
         this: Pass,
-        compute: Callable[[list[int]], Tensor],
+        compute: Callable[[list[int]], Tensor | Generator[None, None, Tensor]],
         *,
         prefill: bool,
         builds: bool = False,
-    ) -> Tensor:
-        """What `compute` makes of the sequences of a pass, which have room for its tokens then.
-
-        Afterwards they have these tokens, or after an error or ctrl-C they are as they were before.
+    ) -> Generator[None, None, Tensor]:
+        """What `compute`, or a generator that it gives, makes of the sequences of a pass, which
+        have room for its tokens then. Afterwards they have these tokens, or after an error, `close`
+        or ctrl-C they are as they were before.
 
         Args:
             prefill, builds: as of `PolicyStates.begin`.
@@ -325,6 +324,8 @@ class Runner:
                 states.begin(seqs, this.num_begun, prefill=prefill, builds=builds)
                 with exposed():
                     result = compute(seqs)
+                    if not isinstance(result, Tensor):
+                        result = yield from result
                 this.commit()
             except BaseException:
                 this.roll_back()

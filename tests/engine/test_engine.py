@@ -172,7 +172,7 @@ def test_others_decode_between_the_layers_of_a_slice(
     monkeypatch.setattr(Passes, "read", counting)
     engine.add_request(long, GREEDY, "is read")
     assert answers(engine, found) == wanted
-    assert during[0] == model.config.num_hidden_layers
+    assert during[0] == 1 + model.config.num_hidden_layers
     engine.stop()
     assert model.kv_store.num_sequences == 0
 
@@ -230,11 +230,11 @@ def test_who_is_cancelled_leaves_between_the_layers_of_a_slice(
     engine, found, layers = Engine(model, prefix_caching=False), dict[str, list[int]](), [0]
     pause = Steps._pause
 
-    def cancelling(self: Steps, num_tokens: int) -> None:
+    def cancelling(self: Steps) -> None:
         layers[0] += 1
         if layers[0] == 1:
             engine.cancel("is read")
-        pause(self, num_tokens)
+        pause(self)
 
     engine.add_request(short, replace(GREEDY, max_tokens=30), "decodes")
     while not engine.stats.decode_steps:
@@ -266,12 +266,12 @@ def test_who_is_read_beside_others_is_cancelled_behind_the_slice(
     engine, found = Engine(model, max_num_seqs=3), dict[str, list[int]]()
     cancelled = dict[str, int]()
 
-    def cancelling(self: Steps, num_tokens: int) -> None:
+    def cancelling(self: Steps) -> None:
         layers[0] += 1
         if layers[0] == 1:
             for name in ("decodes", "leaves", "waits"):
                 engine.cancel(name)
-        pause(self, num_tokens)
+        pause(self)
 
     def note(output: RequestOutput) -> None:
         if output.finish_reason is not None:
@@ -287,7 +287,7 @@ def test_who_is_read_beside_others_is_cancelled_behind_the_slice(
     engine.add_request(three, GREEDY, "waits", note)
     answers(engine, found)
     assert found["stays"] == wanted["stays"]
-    assert cancelled == {"decodes": 1, "waits": 1, "leaves": model.config.num_hidden_layers}
+    assert cancelled == {"decodes": 1, "waits": 1, "leaves": 1 + model.config.num_hidden_layers}
     assert engine.stats.prompt_tokens == num_read + len(one) + len(two)
     engine.stop()
     assert model.kv_store.num_sequences == 0

@@ -20,7 +20,7 @@ from offload.engine.checks import check_model, check_options
 from offload.engine.prefixes import Prefixes
 from offload.engine.request import Request, RequestOutput
 from offload.engine.request_maker import RequestMaker
-from offload.engine.runner import Runner
+from offload.engine.runner import Passes
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Scheduler
 from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
@@ -96,12 +96,11 @@ class Engine:
             most_slice_tokens=runtime.config.prefill_slice_tokens,
             reads_on_gpu=runtime.device.type == "cuda",
         )
-        runner = Runner(runtime)
-        prefixes = Prefixes(runner, is_enabled=prefix_caching)
+        passes, prefixes = Passes(runtime), Prefixes(runtime, is_enabled=prefix_caching)
         if sessions is not None:
             sessions.open(runtime)
         self._steps = Steps(
-            runner, scheduler, prefixes, sessions, self._take_cancelled, self._forget, overcommit
+            passes, scheduler, prefixes, sessions, self._take_cancelled, self._forget, overcommit
         )
         self._maker = RequestMaker(model, tokenizer, self._steps.admission)
         self._inbox = threading.Condition()

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from offload.engine.prefix_tree import PrefixTree
 from offload.engine.request import Request
-from offload.engine.runner import Runner
+from offload.runtime.runtime import Runtime
 from offload.system.errors import HostBudgetError
 
 _LEAST_SHARED = 16  # tokens: to read fewer is as quick
@@ -22,9 +22,10 @@ class Prefixes:
         is_enabled: else nothing is kept.
     """
 
-    def __init__(self, runner: Runner, *, is_enabled: bool) -> None:
-        self._runner, self._is_enabled, self._tree = runner, is_enabled, PrefixTree()
-        policy = runner.runtime.config.policy
+    def __init__(self, runtime: Runtime, *, is_enabled: bool) -> None:
+        self._is_enabled, self._tree = is_enabled, PrefixTree()
+        self._sequences = runtime.sequences
+        policy = runtime.config.policy
         self._is_exact = not policy.selects
         # The policy wants to see the last queries of a prompt.
         self._least_read = 1 if self._is_exact else max(1, policy.state.observed_queries)
@@ -40,9 +41,9 @@ class Prefixes:
         """Give it a sequence, with what of its prompt was read before."""
         shared = self._shared(request)
         if shared is None:
-            request.seq = self._runner.new()
+            request.seq = self._sequences.new()
             return
-        request.seq = self._runner.fork(*shared)
+        request.seq = self._sequences.fork_prefix(*shared)
         request.num_read = request.num_cached = shared[1]
 
     def keep(self, request: Request) -> None:
@@ -52,8 +53,8 @@ class Prefixes:
         if request.continues_session and not self._is_exact:
             return  # some of it was decoded
         with suppress(HostBudgetError):
-            seq = self._runner.fork(request.seq, len(request.prompt))
-            self._runner.free(self._tree.add(request.prompt, seq))
+            seq = self._sequences.fork_prefix(request.seq, len(request.prompt))
+            self._sequences.free(self._tree.add(request.prompt, seq))
 
     def end(self, request: Request) -> None:
         """It is finished: keep its sequence or free it."""
@@ -62,20 +63,20 @@ class Prefixes:
         surplus = [request.seq]
         if self._is_enabled and self._is_exact and request.is_read:
             surplus = self._tree.add([*request.prompt, *request.answer[:-1]], request.seq)
-        self._runner.free(surplus)
+        self._sequences.free(surplus)
         request.seq = None
 
     @property
     def num_pages(self) -> int:
         """Pages, at least, that would be free without what is kept."""
-        store = self._runner.runtime.store
+        store = self._sequences.store
         return sum(map(store.num_unshared_pages, self._tree.seqs()))
 
     def drop(self) -> bool:
         """Free what has been unused for the longest time; False: there is nothing."""
         seq = self._tree.least_recent()
         if seq is not None:
-            self._runner.free([seq])
+            self._sequences.free([seq])
         return seq is not None
 
     def _shared(self, request: Request) -> tuple[int, int] | None:

@@ -12,10 +12,10 @@ import torch
 
 from cpu_ops.step_rows import ATTENDS_TO_ALL
 from offload.decode.sampling import Sampler, SamplingOptions
-from offload.engine.correction import SlicedCorrection
 from offload.engine.sampler import Chosen
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.text import TextStream
+from offload.runtime.correcting import RunningCorrection
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -95,7 +95,7 @@ class Request:
     continues_session: bool = False
     restoring: Iterator[None] | None = None
     is_preempted: bool = False
-    correction: SlicedCorrection | None = None
+    correction: RunningCorrection | None = None
     is_over: bool = False
 
     def __post_init__(self) -> None:

@@ -1,30 +1,29 @@
-"""The forward passes of an engine: a slice of a prompt or of a correction, or one token of each
-running sequence."""
+"""The forward passes of an engine, by `offload.runtime.runner`: a slice of a prompt or of a
+correction, or one token of each running sequence."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from offload.decode.sampling import Draws, Sampler
-from offload.engine.correction import SlicedCorrection
+from offload.decode.sampling import Sampler
 from offload.engine.sampler import Chosen, score
-from offload.models.batch import RaggedBatch, tokens_each
-from offload.prefill.forward import OnTokens
-from offload.runtime.passes import Pass
+from offload.models.batch import RaggedBatch
+from offload.runtime.correcting import RunningCorrection
+from offload.runtime.runner import Pass
 from offload.runtime.runtime import Runtime
 from offload.system.autocast import current_device, without_autocast
+from offload.system.interrupts import finish
 from offload.system.torch_threads import torch_threads
 
 
-class Runner:
-    """Runs sequences of `runtime`, whose `run_lock` the caller has.
+class Passes:
+    """Runs the sequences of requests, of `runtime`, whose `run_lock` the caller has.
 
     Attributes:
         seconds: of all passes so far.
@@ -32,139 +31,70 @@ class Runner:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.seconds = runtime, 0.0
-        self._sequences, self._lean = runtime.sequences, runtime.lean
-
-    @property
-    def samples(self) -> bool:
-        """Whether steps choose other tokens than the likeliest."""
-        return self.runtime.decoder.samples
+        self._runner, self._sequences = runtime.runner, runtime.sequences
+        self.give_up = self._sequences.give_up_correction
 
     def wait(self) -> None:
         """For what a GPU was given."""
         if self.runtime.device.type == "cuda":
             torch.cuda.current_stream(self.runtime.device).synchronize()
 
-    def new(self) -> int:
-        """An empty sequence."""
-        return self._sequences.new()
-
-    def fork(self, seq: int, kv_len: int) -> int:
-        """A sequence of the first `kv_len` tokens of `seq`, which were read, and not decoded."""
-        return self._sequences.fork_prefix(seq, kv_len)
-
-    def free(self, seqs: Sequence[int]) -> None:
-        """Give back what sequences have."""
-        self._sequences.free(seqs)
-
     def read(
         self,
         parts: Sequence[tuple[int, Sequence[int]]],
         *,
         builds: bool,
-        on_tokens: OnTokens | None = None,
+        between: Callable[[], None],
     ) -> tuple[Tensor, ...]:
         """Read some more of prompts: of each, hidden states [num_tokens, hidden_size] for `logits`.
 
         Args:
             parts: sequences, and their next tokens.
             builds: a GPU builds what the policy keeps: some prompt is read to its end.
-            on_tokens: as of `prefill`, when a GPU has finished the layer before the one that it
-                hears of; other sequences may `decode` in there.
+            between: called between two layers, when a GPU has finished all but the last that it was
+                given; other sequences may decode in there.
 
         Raises:
             HostBudgetError, RuntimeError, ValueError: as `Runtime.run`; all are as before.
         """
-        runtime, sizes = self.runtime, [len(tokens) for _, tokens in parts]
-        paced = on_tokens
-        if on_tokens is not None and runtime.device.type == "cuda":
-            paced = _paced(on_tokens)
+        if self.runtime.device.type == "cuda":
+            between = _paced(between)
         ids = torch.tensor([token for _, tokens in parts for token in tokens])
-        firsts = [runtime.store.kv_len(seq) for seq, _ in parts]
-        batch = _batch_of(firsts, sizes)
+        seqs, sizes = [seq for seq, _ in parts], [len(tokens) for _, tokens in parts]
+        batch = _batch_of([self.runtime.store.kv_len(seq) for seq in seqs], sizes)
+        with self._running():
+            this = Pass(self._sequences, seqs, sizes)
+            hidden = finish(self._runner.read(this, batch, ids, builds=builds), between)
+        return tuple(hidden[start:stop] for start, stop in pairwise(batch.indptr))
 
-        def compute(seqs: list[int]) -> Tensor:
-            self._sequences.note_text(batch, seqs, ids, batch.position_ids)
-            return runtime.prefill(embedded, batch, seqs, builds=builds, on_tokens=paced)
-
-        with (
-            self._timed(),
-            torch.no_grad(),
-            current_device(runtime.device),
-            without_autocast(runtime.device),
-        ):
-            embedded = self._lean.embed_tokens(ids.to(runtime.device))
-            this = Pass(self._sequences, [seq for seq, _ in parts], sizes)
-            on_device = builds and runtime.attention.builds_in_prefill(runtime.device)
-            hidden = runtime.extend(this, compute, prefill=True, builds=on_device)
-        ends = pairwise(batch.indptr)
-        return tuple(hidden[start:stop] for start, stop in ends)
-
-    def check_corrections(self, max_tokens: int) -> None:
-        """Refuse a sequence of `max_tokens` that a device could not correct at its end.
-
-        Raises:
-            DeviceMemoryError: as `Corrections.check_device`.
-        """
-        if self._sequences.corrections is not None:
-            self._sequences.corrections.check_device(1, max_tokens)
-
-    def correction(self, seq: int) -> SlicedCorrection | None:
+    def correction(self, seq: int) -> RunningCorrection | None:
         """What is read again before the next token of `seq`; None: it is not due."""
         corrections = self._sequences.corrections
         if corrections is None or not corrections.are_due([seq]):
             return None
-        return SlicedCorrection(corrections.waiting(seq).copy())
+        return RunningCorrection({seq: corrections.waiting(seq).part()})
 
-    def correct(self, seq: int, correction: SlicedCorrection, num_tokens: int) -> None:
+    def correct(self, seq: int, correction: RunningCorrection, num_tokens: int) -> None:
         """Read the next `num_tokens` of it; behind the last it is done.
 
         Raises:
             As `read`. `seq` is as it was; what was read before has to be given up.
         """
-        runtime, tokens, read = self.runtime, correction.tokens, correction.num_read
-        if correction.copy is None:
-            correction.copy = self._sequences.fork_to_correct({seq: tokens})[seq]
-        batch = _batch_of([tokens.first + read], [num_tokens])
-
-        def compute(seqs: list[int]) -> Tensor:
-            return runtime.prefill(embedded, batch, seqs, corrects=True)
-
-        with (
-            self._timed(),
-            torch.no_grad(),
-            current_device(runtime.device),
-            without_autocast(runtime.device),
-        ):
-            ids = torch.tensor(tokens.ids[read : read + num_tokens])
-            embedded = self._lean.embed_tokens(ids.to(runtime.device))
-            this = Pass(self._sequences, [correction.copy], [num_tokens])
-            this.num_begun = [0]  # what the policy keeps is of all of them already
-            runtime.extend(this, compute, prefill=False)
-        correction.num_read += num_tokens
-        if not correction.num_left:
-            copy, correction.copy = correction.copy, None  # gone, even if policies fail
-            self._sequences.take_corrected(seq, copy, len(tokens.ids))
-
-    def give_up(self, correction: SlicedCorrection) -> None:
-        """Give back what a correction has taken."""
-        if correction.copy is not None:
-            self._sequences.free([correction.copy])
-            correction.copy, correction.num_read = None, 0
+        with self._running(self.runtime.current_generation.prefill_threads):
+            self._runner.corrector.read_slice(seq, correction, num_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float logits [n, vocab_size] of the tokens after those that were read."""
-        device = self.runtime.device
-        with self._timed(), torch.no_grad(), current_device(device), without_autocast(device):
-            return self.runtime.logits(hidden, "prefill")
+        with self._running():
+            return self._runner.logits(hidden, "prefill")
 
     def chosen(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
         """The tokens of logits [n, vocab_size], as a step chooses them: -1 where they are not
         finite."""
         if not samplers:
             return []
-        device = self.runtime.device
-        with torch.no_grad(), current_device(device), without_autocast(device):
-            return self.runtime.decoder.first_tokens(logits, Draws.of(samplers)).tolist()
+        with self._running():
+            return self._runner.first_tokens(logits, samplers).tolist()
 
     def scores(
         self, hidden: Tensor, tokens: Sequence[int], num_likeliest: int
@@ -186,8 +116,10 @@ class Runner:
         Raises:
             As `Decoder.decode`; all sequences are as before.
         """
+        batch = _batch_of([self.runtime.store.kv_len(seq) for seq in seqs], [1] * len(seqs))
         with self._decoding(budgets):
-            return self._decode(seqs, torch.tensor(tokens), chooses=False)
+            this = Pass(self._sequences, seqs, batch.num_new_tokens)
+            return self._runner.decode_tokens(this, batch, torch.tensor(tokens))
 
     def choose(
         self,
@@ -211,58 +143,20 @@ class Runner:
         Raises:
             As `Decoder.decode`; all sequences are as before the step that failed.
         """
-        ids, decoder = torch.tensor(tokens), self.runtime.decoder
+        positions = torch.tensor([self.runtime.store.kv_len(seq) for seq in seqs])
         with self._decoding(budgets):
-            try:
-                num_steps = self.runtime.begin_steps(seqs, most)
-                draws = Draws.of(samplers, num_steps)
-                for left in reversed(range(num_steps)):
-                    ids = self._decode(seqs, ids, draws, chooses=True, ahead=left > 0)
-                    if not take(ids.tolist()):
-                        break
-            finally:
-                decoder.end_steps()
-
-    def _decode(
-        self,
-        seqs: Sequence[int],
-        ids: Tensor,
-        draws: Draws | None = None,
-        *,
-        chooses: bool,
-        ahead: bool = False,
-    ) -> Tensor:
-        """The next tokens int64 [n] if it `chooses`, else logits [n, vocab_size]."""
-        runtime = self.runtime
-        positions = torch.tensor([runtime.store.kv_len(seq) for seq in seqs])
-        batch = replace(tokens_each(len(seqs)), position_ids=positions)
-
-        def compute(seqs: list[int]) -> Tensor:
-            self._sequences.note_text(batch, seqs, ids)
-            attention, lens = runtime.attention, (positions + 1).tolist()
-            exact = {i for i in range(len(seqs)) if attention.attends_to_all(seqs[i], lens[i])}
-            self._sequences.note_decoded(batch, seqs, ids, positions, exact)
-            attention.build_states(seqs, lens)
-            if chooses:
-                return runtime.decoder.choose_tokens(seqs, ids, positions, draws, ahead=ahead)
-            embedded = self._lean.embed_tokens(ids.to(runtime.device))
-            return runtime.decoder.logits(runtime.decoder.decode(embedded, batch, seqs))
-
-        this = Pass(self._sequences, seqs, [1] * len(seqs))
-        return runtime.extend(this, compute, prefill=False)
+            self._runner.choose_tokens(
+                lambda batch: Pass(self._sequences, seqs, batch.num_new_tokens),
+                seqs, torch.tensor(tokens), positions, samplers, most,
+                lambda chosen, _: take(chosen[:, 0].tolist()),
+            )  # fmt: skip
 
     @contextlib.contextmanager
     def _decoding(self, budgets: Mapping[int, int]) -> Iterator[None]:
         # Little work of torch's lies between the kernels, and a second thread of its would wait for
         # a CPU on which one of our workers still spins (`Runtime.generation`).
-        device, attention = self.runtime.device, self.runtime.attention
-        with (
-            self._timed(),
-            torch.no_grad(),
-            torch_threads(1),
-            current_device(device),
-            without_autocast(device),
-        ):
+        attention = self.runtime.attention
+        with self._running(num_threads=1):
             attention.budgets = budgets
             try:
                 yield
@@ -270,10 +164,17 @@ class Runner:
                 attention.budgets = {}
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        start, before = time.perf_counter(), self.seconds
+    def _running(self, num_threads: int | None = None) -> Iterator[None]:
+        """Around passes, whose `seconds` count; torch has so many threads, None: as before."""
+        start, before, device = time.perf_counter(), self.seconds, self.runtime.device
         try:
-            yield
+            with (
+                torch.no_grad(),
+                torch_threads(num_threads),
+                current_device(device),
+                without_autocast(device),
+            ):
+                yield
         finally:  # passes in the middle of this one are part of it
             self.seconds = before + time.perf_counter() - start
 
@@ -291,17 +192,17 @@ def _batch_of(firsts: Sequence[int], sizes: Sequence[int]) -> RaggedBatch:
     )
 
 
-def _paced(on_tokens: OnTokens) -> OnTokens:
+def _paced(between: Callable[[], None]) -> Callable[[], None]:
     """On a GPU, which would be given all layers before it has come to the second: at most one is
     queued behind the one that runs, so that there is time between them."""
     launched: list[torch.cuda.Event] = []
 
-    def paced(num_tokens: int) -> None:
+    def paced() -> None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         launched.append(event)
         if len(launched) > 1:
             launched.pop(0).synchronize()
-        on_tokens(num_tokens)
+        between()
 
     return paced

@@ -85,10 +85,11 @@ class Admission:
             of_request = self._states(request.most_tokens)
             states += of_request
             grows = max(grows, of_request)  # a copy is made of one at a time
-            if request.correction is not None and (copy := request.correction.copy) is not None:
-                num_shared = request.correction.tokens.first // self._store.page_tokens
-                num_own = self._store.num_own_pages(copy) - num_shared
-                pages -= num_own * self._store.num_page_rows
+            if request.correction is not None:
+                for of_seq, copy in request.correction.copies.items():
+                    num_shared = request.correction.tokens[of_seq].first // self._store.page_tokens
+                    num_own = self._store.num_own_pages(copy) - num_shared
+                    pages -= num_own * self._store.num_page_rows
             own = seq if request.seq is None and request is requests[-1] else request.seq
             if own is not None:
                 pages -= self._store.num_own_pages(own) * self._store.num_page_rows

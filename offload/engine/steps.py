@@ -14,7 +14,7 @@ import torch
 from offload.engine.preemption import Preempted
 from offload.engine.prefixes import Prefixes
 from offload.engine.request import Request, RequestOutput
-from offload.engine.runner import Runner
+from offload.engine.runner import Passes
 from offload.engine.sampler import Chosen, choose
 from offload.engine.scheduler import Admission, Scheduler
 from offload.engine.sessions import Sessions
@@ -74,7 +74,7 @@ class Steps:
 
     def __init__(
         self,
-        runner: Runner,
+        passes: Passes,
         scheduler: Scheduler,
         prefixes: Prefixes,
         sessions: Sessions | None,
@@ -83,12 +83,12 @@ class Steps:
         overcommit: float,
     ) -> None:
         self.scheduler, self.prefixes, self.stats = scheduler, prefixes, EngineStats()
-        runtime = runner.runtime
+        runtime = passes.runtime
         self.admission = Admission(
             runtime.store, runtime.attention.states, runtime.sequences.corrections, overcommit
         )
         self._preempted = Preempted(runtime)
-        self._runner, self._sessions, self._on_finished = runner, sessions, on_finished
+        self._passes, self._sessions, self._on_finished = passes, sessions, on_finished
         self._take_cancelled = take_cancelled
         self._cancelled: list[Request] = []  # that have not ended yet
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
@@ -101,7 +101,7 @@ class Steps:
     def run(self) -> list[RequestOutput]:
         """One step: its outputs."""
         start, self._outputs = time.perf_counter(), []
-        self._runner.runtime.sequences.collect()
+        self._passes.runtime.sequences.collect()
         self._cancel()
         self.scheduler.admit(self._fits)
         self._restore()
@@ -110,7 +110,7 @@ class Steps:
         if self._sessions is not None:
             self._sessions.work(_SAVING_SECONDS)
         self.stats.step_seconds += time.perf_counter() - start
-        self.stats.pass_seconds = self._runner.seconds
+        self.stats.pass_seconds = self._passes.seconds
         return self._outputs
 
     def _cancel(self) -> None:
@@ -128,7 +128,7 @@ class Steps:
         newest, sessions = requests[-1], self._sessions
         seq = None if sessions is None else sessions.seq_of(newest)
         if not self.admission.fits(requests, seq):
-            self._runner.runtime.store.trim()
+            self._passes.runtime.store.trim()
         while not self.admission.fits(requests, seq):
             if sessions is not None and sessions.has_others(newest.session_id):
                 if sessions.spill(newest.session_id, writes=False):
@@ -141,19 +141,20 @@ class Steps:
                 return False
             if not self.prefixes.drop():
                 return False
-            self._runner.runtime.store.trim()
+            self._passes.runtime.store.trim()
         # A power of two, so that the decoder rarely has to place heads anew.
         count = min(self.scheduler.max_num_seqs, 1 << (len(requests) - 1).bit_length())
         longest = max(request.most_tokens for request in requests)
-        others = self._runner.runtime.current_generation
+        others = self._passes.runtime.current_generation
         if others is not self._others:  # somebody else has had the decoder meanwhile
             self._others, self._begun = others, (0, 0)
         if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
             try:
-                self._runner.runtime.decoder.begin_generation(
+                self._passes.runtime.decoder.begin_generation(
                     count, longest, self.scheduler.most_slice_tokens
                 )
-                self._runner.check_corrections(longest)
+                if (corrections := self._passes.runtime.sequences.corrections) is not None:
+                    corrections.check_device(1, longest)
             except Exception as error:
                 if len(requests) == 1 or not isinstance(error, DeviceMemoryError):
                     self.emit_error(requests[-1], error)
@@ -215,7 +216,7 @@ class Steps:
         """Those that decode their next token; the others are corrected before it."""
         for request in rows:
             assert request.seq is not None
-            request.correction = self._runner.correction(request.seq)
+            request.correction = self._passes.correction(request.seq)
             if request.correction is not None:
                 self.scheduler.correct(request)
         return [request for request in rows if request.correction is None]
@@ -241,9 +242,9 @@ class Steps:
             if all(map(self._chooses_in_step, rows)):
                 left = min(request.max_tokens - len(request.answer) for request in rows)
                 samplers = [request.sampler for request in rows]
-                self._runner.choose(seqs, tokens, samplers, budgets, min(most, left), take)
+                self._passes.choose(seqs, tokens, samplers, budgets, min(most, left), take)
             else:
-                logits = self._runner.logits_after(seqs, tokens, budgets)
+                logits = self._passes.logits_after(seqs, tokens, budgets)
                 found = self._chosen_at_once(rows, logits)
                 for i, request in enumerate(rows):
                     if i in found:
@@ -277,7 +278,7 @@ class Steps:
         """By row the tokens of those that need no logits, in a step with others that do."""
         plain = [i for i, request in enumerate(rows) if self._chooses_in_step(request)]
         try:
-            chosen = self._runner.chosen(logits[plain], [rows[i].sampler for i in plain])
+            chosen = self._passes.chosen(logits[plain], [rows[i].sampler for i in plain])
         except Exception as error:  # their last tokens are in the cache: no step may do it again
             logger.debug("one by one: %s", error)
             return {}
@@ -285,14 +286,14 @@ class Steps:
 
     def _chooses_in_step(self, request: Request) -> bool:
         is_greedy = request.params.temperature == 0.0
-        return (is_greedy or self._runner.samples) and not request.needs_logits
+        return (is_greedy or self._passes.runtime.decoder.samples) and not request.needs_logits
 
     def close(self) -> None:
         """Give back what is kept of prompts that were read, and for requests that have ended."""
         while self.prefixes.drop():
             pass
         self._preempted.close()
-        self._runner.runtime.decoder.end_generation()
+        self._passes.runtime.decoder.end_generation()
 
     def _make_room(self) -> bool:
         """More came than was expected: prefixes go, then idle sessions, then what comes back from
@@ -302,7 +303,7 @@ class Steps:
             or (self._sessions is not None and self._sessions.spill())
             or self._give_up_restoring()
         ):
-            self._runner.runtime.store.trim()
+            self._passes.runtime.store.trim()
             return True
         request = self.scheduler.preempt(self._in_slice)
         if request is None:
@@ -313,7 +314,7 @@ class Steps:
         except Exception as error:
             self.emit_error(request, error)
         self.stats.preempted += 1
-        self._runner.runtime.store.trim()
+        self._passes.runtime.store.trim()
         return True
 
     def _give_up_restoring(self) -> bool:
@@ -347,8 +348,8 @@ class Steps:
         """Seconds of reading since the slice began."""
         return time.perf_counter() - self.stats.decode_seconds - self._slice_began
 
-    def _pause(self, num_tokens: int) -> None:
-        """Behind a layer of a slice the others decode, if reading has had its share of the time:
+    def _pause(self) -> None:
+        """Between two layers of a slice the others decode, if reading has had its share of time:
         how long a slice takes is not how long they wait. Who is cancelled ends here, too.
 
         Raises:
@@ -359,7 +360,7 @@ class Steps:
         if all(request in self._cancelled for request in self._in_slice):
             raise _SliceGivenUp
         if self.scheduler.owes(self._slice_seconds()):
-            self._runner.wait()  # a step would, in its own time
+            self._passes.wait()  # a step would, in its own time
             self.scheduler.owes(self._slice_seconds())
             self._decode()
             while self.scheduler.decodes_first:
@@ -371,21 +372,21 @@ class Steps:
         if correction is None or request.seq is None:
             return  # it has made room for another one
         try:
-            self._runner.correct(request.seq, correction, size)
+            self._passes.correct(request.seq, correction, size)
             if correction.num_left:
                 return
         except Exception as error:
-            self._runner.give_up(correction)  # the next slice begins it again
+            self._passes.give_up(correction)  # the next slice begins it again
             if not isinstance(error, HostBudgetError) or not self._make_room():
                 self.emit_error(request, error)
             return
         request.correction = None
-        self.stats.corrected_tokens += len(correction.tokens.ids)
+        self.stats.corrected_tokens += correction.num_tokens
         self.scheduler.was_corrected(request)
 
     def _give_up_correction(self, request: Request) -> None:
         if request.correction is not None:
-            self._runner.give_up(request.correction)
+            self._passes.give_up(request.correction)
             request.correction = None
 
     def _read_parts(self, parts: list[tuple[Request, int]]) -> None:
@@ -402,10 +403,10 @@ class Steps:
                 spans.append((request, request.num_read, stop))
             self._in_slice = [request for request, _, _ in spans]
             try:
-                hidden = self._runner.read(
+                hidden = self._passes.read(
                     [(r.seq, r.prompt[a:b]) for r, a, b in spans if r.seq is not None],
                     builds=any(stop == len(request.prompt) for request, _, stop in spans),
-                    on_tokens=self._pause,
+                    between=self._pause,
                 )
             finally:
                 self._in_slice = []
@@ -441,13 +442,13 @@ class Steps:
         try:
             if request.params.prompt_logprobs is not None:
                 following = request.prompt[start + 1 : stop + 1]
-                request.prompt_scores = self._runner.scores(
+                request.prompt_scores = self._passes.scores(
                     hidden, following, request.params.prompt_logprobs
                 )
             if not request.is_read:
                 self._emit(request, request.output())
                 return
-            logits = self._runner.logits(hidden[-1:])[0]
+            logits = self._passes.logits(hidden[-1:])[0]
         except Exception as error:
             self.emit_error(request, error)
             return

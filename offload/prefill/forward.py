@@ -9,7 +9,6 @@ the CPU) grow with the prompt; `PrefillMemory` counts what that takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from offload.prefill.layer import add_mlp, project_qkv, rotate
 from offload.prefill.memory import PrefillMemory, available_bytes, check_fits
 from offload.system.captures import CAPTURING
 from offload.system.errors import DeviceMemoryError
+from offload.system.interrupts import finish
 
 # Gets (seq, layer_idx, queries [num_qo_heads, n, head_dim] rotated, kv_len of the last of them).
 OnQueries = Callable[[int, int, torch.Tensor, int], None]
@@ -53,13 +53,7 @@ def prefill(
         [num_tokens, hidden_size], before the final norm. The K/V are in the store, if it keeps
         them.
     """
-    with closing(prefill_by_layer(model, hidden, batch, **options)) as layers:  # after ctrl-C, too
-        while True:
-            try:
-                next(layers)
-            except StopIteration as done:
-                result: torch.Tensor = done.value
-                return result
+    return finish(prefill_by_layer(model, hidden, batch, **options))
 
 
 def prefill_by_layer(

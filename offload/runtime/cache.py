@@ -23,7 +23,7 @@ from offload.kv_compression.base import Exposed, SequenceTokens
 from offload.kv_compression.bound import SequenceBound
 from offload.models.batch import RaggedBatch
 from offload.runtime.correcting import Correction, Corrections
-from offload.runtime.passes import Pass
+from offload.runtime.runner import Pass
 from offload.runtime.saving import file_of, read_sequences
 from offload.runtime.sequences import Sequences
 from offload.system.interrupts import shielded

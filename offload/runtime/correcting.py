@@ -42,9 +42,10 @@ class SparseTokens:
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
 
-    def copy(self) -> SparseTokens:
-        """The same, to keep."""
-        return SparseTokens(self.first, self.ids[:], self.positions[:])
+    def part(self, start: int = 0, stop: int | None = None) -> SparseTokens:
+        """A copy of those from number `start` up to `stop`, which are not changed any more."""
+        ids, positions = self.ids[start:stop], self.positions[start:stop]
+        return SparseTokens(self.first + start, ids, positions)
 
     def truncate(self, kv_len: int) -> None:
         """Forget those from token `kv_len` of the sequence on."""
@@ -77,29 +78,47 @@ class Correction:
 
 
 @dataclass(eq=False)
-class BackgroundCorrection:
-    """Tokens that are read again, while their sequences are decoded or before they are.
+class RunningCorrection:
+    """Tokens that are read again into copies of their sequences, whose pages then take the place of
+    the old.
 
     Attributes:
         tokens: of each sequence, as they waited when it began.
-        copies: the sequence that each is read into.
-        layers: `prefill_by_layer` of all of them.
-        num_left: times that it has to go on.
-        is_beside: it may do so beside steps; else the next step waits for it.
-        error: that came beside a step.
+        copies: the sequence that each is read into, which shares the pages of the tokens before;
+            empty until something is read.
+        num_read: tokens of each that are in its copy already.
     """
 
     tokens: dict[int, SparseTokens]
-    copies: dict[int, int]
-    layers: Generator[None, None, Tensor]
-    num_left: int
-    is_beside: bool
-    error: Exception | None = None
+    copies: dict[int, int] = field(default_factory=dict)
+    num_read: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens of all sequences."""
         return sum(len(tokens.ids) for tokens in self.tokens.values())
+
+    @property
+    def num_left(self) -> int:
+        """Of one sequence, tokens that have to be read."""
+        return self.num_tokens - self.num_read
+
+
+@dataclass(eq=False, kw_only=True)
+class BackgroundCorrection(RunningCorrection):
+    """One that is read layer by layer, while its sequences are decoded or before they are.
+
+    Attributes:
+        layers: `prefill_by_layer` of all tokens.
+        steps_left: times that it has to go on.
+        is_beside: it may do so beside steps; else the next step waits for it.
+        error: that came beside a step.
+    """
+
+    layers: Generator[None, None, Tensor]
+    steps_left: int
+    is_beside: bool
+    error: Exception | None = None
 
     def go_on(self) -> None:
         """One more layer, beside a step: an error is not the step's."""
@@ -107,7 +126,7 @@ class BackgroundCorrection:
             next(self.layers)
         except Exception as error:
             self.error = error.with_traceback(None)  # which keeps what it has on the GPU
-        self.num_left -= 1
+        self.steps_left -= 1
 
     def finish(self) -> None:
         """Wait for the last.
@@ -274,7 +293,7 @@ class Corrections(SequencePart):
 
     def fork(self, seq: int, child: int) -> None:
         if seq in self._waiting:
-            self._waiting[child] = self._waiting[seq].copy()
+            self._waiting[child] = self._waiting[seq].part()
 
     def forget(self, seq: int) -> None:
         self._waiting.pop(seq, None)
@@ -325,11 +344,12 @@ class Corrections(SequencePart):
         positions: Tensor,
         exact: Container[int] = (),
     ) -> None:
-        """Tokens [num_tokens] that come next and are decoded, but in the sequences `exact`."""
+        """Tokens [num_tokens] that are decoded next, but for those of the sequences `exact`."""
         for sequence, start, stop in batch.spans():
-            if sequence in exact:
+            seq = seqs[sequence]
+            if seq in exact:
                 continue
-            seq, known = seqs[sequence], self.waiting(seqs[sequence])
+            known = self.waiting(seq)
             kv_len = self._store.kv_len(seq)
             begin = start + max(0, self._dense_tokens - kv_len)
             if not known.ids:
@@ -338,7 +358,7 @@ class Corrections(SequencePart):
             known.positions += positions[begin:stop].tolist()
 
     def behind(self, seqs: Sequence[int], batch: RaggedBatch) -> Correction | None:
-        """What the prompts of `batch` are read behind."""
+        """What the prompts of `batch` are read behind, if anything."""
         again = {
             sequence: known
             for sequence, (seq, num_new) in enumerate(zip(seqs, batch.num_new_tokens, strict=False))

@@ -1,4 +1,4 @@
-"""Has tokens read again that were decoded sparsely: before the next step, or beside steps.
+"""Has tokens read again that were decoded sparsely: at once, in slices, or beside steps.
 
 While a GPU decodes a token with the old keys and values, the cached tokens of a layer come in, and
 behind it the GPU reads those that wait through that layer. (At the same time they would not be
@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from cpu_ops.worker_pool import WorkerPool
+from offload.decode.decoder import Decoder
 from offload.models.batch import RaggedBatch
 from offload.prefill.forward import prefill_by_layer
-from offload.runtime.correcting import BackgroundCorrection, SparseTokens
+from offload.runtime.correcting import BackgroundCorrection, RunningCorrection, SparseTokens
 from offload.runtime.model_loading import LoadedModel
 from offload.runtime.sequences import Sequences
 from offload.system.errors import DeviceMemoryError
@@ -35,19 +36,12 @@ class Corrector:
     Args:
         opened: the model.
         sequences: which know what waits, and what runs (`Sequences.background`).
-        pool: of kernels on a CPU.
-        give_back: gets sequences, and why a GPU needs more memory; whether there is more now.
+        decoder: what has memory of a GPU.
     """
 
-    def __init__(
-        self,
-        opened: LoadedModel,
-        sequences: Sequences,
-        pool: WorkerPool,
-        give_back: Callable[[Sequence[int], DeviceMemoryError], bool],
-    ) -> None:
+    def __init__(self, opened: LoadedModel, sequences: Sequences, decoder: Decoder) -> None:
         self._model, self._config, self._device = opened.lean, opened.config, opened.device
-        self._sequences, self._pool, self._give_back = sequences, pool, give_back
+        self._sequences, self._decoder = sequences, decoder
 
     def has_work(self, seqs: Sequence[int]) -> bool:
         """Whether something is due of `seqs`, or goes on."""
@@ -68,10 +62,10 @@ class Corrector:
         """
         num_corrected = 0
         while (running := self._running(seqs, beside)) is not None:
-            if running.is_beside and running.num_left and running.error is None:
+            if running.is_beside and running.steps_left and running.error is None:
                 return running, num_corrected
             try:
-                while running.num_left and running.error is None:
+                while running.steps_left and running.error is None:
                     running.go_on()
                 running.finish()
             except BaseException as error:
@@ -81,9 +75,31 @@ class Corrector:
                 logger.info("no room for a correction beside steps: %s", error)
                 beside = False
                 continue
-            self._sequences.end_background()
+            self._sequences.end_correction(running)
             num_corrected += running.num_tokens
         return None, num_corrected
+
+    def read_slice(self, seq: int, running: RunningCorrection, num_tokens: int) -> None:
+        """Read the next `num_tokens` of one sequence, now; behind the last it is corrected.
+
+        Raises:
+            As `correct`. What was read before has to be given up.
+        """
+        self._decoder.check_usable()
+        self._sequences.background.give_up()  # for room
+        self._decoder.trim()
+        with shielded():
+            if not running.copies:
+                running.copies = self._sequences.fork_to_correct(running.tokens)
+        copies, start = [running.copies[seq]], running.num_read
+        tokens = {seq: running.tokens[seq].part(start, start + num_tokens)}
+        with closing(self._layers(tokens, copies, beside=False)) as layers:
+            for _ in layers:
+                pass
+        self._sequences.store.commit(copies, [num_tokens])
+        running.num_read += num_tokens
+        if not running.num_left:
+            self._sequences.end_correction(running)
 
     def _running(self, seqs: Sequence[int], beside: bool) -> BackgroundCorrection | None:
         """What goes on of `seqs`, or begins: all that is due. None: nothing is, or it waits for
@@ -93,7 +109,7 @@ class Corrector:
             running.is_beside &= beside
             return running
         assert corrections is not None
-        due = {seq: corrections.waiting(seq).copy() for seq in seqs if corrections.are_due([seq])}
+        due = {seq: corrections.waiting(seq).part() for seq in seqs if corrections.are_due([seq])}
         may_wait = all(map(corrections.may_wait, due.values()))
         if not due or (running is not None and beside and may_wait):
             return None
@@ -102,8 +118,9 @@ class Corrector:
         with shielded():  # or ctrl-C might leave copies that nobody knows
             copies = self._sequences.fork_to_correct(due)
             layers = self._layers(due, list(copies.values()), is_beside)
+            steps = corrections.steps_beside
             running = BackgroundCorrection(
-                due, copies, layers, corrections.steps_beside, is_beside=is_beside
+                due, copies, layers=layers, steps_left=steps, is_beside=is_beside
             )
             self._sequences.background.running = running
         return running
@@ -129,8 +146,18 @@ class Corrector:
                 store=self._sequences.store,
                 seqs=copies,
                 slice_tokens=self._config.prefill_slice_tokens,
-                pool=self._pool,
+                pool=self._decoder.pool,
                 device_budget_bytes=self._config.max_memory.get(self._device.index or 0),
-                give_back=None if beside else partial(self._give_back, list(due)),
+                give_back=None if beside else partial(give_back, self._decoder, list(due)),
             )
         )
+
+
+def give_back(decoder: Decoder, seqs: Sequence[int], why: DeviceMemoryError) -> bool:
+    """Device memory for a prefill of `seqs`: as `Decoder.give_heads_back`, but what there is of
+    them goes first."""
+    before = decoder.device_bytes
+    for seq in seqs:
+        decoder.forget(seq)
+    decoder.trim()
+    return decoder.device_bytes < before or decoder.give_heads_back(why)

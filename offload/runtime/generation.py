@@ -8,40 +8,32 @@ of columns at which the prompt ends.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from offload.kv.store import HostBudgetError
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.stats import OffloadStats
+from offload.runtime.stats import PassCounter
 from offload.selection.state import PolicyStates
 from offload.system.memory import format_bytes
 
 
 @dataclass
-class Generation:
+class Generation(PassCounter):
     """A `generate()` that runs, or forward passes outside of any.
 
     Attributes:
-        is_running: it is a `generate()`.
-        prefill_threads: of torch while a prompt is prefilled; None: as torch has it.
-        stats: of its forward passes; outside of a `generate()` also of the last one.
         cache: what it continues; None until it is known, and with use_cache=False.
         owns_cache: nobody else has `cache`.
         prompt_columns: where the prompt ends in `cache`; what comes later is decoded.
         gives_all: the columns that are given begin with those that are cached.
     """
 
-    prefill_threads: int | None
-    is_running: bool = False
-    stats: OffloadStats = field(default_factory=OffloadStats)
     cache: OffloadedCache | None = None
     owns_cache: bool = False
     prompt_columns: int = 0
     gives_all: bool = False
-    _last_pass_end: float | None = None
 
     def num_new_columns(self, given_columns: int) -> int | None:
         """How many of the first columns given are new, from the last; None: all are, or the caller
@@ -51,44 +43,6 @@ class Generation:
         if self.gives_all and past_columns and given_columns >= self.prompt_columns:
             return given_columns - past_columns
         return None
-
-    def restart_watch(self) -> None:
-        """The next decode step counts from its own start: something else ran in between."""
-        self._last_pass_end = None
-
-    def count_index(self, seconds: float) -> float:
-        """`seconds` of building what the policy keeps, which do not count as decoding."""
-        self.stats.index_seconds += seconds
-        return self._leave_out(seconds)
-
-    def count_setup(self, seconds: float) -> float:
-        """`seconds` of the decoder's set-up, which do not count as decoding."""
-        self.stats.setup_seconds += seconds
-        return self._leave_out(seconds)
-
-    def _leave_out(self, seconds: float) -> float:
-        if self._last_pass_end is not None:
-            self._last_pass_end += seconds
-        return seconds
-
-    def count_correction(self, num_tokens: int, start: float) -> None:
-        """So many were read again, which the thread that decodes had to do with from `start` to
-        now."""
-        self.stats.corrected_tokens += num_tokens
-        self.stats.correction_seconds += time.perf_counter() - start
-        self.count_pass("decode", 0, start)
-
-    def count_pass(self, phase: str, num_tokens: int, start: float) -> None:
-        """A forward pass of `num_tokens` tokens from `start` to now."""
-        stats, end = self.stats, time.perf_counter()
-        if phase != "prefill":
-            stats.decode_tokens += num_tokens
-            stats.decode_seconds += end - (self._last_pass_end or start)
-        else:
-            stats.prefill_tokens += num_tokens
-            stats.prefill_seconds += end - start
-        # Between the passes of a generation tokens are chosen; between others, anything may happen.
-        self._last_pass_end = end if self.is_running else None
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class OffloadedModel(FixedModel):
         if len(empty):
             hidden[empty, -1] = self._offload.run_unattended(of_empty)
         hidden = keep_positions(hidden, logits_to_keep)
-        logits = self._offload.logits(hidden, phase)
+        logits = self._offload.runner.logits(hidden, phase)
         loss = None
         if labels is not None:
             check_labels(labels, logits)

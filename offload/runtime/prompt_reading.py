@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from offload.decode.attention import DecodeAttention
 from offload.models.batch import RaggedBatch
-from offload.prefill.forward import OnQueries, prefill
+from offload.prefill.forward import OnQueries, prefill_by_layer
 from offload.selection.prefill_build import PrefillBuild
 
 
@@ -21,14 +21,14 @@ def prefill_for(
     *,
     builds: bool,
     **options: Any,
-) -> tuple[Tensor, float]:
-    """`prefill`, whose queries the policies see, and during which they build on a GPU.
+) -> Generator[None, None, tuple[Tensor, float]]:
+    """`prefill_by_layer`, whose queries the policies see, and during which they build on a GPU.
 
     Args:
         attentions: of the policies, all of one store.
         seqs: no policy hears of none.
         builds: False: policies build nothing, as more of the prompt comes.
-        options: of `prefill`.
+        options: of `prefill_by_layer`.
 
     Returns:
         [num_tokens, hidden_size], and the seconds of the host that building took.
@@ -41,7 +41,7 @@ def prefill_for(
         building = [a for a in attentions if builds and a.builds_in_prefill(hidden.device)]
         found = [attention.prefill_build(seqs, kv_lens) for attention in building]
         running = [build for build in found if build is not None]
-    hidden = prefill(
+    hidden = yield from prefill_by_layer(
         hidden=hidden,
         batch=batch,
         seqs=seqs,

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
-from offload.decode.attention import DecodeAttention
-from offload.decode.sampling import BurstError, Draws, Sampler, SamplingOptions, check_chosen
+from offload.decode.sampling import BurstError, Sampler, SamplingOptions, check_chosen
 from offload.kv.store import KVStore
-from offload.models.batch import RaggedBatch, tokens_each
+from offload.models.batch import RaggedBatch
 from offload.prefill.forward import OnTokens
 from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.compressing import compression_for, page_tokens_of, reconstructs
 from offload.runtime.correcting import BackgroundCorrection, corrections_for
-from offload.runtime.corrector import Corrector
 from offload.runtime.decoders import make_decoder
 from offload.runtime.fingerprint import fingerprint
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.model_loading import LoadedModel
 from offload.runtime.module_watch import ModuleWatch
-from offload.runtime.passes import Pass
 from offload.runtime.phases import BatchPart, parts_of, prompt_columns_of, whole_part
-from offload.runtime.prompt_reading import prefill_for
 from offload.runtime.quality import FloorWatch, Quality, quality_of
+from offload.runtime.runner import Pass, Runner
 from offload.runtime.sequences import Sequences
 from offload.runtime.slices import run_in_slices
 from offload.system.autocast import current_device, without_autocast
-from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
 from offload.system.torch_threads import torch_threads
 
@@ -68,7 +63,9 @@ class Runtime:
             pinned=self.device.type == "cuda",
             per_head_pages=reconstructs(config, shape),
         )
-        self.decoder = decoder = make_decoder(opened, self.store, self._give_up_background)
+        self.decoder = decoder = make_decoder(
+            opened, self.store, lambda: self.sequences.background.give_up()
+        )
         self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self.decoder.attention
         compression = compression_for(config, self.lean, self.attention, self.decoder.pool)
@@ -87,10 +84,10 @@ class Runtime:
             has_ranks=self.ranks is not None,
             fingerprint=partial(fingerprint, weights, stock_config, config.policy, self.store),
         )
-        self._corrector = Corrector(opened, self.sequences, decoder.pool, self._give_back)
+        self.runner = Runner(opened, self.sequences, decoder, lambda: self.current_generation)
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
-        self.on_tokens: OnTokens | None = None  # see `prefill`
+        self.on_tokens: OnTokens | None = None  # of each prefill, as of `prefill_by_layer`
         self._floor: FloorWatch | None = None
         if config.quality_probe:
             self.attention.start_probe(config.quality_probe, seed=_PROBE_SEED)
@@ -135,59 +132,6 @@ class Runtime:
         with current_device(self.device), without_autocast(self.device), threads, self.together():
             return attend_to_nothing(self.lean, hidden, self.decoder.pool)
 
-    def prefill(
-        self,
-        hidden: torch.Tensor,
-        batch: RaggedBatch,
-        seqs: list[int],
-        *,
-        attentions: Sequence[DecodeAttention] | None = None,
-        corrects: bool = False,
-        builds: bool = True,
-        on_tokens: OnTokens | None = None,
-    ) -> torch.Tensor:
-        """Embeddings [num_tokens, hidden_size] of new tokens through all layers, overwritten.
-
-        Args:
-            seqs: with room reserved in the store, which the caller commits; none: nothing is kept.
-            attentions: of the policies that will decode after it; None: this runtime's own.
-            corrects: tokens that were decoded are read again, of which policies hear afterwards.
-            builds: what policies build on a GPU during a prefill; False: more of the prompt comes.
-            on_tokens: in the place of the attribute.
-        """
-        self._give_up_background()  # for room
-        if self.attention.top_p_controller is not None and not corrects:
-            self.attention.top_p_controller.restart()
-        with torch_threads(self.current_generation.prefill_threads):
-            self.decoder.trim()
-            for seq in seqs:
-                self.decoder.rebase(seq, self.store.kv_len(seq), seq)
-            hidden, seconds = prefill_for(
-                () if corrects else [self.attention] if attentions is None else attentions,
-                hidden,
-                batch,
-                seqs,
-                builds=builds,
-                model=self.lean,
-                store=self.store if seqs else None,
-                slice_tokens=self.config.prefill_slice_tokens,
-                pool=self.decoder.pool,
-                on_tokens=on_tokens or (None if corrects else self.on_tokens),
-                device_budget_bytes=self.config.max_memory.get(self.device.index or 0),
-                give_back=partial(self._give_back, seqs),
-            )
-        self.current_generation.stats.index_seconds += seconds
-        return hidden
-
-    def _give_back(self, seqs: Sequence[int], why: DeviceMemoryError) -> bool:
-        """Device memory for a prefill of `seqs`: as `Decoder.give_heads_back`, but what there is
-        of them goes first."""
-        before = self.decoder.device_bytes
-        for seq in seqs:
-            self.decoder.forget(seq)
-        self.decoder.trim()
-        return self.decoder.device_bytes < before or self.decoder.give_heads_back(why)
-
     def _run(
         self,
         hidden: torch.Tensor,
@@ -196,34 +140,40 @@ class Runtime:
         tokens: torch.Tensor | None,
         prompt_columns: int | None = None,
     ) -> tuple[torch.Tensor, str]:
-        start = time.perf_counter()
+        generation = self.current_generation
+        generation.begin_pass()
         if self.ranks is not None:
             inputs = torch.tensor(batch.num_new_tokens) if tokens is None else tokens
             self.ranks.check_same("the input", inputs)
         if cache is None:
-            hidden = self.prefill(hidden, batch, [])
-            self._record("prefill", batch.num_tokens, start)
+            hidden = self.runner.prefill(hidden, batch, [], on_tokens=self.on_tokens)
+            self._record("prefill", batch.num_tokens)
             return hidden, "prefill"
         if prompt_columns is None:
-            prompt_columns = prompt_columns_of(batch, cache, self.current_generation)
+            prompt_columns = prompt_columns_of(batch, cache, generation)
         parts = parts_of(batch, prompt_columns, self.decoder.max_step_tokens)
         decodes = parts[-1].phase == "decode"
-        correction = self.sequences.correction(cache.seqs, batch, tokens, decodes=decodes)
+        correction, corrections = None, self.sequences.corrections
+        if decodes and corrections is not None and tokens is None:
+            raise ValueError(
+                "inputs_embeds in a decode step with cache_correction_every: what is decoded is "
+                "read again by its ids; give input_ids, or leave cache_correction_every out"
+            )
         if decodes:
             self._correct(cache, beside=False)
-            start = time.perf_counter()
-        elif correction is not None:
+        elif corrections is not None:
+            correction = corrections.behind(cache.seqs, batch)
+        if correction is not None:
             parts = [whole_part("prefill", correction.batch)]
 
         def compute(seqs: list[int]) -> torch.Tensor:
-            self.sequences.note_text(batch, seqs, tokens, batch.position_ids)
-            if decodes:
-                self.sequences.note_decoded(batch, seqs, tokens, batch.position_ids)
+            note = self.sequences.note_decoded if decodes else self.sequences.note_text
+            note(batch, seqs, tokens, batch.position_ids)
             if correction is None:
                 return self._run_parts(hidden, parts, seqs)
             read = correction.embedded(hidden, self.lean.embed_tokens)
             result = self._run_parts(read, parts, seqs)[correction.is_new]
-            self.current_generation.stats.corrected_tokens += len(correction.ids)
+            generation.stats.corrected_tokens += len(correction.ids)
             return result
 
         phase = parts[0].phase
@@ -232,27 +182,24 @@ class Runtime:
         on_device = self.attention.builds_in_prefill(hidden.device)
         builds = prefill and (on_device or parts[-1].phase != phase)
         this = cache.begin(batch, correction)
-        return self.extend(this, compute, prefill=prefill, builds=builds), phase
+        return self.runner.extend(this, compute, prefill=prefill, builds=builds), phase
 
     def _run_parts(
         self, hidden: torch.Tensor, parts: Sequence[BatchPart], seqs: list[int]
     ) -> torch.Tensor:
         """Embeddings [num_tokens, hidden_size] through all layers, overwritten."""
-        stats = self.current_generation.stats
+        generation = self.current_generation
         for i, part in enumerate(parts):
-            start = time.perf_counter() - self.sequences.count_condensed(stats)
+            generation.begin_pass(self.sequences.count_condensed(generation.stats))
             of_part = [seqs[sequence] for sequence in part.sequences]
             if i > 0 and (parts[i - 1].phase, part.phase) == ("prefill", "decode"):
                 self.attention.states.begin_draft(of_part)
             x = hidden[part.tokens]
             if part.phase == "prefill":
-                x = self.prefill(x, part.batch, of_part)
+                x = self.runner.prefill(x, part.batch, of_part, on_tokens=self.on_tokens)
             else:
-                start += self._build_index(of_part)
-                before = self.decoder.setup_seconds
-                x = self.decoder.decode(x, part.batch, of_part)
-                start += self._count_setup(before)
-            self._record(part.phase, part.batch.num_tokens, start)
+                x = self.runner.decode(x, part.batch, of_part)
+            self._record(part.phase, part.batch.num_tokens)
             if len(parts) == 1:
                 return x
             hidden[part.tokens] = x
@@ -268,11 +215,8 @@ class Runtime:
 
         RuntimeError for logits that are not finite.
         """
-        return self._first_tokens(logits, Draws.of([] if sampler is None else [sampler]))
-
-    def _first_tokens(self, logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
-        with current_device(self.device), without_autocast(self.device):
-            return check_chosen(self.decoder.first_tokens(logits, draws), len(self.lean.layers))
+        chosen = self.runner.first_tokens(logits, [] if sampler is None else [sampler])
+        return check_chosen(chosen, len(self.lean.layers))
 
     @torch.inference_mode(False)  # as in `run_lock.locked`
     @torch.no_grad()
@@ -297,20 +241,24 @@ class Runtime:
             first of several steps that failed.
         """
         chosen: list[torch.Tensor] = []
-        before = self.decoder.setup_seconds
+
+        def begin(batch: RaggedBatch) -> Pass:
+            self.current_generation.begin_pass()
+            self.check_context(max(cache.seen_lens) + batch.num_new_tokens[0])
+            return cache.begin(batch)
+
+        def take(tokens: torch.Tensor, left: int) -> bool:
+            self._record("decode", tokens.numel())
+            chosen.append(tokens)
+            return left > 0 and not ends(tokens[:, -1])
+
+        samplers = [] if sampler is None else [sampler]
         try:
-            try:
+            with current_device(self.device), without_autocast(self.device), self.together():
                 running = self._correct(cache)
-                count, in_turn = self._steps_at_once(cache, 1 if running else most)
-                self._count_setup(before)
-                draws = Draws.of([] if sampler is None else [sampler], max(count, in_turn))
-                while len(chosen) < in_turn and not (chosen and ends(tokens)):
-                    ahead = len(chosen) + 1 < in_turn
-                    step = (cache, tokens, position_ids, draws, count)
-                    chosen.append(self._choose(*step, ahead=ahead, running=running))
-                    tokens, position_ids = chosen[-1][:, -1], position_ids + 1
-            finally:
-                self.decoder.end_steps()
+                go_on, most = (None, most) if running is None else (running.go_on, 1)
+                step = (begin, cache.seqs, tokens, position_ids, samplers, most, take)
+                self.runner.choose_tokens(*step, several=True, checks=True, beside=go_on)
         except RuntimeError as error:
             if not chosen:
                 raise
@@ -322,51 +270,6 @@ class Runtime:
             raise
         return torch.cat(chosen, dim=1)
 
-    def _choose(
-        self,
-        cache: OffloadedCache,
-        tokens: torch.Tensor,
-        position_ids: torch.Tensor,
-        draws: Draws | None,
-        count: int,
-        *,
-        ahead: bool,
-        running: BackgroundCorrection | None,
-    ) -> torch.Tensor:
-        """As `choose_tokens`, in one pass: int64 [batch_size, count].
-
-        Args:
-            running: goes on beside it.
-        """
-        start, before = time.perf_counter(), self.decoder.setup_seconds
-        self.check_context(max(cache.seen_lens) + count)
-        batch = tokens_each(cache.batch_size, count)
-
-        def compute(seqs: list[int]) -> torch.Tensor:
-            nonlocal start
-            self.sequences.count_condensed(self.current_generation.stats)
-            if count == 1:
-                self.sequences.note_text(batch, seqs, tokens)
-                self.sequences.note_decoded(batch, seqs, tokens, position_ids)
-            start += self._build_index(seqs)
-            with current_device(self.device):
-                if count > 1:
-                    chosen = self.decoder.choose_several(seqs, tokens, position_ids, draws, count)
-                else:
-                    beside = None if running is None else running.go_on
-                    step = (seqs, tokens, position_ids, draws)
-                    chosen = self.decoder.choose_tokens(*step, ahead=ahead, beside=beside)[:, None]
-            start += self._count_setup(before)
-            if count > 1:  # nobody has read their delimiter classes meanwhile
-                fed = torch.cat([tokens[:, None], chosen[:, :-1]], dim=1)
-                self.sequences.note_text(batch, seqs, fed.flatten())
-            return check_chosen(chosen, len(self.lean.layers))
-
-        with without_autocast(self.device), self.together():
-            chosen = self.extend(cache.begin(batch), compute, prefill=False)
-        self._record("decode", batch.num_tokens, start)
-        return chosen
-
     def _correct(
         self, cache: OffloadedCache, *, beside: bool = True
     ) -> BackgroundCorrection | None:
@@ -375,53 +278,16 @@ class Runtime:
         Args:
             beside: it may go on beside the step, where there is a GPU.
         """
-        corrections, start = self.sequences.corrections, time.perf_counter()
-        if corrections is None or not self._corrector.has_work(cache.seqs):
+        corrections, corrector = self.sequences.corrections, self.runner.corrector
+        if corrections is None or not corrector.has_work(cache.seqs):
             return None
         generation = self.current_generation
-        with (
-            current_device(self.device),
-            without_autocast(self.device),
-            torch_threads(generation.prefill_threads),
-        ):
+        generation.begin_pass()
+        with torch_threads(generation.prefill_threads):
             beside = beside and corrections.in_background
-            running, num_tokens = self._corrector.correct(cache.seqs, beside=beside)
-        generation.count_correction(num_tokens, start)
+            running, num_tokens = corrector.correct(cache.seqs, beside=beside)
+        generation.count_correction(num_tokens)
         return running
-
-    def _steps_at_once(self, cache: OffloadedCache, most: int) -> tuple[int, int]:
-        """Tokens that come in one pass, and passes that are begun (`Decoder.begin_steps`):
-        several where nothing has to see the result of each."""
-        if self._looks_at_steps:
-            return 1, 1
-        count = 1
-        if self.sequences.corrections is None:  # which know each token
-            with current_device(self.device):
-                count = self.decoder.tokens_at_once(cache.seqs, most)
-        return count, 1 if count > 1 else self.begin_steps(cache.seqs, most)
-
-    def begin_steps(self, seqs: Sequence[int], most: int) -> int:
-        """As `Decoder.begin_steps`, which `decoder.end_steps` ends."""
-        if self._looks_at_steps:
-            return 1
-        if self.sequences.corrections is not None:
-            most = min(most, self.sequences.corrections.steps_left(seqs))
-        with current_device(self.device):
-            return self.decoder.begin_steps(seqs, most)
-
-    @property
-    def _looks_at_steps(self) -> bool:
-        return bool(self.sequences.compression or self.attention.is_probed)
-
-    def logits(self, hidden: torch.Tensor, phase: str) -> torch.Tensor:
-        """[..., hidden_size] before the final norm -> [..., vocab_size]."""
-        with without_autocast(self.device):
-            if phase == "decode":
-                return self.decoder.logits(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
-            with torch_threads(self.current_generation.prefill_threads):
-                rows = self.lean.final_norm(hidden).flatten(0, -2)
-                logits = self.lean.lm_head(rows, self.decoder.pool)
-            return logits.view(*hidden.shape[:-1], -1)
 
     def quality(self) -> Quality:
         """As `OffloadedModel.quality`."""
@@ -435,12 +301,9 @@ class Runtime:
         if not self.current_generation.is_running:
             self._watch.check()
 
-    def _give_up_background(self) -> bool:
-        return self.sequences.background.give_up()
-
     def close(self) -> None:
         """Give its threads and the memory of its store back."""
-        self._give_up_background()
+        self.sequences.background.give_up()
         self.decoder.close()
         self.store.close()
 
@@ -485,7 +348,7 @@ class Runtime:
             finally:
                 if not outer.is_running:
                     try:
-                        self._give_up_background()
+                        self.sequences.background.give_up()
                     finally:
                         self.decoder.end_generation()
                     outer = Generation(self.config.num_threads, stats=generation.stats)
@@ -521,53 +384,8 @@ class Runtime:
             generation.prompt_columns = past_columns
         return used
 
-    def extend(
-        self,
-        this: Pass,
-        compute: Callable[[list[int]], torch.Tensor],
-        *,
-        prefill: bool,
-        builds: bool = False,
-    ) -> torch.Tensor:
-        """What `compute` makes of the sequences of a pass, which have room for its tokens then.
-
-        Afterwards they have these tokens, or after an error or ctrl-C they are as they were before.
-
-        Args:
-            prefill, builds: as of `PolicyStates.begin`.
-        """
-        self.decoder.check_usable()
-        states = self.attention.states
-        with shielded() as exposed:
-            this.reserve(exposed)
-            seqs = list(this.seqs)
-            try:
-                states.begin(seqs, this.num_begun, prefill=prefill, builds=builds)
-                with exposed():
-                    result = compute(seqs)
-                this.commit()
-            except BaseException:
-                this.roll_back()
-                raise
-            this.end()
-            states.commit(seqs)
-        return result
-
-    def _build_index(self, seqs: list[int]) -> float:
-        """What the policy keeps of sequences that come past its budget with their next token;
-        seconds it took, which do not count as decoding.
-        """
-        kv_lens = [self.store.kv_len(seq) + 1 for seq in seqs]
-        with torch_threads(self.current_generation.prefill_threads):
-            seconds = self.attention.build_states(seqs, kv_lens)
-        return self.current_generation.count_index(seconds)
-
-    def _count_setup(self, before: float) -> float:
-        """Seconds that the decoder took for set-up, since they were `before`."""
-        return self.current_generation.count_setup(self.decoder.setup_seconds - before)
-
-    def _record(self, phase: str, num_tokens: int, start: float) -> None:
-        self.current_generation.count_pass(phase, num_tokens, start)
+    def _record(self, phase: str, num_tokens: int) -> None:
+        self.current_generation.count_pass(phase, num_tokens)
         if phase != "prefill" and self._floor is not None:
             self._floor.look()
         stats = self.current_generation.stats

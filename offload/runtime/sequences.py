@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,12 @@ from offload.kv.sequence_part import SequencePart
 from offload.kv.store import KVStore
 from offload.kv_compression.base import Exposed, KVCompression
 from offload.models.batch import RaggedBatch
-from offload.runtime.correcting import Background, Correction, Corrections, SparseTokens
+from offload.runtime.correcting import (
+    Background,
+    Corrections,
+    RunningCorrection,
+    SparseTokens,
+)
 from offload.runtime.policy_part import PolicyPart
 from offload.runtime.run_lock import RunLock
 from offload.runtime.stats import OffloadStats
@@ -145,34 +150,34 @@ class Sequences:
             raise
         return copies
 
-    def take_corrected(self, seq: int, copy: int, num_tokens: int) -> None:
-        """Replace the first `num_tokens` waiting tokens of `seq` by those of `copy`, which has them
-        in every layer; `copy` is gone afterwards."""
+    def end_correction(self, running: RunningCorrection) -> None:
+        """Tokens are in the copies in every layer: their pages take the place of those that waited.
+        The copies are gone afterwards, even if policies fail."""
         assert self.corrections is not None
-        first = self.corrections.waiting(seq).first
         with shielded():
-            self.store.exchange(seq, copy, first, first + num_tokens)
-            self.free([copy])
-            self.corrections.note_corrected(seq, num_tokens)
-            self._decoder.rebase(seq, first, seq)
+            if running is self.background.running:
+                self.background.running = None
             try:
-                self.states.revise(seq, first)
-            except BaseException:
-                self.states.rebuild(seq)
-                raise
-
-    def end_background(self) -> None:
-        """All layers of it are there."""
-        with shielded():
-            running, self.background.running = self.background.running, None
-            assert running is not None
-            copies = running.copies.copy()
-            try:
-                while copies:
-                    seq, copy = copies.popitem()
-                    self.take_corrected(seq, copy, len(running.tokens[seq].ids))
+                while running.copies:
+                    seq, copy = running.copies.popitem()
+                    first, num_tokens = running.tokens[seq].first, len(running.tokens[seq].ids)
+                    self.store.exchange(seq, copy, first, first + num_tokens)
+                    self.free([copy])
+                    self.corrections.note_corrected(seq, num_tokens)
+                    self._decoder.rebase(seq, first, seq)
+                    try:
+                        self.states.revise(seq, first)
+                    except BaseException:
+                        self.states.rebuild(seq)
+                        raise
             finally:
-                self.free(copies.values())
+                self.free(running.copies.values())
+
+    def give_up_correction(self, running: RunningCorrection) -> None:
+        """Give back what it has taken: nothing of it is read."""
+        with shielded():
+            self.free(running.copies.values())
+            running.copies, running.num_read = {}, 0
 
     def make_room(
         self,
@@ -239,41 +244,18 @@ class Sequences:
         for sequence, start, stop in batch.spans():
             self._attention.states.append_delimiter_classes(seqs[sequence], classes[start:stop])
 
-    def correction(
-        self, seqs: Sequence[int], batch: RaggedBatch, tokens: Tensor | None, *, decodes: bool
-    ) -> Correction | None:
-        """What a prompt, with the ids `tokens`, is read behind, if anything.
-
-        Args:
-            decodes: it is no prompt.
-
-        Raises:
-            ValueError: tokens are decoded whose ids are not known.
-        """
-        if self.corrections is None:
-            return None
-        if decodes and tokens is None:
-            raise ValueError(
-                "inputs_embeds in a decode step with cache_correction_every: what is decoded is "
-                "read again by its ids; give input_ids, or leave cache_correction_every out"
-            )
-        return None if decodes else self.corrections.behind(seqs, batch)
-
     def note_decoded(
         self,
         batch: RaggedBatch,
         seqs: Sequence[int],
         tokens: Tensor | None,
         positions: Tensor,
-        exact: Container[int] = (),
     ) -> None:
-        """What is decoded next, [num_tokens] each, before it is in the store.
-
-        Args:
-            exact: numbers of `batch`'s sequences that attend to all: they need no correction.
-        """
+        """As `note_text`, of what is decoded, [num_tokens] each: it waits for a correction, but
+        where a sequence attends to all."""
+        self.note_text(batch, seqs, tokens, positions)
         if self.corrections is not None and tokens is not None:
-            self.corrections.note(batch, seqs, tokens, positions, exact)
+            self.corrections.note(batch, seqs, tokens, positions, self.states.unasked)
 
     def count_condensed(self, stats: OffloadStats) -> float:
         """Note what was condensed since this was asked last; the seconds that it took."""

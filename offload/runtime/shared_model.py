@@ -89,7 +89,7 @@ class BoundedModel:
             with torch.inference_mode(False), torch.no_grad():
                 embedded = runtime.lean.embed_tokens(ids.to(runtime.device))
                 hidden, phase = runtime.run(embedded, batch, cache, ids)
-                logits = runtime.logits(hidden[-1:], phase)
+                logits = runtime.runner.logits(hidden[-1:], phase)
             yield ReadPrompt(ids, cache, logits, time.perf_counter() - start)
         finally:
             cache.reset()
@@ -234,9 +234,9 @@ class SharedModel:
                 for runtime in self.runtimes:
                     runtime.sequences.note_text(batch, [seq], ids)
                 embedded = reader.lean.embed_tokens(ids.to(reader.device))
-                hidden = reader.prefill(embedded, batch, [seq], attentions=attentions)
+                hidden = reader.runner.prefill(embedded, batch, [seq], attentions=attentions)
                 this.commit()
-                logits = reader.logits(hidden[-1:], "prefill").to(self.device)
+                logits = reader.runner.logits(hidden[-1:], "prefill").to(self.device)
             seconds = time.perf_counter() - start
             yield ReadPrompt(ids, cache, logits, seconds)
         finally:

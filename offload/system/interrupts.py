@@ -11,10 +11,11 @@ import _signal  # type: ignore[import-not-found]  # signal's without enums: 3 µ
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _SIGNALS = sorted(map(int, signal.valid_signals()))
 
 
@@ -100,3 +101,15 @@ def shielded() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]
             shield.close()
         finally:
             shield.deliver()
+
+
+def finish(work: Generator[None, None, T], between: Callable[[], None] = lambda: None) -> T:
+    """What `work` returns; `between` is called wherever it stops. Errors and ctrl-C close it."""
+    with contextlib.closing(work):
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            between()

@@ -23,7 +23,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.policies import Policy
 from offload.ranks.group import TensorParallel
 from offload.ranks.watch import POLL_SECONDS
-from offload.runtime import runtime as runtime_module
+from offload.runtime import runner as runner_module
 from offload.selection.policy import DENSE, RETRIEVE
 from offload.system.errors import DeviceMemoryError
 
@@ -208,7 +208,7 @@ def makes_room_alone(
     runtime = runtime_of(model)
     runtime.decoder.begin_generation(3, 300)
     caches = [model.new_cache() for _ in range(3)]
-    prefill_for = runtime_module.prefill_for
+    prefill_for = runner_module.prefill_for
 
     def prefill(*args: Any, give_back: Any, **options: Any) -> Any:
         if int(os.environ["RANK"]) == rank:
@@ -220,7 +220,7 @@ def makes_room_alone(
             for cache in caches:
                 model(tokens, past_key_values=cache)
         caches[0].reset()
-        with mock.patch.object(runtime_module, "prefill_for", prefill):
+        with mock.patch.object(runner_module, "prefill_for", prefill):
             model(input_ids[:, :9], past_key_values=caches[1])
         logits = model(input_ids[:, 9:10], past_key_values=caches[1]).logits
     slots = runtime.decoder.slots.steps.step.resident.slots

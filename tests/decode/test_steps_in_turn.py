@@ -170,15 +170,15 @@ def test_ctrl_c(
     model, tokens = in_turn(tiny_folders["llama"], "lfps", backend), random_tokens(1, 150)
     expected = greedy(model, tokens, 24)
     runtime, cache, calls = runtime_of(model), model.new_cache(), []
-    choose = runtime._choose
+    extend = runtime.runner.extend
 
-    def interrupted(*args: Any, **options: Any) -> torch.Tensor:
-        calls.append(True)
+    def interrupted(*args: Any, prefill: bool, **options: Any) -> torch.Tensor:
+        calls.extend([True] * (not prefill))
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return choose(*args, **options)
+        return extend(*args, prefill=prefill, **options)
 
-    monkeypatch.setattr(runtime, "_choose", interrupted)
+    monkeypatch.setattr(runtime.runner, "extend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         greedy(model, tokens, 24, past_key_values=cache)
     assert cache.kv_lens == [150 + builds_in_a_step(model, "lfps")]

@@ -17,7 +17,7 @@ from cases.slowly import combinations, slow_but
 from cases.tiny_models import random_tokens, save_long_model
 
 from offload import Engine, OffloadedModel, SamplingParams
-from offload.engine.runner import Runner
+from offload.engine.runner import Passes
 from offload.engine.scheduler import _ALONE, _LEAST, Scheduler
 from offload.engine.sessions import Sessions
 from offload.policies.registry import available_policies, make_policy
@@ -154,7 +154,7 @@ def test_keys_are_exact_behind_it(model: Any, folder: Path) -> None:
     engine, found = Engine(model, slice_seconds=1e-4), Found()
     engine.add_request(prompt, GREEDY, "0")
     request, drifts = step_into_correction(engine, found), []
-    num_exact = request.correction.tokens.first + EVERY
+    num_exact = request.correction.tokens[request.seq].first + EVERY
     text = torch.tensor([(prompt + found["0"])[:num_exact]])
     expected = rows_of(read(load(folder, "full", None), text)[0])
     for _ in range(2):
@@ -231,13 +231,13 @@ def test_short_corrections_make_no_long_slice(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is a pass, which takes as long as the fewest tokens of a slice do."""
-    model, passes, correct = load(folder, every=3), list[int](), Runner.correct
+    model, passes, correct = load(folder, every=3), list[int](), Passes.correct
 
-    def correct_noted(self: Runner, seq: int, *rest: Any) -> Any:
+    def correct_noted(self: Passes, seq: int, *rest: Any) -> Any:
         passes.append(seq)
         return correct(self, seq, *rest)
 
-    monkeypatch.setattr(Runner, "correct", correct_noted)
+    monkeypatch.setattr(Passes, "correct", correct_noted)
     prompts, params = prompts_of(*range(60, 68)), replace(GREEDY, max_tokens=40)
     wanted = {str(i): alone(model, prompt, 40) for i, prompt in enumerate(prompts)}
     engine, found, num_seen = Engine(model, slice_seconds=1e-4), Found(), 0
@@ -461,7 +461,7 @@ def test_a_cancelled_session_keeps_what_waits(model: Any, tmp_path: Path) -> Non
     engine, found = Engine(model, slice_seconds=1e-4, sessions=Sessions(tmp_path)), Found()
     engine.add_request(prompt, GREEDY, "first", session_id="s")
     request = step_into_correction(engine, found)
-    first = request.correction.tokens.first
+    first = request.correction.tokens[request.seq].first
     engine.cancel("first")
     while engine.has_work or engine._saves:
         step(engine, found)

@@ -17,9 +17,10 @@ from cases.tiny_models import random_tokens
 from offload.decode.gpu.prepared_steps import BurstLength
 from offload.engine.engine import Engine
 from offload.engine.request import Request, RequestOutput
-from offload.engine.runner import Runner, _paced
+from offload.engine.runner import _paced
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Scheduler
+from offload.runtime.runner import Runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -202,20 +203,20 @@ def test_sampled_tokens_of_steps_that_fail_and_answers_that_end(
 ) -> None:
     """Each random number is used for one token, also where several steps were asked for."""
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (60, 50, 40)]
-    decode = Runner._decode
+    extend = Runner.extend
 
     def answers(num_steps: int, *, fails: bool = False, stop: int | None = None) -> Any:
         monkeypatch.setattr(BurstLength, "num_steps", property(lambda self: num_steps))
         model, calls = load(tiny_folders["llama"], "full", ("cpu", "inline")), [0]
         split_steps(model, 1)
 
-        def decodes(self: Runner, seqs: Any, *args: Any, **options: Any) -> Any:
-            calls[0] += 1
-            if fails and len(seqs) > 1 and calls[0] % 7 == 0:
+        def extends(self: Runner, this: Any, *args: Any, prefill: bool, **options: Any) -> Any:
+            calls[0] += not prefill
+            if fails and not prefill and len(this.seqs) > 1 and calls[0] % 7 == 0:
                 raise RuntimeError("for a test")
-            return decode(self, seqs, *args, **options)
+            return extend(self, this, *args, prefill=prefill, **options)
 
-        monkeypatch.setattr(Runner, "_decode", decodes)
+        monkeypatch.setattr(Runner, "extend", extends)
         engine = Engine(model, max_num_seqs=8, read_share=0.99)
         for seed, prompt in enumerate(prompts):
             stops = (stop,) if seed == 1 and stop is not None else ()
@@ -256,11 +257,10 @@ class Event:
 def test_one_layer_is_queued_behind_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "log", [])
-    paced = _paced(lambda num_tokens: Event.log.append(f"told of {num_tokens}"))
-    for num_tokens in (3, 4, 5):
-        paced(num_tokens)
-    told = ["launched", "told of 3", "launched", "done", "told of 4"]
-    assert Event.log == [*told, "launched", "done", "told of 5"]
+    paced = _paced(lambda: Event.log.append("told"))
+    for _ in range(3):
+        paced()
+    assert Event.log == ["launched", "told", *["launched", "done", "told"] * 2]
 
 
 def test_slices_on_a_gpu() -> None:

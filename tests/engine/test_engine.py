@@ -23,11 +23,12 @@ from offload import HostBudgetError, OffloadedModel, SessionMiss
 from offload.engine.engine import Engine, QueueFullError
 from offload.engine.preemption import Preempted
 from offload.engine.request import Request, RequestOutput
-from offload.engine.runner import Runner
+from offload.engine.runner import Passes
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Scheduler
 from offload.engine.steps import Steps
 from offload.policies.registry import available_policies, make_policy
+from offload.runtime.runner import Runner
 from offload.system.errors import DeviceMemoryError
 
 FEW = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8}
@@ -156,9 +157,9 @@ def test_others_decode_between_the_layers_of_a_slice(
     model, (short, long) = load(long_folder, name), prompts_of(70, 200)
     wanted = {"decodes": alone(model, short, 30), "is read": alone(model, long)}
     engine, found, during = Engine(model), dict[str, list[int]](), list[int]()
-    read = Runner.read
+    read = Passes.read
 
-    def counting(self: Runner, *arguments: Any, **options: Any) -> Any:
+    def counting(self: Passes, *arguments: Any, **options: Any) -> Any:
         before = engine.stats.decode_steps
         hidden = read(self, *arguments, **options)
         during.append(engine.stats.decode_steps - before)
@@ -168,10 +169,10 @@ def test_others_decode_between_the_layers_of_a_slice(
     engine.add_request(short, replace(GREEDY, max_tokens=30), "decodes")
     while not engine.stats.decode_steps:
         answers_of_step(engine, found)
-    monkeypatch.setattr(Runner, "read", counting)
+    monkeypatch.setattr(Passes, "read", counting)
     engine.add_request(long, GREEDY, "is read")
     assert answers(engine, found) == wanted
-    assert during[0] == model.config.num_hidden_layers
+    assert during[0] == 1 + model.config.num_hidden_layers
     engine.stop()
     assert model.kv_store.num_sequences == 0
 
@@ -183,9 +184,9 @@ def test_a_callback_fails_between_the_layers_of_a_slice(
     """Its request ends, and not the one that is read."""
     model, (short, long) = load(long_folder), prompts_of(70, 200)
     wanted, is_reading, reads = alone(model, long), False, list[bool]()
-    read = Runner.read
+    read = Passes.read
 
-    def noting(self: Runner, *arguments: Any, **options: Any) -> Any:
+    def noting(self: Passes, *arguments: Any, **options: Any) -> Any:
         nonlocal is_reading
         is_reading = bool(reads)  # not of the first prompt
         try:
@@ -200,7 +201,7 @@ def test_a_callback_fails_between_the_layers_of_a_slice(
         return True
 
     engine, options = Engine(model), {callback: fails}
-    monkeypatch.setattr(Runner, "read", noting)
+    monkeypatch.setattr(Passes, "read", noting)
     monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: True)
     engine.add_request(short, replace(GREEDY, max_tokens=60), "decodes", **options)
     while not engine.stats.decode_steps:
@@ -229,11 +230,11 @@ def test_who_is_cancelled_leaves_between_the_layers_of_a_slice(
     engine, found, layers = Engine(model, prefix_caching=False), dict[str, list[int]](), [0]
     pause = Steps._pause
 
-    def cancelling(self: Steps, num_tokens: int) -> None:
+    def cancelling(self: Steps) -> None:
         layers[0] += 1
         if layers[0] == 1:
             engine.cancel("is read")
-        pause(self, num_tokens)
+        pause(self)
 
     engine.add_request(short, replace(GREEDY, max_tokens=30), "decodes")
     while not engine.stats.decode_steps:
@@ -265,12 +266,12 @@ def test_who_is_read_beside_others_is_cancelled_behind_the_slice(
     engine, found = Engine(model, max_num_seqs=3), dict[str, list[int]]()
     cancelled = dict[str, int]()
 
-    def cancelling(self: Steps, num_tokens: int) -> None:
+    def cancelling(self: Steps) -> None:
         layers[0] += 1
         if layers[0] == 1:
             for name in ("decodes", "leaves", "waits"):
                 engine.cancel(name)
-        pause(self, num_tokens)
+        pause(self)
 
     def note(output: RequestOutput) -> None:
         if output.finish_reason is not None:
@@ -286,7 +287,7 @@ def test_who_is_read_beside_others_is_cancelled_behind_the_slice(
     engine.add_request(three, GREEDY, "waits", note)
     answers(engine, found)
     assert found["stays"] == wanted["stays"]
-    assert cancelled == {"decodes": 1, "waits": 1, "leaves": model.config.num_hidden_layers}
+    assert cancelled == {"decodes": 1, "waits": 1, "leaves": 1 + model.config.num_hidden_layers}
     assert engine.stats.prompt_tokens == num_read + len(one) + len(two)
     engine.stop()
     assert model.kv_store.num_sequences == 0
@@ -354,9 +355,9 @@ def test_a_slice_that_finds_no_room_on_a_gpu_is_read_once_more(
     num_failures: int, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that decode in its middle may have taken the room."""
-    read, failures = Runner.read, [0]
+    read, failures = Passes.read, [0]
 
-    def failing(self: Runner, parts: Any, **options: Any) -> Any:
+    def failing(self: Passes, parts: Any, **options: Any) -> Any:
         if any(self.runtime.store.kv_len(seq) >= 32 for seq, _ in parts):
             failures[0] += 1
             if failures[0] <= num_failures:
@@ -368,7 +369,7 @@ def test_a_slice_that_finds_no_room_on_a_gpu_is_read_once_more(
     wanted = [alone(model, prompt) for prompt in prompts]
     engine.add_request(prompts[0], replace(GREEDY, max_tokens=200), "0")
     engine.step()
-    monkeypatch.setattr(Runner, "read", failing)
+    monkeypatch.setattr(Passes, "read", failing)
     engine.add_request(prompts[1], GREEDY, "1")
     found: dict[str, list[int]] = {"0": [], "1": []}
     errors = []
@@ -387,14 +388,14 @@ def test_a_step_that_fails_is_done_request_by_request(
 ) -> None:
     prompts = prompts_of(30, 50)
     wanted = alone(model, prompts[0])
-    decode = Runner._decode
+    extend = Runner.extend
 
-    def failing(self: Runner, seqs: list[int], *args: Any, **options: Any) -> Any:
-        if any(self.runtime.store.kv_len(seq) > 52 for seq in seqs):
+    def failing(self: Runner, this: Any, *args: Any, prefill: bool, **options: Any) -> Any:
+        if not prefill and any(self.sequences.store.kv_len(seq) > 52 for seq in this.seqs):
             raise RuntimeError("not finite")
-        return decode(self, seqs, *args, **options)
+        return extend(self, this, *args, prefill=prefill, **options)
 
-    monkeypatch.setattr(Runner, "_decode", failing)
+    monkeypatch.setattr(Runner, "extend", failing)
     for number, prompt in enumerate(prompts):
         engine.add_request(prompt, GREEDY, str(number))
     tokens, failed = [], []
@@ -715,14 +716,14 @@ def test_the_youngest_makes_room_behind_its_slice(
     wanted = {"decodes": alone(model, decoded, 100), "is read": alone(model, read)}
     engine = Engine(model, prefix_caching=False)
     moved, failed_in_slice = list[str | None](), list[bool]()
-    preempt, choose = Scheduler.preempt, Runner.choose
+    preempt, choose = Scheduler.preempt, Passes.choose
 
     def preempts(self: Scheduler, kept: Sequence[Request] = ()) -> Request | None:
         request = preempt(self, kept)
         moved.append(request and request.request_id)
         return request
 
-    def chooses(self: Runner, *arguments: Any) -> None:
+    def chooses(self: Passes, *arguments: Any) -> None:
         in_slice = bool(engine._steps._in_slice)
         if (in_slice or failed_in_slice) and not any(moved):
             failed_in_slice.append(in_slice)
@@ -731,7 +732,7 @@ def test_the_youngest_makes_room_behind_its_slice(
 
     monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: bool(self.running))
     monkeypatch.setattr(Scheduler, "preempt", preempts)
-    monkeypatch.setattr(Runner, "choose", chooses)
+    monkeypatch.setattr(Passes, "choose", chooses)
     engine.add_request(decoded, replace(GREEDY, max_tokens=100), "decodes")
     found = dict[str, list[int]]()
     while not found:
@@ -750,9 +751,9 @@ def test_what_could_not_be_saved_is_not_read_on(
 ) -> None:
     """The second of a slice, which was to make room for the first."""
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
-    wanted, read, failures = alone(model, prompts[0]), Runner.read, [RuntimeError, HostBudgetError]
+    wanted, read, failures = alone(model, prompts[0]), Passes.read, [RuntimeError, HostBudgetError]
 
-    def reads(self: Runner, *arguments: Any, **options: Any) -> Any:
+    def reads(self: Passes, *arguments: Any, **options: Any) -> Any:
         if failures:
             raise failures.pop(0)("for a test")
         return read(self, *arguments, **options)
@@ -760,7 +761,7 @@ def test_what_could_not_be_saved_is_not_read_on(
     def fails(self: Preempted, request: Request) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(Runner, "read", reads)
+    monkeypatch.setattr(Passes, "read", reads)
     monkeypatch.setattr(Preempted, "save", fails)
     engine = Engine(model, prefix_caching=False)
     for i, prompt in enumerate(prompts):
@@ -905,9 +906,9 @@ def test_the_last_callback_fails_before_a_step_that_failed(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its token came before the failure, and is told behind it: nobody is left to try again."""
-    engine, choose = Engine(model, prefix_caching=False), Runner.choose
+    engine, choose = Engine(model, prefix_caching=False), Passes.choose
 
-    def two_steps(self: Runner, *rows: Any) -> None:
+    def two_steps(self: Passes, *rows: Any) -> None:
         *of_rows, _, take = rows
         choose(self, *of_rows, 1, take)
         raise HostBudgetError("for a test")
@@ -916,7 +917,7 @@ def test_the_last_callback_fails_before_a_step_that_failed(
         if output.tokens and engine.stats.answer_tokens == 2:
             raise ValueError("for a test")
 
-    monkeypatch.setattr(Runner, "choose", two_steps)
+    monkeypatch.setattr(Passes, "choose", two_steps)
     engine.add_request(prompts_of(30)[0], GREEDY, "0", on_output=fails)
     outputs = []
     while engine.has_work:

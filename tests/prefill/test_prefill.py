@@ -193,7 +193,7 @@ def test_ctrl_c_between_layers_leaves_nothing_open(monkeypatch: pytest.MonkeyPat
             events.append("closed")
 
     def interrupt(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code is not forward.prefill.__code__:
+        if frame.f_code is not forward.finish.__code__:
             return None
         if len(events) == 2:
             raise KeyboardInterrupt

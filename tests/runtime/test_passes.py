@@ -13,7 +13,7 @@ from cases.tiny_models import random_tokens
 from offload import OffloadedModel
 from offload.models.batch import pack
 from offload.policies.registry import make_policy
-from offload.runtime.passes import Pass
+from offload.runtime.runner import Pass
 
 
 @pytest.mark.parametrize("name", ["full", "exact_topk", "quest"])
@@ -31,10 +31,10 @@ def test_sequences_join_and_leave(tiny_folders: dict[str, Path], name: str) -> N
         batch = pack(tuple(prompt.shape), None, torch.arange(prompt.shape[1])[None])
         embedded = runtime.lean.embed_tokens(prompt[0])
         this = Pass(runtime.sequences, [runtime.sequences.new()], batch.num_new_tokens)
-        hidden = runtime.extend(
-            this, lambda seqs: runtime.prefill(embedded, batch, seqs), prefill=True
+        hidden = runtime.runner.extend(
+            this, lambda seqs: runtime.runner.prefill(embedded, batch, seqs), prefill=True
         )
-        first = runtime.logits(hidden[-1:], "prefill").argmax(-1)
+        first = runtime.runner.logits(hidden[-1:], "prefill").argmax(-1)
         texts[this.seqs[0]] = [int(first)]
         return this.seqs[0]
 
@@ -48,7 +48,8 @@ def test_sequences_join_and_leave(tiny_folders: dict[str, Path], name: str) -> N
             return decoder.choose_tokens(of, tokens, positions)
 
         this = Pass(runtime.sequences, seqs, [1] * len(seqs))
-        for seq, token in zip(seqs, runtime.extend(this, compute, prefill=False), strict=True):
+        chosen = runtime.runner.extend(this, compute, prefill=False)
+        for seq, token in zip(seqs, chosen, strict=True):
             texts[seq].append(int(token))
 
     running: list[int] = []
@@ -77,6 +78,6 @@ def test_a_pass_that_fails_leaves_all_as_they_were(tiny_folders: dict[str, Path]
         raise KeyError("in the middle")
 
     with pytest.raises(KeyError):
-        runtime.extend(Pass(runtime.sequences, seqs, [3, 50]), fail, prefill=True)
+        runtime.runner.extend(Pass(runtime.sequences, seqs, [3, 50]), fail, prefill=True)
     assert [runtime.store.kv_len(seq) for seq in seqs] == [0, 0]
     assert runtime.store.host_bytes_used == 0

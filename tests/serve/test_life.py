@@ -386,9 +386,9 @@ def test_the_end_while_prompts_are_read(
 ) -> None:
     """Within two seconds, even in the middle of a layer; each client gets an error as OpenAI's."""
 
-    def slow(self: Steps, num_tokens: int) -> None:
+    def slow(self: Steps) -> None:
         time.sleep(layer_seconds)
-        pause(self, num_tokens)
+        pause(self)
 
     pause = Steps._pause
     monkeypatch.setattr(Steps, "_pause", slow)
@@ -462,7 +462,7 @@ def test_a_short_prompt_is_answered_at_the_end(
     """One that came just before the signal."""
     entered = threading.Event()
 
-    def slow(self: Steps, num_tokens: int) -> None:
+    def slow(self: Steps) -> None:
         entered.set()
         time.sleep(0.05)
 
@@ -478,10 +478,10 @@ def test_a_short_prompt_is_answered_at_the_end(
 def test_who_leaves_during_the_prompt_is_not_read_on(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    def slow(self: Steps, num_tokens: int) -> None:
+    def slow(self: Steps) -> None:
         entered.set()
         time.sleep(0.4)
-        pause(self, num_tokens)
+        pause(self)
 
     entered, pause = threading.Event(), Steps._pause
     monkeypatch.setattr(Steps, "_pause", slow)

@@ -14,7 +14,7 @@ from offload.bench.eval.prompt import prompt_text, prompt_tokens
 from offload.bench.eval.reply import Reply
 from offload.bench.eval.sample import PART_END, Sample, string_match_all
 from offload.decode.sampling import Sampler, SamplingOptions
-from offload.engine.runner import Runner
+from offload.engine.runner import Passes
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.runtime import Runtime
 from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
@@ -195,7 +195,7 @@ def greedy_answers(
 ) -> list[Answer]:
     """`greedy_answer` of several prompts in the same steps, until the last of them is done."""
     runtime = model.runtimes[index]
-    runner, greedy = Runner(runtime), Sampler(SamplingOptions())
+    passes, greedy = Passes(runtime), Sampler(SamplingOptions())
     longest = max(map(len, (prompt.tokens for prompt in prompts)))
     most = longest + max(reply.num_given + reply.num_left for reply in replies)
     with contextlib.ExitStack() as forks, runtime.generation(has_assistant=False):
@@ -216,14 +216,14 @@ def greedy_answers(
                 return not any(reply.is_done or reply.num_given for _, reply in running)
 
             tokens = [reply.next_token() for _, reply in running]
-            runner.choose(seqs, tokens, [greedy] * len(seqs), {}, left, take)
+            passes.choose(seqs, tokens, [greedy] * len(seqs), {}, left, take)
             running = _running(caches, replies)
         steps = sum(reply.num_steps for reply in replies)
         attended = attended_tokens(runtime, steps)
         scored = attended_tokens(runtime, steps, "scored_tokens")
         built = runtime.current_generation.stats.index_seconds
     runtime.decoder.trim()  # the next policy's prompts are as long
-    share = (runner.seconds / len(replies), built / len(replies))
+    share = (passes.seconds / len(replies), built / len(replies))
     return [Answer(reply.tokens, attended, scored, *share) for reply in replies]
 
 

@@ -132,7 +132,7 @@ def teacher_forced(
             embedded = runtime.lean.embed_tokens(ids.to(runtime.device))
             hidden, phase = runtime.run(embedded, batch, cache, ids)
             position += 1
-            return runtime.logits(hidden, phase)[0]
+            return runtime.runner.logits(hidden, phase)[0]
 
         yield decode
 

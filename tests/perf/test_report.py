@@ -14,6 +14,7 @@ from perf import plots, report, results_file
 from perf.results_file import read_results, write_results
 from perf.tables.tables import (
     decode_table,
+    policy_speed_table,
     prefill_table,
     startup_table,
 )
@@ -113,6 +114,20 @@ def test_llama_cpp_never_stands_beside_us_without_its_weights() -> None:
     captions.append(plots.time_per_token_caption(gpu, read_results("decode")))
     for caption in captions:
         assert "llama.cpp runs the GGUF's Q4_1 weights, the others bfloat16." in caption
+
+
+def test_policy_speed_is_held_against_exact_topk() -> None:
+    def line(engine: str, speed: float) -> dict[str, object]:
+        return {"engine": engine, "context": 7168, "decode_tokens_per_second": speed}
+
+    engines = {"offload exact_topk": 40.0, "offload lfps": 50.0, "offload quest": 30.0}
+    rows = [line(name, speed) for name, speed in {**engines, "transformers": 5.0}.items()]
+    result = {"machine": MACHINE, "settings": {"model": "m"}, "rows": rows}
+    text = policy_speed_table(result)
+    assert "| `lfps` | 50.0 | 125% |" in text
+    assert "| `exact_topk` | 40.0 | 100% |" in text
+    assert "| `quest` | 30.0 | 75% |" in text
+    assert "transformers" not in text.splitlines()[4]
 
 
 def test_startup_table() -> None:

@@ -1,4 +1,4 @@
-"""Tables of small results: latency, placements and ablations of RULER."""
+"""Tables of small results: latency and placements."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Any
 
 from cases.machine import MACHINE
 
-from perf.results_file import read_results
 from perf.tables.latency_tables import latency_phases_table, latency_table
 from perf.tables.placement_tables import gpu_plan_table
-from perf.tables.ruler_tables import ruler_ablation_table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -110,26 +108,3 @@ def test_plan_table() -> None:
         "| `lychee_decode` | 131,072 | 1,024 | 15 | G 40 g 116 . 100 | 0.86 | 1.00 ± 0.10 "
         "| -14.0% | +1.3% |" in gpu_plan_table(result)
     )
-
-
-def test_an_ablation_has_a_row_of_each_variant_and_columns_of_each_budget() -> None:
-    result = read_results("ruler-ablation")
-    assert result is not None
-    names = ("full", "lfps 160", "lfps 160 alpha=0.2 spread=0", "lfps 320", "quest 320")
-    measured = {"scored_tokens": 1234.0, "decode_seconds": 2.0, "decoded_tokens": 100}
-    summary = [{"policy": name, "score": i / 4} | measured for i, name in enumerate(names)]
-    made = result | {"summary": summary}
-    text = ruler_ablation_table(made)
-    assert "Full attention: 0 %." in text
-    header, _, *lines = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, *lines)]
-    assert cells == [
-        [
-            "policy",
-            "options",
-            *(f"{n}: {x}" for n in (160, 320) for x in ("right", "scored", "ms")),
-        ],
-        ["`lfps`", "", "25 %", "1,234", "20.0", "75 %", "1,234", "20.0"],
-        ["`lfps`", "alpha=0.2 spread=0", "50 %", "1,234", "20.0", "", "", ""],
-        ["`quest`", "", "", "", "", "100 %", "1,234", "20.0"],
-    ]

@@ -1,4 +1,4 @@
-"""Tables of small results: latency and placements."""
+"""Tables of latency."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from cases.machine import MACHINE
 
 from perf.tables.latency_tables import latency_phases_table, latency_table
-from perf.tables.placement_tables import gpu_plan_table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -78,33 +77,3 @@ def test_phases_table() -> None:
     table = latency_phases_table(RESULT)
     assert "at 131,072 tokens on one thread" in table
     assert "| `full` | 13,107 ± 1,311 | 1,311 |" in table
-
-
-PLANNED: dict[str, Any] = {
-    "policy": "lychee_decode",
-    "kv_len": 131072,
-    "budget_tokens": 1024,
-    "threads": 15,
-    "heads": {"CPU": 100, "GPU": 40, "GATHER": 116},
-    "predicted_milliseconds": 0.86,
-    "milliseconds": 1.0,
-    "milliseconds_p10": 0.9,
-    "milliseconds_p90": 1.1,
-    "error": -0.14,
-    "planned_kv_device_bytes": 1000,
-    "kv_device_bytes": 1000,
-    "planned_device_bytes": 1013,
-    "device_bytes": 1000,
-    "planned_host_bytes": 1000,
-    "host_bytes": 1000,
-}
-
-
-def test_plan_table() -> None:
-    settings = {"shape": "llama-3.1-8b", "dtype": "bfloat16"}
-    machine = MACHINE | {"gpus": ["A GPU"], "nvidia_driver": "580"}
-    result = {"machine": machine, "settings": settings, "rows": [PLANNED]}
-    assert (
-        "| `lychee_decode` | 131,072 | 1,024 | 15 | G 40 g 116 . 100 | 0.86 | 1.00 ± 0.10 "
-        "| -14.0% | +1.3% |" in gpu_plan_table(result)
-    )

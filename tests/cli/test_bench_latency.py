@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import typer
@@ -99,18 +98,6 @@ def test_threads() -> None:
     assert "vs 1 thread" in result.stdout
 
 
-def test_a_model(tiny_folders: dict[str, Path]) -> None:
-    arguments = ["latency", str(tiny_folders["qwen2"]), "--context", "400", "--threads", "1"]
-    arguments += ["--policy", "full,exact_topk", "--budget-tokens", "128", "-r", "1", "--json"]
-    result = runner.invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    assert document["shape"] is None
-    assert document["dtype"] == "float32"
-    assert document["layers"] == {"400": 3}
-    assert [row["dense_share"] for row in document["rows"]] == [0, pytest.approx(2 / 3)]
-
-
 def test_keys_unlike_real_attention_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "offload.bench.latency.run.statistics_outside_range",
@@ -129,7 +116,6 @@ def test_keys_unlike_real_attention_are_announced(monkeypatch: pytest.MonkeyPatc
         (["--policy", "qest"], 2, "unknown 'qest'; available: exact_topk, full"),
         (["--dtype", "int8"], 2, "unknown 'int8'; available: bfloat16"),
         (["--context", "4096,x"], 2, "integers of at least 1"),
-        (["some"], 2, "give one of --shape and a model"),
         (["--option", "lfps.alpha"], 2, "expected key=value"),
         (["--option", "alpha=1"], 2, "no option 'alpha' in"),
         (["--option", "streaming_llm.sink_tokens=4"], 2, "'streaming_llm' is not among"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from offload.bench.latency.measure import PHASES, Row
@@ -110,18 +110,6 @@ scored: keys scored exactly
 overlap: of the choice with the true top-k
 growth: over the shortest context
 of memory's: speedup over that of gathers"""
-
-
-def statistics_lines(statistics: Mapping[str, Mapping[str, float]]) -> str:
-    """What `run_latency` says of the keys and queries, by depth, in lines of 80 characters."""
-    return "\n".join(
-        f"keys and queries at {int(depth):,}: sink {of['sink_share']:.0%}, top 2 % hold "
-        f"{of['group_top_mass']:.0%}, last 64 {of['near_share']:.0%},\n"
-        f"  top tokens kept after 1/8/32 steps {of['overlap_1']:.0%}/{of['overlap_8']:.0%}/"
-        f"{of['overlap_32']:.0%},\n"
-        f"  clustered {of['clustering']:.0%}, LFPS candidates {of['lfps_candidates']:.1%}"
-        for depth, of in statistics.items()
-    )
 
 
 def _phase(name: str, row: Row) -> str:

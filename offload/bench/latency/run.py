@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from offload.bench.latency.measure import Row, measure_latency, steps_needed
 from offload.bench.latency.report import compared, relative_spread
 from offload.bench.latency.workload import structured_workload
 from offload.measuring.machine.other_load import LoadWatch, load_warnings
-from offload.measuring.synthetic.attention_statistics import statistics_outside_range
 from offload.models.shape import MODEL_SHAPES, ModelShape
 from offload.policies import Policy
 from offload.system.memory import host_memory_limit_bytes
@@ -49,8 +47,7 @@ def run_latency(
 
     Returns:
         What was measured on, as plain values, and the rows of `compared`. By depth there are the
-        physical layers and the statistics of keys and queries; `warnings` name statistics that are
-        not like a real model's, and tell of a machine that was busy.
+        physical layers; `warnings` tell of a machine that was busy.
 
     Raises:
         ValueError: a depth that the budget covers.
@@ -78,8 +75,6 @@ def run_latency(
     total = batch_size * sum(layers.values()) + len(depths) * len(threads) * num_steps
     done = 0
     rows: list[Row] = []
-    statistics: dict[str, dict[str, float]] = {}
-    warnings: list[str] = []
 
     def advance(what: str) -> Callable[[], None]:
         def step() -> None:
@@ -102,9 +97,6 @@ def run_latency(
             on_layer=advance(f"{depth:,} tokens: keys"),
         )
         with closing(workload.store):
-            statistics[str(depth)] = asdict(workload.statistics)
-            outside = statistics_outside_range(workload.statistics, depth)
-            warnings += [f"at {depth:,} tokens {line}; times may mislead" for line in outside]
             rows += measure_latency(
                 workload,
                 policies,
@@ -113,7 +105,7 @@ def run_latency(
                 on_step=advance(f"{depth:,} tokens: steps"),
             )
     spreads = [relative_spread(row) for row in rows]
-    warnings += load_warnings(watch.seen(), float(np.median(spreads)) if repeats > 1 else 0.0)
+    warnings = load_warnings(watch.seen(), float(np.median(spreads)) if repeats > 1 else 0.0)
     settings = {
         "shape": shape,
         "dtype": str(dtype).removeprefix("torch."),
@@ -121,7 +113,6 @@ def run_latency(
         "repeats": repeats,
         "seed": seed,
         "layers": {str(depth): count for depth, count in layers.items()},
-        "statistics": statistics,
         "warnings": warnings,
     }
     return settings, compared(rows)

@@ -13,20 +13,10 @@ import torch
 from torch import Tensor
 
 from offload.kv.store import HostBudgetError, KVStore
-from offload.measuring.synthetic.attention_statistics import (
-    LFPS_STEPS,
-    AttentionStatistics,
-    attention_statistics,
-    mean_statistics,
-)
 from offload.measuring.synthetic.one_slab import num_pages, one_slab_store, page_bytes
-from offload.measuring.synthetic.structured_cache import structured_layer
+from offload.measuring.synthetic.structured_cache import PROMPT_QUERIES, structured_layer
 from offload.models import ModelShape
 from offload.system.memory import format_bytes, host_memory_limit_bytes
-
-PROMPT_QUERIES = LFPS_STEPS  # queries of the prompt's end that are kept for policies and statistics
-# Above this they cost as much as the keys themselves: one layer has to do.
-_STATISTICS_KV_LEN = 32768
 
 
 @dataclass(frozen=True)
@@ -52,14 +42,12 @@ class LatencyWorkload:
     Attributes:
         steps: of each sequence and layer.
         shape: of the model whose `num_layers` layers stand for all.
-        statistics: of the keys and queries.
     """
 
     store: KVStore
     seqs: list[int]
     steps: list[list[LayerSteps]]
     shape: ModelShape
-    statistics: AttentionStatistics
 
     def __post_init__(self) -> None:
         self.num_layers, self.batch_size = self.store.num_layers, len(self.seqs)
@@ -127,7 +115,7 @@ def structured_workload(
             f"{format_bytes(host_memory_limit_bytes())}; lower the batch size or the depth"
         )
     store = one_slab_store(shape, dtype, num_layers=num_layers, pages=pages)
-    statistics, steps, seqs = [], [], []
+    steps, seqs = [], []
     for row in range(batch_size):
         seq = store.new_sequence()
         store.reserve([seq], [kv_len])
@@ -140,12 +128,9 @@ def structured_workload(
                 dtype=dtype,
                 seed=seed + row,
                 layer_idx=layer_idx,
-                prompt_queries=PROMPT_QUERIES,
             )
             keys, values = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
             store.append(seq, layer_idx, keys[:kv_len], values[:kv_len])
-            if row == 0 and (layer_idx == 0 or kv_len <= _STATISTICS_KV_LEN):
-                statistics.append(attention_statistics(layer.queries, layer.keys))
             of_sequence.append(
                 LayerSteps(keys[kv_len:].clone(), values[kv_len:].clone(), layer.queries)
             )
@@ -153,4 +138,4 @@ def structured_workload(
         store.commit([seq], [kv_len])
         seqs.append(seq)
         steps.append(of_sequence)
-    return LatencyWorkload(store, seqs, steps, shape, mean_statistics(statistics))
+    return LatencyWorkload(store, seqs, steps, shape)

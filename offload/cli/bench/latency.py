@@ -137,7 +137,6 @@ def _print_tables(
     from offload.bench.latency.report import (
         CAPTION,
         WIDE_CAPTION,
-        statistics_lines,
         table_cells,
         threads_title,
     )
@@ -170,7 +169,6 @@ def _print_tables(
             table.width = console.measure(table, options=unbounded).maximum
         console.print(table, crop=not wide)
         console.print()
-    console.print(statistics_lines(settings["statistics"]))
-    console.print(f"\n{CAPTION}")
+    console.print(CAPTION)
     if wide:
         console.print(WIDE_CAPTION)

@@ -1,8 +1,4 @@
-"""What `offload bench latency` runs on: sequences in a host KV store, and decode steps after them.
-
-`structured_workload` makes keys and queries with the structure of attention at any shape and
-length.
-"""
+"""What `offload bench latency` runs on: sequences in a host KV store, and steps after them."""
 
 from __future__ import annotations
 
@@ -14,23 +10,13 @@ from torch import Tensor
 
 from offload.kv.store import HostBudgetError, KVStore
 from offload.measuring.synthetic.one_slab import num_pages, one_slab_store, page_bytes
-from offload.measuring.synthetic.structured_cache import PROMPT_QUERIES, structured_layer
+from offload.measuring.synthetic.structured_cache import (
+    PROMPT_QUERIES,
+    StructuredLayer,
+    structured_layer,
+)
 from offload.models import ModelShape
 from offload.system.memory import format_bytes, host_memory_limit_bytes
-
-
-@dataclass(frozen=True)
-class LayerSteps:
-    """The tokens after one sequence's prompt, in one layer.
-
-    Attributes:
-        keys, values: [num_steps, num_kv_heads, head_dim].
-        queries: [num_qo_heads, PROMPT_QUERIES + num_steps, head_dim].
-    """
-
-    keys: Tensor
-    values: Tensor
-    queries: Tensor
 
 
 @dataclass
@@ -40,13 +26,13 @@ class LatencyWorkload:
     The store's handles are `seqs`. A step is: `advance`, whatever reads it, `commit`.
 
     Attributes:
-        steps: of each sequence and layer.
+        steps: of each sequence and layer; their keys and values are of the tokens after the prompt.
         shape: of the model whose `num_layers` layers stand for all.
     """
 
     store: KVStore
     seqs: list[int]
-    steps: list[list[LayerSteps]]
+    steps: list[list[StructuredLayer]]
     shape: ModelShape
 
     def __post_init__(self) -> None:
@@ -54,7 +40,7 @@ class LatencyWorkload:
         self.sm_scale = self.shape.head_dim**-0.5
         self.kv_len = self.store.kv_len(self.seqs[0])
         first = self.steps[0][0]
-        self.num_qo_heads, self.num_steps = len(first.queries), len(first.keys)
+        self.num_qo_heads, self.num_steps = len(first.queries), first.keys.shape[1]
         # [num_qo_heads, batch_size, queries, head_dim] of each layer
         self._rows = [
             torch.stack([layer.queries for layer in layers], 1)
@@ -75,8 +61,8 @@ class LatencyWorkload:
         self.store.reserve(self.seqs, [1] * self.batch_size)
         for row, seq in enumerate(self.seqs):
             for layer_idx, layer in enumerate(self.steps[row]):
-                new = slice(step, step + 1)
-                self.store.append(seq, layer_idx, layer.keys[new], layer.values[new])
+                new = layer.keys.transpose(0, 1)[step], layer.values.transpose(0, 1)[step]
+                self.store.append(seq, layer_idx, new[0][None], new[1][None])
         return [self.store.kv_len(seq) + 1 for seq in self.seqs]
 
     def commit(self) -> None:
@@ -129,11 +115,10 @@ def structured_workload(
                 seed=seed + row,
                 layer_idx=layer_idx,
             )
-            keys, values = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
-            store.append(seq, layer_idx, keys[:kv_len], values[:kv_len])
-            of_sequence.append(
-                LayerSteps(keys[kv_len:].clone(), values[kv_len:].clone(), layer.queries)
-            )
+            keys, values = (x.transpose(0, 1)[:kv_len] for x in (layer.keys, layer.values))
+            store.append(seq, layer_idx, keys, values)
+            keys, values = (x[:, kv_len:].clone() for x in (layer.keys, layer.values))
+            of_sequence.append(StructuredLayer(keys, values, layer.queries))
             on_layer()
         store.commit([seq], [kv_len])
         seqs.append(seq)

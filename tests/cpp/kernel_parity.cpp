@@ -263,7 +263,7 @@ void check_elementwise(const KernelTable& table, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
       // Sums of products may cancel: relative to the terms, which are about one. A norm rounds twice, so that a sum in
       // another order may move it by two steps.
-      const double steps = what == 1 ? 2.0 : 1.0;
+      const double steps = what == 1 || what == 6 ? 2.0 : 1.0;
       const double allowed = steps * kStep<T> * std::fabs(expected[i]) + (what >= 4 ? kStep<T> : 0.0) +
                              2e-6 * (1.0 + std::fabs(expected[i]));
       CHECK(std::fabs(actual[i] - expected[i]) <= allowed, "%s, dtype %d, operator %d of %lld: %g instead of %g",

@@ -55,8 +55,8 @@ OLDER_CLIENTS_STAMP := $(OLDER_CLIENTS)/.made
 
 NATIVE_SOURCES := setup.py $(wildcard cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 
-.PHONY: help venv build demo test test-all test-isas lint format docs bench bench-gpu report peers load-generator \
-    wheel clients clean
+.PHONY: help venv build demo test check-docs test-all test-isas lint format docs bench bench-gpu report peers \
+    load-generator wheel clients clean
 
 help:  ## Show this.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -71,16 +71,19 @@ demo: venv  ## A small model answers a question about 6,000 tokens; converts it 
 
 # Where the package is to be installed, these come with it, beside the compiler; [test] has what is in [serve].
 EXTRAS := [serve]
-test test-all test-isas: EXTRAS := [test]
+test check-docs test-all test-isas: EXTRAS := [test]
 
-test: venv $(TEST_STAMP)  ## Run the tests, all but the slow ones.
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+test: venv $(TEST_STAMP)  ## Run the tests, all but the slow ones and check-docs.
+	$(PYTEST) -m "not slow and not docs" $(PYTEST_ARGS)
+
+check-docs: venv $(TEST_STAMP)  ## Run the tests of README, docs and their tables.
+	$(PYTEST) -m docs $(PYTEST_ARGS)
 
 test-all: venv $(TEST_STAMP)  ## Run all tests; those of faults and recovery take minutes.
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-isas: venv $(TEST_STAMP)  ## Run the tests once per instruction set; ISAS="avx2 scalar" for these only.
-	ISAS="$(ISAS)" $(BIN)/python tests/every_isa.py $(ON_ALL_CPUS) -m "not slow" $(PYTEST_ARGS)
+	ISAS="$(ISAS)" $(BIN)/python tests/every_isa.py $(ON_ALL_CPUS) -m "not slow and not docs" $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP) $(DOCS_STAMP)  ## Run every check that a commit must pass.
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure

@@ -49,7 +49,6 @@ def rank_rows(
     scales: int,
     spreads: int,
     spread_weight: float,
-    boxes: bool,
     ranges: int,
     num_ranges: int,
     ranks: int,

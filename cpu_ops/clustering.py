@@ -114,21 +114,19 @@ def rank_rows(
     query: Float32Array,
     rows: npt.NDArray[np.int8],
     scales: npt.NDArray[np.uint16],
-    spreads: npt.NDArray[np.uint16] | None = None,
-    spread_weight: float = 0.0,
+    spreads: npt.NDArray[np.uint16],
+    spread_weight: float,
     *,
-    boxes: bool = False,
     ranges: Int32Array | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """Each row's rank for its best query: scale * query · row + spread_weight * spread * |query|.
-
-    Of boxes it is scale * query · c + spread_weight * spread * sqrt(sum_d (query_d w_d)^2), where c
-    are the low halves of a row's bytes, -8 to 7, and w the high ones, 0 to 15.
+    """Each box's rank for its best query: scale * query · c + spread_weight * spread *
+    sqrt(sum_d (query_d w_d)^2), where c are the low halves of a row's bytes, -8 to 7, and w the
+    high ones, 0 to 15.
 
     Args:
-        query: float32 [num_queries, head_dim], rounded to 1/32767 of the largest value of each; for
-            boxes to 1/127, and their squares to 1/16383 of the largest.
+        query: float32 [num_queries, head_dim], rounded to 1/127 of the largest value of each, and
+            their squares to 1/16383 of the largest.
         rows: int8 [n, head_dim], C-contiguous.
         scales, spreads: bits of bfloat16 [n].
         ranges: int32 [num_ranges, 2], first row and end of those to rank; None: all.
@@ -138,7 +136,7 @@ def rank_rows(
         number.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, boxes without spreads.
+        ValueError: shapes or dtypes that do not fit.
     """
     check_head_dim(query.shape[1])
     if not 1 <= len(query) <= MAX_GROUP_SIZE:
@@ -149,21 +147,18 @@ def rank_rows(
             "expected float32 queries and int8 rows of their width, got"
             f" {query.dtype} {list(query.shape)} and {rows.dtype} {list(rows.shape)}"
         )
-    for name, x in (("scales", scales), ("spreads", scales if spreads is None else spreads)):
+    for name, x in (("scales", scales), ("spreads", spreads)):
         if x.dtype != np.uint16 or x.shape != (len(rows),):
             raise ValueError(
                 f"expected {name} as uint16 for each of {len(rows)} rows, got"
                 f" {x.dtype} {list(x.shape)}"
             )
-    if boxes and spreads is None:
-        raise ValueError("boxes need spreads, the scales of their widths")
     if ranges is None:
         ranges = np.array([[0, len(rows)]], np.int32)
     if (ranges < 0).any() or (ranges > len(rows)).any() or (ranges[:, 0] > ranges[:, 1]).any():
         raise ValueError(f"ranges must lie within [0, {len(rows)}], got {ranges.tolist()}")
     query, rows = np.ascontiguousarray(query), np.ascontiguousarray(rows)
-    scales = np.ascontiguousarray(scales)
-    spreads = None if spreads is None else np.ascontiguousarray(spreads)
+    scales, spreads = np.ascontiguousarray(scales), np.ascontiguousarray(spreads)
     ranges = np.ascontiguousarray(ranges, np.int32)
     ranks = torch.empty(int((ranges[:, 1] - ranges[:, 0]).sum()), dtype=torch.float32)
     _native.rank_rows(
@@ -173,9 +168,8 @@ def rank_rows(
         query.shape[1],
         rows.ctypes.data,
         scales.ctypes.data,
-        0 if spreads is None else spreads.ctypes.data,
+        spreads.ctypes.data,
         spread_weight,
-        boxes,
         ranges.ctypes.data,
         len(ranges),
         ranks.data_ptr(),

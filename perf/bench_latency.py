@@ -29,7 +29,6 @@ def main() -> None:
     with progress_bar("latency", "part") as on_progress:
         found, rows = run_latency(
             shape=SHAPE,
-            model=None,
             depths=sorted(arguments.depths),
             threads=sorted(arguments.threads),
             policies={policy.name: policy for policy in policies},

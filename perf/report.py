@@ -28,15 +28,11 @@ from perf.plots import (
 )
 from perf.results_file import ROOT, read_results
 from perf.tables import (
-    ahead_tables,
     gpu_tables,
     latency_tables,
     loss_tables,
-    ruler_tables,
-    selection_tables,
     tables,
     tradeoff_tables,
-    training_tables,
 )
 from perf.tables.gpu_tables import Results
 from perf.tradeoff_plot import plot_tradeoff
@@ -59,23 +55,15 @@ def _hard_results() -> Results:
 # Section name -> (results file, what makes its Markdown).
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decode": ("decode", tables.decode_table),
-    "policy-speed": ("decode-policies", selection_tables.policy_speed_table),
+    "policy-speed": ("decode-policies", tables.policy_speed_table),
     "prefill": ("decode", tables.prefill_table),
     "decode-avx2": ("decode-avx2", tables.decode_table),
     "prefill-avx2": ("decode-avx2", tables.prefill_table),
-    "hot-rows": ("hot-rows", ahead_tables.hot_rows_table),
-    "ruler-ahead": ("ruler-gpu", ahead_tables.ruler_ahead_table),
-    "ruler-roles": ("ruler-gpu", ahead_tables.ruler_roles_table),
     "latency": ("latency", latency_tables.latency_table),
     "latency-phases": ("latency", latency_tables.latency_phases_table),
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
     "measured-loss": ("hard-ruler-found", lambda _: loss_tables.loss_table(_hard_results())),
-    "ruler": ("ruler", ruler_tables.ruler_table),
-    "ruler-ablation": ("ruler-ablation", ruler_tables.ruler_ablation_table),
-    "selection": ("selection", selection_tables.selection_table),
     "startup": ("startup", tables.startup_table),
-    "train-heads": ("train-heads", training_tables.trained_heads_table),
-    "train-heads-roles": ("train-heads", training_tables.compared_roles_table),
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
     "tradeoff-in-short": (
         "tradeoff",

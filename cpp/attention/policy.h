@@ -72,8 +72,8 @@ struct PolicyContext {
   void (*score_rows)(const PolicyContext*, const float* query, const void* rows, int64_t n, int64_t width,
                      float* scores);
   int64_t (*rank_rows)(const PolicyContext*, const float* query, int64_t num_queries, const int8_t* rows,
-                       const Bf16* scales, const Bf16* spreads, float spread_weight, int64_t boxes,
-                       const int32_t* ranges, int64_t num_ranges, float* ranks);
+                       const Bf16* scales, const Bf16* spreads, float spread_weight, const int32_t* ranges,
+                       int64_t num_ranges, float* ranks);
   int64_t (*top_codes)(const PolicyContext*, const float* query, const float* offsets, const uint8_t* codes,
                        const float* scales, const float* levels, int64_t bits, int64_t k, int32_t* tokens);
   void (*load_keys)(const PolicyContext*, int64_t first, int64_t n, float* out);

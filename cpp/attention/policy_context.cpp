@@ -52,12 +52,11 @@ void score_rows(const PolicyContext* context, const float* query, const void* ro
 }
 
 int64_t rank_rows(const PolicyContext* context, const float* query, int64_t num_queries, const int8_t* rows,
-                  const Bf16* scales, const Bf16* spreads, float spread_weight, int64_t boxes, const int32_t* ranges,
+                  const Bf16* scales, const Bf16* spreads, float spread_weight, const int32_t* ranges,
                   int64_t num_ranges, float* ranks) {
-  const int64_t of_scales = spreads != nullptr ? 2 * sizeof(Bf16) : sizeof(Bf16);
   int64_t num_rows = 0;
   for (int64_t i = 0; i < num_ranges; ++i) num_rows += ranges[2 * i + 1] - ranges[2 * i];
-  if (context->profile != nullptr) context->profile->bytes += num_rows * (context->head_dim + of_scales);
+  if (context->profile != nullptr) context->profile->bytes += num_rows * (context->head_dim + 2 * sizeof(Bf16));
   const RankArgs args{query,
                       static_cast<int>(num_queries),
                       static_cast<int>(context->head_dim),
@@ -65,7 +64,6 @@ int64_t rank_rows(const PolicyContext* context, const float* query, int64_t num_
                       scales,
                       spreads,
                       spread_weight,
-                      boxes != 0,
                       ranges,
                       static_cast<int>(num_ranges),
                       ranks};

@@ -38,9 +38,9 @@ PYBIND11_MODULE(_native, m) {
   });
   m.def("rank_rows",
         [](const std::string& isa, int64_t query, int num_queries, int head_dim, int64_t rows, int64_t scales,
-           int64_t spreads, float spread_weight, bool boxes, int64_t ranges, int num_ranges, int64_t ranks) {
+           int64_t spreads, float spread_weight, int64_t ranges, int num_ranges, int64_t ranks) {
           kernels_for(isa).rank_rows({pointer<const float>(query), num_queries, head_dim, pointer<const int8_t>(rows),
-                                      pointer<const Bf16>(scales), pointer<const Bf16>(spreads), spread_weight, boxes,
+                                      pointer<const Bf16>(scales), pointer<const Bf16>(spreads), spread_weight,
                                       pointer<const int32_t>(ranges), num_ranges, pointer<float>(ranks)});
         });
   m.attr("CODE_BLOCK") = kCodeBlock;

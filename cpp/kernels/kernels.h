@@ -189,21 +189,19 @@ struct CodeArgs {
   float* scores;
 };
 
-// The rank of row i is the largest scales[i] * <query[g], rows[i]> + spread_weight * spreads[i] * |query[g]| of all g.
-// Of boxes it is the largest scales[i] * <query[g], c> + spread_weight * spreads[i] * sqrt(sum_d (query[g][d] w[d])^2),
-// where c are the low halves of a row's bytes, -8 to 7, and w the high ones, 0 to 15: <query, x> of the x farthest
-// along in an ellipsoid around c whose half-axes are spread_weight w. -inf where none is a number. Queries are rounded
-// to 1/32767 of their largest value, for boxes to 1/127, and their squares to 1/16383 of the largest; where one is not
-// finite all ranks are NaN.
+// The rank of row i, a box, is the largest scales[i] * <query[g], c> + spread_weight * spreads[i] *
+// sqrt(sum_d (query[g][d] w[d])^2) of all g, where c are the low halves of a row's bytes, -8 to 7, and w the high ones,
+// 0 to 15: <query, x> of the x farthest along in an ellipsoid around c whose half-axes are spread_weight w. -inf where
+// none is a number. Queries are rounded to 1/127 of their largest value, and their squares to 1/16383 of the largest;
+// where one is not finite all ranks are NaN.
 struct RankArgs {
   const float* query;  // [num_queries, head_dim]
   int num_queries;     // at most kMaxGroupSize
   int head_dim;
   const int8_t* rows;   // [num_rows, head_dim]
   const Bf16* scales;   // [num_rows]
-  const Bf16* spreads;  // [num_rows], or null: none
+  const Bf16* spreads;  // [num_rows]
   float spread_weight;
-  bool boxes;             // needs spreads
   const int32_t* ranges;  // [num_ranges, 2]: first row and end of those to rank
   int num_ranges;
   float* ranks;  // of the rows of all ranges, one after the other

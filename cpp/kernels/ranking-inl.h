@@ -1,6 +1,5 @@
-// Ranks of rows of bytes for the best of several queries, as an index of chunks asks for them
-// (offload/policies/lychee_cluster): of key rows, and of boxes around the keys of a chunk. Included inside a per-ISA
-// namespace after vector_math-inl.h.
+// Ranks of boxes around the keys of a chunk, in rows of bytes, for the best of several queries, as an index of chunks
+// asks for them (offload/policies/lychee_cluster). Included inside a per-ISA namespace after vector_math-inl.h.
 
 // What of a row is multiplied at once: pairs of neighbouring products go to one lane.
 inline constexpr int kDotWidth = W == 1 ? 1 : 2 * W;
@@ -8,33 +7,28 @@ inline constexpr int kRankTile = 64;  // rows whose sums stay in the first-level
 inline constexpr int kRankHeads = 4;  // queries that share the loads of a row
 inline constexpr int kScalesOfLine = 32;
 
-// So many steps has the largest number of a query: of 16 bits, and of 8 where boxes are in 4; and its square of a box.
-inline constexpr float kWordSteps = 32767.0f, kByteSteps = 127.0f, kSquareSteps = 16383.0f;
+// So many steps have the largest number of a query, and its square.
+inline constexpr float kSteps = 127.0f, kSquareSteps = 16383.0f;
 
 // A query in whole steps, filled up with zeros; returns the step. 0 if the query is too small to have steps, NaN if one
-// of its numbers is not finite. And the length of what was rounded.
-static float round_query(const float* query, int head_dim, float steps, int16_t* rounded, float* norm) {
+// of its numbers is not finite.
+static float round_query(const float* query, int head_dim, int16_t* rounded) {
   F largest = f_zero(), check = f_zero();
   for (int d = 0; d < head_dim; d += W) {
     const F x = f_load(query + d);
     largest = f_max(f_max(x, f_sub(f_zero(), x)), largest);
     check = f_fma(x, f_zero(), check);
   }
-  *norm = 0.0f;
   const float limit = f_max_lane(largest);
   if (f_sum(check) != 0.0f) return NAN;
   std::memset(rounded, 0, kMaxHeadDim * sizeof(int16_t));
   if (limit < 1e-30f) return 0.0f;
   alignas(64) float whole[kMaxHeadDim];
-  F squares = f_zero();
   for (int d = 0; d < head_dim; d += W) {
-    const F x = f_round(f_mul(f_load(query + d), f_set1(steps / limit)));
-    f_store(whole + d, x);
-    squares = f_fma(x, x, squares);
+    f_store(whole + d, f_round(f_mul(f_load(query + d), f_set1(kSteps / limit))));
   }
   for (int d = 0; d < head_dim; ++d) rounded[d] = static_cast<int16_t>(whole[d]);
-  *norm = limit / steps * std::sqrt(f_sum(squares));
-  return limit / steps;
+  return limit / kSteps;
 }
 
 // The squares of a query's numbers in whole steps; the root of the step.
@@ -50,16 +44,15 @@ static float round_squares(const float* query, int head_dim, int16_t* rounded) {
   return limit / std::sqrt(kSquareSteps);
 }
 
-// What of a row's bytes is multiplied: whole numbers; those of the low half, -8 to 7; the squares of the high half's, 0
-// to 225, of which 256 times 16383 fit an int32.
-enum class Part { whole, low, high_squared };
+// What of a row's bytes is multiplied: numbers of the low half, -8 to 7; the squares of the high half's, 0 to 225, of
+// which 256 times 16383 fit an int32.
+enum class Part { low, high_squared };
 
 template <Part P>
 static inline auto load_part(const int8_t* bytes) {
   const auto row = i_load_pairs(bytes);
   if constexpr (P == Part::low) return i_low_nibbles(row);
   if constexpr (P == Part::high_squared) return i_high_squares(row);
-  if constexpr (P == Part::whole) return row;
 }
 
 // sums[g * kRankTile + r] = <query[g], row r>: sums of whole numbers. The rows are rounded already, and the query's 16
@@ -137,23 +130,18 @@ struct WordBoxes {
 
 template <typename Boxes>
 static void rank_rows(const RankArgs& args) {
-  alignas(64) int16_t rounded[kMaxGroupSize][kMaxHeadDim], squares[kMaxHeadDim];
+  alignas(64) int16_t rounded[kMaxHeadDim] = {}, squares[kMaxHeadDim];
   Boxes boxes;
-  float steps[kMaxGroupSize], reaches[kMaxGroupSize];
-  float check = 0.0f;
+  float steps[kMaxGroupSize], reaches[kMaxGroupSize], check = 0.0f;
   for (int g = 0; g < args.num_queries; ++g) {
     const float* query = args.query + g * args.head_dim;
-    steps[g] = round_query(query, args.head_dim, args.boxes ? kByteSteps : kWordSteps, rounded[g], reaches + g);
-    if (args.boxes) {
-      reaches[g] = round_squares(query, args.head_dim, squares);
-      boxes.set(g, rounded[g], squares);
-    }
-    reaches[g] = args.spreads != nullptr ? args.spread_weight * reaches[g] : 0.0f;
+    steps[g] = round_query(query, args.head_dim, rounded);
+    reaches[g] = args.spread_weight * round_squares(query, args.head_dim, squares);
+    boxes.set(g, rounded, squares);
     check += steps[g];
   }
   float* ranks = args.ranks;
-  alignas(64) float sums[kRankHeads * kRankTile] = {}, widths[kRankHeads * kRankTile];
-  for (float& width : widths) width = 1.0f;
+  alignas(64) float sums[kRankHeads * kRankTile] = {}, widths[kRankHeads * kRankTile] = {};
   alignas(64) float scales[kRankTile] = {}, spreads[kRankTile] = {};
   for (int range = 0; range < args.num_ranges; ++range) {
     const int64_t end = args.ranges[2 * range + 1];
@@ -165,24 +153,18 @@ static void rank_rows(const RankArgs& args) {
       const int8_t* ahead = args.rows + next * args.head_dim;
       for (int i = 0; i <= kRankTile; i += kScalesOfLine) {
         prefetch_l1(args.scales + next + i);
-        if (args.spreads != nullptr) prefetch_l1(args.spreads + next + i);
+        prefetch_l1(args.spreads + next + i);
       }
       for (int i = 0; i < n; ++i) scales[i] = to_float(args.scales[first + i]);
-      if (args.spreads != nullptr) {
-        for (int i = 0; i < n; ++i) spreads[i] = to_float(args.spreads[first + i]);
-      }
+      for (int i = 0; i < n; ++i) spreads[i] = to_float(args.spreads[first + i]);
       alignas(64) float best[kRankTile];
       for (int i = 0; i < kRankTile; ++i) best[i] = check == check ? -INFINITY : NAN;
       for (int g = 0; g < args.num_queries && check == check; g += kRankHeads) {
         const int heads = args.num_queries - g < kRankHeads ? args.num_queries - g : kRankHeads;
-        if (args.boxes) {
-          boxes.dot(g, heads, args.head_dim, rows, n, ahead, sums, widths);
-          for (int h = 0; h < heads; ++h) {
-            float* of_head = widths + h * kRankTile;
-            for (int i = 0; i < n; i += W) f_store(of_head + i, f_sqrt(f_load(of_head + i)));
-          }
-        } else {
-          dot_rows<Part::whole>(rounded + g, heads, args.head_dim, rows, n, ahead, sums);
+        boxes.dot(g, heads, args.head_dim, rows, n, ahead, sums, widths);
+        for (int h = 0; h < heads; ++h) {
+          float* of_head = widths + h * kRankTile;
+          for (int i = 0; i < n; i += W) f_store(of_head + i, f_sqrt(f_load(of_head + i)));
         }
         for (int h = 0; h < heads; ++h) {
           const float step = steps[g + h], reach = reaches[g + h];

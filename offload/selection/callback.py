@@ -243,14 +243,13 @@ def score_rows(
 @numba.njit(inline="always")
 def rank_rows(pointer: Any, function: Any, arguments: Any) -> Any:
     """rank_rows(pointer, ctx.rank_rows, (query, num_queries, rows, scales, spreads,
-    spread_weight, boxes, ranges, num_ranges, ranks)): of each row in some ranges the largest
-    scale * query · row + spread_weight * spread * |query| of all queries; of boxes, where that is
-    not 0, as `cpu_ops.clustering.rank_rows` says.
+    spread_weight, ranges, num_ranges, ranks)): of each row in some ranges, a box, the rank for the
+    best of all queries, as `cpu_ops.clustering.rank_rows` says.
 
     Addresses: `query` of float32 [num_queries, head_dim], `rows` of int8 [num_rows, head_dim],
-    `scales` of bfloat16 [num_rows], `spreads` the same or 0 (none), `ranges` of int32
+    `scales` of bfloat16 [num_rows], `spreads` the same, `ranges` of int32
     [num_ranges, 2] (first row and end), `ranks` of float32, for one range after the other.
-    spread_weight is a float, boxes an int64. Queries are rounded; where one is
+    spread_weight is a float. Queries are rounded; where one is
     not finite all ranks are NaN, and a row that gives no number ranks -inf.
 
     Returns 0, or DEFERRED where ctx.may_defer is 2: the workers will rank the rows together, and

@@ -21,7 +21,7 @@ from perf.tables.markdown import (
 )
 
 Results = Mapping[str, dict[str, Any]]  # by part: decode, peers, prefill, …
-milliseconds_cell = median("milliseconds", ",.2f")
+_milliseconds_cell = median("milliseconds", ",.2f")
 
 
 def gpu_decode_table(results: Results) -> str:
@@ -33,8 +33,8 @@ def gpu_decode_table(results: Results) -> str:
         f"attention and differ in every step. Medians; ±: half of the 10th to 90th percentile. "
         f"{_options_note(results['decode'])}{peers_note(results)}"
     )
-    columns: Columns = {"engine": "{name}", **context_columns(rows, milliseconds_cell)}
-    return gpu_section(results["decode"], title, columns, by_context(rows, engine_name))
+    columns: Columns = {"engine": "{name}", **context_columns(rows, _milliseconds_cell)}
+    return _section(results["decode"], title, columns, by_context(rows, engine_name))
 
 
 def gpu_overlap_table(results: Results) -> str:
@@ -50,7 +50,7 @@ def gpu_overlap_table(results: Results) -> str:
         **{name: f"{{shares[{name}]:.0%}}" for name in SHARES},
         "ms with marks": "{traced_milliseconds:.2f}",
     }
-    return gpu_section(results["decode"], title, columns, _of(results["decode"], OURS))
+    return _section(results["decode"], title, columns, _of(results["decode"], OURS))
 
 
 def gpu_prefill_table(results: Results) -> str:
@@ -75,7 +75,7 @@ def gpu_prefill_table(results: Results) -> str:
         "GPU peak": lambda row: _peak_cell(row, 0),
         "beside the weights": lambda row: _peak_cell(row, row.get("weight_bytes", 0)),
     }
-    return gpu_section(prefill, title, columns, prefill["rows"])
+    return _section(prefill, title, columns, prefill["rows"])
 
 
 def _peak_cell(row: Row, weight_bytes: int) -> str:
@@ -92,12 +92,12 @@ def _options_note(result: dict[str, Any]) -> str:
     return policy_options_note(budget, **alpha)
 
 
-def gpu_section(result: dict[str, Any], title: str, columns: Columns, rows: Iterable[Any]) -> str:
+def _section(result: dict[str, Any], title: str, columns: Columns, rows: Iterable[Any]) -> str:
     """A table between its title and where it was measured."""
-    return "\n\n".join([title, table(columns, rows), gpu_machine_line(result)])
+    return "\n\n".join([title, table(columns, rows), _machine_line(result)])
 
 
-def gpu_machine_line(result: dict[str, Any]) -> str:
+def _machine_line(result: dict[str, Any]) -> str:
     """Where and when it was measured."""
     machine, settings = result["machine"], result["settings"]
     versions = machine["versions"]

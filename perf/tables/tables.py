@@ -142,6 +142,29 @@ def startup_table(result: dict[str, Any]) -> str:
     return "\n\n".join([title, table(columns, result["rows"]), machine_line(result["machine"])])
 
 
+def policy_speed_table(result: dict[str, Any]) -> str:
+    """Decode tokens/s of a whole model under each policy, compared with exact top-k."""
+    rows = [
+        row | {"policy": row["engine"].removeprefix("offload ")}
+        for row in result["rows"]
+        if row["engine"].startswith("offload ")
+    ]
+    rows.sort(key=lambda row: -row["decode_tokens_per_second"])
+    speeds = {row["policy"]: row["decode_tokens_per_second"] for row in rows}
+
+    contexts = ", ".join(f"{c:,}" for c in sorted({row["context"] for row in rows}))
+    title = (
+        f"{result['settings']['model']} at {contexts} tokens, all engines in turns on the same "
+        f"text. {policy_options_note()}"
+    )
+    columns: Columns = {
+        "policy": "`{policy}`",
+        "tokens/s": "{decode_tokens_per_second:.1f}",
+        "of exact_topk": lambda row: f"{speeds[row['policy']] / speeds['exact_topk']:.0%}",
+    }
+    return "\n\n".join([title, table(columns, rows), machine_line(result["machine"])])
+
+
 def machine_line(machine: dict[str, Any], *, spreads: bool = True) -> str:
     """Where and when it was measured.
 

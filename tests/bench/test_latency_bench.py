@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from offload.bench.latency.measure import (
 )
 from offload.bench.latency.plan import plan_layers
 from offload.bench.latency.report import compared
-from offload.bench.latency.workload import LatencyWorkload, TextReader, structured_workload
+from offload.bench.latency.workload import LatencyWorkload, structured_workload
 from offload.measuring.synthetic.exact_attention import ExactAttention
 from offload.models import ModelShape
 from offload.policies import TidalDecode
@@ -310,31 +308,3 @@ def test_what_follows_from_measurements() -> None:
     assert many["thread_speedup"] == 4
     assert many["thread_efficiency"] == pytest.approx(4 / 2)
     assert many["growth"] is None
-
-
-def test_a_model_reads_text(tiny_folders: dict[str, Path], stock_models: dict[str, Any]) -> None:
-    reader = TextReader(tiny_folders["llama"])
-    assert list(reader.shape.heads.values()) == [3, 6, 2, 32]
-    workload = reader.workload(kv_len=400, num_steps=steps_needed(2), batch_size=2)
-    try:
-        # The stock model's own keys of the same text: values of layer 0 need no rotation.
-        tokens = reader.tokens(0, 404)
-        stock = stock_models["llama"].model
-        layer = stock.layers[0]
-        hidden = layer.input_layernorm(stock.embed_tokens(tokens[None]))
-        values = layer.self_attn.v_proj(hidden)[0].view(-1, 2, 32).transpose(0, 1)
-        stored = workload.store.gather(workload.seqs[0], 0)[1]
-        assert torch.allclose(stored, values[:, :400], atol=1e-5)
-        measured = measure_latency(
-            workload,
-            {"full": policy_of("full"), "exact_topk": policy_of("exact_topk")},
-            threads=[1],
-            repeats=2,
-        )
-    finally:
-        workload.store.close()
-    assert [m["kv_len"] for m in measured] == [400, 400]
-    assert measured[1]["dense_share"] == pytest.approx(2 / 3)
-    assert measured[1]["attended_tokens"] == BUDGET
-    with pytest.raises(ValueError, match="exceed the 512 tokens that this model and its text have"):
-        reader.workload(kv_len=510, num_steps=3, batch_size=1)

@@ -263,7 +263,7 @@ void check_elementwise(const KernelTable& table, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
       // Sums of products may cancel: relative to the terms, which are about one. A norm rounds twice, so that a sum in
       // another order may move it by two steps.
-      const double steps = what == 1 ? 2.0 : 1.0;
+      const double steps = what == 1 || what == 6 ? 2.0 : 1.0;
       const double allowed = steps * kStep<T> * std::fabs(expected[i]) + (what >= 4 ? kStep<T> : 0.0) +
                              2e-6 * (1.0 + std::fabs(expected[i]));
       CHECK(std::fabs(actual[i] - expected[i]) <= allowed, "%s, dtype %d, operator %d of %lld: %g instead of %g",
@@ -362,7 +362,7 @@ void check_reads(const KernelTable& table) {
         "%s", table.name);
 }
 
-void check_ranks(const KernelTable& table, int group, int head_dim, int64_t n, bool boxes) {
+void check_ranks(const KernelTable& table, int group, int head_dim, int64_t n) {
   Exact<float> query(group * head_dim, 1), actual(n + 1), expected(n + 1);
   query.fill(normal);
   Exact<int8_t> rows(n * head_dim, 1);
@@ -372,8 +372,8 @@ void check_ranks(const KernelTable& table, int group, int head_dim, int64_t n, b
   const auto end = static_cast<int32_t>(n);
   const int32_t ranges[] = {end / 2, end, 0, end / 2, end - 1, end};  // the last row twice
   const auto run = [&](const KernelTable& kernels, Exact<float>& ranks) {
-    kernels.rank_rows({query.data(), group, head_dim, rows.data(), scales.data(), spreads.data(), 0.4f, boxes, ranges,
-                       3, ranks.data()});
+    kernels.rank_rows(
+        {query.data(), group, head_dim, rows.data(), scales.data(), spreads.data(), 0.4f, ranges, 3, ranks.data()});
   };
   run(table, actual);
   run(*scalar_table(), expected);
@@ -457,12 +457,10 @@ void check_isa(const KernelTable& table) {
   for (const int64_t n : {1, 7, 8, 15, 16, 17, 63, 64, 65, 100, 16385, 20000}) check_selection(table, n);
   check_reads(table);
   for (const int head_dim : {16, 48, 64, 128}) {
-    for (const int64_t n : {1, 3, 4, 5, 33, 150}) {
-      for (const bool boxes : {false, true}) check_ranks(table, static_cast<int>(uniform(1, 8)), head_dim, n, boxes);
-    }
+    for (const int64_t n : {1, 3, 4, 5, 33, 150}) check_ranks(table, static_cast<int>(uniform(1, 8)), head_dim, n);
     for (const int64_t n : {1, 63, 64, 65, 200}) check_codes(table, static_cast<int>(uniform(1, 9)), head_dim, 1, n);
     check_codes(table, kMaxGroupSize, 2 * head_dim, 2, 100);
-    for (const bool boxes : {false, true}) check_ranks(table, kMaxGroupSize, 2 * head_dim, 65, boxes);
+    check_ranks(table, kMaxGroupSize, 2 * head_dim, 65);
   }
   for (const int64_t n : {1, 5, 6, 7, 100}) {
     for (const int64_t k : {1, 3, 4, 15, 16, 17, 63, 64, 65, 130}) check_nearest(table, n, k, uniform(1, 3) * 16);

@@ -29,44 +29,21 @@ def bfloat16_bits(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("isa", "spread_weight", "head_dim", "num_queries"),
-    pairwise(ISAS, [0.0, 0.4], [16, 48, 64, 128, 256], [1, 2, 3, 4, 5, 7, 8], together=2),
+    ("isa", "head_dim", "num_queries"),
+    pairwise(ISAS, [16, 48, 64, 128, 256], [1, 2, 3, 4, 5, 7, 8]),
 )
-def test_rank_rows(isa, head_dim, num_queries, spread_weight):
-    rng = new_rng()
-    query = rng.standard_normal((num_queries, head_dim), dtype=np.float32)
-    # Queries count in steps of 1/32767 of their largest value.
-    largest = np.abs(query).max(axis=1, keepdims=True)
-    wide = np.rint(query * (np.float32(32767) / largest)) * (largest.astype(np.float64) / 32767)
-    reach = spread_weight * np.linalg.norm(wide, axis=1)
-    for n in (1, 3, 4, 5, 19, 63, 64, 65, 131):
-        rows = rng.integers(-127, 128, (n, head_dim), dtype=np.int8)
-        bits = bfloat16_bits(rng.random((2, n), dtype=np.float32))
-        scales, spreads = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        given = (bits[1], spread_weight) if spread_weight else ()
-        ranks = rank_rows(query, rows, bits[0], *given, isa=isa).numpy()
-        of_spreads = reach[:, None] * spreads
-        expected = (wide @ rows.T.astype(np.float64)) * scales + of_spreads
-        # Sums may cancel.
-        limit = (np.abs(wide) @ np.abs(rows.astype(np.float64)).T) * scales + of_spreads
-        assert (np.abs(ranks - expected.max(axis=0)) <= 1e-6 * limit.max(axis=0)).all()
-
-
-@pytest.mark.parametrize(
-    ("isa", "head_dim", "num_queries"), pairwise(ISAS, [16, 48, 64, 128, 256], [1, 3, 4, 8])
-)
-def test_rank_boxes(isa, head_dim, num_queries):
+def test_rank_rows(isa, head_dim, num_queries):
     """Also of the widest boxes there are, whose sums are the largest."""
     rng = new_rng()
     query = rng.standard_normal((num_queries, head_dim), dtype=np.float32)
     query[0] = 1
-    for n in (1, 4, 5, 64, 65, 131):
+    for n in (1, 3, 4, 5, 19, 63, 64, 65, 131):
         low, high = rng.integers(-7, 8, (n, head_dim)), rng.integers(0, 16, (n, head_dim))
         high[0] = 15
         rows = (low & 15 | high << 4).astype(np.uint8).view(np.int8)
         bits = bfloat16_bits(rng.random((2, n), dtype=np.float32))
         scales, spreads = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        ranks = rank_rows(query, rows, bits[0], bits[1], 2.4, boxes=True, isa=isa).numpy()
+        ranks = rank_rows(query, rows, bits[0], bits[1], 2.4, isa=isa).numpy()
         # Queries count in steps of 1/127 of their largest value, squares in 1/16383.
         largest = np.abs(query).max(axis=1, keepdims=True)
         wide = np.rint(query * (np.float32(127) / largest)) * (largest.astype(np.float64) / 127)
@@ -77,18 +54,18 @@ def test_rank_boxes(isa, head_dim, num_queries):
         assert (np.abs(ranks - expected.max(axis=0)) <= 5e-4 * limit.max(axis=0)).all()
 
 
-@pytest.mark.parametrize(("isa", "boxes", "head_dim"), combinations(ISAS, [False, True], [48, 64]))
-def test_rank_rows_of_ranges(isa, head_dim, boxes):
+@pytest.mark.parametrize(("isa", "head_dim"), combinations(ISAS, [48, 64]))
+def test_rank_rows_of_ranges(isa, head_dim):
     """In their order, empty ones and the last row included."""
     rng = new_rng()
     query = rng.standard_normal((3, head_dim), dtype=np.float32)
     rows = rng.integers(-127, 128, (200, head_dim), dtype=np.int8)
     scales, spreads = bfloat16_bits(rng.random((2, 200), dtype=np.float32))
     given = (scales, spreads, 0.4)
-    every = rank_rows(query, rows, *given, boxes=boxes, isa=isa).numpy()
+    every = rank_rows(query, rows, *given, isa=isa).numpy()
     ranges = np.array([[130, 200], [7, 7], [3, 72], [0, 2], [199, 200]], np.int32)
     expected = np.concatenate([every[first:end] for first, end in ranges])
-    of_ranges = rank_rows(query, rows, *given, boxes=boxes, ranges=ranges, isa=isa)
+    of_ranges = rank_rows(query, rows, *given, ranges=ranges, isa=isa)
     np.testing.assert_allclose(of_ranges, expected, rtol=1e-6)
 
 
@@ -96,28 +73,23 @@ def test_rank_rows_of_ranges(isa, head_dim, boxes):
 def test_rank_rows_of_what_is_no_number(isa):
     """Queries without steps rank 0; one that is not finite makes all ranks NaN; rows whose scale is
     none rank last."""
-    rows = np.full((6, 48), 3, np.int8)
-    scales = bfloat16_bits(np.ones(6, np.float32))
+    rows = np.full((6, 48), 3, np.int8)  # the high halves are 0
+    ones = bfloat16_bits(np.ones(6, np.float32))
     query = np.ones((3, 48), np.float32)
     query[1], query[2] = 0, 1e-40
-    np.testing.assert_allclose(rank_rows(query, rows, scales, isa=isa), 144, rtol=1e-6)
-    assert (rank_rows(query[1:], rows, scales, isa=isa) == 0).all()
-    of_some = scales.copy()
-    of_some[2] = bfloat16_bits(np.array([np.nan], np.float32))[0]
-    ranks = rank_rows(query[:1], rows, of_some, isa=isa).numpy()
-    assert ranks[2] == -np.inf
-    np.testing.assert_allclose(np.delete(ranks, 2), 144, rtol=1e-6)
-    of_some[2] = bfloat16_bits(np.array([np.inf], np.float32))[0]
-    assert rank_rows(query[:1], -rows, of_some, isa=isa)[2] == -np.inf
-    spreads = scales.copy()
-    spreads[1] = of_some[2]
-    ranks = rank_rows(query, rows, scales, spreads, 2.0, boxes=True, isa=isa).numpy()
-    assert ranks[1] == -np.inf
-    np.testing.assert_allclose(np.delete(ranks, 1), 144, rtol=1e-6)  # the high halves are 0
+    np.testing.assert_allclose(rank_rows(query, rows, ones, ones, 2.0, isa=isa), 144, rtol=1e-6)
+    assert (rank_rows(query[1:], rows, ones, ones, 2.0, isa=isa) == 0).all()
+    no_number, infinite = ones.copy(), ones.copy()
+    no_number[2], infinite[2] = bfloat16_bits(np.array([np.nan, np.inf], np.float32))
+    for scales, spreads in ((no_number, ones), (ones, infinite)):  # infinite times 0
+        ranks = rank_rows(query[:1], rows, scales, spreads, 2.0, isa=isa).numpy()
+        assert ranks[2] == -np.inf
+        np.testing.assert_allclose(np.delete(ranks, 2), 144, rtol=1e-6)
+    negative = np.full((6, 48), 13, np.int8)  # -3 in the low halves
+    assert rank_rows(query[:1], negative, infinite, ones, 2.0, isa=isa)[2] == -np.inf
     for bad in (np.nan, np.inf, -np.inf):
         query[1, 40] = bad
-        assert rank_rows(query, rows, scales, isa=isa).isnan().all()
-        assert rank_rows(query, rows, scales, scales, 2.0, boxes=True, isa=isa).isnan().all()
+        assert rank_rows(query, rows, ones, ones, 2.0, isa=isa).isnan().all()
 
 
 @pytest.mark.parametrize(("isa", "dtype", "head_dim"), combinations(ISAS, DTYPES, [16, 64, 128]))
@@ -228,14 +200,16 @@ def test_bad_arguments(pool):
         chunk_boxes(pool, torch.zeros(1, 9, 16), np.array([0, 8, 8]))
     with pytest.raises(ValueError, match="keys must be"):
         chunk_boxes(pool, torch.zeros(9, 16), np.array([0, 8]))
-    query, rows, scales = np.zeros((1, 32), np.float32), np.zeros((2, 32), np.int8), np.zeros(2)
+    query, rows, wrong = np.zeros((1, 32), np.float32), np.zeros((2, 32), np.int8), np.zeros(2)
+    scales = wrong.astype(np.uint16)
+    given = (scales, scales, 0.4)
     with pytest.raises(ValueError, match=r"int8 rows of their width, got .* 16"):
-        rank_rows(query[:, :16], rows, scales.astype(np.uint16))
+        rank_rows(query[:, :16], rows, *given)
     with pytest.raises(ValueError, match=r"scales as uint16 .*, got float64 \[2\]"):
-        rank_rows(query, rows, scales)
+        rank_rows(query, rows, wrong, scales, 0.4)
     with pytest.raises(ValueError, match=r"spreads as uint16 .*, got float64 \[2\]"):
-        rank_rows(query, rows, scales.astype(np.uint16), scales)
+        rank_rows(query, rows, scales, wrong, 0.4)
     with pytest.raises(ValueError, match="1 to 32 queries, got 33"):
-        rank_rows(query.repeat(33, 0), rows, scales.astype(np.uint16))
+        rank_rows(query.repeat(33, 0), rows, *given)
     with pytest.raises(ValueError, match=r"ranges must lie within \[0, 2\], got \[\[0, 3\]\]"):
-        rank_rows(query, rows, scales.astype(np.uint16), ranges=np.array([[0, 3]], np.int32))
+        rank_rows(query, rows, *given, ranges=np.array([[0, 3]], np.int32))

@@ -1,4 +1,4 @@
-"""merge_state against float64, and the parts that are missing or complete."""
+"""merge_state and merge_parts against float64, and parts that are missing or complete."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from cases.operands import DTYPES, TOLERANCE, assert_close, attention, poisoned,
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
+from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
 
 INFINITY = float("inf")
@@ -86,3 +87,38 @@ def test_host_memory_must_be_pinned() -> None:
     o, lse = torch.zeros(1, 64, device="cuda"), torch.zeros(1, 1, device="cuda")
     with pytest.raises(ValueError, match=r"o_b must be on cuda:0 or in pinned host memory"):
         merge_state(o, lse, o.cpu(), lse.cpu(), o.clone())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries_first", "n", "head_dim"),
+    combinations(DTYPES, [False, True], [(1, 16), (16, 48), (37, 128)]),
+)
+def test_merges(device: str, dtype: torch.dtype, queries_first: bool, n: int, head_dim: int):
+    """In either order of heads and queries in memory, where the parts differ much and little."""
+    rng = new_rng()
+    scores = random(rng, 2, n, 30, dtype=torch.float32, device="cpu", scale=4.0).double()
+    scores[:, ::3, :11] += 40
+    values = random(rng, 2, 30, head_dim, dtype=torch.float32, device="cpu").double()
+    parts = []
+    for keys in (slice(0, 11), slice(11, 30)):
+        o = (scores[..., keys].softmax(-1) @ values[:, keys]).to(device, dtype)
+        if queries_first:
+            o = o.transpose(0, 1).contiguous().transpose(0, 1)
+        parts += [o, scores[..., keys].logsumexp(-1).float().to(device)]
+    in_float32 = parts[0].to(torch.float32, copy=True), parts[1].clone()
+    merge_parts(*in_float32, *parts[2:])
+    merge_parts(*parts)
+    assert_close(in_float32[0], scores.softmax(-1) @ values, TOLERANCE[dtype])
+    assert torch.equal(in_float32[1], parts[1])
+    assert_close(parts[0], scores.softmax(-1) @ values, TOLERANCE[dtype])
+    assert_close(parts[1], scores.logsumexp(-1), 1e-6)
+
+
+def test_wrong_parts() -> None:
+    o, lse = torch.zeros(2, 3, 16), torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"part must be \[2, 3, 16\]"):
+        merge_parts(o, lse, torch.zeros(2, 4, 16), lse)
+    with pytest.raises(ValueError, match="rows of o must be contiguous"):
+        merge_parts(torch.zeros(2, 16, 3).mT, lse, o, lse)
+    with pytest.raises(ValueError, match=r"part_lse must be \[2, 3\]"):
+        merge_parts(o, lse, o, torch.zeros(3, 2))

@@ -1,4 +1,6 @@
-"""The KV store case by case: pages shared by forks, budgets and the memory they stand for."""
+"""The KV store case by case: pages shared by forks, budgets and who has how much of them."""
+
+from __future__ import annotations
 
 import gc
 import mmap
@@ -23,7 +25,8 @@ from cases.slowly import slow_but
 import offload.kv.page_pool
 import offload.kv.store
 import offload.system.huge_pages
-from offload.kv.store import HostBudgetError
+from offload.kv.ledger import MemoryLedger
+from offload.kv.store import HostBudgetError, KVStore
 from offload.system.memory import HostMemory
 
 
@@ -343,3 +346,27 @@ def test_exchange_of_what_is_not_there() -> None:
     seqs = apart.new_sequence(), apart.new_sequence()
     with pytest.raises(ValueError, match="here heads are apart"):
         apart.exchange(*seqs, 0, 1)
+
+
+def test_tenants_of_one_limit() -> None:
+    ledger, held = MemoryLedger(100), {"arrays": 10, "queries": 5}
+    assert not ledger.is_shared
+    ledger.add("policy", lambda: held["arrays"])
+    ledger.add("policy", lambda: held["queries"])
+    ledger.add("sessions", lambda: 20)
+    assert ledger.by_tenant() == {"policy": 15, "sessions": 20}
+    assert ledger.left_bytes == 65
+    held["arrays"] = 0
+    assert ledger.left_bytes == 75
+
+
+def test_pages_leave_what_tenants_have() -> None:
+    """All tenants count, not the last that came, and the error names them."""
+    store = KVStore(num_layers=1, num_kv_heads=1, head_dim=8, dtype=torch.float32, page_tokens=16,
+                    host_budget_bytes=64 << 10)  # fmt: skip
+    seq = store.new_sequence()
+    store.ledger.add("what the policy keeps", lambda: 30 << 10)
+    store.ledger.add("sessions", lambda: 30 << 10)
+    with pytest.raises(HostBudgetError, match=r"30.00 KiB are what the policy .*, 30.* sessions"):
+        store.reserve([seq], [1024])
+    assert store.left_bytes() == 4 << 10

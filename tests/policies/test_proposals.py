@@ -349,8 +349,8 @@ def prepare(pointer: Any) -> None:
     ctx = read_context(pointer)
     state = read_ranked(ctx.arrays)
     ranks = state.ranks + 4 * NUM_RANKED * ctx.unit
-    of_rows = (state.query, 1, state.rows, state.scales, 0, np.float32(0), 0, state.ranges, 1)
-    rank_rows(pointer, ctx.rank_rows, (*of_rows, ranks))
+    of_rows = (state.query, 1, state.rows, state.scales, state.scales, np.float32(0))
+    rank_rows(pointer, ctx.rank_rows, (*of_rows, state.ranges, 1, ranks))
 
 
 class RankedState(LayerState):

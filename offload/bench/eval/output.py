@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from offload.system.installing import missing_extra
 
 Table = tuple[list[str], list[list[str]]]  # header, rows
+Columns = dict[str, Callable[[Mapping[str, Any]], str]]  # by header
 UNKNOWN = "\N{EN DASH}"
 
 LEGEND = (
@@ -67,62 +69,44 @@ def cell_table(cells: Sequence[Mapping[str, Any]]) -> Table:
 
 def summary_table(summary: Sequence[Mapping[str, Any]]) -> Table:
     """A row per policy."""
-    header = ["policy", "mean", "difference", "95 % interval", "attended", "tokens/s"]
-    return _with_bounds(
-        summary,
-        header,
-        [
-            [
-                line["policy"],
-                _points(line["score"], ""),
-                _points(line["difference"], "+"),
-                _interval(line["interval"]),
-                _number(line["attended_tokens"]),
-                _number(_rate(line)),
-            ]
-            for line in summary
-        ],
-    )
+    columns: Columns = {
+        "policy": lambda line: line["policy"],
+        "mean": lambda line: _points(line["score"], ""),
+        "difference": lambda line: _points(line["difference"], "+"),
+        "95 % interval": lambda line: _interval(line["interval"]),
+        "attended": lambda line: _number(line["attended_tokens"]),
+        "tokens/s": lambda line: _number(_rate(line)),
+    }
+    return _table(summary, columns)
 
 
 def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A row per length and policy; with what steps that were judged say, where there are any."""
-    judged = _JUDGED if any("mass_kept" in row for row in rows) else {}
-    header = ["policy", "length", "perplexity", "change", "95 % interval", "KL", *judged]
-    header += ["attended", *(["scored"] if judged else []), "tokens/s"]
-    return _with_bounds(
-        rows,
-        header,
-        [
-            [
-                row["policy"],
-                f"{row['length']:,}",
-                f"{row['perplexity']:.3f}",
-                f"{row['change']:+.2%}",
-                UNKNOWN
-                if row["interval"] is None
-                else " … ".join(f"{change:+.2%}" for change in row["interval"]),
-                f"{row['kl']:.5f}",
-                *(_number(row.get(name), form) for name, form in judged.values()),
-                _number(row["attended_tokens"]),
-                *([_number(row["scored_tokens"])] if judged else []),
-                _number(_rate(row)),
-            ]
-            for row in rows
-        ],
-    )
+    columns: Columns = {
+        "policy": lambda row: row["policy"],
+        "length": lambda row: f"{row['length']:,}",
+        "perplexity": lambda row: f"{row['perplexity']:.3f}",
+        "change": lambda row: f"{row['change']:+.2%}",
+        "95 % interval": lambda row: _interval(row["interval"], "+.2%"),
+        "KL": lambda row: f"{row['kl']:.5f}",
+        **{name: partial(_known, key, form) for name, (key, form) in _JUDGED.items()},
+        "attended": lambda row: _number(row["attended_tokens"]),
+        "scored": lambda row: _number(row["scored_tokens"]),
+        "tokens/s": lambda row: _number(_rate(row)),
+    }
+    if not any("mass_kept" in row for row in rows):
+        columns = {name: columns[name] for name in columns if name not in (*_JUDGED, "scored")}
+    return _table(rows, columns)
 
 
-def _with_bounds(
-    lines: Sequence[Mapping[str, Any]], header: list[str], cells: list[list[str]]
-) -> Table:
-    """Cells of a table, with what bounds allowed and took where any of its lines has one."""
-    if not any("slots" in line for line in lines):
-        return header, cells
-    names = ("slots", "condensed_tokens")
-    of_bounds = [[_number(line.get(name)) for name in names] for line in lines]
-    both = zip(cells, of_bounds, strict=True)
-    return [*header, "slots", "condensed"], [[*row, *of_bound] for row, of_bound in both]
+def _table(lines: Sequence[Mapping[str, Any]], columns: Columns) -> Table:
+    """With what bounds allowed and took where any of the lines has one."""
+    if any("slots" in line for line in lines):
+        columns |= {
+            "slots": partial(_known, "slots", ",.0f"),
+            "condensed": partial(_known, "condensed_tokens", ",.0f"),
+        }
+    return list(columns), [[cell(line) for cell in columns.values()] for line in lines]
 
 
 def check_plot(path: Path, option: str = "--plot") -> None:
@@ -184,11 +168,15 @@ def _points(share: float | None, sign: str) -> str:
     return UNKNOWN if share is None else f"{100 * share:{sign}.1f}"
 
 
-def _interval(interval: Sequence[float] | None) -> str:
+def _interval(interval: Sequence[float] | None, form: str = "") -> str:
+    """In points, or as another format of shares has them."""
     if interval is None:
         return UNKNOWN
-    low, high = (100 * share for share in interval)
-    return f"{low:+.1f} … {high:+.1f}"
+    return " … ".join(format(x, form) if form else f"{100 * x:+.1f}" for x in interval)
+
+
+def _known(name: str, form: str, line: Mapping[str, Any]) -> str:
+    return _number(line.get(name), form)
 
 
 def _number(value: float | None, form: str = ",.0f") -> str:

@@ -240,9 +240,6 @@ class _Turns:
             dense = self._policy.dense_layers if self._policy.selects else workload.num_layers
             roles[:dense] = DENSE
         self._attends_to_all = (roles == DENSE) | (roles == RETRIEVE)
-        if self._policy.state.reads_text and workload.text_marks is not None:
-            for seq, marks in zip(workload.seqs, workload.text_marks, strict=True):
-                self._attention.states.append_delimiter_classes(seq, marks[: workload.kv_len])
         for row, seq in enumerate(workload.seqs):
             for layer_idx in range(workload.num_layers):
                 kept = workload.prompt_queries(row, layer_idx)
@@ -260,9 +257,6 @@ class _Turns:
     def take(self, step: int, kv_lens: list[int], *, record: bool) -> None:
         """One decode step through all layers: timed, or to look at what is chosen."""
         workload, attention = self._workload, self._attention
-        if self._policy.state.reads_text and workload.text_marks is not None:
-            for seq, marks, kv_len in zip(workload.seqs, workload.text_marks, kv_lens, strict=True):
-                attention.states.append_delimiter_classes(seq, marks[kv_len - 1 : kv_len])
         begun = attention.begin_step(workload.seqs, kv_lens)
         queries = [workload.queries(layer_idx, step) for layer_idx in range(workload.num_layers)]
         if not record:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from offload.bench.latency.measure import PHASES, Row
 
@@ -69,37 +70,31 @@ def table_cells(rows: Sequence[Row], num_threads: int, *, wide: bool = True) -> 
             beside a block of fewer threads that says so already, the speedup over that.
     """
     fewest = min(row["num_threads"] for row in rows)
-    header = ["policy", "context", "µs", "over full", "over top-k", *PHASES, "other", "MB", "GB/s"]
-    header += ["memory", "scored", "overlap", "mass", "growth"]
+    columns: dict[str, Callable[[Row], str]] = {
+        "policy": lambda row: row["policy"],
+        "context": lambda row: f"{row['kv_len']:,}",
+        "µs": lambda row: f"{row['microseconds']:,.0f} ±{relative_spread(row):.0%}",
+        "over full": lambda row: _times(row["speedup_over_full"]),
+        "over top-k": lambda row: _times(row["speedup_over_exact_topk"]),
+        **{name: partial(_phase, name) for name in (*PHASES, "other")},
+        "MB": lambda row: f"{row['bytes_touched'] / 1e6:,.1f}",
+        "GB/s": lambda row: f"{row['bandwidth'] / 1e9:.1f}",
+        "memory": lambda row: f"{row['yardstick_share']:.0%}",
+        "scored": _scored,
+        "overlap": lambda row: _share(row["top_overlap"]),
+        "mass": lambda row: _share(row["mass_kept"]),
+        "growth": lambda row: _times(row["growth"]),
+    }
+    last = "mass"
     if num_threads != fewest:
-        header += [f"vs {threads_title(fewest)}", "of memory's"]
+        last = f"vs {threads_title(fewest)}"
+        columns[last] = lambda row: _times(row["thread_speedup"])
+        columns["of memory's"] = lambda row: _share(row["thread_efficiency"])
+    few = ["policy", "context", "µs", "over full", "over top-k", "memory", last]
+    header = list(columns) if wide else few
     chosen = [row for row in rows if row["num_threads"] == num_threads]
-    lines = []
-    for row in sorted(chosen, key=lambda row: int(row["kv_len"])):
-        line = [
-            row["policy"],
-            f"{row['kv_len']:,}",
-            f"{row['microseconds']:,.0f} ±{relative_spread(row):.0%}",
-            _times(row["speedup_over_full"]),
-            _times(row["speedup_over_exact_topk"]),
-            *(f"{row['phases'][phase]:,.0f}" for phase in [*PHASES, "other"]),
-            f"{row['bytes_touched'] / 1e6:,.1f}",
-            f"{row['bandwidth'] / 1e9:.1f}",
-            f"{row['yardstick_share']:.0%}",
-            f"{row['candidate_share']:.2%}" if row["candidate_share"] < 1 else "all",
-            _share(row["top_overlap"]),
-            _share(row["mass_kept"]),
-            _times(row["growth"]),
-        ]
-        if num_threads != fewest:
-            line += [_times(row["thread_speedup"]), _share(row["thread_efficiency"])]
-        lines.append(line)
-    if not wide:
-        names = ["policy", "context", "µs", "over full", "over top-k", "memory"]
-        names.append("mass" if num_threads == fewest else f"vs {threads_title(fewest)}")
-        columns = [header.index(name) for name in names]
-        return [[cells[i] for i in columns] for cells in (header, *lines)]
-    return [header, *lines]
+    chosen.sort(key=lambda row: int(row["kv_len"]))
+    return [header, *([columns[name](row) for name in header] for row in chosen)]
 
 
 CAPTION = """\
@@ -117,16 +112,13 @@ growth: over the shortest context
 of memory's: speedup over that of gathers"""
 
 
-def statistics_lines(statistics: Mapping[str, Mapping[str, float]]) -> str:
-    """What `run_latency` says of the keys and queries, by depth, in lines of 80 characters."""
-    return "\n".join(
-        f"keys and queries at {int(depth):,}: sink {of['sink_share']:.0%}, top 2 % hold "
-        f"{of['group_top_mass']:.0%}, last 64 {of['near_share']:.0%},\n"
-        f"  top tokens kept after 1/8/32 steps {of['overlap_1']:.0%}/{of['overlap_8']:.0%}/"
-        f"{of['overlap_32']:.0%},\n"
-        f"  clustered {of['clustering']:.0%}, LFPS candidates {of['lfps_candidates']:.1%}"
-        for depth, of in statistics.items()
-    )
+def _phase(name: str, row: Row) -> str:
+    return f"{row['phases'][name]:,.0f}"
+
+
+def _scored(row: Row) -> str:
+    share = row["candidate_share"]
+    return "all" if share == 1 else f"{share:.2%}"
 
 
 def _times(ratio: float | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,8 @@ import torch
 
 from offload.bench.latency.measure import Row, measure_latency, steps_needed
 from offload.bench.latency.report import compared, relative_spread
-from offload.bench.latency.workload import TextReader, structured_workload
+from offload.bench.latency.workload import structured_workload
 from offload.measuring.machine.other_load import LoadWatch, load_warnings
-from offload.measuring.synthetic.attention_statistics import statistics_outside_range
 from offload.models.shape import MODEL_SHAPES, ModelShape
 from offload.policies import Policy
 from offload.system.memory import host_memory_limit_bytes
@@ -30,8 +28,7 @@ _MEMORY_SHARE = 0.3  # of the memory left, that the cache may take
 
 def run_latency(
     *,
-    shape: str | None,
-    model: str | None,
+    shape: str,
     depths: Sequence[int],
     threads: Sequence[int],
     policies: Mapping[str, Policy],
@@ -42,20 +39,18 @@ def run_latency(
     max_layers: int = 4,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> tuple[dict[str, Any], list[Row]]:
-    """Measure a `shape` on structured keys, or a `model` on real text.
+    """Measure a `shape` on structured keys.
 
     Args:
         depths, threads: in ascending order.
-        dtype: of a shape's cache; a model has its own.
-        max_layers: physical layers of a shape; 2 at least for policies that reuse selections.
+        max_layers: physical layers; 2 at least for policies that reuse selections.
 
     Returns:
         What was measured on, as plain values, and the rows of `compared`. By depth there are the
-        physical layers and the statistics of keys and queries; `warnings` name statistics that are
-        not like a real model's, and tell of a machine that was busy.
+        physical layers; `warnings` tell of a machine that was busy.
 
     Raises:
-        ValueError: a depth that the budget covers, or that the model does not have.
+        ValueError: a depth that the budget covers.
         HostBudgetError: a depth that does not fit.
         ArithmeticError: an output that differs from the reference.
     """
@@ -69,22 +64,17 @@ def run_latency(
                 f"a depth of {depths[0]} tokens is within the {of} of {policy.name}, where it "
                 f"is full attention; raise --context or lower {lower}"
             )
-    reader = None if model is None else TextReader(model)
-    heads = reader.shape if reader else SHAPES[shape or ""]
-    layers = dict.fromkeys(depths, heads.num_layers)
-    if reader is None:  # enough layers for every role, within the memory, one at least
-        most_bytes = int(_MEMORY_SHARE * host_memory_limit_bytes())
-        token_bytes = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize * batch_size
-        most = min(max_layers, heads.num_layers)
-        layers = {depth: max(1, min(most, most_bytes // (token_bytes * depth))) for depth in depths}
+    heads = SHAPES[shape]
+    # Enough layers for every role, within the memory, one at least.
+    most_bytes = int(_MEMORY_SHARE * host_memory_limit_bytes())
+    token_bytes = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize * batch_size
+    most = min(max_layers, heads.num_layers)
+    layers = {depth: max(1, min(most, most_bytes // (token_bytes * depth))) for depth in depths}
     watch = LoadWatch()
     num_steps = steps_needed(repeats)
-    made = sum(1 if reader else batch_size * layers[depth] for depth in depths)
-    total = made + len(depths) * len(threads) * num_steps
+    total = batch_size * sum(layers.values()) + len(depths) * len(threads) * num_steps
     done = 0
     rows: list[Row] = []
-    statistics: dict[str, dict[str, float]] = {}
-    warnings: list[str] = []
 
     def advance(what: str) -> Callable[[], None]:
         def step() -> None:
@@ -96,26 +86,17 @@ def run_latency(
         return step
 
     for depth in depths:
-        making = advance(f"{depth:,} tokens: keys")
-        if reader is not None:
-            workload = reader.workload(kv_len=depth, num_steps=num_steps, batch_size=batch_size)
-            making()
-        else:
-            workload = structured_workload(
-                heads,
-                kv_len=depth,
-                num_steps=num_steps,
-                num_layers=layers[depth],
-                batch_size=batch_size,
-                dtype=dtype,
-                seed=seed,
-                on_layer=making,
-            )
+        workload = structured_workload(
+            heads,
+            kv_len=depth,
+            num_steps=num_steps,
+            num_layers=layers[depth],
+            batch_size=batch_size,
+            dtype=dtype,
+            seed=seed,
+            on_layer=advance(f"{depth:,} tokens: keys"),
+        )
         with closing(workload.store):
-            statistics[str(depth)] = asdict(workload.statistics)
-            if reader is None:
-                outside = statistics_outside_range(workload.statistics, depth)
-                warnings += [f"at {depth:,} tokens {line}; times may mislead" for line in outside]
             rows += measure_latency(
                 workload,
                 policies,
@@ -124,16 +105,14 @@ def run_latency(
                 on_step=advance(f"{depth:,} tokens: steps"),
             )
     spreads = [relative_spread(row) for row in rows]
-    warnings += load_warnings(watch.seen(), float(np.median(spreads)) if repeats > 1 else 0.0)
+    warnings = load_warnings(watch.seen(), float(np.median(spreads)) if repeats > 1 else 0.0)
     settings = {
         "shape": shape,
-        "model": model,
-        "dtype": str(reader.dtype if reader else dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "batch_size": batch_size,
         "repeats": repeats,
         "seed": seed,
         "layers": {str(depth): count for depth, count in layers.items()},
-        "statistics": statistics,
         "warnings": warnings,
     }
     return settings, compared(rows)

@@ -1,53 +1,22 @@
-"""What `offload bench latency` runs on: sequences in a host KV store, and decode steps after them.
-
-`structured_workload` makes keys and queries with the structure of attention at any shape and
-length; `TextReader.workload` takes those of a real model reading real text, within its positions.
-"""
+"""What `offload bench latency` runs on: sequences in a host KV store, and steps after them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from offload.kv.store import HostBudgetError, KVStore
-from offload.measuring.synthetic.attention_statistics import (
-    LFPS_STEPS,
-    AttentionStatistics,
-    attention_statistics,
-    mean_statistics,
-)
 from offload.measuring.synthetic.one_slab import num_pages, one_slab_store, page_bytes
-from offload.measuring.synthetic.structured_cache import structured_layer
+from offload.measuring.synthetic.structured_cache import (
+    PROMPT_QUERIES,
+    StructuredLayer,
+    structured_layer,
+)
 from offload.models import ModelShape
-from offload.models.batch import pack
-from offload.prefill.forward import prefill
 from offload.system.memory import format_bytes, host_memory_limit_bytes
-
-PROMPT_QUERIES = LFPS_STEPS  # queries of the prompt's end that are kept for policies and statistics
-# Above this they cost as much as the keys themselves: one layer has to do.
-_STATISTICS_KV_LEN = 32768
-_DENSE_LAYERS = 2  # of a real model, which every policy leaves dense and statistics leave out
-
-
-@dataclass(frozen=True)
-class LayerSteps:
-    """The tokens after one sequence's prompt, in one layer.
-
-    Attributes:
-        keys, values: [num_steps, num_kv_heads, head_dim].
-        queries: [num_qo_heads, PROMPT_QUERIES + num_steps, head_dim].
-    """
-
-    keys: Tensor
-    values: Tensor
-    queries: Tensor
 
 
 @dataclass
@@ -57,26 +26,21 @@ class LatencyWorkload:
     The store's handles are `seqs`. A step is: `advance`, whatever reads it, `commit`.
 
     Attributes:
-        steps: of each sequence and layer.
+        steps: of each sequence and layer; their keys and values are of the tokens after the prompt.
         shape: of the model whose `num_layers` layers stand for all.
-        statistics: of the keys and queries.
-        text_marks: uint8 [kv_len + num_steps] of each sequence (see
-            `offload.selection.text_marks`), for policies that read text; made sequences have none.
     """
 
     store: KVStore
     seqs: list[int]
-    steps: list[list[LayerSteps]]
+    steps: list[list[StructuredLayer]]
     shape: ModelShape
-    statistics: AttentionStatistics
-    sm_scale: float
-    text_marks: list[npt.NDArray[np.uint8]] | None = None
 
     def __post_init__(self) -> None:
         self.num_layers, self.batch_size = self.store.num_layers, len(self.seqs)
+        self.sm_scale = self.shape.head_dim**-0.5
         self.kv_len = self.store.kv_len(self.seqs[0])
         first = self.steps[0][0]
-        self.num_qo_heads, self.num_steps = len(first.queries), len(first.keys)
+        self.num_qo_heads, self.num_steps = len(first.queries), first.keys.shape[1]
         # [num_qo_heads, batch_size, queries, head_dim] of each layer
         self._rows = [
             torch.stack([layer.queries for layer in layers], 1)
@@ -97,8 +61,8 @@ class LatencyWorkload:
         self.store.reserve(self.seqs, [1] * self.batch_size)
         for row, seq in enumerate(self.seqs):
             for layer_idx, layer in enumerate(self.steps[row]):
-                new = slice(step, step + 1)
-                self.store.append(seq, layer_idx, layer.keys[new], layer.values[new])
+                new = layer.keys.transpose(0, 1)[step], layer.values.transpose(0, 1)[step]
+                self.store.append(seq, layer_idx, new[0][None], new[1][None])
         return [self.store.kv_len(seq) + 1 for seq in self.seqs]
 
     def commit(self) -> None:
@@ -137,7 +101,7 @@ def structured_workload(
             f"{format_bytes(host_memory_limit_bytes())}; lower the batch size or the depth"
         )
     store = one_slab_store(shape, dtype, num_layers=num_layers, pages=pages)
-    statistics, steps, seqs = [], [], []
+    steps, seqs = [], []
     for row in range(batch_size):
         seq = store.new_sequence()
         store.reserve([seq], [kv_len])
@@ -150,117 +114,13 @@ def structured_workload(
                 dtype=dtype,
                 seed=seed + row,
                 layer_idx=layer_idx,
-                prompt_queries=PROMPT_QUERIES,
             )
-            keys, values = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
-            store.append(seq, layer_idx, keys[:kv_len], values[:kv_len])
-            if row == 0 and (layer_idx == 0 or kv_len <= _STATISTICS_KV_LEN):
-                statistics.append(attention_statistics(layer.queries, layer.keys))
-            of_sequence.append(
-                LayerSteps(keys[kv_len:].clone(), values[kv_len:].clone(), layer.queries)
-            )
+            keys, values = (x.transpose(0, 1)[:kv_len] for x in (layer.keys, layer.values))
+            store.append(seq, layer_idx, keys, values)
+            keys, values = (x[:, kv_len:].clone() for x in (layer.keys, layer.values))
+            of_sequence.append(StructuredLayer(keys, values, layer.queries))
             on_layer()
         store.commit([seq], [kv_len])
         seqs.append(seq)
         steps.append(of_sequence)
-    return LatencyWorkload(
-        store,
-        seqs,
-        steps,
-        shape=shape,
-        statistics=mean_statistics(statistics),
-        sm_scale=shape.head_dim**-0.5,
-    )
-
-
-class TextReader:
-    """A model that reads real text: its prefill gives keys, values and queries.
-
-    Args:
-        name_or_path: what `OffloadedModel.from_pretrained` takes.
-    """
-
-    def __init__(self, name_or_path: str | Path) -> None:
-        from offload.loading.names import load_tokenizer, resolve_folder
-        from offload.loading.stock_model import load_delimiter_classes
-        from offload.runtime.model import OffloadedModel
-        from offload.system.stdlib_text import stdlib_docstrings
-
-        model: Any = OffloadedModel.from_pretrained(name_or_path)
-        tokenizer = load_tokenizer(name_or_path)
-        ids = tokenizer("\n\n".join(stdlib_docstrings()), verbose=False).input_ids
-        self._tokens = torch.tensor(ids)
-        self._marks = load_delimiter_classes(resolve_folder(name_or_path), model.config.vocab_size)
-        self._lean = lean = model._offload.lean
-        self.shape = lean.shape
-        self.dtype: torch.dtype = model.dtype
-        self.max_tokens = min(self.shape.max_context, len(ids))
-
-    def tokens(self, first: int, count: int) -> Tensor:
-        """int64 [count] of the text."""
-        return self._tokens[first : first + count]
-
-    def workload(self, *, kv_len: int, num_steps: int, batch_size: int) -> LatencyWorkload:
-        """Sequences that start at different places of the text.
-
-        Raises:
-            ValueError: more tokens than the model has positions.
-        """
-        num_tokens = kv_len + num_steps
-        if num_tokens > self.max_tokens:
-            raise ValueError(
-                f"a depth of {kv_len} tokens and {num_steps} steps exceed the {self.max_tokens} "
-                "tokens that this model and its text have; lower --context"
-            )
-        store = KVStore(**self.shape.kv_heads, dtype=self.dtype)
-        statistics, steps, seqs, marks = [], [], [], []
-        for row in range(batch_size):
-            tokens = self.tokens(row * (len(self._tokens) - num_tokens) // batch_size, num_tokens)
-            seq, queries = self._read(store, tokens, PROMPT_QUERIES + num_steps)
-            of_sequence = []
-            for layer_idx in range(store.num_layers):
-                keys, values = (x.transpose(0, 1) for x in store.gather(seq, layer_idx))
-                if row == 0 and layer_idx >= _DENSE_LAYERS:
-                    of_layer = attention_statistics(queries[layer_idx], keys.transpose(0, 1))
-                    statistics.append(of_layer)
-                of_sequence.append(
-                    LayerSteps(keys[kv_len:].clone(), values[kv_len:].clone(), queries[layer_idx])
-                )
-            store.truncate(seq, kv_len)
-            seqs.append(seq)
-            steps.append(of_sequence)
-            if self._marks is not None:
-                marks.append(self._marks[tokens.numpy()])
-        return LatencyWorkload(
-            store,
-            seqs,
-            steps,
-            shape=self.shape,
-            statistics=mean_statistics(statistics),
-            sm_scale=self._lean.sm_scale,
-            text_marks=None if self._marks is None else marks,
-        )
-
-    @torch.no_grad()
-    def _read(self, store: KVStore, tokens: Tensor, num_queries: int) -> tuple[int, list[Tensor]]:
-        """Prefill: the sequence, and the last queries [num_qo_heads, n, head_dim] of each layer."""
-        seq = store.new_sequence()
-        store.reserve([seq], [len(tokens)])
-        kept: dict[int, Tensor] = {}
-
-        def keep(seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
-            before = kept.get(layer_idx, queries[:, :0])
-            both = torch.cat([before, queries[:, -num_queries:]], dim=1)
-            kept[layer_idx] = both[:, -num_queries:].clone()
-
-        prefill(
-            self._lean,
-            self._lean.embed_tokens(tokens),
-            pack((1, len(tokens)), None, torch.arange(len(tokens))[None], None),
-            store=store,
-            seqs=[seq],
-            slice_tokens=2048,
-            on_queries=keep,
-        )
-        store.commit([seq], [len(tokens)])
-        return seq, [kept[layer_idx] for layer_idx in range(store.num_layers)]
+    return LatencyWorkload(store, seqs, steps, shape)

@@ -15,8 +15,6 @@ from offload.cli.bench.options import (
     AsJson,
     BudgetTokens,
     PolicyOptions,
-    TextModelName,
-    check_one_source,
     option_values,
     policy_grid,
     resolved_policies,
@@ -71,7 +69,13 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def decode(
-    model: TextModelName = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Instead of --shape: a model (folder, .gguf file, hub id, or "
+            "smollm2-135m-instruct) that reads real text, within its positions."
+        ),
+    ] = None,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -206,7 +210,8 @@ def decode(
 
         offload bench decode --context 131072 --engines offload,graph --placement plan.json
     """
-    check_one_source(shape, model)
+    if shape is not None and model is not None:
+        raise typer.BadParameter("give one of --shape and a model", param_hint="--shape")
     if text is not None and model is None:
         raise typer.BadParameter("made keys read no text; give a model", param_hint="--text")
     check_name(shape, MODEL_SHAPE_NAMES, option="--shape")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter
 from typing import Annotated, Any
@@ -17,9 +16,7 @@ from offload.cli.bench.options import (
     BudgetTokens,
     DType,
     PolicyOptions,
-    TextModelName,
     ThreadCounts,
-    check_one_source,
     option_values,
     policy_grid,
 )
@@ -28,7 +25,6 @@ from offload.cli.console import (
     print_json,
     print_marked,
     progress_bar,
-    quiet_transformers,
     running,
     stdout,
 )
@@ -36,15 +32,10 @@ from offload.cli.options import check_name, comma_separated, counts
 
 
 def latency(
-    model: TextModelName = None,
     shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Heads of this model, on made keys: {', '.join(LAYER_SHAPE_NAMES)}. "
-            r"\[default: llama-3.1-8b]",
-        ),
-    ] = None,
+        str,
+        typer.Option(metavar="NAME", help=f"Of heads and layers: {', '.join(LAYER_SHAPE_NAMES)}."),
+    ] = "llama-3.1-8b",
     n_depth: Annotated[
         str,
         typer.Option("--context", metavar="COUNTS", help="Tokens in the context."),
@@ -74,7 +65,7 @@ def latency(
 
     Real decode steps: the token's keys and values enter the store, then each layer predicts,
     scores, selects, attends and updates. Keys and queries have the structure of real attention
-    (sink, vertical, slash, topics, locality), fitted to a real model's, or are a real model's own.
+    (sink, vertical, slash, topics, locality), fitted to a real model's.
     Outputs are compared with an exact reference first; the machine's memory bandwidth is measured
     in the same run, and caches are cleared between steps.
 
@@ -85,13 +76,10 @@ def latency(
         offload bench latency --context 8192,131072 --policy full,exact_topk,lfps
         --option lfps.alpha=0.4
 
-        offload bench latency smollm2-135m-instruct --context 2048,7168 --threads 1 --json
+        offload bench latency --shape smollm2-135m --context 2048,7168 --threads 1 --json
     """
     check_name(dtype, DTYPE_NAMES, option="--dtype")
-    check_one_source(shape, model)
-    if model is None:
-        shape = shape or "llama-3.1-8b"
-        check_name(shape, LAYER_SHAPE_NAMES, option="--shape")
+    check_name(shape, LAYER_SHAPE_NAMES, option="--shape")
     depths = counts(n_depth, option="--context")
     thread_counts = None if threads is None else counts(threads, option="--threads")
     values = option_values(option or [], option="--option")
@@ -116,12 +104,10 @@ def latency(
                 f"--threads {max(thread_counts)}: this process may use {cpus} CPUs only"
             )
         machine = describe_machine() | {"load_average": round(os.getloadavg()[0], 2)}
-        quiet = quiet_transformers(verbose=False) if model else contextlib.nullcontext()
-        with quiet, progress_bar() as progress:
+        with progress_bar() as progress:
             task = progress.add_task("starting", total=None)
             settings, rows = run_latency(
                 shape=shape,
-                model=model,
                 depths=sorted(set(depths)),
                 threads=sorted(set(thread_counts or {1, cpus})),
                 policies=policies,
@@ -134,7 +120,7 @@ def latency(
                 ),
             )
         title = (
-            f"{model or shape}, {settings['dtype']}, batch {batch_size}, "
+            f"{shape}, {settings['dtype']}, batch {batch_size}, "
             f"budget {budget_tokens:,} tokens, {machine['isa']}"
         )
         if as_json:
@@ -151,7 +137,6 @@ def _print_tables(
     from offload.bench.latency.report import (
         CAPTION,
         WIDE_CAPTION,
-        statistics_lines,
         table_cells,
         threads_title,
     )
@@ -184,7 +169,6 @@ def _print_tables(
             table.width = console.measure(table, options=unbounded).maximum
         console.print(table, crop=not wide)
         console.print()
-    console.print(statistics_lines(settings["statistics"]))
-    console.print(f"\n{CAPTION}")
+    console.print(CAPTION)
     if wide:
         console.print(WIDE_CAPTION)

@@ -34,13 +34,6 @@ PolicyOptions = Annotated[
         "lfps.alpha=0.1,0.2. Repeatable.",
     ),
 ]
-TextModelName = Annotated[
-    str | None,
-    typer.Argument(
-        help="Instead of --shape: a model (folder, .gguf file, hub id, or "
-        "smollm2-135m-instruct) that reads real text, within its positions."
-    ),
-]
 ThreadCounts = Annotated[
     str | None,
     typer.Option(
@@ -48,12 +41,6 @@ ThreadCounts = Annotated[
         help=r"Such as 1,2. \[default: 1 and all this process may use]",
     ),
 ]
-
-
-def check_one_source(shape: str | None, model: str | None) -> None:
-    """A usage error if both are given."""
-    if shape is not None and model is not None:
-        raise typer.BadParameter("give one of --shape and a model", param_hint="--shape")
 
 
 def option_values(pairs: list[str], *, option: str) -> dict[str, list[Scalar]]:

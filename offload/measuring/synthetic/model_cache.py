@@ -18,9 +18,12 @@ from torch import Tensor
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import HostBudgetError, KVStore
-from offload.measuring.synthetic.attention_statistics import LFPS_STEPS
 from offload.measuring.synthetic.one_slab import PAGE_TOKENS, num_pages, one_slab_store, page_bytes
-from offload.measuring.synthetic.structured_cache import StructuredLayer, structured_layer
+from offload.measuring.synthetic.structured_cache import (
+    PROMPT_QUERIES,
+    StructuredLayer,
+    structured_layer,
+)
 from offload.models.shape import ModelShape
 from offload.policies import Policy
 from offload.selection.estimate import EstimateState
@@ -168,11 +171,10 @@ def structured_model_cache(
                 dtype=dtype,
                 seed=seed + row,
                 layer_idx=source,
-                prompt_queries=LFPS_STEPS,
                 device=device,
             )
             parts = (
-                unrotated(layer.queries[:, LFPS_STEPS:].transpose(0, 1), cos, sin),
+                unrotated(layer.queries[:, PROMPT_QUERIES:].transpose(0, 1), cos, sin),
                 unrotated(layer.keys[:, kv_len:].transpose(0, 1), cos, sin),
                 layer.values[:, kv_len:].transpose(0, 1),
             )
@@ -259,7 +261,7 @@ def _build(
     pool: WorkerPool,
 ) -> State:
     """The policy's arrays, built on the layer's device if the policy can."""
-    tensors = (layer.keys[:, :kv_len], layer.values[:, :kv_len], layer.queries[:, :LFPS_STEPS])
+    tensors = (layer.keys[:, :kv_len], layer.values[:, :kv_len], layer.queries[:, :PROMPT_QUERIES])
     keys, values, queries = (x.contiguous() for x in tensors)
     context = BuildContext(
         layer_idx=layer_idx,

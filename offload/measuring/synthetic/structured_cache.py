@@ -23,11 +23,12 @@ vocabulary are the sequence's, and adjacent layers keep some of the same tokens,
 relies on.
 
 The constants of `Structure` were fitted, by random search, to the statistics of
-SmolLM2-135M-Instruct (layers 2 to 29) on 8K tokens of prose; see `attention_statistics`. Heavy
-hitters grow in number like kv_len ** hitter_growth only. In shorter and in longer contexts scores
-are flatter (by the power `flattening` of the ratio to 8K, local ones by half of it): shorter ones
-as measured, longer ones so that LFPS's candidates for alpha 0.2 fall to 1.4 % of 128K tokens before
-expansion (the paper's Table 4: 1.7 % with it), which is all that is known of attention there.
+SmolLM2-135M-Instruct (layers 2 to 29) on 8K tokens of prose (tests/cases/attention_statistics.py).
+Heavy hitters grow in number like kv_len ** hitter_growth only. In shorter and in longer contexts
+scores are flatter (by the power `flattening` of the ratio to 8K, local ones by half of it): shorter
+ones as measured, longer ones so that LFPS's candidates for alpha 0.2 fall to 1.4 % of 128K tokens
+before expansion (the paper's Table 4: 1.7 % with it), which is all that is known of attention
+there.
 Values are vectors of the vocabulary: only keys and queries decide what is selected.
 
 These keys are for times and for how they grow. How good a selection is, real text has to tell
@@ -51,6 +52,7 @@ _VOCABULARY = 4096
 _MAX_PAIRS = 32
 _SINK_TOKENS = 4
 _FITTED_KV_LEN = 8192
+PROMPT_QUERIES = 32  # of the prompt's last tokens, which policies may learn from
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def structured_layer(
     dtype: torch.dtype,
     seed: int,
     layer_idx: int = 0,
-    prompt_queries: int = 32,
+    prompt_queries: int = PROMPT_QUERIES,
     device: torch.device | None = None,
 ) -> StructuredLayer:
     """Make the keys and values of a prompt and of the steps after it, and their queries.

@@ -83,7 +83,7 @@ def _rank_ranges(
     rows = state.rows + (ctx.unit * num_rows + first_row) * width
     scales = state.scales + 2 * (2 * ctx.unit * num_rows + first_row)
     weight = np.float32(read_numbers(ctx.parameters).spread_weight)
-    of_rows = (ctx.query, ctx.group_size, rows, scales, scales + 2 * num_rows, weight, np.int64(1))
+    of_rows = (ctx.query, ctx.group_size, rows, scales, scales + 2 * num_rows, weight)
     ranges = scratch.units + 4 * RANGES
     done: int = rank_rows(pointer, ctx.rank_rows, (*of_rows, ranges, num_ranges, scratch.scores))
     return done

@@ -8,7 +8,6 @@ of query heads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
@@ -150,8 +149,8 @@ def _threshold(table: Tensor) -> float:
     return float(table.mean() + LFPS_ALPHA * table.max() / max(kurtosis, 1.0) ** 0.5)
 
 
-# How far made layers may be from the real model's mean. The share of candidates falls with the
-# context: its tolerance is relative.
+# How far made layers may be from the real model's mean. The share of candidates is relative to what
+# is expected: it falls with the context.
 TOLERANCES = AttentionStatistics(
     sink_share=0.10,
     top_mass=0.05,
@@ -161,41 +160,13 @@ TOLERANCES = AttentionStatistics(
     overlap_8=0.10,
     overlap_32=0.12,
     clustering=0.12,
-    lfps_candidates=0.5,  # of the expected share
+    lfps_candidates=0.5,
 )
-# Above 8K the share of LFPS's candidates falls as in the paper's Table 4 (4.6 % at 8K, 1.7 % at
-# 128K for alpha 0.2): by this factor each time that the context doubles.
-_CANDIDATES_PER_DOUBLING = (1.7 / 4.6) ** 0.25
-
-
-def expected_statistics(kv_len: int) -> AttentionStatistics:
-    """What real attention gives: measured from 2K to 8K, interpolated between, extended beyond.
-
-    Beyond, only LFPS's candidates go on changing; what the other numbers do is not known.
-    """
-    doublings = max(0.0, math.log2(kv_len / 2048))
-    start = 2048 if doublings < 1 else 4096
-    place = min(1.0, doublings - math.log2(start / 2048))
-    short, long = asdict(MEASURED[start]), asdict(MEASURED[2 * start])
-    values = {name: short[name] + place * (long[name] - short[name]) for name in short}
-    values["lfps_candidates"] *= _CANDIDATES_PER_DOUBLING ** max(0.0, doublings - 2)
-    return AttentionStatistics(**values)
 
 
 def statistics_outside_range(statistics: AttentionStatistics, kv_len: int) -> list[str]:
-    """Which numbers differ from `expected_statistics` by more than TOLERANCES, in words.
-
-    Beyond 8K, where nothing was measured, the tolerances widen: twice as wide at 128K.
-    """
-    expected = asdict(expected_statistics(kv_len))
-    widening = 1 + max(0.0, math.log2(kv_len / 8192)) / 4
-    lines = []
-    for name, value in asdict(statistics).items():
-        tolerance = getattr(TOLERANCES, name)
-        tolerance *= expected[name] if name == "lfps_candidates" else widening
-        if not abs(value - expected[name]) <= tolerance:
-            lines.append(
-                f"{name} of the keys and queries is {value:.3f}, not "
-                f"{expected[name]:.3f} ± {tolerance:.3f} as in real attention"
-            )
-    return lines
+    """Names of numbers that differ from `MEASURED` at a context by more than TOLERANCES."""
+    expected, tolerances = asdict(MEASURED[kv_len]), asdict(TOLERANCES)
+    tolerances["lfps_candidates"] *= expected["lfps_candidates"]
+    values = asdict(statistics)
+    return [x for x in values if not abs(values[x] - expected[x]) <= tolerances[x]]

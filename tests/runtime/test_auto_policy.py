@@ -41,7 +41,7 @@ GIB = 2**30
 CONTEXT = 131072
 WIDE = "too wide to show that nothing is lost"
 ESTIMATED = (
-    "the rest estimated by 64 clusters a head; hard look-ups at 24K: -2.0 ± 3.1 points of full "
+    "the rest estimated by 128 clusters a head; hard look-ups at 24K: -2.0 ± 3.1 points of full "
     f"attention (measured on SmolLM2-135M), {WIDE}"
 )
 KEEPS_MOST = (
@@ -87,7 +87,7 @@ def test_less_room_is_the_policy_that_keeps_most(
     """Dense layers that do not fit are told when a sequence grows, not when a model is loaded."""
     room = Room(on_gpu=True, room_bytes=int(room_gib * GIB), profile=profile)
     policy, reason = resolved(room, budget=2048)
-    assert policy == make_policy("sketch", budget_tokens=2048, estimate_clusters=64)
+    assert policy == make_policy("sketch", budget_tokens=2048, estimate_clusters=128)
     count, _, rest = reason.partition(" of ")
     assert 16 <= int(count) <= 120
     assert rest.startswith("256 KV heads on the GPU, ")
@@ -141,7 +141,7 @@ def test_a_table_without_the_policy_of_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
     measured_table(monkeypatch, {})
     policy, reason = resolved(Room(on_gpu=False))
     assert policy.name == "lychee_cluster"
-    assert reason.endswith("by 64 clusters a head; loss of hard look-ups not measured")
+    assert reason.endswith("by 128 clusters a head; loss of hard look-ups not measured")
 
 
 def test_the_measured_model_is_not_named() -> None:
@@ -151,7 +151,7 @@ def test_the_measured_model_is_not_named() -> None:
 
 def test_ranks() -> None:
     policy, reason = resolved(Room(on_gpu=True, room_bytes=5 * GIB, num_ranks=2))
-    assert policy == make_policy("sketch", estimate_clusters=64)
+    assert policy == make_policy("sketch", estimate_clusters=128)
     assert reason.endswith(f"sketch, {KEEPS_MOST}")
     policy, reason = resolved(Room(on_gpu=True, room_bytes=14 * GIB, num_ranks=2))
     assert policy == Full()
@@ -176,7 +176,7 @@ def test_policies_that_refuse_the_model(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sketch, "check_model", refuses("sketch"))
     monkeypatch.setattr(per_head, "check_model", refuses("per_head"))
     policy, reason = resolved(replace(room, profile=typical_profile(15)))
-    assert policy == make_policy("lychee_cluster", estimate_clusters=64)
+    assert policy == make_policy("lychee_cluster", estimate_clusters=128)
     assert reason.startswith("16 of 256 KV heads on the GPU, hot rows of 240, lychee_cluster, ")
     assert "24K: -20.6 ± 4.1 points" in reason
     monkeypatch.setattr(lychee, "check_model", refuses("lychee_cluster"))
@@ -194,7 +194,7 @@ def test_policies_that_refuse_the_model(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_cpu_that_nobody_measured() -> None:
     policy, reason = resolved(Room(on_gpu=False))
-    assert policy == make_policy("lychee_cluster", dense_until=8192, estimate_clusters=64)
+    assert policy == make_policy("lychee_cluster", dense_until=8192, estimate_clusters=128)
     assert reason == f"exact up to 8,192 tokens, then lychee_cluster, budget 1,024, {ESTIMATED}"
     policy, reason = resolved(Room(on_gpu=False), tokens=8192)
     assert policy == Full()
@@ -204,7 +204,7 @@ def test_a_cpu_that_nobody_measured() -> None:
 @pytest.mark.parametrize("profile", [None, machine_profile(device=None)])
 def test_a_budget_beyond_the_crossover(profile: MachineProfile | None) -> None:
     policy, reason = resolved(Room(on_gpu=False, profile=profile), budget=16384)
-    assert policy == make_policy("lychee_cluster", budget_tokens=16384, estimate_clusters=64)
+    assert policy == make_policy("lychee_cluster", budget_tokens=16384, estimate_clusters=128)
     told = ESTIMATED.replace("SmolLM2-135M", "SmolLM2-135M with budget 1,024")
     assert reason == f"exact up to 16,384 tokens, then lychee_cluster, budget 16,384, {told}"
 
@@ -212,7 +212,7 @@ def test_a_budget_beyond_the_crossover(profile: MachineProfile | None) -> None:
 def measured(scales: dict[int, float]) -> MachineProfile:
     """A CPU on which what lychee_cluster reads takes so many times as long as its bytes, by
     context; exact attention takes as long as its bytes."""
-    policy = make_policy("lychee_cluster", estimate_clusters=64)
+    policy = make_policy("lychee_cluster", estimate_clusters=128)
     keys = {policy_key(policy, LLAMA, kv_len): scale for kv_len, scale in scales.items()}
     speed = straight(10.0, 1 / 1e5)
     return machine_profile(
@@ -240,7 +240,7 @@ def test_the_crossover(scales: dict[int, float], tokens: int) -> None:
         assert policy == Full()
         assert reason == f"exact: contexts up to {CONTEXT:,} tokens are faster so on this machine"
     else:
-        assert policy == make_policy("lychee_cluster", dense_until=tokens, estimate_clusters=64)
+        assert policy == make_policy("lychee_cluster", dense_until=tokens, estimate_clusters=128)
         assert (
             reason
             == f"exact up to {tokens:,} tokens, then lychee_cluster, budget 1,024, {ESTIMATED}"
@@ -263,7 +263,7 @@ def of_config(folder: Path, **options: Any) -> tuple[RuntimeConfig, str]:
 def test_a_config_is_resolved_once(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="offload.runtime.auto_policy"):
         config, reason = of_config(llama_folder, policy="auto", cache_correction_every=32)
-    assert config.policy == make_policy("lychee_cluster", dense_until=8192, estimate_clusters=64)
+    assert config.policy == make_policy("lychee_cluster", dense_until=8192, estimate_clusters=128)
     assert config.cache_correction_every == 32
     assert caplog.messages == [f"auto: {reason}"]
     assert with_resolved_policy(check_checkpoint(llama_folder), config, None) == (config, "")
@@ -382,7 +382,7 @@ def test_a_named_policy_says_what_it_loses(
         "hard look-ups at 24K: -4.2 ± 3.8 points of full attention (measured on SmolLM2-135M), "
         "which shows a loss"
     )
-    assert WIDE in told("lychee_cluster", estimate_clusters=64)
+    assert WIDE in told("lychee_cluster", estimate_clusters=128)
     assert "-5.6 ± 4.1" in told("lychee_cluster", budget_tokens=512)
     for policy, options in (
         ("full", {}),

@@ -140,7 +140,7 @@ def test_steps_of_a_model(interpreter, tiny_folders, monkeypatch) -> None:
     places[2] = Place.CODES
     decoder_of(model).place(HeadPlacement(places))
     launched = []
-    for name in ("publish", "append"):
+    for name in ("find", "append"):
         original = getattr(CodeLists, name)
 
         def launch(*args: Any, name: str = name, original: Any = original) -> None:
@@ -150,7 +150,7 @@ def test_steps_of_a_model(interpreter, tiny_folders, monkeypatch) -> None:
 
         monkeypatch.setattr(CodeLists, name, launch)
     assert torch.equal(greedy(model, tokens, 10), expected)
-    assert launched == ["publish", "append"] * 9
+    assert launched == ["find", "append"] * 9
 
 
 def test_wrong_operands() -> None:

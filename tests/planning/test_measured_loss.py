@@ -104,6 +104,6 @@ def test_a_damaged_table_names_its_file(tmp_path: Path, document: Any) -> None:
 def test_the_packaged_table() -> None:
     losses = measured_losses()
     assert losses.model == "smollm2-135m-instruct-32k"
-    loss = losses.find("sketch", TIDAL[1], HOT_ROWS, 131072)
+    loss = losses.find("sketch", TIDAL[1] | {"estimate_clusters": 128}, HOT_ROWS, 131072)
     assert loss is not None
-    assert (loss.context, loss.prompts, loss.shows) == (24576, 462, False)
+    assert (loss.context, loss.prompts, loss.shows, loss.is_small) == (24576, 462, True, True)

@@ -286,7 +286,7 @@ class NativeAttention:
         self.native.record(on)
 
     def trace_events(self) -> tuple[list[TraceEvent], int]:
-        """What was recorded since the last call, and how many events were lost because nobody
+        """What was recorded since the last call, and how many events were lost because nothing
         collected them in time: first those of the leading thread, then each worker's."""
         events, num_lost = self.native.drain()
         return [TraceEvent(*event) for event in events], num_lost

@@ -28,7 +28,7 @@ request i are in `query` and `kv`; the CPU resets it when it has seen it. The CP
 to 1 when `output` and `lse` are there; the GPU waits for that and resets it. The last of `requests`
 says that all layers of the step are in `kv`. Replies [num_requests] and [num_requests + 1] say that
 the CPU has taken these, and the GPU may begin with the next step; and that the CPU has begun with
-the step, so that nobody reads any more what the GPU left of the step before.
+the step, so that nothing reads any more what the GPU left of the step before.
 
 A layer with hot rows is asked for a layer ahead: its request says that its rows are in `predicted`,
 and the keys and values of the layers above in `kv`. The reply says that `fetches` and `hot_counts`

@@ -457,5 +457,5 @@ def native_units(members: npt.NDArray[np.uint8]) -> tuple[list[int], list[int]]:
     for member in np.unique(members):
         is_its = members == member
         numbers[is_its] = (is_its.cumsum(axis=1) - 1)[is_its]
-    asked = np.where(members == NO_MEMBER, 0, members)  # nobody asks it
+    asked = np.where(members == NO_MEMBER, 0, members)  # never read
     return asked.reshape(-1).tolist(), numbers.reshape(-1).tolist()

@@ -193,7 +193,7 @@ class PagePool:
             held = self._num_pages
             end = -(-(held + missing_pages) // self._fitted_pages) * self._fitted_pages
             num_pages = min(num_pages, end - held)
-        # Pages that nobody asked for are taken from those who share the budget.
+        # Pages that no sequence asked for are taken from those who share the budget.
         spare_bytes = left_bytes // 8 if self.ledger.is_shared else left_bytes
         num_pages = min(num_pages, min(spare_bytes, available_bytes) // self.page_bytes)
         num_pages = max(num_pages, missing_pages)

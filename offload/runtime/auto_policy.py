@@ -43,7 +43,7 @@ from offload.system.memory import format_bytes
 
 logger = logging.getLogger(__name__)
 
-# Up to which context exact attention is faster than lychee_cluster on a CPU that nobody measured:
+# Up to which context exact attention is faster than lychee_cluster on a CPU that was not measured:
 # in docs/results.md the policy is 1.10 times as fast at 8,192 tokens and 0.93 times at 4,096.
 CROSSOVER_TOKENS = 8192
 # Of each KV head. Twice as many as 64 take no longer, and keep 0.1 points more (462 prompts).
@@ -309,7 +309,7 @@ def crossover(auto: Auto, work: Workload, profile: MachineProfile | None) -> tup
     never faster. What the policy gains grows with the context.
     """
     faster_from = max(CROSSOVER_TOKENS, auto.budget_tokens)
-    # Without one of its keys nothing is known, and nobody waits for the policy to be imported.
+    # Without one of its keys nothing is known, and the policy need not be imported.
     if profile is None or not any("LycheeCluster(" in key for key in profile.select_scale):
         return faster_from, False
     policy = _selecting_on_cpu(auto)

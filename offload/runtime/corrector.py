@@ -115,7 +115,7 @@ class Corrector:
             return None
         self._sequences.background.give_up()
         is_beside = beside and may_wait
-        with shielded():  # or ctrl-C might leave copies that nobody knows
+        with shielded():  # or ctrl-C might leave copies without an owner
             copies = self._sequences.fork_to_correct(due)
             layers = self._layers(due, list(copies.values()), is_beside)
             steps = corrections.steps_beside

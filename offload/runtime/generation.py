@@ -25,7 +25,7 @@ class Generation(PassCounter):
 
     Attributes:
         cache: what it continues; None until it is known, and with use_cache=False.
-        owns_cache: nobody else has `cache`.
+        owns_cache: no other code has `cache`.
         prompt_columns: where the prompt ends in `cache`; what comes later is decoded.
         gives_all: the columns that are given begin with those that are cached.
     """

@@ -70,7 +70,7 @@ class ContinuesPrompts(Protocol):
 class BoundedModel:
     """One runtime whose sequences have host_bytes_per_sequence, which reads its own prompts.
 
-    What is condensed of a prompt depends on the bound, so that nobody else can continue it. Weights
+    What is condensed of a prompt depends on the bound, so that no other bound can continue it. Weights
     are those of the `SharedModel` that it is from; the KV store is not.
     """
 

@@ -107,8 +107,8 @@ def measure_urls(
 
     for url, name in names.items():
         about = {"engine": url.partition("://")[2], "model": name, "policy": None, "dtype": None}
-        nobody = prompts[0].of(-1, 0)[-SHORT_TOKENS:]
-        short = {"model": name, "prompt": as_text(nobody)}
+        unread = prompts[0].of(-1, 0)[-SHORT_TOKENS:]
+        short = {"model": name, "prompt": as_text(unread)}
         fields = _warm_up(url, short | {"max_tokens": 4, "temperature": 0})
         for load, of_load in zip(loads, prompts, strict=True):
             with TemporaryDirectory() as folder:

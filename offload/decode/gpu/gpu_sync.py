@@ -194,7 +194,7 @@ class InlineSync:
 
 
 class StepStreams:
-    """Streams in which steps are captured and run, and nobody else launches anything: it would
+    """Streams in which steps are captured and run, and no other code launches anything: it would
     become part of what another thread captures there. torch's own come round again after 32.
     """
 
@@ -364,7 +364,7 @@ class GraphSync(StreamSync):
     def prepare(self, key: Hashable, step: Step) -> bool:
         is_new = super().prepare(key, step)
         if not self._coprocessor.is_started:
-            with shielded():  # or a second thread might serve beside one that nobody knows
+            with shielded():  # or a second thread might serve beside one without an owner
                 self._coprocessor.start()
         return is_new
 
@@ -382,7 +382,7 @@ class GraphSync(StreamSync):
         self._is_in_flight = True
         if not is_launched:
             self._replay(key, ahead=ahead)
-        if ahead:  # nobody asks for attention until the CPU has what this step leaves
+        if ahead:  # no attention is requested until the CPU has what this step leaves
             self._replay(key, ahead=True)
         beside()
         self._coprocessor.wait()

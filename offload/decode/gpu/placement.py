@@ -459,7 +459,7 @@ def may_be_hot(policy: Policy, roles: UInt8Array, places: UInt8Array) -> BoolArr
     publishes = ((roles == RETRIEVE) & (places == Place.GPU)).any(axis=1, keepdims=True)
     reuses = (roles[1:] == REUSE) & ~publishes[:-1]
     hot[1:] = ((roles[1:] == SELECT) | reuses) & leaves_none[1:]
-    # What is chosen a layer ahead lacks the step's own token: nobody could inherit it.
+    # What is chosen a layer ahead lacks the step's own token: no layer could inherit it.
     return hot & ~awaited_heads(roles, places, shares_selection=policy.shares_selection)
 
 

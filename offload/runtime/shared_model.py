@@ -70,8 +70,8 @@ class ContinuesPrompts(Protocol):
 class BoundedModel:
     """One runtime whose sequences have host_bytes_per_sequence, which reads its own prompts.
 
-    What is condensed of a prompt depends on the bound, so that no other bound can continue it. Weights
-    are those of the `SharedModel` that it is from; the KV store is not.
+    What is condensed of a prompt depends on the bound, so that no other bound can continue it.
+    Weights are those of the `SharedModel` that it is from; the KV store is not.
     """
 
     def __init__(self, runtime: Runtime) -> None:

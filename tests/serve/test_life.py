@@ -387,10 +387,10 @@ def test_the_end_while_prompts_are_read(
     """Within two seconds, even in the middle of a layer; each client gets an error as OpenAI's."""
 
     def slow(self: Steps) -> None:
-        time.sleep(layer_seconds)
+        time.sleep(seconds[-1])
         pause(self)
 
-    pause = Steps._pause
+    pause, seconds = Steps._pause, [0.1]
     monkeypatch.setattr(Steps, "_pause", slow)
     lines = list[str]()
     with serve() as server, ThreadPoolExecutor() as pool:
@@ -411,6 +411,7 @@ def test_the_end_while_prompts_are_read(
         ]
         engine = engine_of(server)
         until(lambda: engine.num_running == 4)
+        seconds.append(layer_seconds)  # in which nobody else would come
         time.sleep(0.6)  # streams are watched
         start = time.monotonic()
         server.handle_exit(signal.SIGINT, None)

@@ -591,15 +591,3 @@ def test_the_command_says_that_its_port_is_in_use(serve_folder: Path) -> None:
         f"error: port {port} of 127.0.0.1 is in use; give another one with --port (0: a free one)"
     )
     assert (done.returncode, done.stderr.splitlines()) == (1, [wanted])
-
-
-def test_the_command(serve_folder: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.txt"
-    keys.write_text("secret\n")
-    with serving_process(serve_folder, "--api-key-file", keys) as (process, url):
-        headers = {"Authorization": "Bearer secret"}
-        answer = httpx.post(f"{url}/v1/completions", json=SHORT, headers=headers)
-        assert answer.json()["model"] == str(serve_folder)
-        assert httpx.get(f"{url}/v1/models").status_code == 401
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0

@@ -258,15 +258,17 @@ def test_who_may_not_come_in_is_told(serve: Serve, lines: Lines) -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_the_command(serve_folder: Path, form: str) -> None:
-    """Every line of stderr has the form, and none is wrapped."""
-    with serving_process(serve_folder, "--log-format", form, "--host", "127.0.0.1", columns=40) as (
-        process,
-        url,
-    ):
+def test_the_command(serve_folder: Path, tmp_path: Path, form: str) -> None:
+    """Every line of stderr has the form, and none is wrapped; keys are of a file."""
+    keys = tmp_path / "keys.txt"
+    keys.write_text("secret\n")
+    options = ["--log-format", form, "--host", "127.0.0.1", "--api-key-file", keys]
+    with serving_process(serve_folder, *options, columns=40) as (process, url):
+        assert httpx.get(f"{url}/v1/models").status_code == 401
         for i in range(3):
-            headers = {"X-Request-Id": f"{i}" * 100}
-            assert httpx.post(f"{url}/v1/completions", json=SHORT, headers=headers).is_success
+            headers = {"X-Request-Id": f"{i}" * 100, "Authorization": "Bearer secret"}
+            answer = httpx.post(f"{url}/v1/completions", json=SHORT, headers=headers)
+            assert answer.json()["model"] == str(serve_folder)
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(b"no HTTP\r\n\r\n")
@@ -279,7 +281,7 @@ def test_the_command(serve_folder: Path, form: str) -> None:
     if form == "json":
         found = [json.loads(each) for each in said]
         assert all({"time", "level", "logger", "message"} <= {*each} for each in found)
-        ids = [each["id"] for each in found if "route" in each]
+        ids = [each["id"] for each in found if each.get("route") == "/v1/completions"]
     else:
         assert all(re.match(r"\d{4}-\d\d-\d\d \S+ [A-Z]+ ", each) for each in said)
         ids = [each.split("id=")[1] for each in said if "/v1/completions" in each]

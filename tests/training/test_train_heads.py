@@ -241,7 +241,7 @@ def test_some_questions_are_decoded() -> None:
 
 
 def command(folder: Path, out: Path, *more: str) -> list[str]:
-    sizes = ["--steps", "6", "--context", "1024", "--batch-size", "1", "--threads", "1"]
+    sizes = ["--steps", "4", "--context", "1024", "--batch-size", "1", "--threads", "1"]
     return ["train-heads", str(folder), "--out", str(out), "--target-heads", "2", *sizes, *more]
 
 
@@ -256,12 +256,12 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     roles.check(**SHAPE, model_type="llama", checkpoint=checkpoint_name(folder))
     assert roles.checkpoint == checkpoint_name(folder)
     assert document["retrieval_heads"] == roles.num_retrieval_heads
-    assert "6 steps of hardkuma on 1 prompts of 1024 tokens, budget 102, seed 0" in roles.made_by
+    assert "4 steps of hardkuma on 1 prompts of 1024 tokens, budget 102, seed 0" in roles.made_by
     assert document["seconds_per_step"] > 0
     assert document["held_out"]["loss"] > 0
     lines = [json.loads(line) for line in Path(document["log"]).read_text().splitlines()]
     assert lines[0]["settings"] == document["settings"]
-    assert [line["step"] for line in lines[1:-1]] == list(range(6))
+    assert [line["step"] for line in lines[1:-1]] == list(range(4))
     assert lines[-1]["held_out"] == document["held_out"]
     assert not plots or "<svg" in picture.read_text()
     assert not (tmp_path / "roles.json.unfinished").exists()
@@ -275,7 +275,7 @@ def test_the_command_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert runner.invoke(app, command(folder, whole)).exit_code == 0
     step = Trainer.step
     with monkeypatch.context() as broken:
-        broken.setattr(Trainer, "step", lambda self: step(self) if len(self.log) < 3 else 1 / 0)
+        broken.setattr(Trainer, "step", lambda self: step(self) if len(self.log) < 2 else 1 / 0)
         assert isinstance(runner.invoke(app, command(folder, out)).exception, ZeroDivisionError)
     unfinished = tmp_path / "roles.json.unfinished"
     before = unfinished.read_bytes()
@@ -312,18 +312,18 @@ def test_resuming_with_other_steps(
     whole, longer, shorter, as_before = outs
     assert runner.invoke(app, command(folder, whole)).exit_code == 0
     with monkeypatch.context() as broken:
-        broken.setattr(Trainer, "step", lambda self: step(self) if len(self.log) < 3 else 1 / 0)
-        for out, steps in ((longer, "4"), (shorter, "100"), (as_before, "6")):
+        broken.setattr(Trainer, "step", lambda self: step(self) if len(self.log) < 2 else 1 / 0)
+        for out, steps in ((longer, "3"), (shorter, "100"), (as_before, "4")):
             runner.invoke(app, command(folder, out, "--steps", steps))
-    refused = runner.invoke(app, command(folder, shorter, "--resume", "--steps", "2"))
+    refused = runner.invoke(app, command(folder, shorter, "--resume", "--steps", "1"))
     assert refused.exit_code == 1
     said = "".join(refused.output.split())
-    assert f"--steps2islessthanthe3stepsof{shorter}.unfinished" in said
+    assert f"--steps1islessthanthe2stepsof{shorter}.unfinished" in said
     for out in (longer, shorter):
-        result = runner.invoke(app, command(folder, out, "--resume"))  # with six
+        result = runner.invoke(app, command(folder, out, "--resume"))  # with four
         assert result.exit_code == 0, result.output
         assert out.read_text() == whole.read_text()
-    without_steps = [x for x in command(folder, as_before, "--resume") if x not in ("--steps", "6")]
+    without_steps = [x for x in command(folder, as_before, "--resume") if x not in ("--steps", "4")]
     assert runner.invoke(app, without_steps).exit_code == 0
     logs = {out.with_name(f"{out.name}.log.jsonl").read_text() for out in outs}
     assert len(logs) == 1
@@ -350,7 +350,7 @@ def test_gates_that_have_not_settled(
     assert ("warning:" in said) == (mean is not None)
     if mean is not None:
         assert f"{found} heads retrieve after layer 0, but --target-heads is 2" in said
-        assert "have not settled in 6 steps" in said
+        assert "have not settled in 4 steps" in said
         assert "train again with more --steps" in said
 
 

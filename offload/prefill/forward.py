@@ -120,6 +120,7 @@ def prefill_by_layer(
         try:
             stream.fetch_first()
             for layer_idx, layer in enumerate(model.layers):
+                yield
                 stream.begin(layer_idx)
                 for start in range(0, batch.num_tokens, slice_tokens):
                     stop = min(start + slice_tokens, batch.num_tokens)
@@ -147,7 +148,7 @@ def prefill_by_layer(
                         for sequence, seq in enumerate(seqs):
                             on_layer(layer_idx, seq, *stream.rows(sequence))
                 stream.end(layer_idx)
-                yield
+            yield
             stream.finish()
         finally:
             stream.close()

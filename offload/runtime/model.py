@@ -68,6 +68,7 @@ class OffloadedModel(FixedModel):
         max_memory: dict[int | str, int | str] | None = None,
         num_threads: int | None = None,
         *,
+        weights: str = "auto",
         prefill_slice_tokens: int = 8192,
         page_tokens: int = 256,
         backend: str | None = None,
@@ -103,6 +104,7 @@ class OffloadedModel(FixedModel):
             max_memory: hard limits such as {"cpu": "96GiB"} (weights and KV cache together), or
                 {0: "20GiB", "cpu": "96GiB"} with a GPU.
             num_threads: CPU threads; default: all this process may use.
+            weights: "auto" (not packed), "q8", "q4" or "bfloat16": see `RuntimeConfig`.
             prefill_slice_tokens: see `RuntimeConfig`, which describes all options from this one to
                 `cache_correction_every`.
             cache_dir: as of transformers; so are the options from this one to `gguf_file`.
@@ -124,6 +126,7 @@ class OffloadedModel(FixedModel):
             device=device,
             max_memory=max_memory,
             num_threads=num_threads,
+            weights=weights,
             prefill_slice_tokens=prefill_slice_tokens,
             page_tokens=page_tokens,
             backend=backend,
@@ -398,6 +401,11 @@ class OffloadedModel(FixedModel):
             raise NotImplementedError(
                 "save_pretrained with tensor_parallel_size: each rank has a part of the weights; "
                 "load the model without it and save that"
+            )
+        if self._offload.config.packs_weights:
+            raise NotImplementedError(
+                f"save_pretrained with weights={self._offload.config.weights!r}: packed weights "
+                "have no file format here; load the model with weights='auto' and save that"
             )
         saved = super().save_pretrained(save_directory, *args, **kwargs)
         if (folder := Path(save_directory)).is_dir():

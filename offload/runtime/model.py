@@ -68,7 +68,6 @@ class OffloadedModel(FixedModel):
         max_memory: dict[int | str, int | str] | None = None,
         num_threads: int | None = None,
         *,
-        weights: str = "auto",
         prefill_slice_tokens: int = 8192,
         page_tokens: int = 256,
         backend: str | None = None,
@@ -81,6 +80,7 @@ class OffloadedModel(FixedModel):
         condense_by: str = "auto",
         condensed_share: float = CONDENSED_SHARE,
         cache_correction_every: int | None = None,
+        weights: str = "auto",
         cache_dir: str | None = None,
         force_download: bool = False,
         local_files_only: bool = False,
@@ -104,9 +104,8 @@ class OffloadedModel(FixedModel):
             max_memory: hard limits such as {"cpu": "96GiB"} (weights and KV cache together), or
                 {0: "20GiB", "cpu": "96GiB"} with a GPU.
             num_threads: CPU threads; default: all this process may use.
-            weights: "auto" (not packed), "q8", "q4" or "bfloat16": see `RuntimeConfig`.
             prefill_slice_tokens: see `RuntimeConfig`, which describes all options from this one to
-                `cache_correction_every`.
+                `weights`: "auto" (not packed), "q8", "q4" or "bfloat16".
             cache_dir: as of transformers; so are the options from this one to `gguf_file`.
             unknown: nothing else is taken.
 

@@ -4,7 +4,7 @@ Addresses are plain integers; `cpu_ops.native` checks them.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ HEAD_DIM_MULTIPLE: int
 CODE_BLOCK: int
 ERROR_BYTES: int
 MAX_LINEAR_ROWS: int
+PACKED_GROUP: int
 FLAG_STRIDE: int
 
 _Int64s = npt.NDArray[np.int64]
@@ -308,6 +309,7 @@ class Coprocessor:
     def inject_death(self, layer_idx: int) -> None: ...
 
 class Linear:
+    @overload
     def __init__(
         self,
         dtype: int,
@@ -316,6 +318,19 @@ class Linear:
         biases: list[int],
         out_features: list[int],
     ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        dtype: int,
+        in_features: int,
+        formats: list[int],
+        codes: list[int],
+        scales: list[int],
+        minimums: list[int],
+        biases: list[int],
+        out_features: list[int],
+    ) -> None: ...
+    def unpack(self, pool: WorkerPool, isa: str, first: int, last: int, out: int) -> None: ...
     def run(
         self,
         pool: WorkerPool,

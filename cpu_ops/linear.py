@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cpu_ops import _native
 from cpu_ops.native import MAX_LINEAR_ROWS, check_tensor, dtype_code, isa_name
+from cpu_ops.packed import FORMAT_CODES, GROUP, PackedWeight
 from cpu_ops.worker_pool import WorkerPool
 
 
@@ -62,7 +63,7 @@ class Linear:
                 check_tensor(f"biases[{i}]", bias, (len(weight),), self.dtype)
         self.isa = isa or isa_name()
         self.takes_many_rows = _native.has_products(self.isa, code)
-        self._kept = (list(weights), biases)
+        self._kept: object = (list(weights), biases)
         sizes = [int(weight.shape[0]) for weight in weights]
         self.out_features = sum(sizes)
         self.native = _native.Linear(
@@ -120,3 +121,75 @@ class Linear:
             out.data_ptr(),
         )
         return out
+
+
+class PackedLinear(Linear):
+    """A `Linear` of packed weights.
+
+    Up to `max_rows` rows of f(x) are rounded to int8 in groups of 32, each with a float32 scale of
+    its own, and multiplied as whole numbers; groups are summed in float32. A group of x with NaN or
+    infinity makes its row NaN. Of more rows nothing is rounded: weights are unpacked tile by tile.
+
+    Args:
+        weights: of one in_features; the format of each is its own. Kept, not copied.
+        dtype: of x, y and the biases.
+        biases, isa: as of `Linear`.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[PackedWeight],
+        dtype: torch.dtype,
+        biases: Sequence[Tensor | None] | None = None,
+        *,
+        isa: str | None = None,
+    ) -> None:
+        if not weights:
+            raise ValueError("weights must not be empty")
+        biases = [None] * len(weights) if biases is None else list(biases)
+        if len(biases) != len(weights):
+            raise ValueError(f"expected {len(weights)} biases, got {len(biases)}")
+        self.dtype = dtype
+        self.in_features = weights[0].in_features
+        code = dtype_code(dtype)
+        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            _check_packed(f"weights[{i}]", weight, self.in_features)
+            if bias is not None:
+                check_tensor(f"biases[{i}]", bias, (weight.out_features,), dtype)
+        self.isa = isa or isa_name()
+        self.takes_many_rows = _native.has_products(self.isa, code)
+        self._kept = (list(weights), biases)
+        sizes = [weight.out_features for weight in weights]
+        self.out_features = sum(sizes)
+        self.native = _native.Linear(
+            code,
+            self.in_features,
+            [FORMAT_CODES[weight.format] for weight in weights],
+            [weight.codes.data_ptr() for weight in weights],
+            [weight.scales.data_ptr() for weight in weights],
+            [0 if w.minimums is None else w.minimums.data_ptr() for w in weights],
+            [0 if bias is None else bias.data_ptr() for bias in biases],
+            sizes,
+        )
+
+    def unpack(self, pool: WorkerPool, out: Tensor, first: int = 0) -> Tensor:
+        """Rows of concat(weights) from `first` on, as many as out [n, in_features] has."""
+        last = first + len(out)
+        if not 0 <= first <= last <= self.out_features:
+            raise ValueError(
+                f"rows {first} to {last} are not among the {self.out_features} of the weights"
+            )
+        check_tensor("out", out, (len(out), self.in_features), self.dtype)
+        self.native.unpack(pool.native, self.isa, first, last, out.data_ptr())
+        return out
+
+
+def _check_packed(name: str, weight: PackedWeight, in_features: int) -> None:
+    if weight.in_features != in_features:
+        raise ValueError(f"{name} must have {in_features} inputs, got {weight.in_features}")
+    shape = (weight.out_features, -(-in_features // GROUP))
+    width, dtype = (GROUP, torch.int8) if weight.minimums is None else (GROUP // 2, torch.uint8)
+    check_tensor(f"{name}.codes", weight.codes, (*shape, width), dtype)
+    check_tensor(f"{name}.scales", weight.scales, shape, torch.float16)
+    if weight.minimums is not None:
+        check_tensor(f"{name}.minimums", weight.minimums, shape, torch.float16)

@@ -17,6 +17,24 @@ std::unique_ptr<Linear> make_linear(int dtype, int64_t in_features, const std::v
   return std::make_unique<Linear>(static_cast<DType>(dtype), in_features, std::move(blocks));
 }
 
+std::unique_ptr<Linear> make_packed_linear(int dtype, int64_t in_features, const std::vector<int>& formats,
+                                           const std::vector<int64_t>& codes, const std::vector<int64_t>& scales,
+                                           const std::vector<int64_t>& minimums, const std::vector<int64_t>& biases,
+                                           const std::vector<int64_t>& out_features) {
+  std::vector<WeightBlock> blocks;
+  for (size_t i = 0; i < codes.size(); ++i) {
+    blocks.push_back({pointer<const void>(codes[i]), pointer<const void>(biases[i]), out_features[i],
+                      pointer<const Half>(scales[i]), pointer<const Half>(minimums[i]),
+                      static_cast<WeightFormat>(formats[i])});
+  }
+  return std::make_unique<Linear>(static_cast<DType>(dtype), in_features, std::move(blocks));
+}
+
+void unpack_linear(const Linear& linear, WorkerPool& pool, const std::string& isa, int64_t first, int64_t last,
+                   int64_t out) {
+  linear.unpack(kernels_for(isa), pool, first, last, pointer<void>(out));
+}
+
 void run_linear(const Linear& linear, WorkerPool& pool, const std::string& isa, int64_t x, int num_rows,
                 int64_t norm_weight, float norm_eps, bool silu_mul, int64_t residual, int64_t out) {
   linear.run(kernels_for(isa), pool,
@@ -50,7 +68,12 @@ void bind_layers(py::module_& m) {
   m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;
   m.attr("IS_INTEL") = is_intel;
   m.def("has_products", [](const std::string& isa, int dtype) { return kernels_for(isa).multiply[dtype] != nullptr; });
-  py::class_<Linear>(m, "Linear").def(py::init(&make_linear)).def("run", &run_linear, WithoutGil());
+  m.attr("PACKED_GROUP") = kPackedGroup;
+  py::class_<Linear>(m, "Linear")
+      .def(py::init(&make_linear))
+      .def(py::init(&make_packed_linear))
+      .def("run", &run_linear, WithoutGil())
+      .def("unpack", &unpack_linear, WithoutGil());
   py::class_<DecoderStep>(m, "DecoderStep").def(py::init(&decoder_step));
   // Its attention and its layers' linears are kept alive by the Python wrapper.
   py::class_<DecoderLayers>(m, "DecoderLayers")

@@ -6,5 +6,6 @@
 #include "kernels/clustering-inl.h"
 #include "kernels/ranking-inl.h"
 #include "kernels/codes-inl.h"
+#include "kernels/packed-inl.h"
 #include "kernels/elementwise-inl.h"
 // clang-format on

@@ -237,5 +237,6 @@ static inline KernelTable make_table(const char* name) {
   table.nearest_centroids = nearest_centroids;
   table.read_bytes = read_bytes;
   table.read_rows = read_rows;
+  add_packed(&table);
   return table;
 }

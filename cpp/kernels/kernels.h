@@ -15,6 +15,13 @@ inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kHeadDimMultiple = 16;
 inline constexpr int kScoreTile = 256;  // tokens whose scores are held at once
 
+// How a weight matrix lies in memory: as numbers of the model's dtype, or as packed groups (see PackedWeights).
+enum class WeightFormat : int32_t { dense = 0, q8 = 1, q4 = 2 };
+inline constexpr int kNumWeightFormats = 3;
+inline constexpr int64_t kPackedGroup = 32;      // elements of a row that share a scale
+inline constexpr int64_t kPackedScales = 16;     // groups whose scales are converted at once
+inline constexpr float kSmallestInput = 1e-30f;  // a group of nothing larger counts as zero: 127 / x is finite
+
 struct Half {
   uint16_t bits;
 };
@@ -170,6 +177,25 @@ struct ProductArgs {
   }
 };
 
+// Rows of weights in groups of kPackedGroup, the last one of a row padded. Element i of q8 is scale * code, an int8; of
+// q4 scale * code + minimum, with a code of 0 to 15: the first half of a group in the low halves of its 16 bytes.
+struct PackedWeights {
+  const uint8_t* codes;  // [out_features, num_groups, 32 or 16]
+  const Half* scales;    // [out_features, num_groups]
+  const Half* minimums;  // the same; null for q8
+  int64_t num_groups;    // of a row
+};
+
+// Rows of inputs in the same groups, as scale * code; padded with groups of zeros to whole kPackedScales.
+struct PackedInput {
+  int8_t* codes;  // [num_rows, padded_groups, kPackedGroup]
+  float* scales;  // [num_rows, padded_groups]
+  float* sums;    // [num_rows, padded_groups] scale * the sum of a group's codes
+  int64_t padded_groups;
+
+  int64_t codes_stride() const { return padded_groups * kPackedGroup; }
+};
+
 inline constexpr int64_t kCodeBlock = 64;  // tokens whose codes lie together
 
 // scores[i] = max over g of scales[i] * <query[g], levels[code i]> + offsets[g]; infinite where that is no number. What
@@ -245,7 +271,14 @@ struct KernelTable {
   // y[r * out_stride + o - first] = <x[r], weight[o]> for o in [first, last); x packed, [num_rows, in_features]
   void (*linear[kNumDTypes])(const void* packed, int num_rows, int64_t in_features, const void* weight, int64_t first,
                              int64_t last, float* out, int64_t out_stride);
-  // The same for many rows; null where torch's way is as fast.
+  // Of packed weights, indexed by WeightFormat; null for dense. Row `row` of `to` <- n inputs.
+  void (*quantise_row)(const float* x, int64_t n, const PackedInput& to, int64_t row);
+  // As linear(), x quantised.
+  void (*packed_linear[kNumWeightFormats])(const PackedInput& x, int num_rows, const PackedWeights& weights,
+                                           int64_t first, int64_t last, float* out, int64_t out_stride);
+  // out[i] <- element i of row o, for i < n
+  void (*unpack_row[kNumWeightFormats])(const PackedWeights& weights, int64_t o, int64_t n, float* out);
+  // linear() for many rows; null where torch's way is as fast.
   void (*multiply[kNumDTypes])(const ProductArgs&, float* scratch);
 
   // For indexes of clustered keys (ranking-inl.h, clustering-inl.h).

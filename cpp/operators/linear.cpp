@@ -17,6 +17,25 @@ struct OutputTile {
   int64_t column;  // of `first` in the concatenated output
 };
 
+int64_t parts_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// Memory of rows of inputs in groups; each is filled by KernelTable::quantise_row.
+class QuantisedRows {
+ public:
+  PackedInput make(int64_t num_rows, int64_t in_features) {
+    const int64_t padded = parts_of(parts_of(in_features, kPackedGroup), kPackedScales) * kPackedScales;
+    codes_.resize(static_cast<size_t>(num_rows * padded * kPackedGroup));
+    scales_.resize(static_cast<size_t>(num_rows * padded));
+    sums_.resize(scales_.size());
+    return {codes_.data(), scales_.data(), sums_.data(), padded};
+  }
+
+ private:
+  std::vector<int8_t> codes_;
+  std::vector<float> scales_;
+  std::vector<float> sums_;
+};
+
 }  // namespace
 
 Linear::Linear(DType dtype, int64_t in_features, std::vector<WeightBlock> blocks)
@@ -24,16 +43,22 @@ Linear::Linear(DType dtype, int64_t in_features, std::vector<WeightBlock> blocks
   for (const WeightBlock& block : blocks_) out_features_ += block.out_features;
 }
 
+PackedWeights Linear::packed(const WeightBlock& block) const {
+  return {static_cast<const uint8_t*>(block.weight), block.scales, block.minimums,
+          parts_of(in_features_, kPackedGroup)};
+}
+
 void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
                  void* out) const {
   if (input.num_rows > kMaxLinearRows) return run_many(kernels, pool, input, residual, out);
   const int type = static_cast<int>(dtype_);
   const int64_t item = dtype_bytes(dtype_);
+  const bool is_dense = blocks_.front().format == WeightFormat::dense;
   // Of the calling thread; workers only read them.
   static thread_local std::vector<float> x;
-  static thread_local std::vector<float> packed;
+  static thread_local std::vector<float> dense_rows;
+  static thread_local QuantisedRows quantised_rows;
   x.resize(static_cast<size_t>(input.num_rows * in_features_));
-  packed.resize(x.size());
   for (int r = 0; r < input.num_rows; ++r) {
     const char* row = static_cast<const char*>(input.x) + r * in_features_ * item * (input.silu_mul ? 2 : 1);
     float* to = x.data() + r * in_features_;
@@ -55,15 +80,30 @@ void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput
     }
     column += block.out_features;
   }
-  kernels.pack_input[type](x.data(), input.num_rows * in_features_, packed.data());
-  const void* input_rows = packed.data();
+  PackedInput quantised{};
+  if (is_dense) {
+    dense_rows.resize(x.size());
+    kernels.pack_input[type](x.data(), input.num_rows * in_features_, dense_rows.data());
+  } else {
+    quantised = quantised_rows.make(input.num_rows, in_features_);
+    for (int r = 0; r < input.num_rows; ++r) {
+      kernels.quantise_row(x.data() + r * in_features_, in_features_, quantised, r);
+    }
+  }
+  const void* input_rows = dense_rows.data();
   pool.parallel_for(static_cast<int64_t>(tiles.size()), [&](int64_t task, int) {
     const OutputTile& t = tiles[static_cast<size_t>(task)];
     alignas(64) float y[kMaxLinearRows * kOutputTile];
     alignas(64) float bias[kOutputTile];
     for (int64_t first = t.first; first < t.last; first += kOutputTile) {
       const int64_t n = std::min(kOutputTile, t.last - first);
-      kernels.linear[type](input_rows, input.num_rows, in_features_, t.block->weight, first, first + n, y, kOutputTile);
+      if (is_dense) {
+        kernels.linear[type](input_rows, input.num_rows, in_features_, t.block->weight, first, first + n, y,
+                             kOutputTile);
+      } else {
+        kernels.packed_linear[static_cast<int>(t.block->format)](quantised, input.num_rows, packed(*t.block), first,
+                                                                 first + n, y, kOutputTile);
+      }
       if (t.block->bias != nullptr) {
         kernels.to_float[type](static_cast<const char*>(t.block->bias) + first * item, n, bias);
         for (int r = 0; r < input.num_rows; ++r) {
@@ -83,6 +123,34 @@ void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput
   });
 }
 
+void Linear::unpack_rows(const KernelTable& kernels, const WeightBlock& block, int64_t first, int64_t last,
+                         void* out) const {
+  static thread_local std::vector<float> row;
+  row.resize(static_cast<size_t>(in_features_));
+  for (int64_t o = first; o < last; ++o) {
+    kernels.unpack_row[static_cast<int>(block.format)](packed(block), o, in_features_, row.data());
+    char* to = static_cast<char*>(out) + (o - first) * in_features_ * dtype_bytes(dtype_);
+    kernels.from_float[static_cast<int>(dtype_)](row.data(), in_features_, to);
+  }
+}
+
+void Linear::unpack(const KernelTable& kernels, WorkerPool& pool, int64_t first, int64_t last, void* out) const {
+  pool.parallel_for(parts_of(last - first, kOutputTile), [&](int64_t task, int) {
+    int64_t at = first + task * kOutputTile;
+    const int64_t end = std::min(at + kOutputTile, last);
+    int64_t column = 0;
+    for (const WeightBlock& block : blocks_) {
+      const int64_t stop = std::min(end, column + block.out_features);
+      if (at < stop) {
+        char* to = static_cast<char*>(out) + (at - first) * in_features_ * dtype_bytes(dtype_);
+        unpack_rows(kernels, block, at - column, stop - column, to);
+        at = stop;
+      }
+      column += block.out_features;
+    }
+  });
+}
+
 void Linear::run_many(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
                       void* out) const {
   const int type = static_cast<int>(dtype_);
@@ -96,7 +164,6 @@ void Linear::run_many(const KernelTable& kernels, WorkerPool& pool, const Linear
     column += block.out_features;
   }
   const auto num_tiles = static_cast<int64_t>(tiles.size());
-  const auto parts_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
   static thread_local std::vector<char> prepared;  // of the calling thread; workers share it
   for (int64_t begin = 0; begin < input.num_rows; begin += kPreparedRows) {
     const int64_t num_rows = std::min<int64_t>(kPreparedRows, input.num_rows - begin);
@@ -128,16 +195,27 @@ void Linear::run_many(const KernelTable& kernels, WorkerPool& pool, const Linear
       const OutputTile& t = tiles[static_cast<size_t>(task % num_tiles)];
       const int64_t first = task / num_tiles * rows_each;
       const int64_t offset = ((begin + first) * out_features_ + t.column) * item;
-      const ProductArgs args{x + first * in_features_ * item,
-                             std::min(rows_each, num_rows - first),
-                             in_features_,
-                             t.block->weight,
-                             t.block->bias,
-                             residual == nullptr ? nullptr : static_cast<const char*>(residual) + offset,
-                             static_cast<char*>(out) + offset,
-                             out_features_,
-                             t.first,
-                             t.last};
+      ProductArgs args{x + first * in_features_ * item,
+                       std::min(rows_each, num_rows - first),
+                       in_features_,
+                       t.block->weight,
+                       t.block->bias,
+                       residual == nullptr ? nullptr : static_cast<const char*>(residual) + offset,
+                       static_cast<char*>(out) + offset,
+                       out_features_,
+                       t.first,
+                       t.last};
+      if (t.block->format != WeightFormat::dense) {
+        static thread_local std::vector<char> unpacked;  // the tile's rows: they are all that `args` sees
+        unpacked.resize(static_cast<size_t>((t.last - t.first) * in_features_ * item));
+        unpack_rows(kernels, *t.block, t.first, t.last, unpacked.data());
+        args.weight = unpacked.data();
+        if (args.bias != nullptr) args.bias = static_cast<const char*>(args.bias) + t.first * item;
+        if (args.residual != nullptr) args.residual = static_cast<const char*>(args.residual) + t.first * item;
+        args.out = static_cast<char*>(args.out) + t.first * item;
+        args.first = 0;
+        args.last = t.last - t.first;
+      }
       scratch.resize(static_cast<size_t>(args.scratch_items()));
       kernels.multiply[type](args, scratch.data());
     });

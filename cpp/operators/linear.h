@@ -1,5 +1,7 @@
 // The linear layers of a decode step on the CPU: y = f(x) · concat(weights)ᵀ + bias (+ residual) for a few rows of x,
 // where f is RMSNorm, SwiGLU or nothing. Weights are read once, from where the checkpoint put them.
+// Where they are packed, few rows of f(x) are rounded to int8, and many rows meet weights that are unpacked tile by
+// tile.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +15,12 @@ namespace offload {
 inline constexpr int kMaxLinearRows = 16;
 
 struct WeightBlock {
-  const void* weight;  // [out_features, in_features], row-major
+  const void* weight;  // [out_features, in_features], row-major; or packed codes
   const void* bias;    // [out_features] or null
   int64_t out_features;
+  const Half* scales = nullptr;  // of packed codes, as PackedWeights has them
+  const Half* minimums = nullptr;
+  WeightFormat format = WeightFormat::dense;
 };
 
 struct LinearInput {
@@ -28,6 +33,7 @@ struct LinearInput {
 
 class Linear {
  public:
+  // All blocks are dense, or all packed, of whatever format each.
   Linear(DType dtype, int64_t in_features, std::vector<WeightBlock> blocks);
 
   // out: [num_rows, out_features]; residual: the same shape or null. More rows than kMaxLinearRows need
@@ -35,7 +41,12 @@ class Linear {
   void run(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
            void* out) const;
 
+  // out: [last - first, in_features] rows of packed weights, as numbers of the dtype.
+  void unpack(const KernelTable& kernels, WorkerPool& pool, int64_t first, int64_t last, void* out) const;
+
  private:
+  PackedWeights packed(const WeightBlock& block) const;
+  void unpack_rows(const KernelTable& kernels, const WeightBlock& block, int64_t first, int64_t last, void* out) const;
   void run_many(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
                 void* out) const;
 

@@ -28,6 +28,7 @@ from offload.cli.options import (
     PolicyChoice,
     Threads,
     Verbose,
+    Weights,
     memory_budgets,
     torch_seed,
 )
@@ -132,6 +133,7 @@ class Loading:
 
     panel: ClassVar[str] = "How it runs"
     dtype: DType = "auto"
+    weights: Weights = "auto"
     device: Device = "cpu"
     backend: Annotated[
         str | None,

@@ -77,14 +77,29 @@ def weights_folder(folder: Path, dtype: torch.dtype) -> Path:
 
     Raises: as `converted_folder`.
     """
+    source = _marked_source(folder)
+    if dtype == torch.bfloat16 or source is None:
+        return folder
+    return converted_folder(source, dtype=dtype)
+
+
+def unchanged_source(folder: Path) -> Path | None:
+    """The GGUF file whose weights a checkpoint's folder has, if it is still as it was, else None.
+
+    The embedded model with a long context is no file's: an adapter has changed it.
+    """
+    if embedded_name(folder) == EMBEDDED_MODEL:
+        return embedded_gguf()
+    return _marked_source(folder)
+
+
+def _marked_source(folder: Path) -> Path | None:
     try:
         source = Path(json.loads((folder / CONVERTED_MARK).read_bytes())["source"])
         is_its = folder.name == _converted_name(source)
     except (OSError, ValueError, LookupError, TypeError):
-        return folder
-    if dtype == torch.bfloat16 or not is_its:
-        return folder
-    return converted_folder(source, dtype=dtype)
+        return None
+    return source if is_its else None
 
 
 def long_context_folder() -> Path:
@@ -294,16 +309,16 @@ def _read_model(header: GgufHeader, config: Any, dtype: torch.dtype) -> Any:
         if not bool(weight.isfinite().all()):
             raise ValueError(f"{header.path} holds numbers that are not finite, in {name}")
         if config.model_type == "llama" and ".q_proj." in name:
-            weight = _halves(weight, config.num_attention_heads)
+            weight = split_halves(weight, config.num_attention_heads)
         if config.model_type == "llama" and ".k_proj." in name:
-            weight = _halves(weight, config.num_key_value_heads)
+            weight = split_halves(weight, config.num_key_value_heads)
         weights[name] = weight
     model.load_state_dict(weights, strict=False, assign=True)  # tied weights are there once
     model.tie_weights()
     return model
 
 
-def _halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+def split_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """llama.cpp rotates neighbouring elements of a head, transformers its two halves."""
     pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)

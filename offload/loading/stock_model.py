@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cpu_ops.packed import FORMATS
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint, check_loaded
 from offload.loading.gguf import CONVERTED_MARK, weights_folder
 from offload.loading.one_at_a_time import loading
+from offload.loading.packing import pack_weights
 from offload.models import ModelShape
 from offload.models.base import check_computation, context_limit
 from offload.system.json_file import read_json_object
@@ -45,8 +47,12 @@ _GENERATION = _OUTPUTS | {
 
 
 @loading()
-def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
+def load_stock_model(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, weights: str = "auto"
+) -> Any:
     """The stock model of a checked checkpoint; `dtype` None keeps the checkpoint's own.
+
+    With `weights` "q8" or "q4" its layers' matrices are packed (`pack_weights`).
 
     What its files ask of every generation, and an offloaded model does not do, is overridden.
 
@@ -79,10 +85,10 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
     except Exception as error:  # or transformers raises without naming the file
         raise ValueError(f"{source}: {error}") from error
     loaded_dtype = checkpoint.loaded_dtype(dtype)  # what budgets were checked with
-    weights = weights_folder(checkpoint.folder, loaded_dtype)
+    folder = weights_folder(checkpoint.folder, loaded_dtype)
     with passing_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            weights,
+            folder,
             config=config,
             dtype=loaded_dtype,
             trust_remote_code=False,
@@ -93,6 +99,8 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
     model, info = loaded
     check_loaded(info, checkpoint.folder, "its config.json")
     _override(model.generation_config, _GENERATION, source)
+    if weights in FORMATS:
+        pack_weights(model, checkpoint.folder, weights)
     return model
 
 

@@ -19,6 +19,7 @@ from cpu_ops.native import check_head_dim
 from gpu_ops.linear import GpuLinear
 from offload.models.dense_linear import DenseLinear
 from offload.models.linear import Linear
+from offload.models.packed_linear import PackedLinear, PackedModule
 from offload.models.rope import head_dim_of, rope_context, rotary_view
 from offload.models.shape import ModelShape
 
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from offload.ranks.group import TensorParallel
 
 # By the type of the stock modules.
-_FORMATS: dict[type[nn.Module], Callable[[Sequence[Any]], Linear]] = {nn.Linear: DenseLinear}
+_FORMATS: dict[type[nn.Module], Callable[[Sequence[Any]], Linear]] = {
+    nn.Linear: DenseLinear,
+    PackedModule: PackedLinear,
+}
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from offload.system.memory import check_max_memory, parse_size
 BACKENDS = ("graph", "stream", "inline")
 _COUNTS = ("prefill_slice_tokens", "page_tokens", "tensor_parallel_size")
 _COUNTS_OR_NONE = ("num_threads", "cache_correction_every")
+WEIGHTS = ("auto", "q8", "q4", "bfloat16")
+PACKED_WEIGHTS = ("q8", "q4")
 CONDENSE_BY = ["auto", "reconstruction", "attention"]
 
 
@@ -37,6 +39,11 @@ class RuntimeConfig:
         policy: which cached tokens a decode step attends to. `Auto` is another one once a model is
             opened (`offload.runtime.auto_policy`).
         dtype: of weights, activations and KV cache; None is the checkpoint's own.
+        weights: what the layers' matrices are kept as. "q8": int8 in groups of 32 with a float16
+            scale; "q4": four bits with a scale and a minimum. Both on a CPU, in one process; a GGUF
+            file's own blocks where they are such, else rounded to nearest; a decode step then
+            rounds what it multiplies them with to int8. The embedding and the head stay in `dtype`.
+            "bfloat16": not packed, and `dtype` is that. "auto": not packed, in `dtype`.
         device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
             With device="cpu", "cpu" covers the weights and the KV cache; with a GPU, "cpu" covers
@@ -93,6 +100,7 @@ class RuntimeConfig:
     condense_by: str = "auto"
     condensed_share: float = CONDENSED_SHARE
     cache_correction_every: int | None = None
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES.values():
@@ -154,12 +162,43 @@ class RuntimeConfig:
             )
 
         self._check_correction()
+        self._check_weights(device)
+
+    @property
+    def packs_weights(self) -> bool:
+        """Whether the layers' matrices are packed once they are loaded."""
+        return self.weights in PACKED_WEIGHTS
 
     def under(self, policy: Policy) -> RuntimeConfig:
         """The same with another policy; without corrections where it attends to everything."""
         selects = policy.selects or isinstance(policy, Auto)
         every = self.cache_correction_every if selects else None
         return replace(self, policy=policy, cache_correction_every=every)
+
+    def _check_weights(self, device: torch.device) -> None:
+        if self.weights not in WEIGHTS:
+            raise _unknown("weights", self.weights, [*WEIGHTS])
+        if self.weights == "bfloat16" and self.dtype not in (None, torch.bfloat16):
+            raise ValueError(
+                f"weights='bfloat16' contradicts dtype={str(self.dtype).removeprefix('torch.')!r}; "
+                "leave one of the two out"
+            )
+        if not self.packs_weights:
+            return
+        reason = ""
+        if device.type != "cpu":
+            reason = f"device='cpu' in this version, but device is {self.device!r}"
+        elif self.backend is not None:
+            reason = f"the CPU's own backend in this version, but backend is {self.backend!r}"
+        elif self.tensor_parallel_size > 1:
+            reason = (
+                "one process in this version, but tensor_parallel_size is "
+                f"{self.tensor_parallel_size}"
+            )
+        if reason:
+            raise NotImplementedError(
+                f"weights={self.weights!r} needs {reason}; change that, or give weights='auto'"
+            )
 
     def _check_correction(self) -> None:
         every = self.cache_correction_every
@@ -209,6 +248,8 @@ def runtime_config(**options: Any) -> RuntimeConfig:
         options["policy"] = make_policy(options["policy"])
     if "dtype" in options:
         options["dtype"] = _dtype(options["dtype"])
+    if options.get("weights") == "bfloat16" and options.get("dtype") is None:
+        options["dtype"] = torch.bfloat16
     if "device" in options:
         options["device"] = str(options["device"])
     if "max_memory" in options:

@@ -80,6 +80,7 @@ class OffloadedModel(FixedModel):
         condense_by: str = "auto",
         condensed_share: float = CONDENSED_SHARE,
         cache_correction_every: int | None = None,
+        weights: str = "auto",
         cache_dir: str | None = None,
         force_download: bool = False,
         local_files_only: bool = False,
@@ -104,7 +105,7 @@ class OffloadedModel(FixedModel):
                 {0: "20GiB", "cpu": "96GiB"} with a GPU.
             num_threads: CPU threads; default: all this process may use.
             prefill_slice_tokens: see `RuntimeConfig`, which describes all options from this one to
-                `cache_correction_every`.
+                `weights`: "auto" (not packed), "q8", "q4" or "bfloat16".
             cache_dir: as of transformers; so are the options from this one to `gguf_file`.
             unknown: nothing else is taken.
 
@@ -124,6 +125,7 @@ class OffloadedModel(FixedModel):
             device=device,
             max_memory=max_memory,
             num_threads=num_threads,
+            weights=weights,
             prefill_slice_tokens=prefill_slice_tokens,
             page_tokens=page_tokens,
             backend=backend,
@@ -398,6 +400,11 @@ class OffloadedModel(FixedModel):
             raise NotImplementedError(
                 "save_pretrained with tensor_parallel_size: each rank has a part of the weights; "
                 "load the model without it and save that"
+            )
+        if self._offload.config.packs_weights:
+            raise NotImplementedError(
+                f"save_pretrained with weights={self._offload.config.weights!r}: packed weights "
+                "have no file format here; load the model with weights='auto' and save that"
             )
         saved = super().save_pretrained(save_directory, *args, **kwargs)
         if (folder := Path(save_directory)).is_dir():

@@ -102,7 +102,7 @@ def load_model(
     check_before_loading(checkpoint, config, ranks)
     if ranks is not None:  # one converts for all
         ranks.once(partial(weights_folder, folder, checkpoint.loaded_dtype(config.dtype)))
-    stock = load_stock_model(checkpoint, config.dtype).eval()
+    stock = load_stock_model(checkpoint, config.dtype, config.weights).eval()
     if ranks is None:
         move_to_device(stock, config)
         config = with_calibrated_policy(stock, config, folder)

@@ -110,12 +110,14 @@ def write_gguf(
     *,
     edit: Callable[[dict[str, Any]], Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    types: Mapping[str, str] | None = None,
 ) -> None:
     """Write a tiny model as llama.cpp's converter does, in float32.
 
     Args:
         edit: called with the tensors by their names in GGUF, before they are written.
         metadata: values by key, which replace those of the model; None leaves a key out.
+        types: of matrices by the end of their names, such as {"ffn_up.weight": "Q4_0"}.
     """
     import gguf
 
@@ -163,7 +165,12 @@ def write_gguf(
         elif value is not None:
             writer.add_uint32(key, value)
     for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
+        kind = next((kind for end, kind in (types or {}).items() if name.endswith(end)), None)
+        if kind is None:
+            writer.add_tensor(name, tensor)
+        else:
+            of_file = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quantize(tensor, of_file), raw_dtype=of_file)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -166,6 +166,24 @@ static inline void b_store_sums(const ByteSums& sums, uint16_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
+// Codes of a group of packed weights, and their products with int8. maddubs takes one side without a sign, and adds two
+// products in 16 bits, which 2 * 128 * 127 fit.
+inline constexpr int kDotGroups = 1;
+using C = __m256i;
+static inline C c_load(const int8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+static inline C c_load_nibbles(const uint8_t* p) {
+  const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return b_low_nibbles(_mm256_srlv_epi64(both, _mm256_setr_epi64x(0, 0, 4, 4)));
+}
+static inline I i_dot_nibbles(C w, const int8_t* x) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(w, c_load(x)), _mm256_set1_epi16(1));
+}
+static inline I i_dot_bytes(C w, const int8_t* x) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(c_load(x), w));
+  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+static inline F f_spread(const float* factor) { return _mm256_broadcast_ss(factor); }
+
 // A word has two bf16, either of which is the upper half of a float: cheaper than widening.
 template <class T>
 struct Columns;

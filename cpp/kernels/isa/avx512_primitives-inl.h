@@ -48,6 +48,29 @@ static inline I i_high_squares(I pairs) {
 static inline F f_from_ints(I x) { return _mm512_cvtepi32_ps(x); }
 static inline F f_sqrt(F x) { return _mm512_sqrt_ps(x); }
 
+// Codes of two groups of packed weights. The ISA has i_dot_nibbles: their products with int8, of codes without a sign.
+inline constexpr int kDotGroups = 2;
+using C = __m512i;
+static inline C c_load(const int8_t* p) { return _mm512_loadu_si512(p); }
+static inline C c_load_nibbles(const uint8_t* p) {
+  const __m512i pairs = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i twice = _mm512_shuffle_i64x2(pairs, pairs, 0x50);
+  const __m512i shifted = _mm512_srlv_epi64(twice, _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4));
+  return _mm512_and_si512(shifted, _mm512_set1_epi8(15));
+}
+// Lanes 0 to 7 <- factors[0], the others factors[1].
+static inline F f_spread(const float* factors) {
+  int64_t both;
+  std::memcpy(&both, factors, sizeof both);
+  const __m512i group = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+  return _mm512_permutexvar_ps(group, _mm512_castsi512_ps(_mm512_set1_epi64(both)));
+}
+// x with the sign of w turned around, for i_dot_nibbles(|w|, x).
+static inline __m512i i_signed(C w, const int8_t* x) {
+  const __m512i of_x = _mm512_loadu_si512(x);
+  return _mm512_mask_sub_epi8(of_x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), of_x);
+}
+
 // Lane 4i + j of the result is the sum of 128-bit lane i of x[j]: four vectors reduce together in 9 operations.
 static inline F f_sum_quads(const F* x) {
   const F a = _mm512_add_ps(_mm512_shuffle_ps(x[0], x[1], 0x88), _mm512_shuffle_ps(x[0], x[1], 0xdd));

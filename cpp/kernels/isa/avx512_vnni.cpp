@@ -13,11 +13,16 @@ namespace offload::avx512_vnni {
 static inline I i_add_products(I sums, I row, const int16_t* query) {
   return _mm512_dpwssd_epi32(sums, row, _mm512_loadu_si512(query));
 }
+static inline I i_dot_nibbles(C w, const int8_t* x) { return _mm512_dpbusd_epi32(i_zero(), w, _mm512_loadu_si512(x)); }
+static inline I i_dot_bytes(C w, const int8_t* x) {
+  return _mm512_dpbusd_epi32(i_zero(), _mm512_abs_epi8(w), i_signed(w, x));
+}
 
-#include "kernels/vector_math-inl.h"
+#include "kernels/tile_ops-inl.h"
 // clang-format off
 #include "kernels/ranking-inl.h"
 #include "kernels/ranking_bytes-inl.h"
+#include "kernels/packed-inl.h"
 // clang-format on
 
 }  // namespace offload::avx512_vnni
@@ -28,6 +33,7 @@ const offload::KernelTable* offload::avx512_vnni_table() {
     KernelTable improved = *avx512_table();
     improved.name = "avx512_vnni";
     improved.rank_rows = avx512_vnni::rank_rows<avx512_vnni::ByteBoxes>;
+    avx512_vnni::add_packed(&improved);
     return improved;
   }();
   return &table;

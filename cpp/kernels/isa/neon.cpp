@@ -118,6 +118,24 @@ static inline void b_store_sums(const ByteSums& sums, uint16_t* out) {
   vst1q_u16(out + 8, sums.second);
 }
 
+// Codes of a group of packed weights, and their products with int8: two to a lane of 16 bits, which 2 * 128 * 127 fit.
+inline constexpr int kDotGroups = 1;
+using C = int8x16x2_t;
+static inline C c_load(const int8_t* p) { return {{vld1q_s8(p), vld1q_s8(p + 16)}}; }
+static inline C c_load_nibbles(const uint8_t* p) {
+  const uint8x16_t pairs = vld1q_u8(p);
+  return {{vreinterpretq_s8_u8(vandq_u8(pairs, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(pairs, 4))}};
+}
+static inline int16x8_t i_pair_products(int8x16_t w, int8x16_t x) {
+  return vmlal_high_s8(vmull_s8(vget_low_s8(w), vget_low_s8(x)), w, x);
+}
+static inline I i_dot_bytes(const C& w, const int8_t* x) {
+  const I first = vpaddlq_s16(i_pair_products(w.val[0], vld1q_s8(x)));
+  return vpadalq_s16(first, i_pair_products(w.val[1], vld1q_s8(x + 16)));
+}
+static inline I i_dot_nibbles(const C& w, const int8_t* x) { return i_dot_bytes(w, x); }
+static inline F f_spread(const float* factor) { return vdupq_n_f32(*factor); }
+
 #include "kernels/bodies-inl.h"
 
 }  // namespace offload::neon

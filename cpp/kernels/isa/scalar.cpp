@@ -79,6 +79,32 @@ static inline ByteSums b_no_sums() { return 0; }
 static inline void b_add_to(ByteSums* sums, B x) { *sums = static_cast<ByteSums>(*sums + x); }
 static inline void b_store_sums(ByteSums sums, uint16_t* out) { *out = sums; }
 
+// Codes of a group of packed weights, and their products with int8.
+inline constexpr int kDotGroups = 1;
+struct C {
+  int8_t codes[kPackedGroup];
+};
+static inline C c_load(const int8_t* p) {
+  C w;
+  std::memcpy(w.codes, p, sizeof w.codes);
+  return w;
+}
+static inline C c_load_nibbles(const uint8_t* p) {
+  C w;
+  for (int i = 0; i < 16; ++i) {
+    w.codes[i] = static_cast<int8_t>(p[i] & 15);
+    w.codes[i + 16] = static_cast<int8_t>(p[i] >> 4);
+  }
+  return w;
+}
+static inline I i_dot_bytes(const C& w, const int8_t* x) {
+  I sum = 0;
+  for (int i = 0; i < kPackedGroup; ++i) sum += w.codes[i] * x[i];
+  return sum;
+}
+static inline I i_dot_nibbles(const C& w, const int8_t* x) { return i_dot_bytes(w, x); }
+static inline F f_spread(const float* factor) { return *factor; }
+
 #include "kernels/bodies-inl.h"
 
 }  // namespace offload::scalar

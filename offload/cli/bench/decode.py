@@ -31,11 +31,13 @@ from offload.cli.console import (
     stdout,
 )
 from offload.cli.options import (
+    WEIGHT_NAMES,
     AnyDevice,
     MaxMemory,
     Placement,
     Text,
     Threads,
+    Weights,
     check_name,
     comma_separated,
     counts,
@@ -144,6 +146,7 @@ def decode(
             help=rf"{', '.join(DTYPE_NAMES)}. \[default: bfloat16; of a model, its own]",
         ),
     ] = None,
+    weights: Weights = "auto",
     seed: Annotated[
         int,
         typer.Option(min=0, callback=torch_seed, help="Of --shape's weights, keys and queries."),
@@ -216,6 +219,7 @@ def decode(
         raise typer.BadParameter("made keys read no text; give a model", param_hint="--text")
     check_name(shape, MODEL_SHAPE_NAMES, option="--shape")
     check_name(dtype, DTYPE_NAMES, option="--dtype")
+    check_name(weights, WEIGHT_NAMES, option="--weights")
     check_name(backend, BACKEND_NAMES, option="--backend")
     if model is not None and (batch_size > 1 or distinct_layers is not None or layers is not None):
         raise typer.BadParameter(
@@ -265,12 +269,21 @@ def decode(
                 )
         if on_cpu and backend is not None:
             raise ValueError(f"--backend {backend} needs a GPU, but the device is the CPU")
+        if weights in ("q8", "q4"):
+            if model is None:
+                raise ValueError(f"--weights {weights} packs a model's weights; name a model")
+            if engine_names != ["offload"]:
+                raise ValueError(
+                    f"--weights {weights} is ours alone, and all engines share one set of weights; "
+                    "give --engines offload"
+                )
         with quiet_transformers(verbose=False), no_loading_bars():
             config = runtime_config(
                 device=where,
                 backend=backend,
                 num_threads=threads,
                 dtype=dtype or ("bfloat16" if model is None else "auto"),
+                weights=weights,
                 max_memory=budgets,
                 policy=policies[0],  # each has its turn
                 placement=placement,
@@ -297,6 +310,7 @@ def decode(
         with quiet_transformers(verbose=False), no_loading_bars():
             document = _measure(
                 plan,
+                weights,
                 lambda: _model(model, shape or defaults[0], text, config, plan, of_keys),
                 trace,
             )
@@ -312,7 +326,10 @@ def decode(
 
 
 def _measure(
-    plan: DecodePlan, load: Callable[[], tuple[DecodeModel, dict[str, Any]]], trace: Path | None
+    plan: DecodePlan,
+    weights: str,
+    load: Callable[[], tuple[DecodeModel, dict[str, Any]]],
+    trace: Path | None,
 ) -> dict[str, Any]:
     """Rows of all engines; `load` gives the model and the settings that say which."""
     from offload.bench.decode.engines import describe, measure_engines
@@ -346,6 +363,7 @@ def _measure(
             progress.update(whole, advance=1, description="engines")
         settings["dtype"] = str(subject.stock.dtype).removeprefix("torch.")
     settings |= {
+        "weights": weights,
         "contexts": list(plan.kv_lens),
         "steps": plan.num_steps,
         "repeats": plan.repeats,
@@ -388,6 +406,12 @@ def _model(
     return RandomModel(shape, config, longest=max(plan.kv_lens), **of_keys), described | of_keys
 
 
+def _weights_of(settings: dict[str, Any]) -> str:
+    """The dtype, and the packed weights beside it."""
+    packed = settings.get("weights", "auto")
+    return f"{settings['dtype']}" + (f" with weights {packed}" if packed in ("q8", "q4") else "")
+
+
 def _print_table(document: dict[str, Any]) -> None:
     settings, rows = document["settings"], document["rows"]
     where = settings["device"]
@@ -398,7 +422,7 @@ def _print_table(document: dict[str, Any]) -> None:
     table = make_table(
         ("context", "engine", "tokens/s", "ms per token", "time", "KV on host", "KV on GPU"),
         words=(1,),
-        title=f"{settings['model'] or settings['shape']}, {settings['dtype']}, "
+        title=f"{settings['model'] or settings['shape']}, {_weights_of(settings)}, "
         f"batch {first['batch_size']}, {where}",
         caption=f"±: half of p10 to p90. time: of {of_first}'s at that context.",
     )

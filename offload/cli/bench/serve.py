@@ -33,6 +33,7 @@ from offload.cli.options import (
     Text,
     Threads,
     Verbose,
+    Weights,
     comma_separated,
     counts,
     memory_budgets,
@@ -170,6 +171,7 @@ class Answering(PolicyChoice):
     threads: Threads = None
     page_tokens: PageTokens = 256
     max_memory: MaxMemory = None
+    weights: Weights = "auto"
 
 
 @dataclass(frozen=True)
@@ -328,6 +330,7 @@ def _served(model: str, answering: Answering, budgets: Any, temperature: float) 
         {
             "policy": make_policy(answering.policy, **answering.options()),
             "dtype": answering.dtype,
+            "weights": answering.weights,
             "device": answering.device,
             "num_threads": answering.threads,
             "page_tokens": answering.page_tokens,

@@ -15,6 +15,7 @@ from offload.cli.options import (
     PageTokens,
     Scalar,
     Threads,
+    Weights,
     check_name,
     comma_separated,
     counts,
@@ -233,6 +234,7 @@ class Runs:
     ] = 1
     threads: Threads = None
     page_tokens: PageTokens = 256
+    weights: Weights = "auto"
 
     def check_batch(self, bounds: Sequence[Bound]) -> None:
         """Refuse what is for one prompt at a time, with a usage error."""

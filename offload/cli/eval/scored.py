@@ -99,6 +99,7 @@ class Setup:
             checked_device(runs.reads_on)
         return runtime_config(
             dtype=runs.dtype,
+            weights=runs.weights,
             device=runs.device,
             num_threads=runs.threads,
             page_tokens=runs.page_tokens,

@@ -1,0 +1,186 @@
+// Products of a few rows with packed weights: whole numbers in groups of kPackedGroup, a scale to each, and to those of
+// four bits a minimum. Rows of x become whole numbers, too, so a group is one integer dot product; sums of groups are
+// float32. Included inside a per-ISA namespace after vector_math-inl.h. The ISA has f_store_sums, and C, the codes of
+// kDotGroups groups: c_load and c_load_nibbles load one, i_dot_nibbles and i_dot_bytes give W sums that together are
+// their products with int8, i_zero and f_from_ints go with those; f_spread gives each group's lanes its factor.
+
+inline constexpr int kScaleVectors = static_cast<int>(kPackedScales) / W;
+
+// Groups of int8 with a scale to each, of one row; the rest of whole kPackedScales is zero. A group that holds NaN or
+// infinity has a NaN for a scale.
+static void quantise_row(const float* x, int64_t n, const PackedInput& to, int64_t row) {
+  int8_t* codes = to.codes + row * to.codes_stride();
+  float* scales = to.scales + row * to.padded_groups;
+  float* sums = to.sums + row * to.padded_groups;
+  alignas(64) float values[kPackedGroup];
+  for (int64_t g = 0; g < to.padded_groups; ++g, codes += kPackedGroup) {
+    const int64_t first = g * kPackedGroup, count = n - first < kPackedGroup ? n - first : kPackedGroup;
+    scales[g] = sums[g] = 0.0f;
+    const float* from = x + first;
+    if (count < kPackedGroup) {
+      for (int64_t i = 0; i < kPackedGroup; ++i) values[i] = i < count ? from[i] : 0.0f;
+      from = values;
+    }
+    F highest = f_zero(), nothing = f_zero();  // the latter: NaN where a number is not finite
+    for (int64_t i = 0; i < kPackedGroup; i += W) {
+      const F v = f_load(from + i);
+      highest = f_max(highest, f_max(v, f_sub(f_zero(), v)));
+      nothing = f_add(nothing, f_sub(v, v));
+    }
+    const float largest = f_max_lane(highest), spoilt = f_sum(nothing);
+    if (spoilt != 0.0f || !(largest > kSmallestInput)) {  // spoilt is 0 or NaN
+      std::memset(codes, 0, kPackedGroup);
+      scales[g] = sums[g] = spoilt;
+      continue;
+    }
+    const F inverse = f_set1(127.0f / largest);
+    F total = f_zero();
+    for (int64_t i = 0; i < kPackedGroup; i += W) {
+      const F rounded = f_round(f_mul(f_load(from + i), inverse));
+      f_store(values + i, rounded);
+      total = f_add(total, rounded);
+    }
+    for (int64_t i = 0; i < kPackedGroup; ++i) codes[i] = static_cast<int8_t>(static_cast<int32_t>(values[i]));
+    scales[g] = largest / 127.0f;
+    sums[g] = scales[g] * f_sum(total);
+  }
+}
+
+struct PackedQ8 {
+  static constexpr int64_t kGroupBytes = kPackedGroup;
+  static constexpr bool kHasMinimum = false;
+  [[gnu::always_inline]] static inline C load(const uint8_t* p) { return c_load(reinterpret_cast<const int8_t*>(p)); }
+  [[gnu::always_inline]] static inline I dot(const C& w, const int8_t* x) { return i_dot_bytes(w, x); }
+};
+
+// The low halves of 16 bytes are the first 16 elements, the high ones the rest.
+struct PackedQ4 {
+  static constexpr int64_t kGroupBytes = kPackedGroup / 2;
+  static constexpr bool kHasMinimum = true;
+  [[gnu::always_inline]] static inline C load(const uint8_t* p) { return c_load_nibbles(p); }
+  [[gnu::always_inline]] static inline I dot(const C& w, const int8_t* x) { return i_dot_nibbles(w, x); }
+};
+
+// kPackedScales halves as float32, zero beyond the n that there are.
+[[gnu::always_inline]] static inline void load_scales(const Half* from, int64_t n, F* to) {
+  Half padded[kPackedScales];
+  if (n < kPackedScales) {
+    for (int64_t i = 0; i < kPackedScales; ++i) padded[i] = i < n ? from[i] : Half{0};
+    from = padded;
+  }
+  for (int v = 0; v < kScaleVectors; ++v) to[v] = f_load_as(from + v * W);
+}
+
+// sums[g * R]: W lanes whose sum is the product of input row g with one row of weights.
+template <class P, int G, int R>
+[[gnu::always_inline]] static inline void project_packed(const PackedInput& x, int64_t first_row,
+                                                         const PackedWeights& weights, int64_t o, F* sums) {
+  const int64_t num_groups = weights.num_groups;
+  const uint8_t* codes = weights.codes + o * num_groups * P::kGroupBytes;
+  F part[G];
+  for (int g = 0; g < G; ++g) part[g] = f_zero();
+  for (int64_t begin = 0; begin < num_groups; begin += kPackedScales) {
+    const int64_t n = num_groups - begin < kPackedScales ? num_groups - begin : kPackedScales;
+    alignas(64) float factors[G][kPackedScales];
+    F of_weights[kScaleVectors];
+    load_scales(weights.scales + o * num_groups + begin, n, of_weights);
+    for (int g = 0; g < G; ++g) {
+      const float* scales = x.scales + (first_row + g) * x.padded_groups + begin;
+      for (int v = 0; v < kScaleVectors; ++v) {
+        f_store(factors[g] + v * W, f_mul(of_weights[v], f_load(scales + v * W)));
+      }
+    }
+    if constexpr (P::kHasMinimum) {
+      load_scales(weights.minimums + o * num_groups + begin, n, of_weights);
+      for (int g = 0; g < G; ++g) {
+        const float* of_x = x.sums + (first_row + g) * x.padded_groups + begin;
+        for (int v = 0; v < kScaleVectors; ++v) part[g] = f_fma(of_weights[v], f_load(of_x + v * W), part[g]);
+      }
+    }
+    const int8_t* x_codes = x.codes + first_row * x.codes_stride() + begin * kPackedGroup;
+    for (int64_t i = 0; i < n; i += kDotGroups) {
+      const uint8_t* from = codes + (begin + i) * P::kGroupBytes;
+      if (i * P::kGroupBytes % 64 == 0) prefetch_l2(from + kProjectAhead);
+      alignas(64) uint8_t padded[kDotGroups * P::kGroupBytes];
+      if (kDotGroups > 1 && n - i < kDotGroups) {
+        std::memset(padded, 0, sizeof padded);
+        std::memcpy(padded, from, static_cast<size_t>((n - i) * P::kGroupBytes));
+        from = padded;
+      }
+      const C w = P::load(from);
+      for (int g = 0; g < G; ++g) {
+        const I dot = P::dot(w, x_codes + g * x.codes_stride() + i * kPackedGroup);
+        part[g] = f_fma(f_from_ints(dot), f_spread(factors[g] + i), part[g]);
+      }
+    }
+  }
+  for (int g = 0; g < G; ++g) sums[g * R] = part[g];
+}
+
+template <class P, int G>
+static void project_packed_rows(const PackedInput& x, int64_t first_row, const PackedWeights& weights, int64_t first,
+                                int64_t last, float* out, int64_t out_stride) {
+  F sums[G * kRowTile];
+  int64_t o = first;
+  for (; o + kRowTile <= last; o += kRowTile) {
+    for (int r = 0; r < kRowTile; ++r) project_packed<P, G, kRowTile>(x, first_row, weights, o + r, sums + r);
+    f_store_sums<G, kRowTile>(sums, 1.0f, out + o - first, out_stride);
+  }
+  for (; o < last; ++o) {
+    project_packed<P, G, 1>(x, first_row, weights, o, sums);
+    f_store_sums<G, 1>(sums, 1.0f, out + o - first, out_stride);
+  }
+}
+
+template <class P>
+static void packed_linear(const PackedInput& x, int num_rows, const PackedWeights& weights, int64_t first, int64_t last,
+                          float* out, int64_t out_stride) {
+  for (int row = 0; row < num_rows; row += kHeadBlock, out += kHeadBlock * out_stride) {
+    switch (num_rows - row) {
+      case 1:
+        project_packed_rows<P, 1>(x, row, weights, first, last, out, out_stride);
+        break;
+      case 2:
+        project_packed_rows<P, 2>(x, row, weights, first, last, out, out_stride);
+        break;
+      case 3:
+        project_packed_rows<P, 3>(x, row, weights, first, last, out, out_stride);
+        break;
+      default:
+        project_packed_rows<P, 4>(x, row, weights, first, last, out, out_stride);
+    }
+  }
+}
+
+// out[i] = scale * code (+ minimum) of the first n elements of row o
+template <class P>
+static void unpack_row(const PackedWeights& weights, int64_t o, int64_t n, float* out) {
+  const int64_t begin = o * weights.num_groups;
+  alignas(64) float values[kPackedGroup];
+  for (int64_t g = 0; g * kPackedGroup < n; ++g) {
+    const uint8_t* codes = weights.codes + (begin + g) * P::kGroupBytes;
+    const float scale = to_float(weights.scales[begin + g]);
+    if constexpr (P::kHasMinimum) {
+      const float minimum = to_float(weights.minimums[begin + g]);
+      for (int64_t i = 0; i < kPackedGroup / 2; ++i) {
+        values[i] = scale * static_cast<float>(codes[i] & 15) + minimum;
+        values[i + kPackedGroup / 2] = scale * static_cast<float>(codes[i] >> 4) + minimum;
+      }
+    } else {
+      for (int64_t i = 0; i < kPackedGroup; ++i) {
+        values[i] = scale * static_cast<float>(static_cast<int8_t>(codes[i]));
+      }
+    }
+    const int64_t count = n - g * kPackedGroup < kPackedGroup ? n - g * kPackedGroup : kPackedGroup;
+    std::memcpy(out + g * kPackedGroup, values, static_cast<size_t>(count) * sizeof(float));
+  }
+}
+
+static inline void add_packed(KernelTable* table) {
+  const int q8 = static_cast<int>(WeightFormat::q8), q4 = static_cast<int>(WeightFormat::q4);
+  table->quantise_row = quantise_row;
+  table->packed_linear[q8] = packed_linear<PackedQ8>;
+  table->packed_linear[q4] = packed_linear<PackedQ4>;
+  table->unpack_row[q8] = unpack_row<PackedQ8>;
+  table->unpack_row[q4] = unpack_row<PackedQ4>;
+}

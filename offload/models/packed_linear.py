@@ -1,0 +1,143 @@
+"""Weights of 8 or 4 bits in groups, for CPUs (`cpu_ops.packed`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpu_ops.linear import Linear as CpuLinear
+from cpu_ops.linear import PackedLinear as PackedCpuLinear
+from cpu_ops.linear import has_products
+from cpu_ops.packed import PackedWeight
+from cpu_ops.worker_pool import WorkerPool
+from offload.models.linear import Linear
+
+_BLOCK_BYTES = 4 * 2**20  # of weights that are unpacked at one time: they stay in a CPU's cache
+_ROWS = 64  # a task of unpacking
+
+
+class PackedModule(nn.Module):
+    """In the place of an `nn.Linear`. Its parameters do not learn: they are moved and counted.
+
+    Args:
+        weight: [out_features, in_features].
+        bias: [out_features] or None.
+        dtype: of inputs and outputs.
+    """
+
+    minimums: nn.Parameter | None
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.out_features = weight.in_features, weight.out_features
+        self.dtype = dtype
+        self.codes = _fixed(weight.codes)
+        self.scales = _fixed(weight.scales)
+        self.minimums = None if weight.minimums is None else _fixed(weight.minimums)
+        self.bias = None if bias is None else _fixed(bias)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weights where they are now."""
+        minimums = None if self.minimums is None else self.minimums.detach()
+        return PackedWeight(self.codes.detach(), self.scales.detach(), minimums, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return PackedLinear([self])(x)
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, {self.packed.format}"
+
+
+class PackedLinear(Linear):
+    """A `Linear` of `PackedModule`s of one dtype, each of a format of its own.
+
+    A step's few rows go through integer products (`on_cpu`). Many rows meet weights in `dtype`, of
+    which a few MiB exist at one time.
+    """
+
+    def __init__(self, modules: Sequence[PackedModule]) -> None:
+        self._modules = tuple(modules)
+
+    @property
+    def parts(self) -> tuple[Linear, ...]:
+        return tuple(PackedLinear([module]) for module in self._modules)
+
+    @property
+    def in_features(self) -> int:
+        return self._modules[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        return sum(module.out_features for module in self._modules)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._modules[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._modules[0].codes.device
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (part for module in self._modules for part in module.parameters())
+        return sum(part.nbytes for part in parts)
+
+    def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
+        if pool is not None and self.prefers_cpu_ops(x):
+            return self.on_cpu()(pool, x.contiguous())
+        y: list[Tensor] = []
+        for module in self._modules:
+            rows = max(_ROWS, _BLOCK_BYTES // (self.in_features * self.dtype.itemsize))
+            kernels = PackedCpuLinear([module.packed], self.dtype)
+            for first in range(0, module.out_features, rows):
+                last = min(first + rows, module.out_features)
+                if pool is None:
+                    weight = module.packed.dequantise(self.dtype, first, last)
+                else:
+                    weight = torch.empty(last - first, self.in_features, dtype=self.dtype)
+                    kernels.unpack(pool, weight, first)
+                bias = None if module.bias is None else module.bias[first:last]
+                y.append(F.linear(x, weight, bias))
+        return y[0] if len(y) == 1 else torch.cat(y, dim=-1)
+
+    def prefers_cpu_ops(self, x: Tensor) -> bool:
+        return len(x) > 0 and (has_products(x.dtype) or len(x) <= PackedCpuLinear.max_rows)
+
+    def on_cpu(self) -> CpuLinear:
+        return PackedCpuLinear(
+            [module.packed for module in self._modules],
+            self.dtype,
+            [None if module.bias is None else module.bias.detach() for module in self._modules],
+        )
+
+    def on_gpu(self) -> NoReturn:
+        raise NotImplementedError(
+            f'weights="{self._modules[0].packed.format}" needs device="cpu" in this version, '
+            'without backend="inline"; give weights="auto" for a GPU'
+        )
+
+    def keep_rows(self, *rows: range) -> NoReturn:
+        self._refuse_part()
+
+    def keep_columns(self, columns: range, *, keeps_bias: bool) -> NoReturn:
+        self._refuse_part()
+
+    def dequantise(self) -> Tensor:
+        return torch.cat([module.packed.dequantise(self.dtype) for module in self._modules])
+
+    def _refuse_part(self) -> NoReturn:
+        raise NotImplementedError(
+            f'weights="{self._modules[0].packed.format}" needs tensor_parallel_size=1 in this '
+            'version; give weights="auto" for several ranks'
+        )
+
+
+def _fixed(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values.detach(), requires_grad=False)

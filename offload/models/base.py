@@ -126,17 +126,6 @@ class LeanModel:
         self._shared("rope_idx", [layer.spec.rope_idx for layer in self.layers])
         return self.ropes[self.layers[0].spec.rope_idx]
 
-    def rope_tables(
-        self, x: torch.Tensor, position_ids: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """cos, sin, each [n, head_dim] in x's dtype, of each of `ropes`.
-
-        Args:
-            position_ids: int64 [n], on the device of x.
-        """
-        tables = [rope(x, position_ids[None]) for rope in self.ropes]
-        return [(cos[0], sin[0]) for cos, sin in tables]
-
     def _shared(self, name: str, values: Sequence[T]) -> T:
         for layer_idx, value in enumerate(values):
             if value != values[0]:

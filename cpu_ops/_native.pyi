@@ -163,6 +163,7 @@ class DecodeAttention:
         dtype: int,
         sm_scale: float,
     ) -> None: ...
+    def set_sm_scales(self, of_layers: Sequence[float]) -> None: ...
     def set_policy(
         self,
         budget_tokens: int,

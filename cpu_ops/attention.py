@@ -31,10 +31,11 @@ class NativeAttention:
         num_qo_heads: query heads; a multiple of `num_kv_heads`.
         page_tokens: tokens of a page; a power of two.
         dtype: of queries, keys and values.
-        sm_scale: softmax scale; None takes head_dim ** -0.5.
+        sm_scale: softmax scale, or that of each layer; None takes head_dim ** -0.5.
         isa: an ISA other than the process's (tests).
 
     Attributes:
+        sm_scales: softmax scale of each layer.
         native: the C++ object, for native code that attends by itself.
         sparse_layers: bool [num_layers], where rows of more than `dense_tokens` select.
         window: sink tokens and recent tokens of every selection; None without a policy.
@@ -57,7 +58,7 @@ class NativeAttention:
         head_dim: int,
         page_tokens: int,
         dtype: torch.dtype,
-        sm_scale: float | None = None,
+        sm_scale: float | Sequence[float] | None = None,
         isa: str | None = None,
     ) -> None:
         if num_qo_heads < 1 or num_qo_heads % num_kv_heads:
@@ -76,7 +77,10 @@ class NativeAttention:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
-        self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        self.sm_scales = (scale,) * num_layers if isinstance(scale, int | float) else tuple(scale)
+        if len(self.sm_scales) != num_layers:
+            raise ValueError(f"expected {num_layers} sm_scale, got {len(self.sm_scales)}")
         self.sparse_layers = np.zeros(num_layers, bool)
         self.window: tuple[int, int] | None = None
         self.budget_tokens = 0
@@ -92,8 +96,9 @@ class NativeAttention:
             head_dim,
             page_shift(page_tokens),
             dtype_code(dtype),
-            self.sm_scale,
+            self.sm_scales[0],
         )
+        self.native.set_sm_scales(self.sm_scales)
 
     def rope_append(
         self,

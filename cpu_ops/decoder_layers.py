@@ -51,6 +51,7 @@ class LayersStep:
         rope: cos, sin: [n, head_dim], contiguous.
         rows: of `attention.begin_step`.
         keeps_queries: fill `kept_queries`.
+        other_ropes: of layers that rotate otherwise; `DecoderLayers.project` counts them from 1.
 
     Attributes:
         qkv, attended: what a layer's attention reads and writes.
@@ -66,13 +67,16 @@ class LayersStep:
         rows: DecodeStep,
         *,
         keeps_queries: bool = False,
+        other_ropes: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         n = len(rows.seqs)
         if not 1 <= n <= Linear.max_rows:
             raise ValueError(f"a step takes 1 to {Linear.max_rows} rows, got {n}")
         check_tensor("hidden", hidden, (n, layers.hidden_size), layers.dtype)
-        for name, table in zip(("cos", "sin"), rope, strict=True):
-            check_tensor(name, table, (n, layers.head_dim), layers.dtype)
+        ropes = (rope, *other_ropes)
+        for tables in ropes:
+            for name, table in zip(("cos", "sin"), tables, strict=True):
+                check_tensor(name, table, (n, layers.head_dim), layers.dtype)
         self.rows = rows
         self.hidden = hidden
         self.qkv = hidden.new_empty(n, layers.qkv_features)
@@ -80,17 +84,21 @@ class LayersStep:
         self.kept_queries = None
         if keeps_queries:
             self.kept_queries = hidden.new_empty(layers.num_layers, n, layers.query_features)
-        self._kept = (rope, gate_up := hidden.new_empty(n, layers.gate_up_features))
-        self.native = _native.DecoderStep(
-            hidden.data_ptr(),
-            rope[0].data_ptr(),
-            rope[1].data_ptr(),
-            self.qkv.data_ptr(),
-            self.attended.data_ptr(),
-            gate_up.data_ptr(),
-            0 if self.kept_queries is None else self.kept_queries.data_ptr(),
-            rows.native,
-        )
+        self._kept = (ropes, gate_up := hidden.new_empty(n, layers.gate_up_features))
+        self.by_rope = [
+            _native.DecoderStep(
+                hidden.data_ptr(),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                self.qkv.data_ptr(),
+                self.attended.data_ptr(),
+                gate_up.data_ptr(),
+                0 if self.kept_queries is None else self.kept_queries.data_ptr(),
+                rows.native,
+            )
+            for cos, sin in ropes
+        ]
+        self.native = self.by_rope[0]
 
 
 class DecoderLayers:
@@ -131,7 +139,7 @@ class DecoderLayers:
             )
 
     def run(self, step: LayersStep) -> None:
-        """All layers; `step.hidden` is then what goes into the final norm.
+        """All layers, by the first rope; `step.hidden` is then what goes into the final norm.
 
         One call into C++: ctrl-C is seen after it.
 
@@ -140,9 +148,9 @@ class DecoderLayers:
         """
         self._native.run(step.native)
 
-    def project(self, layer_idx: int, step: LayersStep) -> None:
+    def project(self, layer_idx: int, step: LayersStep, rope_idx: int = 0) -> None:
         """One layer up to its attention: rotated queries in `step.qkv`, K/V in the store."""
-        self._native.project(layer_idx, step.native)
+        self._native.project(layer_idx, step.by_rope[rope_idx])
 
     def finish(self, layer_idx: int, step: LayersStep) -> None:
         """One layer from `step.attended` on."""

@@ -20,7 +20,7 @@ AttendArgs Attender::args_of(int r, int u, int split) {
   args.head_dim = head_dim;
   args.keys = pass_.row(r).keys(setup_.shape, kv_head);
   args.values = pass_.row(r).values(setup_.shape, kv_head);
-  args.scale = setup_.shape.sm_scale;
+  args.scale = setup_.sm_scale(pass_.layer_idx);
   args.acc = parts_.data() + (pass_.unit(r, u).first_part + split) * group * (head_dim + 2);
   args.row_max = args.acc + group * head_dim;
   args.row_sum = args.row_max + group;

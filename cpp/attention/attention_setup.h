@@ -39,7 +39,8 @@ struct AttentionSetup {
   const KernelTable& kernels;
   WorkerPool& pool;
   PolicyFunctions policy;
-  bool per_query_head = false;  // a unit is a query head; else a KV head with its group
+  std::vector<float> sm_scales;  // of each layer; empty: all have that of `shape`
+  bool per_query_head = false;   // a unit is a query head; else a KV head with its group
   Trace trace;
   TraceRing* task_rings = nullptr;      // of each worker, in this job; null while nothing is recorded
   std::vector<WorkerProfile> profiles;  // of each worker; empty while nobody asks
@@ -67,10 +68,13 @@ struct AttentionSetup {
     return policy.member(static_cast<size_t>(layer_idx * units() + unit));
   }
 
+  float sm_scale(int64_t layer_idx) const {
+    return sm_scales.empty() ? shape.sm_scale : sm_scales[static_cast<size_t>(layer_idx)];
+  }
   // Scaled scores [num_heads, stride] of tokens, for neighbouring query heads of one KV head.
-  void score(const float* query, int num_heads, const RowSource& keys, const TokenSpan& tokens, float* scores,
-             int64_t stride) const {
-    kernels.score[dtype()]({query, num_heads, shape.head_dim, keys, tokens, shape.sm_scale, scores, stride});
+  void score(int64_t layer_idx, const float* query, int num_heads, const RowSource& keys, const TokenSpan& tokens,
+             float* scores, int64_t stride) const {
+    kernels.score[dtype()]({query, num_heads, shape.head_dim, keys, tokens, sm_scale(layer_idx), scores, stride});
   }
 
   WorkerProfile* profile_of(int worker) { return profiles.empty() ? nullptr : &profiles[static_cast<size_t>(worker)]; }

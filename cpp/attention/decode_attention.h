@@ -39,6 +39,7 @@ class DecodeAttention {
     setup_.policy = policy;
     setup_.per_query_head = policy.per_query_head;
   }
+  void set_sm_scales(std::vector<float> of_layers) { setup_.sm_scales = std::move(of_layers); }
   // Between steps: the share of the attention weight at which selections end from now on, whatever a head keeps of its
   // own.
   void hold_top_p(double top_p) {

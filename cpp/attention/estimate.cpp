@@ -141,7 +141,7 @@ bool Estimate::attend(int r, int u, float* part) const {
   args.keys = rows_at(&keys, dim);
   args.values = rows_at(&values, dim);
   args.tokens = {nullptr, 0, clusters};
-  args.scale = setup_.shape.sm_scale;
+  args.scale = setup_.sm_scale(pass_.layer_idx);
   args.scored = scores;
   args.acc = part;
   args.row_max = part + group * dim;

@@ -115,7 +115,7 @@ struct LayerPass {
   // Null where there are no queries yet.
   const float* queries_of(int r, int qo_head) const;
   void score(int r, int first_qo_head, int num_heads, const TokenSpan& tokens, float* scores, int64_t stride) const {
-    setup.score(queries_of(r, first_qo_head), num_heads,
+    setup.score(layer_idx, queries_of(r, first_qo_head), num_heads,
                 row(r).keys(setup.shape, first_qo_head / setup.shape.group_size()), tokens, scores, stride);
   }
   void write_output(int r, int first_head, int num_heads, const float* x) const;

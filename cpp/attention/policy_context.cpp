@@ -140,7 +140,7 @@ PolicyContext policy_context(AttentionSetup& setup, int64_t layer_idx, const Que
   context.first = policy.sink_tokens;
   context.last = context.kv_len - policy.recent_tokens;
   context.budget_tokens = setup.budget_of(row) - policy.sink_tokens - policy.recent_tokens;
-  context.sm_scale = setup.shape.sm_scale;
+  context.sm_scale = setup.sm_scale(layer_idx);
   context.parameters = member.parameters.data();
   context.query = query;
   context.text_marks = row.text_marks;

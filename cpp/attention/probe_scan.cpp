@@ -43,7 +43,7 @@ void ProbeScan::scan(const Probe& probe, int64_t first, int64_t last, PartialMas
   float scores[kMaxGroupSize * kScoreTile];
   for (int64_t begin = first; begin < last; begin += kScoreTile) {
     const int64_t n = std::min<int64_t>(kScoreTile, last - begin);
-    setup_.score(probe.query.data(), group, probe.keys, {nullptr, begin, n}, scores, kScoreTile);
+    setup_.score(probe.layer_idx, probe.query.data(), group, probe.keys, {nullptr, begin, n}, scores, kScoreTile);
     for (int g = 0; g < group; ++g) {
       float* weights = scores + g * kScoreTile;
       float sum;

@@ -240,6 +240,7 @@ void bind_attention(py::module_& m) {
   py::class_<KeptRows>(m, "StepRows").def(py::init(&kept_rows));
   py::class_<DecodeAttention>(m, "DecodeAttention")
       .def(py::init(&make_attention), py::keep_alive<1, 2>())
+      .def("set_sm_scales", &DecodeAttention::set_sm_scales)
       .def("set_policy", &set_policy)
       .def("attend", &attend, WithoutGil())
       .def("rope_append", &append)

@@ -84,7 +84,7 @@ class DecodeAttention(NativeAttention):
         *,
         num_qo_heads: int,
         pool: WorkerPool,
-        sm_scale: float | None = None,
+        sm_scale: float | Sequence[float] | None = None,
         isa: str | None = None,
     ) -> None:
         shape = {
@@ -136,7 +136,7 @@ class DecodeAttention(NativeAttention):
             policy,
             store,
             num_qo_heads=num_qo_heads,
-            sm_scale=self.sm_scale,
+            sm_scales=self.sm_scales,
             pool=pool,
             layers=self._selecting_layers(),
             estimate_clusters=self.estimate_clusters,

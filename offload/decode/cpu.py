@@ -53,7 +53,7 @@ class NativeDecoder(SequencePart):
             store,
             num_qo_heads=model.shape.num_qo_heads,
             pool=self.pool,
-            sm_scale=model.sm_scale,
+            sm_scale=model.sm_scales,
         )
         self.stack = DecoderLayers([layer.on_cpu() for layer in model.layers], self.attention)
         self.after_projection: Callable[[int, int, torch.Tensor, torch.Tensor], None] | None = None
@@ -63,7 +63,7 @@ class NativeDecoder(SequencePart):
 
     def decode(self, hidden: torch.Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> torch.Tensor:
         """As `Decoder.decode`; `hidden` is overwritten."""
-        cos, sin = (table[0] for table in self.model.rotary_emb(hidden, batch.position_ids[None]))
+        tables = [rope(hidden, batch.position_ids[None]) for rope in self.model.ropes]
         rows = [
             (seq, position)
             for seq, num_new in zip(seqs, batch.num_new_tokens, strict=True)
@@ -73,7 +73,8 @@ class NativeDecoder(SequencePart):
             step = self.attention.begin_step(
                 [seq for seq, _ in rows[block]], [position + 1 for _, position in rows[block]]
             )
-            self._run_layers(hidden[block], (cos[block], sin[block]), step, block.start)
+            ropes = [(cos[0, block], sin[0, block]) for cos, sin in tables]
+            self._run_layers(hidden[block], ropes, step, block.start)
             self.attention.count_rows(step)
         if self.attention.top_p_controller is not None:
             self.attention.top_p_controller.after_step()
@@ -149,21 +150,27 @@ class NativeDecoder(SequencePart):
     def _run_layers(
         self,
         hidden: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
+        ropes: Sequence[tuple[torch.Tensor, torch.Tensor]],
         rows: DecodeStep,
         first_row: int,
     ) -> None:
-        """hidden [n, hidden_size] through all layers, in place; rope = cos, sin: [n, head_dim]."""
+        """hidden [n, hidden_size] through all layers, in place.
+
+        Args:
+            ropes: cos, sin [n, head_dim], of each of the model's; where there are several, Python
+                goes layer by layer.
+        """
         attention, stack = self.attention, self.stack
         is_watched = self.after_projection is not None or self.on_mark is not None
-        if attention.on_attended is not None or rows.in_turns or is_watched:
-            step = LayersStep(stack, hidden, rope, rows)
-            for layer_idx in range(stack.num_layers):
-                stack.project(layer_idx, step)
+        if attention.on_attended is not None or rows.in_turns or is_watched or len(ropes) > 1:
+            step = LayersStep(stack, hidden, ropes[0], rows, other_ropes=ropes[1:])
+            for layer_idx, layer in enumerate(self.model.layers):
+                rope_idx = layer.spec.rope_idx
+                stack.project(layer_idx, step, rope_idx)
                 if self.after_projection is not None:
                     positions = torch.from_numpy(rows.positions)
                     self.after_projection(layer_idx, first_row, step.qkv, positions)
-                    attention.rope_append(layer_idx, rows, step.qkv, rope)
+                    attention.rope_append(layer_idx, rows, step.qkv, ropes[rope_idx])
                 self._mark("linear", layer_idx)
                 attention.attend(layer_idx, rows, step.qkv, step.attended)
                 self._mark("attend", layer_idx)
@@ -175,7 +182,7 @@ class NativeDecoder(SequencePart):
         ):
             compression = None
         keeps_queries = rows.keeps_queries or compression is not None
-        step = LayersStep(stack, hidden, rope, rows, keeps_queries=keeps_queries)
+        step = LayersStep(stack, hidden, ropes[0], rows, keeps_queries=keeps_queries)
         stack.run(step)
         if compression is not None and step.kept_queries is not None:
             compression.record_step(rows, slice(None), step.kept_queries)

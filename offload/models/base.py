@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,17 +20,38 @@ from gpu_ops.linear import GpuLinear
 from offload.models.dense_linear import DenseLinear
 from offload.models.linear import Linear
 from offload.models.packed_linear import PackedLinear, PackedModule
-from offload.models.rope import head_dim_of, rope_context, rotary_view
+from offload.models.rope import Rotary, head_dim_of, rope_context
 from offload.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.ranks.group import TensorParallel
+
+T = TypeVar("T")
 
 # By the type of the stock modules.
 _FORMATS: dict[type[nn.Module], Callable[[Sequence[Any]], Linear]] = {
     nn.Linear: DenseLinear,
     PackedModule: PackedLinear,
 }
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the attention of one layer is.
+
+    Attributes:
+        num_qo_heads, num_kv_heads: of the whole model, also where a rank has a part of them.
+        sm_scale: multiplies q @ k.
+        rope_idx: which of `LeanModel.ropes` rotates queries and keys.
+        has_qk_norm: whether an RMSNorm over head_dim comes before the rotation.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sm_scale: float
+    rope_idx: int = 0
+    has_qk_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,7 @@ class DecoderLayer:
     mlp_norm: nn.Module
     gate_up: Linear
     down: Linear
+    spec: LayerSpec
 
     def on_cpu(self) -> FusedLayer[CpuLinear]:
         return self._with_kernels(lambda linear: linear.on_cpu())
@@ -76,8 +98,8 @@ class LeanModel:
     """A stock causal language model as this runtime sees it.
 
     Attributes:
-        rotary_emb: (x, position_ids [1, n]) -> (cos, sin), each [1, n, head_dim] in x's dtype.
-        sm_scale: multiplies q @ k.
+        ropes: distinct rotary embeddings, (x, position_ids [1, n]) -> (cos, sin), each
+            [1, n, head_dim] in x's dtype; `LayerSpec.rope_idx` says which is a layer's.
         max_context_reason: what bounds `shape.max_context`, for messages.
         ranks: the processes that run the model together, each with a part of the heads and of the
             MLP (`shape` and `layers` are this one's); None: this process has all.
@@ -87,43 +109,56 @@ class LeanModel:
     layers: tuple[DecoderLayer, ...]
     final_norm: nn.Module
     lm_head: Linear
-    rotary_emb: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    ropes: tuple[Rotary, ...]
     shape: ModelShape
-    sm_scale: float
     max_context_reason: str
     ranks: TensorParallel | None = None
+
+    @property
+    def sm_scales(self) -> tuple[float, ...]:
+        """Softmax scale of each layer."""
+        return tuple(layer.spec.sm_scale for layer in self.layers)
+
+    @property
+    def sm_scale(self) -> float:
+        """The scale of all layers, for parts that take one; NotImplementedError if they differ."""
+        return self._shared("sm_scale", self.sm_scales)
+
+    @property
+    def rotary_emb(self) -> Rotary:
+        """The rotary embedding of all layers; NotImplementedError if they differ."""
+        self._shared("rope_idx", [layer.spec.rope_idx for layer in self.layers])
+        return self.ropes[self.layers[0].spec.rope_idx]
+
+    def _shared(self, name: str, values: Sequence[T]) -> T:
+        for layer_idx, value in enumerate(values):
+            if value != values[0]:
+                raise NotImplementedError(
+                    f"layer {layer_idx} has {name}={value}, layer 0 has {values[0]}: bounds of "
+                    "host_bytes_per_sequence, training, calibration and benchmarks do not support "
+                    "layers that differ yet"
+                )
+        return values[0]
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """The output of o_proj or down [n, hidden_size], of which each rank has a summand."""
         return x if self.ranks is None else self.ranks.all_reduce(x)
 
 
-def lean_model(stock: Any, *, has_qk_norm: bool) -> LeanModel:
-    """The lean view of `stock`, a Llama-like `…ForCausalLM` of transformers.
+def check_alike(specs: Sequence[LayerSpec]) -> None:
+    """Refuse layers whose heads differ: the KV store and the kernels have one shape for all.
 
     Raises:
-        NotImplementedError: if a projection is not a plain linear layer (quantised weights and
-            adapters replace them), or the model computes something that the lean layers do not.
+        NotImplementedError: names the first layer that differs, and in what.
     """
-    config, model = stock.config, stock.model
-    check_computation(config)
-    layers = tuple(
-        _decoder_layer(layer, f"model.layers.{layer_idx}", has_qk_norm)
-        for layer_idx, layer in enumerate(model.layers)
-    )
-    attention = model.layers[0].self_attn
-    head_dim = int(attention.head_dim)
-    max_context, reason = context_limit(config)
-    return LeanModel(
-        embed_tokens=model.embed_tokens,
-        layers=layers,
-        final_norm=model.norm,
-        lm_head=_linear("", stock, "lm_head"),
-        rotary_emb=rotary_view(model.rotary_emb, head_dim),
-        shape=ModelShape.of_config(config.to_dict() | {"head_dim": head_dim}, max_context),
-        sm_scale=float(attention.scaling),
-        max_context_reason=reason,
-    )
+    for layer_idx, spec in enumerate(specs):
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim"):
+            first, own = getattr(specs[0], name), getattr(spec, name)
+            if own != first:
+                raise NotImplementedError(
+                    f"layer {layer_idx} has {name}={own}, layer 0 has {first}: the KV store and "
+                    "the attention kernels do not support layers whose heads differ yet"
+                )
 
 
 def check_computation(config: Any) -> None:
@@ -174,22 +209,7 @@ def norm_of(module: Any) -> Norm:
     return module.weight.detach(), float(module.variance_epsilon)
 
 
-def _decoder_layer(stock_layer: Any, name: str, has_qk_norm: bool) -> DecoderLayer:
-    attention, mlp = stock_layer.self_attn, stock_layer.mlp
-    in_attention, in_mlp = f"{name}.self_attn.", f"{name}.mlp."
-    return DecoderLayer(
-        input_norm=stock_layer.input_layernorm,
-        qkv=_linear(in_attention, attention, "q_proj", "k_proj", "v_proj"),
-        q_norm=attention.q_norm if has_qk_norm else None,
-        k_norm=attention.k_norm if has_qk_norm else None,
-        o_proj=_linear(in_attention, attention, "o_proj"),
-        mlp_norm=stock_layer.post_attention_layernorm,
-        gate_up=_linear(in_mlp, mlp, "gate_proj", "up_proj"),
-        down=_linear(in_mlp, mlp, "down_proj"),
-    )
-
-
-def _linear(prefix: str, owner: Any, *names: str) -> Linear:
+def fused_linear(prefix: str, owner: Any, *names: str) -> Linear:
     """The projections `names` of a stock module, whose own name is `prefix`."""
     modules = [getattr(owner, name) for name in names]
     for name, module in zip(names, modules, strict=True):

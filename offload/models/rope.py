@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 # rope_type of transformers -> whose multiple by "factor" the context is; None: of nothing, it is
 # max_position_embeddings. Those that extend a context are documented to do so with the old

@@ -115,12 +115,13 @@ def prefill_by_layer(
 
     def run_layers() -> Generator[None, None, torch.Tensor]:
         positions = batch.position_ids[None].to(hidden.device)
-        cos, sin = (table[0] for table in model.rotary_emb(hidden, positions))
+        ropes = [rope(hidden, positions) for rope in model.ropes]
         stream = LayerStream(batch, model.shape, store=store, seqs=seqs, like=hidden, keeps=keeps)
         try:
             stream.fetch_first()
             for layer_idx, layer in enumerate(model.layers):
                 yield
+                cos, sin = (table[0] for table in ropes[layer.spec.rope_idx])
                 stream.begin(layer_idx)
                 for start in range(0, batch.num_tokens, slice_tokens):
                     stop = min(start + slice_tokens, batch.num_tokens)
@@ -129,7 +130,7 @@ def prefill_by_layer(
                     if store is not None and on_queries is not None:
                         for sequence, of_slice, kv_len in stream.spans(start, stop):
                             on_queries(seqs[sequence], layer_idx, q[:, of_slice], kv_len)
-                    o = _attend(q, layer_idx, stream, model.sm_scale, start, stop, pool)
+                    o = _attend(q, layer_idx, stream, layer.spec.sm_scale, start, stop, pool)
                     delta = layer.o_proj(o, pool)
                     del o
                     if store is not None and on_attended is not None:

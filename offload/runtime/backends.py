@@ -40,10 +40,11 @@ def decode_backend(lean: LeanModel, backend: str | None, device: torch.device) -
         NotImplementedError: a graph of a model whose rotary embedding it cannot capture.
     """
     chosen = choose_backend(backend, device)
-    rope_type = getattr(lean.rotary_emb, "rope_type", "default")
-    if chosen != "graph" or not follows_length(rope_type):  # Python looks at it in every step
+    rope_types = [getattr(rope, "rope_type", "default") for rope in lean.ropes]
+    following = [*filter(follows_length, rope_types)]  # Python looks at these in every step
+    if chosen != "graph" or not following:
         return chosen
-    reason = f"the model's rope_type={rope_type!r} cannot be captured in a CUDA graph"
+    reason = f"the model's rope_type={following[0]!r} cannot be captured in a CUDA graph"
     if backend == "graph":
         raise NotImplementedError(f"backend='graph': {reason}; use backend='stream'")
     logger.warning("%s: using backend='stream', which is slower", reason)

@@ -116,7 +116,7 @@ def compression_for(
         compression = CompressionByReconstruction(
             _bound_of_pages(config, store),
             store,
-            sm_scale=attention.sm_scale,
+            sm_scale=lean.sm_scale,
             reconstruct=_Reconstruct(lean, store, pool, config.num_threads),
         )
     else:
@@ -125,7 +125,7 @@ def compression_for(
             store,
             num_qo_heads=attention.num_qo_heads,
             rotary=lean.rotary_emb,
-            sm_scale=attention.sm_scale,
+            sm_scale=lean.sm_scale,
             num_threads=config.num_threads,
             device=config.device,
         )

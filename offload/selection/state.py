@@ -41,6 +41,7 @@ class PolicyStates:
     """What `policy` remembers of every sequence of one store.
 
     Args:
+        sm_scales: softmax scale of each layer.
         layers: in which the policy keeps arrays of its own.
         estimate_clusters, estimating: of each KV head, in which layers; see `estimate`.
 
@@ -55,7 +56,7 @@ class PolicyStates:
         store: KVStore,
         *,
         num_qo_heads: int,
-        sm_scale: float,
+        sm_scales: Sequence[float],
         pool: WorkerPool,
         layers: frozenset[int],
         estimate_clusters: int = 0,
@@ -66,7 +67,7 @@ class PolicyStates:
         self._state = self._estimate or policy.state
         self._store = store
         self._num_qo_heads = num_qo_heads
-        self._sm_scale = sm_scale
+        self._sm_scales = sm_scales
         self._pool = pool
         self._observed = layers  # whose queries are kept, for when they ask
         self.records_rows = False  # some sequence decodes several tokens in the pass that runs
@@ -434,7 +435,7 @@ class PolicyStates:
             keys=keys,
             values=values,
             queries=known.queries_of(layer_idx, keys, self._num_qo_heads),
-            sm_scale=self._sm_scale,
+            sm_scale=self._sm_scales[layer_idx],
             capacity_tokens=capacity_tokens or self.bytes.capacity(kv_len),
             text_marks=known.marks.first(keys.shape[1]),
             pool=self._pool,

@@ -49,7 +49,7 @@ def weights(world: World, given, layer_idx: int, row: int, head: int) -> np.ndar
     keys = world.keys[row][layer_idx, :, head].double()
     group = len(given[0][layer_idx, row].view(-1, SHAPE.head_dim)) // SHAPE.num_kv_heads
     query = given[0][layer_idx, row].view(-1, SHAPE.head_dim)[head * group : (head + 1) * group]
-    scores = world.attention.sm_scale * query.double() @ keys.T
+    scores = world.attention.sm_scales[0] * query.double() @ keys.T
     return torch.softmax(scores, dim=-1).mean(0).numpy()
 
 

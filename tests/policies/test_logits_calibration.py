@@ -204,7 +204,7 @@ def page_bounds(world: World, given, layer_idx: int, row: int, head: int):
     query = given[0][layer_idx, row].double().view(-1, SHAPE.head_dim)
     query = query[head * group : (head + 1) * group]
     high, low = query.clamp(min=0).sum(0), query.clamp(max=0).sum(0)
-    bounds = world.attention.sm_scale * (pages.amax(1) @ high + pages.amin(1) @ low)
+    bounds = world.attention.sm_scales[0] * (pages.amax(1) @ high + pages.amin(1) @ low)
     begins = FIRST + 16 * np.arange(count)
     return bounds.numpy(), begins, np.minimum(begins + 16, last)
 
@@ -308,7 +308,7 @@ def test_what_blocks_are_ranked_by_is_what_a_step_ranks_by(pool):
         before = world.attention.states.ensure(seq, world.store.kv_len(seq)).copy()
         world_query = given[0][:, row].view(SHAPE.num_layers, SHAPE.num_qo_heads, 1, -1)
         arrays = before.layers[1]
-        scores, starts = ranks.block_scores(arrays, world_query[1], world.attention.sm_scale)
+        scores, starts = ranks.block_scores(arrays, world_query[1], world.attention.sm_scales[0])
         assert scores.shape == (SHAPE.num_kv_heads, 1, len(starts) - 1)
         assert starts[0] == FIRST
         assert (np.diff(starts) > 0).all()

@@ -19,7 +19,7 @@ class Rotary:
 
 class Lean:
     def __init__(self, rope_type: str) -> None:
-        self.rotary_emb = Rotary(rope_type)
+        self.ropes = (Rotary(rope_type),)
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ class DeviceDecoder(SequencePart):
             store,
             num_qo_heads=model.shape.num_qo_heads,
             pool=self.pool,
-            sm_scale=model.sm_scale,
+            sm_scale=model.sm_scales,
         )
         self._weights = weights = DeviceWeights.of(model)
         self.placed = PlacedHeads(

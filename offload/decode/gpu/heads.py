@@ -62,7 +62,7 @@ class DeviceHeads:
     ) -> None:
         self.layers = tuple(layers)
         self._shape, self._policy, self._page_tokens = model.shape, policy, page_tokens
-        self._group_size, self._sm_scale, self._kv = model.shape.group_size, model.sm_scale, kv
+        self._group_size, self._sm_scales, self._kv = model.shape.group_size, model.sm_scales, kv
         self._num_rows, self._max_tokens = num_rows, max_tokens
         self._chosen_tokens = _chosen_tokens(layers, policy)
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
@@ -162,7 +162,7 @@ class DeviceHeads:
             b.queries[layer_idx, rows],
             self._kv.windows[layer_idx][rows],
             b.positions[rows],
-            sm_scale=self._sm_scale,
+            sm_scale=self._sm_scales[layer_idx],
             out=b.device_out[rows],
             lse=b.device_lse[rows],
         )
@@ -183,7 +183,7 @@ class DeviceHeads:
             heads,
             group_size=self._group_size,
             page_tokens=self._page_tokens,
-            sm_scale=self._sm_scale,
+            sm_scale=self._sm_scales[layer_idx],
             partial_out=partial_out,
             partial_lse=partial_lse,
             out=out,
@@ -251,7 +251,7 @@ class DeviceHeads:
             group_size=self._group_size,
             sink_tokens=self._policy.sink_tokens,
             recent_tokens=self._policy.recent_tokens,
-            sm_scale=self._sm_scale,
+            sm_scale=self._sm_scales[layer_idx],
             partial_out=partial_out,
             partial_lse=partial_lse,
             out=(b.attended if is_whole else b.device_out)[rows],

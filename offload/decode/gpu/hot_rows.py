@@ -89,7 +89,7 @@ class HotRows:
         self._estimates = estimate_clusters > 0
         self._loaded: dict[int, LayerArrays | None] = {}
         self.fetch_tokens = fetch_tokens(policy)
-        self._group_size, self._sm_scale = model.shape.group_size, model.sm_scale
+        self._group_size, self._sm_scales = model.shape.group_size, model.sm_scales
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
         layout = self.layout(
             model.shape,
@@ -309,7 +309,7 @@ class HotRows:
             group_size=self._group_size,
             sink_tokens=self._policy.sink_tokens,
             recent_tokens=self._policy.recent_tokens,
-            sm_scale=self._sm_scale,
+            sm_scale=self._sm_scales[layer_idx],
             partial_out=self._partial_out[: size * head_dim].view(*partial, head_dim),
             partial_lse=self._partial_lse[:size].view(partial),
             out=b.attended[rows],

@@ -222,7 +222,7 @@ class PreparedSteps:
             lists = CodeLists(
                 codes,
                 layers,
-                sm_scale=model.sm_scale,
+                sm_scales=model.sm_scales,
                 num_rows=self.num_slots,
                 max_tokens=self.max_tokens,
                 device=device,

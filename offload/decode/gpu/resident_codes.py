@@ -285,12 +285,12 @@ class CodeLists:
         resident: ResidentCodes,
         layers: Sequence[LayerHeads],
         *,
-        sm_scale: float,
+        sm_scales: Sequence[float],
         num_rows: int,
         max_tokens: int,
         device: torch.device,
     ) -> None:
-        self._resident, self._shape, self._sm_scale = resident, resident.shape, sm_scale
+        self._resident, self._shape, self._sm_scales = resident, resident.shape, sm_scales
         self._finding = {i for i, layer in enumerate(layers) if layer.finds}
         layout = self._shape.lists_layout(layers, num_rows=num_rows, max_tokens=max_tokens)
         del layout["coded_heads"]
@@ -331,7 +331,7 @@ class CodeLists:
             group_size=shape.model.group_size,
             bits=shape.codes.bits,
             page_tokens=shape.page_tokens,
-            sm_scale=self._sm_scale,
+            sm_scale=self._sm_scales[layer_idx],
             level=shape.codes.levels[-1],
             scratch=self._scratch_of(len(heads)),
             buffers=self._top_k,

@@ -39,7 +39,7 @@ class _MicroBatch:
 
     rows: slice
     x: Tensor  # [n, hidden_size]
-    rope: tuple[Tensor, Tensor]  # cos, sin: [n, head_dim]
+    ropes: list[tuple[Tensor, Tensor]]  # cos, sin: [n, head_dim], of each of the model's ropes
     linears: LinearPath
     selection: SideWork | None = None  # on its way to the mailbox
     gathering: list[SideWork] = field(default_factory=list)  # rows of a layer's heads from the host
@@ -114,10 +114,15 @@ class DeviceStep:
         """Rows [0, link.num_rows) of `buffers.hidden` through all layers, in place."""
         b, num_layers = self.buffers, len(self.weights.layers)
         rope_positions = b.rope_positions[None, : link.num_rows].clamp(min=0)
-        tables = self.model.rotary_emb(b.hidden[: link.num_rows], rope_positions)
-        cos, sin = (table[0].contiguous() for table in tables)
+        tables = [rope(b.hidden[: link.num_rows], rope_positions) for rope in self.model.ropes]
+        tables = [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in tables]
         batches = [
-            _MicroBatch(rows, b.hidden[rows], (cos[rows], sin[rows]), self._linears(rows))
+            _MicroBatch(
+                rows,
+                b.hidden[rows],
+                [(cos[rows], sin[rows]) for cos, sin in tables],
+                self._linears(rows),
+            )
             for rows in link.micro_batches
         ]
         for layer_idx in range(num_layers + 1):
@@ -145,7 +150,7 @@ class DeviceStep:
             self.after_projection(layer_idx, rows.start, qkv, b.positions[rows])
         rope_publish(
             qkv,
-            *batch.rope,
+            *self._rope(layer_idx, batch),
             b.positions[rows],
             num_kv_heads=self.model.shape.num_kv_heads,
             q_norm=layer.q_norm,
@@ -239,10 +244,7 @@ class DeviceStep:
                 self._mark(source.kind, layer_idx)
 
     def _ask_ahead(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
-        """Have the host choose a layer's hot rows by the query that this layer's input makes there.
-
-        The rotation is the same in all layers.
-        """
+        """Have the host choose a layer's hot rows by the query of the input of the layer above."""
         if not self._asks_ahead(layer_idx):
             return
         hot, rows, layer = self.resident.hot, batch.rows, self.weights.layers[layer_idx]
@@ -254,7 +256,7 @@ class DeviceStep:
                 self.after_projection(layer_idx, rows.start, query, positions)
             rope_publish(
                 query,
-                *batch.rope,
+                *self._rope(layer_idx, batch),
                 positions,
                 num_kv_heads=0,
                 q_norm=layer.q_norm,
@@ -276,6 +278,9 @@ class DeviceStep:
             link.gpu_sync.await_reply(link.request_of[layer_idx, rows.start])
             hot.fetch(layer_idx, rows, b, link.mailbox, self.resident.host_pages.tables[layer_idx])
         batch.gathering.append(fetching)
+
+    def _rope(self, layer_idx: int, batch: _MicroBatch) -> tuple[Tensor, Tensor]:
+        return batch.ropes[self.model.layers[layer_idx].spec.rope_idx]
 
     def _asks_ahead(self, layer_idx: int) -> bool:
         return layer_idx < len(self.heads.layers) and self.heads.layers[layer_idx].asks_ahead

@@ -97,15 +97,24 @@ def attend_to_top_k(
 
 
 @pytest.mark.parametrize("policy", [Full(), TOP_K], ids=["full", "exact_topk"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"device": "cpu"},
+        {"device": "cpu", "backend": "inline"},
+        pytest.param({"device": "cuda", "dtype": "float32"}, marks=pytest.mark.cuda),
+    ],
+    ids=["cpu", "inline", "cuda"],
+)
 @torch.inference_mode()
 def test_tokens_are_those_of_a_sequential_reference(
-    stock: Any, policy: Policy, tmp_path: Path
+    stock: Any, policy: Policy, where: dict[str, str], tmp_path: Path
 ) -> None:
     from transformers import AttentionInterface
 
     stock.save_pretrained(tmp_path)
     model = OffloadedModel.from_pretrained(
-        tmp_path, policy=policy, page_tokens=16, prefill_slice_tokens=24
+        tmp_path, policy=policy, page_tokens=16, prefill_slice_tokens=24, **where
     )
     reference = reference_model(stock)
     if policy.selects:

@@ -266,7 +266,7 @@ class Runtime:
             raise BurstError(str(error), torch.cat(chosen, dim=1)) from error
         except BaseException:
             if chosen:  # whoever asked has none of them
-                cache.crop(-len(chosen))
+                cache.crop(-sum(tokens.shape[1] for tokens in chosen))  # a pass may be of several
             raise
         return torch.cat(chosen, dim=1)
 

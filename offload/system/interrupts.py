@@ -105,7 +105,7 @@ def shielded() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]
 
 def finish(work: Generator[None, None, T], between: Callable[[], None] = lambda: None) -> T:
     """What `work` returns; `between` is called wherever it stops. Errors and ctrl-C close it."""
-    with contextlib.closing(work):
+    try:
         while True:
             try:
                 next(work)
@@ -113,3 +113,6 @@ def finish(work: Generator[None, None, T], between: Callable[[], None] = lambda:
                 result: T = done.value
                 return result
             between()
+    finally:
+        # Not `contextlib.closing`: in its `__exit__` a second ctrl-C could come before this.
+        work.close()

@@ -81,3 +81,25 @@ def test_a_pass_that_fails_leaves_all_as_they_were(tiny_folders: dict[str, Path]
         runtime.runner.extend(Pass(runtime.sequences, seqs, [3, 50]), fail, prefill=True)
     assert [runtime.store.kv_len(seq) for seq in seqs] == [0, 0]
     assert runtime.store.host_bytes_used == 0
+
+
+def test_ctrl_c_behind_several_tokens_takes_them_all_back(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OffloadedModel.from_pretrained(tiny_folders["llama"], policy=make_policy("full"))
+    decoder, cache, prompt = decoder_of(model), model.new_cache(), random_tokens(1, 9)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    count = 3
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoder, "tokens_at_once", lambda seqs, most: count)
+    several = torch.ones(1, count, dtype=torch.int64)
+    monkeypatch.setattr(decoder, "choose_several", lambda *step: several)
+    monkeypatch.setattr(decoder, "end_steps", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runtime_of(model).choose_tokens(cache, prompt[:, -1], torch.tensor([9]), 8)
+    assert cache.get_seq_length() == 9
+    assert cache.kv_lens == [9]

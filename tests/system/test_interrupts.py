@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import _signal
 import signal
-from types import SimpleNamespace
+import sys
+from collections.abc import Generator
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from offload.system.interrupts import shielded
+from offload.system.interrupts import finish, shielded
 
 
 class TimeOutError(Exception):
@@ -87,3 +89,33 @@ def test_handlers_are_put_back_whatever_comes_meanwhile(
         assert {signum, signal.SIGUSR2} <= {*put_back}
     finally:
         signal.signal(signal.SIGUSR2, of_other)
+
+
+def test_a_second_ctrl_c_does_not_keep_work_from_being_closed() -> None:
+    seen: list[str] = []
+
+    def work() -> Generator[None, None, None]:
+        try:
+            yield
+        except BaseException as error:
+            sys.settrace(None)
+            seen.append(type(error).__name__)
+            raise
+
+    def again(frame: FrameType, event: str, arg: object) -> None:
+        """Where a function begins handlers of signals may run."""
+        if frame.f_code.co_name != "work":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        sys.settrace(again)
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            finish(work(), interrupt)
+    finally:
+        sys.settrace(None)
+    assert seen == ["GeneratorExit"]  # while the traceback keeps the generator
+    del caught

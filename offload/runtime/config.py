@@ -42,7 +42,8 @@ class RuntimeConfig:
         weights: what the layers' matrices are kept as. "q8": int8 in groups of 32 with a float16
             scale; "q4": four bits with a scale and a minimum. Both on a CPU, in one process; a GGUF
             file's own blocks where they are such, else rounded to nearest; a decode step then
-            rounds what it multiplies them with to int8. The embedding and the head stay in `dtype`.
+            rounds what it multiplies them with to int8. The head is kept as with "q8" under both,
+            and so is an embedding that is tied to it; another one stays in `dtype`.
             "bfloat16": not packed, and `dtype` is that. "auto": not packed, in `dtype`.
         device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
@@ -166,7 +167,7 @@ class RuntimeConfig:
 
     @property
     def packs_weights(self) -> bool:
-        """Whether the layers' matrices are packed once they are loaded."""
+        """Whether the layers' matrices and the head are packed once they are loaded."""
         return self.weights in PACKED_WEIGHTS
 
     def under(self, policy: Policy) -> RuntimeConfig:

@@ -23,6 +23,7 @@ from offload.loading.gguf import split_halves, unchanged_source
 from offload.loading.gguf_config import gguf_names
 from offload.loading.gguf_header import GgufHeader, read_gguf_header
 from offload.loading.one_at_a_time import loading
+from offload.loading.packed_bytes import kept_format
 from offload.models.packed_embedding import PackedEmbedding
 from offload.models.packed_linear import PackedModule
 
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 # Bytes of a group of 32 in the file: of the numbers before its codes, and all.
 _BLOCKS = {"Q4_0": (2, 18), "Q4_1": (4, 20), "Q8_0": (2, 34)}
 _EXACT = {"q4": ("Q4_0", "Q4_1", "Q8_0"), "q8": ("Q8_0",)}
-_FINER_THAN_Q4 = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_1", "Q8_K")
 
 
 @loading()
@@ -103,7 +103,7 @@ def _packed(
             if packed.codes.shape[0] == weight.shape[0] and packed.in_features == weight.shape[1]:
                 packed = packed if not num_heads else _reordered(packed, num_heads)
                 return packed, f"{packed.format} as in the file"
-    rounded = "q8" if type_name in _FINER_THAN_Q4 else format
+    rounded = kept_format(type_name, format)
     return quantise(weight, rounded), f"{rounded} rounded"
 
 

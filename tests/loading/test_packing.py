@@ -22,15 +22,19 @@ from transformers import AutoModelForCausalLM
 
 from cpu_ops.packed import FORMATS, quantise
 from offload import OffloadedModel, load_tokenizer
+from offload.loading.checkpoint import check_checkpoint
 from offload.loading.gguf_config import gguf_names
 from offload.loading.gguf_header import read_gguf_header
 from offload.loading.packing import pack_weights
+from offload.loading.planned_model import planned_model
+from offload.models.dtypes import WEIGHTS
 from offload.models.packed_embedding import PackedEmbedding
 from offload.models.packed_linear import PackedLinear, PackedModule
 from offload.runtime import config as config_file
-from offload.runtime.budgets import weight_bytes_of
-from offload.runtime.config import WEIGHTS, RuntimeConfig, runtime_config
+from offload.runtime.budgets import weight_bytes_before_loading, weight_bytes_of
+from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.shared_model import SharedModel
+from offload.system.errors import HostBudgetError
 from offload.system.stdlib_text import stdlib_paragraphs
 
 MODEL = "smollm2-135m-instruct"
@@ -171,6 +175,65 @@ def test_they_are_counted_as_they_are(tiny_folders: dict[str, Path]) -> None:
     packed = of_layers * 20 // 32 + of_head * 34 // 32
     assert sizes["auto"] - sizes["q4"] == elements * 4 - packed
     assert sizes["bfloat16"] * 2 == sizes["auto"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_their_bytes_are_known_before(
+    name: str, format: str, tiny_folders: dict[str, Path]
+) -> None:
+    folder = tiny_folders[name]
+    model = OffloadedModel.from_pretrained(folder, num_threads=1, weights=format)
+    config = runtime_config(num_threads=1, weights=format)
+    checkpoint = check_checkpoint(folder)
+    assert weight_bytes_before_loading(checkpoint, config) == weight_bytes_of(model)
+    assert planned_model(str(folder), weights=format).weight_bytes == weight_bytes_of(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_their_bytes_in_a_file_are_known_before(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_tiny_model(name), byte_tokenizer(), types=TYPES)
+    for format in FORMATS:
+        planned = planned_model(str(path), weights=format)  # before it is converted, and after
+        model = OffloadedModel.from_pretrained(path, num_threads=1, weights=format)
+        checkpoint = check_checkpoint(Path(model.name_or_path))
+        config = runtime_config(num_threads=1, weights=format)
+        assert planned.weight_bytes == weight_bytes_of(model)
+        assert weight_bytes_before_loading(checkpoint, config) == weight_bytes_of(model)
+        of_folder = planned_model(model.name_or_path, weights=format)
+        assert of_folder.weight_bytes == weight_bytes_of(model)
+
+
+def test_a_limit_that_only_packed_weights_fit(tiny_folders: dict[str, Path]) -> None:
+    folder = tiny_folders["llama"]
+    sizes = {name: planned_model(str(folder), weights=name).weight_bytes for name in WEIGHTS}
+    assert sizes["q4"] < sizes["q8"] < sizes["bfloat16"] < sizes["auto"]
+    limit = {"cpu": (sizes["q8"] + sizes["auto"]) // 2}
+    options: dict[str, Any] = {"num_threads": 1, "page_tokens": 16, "max_memory": limit}
+    with pytest.raises(HostBudgetError, match="the weights need"):
+        OffloadedModel.from_pretrained(folder, **options)
+    model = OffloadedModel.from_pretrained(folder, weights="q8", **options)
+    assert model.generate(random_tokens(4).unsqueeze(0), max_new_tokens=2).shape == (1, 6)
+
+
+def test_a_planned_shape_counts_them() -> None:
+    """8B: a head of its own, an embedding in bfloat16."""
+    layers = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    vocabulary = 128256 * 4096
+    of_q4 = planned_model("llama-3.1-8b", weights="q4").weight_bytes
+    norms = 2 * 4096 * (2 * 32 + 1)
+    assert of_q4 == layers * 20 // 32 + vocabulary * 34 // 32 + 2 * vocabulary + norms
+    assert planned_model("smollm2-135m", weights="q8").weight_bytes < 0.54 * 2 * 134_515_008
+    with pytest.raises(ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat16"):
+        planned_model("tiny", weights="q5")
+    with pytest.raises(ValueError, match="weights='bfloat16' contradicts dtype='float16'"):
+        planned_model("tiny", "float16", "bfloat16")
+    with pytest.raises(NotImplementedError, match="weights='q4' needs device='cpu'"):
+        planned_model("tiny", weights="q4").check_device("cuda:1")
 
 
 def test_several_policies_share_them(tiny_folders: dict[str, Path]) -> None:

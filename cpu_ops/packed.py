@@ -16,6 +16,7 @@ from cpu_ops import _native
 
 GROUP = _native.PACKED_GROUP
 FORMATS = ("q8", "q4")
+GROUP_BYTES = {"q8": GROUP + 2, "q4": GROUP // 2 + 4}  # codes, scale and minimum
 FORMAT_CODES = {"q8": 1, "q4": 2}  # WeightFormat of cpp/kernels/kernels.h
 _ROWS = 2**22  # elements that are quantised at a time: their float32 copies are a few times 16 MiB
 

@@ -28,6 +28,7 @@ from offload.cli.options import (
     PolicyChoice,
     Threads,
     Verbose,
+    Weights,
     memory_budgets,
 )
 from offload.policies.registry import make_policy
@@ -105,6 +106,7 @@ def plan(
     ] = None,
     max_memory: MaxMemory = None,
     dtype: DType = "auto",
+    weights: Weights = "auto",
     placement: Annotated[
         Path | None,
         typer.Option(
@@ -159,7 +161,8 @@ def plan(
         from offload.runtime.config import planned_policy
         from offload.system.memory import parse_size
 
-        planned = planned_model(model, dtype)
+        planned = planned_model(model, dtype, weights)
+        planned.check_device(device or "cpu")  # before anything is measured
         made_policy = make_policy(chosen.policy, **options)
         tokens = context or planned.shape.max_context
         planned.check_context(tokens)  # before anything is measured
@@ -355,12 +358,13 @@ def _with_policy(
 
 def _print(found: Plan) -> None:
     request, console = found.request, stdout()
-    where = found.profile.cpu
+    where, weights = found.profile.cpu, request.model.weights
+    packed = f" with weights {weights}" if weights in ("q8", "q4") else ""
     if found.profile.device is not None and request.on_gpu:
         where = f"{found.profile.device.name}, {where}"
     console.print(
         f"{request.model.name}, {request.batch_size} x {request.context:,} tokens, "
-        f"{request.model.dtype_name}, {request.policy.name}",
+        f"{request.model.dtype_name}{packed}, {request.policy.name}",
         style="bold",
     )
     console.print(f"{where}, {found.profile.num_threads} threads\n")

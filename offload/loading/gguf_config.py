@@ -7,7 +7,7 @@ drops tensors that it has no name for, and fills with random numbers what is mis
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -189,17 +189,22 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
 
 def gguf_names(model: Any) -> dict[str, str]:
     """The names of a stock model's parameters, tied ones once, and what GGUF calls each."""
+    name_of = gguf_naming(model.config.model_type, model.config.num_hidden_layers)
+    return {name: name_of(name) for name, _ in model.named_parameters()}
+
+
+def gguf_naming(model_type: str, num_layers: int) -> Callable[[str], str]:
+    """From the name of a stock model's parameter to what GGUF calls it."""
     import gguf
 
-    (architecture,) = (
-        key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == model.config.model_type
-    )
-    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
-    of_file = {}
-    for name, _ in model.named_parameters():
-        module, _, kind = name.rpartition(".")
-        of_file[name] = f"{names.get_name(module)}.{kind}"
-    return of_file
+    (architecture,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == model_type)
+    names = gguf.get_tensor_name_map(architecture, num_layers)
+
+    def name_of(parameter: str) -> str:
+        module, _, kind = parameter.rpartition(".")
+        return f"{names.get_name(module)}.{kind}"
+
+    return name_of
 
 
 def _some(problem: str, names: Iterable[str]) -> str:

@@ -1,15 +1,16 @@
-"""The layers of a loaded model get packed weights, one matrix after the other.
+"""The layers and the head of a loaded model get packed weights, one matrix after the other.
 
 Of a GGUF file that is still there, matrices of types with these groups are taken as the file has
 them: Q4_0 and Q4_1 for q4, Q8_0 for both. What has more than four bits there stays above four.
-Other matrices go to the nearest points of the grid (`cpu_ops.packed.quantise`). The embedding and
-the head stay as they are.
+Other matrices go to the nearest points of the grid (`cpu_ops.packed.quantise`). The head is q8 with
+either format; an embedding that it is tied to reads its rows, another one stays as it is.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from offload.loading.gguf import split_halves, unchanged_source
 from offload.loading.gguf_config import gguf_names
 from offload.loading.gguf_header import GgufHeader, read_gguf_header
 from offload.loading.one_at_a_time import loading
+from offload.loading.packed_bytes import kept_format
+from offload.models.packed_embedding import PackedEmbedding
 from offload.models.packed_linear import PackedModule
 
 logger = logging.getLogger(__name__)
@@ -29,12 +32,12 @@ logger = logging.getLogger(__name__)
 # Bytes of a group of 32 in the file: of the numbers before its codes, and all.
 _BLOCKS = {"Q4_0": (2, 18), "Q4_1": (4, 20), "Q8_0": (2, 34)}
 _EXACT = {"q4": ("Q4_0", "Q4_1", "Q8_0"), "q8": ("Q8_0",)}
-_FINER_THAN_Q4 = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_1", "Q8_K")
 
 
 @loading()
 def pack_weights(stock: Any, folder: Path, format: str) -> None:
-    """Replace the linear layers inside the decoder layers of `stock` by `PackedModule`s.
+    """Replace the head of `stock` and the linear layers inside its decoder layers by
+    `PackedModule`s, and an embedding that the head is tied to by a `PackedEmbedding`.
 
     Each matrix is freed when its packed one is there, so that memory holds one model and a matrix.
 
@@ -46,6 +49,7 @@ def pack_weights(stock: Any, folder: Path, format: str) -> None:
     header = None if source is None else read_gguf_header(source)
     of_file = {} if header is None else gguf_names(stock)
     kinds: Counter[str] = Counter()
+    head_kind = _pack_head(stock, header, of_file)
     for layer_idx, layer in enumerate(stock.model.layers):
         for owner_name, owner in list(layer.named_modules()):
             for name, module in list(owner.named_children()):
@@ -63,7 +67,20 @@ def pack_weights(stock: Any, folder: Path, format: str) -> None:
                 setattr(owner, name, PackedModule(packed, bias, module.weight.dtype))
                 kinds[kind] += 1
     described = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    logger.info("weights=%s: matrices of the layers: %s", format, described)
+    logger.info("weights=%s: matrices of the layers: %s; head: %s", format, described, head_kind)
+
+
+def _pack_head(stock: Any, header: GgufHeader | None, of_file: Mapping[str, str]) -> str:
+    """Pack it, and say of what kind it is now."""
+    weight, embedding = stock.lm_head.weight, stock.model.embed_tokens
+    is_tied = weight is embedding.weight
+    name = of_file.get("model.embed_tokens.weight" if is_tied else "lm_head.weight", "")
+    packed, kind = _packed(weight.detach(), "q8", header, name, 0)
+    bias = None if stock.lm_head.bias is None else stock.lm_head.bias.detach()
+    stock.lm_head = PackedModule(packed, bias, weight.dtype)
+    if is_tied:
+        stock.model.embed_tokens = PackedEmbedding(stock.lm_head)
+    return kind + (", read by the embedding, too" if is_tied else "")
 
 
 def _heads(config: Any, name: str) -> int:
@@ -86,7 +103,7 @@ def _packed(
             if packed.codes.shape[0] == weight.shape[0] and packed.in_features == weight.shape[1]:
                 packed = packed if not num_heads else _reordered(packed, num_heads)
                 return packed, f"{packed.format} as in the file"
-    rounded = "q8" if type_name in _FINER_THAN_Q4 else format
+    rounded = kept_format(type_name, format)
     return quantise(weight, rounded), f"{rounded} rounded"
 
 

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cpu_ops.packed import FORMATS
 from offload.loading.checkpoint import check_config_file
 from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL, embedded_gguf
 from offload.loading.gguf import (
     long_context_adapter,
     made_folder,
+    unchanged_source,
 )
 from offload.loading.gguf_config import gguf_config
 from offload.loading.gguf_header import read_gguf_header
 from offload.loading.names import check_has_owner, check_not_empty, checkpoint_name
+from offload.loading.packed_bytes import file_types, packed_weight_bytes
 from offload.models import lean_model_maker
 from offload.models.base import check_computation, context_limit
-from offload.models.dtypes import DTYPES
-from offload.models.shape import MODEL_SHAPES, ModelShape, weight_elements
+from offload.models.dtypes import DTYPES, WEIGHTS
+from offload.models.shape import MODEL_SHAPES, ModelShape, matrix_sizes, weight_elements
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +38,9 @@ class PlannedModel:
         name: as the user wrote it.
         model_type: transformers' name of the architecture.
         dtype: of weights and KV cache.
-        weight_bytes: of all weights in that dtype; tied ones count once.
+        weight_bytes: of all weights in that dtype, or packed; tied ones count once.
         folder: where its weights are or will be on this machine; None: it has none.
+        weights: as `RuntimeConfig` has them.
     """
 
     name: str
@@ -44,6 +49,7 @@ class PlannedModel:
     dtype: torch.dtype
     weight_bytes: int
     folder: Path | None = None
+    weights: str = "auto"
 
     @property
     def checkpoint(self) -> str:
@@ -54,6 +60,14 @@ class PlannedModel:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    def check_device(self, device: str) -> None:
+        """Refuse packed weights on a GPU, as `RuntimeConfig` does."""
+        if self.weights in FORMATS and device != "cpu":
+            raise NotImplementedError(
+                f"weights={self.weights!r} needs device='cpu' in this version, but device is "
+                f"{device!r}; change that, or give weights='auto'"
+            )
+
     def check_context(self, num_tokens: int) -> None:
         """Refuse more tokens than it has positions."""
         if num_tokens > self.shape.max_context:
@@ -63,7 +77,7 @@ class PlannedModel:
             )
 
 
-def planned_model(name_or_path: str, dtype: str = "auto") -> PlannedModel:
+def planned_model(name_or_path: str, dtype: str = "auto", weights: str = "auto") -> PlannedModel:
     """The model of that name: a name of `MODEL_SHAPES`, or what `from_pretrained` takes.
 
     Of a checkpoint only config.json is read, of a GGUF file its header, and from the hub only
@@ -71,29 +85,54 @@ def planned_model(name_or_path: str, dtype: str = "auto") -> PlannedModel:
 
     Args:
         dtype: a name, or "auto" for the checkpoint's own.
+        weights: as `RuntimeConfig` has them.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: as `from_pretrained`.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; available: auto, {', '.join(DTYPES)}")
+    if weights not in WEIGHTS:
+        raise ValueError(f"unknown weights {weights!r}; available: {', '.join(WEIGHTS)}")
+    if weights == "bfloat16":
+        if dtype not in ("auto", "bfloat16"):
+            raise ValueError(
+                f"weights='bfloat16' contradicts dtype={dtype!r}; leave one of the two out"
+            )
+        dtype = "bfloat16"
     check_not_empty(name_or_path)
     wanted = DTYPES.get(dtype)
     path = Path(name_or_path).expanduser()
     if name_or_path in MODEL_SHAPES and not path.exists():
         shape, chosen = MODEL_SHAPES[name_or_path], wanted or torch.bfloat16
-        return PlannedModel(
-            name_or_path, "llama", shape, chosen, weight_elements(shape) * chosen.itemsize
-        )
-    config, stored, folder = _config(name_or_path, path)
+        num_bytes = weight_elements(shape) * chosen.itemsize
+        if weights in FORMATS:
+            num_bytes = packed_weight_bytes(_shapes(shape), chosen, weights)
+        return PlannedModel(name_or_path, "llama", shape, chosen, num_bytes, weights=weights)
+    config, stored, folder, source = _config(name_or_path, path)
     lean_model_maker(config.model_type, config.to_dict())
     check_computation(config)
-    planned = _of_config(name_or_path, config, wanted or stored or _dtype_of(config, name_or_path))
-    return replace(planned, folder=folder)
+    chosen = wanted or stored or _dtype_of(config, name_or_path)
+    planned, shapes = _of_config(name_or_path, config, chosen)
+    if weights in FORMATS:
+        types = file_types(source, config.model_type, planned.shape.num_layers)
+        num_bytes = packed_weight_bytes(shapes, chosen, weights, types)
+        planned = replace(planned, weight_bytes=num_bytes)
+    return replace(planned, folder=folder, weights=weights)
 
 
-def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path]:
-    """transformers' config, the dtype of converted weights where there is one, and their folder."""
+def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Sizes of a model's matrices by name, and of all the rest as one vector."""
+    found: dict[str, tuple[int, ...]] = {name: size for name, _, size in matrix_sizes(shape)}
+    if not shape.ties_embeddings:
+        found["lm_head.weight"] = (shape.vocab_size, shape.hidden_size)
+    rest = weight_elements(shape) - sum(math.prod(size) for size in found.values())
+    return found | {"norms": (rest,)}
+
+
+def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, Path | None]:
+    """transformers' config, the dtype of converted weights where there is one, their folder, and
+    the GGUF file that has them as they are."""
     from transformers import AutoConfig
 
     changed: dict[str, Any] = {}
@@ -108,12 +147,15 @@ def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path]:
         # bfloat16 is what `converted_folder` stores.
         config = gguf_config(read_gguf_header(path))
         config.update(changed)
-        return config, torch.bfloat16, made_folder(path, embedded)
+        source = None if embedded == LONG_CONTEXT_MODEL else path
+        return config, torch.bfloat16, made_folder(path, embedded), source
+    source = None
     if path.is_dir():
         check_config_file(path / "config.json")
+        source = unchanged_source(path)
     else:
         path = _hub_config(name).parent
-    return AutoConfig.from_pretrained(path, trust_remote_code=False), None, path
+    return AutoConfig.from_pretrained(path, trust_remote_code=False), None, path, source
 
 
 def _hub_config(name: str) -> Path:
@@ -146,12 +188,16 @@ def _dtype_of(config: Any, name: str) -> torch.dtype:
     return torch.bfloat16
 
 
-def _of_config(name: str, config: Any, dtype: torch.dtype) -> PlannedModel:
+def _of_config(
+    name: str, config: Any, dtype: torch.dtype
+) -> tuple[PlannedModel, dict[str, tuple[int, ...]]]:
+    """The model without packed weights, and the shapes of its parameters, tied ones once."""
     from transformers import AutoModelForCausalLM
 
     shape = ModelShape.of_config(config.to_dict(), context_limit(config)[0])
     model: Any = AutoModelForCausalLM
     with torch.device("meta"):  # shapes without memory: biases, norms and ties count as they are
         stock = model.from_config(config, dtype=dtype)
-    weight_bytes = sum(weight.numel() for weight in stock.parameters()) * dtype.itemsize
-    return PlannedModel(name, config.model_type, shape, dtype, weight_bytes)
+    shapes = {name: tuple(weight.shape) for name, weight in stock.named_parameters()}
+    weight_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    return PlannedModel(name, config.model_type, shape, dtype, weight_bytes), shapes

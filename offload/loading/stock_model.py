@@ -52,7 +52,7 @@ def load_stock_model(
 ) -> Any:
     """The stock model of a checked checkpoint; `dtype` None keeps the checkpoint's own.
 
-    With `weights` "q8" or "q4" its layers' matrices are packed (`pack_weights`).
+    With `weights` "q8" or "q4" its layers' matrices and its head are packed (`pack_weights`).
 
     What its files ask of every generation, and an offloaded model does not do, is overridden.
 

@@ -1,7 +1,10 @@
-"""The dtypes a model may have here."""
+"""The dtypes a model may have here, and what its weights may be kept as."""
 
 from __future__ import annotations
 
 import torch
 
+from cpu_ops.packed import FORMATS
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+WEIGHTS = ("auto", *FORMATS, "bfloat16")

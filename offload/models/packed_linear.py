@@ -23,6 +23,9 @@ _ROWS = 64  # a task of unpacking
 class PackedModule(nn.Module):
     """In the place of an `nn.Linear`. Its parameters do not learn: they are moved and counted.
 
+    Scales and minimums are kept as int16, the bits of their float16: transformers takes the first
+    floating-point parameter's dtype for the model's, and `.to(dtype)` would round them.
+
     Args:
         weight: [out_features, in_features].
         bias: [out_features] or None.
@@ -36,15 +39,21 @@ class PackedModule(nn.Module):
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.dtype = dtype
         self.codes = _fixed(weight.codes)
-        self.scales = _fixed(weight.scales)
-        self.minimums = None if weight.minimums is None else _fixed(weight.minimums)
+        self.scales = _fixed(weight.scales.view(torch.int16))
+        minimums = weight.minimums
+        self.minimums = None if minimums is None else _fixed(minimums.view(torch.int16))
         self.bias = None if bias is None else _fixed(bias)
 
     @property
     def packed(self) -> PackedWeight:
         """The weights where they are now."""
-        minimums = None if self.minimums is None else self.minimums.detach()
-        return PackedWeight(self.codes.detach(), self.scales.detach(), minimums, self.in_features)
+        scales, minimums = self.scales.detach().view(torch.float16), self.minimums
+        return PackedWeight(
+            self.codes.detach(),
+            scales,
+            None if minimums is None else minimums.detach().view(torch.float16),
+            self.in_features,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return PackedLinear([self])(x)

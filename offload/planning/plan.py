@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from cpu_ops.packed import FORMATS
 from gpu_ops.layout import layout_bytes
 from offload.decode.gpu.placement import HeadPlacement, Place, check_dense_until
 from offload.kv.page_pool import page_shape
@@ -65,6 +66,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         self.model.check_context(self.context)
+        self.model.check_device(self.device)
         if self.prompt_tokens is not None and not 1 <= self.prompt_tokens <= self.context:
             raise ValueError(
                 f"prompt_tokens must be from 1 to the context's {self.context:,}, got "
@@ -121,6 +123,7 @@ class Plan:
             "model": model.name,
             "model_type": model.model_type,
             "dtype": model.dtype_name,
+            "weights": model.weights,
             "policy": request.policy.name,
             "max_tokens": request.policy.budget_tokens if request.policy.selects else None,
             "context": request.context,
@@ -194,6 +197,11 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
     step = step_model.step(placement)
     prompt = replace(work, kv_len=request.prompt_tokens or request.context)
     notes += slow_here(model.dtype, on_cpu=not request.on_gpu) if request.on_this_machine else []
+    if model.weights in FORMATS:
+        notes.append(
+            f"weights={model.weights!r}: bytes are counted as they are packed, but times are those "
+            f"of weights in {model.dtype_name}: no step with packed ones was measured"
+        )
     host_bytes, host_limit = _host(request, work, placement, memory, notes)
     return Plan(
         request=request,

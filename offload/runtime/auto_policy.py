@@ -35,7 +35,12 @@ from offload.policies.full import Full
 from offload.policies.registry import make_policy
 from offload.ranks.group import TensorParallel
 from offload.ranks.shares import head_ranges
-from offload.runtime.budgets import device_kv_budget_bytes, kv_budget_bytes, pool_threads
+from offload.runtime.budgets import (
+    device_kv_budget_bytes,
+    kv_budget_bytes,
+    pool_threads,
+    weight_bytes_before_loading,
+)
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import known_profile, longest_context
 from offload.system.errors import DeviceMemoryError
@@ -84,10 +89,8 @@ def with_resolved_policy(
         HostBudgetError, DeviceMemoryError: the weights do not fit.
         ValueError: more ranks than KV heads.
     """
-    dtype, weight_bytes = (
-        checkpoint.loaded_dtype(config.dtype),
-        checkpoint.weight_bytes(config.dtype),
-    )
+    dtype = checkpoint.loaded_dtype(config.dtype)
+    weight_bytes = weight_bytes_before_loading(checkpoint, config)
     model = embedded_name(checkpoint.folder) or ""
     return resolved_config(config, checkpoint.shape, dtype, weight_bytes, ranks, model)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from offload.loading.checkpoint import Checkpoint
+from offload.loading.packed_bytes import checkpoint_packed_bytes
 from offload.ranks.group import TensorParallel
 from offload.runtime.config import RuntimeConfig
 from offload.system.errors import DeviceMemoryError, HostBudgetError
@@ -73,6 +75,14 @@ def pool_threads(config: RuntimeConfig, ranks: TensorParallel | None = None) -> 
     num_cpus = None if ranks is None else ranks.num_cpus
     with_gpu = torch.device(config.device).type == "cuda"
     return worker_threads(config.num_threads, with_gpu=with_gpu, num_cpus=num_cpus)
+
+
+def weight_bytes_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -> int:
+    """Bytes that the weights of a checkpoint will have in memory: of packed ones, as packed."""
+    if not config.packs_weights:
+        return checkpoint.weight_bytes(config.dtype)
+    dtype = checkpoint.loaded_dtype(config.dtype)
+    return checkpoint_packed_bytes(checkpoint, dtype, config.weights)
 
 
 def weight_bytes_of(stock: Any) -> int:

@@ -12,7 +12,11 @@ from offload.planning.profile import cached_profile
 from offload.planning.step_cap import StepPredictor, in_tokens, step_predictor
 from offload.policies import HardKV, Policy
 from offload.ranks.group import TensorParallel
-from offload.runtime.budgets import kv_budget_bytes, pool_threads
+from offload.runtime.budgets import (
+    kv_budget_bytes,
+    pool_threads,
+    weight_bytes_before_loading,
+)
 from offload.runtime.config import RuntimeConfig
 
 logger = logging.getLogger(__name__)
@@ -33,7 +37,7 @@ def with_cap_in_tokens(
     policy, shape = config.policy, checkpoint.shape
     if not isinstance(policy, HardKV) or not policy.step_cap:
         return config
-    weight_bytes = checkpoint.weight_bytes(config.dtype)
+    weight_bytes = weight_bytes_before_loading(checkpoint, config)
     dtype = checkpoint.loaded_dtype(config.dtype)
     item_bytes = dtype.itemsize
 

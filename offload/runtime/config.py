@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from cpu_ops.packed import FORMATS
 from cpu_ops.worker_pool import MAX_THREADS
 from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.kv_compression.bound import CONDENSED_SHARE
-from offload.models.dtypes import DTYPES
+from offload.models.dtypes import DTYPES, WEIGHTS
 from offload.policies import Policy
 from offload.policies.auto import Auto
 from offload.policies.registry import make_policy
@@ -26,8 +27,6 @@ from offload.system.memory import check_max_memory, parse_size
 BACKENDS = ("graph", "stream", "inline")
 _COUNTS = ("prefill_slice_tokens", "page_tokens", "tensor_parallel_size")
 _COUNTS_OR_NONE = ("num_threads", "cache_correction_every")
-WEIGHTS = ("auto", "q8", "q4", "bfloat16")
-PACKED_WEIGHTS = ("q8", "q4")
 CONDENSE_BY = ["auto", "reconstruction", "attention"]
 
 
@@ -42,7 +41,8 @@ class RuntimeConfig:
         weights: what the layers' matrices are kept as. "q8": int8 in groups of 32 with a float16
             scale; "q4": four bits with a scale and a minimum. Both on a CPU, in one process; a GGUF
             file's own blocks where they are such, else rounded to nearest; a decode step then
-            rounds what it multiplies them with to int8. The embedding and the head stay in `dtype`.
+            rounds what it multiplies them with to int8. The head is kept as with "q8" under both,
+            and so is an embedding that is tied to it; another one stays in `dtype`.
             "bfloat16": not packed, and `dtype` is that. "auto": not packed, in `dtype`.
         device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
@@ -166,8 +166,8 @@ class RuntimeConfig:
 
     @property
     def packs_weights(self) -> bool:
-        """Whether the layers' matrices are packed once they are loaded."""
-        return self.weights in PACKED_WEIGHTS
+        """Whether the layers' matrices and the head are packed once they are loaded."""
+        return self.weights in FORMATS
 
     def under(self, policy: Policy) -> RuntimeConfig:
         """The same with another policy; without corrections where it attends to everything."""

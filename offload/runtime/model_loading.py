@@ -33,6 +33,7 @@ from offload.runtime.budgets import (
     kv_budget_bytes,
     pool_threads,
     rank_kv_budget_bytes,
+    weight_bytes_before_loading,
     weight_bytes_of,
 )
 from offload.runtime.capping import with_cap_in_tokens
@@ -200,7 +201,7 @@ def check_before_loading(
         ValueError, NotImplementedError: a policy that is not for this model, or not for ranks; more
             ranks than KV heads.
     """
-    weight_bytes = checkpoint.weight_bytes(config.dtype)
+    weight_bytes = weight_bytes_before_loading(checkpoint, config)
     kv_budget_bytes(config, weight_bytes, loaded=False)
     shape = checkpoint.shape
     config.policy.check_model(**shape.heads)

@@ -199,6 +199,30 @@ def test_refusals(h200: str, arguments: list[str], code: int, message: str) -> N
     assert result.stdout == ""
 
 
+def test_packed_weights_are_counted(h200: str) -> None:
+    arguments = ["plan", "llama-3.1-8b", "--profile", h200, "--device", "cpu", "--policy", "full"]
+    found = {}
+    for weights in ("auto", "q8", "q4"):
+        result = runner.invoke(app, [*arguments, "--weights", weights, "--json"])
+        assert result.exit_code == 0, result.output
+        found[weights] = json.loads(result.stdout)
+        assert found[weights]["weights"] == weights
+        is_said = any("no step with packed ones was measured" in x for x in found[weights]["notes"])
+        assert is_said == (weights != "auto")
+    sizes = {name: plan["host_bytes"]["weights"] for name, plan in found.items()}
+    assert sizes["q4"] < 0.4 * sizes["auto"] < sizes["q8"] < 0.6 * sizes["auto"]
+    shown = runner.invoke(app, [*arguments, "--weights", "q4"])
+    assert "bfloat16 with weights q4, full" in shown.stdout
+    limit = f"cpu={(sizes['q4'] + sizes['auto']) // 2}"
+    few = ["--context", "4096", "--max-memory", limit]
+    assert runner.invoke(app, [*arguments, *few]).exit_code == 1
+    assert runner.invoke(app, [*arguments, *few, "--weights", "q4"]).exit_code == 0
+    on_gpu = [*arguments[:4], "--device", "cuda", "--weights", "q4"]
+    refused = runner.invoke(app, on_gpu)
+    assert refused.exit_code == 1
+    assert "needs device='cpu' in this version" in " ".join(refused.output.split())
+
+
 def test_a_damaged_profile(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text("{")

@@ -22,14 +22,19 @@ from transformers import AutoModelForCausalLM
 
 from cpu_ops.packed import FORMATS, quantise
 from offload import OffloadedModel, load_tokenizer
+from offload.loading.checkpoint import check_checkpoint
 from offload.loading.gguf_config import gguf_names
 from offload.loading.gguf_header import read_gguf_header
 from offload.loading.packing import pack_weights
+from offload.loading.planned_model import planned_model
+from offload.models.dtypes import WEIGHTS
+from offload.models.packed_embedding import PackedEmbedding
 from offload.models.packed_linear import PackedLinear, PackedModule
 from offload.runtime import config as config_file
-from offload.runtime.budgets import weight_bytes_of
-from offload.runtime.config import WEIGHTS, RuntimeConfig, runtime_config
+from offload.runtime.budgets import weight_bytes_before_loading, weight_bytes_of
+from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.shared_model import SharedModel
+from offload.system.errors import HostBudgetError
 from offload.system.stdlib_text import stdlib_paragraphs
 
 MODEL = "smollm2-135m-instruct"
@@ -40,6 +45,8 @@ TYPES = {
     "attn_output.weight": "Q4_0",
     "ffn_gate.weight": "Q5_1",
     "ffn_down.weight": "Q8_0",
+    "token_embd.weight": "Q8_0",
+    "output.weight": "Q4_0",
 }
 
 
@@ -59,12 +66,14 @@ def test_every_model_type(name: str, format: str, tiny_folders: dict[str, Path])
     model = OffloadedModel.from_pretrained(
         tiny_folders[name], policy="full", num_threads=2, weights=format
     )
-    assert len(packed_modules(model)) == 7 * model.config.num_hidden_layers
-    assert type(model.lm_head) is nn.Linear
+    assert len(packed_modules(model)) == 7 * model.config.num_hidden_layers + 1
+    assert model.lm_head.packed.format == "q8"
+    assert model.dtype is torch.float32
     expected = AutoModelForCausalLM.from_pretrained(tiny_folders[name]).eval()
     for key, module in expected.named_modules():
-        if ".layers." in key and type(module) is nn.Linear:
-            module.weight.data = quantise(module.weight.detach(), format).dequantise()
+        if type(module) is nn.Linear:  # a tied embedding with its head
+            kept = "q8" if key == "lm_head" else format
+            module.weight.data = quantise(module.weight.detach(), kept).dequantise()
     tokens = random_tokens(41, seed=1).unsqueeze(0)
     with torch.no_grad():
         whole = expected(tokens).logits
@@ -77,28 +86,59 @@ def test_every_model_type(name: str, format: str, tiny_folders: dict[str, Path])
     assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, 44)
 
 
-def test_blocks_of_a_file_are_not_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but those whose type has none of the two grids."""
+@pytest.mark.parametrize("name", ["llama", "qwen2"])  # with a tied head, and one of its own
+def test_blocks_of_a_file_are_not_rounded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but those whose type has none of the two grids, and a head of four bits."""
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=TYPES)
+    write_gguf(path, make_tiny_model(name), byte_tokenizer(), types=TYPES)
     header = read_gguf_header(path)
     plain = OffloadedModel.from_pretrained(path, num_threads=1, dtype="float32")
     exact_types = {"q4": ("Q4_0", "Q4_1", "Q8_0"), "q8": ("Q8_0",)}
     for weights in FORMATS:
         model = OffloadedModel.from_pretrained(path, num_threads=1, weights=weights)
         names = gguf_names(plain)
-        for name, module in packed_modules(model).items():
-            kind = header.tensors[names[f"{name}.weight"]].type_name
-            expected = plain.get_submodule(name).weight
+        for path_in_model, module in packed_modules(model).items():
+            is_head = path_in_model == "lm_head"
+            of_file = names.get(f"{path_in_model}.weight", "token_embd.weight")
+            kind = header.tensors[of_file].type_name
+            expected = plain.get_submodule(path_in_model).weight
             packed = module.packed
-            is_fine = kind in ("Q8_0", "Q5_1")
-            assert packed.format == ("q8" if is_fine else weights), name
-            if kind in exact_types[weights]:
+            is_fine = is_head or kind in ("Q8_0", "Q5_1")
+            assert packed.format == ("q8" if is_fine else weights), path_in_model
+            if kind in exact_types["q8" if is_head else weights]:
                 torch.testing.assert_close(packed.dequantise(), expected, rtol=1e-6, atol=1e-7)
             else:
                 assert relative(packed.dequantise(), expected) < (0.01 if is_fine else 0.1)
         assert model(random_tokens(5, seed=2).unsqueeze(0)).logits.isfinite().all()
+        tokens = random_tokens(6, seed=3).view(2, 3)
+        wanted = plain.get_input_embeddings()(tokens)
+        found = model.get_input_embeddings()(tokens)
+        assert found.dtype is model.dtype is torch.bfloat16
+        assert torch.equal(found, wanted.bfloat16())
+
+
+def test_a_tied_embedding_reads_the_head(tiny_folders: dict[str, Path]) -> None:
+    """Rows are there once; a token beyond the vocabulary is an error, and so is one before it."""
+    folder = tiny_folders["llama"]
+    model = OffloadedModel.from_pretrained(folder, num_threads=1, weights="q4")
+    embedding, head = model.get_input_embeddings(), model.lm_head
+    assert isinstance(embedding, PackedEmbedding)
+    assert embedding.codes is head.codes
+    assert embedding.scales is head.scales
+    assert not any(p.is_floating_point() and p.dim() > 1 for p in model.parameters())
+    every = torch.arange(model.config.vocab_size)
+    assert torch.equal(embedding(every), head.packed.dequantise())
+    for wrong in (-1, model.config.vocab_size):
+        with pytest.raises(IndexError):
+            embedding(torch.tensor([wrong]))
+    untied = OffloadedModel.from_pretrained(tiny_folders["qwen2"], num_threads=1, weights="q4")
+    assert type(untied.get_input_embeddings()) is nn.Embedding
+    assert str(model.config.vocab_size) in repr(embedding)
+    before = head.scales.clone()
+    assert torch.equal(model.float().lm_head.scales, before)  # not rounded, and not moved
 
 
 def test_a_file_that_has_changed_is_not_read(
@@ -129,16 +169,78 @@ def test_they_are_counted_as_they_are(tiny_folders: dict[str, Path]) -> None:
     elements = sum(
         module.in_features * module.out_features for module in packed_modules(model).values()
     )
+    of_head = model.lm_head.in_features * model.lm_head.out_features  # tied
     assert sizes["auto"] - sizes["q8"] == elements * 4 - elements * 34 // 32
-    assert sizes["auto"] - sizes["q4"] == elements * 4 - elements * 20 // 32
+    of_layers = elements - of_head
+    packed = of_layers * 20 // 32 + of_head * 34 // 32
+    assert sizes["auto"] - sizes["q4"] == elements * 4 - packed
     assert sizes["bfloat16"] * 2 == sizes["auto"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_their_bytes_are_known_before(
+    name: str, format: str, tiny_folders: dict[str, Path]
+) -> None:
+    folder = tiny_folders[name]
+    model = OffloadedModel.from_pretrained(folder, num_threads=1, weights=format)
+    config = runtime_config(num_threads=1, weights=format)
+    checkpoint = check_checkpoint(folder)
+    assert weight_bytes_before_loading(checkpoint, config) == weight_bytes_of(model)
+    assert planned_model(str(folder), weights=format).weight_bytes == weight_bytes_of(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_their_bytes_in_a_file_are_known_before(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_tiny_model(name), byte_tokenizer(), types=TYPES)
+    for format in FORMATS:
+        planned = planned_model(str(path), weights=format)  # before it is converted, and after
+        model = OffloadedModel.from_pretrained(path, num_threads=1, weights=format)
+        checkpoint = check_checkpoint(Path(model.name_or_path))
+        config = runtime_config(num_threads=1, weights=format)
+        assert planned.weight_bytes == weight_bytes_of(model)
+        assert weight_bytes_before_loading(checkpoint, config) == weight_bytes_of(model)
+        of_folder = planned_model(model.name_or_path, weights=format)
+        assert of_folder.weight_bytes == weight_bytes_of(model)
+
+
+def test_a_limit_that_only_packed_weights_fit(tiny_folders: dict[str, Path]) -> None:
+    folder = tiny_folders["llama"]
+    sizes = {name: planned_model(str(folder), weights=name).weight_bytes for name in WEIGHTS}
+    assert sizes["q4"] < sizes["q8"] < sizes["bfloat16"] < sizes["auto"]
+    limit = {"cpu": (sizes["q8"] + sizes["auto"]) // 2}
+    options: dict[str, Any] = {"num_threads": 1, "page_tokens": 16, "max_memory": limit}
+    with pytest.raises(HostBudgetError, match="the weights need"):
+        OffloadedModel.from_pretrained(folder, **options)
+    model = OffloadedModel.from_pretrained(folder, weights="q8", **options)
+    assert model.generate(random_tokens(4).unsqueeze(0), max_new_tokens=2).shape == (1, 6)
+
+
+def test_a_planned_shape_counts_them() -> None:
+    """8B: a head of its own, an embedding in bfloat16."""
+    layers = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    vocabulary = 128256 * 4096
+    of_q4 = planned_model("llama-3.1-8b", weights="q4").weight_bytes
+    norms = 2 * 4096 * (2 * 32 + 1)
+    assert of_q4 == layers * 20 // 32 + vocabulary * 34 // 32 + 2 * vocabulary + norms
+    assert planned_model("smollm2-135m", weights="q8").weight_bytes < 0.54 * 2 * 134_515_008
+    with pytest.raises(ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat16"):
+        planned_model("tiny", weights="q5")
+    with pytest.raises(ValueError, match="weights='bfloat16' contradicts dtype='float16'"):
+        planned_model("tiny", "float16", "bfloat16")
+    with pytest.raises(NotImplementedError, match="weights='q4' needs device='cpu'"):
+        planned_model("tiny", weights="q4").check_device("cuda:1")
 
 
 def test_several_policies_share_them(tiny_folders: dict[str, Path]) -> None:
     config = runtime_config(num_threads=1, weights="q8")
     policies = [runtime_config(policy=name).policy for name in ("full", "exact_topk")]
     shared = SharedModel(tiny_folders["llama"], policies, config)
-    assert len(packed_modules(shared.stock)) == 21
+    assert len(packed_modules(shared.stock)) == 22
 
 
 REFUSED = {
@@ -221,9 +323,13 @@ def test_the_embedded_model() -> None:
         OffloadedModel.from_pretrained(MODEL, policy="full", num_threads=2, weights=weights)
         for weights in ("auto", "q4")
     )
-    assert weight_bytes_of(packed) < 0.46 * weight_bytes_of(plain)
-    header_kinds = {module.packed.format for module in packed_modules(packed).values()}
-    assert header_kinds == {"q4"}
+    assert weight_bytes_of(packed) < 0.36 * weight_bytes_of(plain)
+    kinds = {name: module.packed.format for name, module in packed_modules(packed).items()}
+    assert kinds.pop("lm_head") == "q8"
+    assert set(kinds.values()) == {"q4"}
+    # The head's rows are those of its file.
+    rows = packed.lm_head.packed.dequantise(torch.bfloat16)
+    assert torch.equal(rows, plain.lm_head.weight)
     question = "What is the capital of France? Answer in one sentence."
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}],

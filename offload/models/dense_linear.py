@@ -22,20 +22,7 @@ _fused: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor | None]] = WeakKeyDict
 class DenseLinear(Linear):
     """A `Linear` of plain `nn.Linear` modules of one dtype."""
 
-    def __init__(self, modules: Sequence[nn.Linear]) -> None:
-        self._modules = tuple(modules)
-
-    @property
-    def parts(self) -> tuple[Linear, ...]:
-        return tuple(DenseLinear([module]) for module in self._modules)
-
-    @property
-    def in_features(self) -> int:
-        return self._modules[0].in_features
-
-    @property
-    def out_features(self) -> int:
-        return sum(module.out_features for module in self._modules)
+    _modules: tuple[nn.Linear, ...]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,11 +31,6 @@ class DenseLinear(Linear):
     @property
     def device(self) -> torch.device:
         return self._modules[0].weight.device
-
-    @property
-    def num_bytes(self) -> int:
-        parts = (part for module in self._modules for part in module.parameters())
-        return sum(part.nbytes for part in parts)
 
     def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
         if pool is not None and self.prefers_cpu_ops(x):

@@ -7,6 +7,8 @@ part of `offload/` knows how weights are stored.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,9 @@ class Linear(ABC):
     it. Any number of rows goes through a call; a decode step runs on `on_cpu` or `on_gpu`, which
     also do the norm before, SwiGLU, and the sum with the residual stream after.
 
+    Args:
+        modules: of one format and dtype, with in_features, out_features and parameters.
+
     Attributes:
         parts: the projections one by one.
         in_features, out_features: elements of a row of x, and of y.
@@ -30,17 +35,24 @@ class Linear(ABC):
         num_bytes: of weights and biases.
     """
 
-    @property
-    @abstractmethod
-    def parts(self) -> tuple[Linear, ...]: ...
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self._modules: tuple[Any, ...] = tuple(modules)
 
     @property
-    @abstractmethod
-    def in_features(self) -> int: ...
+    def parts(self) -> tuple[Linear, ...]:
+        return tuple(type(self)([module]) for module in self._modules)
 
     @property
-    @abstractmethod
-    def out_features(self) -> int: ...
+    def in_features(self) -> int:
+        return int(self._modules[0].in_features)
+
+    @property
+    def out_features(self) -> int:
+        return sum(module.out_features for module in self._modules)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for module in self._modules for part in module.parameters())
 
     @property
     @abstractmethod
@@ -49,10 +61,6 @@ class Linear(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device: ...
-
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int: ...
 
     @abstractmethod
     def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:

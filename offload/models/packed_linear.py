@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -70,20 +69,7 @@ class PackedLinear(Linear):
     which a few MiB exist at one time.
     """
 
-    def __init__(self, modules: Sequence[PackedModule]) -> None:
-        self._modules = tuple(modules)
-
-    @property
-    def parts(self) -> tuple[Linear, ...]:
-        return tuple(PackedLinear([module]) for module in self._modules)
-
-    @property
-    def in_features(self) -> int:
-        return self._modules[0].in_features
-
-    @property
-    def out_features(self) -> int:
-        return sum(module.out_features for module in self._modules)
+    _modules: tuple[PackedModule, ...]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,11 +78,6 @@ class PackedLinear(Linear):
     @property
     def device(self) -> torch.device:
         return self._modules[0].codes.device
-
-    @property
-    def num_bytes(self) -> int:
-        parts = (part for module in self._modules for part in module.parameters())
-        return sum(part.nbytes for part in parts)
 
     def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
         if pool is not None and self.prefers_cpu_ops(x):

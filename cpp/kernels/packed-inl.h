@@ -75,6 +75,21 @@ struct PackedQ4 {
 alignas(64) inline constexpr float kFrom[2 * kPackedScales] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
                                                                1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
+// The factors of kPackedScales groups, and zeros for those that a load has beyond them.
+inline constexpr int64_t kFactors = kPackedScales + (kDotGroups > 1 ? W : 0);
+
+// part[g] += the products of kDotGroups groups of one row of weights with those of input row g
+template <class P, int G>
+[[gnu::always_inline]] static inline void add_groups(const uint8_t* codes, const int8_t* x_codes, int64_t x_stride,
+                                                     const float* factors, F* part) {
+  const C w = P::load(codes);
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g) {
+    const I dot = P::dot(w, x_codes + g * x_stride);
+    part[g] = f_fma(f_from_ints(dot), f_spread(factors + g * kFactors), part[g]);
+  }
+}
+
 // sums[g * S + r]: W lanes whose sum is the product of input row g with row o + r of weights. The R rows are summed
 // side by side: each sum waits for its last addition, and inputs are loaded once for all of them.
 template <class P, int G, int R, int S>
@@ -82,7 +97,7 @@ template <class P, int G, int R, int S>
                                                          const PackedWeights& weights, int64_t o, F* sums) {
   const int64_t num_groups = weights.num_groups;
   F part[R][G];
-  alignas(64) float factors[R][G][kPackedScales + (kDotGroups > 1 ? W : 0)];
+  alignas(64) float factors[R][G][kFactors];
   for (int r = 0; r < R; ++r) {
     for (int g = 0; g < G; ++g) {
       part[r][g] = f_zero();
@@ -123,25 +138,26 @@ template <class P, int G, int R, int S>
     const int64_t bytes = R * num_groups * P::kGroupBytes;
     const uint8_t* ahead =
         weights.codes + (o * num_groups + R * begin) * P::kGroupBytes + (bytes > kProjectAhead ? bytes : kProjectAhead);
-    for (int64_t i = used; i < n; i += kDotGroups) {
-      for (int64_t p = i * R * P::kGroupBytes, to = p + R * kDotGroups * P::kGroupBytes; p < to; p += 64) {
-        if (R * kDotGroups * P::kGroupBytes >= 64 || p % 64 == 0) prefetch_l2(ahead + p);
+    constexpr int64_t kBytes = kDotGroups * P::kGroupBytes;
+    const int64_t whole = n - (n - used) % kDotGroups;
+    for (int64_t i = used; i < whole; i += kDotGroups) {
+      const int64_t at = i * R * P::kGroupBytes;
+      for (int64_t p = 0; p < R * kBytes; p += 64) {
+        if (R * kBytes >= 64 || at % 64 == 0) prefetch_l2(ahead + at + p);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const uint8_t* from = codes + (r * num_groups + i) * P::kGroupBytes;
-        alignas(64) uint8_t padded[kDotGroups * P::kGroupBytes];
-        if (kDotGroups > 1 && n - i < kDotGroups) {
-          std::memset(padded, 0, sizeof padded);
-          std::memcpy(padded, from, static_cast<size_t>((n - i) * P::kGroupBytes));
-          from = padded;
-        }
-        const C w = P::load(from);
+        add_groups<P, G>(codes + (r * num_groups + i) * P::kGroupBytes, x_codes + i * kPackedGroup, x.codes_stride(),
+                         factors[r][0] + i, part[r]);
+      }
+    }
+    if (kDotGroups > 1 && whole < n) {
 #pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) {
-          const I dot = P::dot(w, x_codes + g * x.codes_stride() + i * kPackedGroup);
-          part[r][g] = f_fma(f_from_ints(dot), f_spread(factors[r][g] + i), part[r][g]);
-        }
+      for (int r = 0; r < R; ++r) {
+        alignas(64) uint8_t padded[kBytes] = {};
+        std::memcpy(padded, codes + (r * num_groups + whole) * P::kGroupBytes,
+                    static_cast<size_t>((n - whole) * P::kGroupBytes));
+        add_groups<P, G>(padded, x_codes + whole * kPackedGroup, x.codes_stride(), factors[r][0] + whole, part[r]);
       }
     }
   }

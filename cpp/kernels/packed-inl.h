@@ -71,63 +71,115 @@ struct PackedQ4 {
   for (int v = 0; v < kScaleVectors; ++v) to[v] = f_load_as(from + v * W);
 }
 
-// sums[g * R]: W lanes whose sum is the product of input row g with one row of weights.
-template <class P, int G, int R>
+// Zeros, then ones: from kFrom + kPackedScales - n on, the first n of kPackedScales are zero.
+alignas(64) inline constexpr float kFrom[2 * kPackedScales] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                                               1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
+// The factors of kPackedScales groups, and zeros for those that a load has beyond them.
+inline constexpr int64_t kFactors = kPackedScales + (kDotGroups > 1 ? W : 0);
+
+// part[g] += the products of kDotGroups groups of one row of weights with those of input row g
+template <class P, int G>
+[[gnu::always_inline]] static inline void add_groups(const uint8_t* codes, const int8_t* x_codes, int64_t x_stride,
+                                                     const float* factors, F* part) {
+  const C w = P::load(codes);
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g) {
+    const I dot = P::dot(w, x_codes + g * x_stride);
+    part[g] = f_fma(f_from_ints(dot), f_spread(factors + g * kFactors), part[g]);
+  }
+}
+
+// sums[g * S + r]: W lanes whose sum is the product of input row g with row o + r of weights. The R rows are summed
+// side by side: each sum waits for its last addition, and inputs are loaded once for all of them.
+template <class P, int G, int R, int S>
 [[gnu::always_inline]] static inline void project_packed(const PackedInput& x, int64_t first_row,
                                                          const PackedWeights& weights, int64_t o, F* sums) {
   const int64_t num_groups = weights.num_groups;
-  const uint8_t* codes = weights.codes + o * num_groups * P::kGroupBytes;
-  F part[G];
-  for (int g = 0; g < G; ++g) part[g] = f_zero();
-  for (int64_t begin = 0; begin < num_groups; begin += kPackedScales) {
-    const int64_t n = num_groups - begin < kPackedScales ? num_groups - begin : kPackedScales;
-    alignas(64) float factors[G][kPackedScales];
-    F of_weights[kScaleVectors];
-    load_scales(weights.scales + o * num_groups + begin, n, of_weights);
+  F part[R][G];
+  alignas(64) float factors[R][G][kFactors];
+  for (int r = 0; r < R; ++r) {
     for (int g = 0; g < G; ++g) {
-      const float* scales = x.scales + (first_row + g) * x.padded_groups + begin;
-      for (int v = 0; v < kScaleVectors; ++v) {
-        f_store(factors[g] + v * W, f_mul(of_weights[v], f_load(scales + v * W)));
-      }
+      part[r][g] = f_zero();
+      if (kDotGroups > 1) f_store(factors[r][g] + kPackedScales, f_zero());  // of no group
     }
-    if constexpr (P::kHasMinimum) {
-      load_scales(weights.minimums + o * num_groups + begin, n, of_weights);
+  }
+  for (int64_t done = 0; done < num_groups; done += kPackedScales) {
+    // The last scales of a row are loaded together with those before them, which were used already, if it has so many.
+    const int64_t begin =
+        num_groups < kPackedScales || done + kPackedScales <= num_groups ? done : num_groups - kPackedScales;
+    const int64_t used = done - begin;
+    const int64_t n = num_groups - begin < kPackedScales ? num_groups - begin : kPackedScales;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      F of_weights[kScaleVectors];
+      load_scales(weights.scales + (o + r) * num_groups + begin, n, of_weights);
       for (int g = 0; g < G; ++g) {
-        const float* of_x = x.sums + (first_row + g) * x.padded_groups + begin;
-        for (int v = 0; v < kScaleVectors; ++v) part[g] = f_fma(of_weights[v], f_load(of_x + v * W), part[g]);
+        const float* scales = x.scales + (first_row + g) * x.padded_groups + begin;
+        for (int v = 0; v < kScaleVectors; ++v) {
+          f_store(factors[r][g] + v * W, f_mul(of_weights[v], f_load(scales + v * W)));
+        }
+      }
+      if constexpr (P::kHasMinimum) {
+        load_scales(weights.minimums + (o + r) * num_groups + begin, n, of_weights);
+        for (int g = 0; g < G; ++g) {
+          const float* of_x = x.sums + (first_row + g) * x.padded_groups + begin;
+          for (int v = 0; v < kScaleVectors; ++v) {
+            F sum = f_load(of_x + v * W);
+            if (used > 0) sum = f_mul(sum, f_load(kFrom + kPackedScales - used + v * W));
+            part[r][g] = f_fma(of_weights[v], sum, part[r][g]);
+          }
+        }
       }
     }
     const int8_t* x_codes = x.codes + first_row * x.codes_stride() + begin * kPackedGroup;
-    for (int64_t i = 0; i < n; i += kDotGroups) {
-      const uint8_t* from = codes + (begin + i) * P::kGroupBytes;
-      if (i * P::kGroupBytes % 64 == 0) prefetch_l2(from + kProjectAhead);
-      alignas(64) uint8_t padded[kDotGroups * P::kGroupBytes];
-      if (kDotGroups > 1 && n - i < kDotGroups) {
-        std::memset(padded, 0, sizeof padded);
-        std::memcpy(padded, from, static_cast<size_t>((n - i) * P::kGroupBytes));
-        from = padded;
+    const uint8_t* codes = weights.codes + (o * num_groups + begin) * P::kGroupBytes;
+    // The R rows lie one after the other: while they are read side by side, the next are fetched in order.
+    const int64_t bytes = R * num_groups * P::kGroupBytes;
+    const uint8_t* ahead =
+        weights.codes + (o * num_groups + R * begin) * P::kGroupBytes + (bytes > kProjectAhead ? bytes : kProjectAhead);
+    constexpr int64_t kBytes = kDotGroups * P::kGroupBytes;
+    const int64_t whole = n - (n - used) % kDotGroups;
+    for (int64_t i = used; i < whole; i += kDotGroups) {
+      const int64_t at = i * R * P::kGroupBytes;
+      for (int64_t p = 0; p < R * kBytes; p += 64) {
+        if (R * kBytes >= 64 || at % 64 == 0) prefetch_l2(ahead + at + p);
       }
-      const C w = P::load(from);
-      for (int g = 0; g < G; ++g) {
-        const I dot = P::dot(w, x_codes + g * x.codes_stride() + i * kPackedGroup);
-        part[g] = f_fma(f_from_ints(dot), f_spread(factors[g] + i), part[g]);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        add_groups<P, G>(codes + (r * num_groups + i) * P::kGroupBytes, x_codes + i * kPackedGroup, x.codes_stride(),
+                         factors[r][0] + i, part[r]);
+      }
+    }
+    if (kDotGroups > 1 && whole < n) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        alignas(64) uint8_t padded[kBytes] = {};
+        std::memcpy(padded, codes + (r * num_groups + whole) * P::kGroupBytes,
+                    static_cast<size_t>((n - whole) * P::kGroupBytes));
+        add_groups<P, G>(padded, x_codes + whole * kPackedGroup, x.codes_stride(), factors[r][0] + whole, part[r]);
       }
     }
   }
-  for (int g = 0; g < G; ++g) sums[g * R] = part[g];
+  for (int r = 0; r < R; ++r) {
+    for (int g = 0; g < G; ++g) sums[g * S + r] = part[r][g];
+  }
 }
 
 template <class P, int G>
 static void project_packed_rows(const PackedInput& x, int64_t first_row, const PackedWeights& weights, int64_t first,
                                 int64_t last, float* out, int64_t out_stride) {
+  constexpr int kTogether = G == 1 ? kRowTile : G == 2 ? kRowTile / 2 : 1;  // or registers do not hold the sums
   F sums[G * kRowTile];
   int64_t o = first;
   for (; o + kRowTile <= last; o += kRowTile) {
-    for (int r = 0; r < kRowTile; ++r) project_packed<P, G, kRowTile>(x, first_row, weights, o + r, sums + r);
+    for (int r = 0; r < kRowTile; r += kTogether) {
+      project_packed<P, G, kTogether, kRowTile>(x, first_row, weights, o + r, sums + r);
+    }
     f_store_sums<G, kRowTile>(sums, 1.0f, out + o - first, out_stride);
   }
   for (; o < last; ++o) {
-    project_packed<P, G, 1>(x, first_row, weights, o, sums);
+    project_packed<P, G, 1, 1>(x, first_row, weights, o, sums);
     f_store_sums<G, 1>(sums, 1.0f, out + o - first, out_stride);
   }
 }

@@ -428,6 +428,43 @@ void check_nearest(const KernelTable& table, int64_t num_points, int64_t num_cen
   }
 }
 
+void check_packed(const KernelTable& table, WeightFormat format, int num_rows, int64_t in_features,
+                  int64_t out_features) {
+  const bool is_q8 = format == WeightFormat::q8;
+  const int type = static_cast<int>(format);
+  const int64_t groups = (in_features + kPackedGroup - 1) / kPackedGroup, first = out_features / 3;
+  const int64_t padded = (groups + kPackedScales - 1) / kPackedScales * kPackedScales;
+  Exact<uint8_t> codes(out_features * groups * (is_q8 ? kPackedGroup : kPackedGroup / 2));
+  codes.fill([] { return static_cast<uint8_t>(uniform(0, 255)); });
+  Exact<Half> scales(out_features * groups), minimums(is_q8 ? 0 : out_features * groups);
+  for (Exact<Half>* given : {&scales, &minimums}) given->fill([] { return from_float<Half>(normal()); });
+  const PackedWeights weights{codes.data(), scales.data(), is_q8 ? nullptr : minimums.data(), groups};
+  Exact<float> x(num_rows * in_features);
+  x.fill(normal);
+  const auto run = [&](const KernelTable& kernels) {
+    Exact<int8_t> x_codes(num_rows * padded * kPackedGroup);
+    Exact<float> x_scales(num_rows * padded), x_sums(num_rows * padded), y(num_rows * (out_features - first));
+    y.fill([] { return NAN; });
+    const PackedInput input{x_codes.data(), x_scales.data(), x_sums.data(), padded};
+    for (int row = 0; row < num_rows; ++row) {
+      kernels.quantise_row(x.data() + row * in_features, in_features, input, row);
+    }
+    kernels.packed_linear[type](input, num_rows, weights, first, out_features, y.data(), out_features - first);
+    return y;
+  };
+  // Where a number of x lies between two steps it may go to either.
+  const double error = error_of_sums(run(table), run(*scalar_table()), in_features);
+  CHECK(error < 2e-4, "%s, format %d, packed: %d rows of %lld, %lld outputs: error %g", table.name, type, num_rows,
+        static_cast<long long>(in_features), static_cast<long long>(out_features - first), error);
+  Exact<float> unpacked(in_features), expected(in_features);
+  table.unpack_row[type](weights, out_features - 1, in_features, unpacked.data());
+  scalar_table()->unpack_row[type](weights, out_features - 1, in_features, expected.data());
+  for (int64_t i = 0; i < in_features; ++i) {
+    CHECK(std::fabs(unpacked[i] - expected[i]) <= 1e-5f * std::fabs(expected[i]) + 1e-5f, "%s, format %d, element %lld",
+          table.name, type, static_cast<long long>(i));
+  }
+}
+
 template <class T>
 void check_dtype(const KernelTable& table) {
   const std::vector<int64_t> lengths{1, 2, 31, 32, 33, 255, 257, 515};
@@ -464,6 +501,13 @@ void check_isa(const KernelTable& table) {
   }
   for (const int64_t n : {1, 5, 6, 7, 100}) {
     for (const int64_t k : {1, 3, 4, 15, 16, 17, 63, 64, 65, 130}) check_nearest(table, n, k, uniform(1, 3) * 16);
+  }
+  for (const int rows : {1, 2, 3, 4, 5, 16}) {
+    for (const int64_t width : {1, 31, 32, 64, 96, 480, 512, 545, 576, 1120}) {
+      for (const WeightFormat format : {WeightFormat::q8, WeightFormat::q4}) {
+        check_packed(table, format, rows, width, 1 + uniform(0, 12));
+      }
+    }
   }
   std::printf("%s: ok\n", table.name);
 }

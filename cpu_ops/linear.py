@@ -7,6 +7,7 @@ of bfloat16 take six times as long as those of float32, and of float16 longer st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,15 @@ def has_products(dtype: torch.dtype, *, isa: str | None = None) -> bool:
     """
     has_kernel = _native.has_products(isa or isa_name(), dtype_code(dtype))
     return has_kernel and not (dtype is torch.float32 and _native.IS_INTEL)
+
+
+def _one_each(weights: Sequence[object], biases: Sequence[Tensor | None] | None) -> list[Any]:
+    """A bias or None for each weight."""
+    if not weights:
+        raise ValueError("weights must not be empty")
+    if biases is not None and len(biases) != len(weights):
+        raise ValueError(f"expected {len(weights)} biases, got {len(biases)}")
+    return [None] * len(weights) if biases is None else list(biases)
 
 
 class Linear:
@@ -49,11 +59,7 @@ class Linear:
         *,
         isa: str | None = None,
     ) -> None:
-        if not weights:
-            raise ValueError("weights must not be empty")
-        biases = [None] * len(weights) if biases is None else list(biases)
-        if len(biases) != len(weights):
-            raise ValueError(f"expected {len(weights)} biases, got {len(biases)}")
+        biases = _one_each(weights, biases)
         self.dtype = weights[0].dtype
         self.in_features = int(weights[0].shape[-1])
         code = dtype_code(self.dtype)
@@ -144,11 +150,7 @@ class PackedLinear(Linear):
         *,
         isa: str | None = None,
     ) -> None:
-        if not weights:
-            raise ValueError("weights must not be empty")
-        biases = [None] * len(weights) if biases is None else list(biases)
-        if len(biases) != len(weights):
-            raise ValueError(f"expected {len(weights)} biases, got {len(biases)}")
+        biases = _one_each(weights, biases)
         self.dtype = dtype
         self.in_features = weights[0].in_features
         code = dtype_code(dtype)

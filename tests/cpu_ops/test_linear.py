@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import kernel_references as reference
 from cases.attention_cases import relative_error
+from cases.linear_cases import KINDS, OUT_FEATURES, random, rounded, wide
 from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
@@ -17,25 +18,11 @@ from cpu_ops.worker_pool import WorkerPool
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = native.available_isas()
 WIDTHS = [16, 31, 32, 48, 576, 577, 1536]
-KINDS = ["plain", "bias", "norm", "silu_mul", "residual"]
-OUT_FEATURES = [1, 63, 64, 65, 190]  # one weight block each, so that every tile edge occurs
 ROWS = [1, 2, 3, 4, 5, 16]
 MANY_ROWS = [17, 97, 1159]  # on both sides of the kernel's tiles, tasks and pieces
 # Relative L2. Kernels round where the reference rounds: only values near a tie may differ.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 EPS = 1e-5
-
-
-def random(rng: np.random.Generator, dtype: torch.dtype, *shape: int, scale: float = 1.0):
-    return torch.from_numpy(scale * rng.standard_normal(shape, dtype=np.float32)).to(dtype)
-
-
-def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    return torch.from_numpy(x).to(dtype).double().numpy()
-
-
-def wide(x: torch.Tensor) -> np.ndarray:
-    return x.double().numpy()
 
 
 def expected_output(x, weights, biases, dtype, *, norm=None, silu_mul=False, residual=None):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import kernel_references as reference
 from cases.attention_cases import relative_error
+from cases.linear_cases import KINDS, OUT_FEATURES, random, rounded, wide
 from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
@@ -19,25 +20,11 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = native.available_isas()
 # On both sides of a group, of two, and of the 16 whose scales are converted together.
 WIDTHS = [16, 31, 32, 33, 64, 96, 511, 512, 513, 576, 1536, 2080]
-KINDS = ["plain", "bias", "norm", "silu_mul", "residual"]
-OUT_FEATURES = [1, 63, 64, 65, 190]  # one weight block each, so that every tile edge occurs
 ROWS = [1, 2, 3, 4, 5, 7, 8, 16]
 MANY_ROWS = [17, 97]
 # Relative L2 against the same whole numbers in float64: only roundings to the dtype differ.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 EPS = 1e-5
-
-
-def random(rng: np.random.Generator, dtype: torch.dtype, *shape: int, scale: float = 1.0):
-    return torch.from_numpy(scale * rng.standard_normal(shape, dtype=np.float32)).to(dtype)
-
-
-def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    return torch.from_numpy(x).to(dtype).double().numpy()
-
-
-def wide(x: torch.Tensor) -> np.ndarray:
-    return x.double().numpy()
 
 
 def dequantised(weights: list[PackedWeight]) -> np.ndarray:

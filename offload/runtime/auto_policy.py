@@ -290,7 +290,7 @@ def _placed(policy: Policy, work: Workload, room: Room, *, known: bool) -> HeadP
 def _on_cpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     if room.exact_because:
         return Full(), f"exact: {room.exact_because}"
-    policy, loss = _chosen(["lychee_cluster", "sketch"], TRUE_QUERY, auto, work)
+    policy, loss = _chosen_on_cpu(auto, work)
     if not policy.selects:
         return policy, "exact: no other policy takes this model"
     tokens, measured = crossover(policy, work, room.profile)
@@ -305,6 +305,15 @@ def _on_cpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
         f"exact up to {tokens:,} tokens, then {policy.name}, budget {budget:,}, the rest estimated "
         f"by {ESTIMATE_CLUSTERS} clusters a head; {told}"
     )
+
+
+def beyond_crossover(auto: Auto, shape: ModelShape, kv_len: int) -> Policy:
+    """What `auto` takes on a CPU in contexts in which exact attention is slower."""
+    return _chosen_on_cpu(auto, Workload(shape, auto, kv_len))[0]
+
+
+def _chosen_on_cpu(auto: Auto, work: Workload) -> tuple[Policy, Loss | None]:
+    return _chosen(["lychee_cluster", "sketch"], TRUE_QUERY, auto, work)
 
 
 def crossover(policy: Policy, work: Workload, profile: MachineProfile | None) -> tuple[int, bool]:

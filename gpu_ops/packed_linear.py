@@ -9,17 +9,19 @@ rows' dtype in registers; many rows meet them unpacked, a block of outputs at a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cpu_ops.packed import GROUP, PackedWeight
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.launch import interprets, jit, jit_for_any, next_power_of_2, runs_kernel, tl
 from gpu_ops.linear import GpuLinear
 from gpu_ops.rms_norm import rms_norm_reference
 
+GROUP = 32  # weights with a scale of their own
+_BYTES_PER_PROGRAM = 512  # of a row that is unpacked
 _GROUPS_PER_PROGRAM = 32  # of a row that is quantised
 _MOST_ROWS = 64  # that tensor cores meet packed; more are worth unpacking
 _BLOCK_BYTES = 128 * 2**20  # of weights that are unpacked at one time
@@ -256,57 +258,83 @@ def unpack_kernel(
         tl.store(out + n * K + k, w.to(out.dtype.element_ty), mask=inside & (k < K))
 
 
-class _Part:
-    """Neighbouring outputs of one format, their numbers as the kernels read them.
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Neighbouring outputs of one format, as the kernels read them.
 
     Attributes:
-        scales: of q4 a pair of scale and minimum in each int32 [out_features, num_groups].
-        packed: the same memory.
+        codes: as `cpu_ops.packed.PackedWeight` has them: q8 int8 [num_out, num_groups, 32], q4
+            uint8 [num_out, num_groups, 16].
+        numbers: float16 [num_out, num_groups, 1 or 2], contiguous: a group's scale, and of q4 its
+            minimum.
+        in_features: of which the last group may lack some.
     """
 
-    def __init__(self, packed: PackedWeight) -> None:
-        self.packed = packed
-        self.is_q4 = packed.minimums is not None
-        self.num_out, self.num_groups = packed.scales.shape
-        self.codes = packed.codes.view(torch.int32).flatten(1)
-        self.scales = packed.scales
-        if packed.minimums is not None:
-            pairs = torch.as_strided(
-                packed.scales.view(torch.int16),
-                (self.num_out, self.num_groups, 2),
-                (2 * self.num_groups, 2, 1),
-            )
-            self.scales = pairs.view(torch.int32).squeeze(-1)
+    codes: Tensor
+    numbers: Tensor
+    in_features: int
 
-    def first(self, num_out: int) -> _Part:
-        packed = self.packed
-        minimums = None if packed.minimums is None else packed.minimums[:num_out]
-        codes, scales = packed.codes[:num_out], packed.scales[:num_out]
-        return _Part(PackedWeight(codes, scales, minimums, packed.in_features))
+    @classmethod
+    def of(
+        cls, codes: Tensor, scales: Tensor, minimums: Tensor | None, in_features: int
+    ) -> PackedRows:
+        """Those of a `PackedWeight`'s attributes; scales and minimums are copied."""
+        numbers = [scales] if minimums is None else [scales, minimums]
+        return cls(codes, torch.stack(numbers, -1), in_features)
 
+    @property
+    def is_q4(self) -> bool:
+        return self.numbers.shape[2] == 2
 
-def in_pairs(packed: PackedWeight) -> PackedWeight:
-    """The same weights with memory as the GPU's kernels read it: of q4 each minimum follows its
-    scale."""
-    if packed.minimums is None:
-        return packed
-    pairs = torch.stack([packed.scales, packed.minimums], -1)
-    return PackedWeight(packed.codes, pairs[..., 0], pairs[..., 1], packed.in_features)
+    @property
+    def num_out(self) -> int:
+        return int(self.numbers.shape[0])
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.numbers.shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.numbers.nbytes
+
+    @property
+    def words(self) -> Tensor:
+        """Codes, four in an int32."""
+        return self.codes.view(torch.int32)
+
+    @property
+    def scales(self) -> Tensor:
+        """[num_out, num_groups, 1]: float16, or of q4 scale and minimum in an int32."""
+        return self.numbers.view(torch.int32) if self.is_q4 else self.numbers
+
+    def part(self, first: int, last: int) -> PackedRows:
+        """Some of the outputs, over the same memory."""
+        return PackedRows(self.codes[first:last], self.numbers[first:last], self.in_features)
+
+    def dequantise(self) -> Tensor:
+        """float32 [num_out, in_features], by torch."""
+        codes, numbers = self.codes, self.numbers.float()
+        if self.is_q4:
+            codes = torch.cat([codes & 15, codes >> 4], -1)
+        values = codes.float() * numbers[..., :1]
+        values += numbers[..., 1:] if self.is_q4 else 0.0
+        return values.flatten(1)[:, : self.in_features]
 
 
 class GpuPackedLinear(GpuLinear):
     """A `GpuLinear` of packed weights.
 
     Args:
-        parts: outputs one after the other, as `in_pairs` has them.
+        parts: outputs one after the other.
         dtype: of x and out.
         bias: [out_features] in `dtype`.
     """
 
     def __init__(
-        self, parts: Sequence[PackedWeight], dtype: torch.dtype, bias: Tensor | None = None
+        self, parts: Sequence[PackedRows], dtype: torch.dtype, bias: Tensor | None = None
     ) -> None:
-        self._parts = [_Part(packed) for packed in parts]
+        self._parts = tuple(parts)
         self._bias = bias
         self.out_features = sum(part.num_out for part in self._parts)
         self.in_features = parts[0].in_features
@@ -314,17 +342,17 @@ class GpuPackedLinear(GpuLinear):
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.codes.nbytes + part.scales.nbytes for part in self._parts)
+        return sum(part.num_bytes for part in self._parts)
 
-    def reads(self, packed: PackedWeight) -> bool:
-        """Whether its memory begins with the codes of `packed`."""
-        return self._parts[0].codes.data_ptr() == packed.codes.data_ptr()
+    def reads(self, codes: Tensor) -> bool:
+        """Whether these are its first ones."""
+        return self._parts[0].codes.data_ptr() == codes.data_ptr()
 
     def first(self, out_features: int) -> GpuPackedLinear:
         parts, left = [], out_features
         for part in self._parts:
             if left > 0:
-                parts.append((part if part.num_out <= left else part.first(left)).packed)
+                parts.append(part.part(0, left))
                 left -= part.num_out
         bias = None if self._bias is None else self._bias[:out_features]
         return GpuPackedLinear(parts, self.dtype, bias)
@@ -363,7 +391,7 @@ class GpuPackedLinear(GpuLinear):
             bias = None if self._bias is None else self._bias[first : first + part.num_out]
             block_n, groups, warps = launch_shape(part.num_groups, is_q4=part.is_q4, glu=glu)
             packed_gemv_kernel[(-(-(last - first) // block_n),)](
-                part.codes,
+                part.words,
                 part.scales,
                 codes.view(torch.int32),
                 scales,
@@ -393,7 +421,7 @@ class GpuPackedLinear(GpuLinear):
             block_n = 32 if part.num_out < 16384 else 64
             packed_rows_kernel[(-(-part.num_out // block_n), -(-len(x) // block_m))](
                 x.contiguous(),
-                part.codes.view(torch.uint8 if part.is_q4 else torch.int8),
+                part.codes,
                 part.scales,
                 bias,
                 y[:, first:],
@@ -419,7 +447,7 @@ class GpuPackedLinear(GpuLinear):
             for start in range(0, part.num_out, step):
                 stop = min(start + step, part.num_out)
                 bias = None if self._bias is None else self._bias[first + start : first + stop]
-                y.append(functional.linear(x, unpack(part, self.dtype, start, stop), bias))
+                y.append(functional.linear(x, unpack(part.part(start, stop), self.dtype), bias))
             first += part.num_out
         return y[0] if len(y) == 1 else torch.cat(y, -1)
 
@@ -435,7 +463,7 @@ class GpuPackedLinear(GpuLinear):
         """The same with weights in float32."""
         if norm is not None:
             x = rms_norm_reference(x, *norm)
-        weight = torch.cat([part.packed.dequantise() for part in self._parts])
+        weight = torch.cat([part.dequantise() for part in self._parts])
         bias = None if self._bias is None else self._bias.float()
         y = functional.linear(x.float(), weight, bias).to(out_dtype)
         if glu:
@@ -471,22 +499,20 @@ def quantise_row(
     return codes, scales, sums
 
 
-def unpack(part: _Part, dtype: torch.dtype, first: int, last: int) -> Tensor:
-    """Rows `first` to before `last` of a part, [last - first, in_features] in `dtype`."""
-    if not runs_kernel(part.codes):
-        return part.packed.dequantise(dtype, first, last)
-    num_in = part.packed.in_features
-    out = torch.empty(last - first, num_in, dtype=dtype, device=part.codes.device)
-    block = 512
-    row_bytes = part.num_groups * (GROUP // 2 if part.is_q4 else GROUP)
-    unpack_kernel[(last - first, -(-row_bytes // block))](
-        part.codes[first:last].view(torch.uint8 if part.is_q4 else torch.int8),
-        part.scales[first:last],
+def unpack(rows: PackedRows, dtype: torch.dtype) -> Tensor:
+    """[num_out, in_features] in `dtype`."""
+    if not runs_kernel(rows.codes):
+        return rows.dequantise().to(dtype)
+    out = torch.empty(rows.num_out, rows.in_features, dtype=dtype, device=rows.codes.device)
+    row_bytes = rows.num_groups * (GROUP // 2 if rows.is_q4 else GROUP)
+    unpack_kernel[(rows.num_out, -(-row_bytes // _BYTES_PER_PROGRAM))](
+        rows.codes,
+        rows.scales,
         out,
-        num_in,
-        part.num_groups,
-        part.is_q4,
-        block,
+        rows.in_features,
+        rows.num_groups,
+        rows.is_q4,
+        _BYTES_PER_PROGRAM,
         num_warps=4,
     )
     return out

@@ -16,7 +16,7 @@ from cpu_ops.linear import PackedLinear as PackedCpuLinear
 from cpu_ops.linear import has_products
 from cpu_ops.packed import PackedWeight
 from cpu_ops.worker_pool import WorkerPool
-from gpu_ops.packed_linear import GpuPackedLinear, in_pairs
+from gpu_ops.packed_linear import GpuPackedLinear, PackedRows
 from offload.models.linear import Linear
 
 _BLOCK_BYTES = 4 * 2**20  # of weights that are unpacked at one time: they stay in a CPU's cache
@@ -90,10 +90,9 @@ class PackedLinear(Linear):
         if pool is not None and self.prefers_cpu_ops(x):
             return self.on_cpu()(pool, x.contiguous())
         if x.is_cuda:
-            rows = x.flatten(0, -2)
-            kernels = self.on_gpu()
-            few = not (x.requires_grad and torch.is_grad_enabled()) and 0 < len(rows) <= 16
-            out = kernels(rows.contiguous()) if few else kernels.many_rows(rows)
+            flat, on_gpu = x.flatten(0, -2), self.on_gpu()
+            learns = x.requires_grad and torch.is_grad_enabled()
+            out = on_gpu.many_rows(flat) if learns else on_gpu(flat.contiguous())
             return out.view(*x.shape[:-1], self.out_features)
         y: list[Tensor] = []
         for module in self._modules:
@@ -111,7 +110,11 @@ class PackedLinear(Linear):
         return y[0] if len(y) == 1 else torch.cat(y, dim=-1)
 
     def prefers_cpu_ops(self, x: Tensor) -> bool:
-        return x.is_cpu and len(x) > 0 and (has_products(x.dtype) or len(x) <= PackedCpuLinear.max_rows)
+        return (
+            x.is_cpu
+            and len(x) > 0
+            and (has_products(x.dtype) or len(x) <= PackedCpuLinear.max_rows)
+        )
 
     def on_cpu(self) -> CpuLinear:
         return PackedCpuLinear(
@@ -124,7 +127,7 @@ class PackedLinear(Linear):
         """Kernels over the weights, of neighbours of one format in one piece, which the modules'
         parameters become parts of."""
         known = _on_gpu.get(self._modules[0])
-        if known is not None and known.reads(self._modules[0].packed):
+        if known is not None and known.reads(self._modules[0].codes):
             return known
         parts = [
             _in_one_piece(list(same))
@@ -158,31 +161,29 @@ class PackedLinear(Linear):
         )
 
 
-def _in_one_piece(modules: Sequence[PackedModule]) -> PackedWeight:
-    """Their weights as one, as `in_pairs` has them.
+def _in_one_piece(modules: Sequence[PackedModule]) -> PackedRows:
+    """Their weights as a GPU's kernels read them.
 
     On a GPU the modules' parameters become parts of it; on a CPU, where kernels of the GPU are
     computed by references, they stay as the CPU's own read them.
     """
     packed = [module.packed for module in modules]
     minimums = [each.minimums for each in packed if each.minimums is not None]
-    whole = in_pairs(
-        PackedWeight(
-            torch.cat([each.codes for each in packed]) if len(packed) > 1 else packed[0].codes,
-            torch.cat([each.scales for each in packed]) if len(packed) > 1 else packed[0].scales,
-            torch.cat(minimums) if minimums else None,
-            packed[0].in_features,
-        )
+    rows = PackedRows.of(
+        torch.cat([each.codes for each in packed]) if len(packed) > 1 else packed[0].codes,
+        torch.cat([each.scales for each in packed]),
+        torch.cat(minimums) if minimums else None,
+        packed[0].in_features,
     )
     first = 0
-    for module in modules if whole.codes.is_cuda else ():
-        part = slice(first, first + module.out_features)
-        module.codes.data = whole.codes[part]
-        module.scales.data = whole.scales[part].view(torch.int16)
-        if module.minimums is not None and whole.minimums is not None:
-            module.minimums.data = whole.minimums[part].view(torch.int16)
+    for module in modules if rows.codes.is_cuda else ():
+        part = rows.part(first, first + module.out_features)
+        module.codes.data = part.codes
+        module.scales.data = part.numbers[..., 0].view(torch.int16)
+        if module.minimums is not None:
+            module.minimums.data = part.numbers[..., 1].view(torch.int16)
         first += module.out_features
-    return whole
+    return rows
 
 
 def _fixed(values: Tensor) -> nn.Parameter:

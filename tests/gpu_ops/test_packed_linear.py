@@ -8,24 +8,31 @@ from cases.operands import DTYPES, TOLERANCE, assert_close, poisoned, quiet_nump
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
-from cpu_ops.packed import FORMATS, PackedWeight, quantise
-from gpu_ops.packed_linear import GpuPackedLinear, in_pairs, quantise_row, unpack
+from cpu_ops.packed import FORMATS, quantise
+from gpu_ops.packed_linear import GpuPackedLinear, PackedRows, quantise_row, unpack
 
 EPS = 1e-5
 OF_CODES = 2e-2  # relative L2 of a row's int8 codes, of which the largest sets the grid
 
 
-def made(rng, rows: int, num_in: int, formats: str, device: str) -> list[PackedWeight]:
+def made(rng, rows: int, num_in: int, formats: str, device: str) -> list[PackedRows]:
     """Weights in as many formats, each of a share of the rows."""
     parts, names = [], formats.split()
     for i, name in enumerate(names):
         share = rows // len(names) if i + 1 < len(names) else rows - i * (rows // len(names))
         dense = random(rng, share, num_in, dtype=torch.float32, device=device, scale=num_in**-0.5)
-        parts.append(in_pairs(quantise(dense, name)))
+        parts.append(rows_of(dense, name))
     return parts
 
 
-def dense_of(parts: list[PackedWeight]) -> torch.Tensor:
+def rows_of(dense: torch.Tensor, format: str) -> PackedRows:
+    packed = quantise(dense, format)
+    rows = PackedRows.of(packed.codes, packed.scales, packed.minimums, packed.in_features)
+    assert torch.equal(rows.dequantise(), packed.dequantise())
+    return rows
+
+
+def dense_of(parts: list[PackedRows]) -> torch.Tensor:
     return torch.cat([part.dequantise().double() for part in parts])
 
 
@@ -107,8 +114,7 @@ def test_the_first_outputs_end_in_a_part(device: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_weights_are_unpacked_exactly(device: str, format: str) -> None:
     (part,) = made(new_rng(), 9, 100, format, device)
-    linear = GpuPackedLinear([part], torch.float32)
-    unpacked = unpack(linear._parts[0], torch.float32, 2, 9)
+    unpacked = unpack(part.part(2, 9), torch.float32)
     torch.testing.assert_close(unpacked, part.dequantise()[2:], rtol=1e-6, atol=1e-7)
 
 

@@ -51,7 +51,7 @@ class NativeDecoder(SequencePart):
         self.attention = DecodeAttention(
             policy,
             store,
-            num_qo_heads=model.shape.num_qo_heads,
+            num_qo_heads=model.each("num_qo_heads"),
             pool=self.pool,
             sm_scale=model.sm_scales,
         )
@@ -166,13 +166,14 @@ class NativeDecoder(SequencePart):
             step = LayersStep(stack, hidden, ropes[0], rows, other_ropes=ropes[1:])
             for layer_idx, layer in enumerate(self.model.layers):
                 rope_idx = layer.spec.rope_idx
+                qkv, attended = step.of_layer(layer_idx)
                 stack.project(layer_idx, step, rope_idx)
                 if self.after_projection is not None:
                     positions = torch.from_numpy(rows.positions)
-                    self.after_projection(layer_idx, first_row, step.qkv, positions)
-                    attention.rope_append(layer_idx, rows, step.qkv, ropes[rope_idx])
+                    self.after_projection(layer_idx, first_row, qkv, positions)
+                    attention.rope_append(layer_idx, rows, qkv, ropes[rope_idx])
                 self._mark("linear", layer_idx)
-                attention.attend(layer_idx, rows, step.qkv, step.attended)
+                attention.attend(layer_idx, rows, qkv, attended)
                 self._mark("attend", layer_idx)
                 stack.finish(layer_idx, step)
             return

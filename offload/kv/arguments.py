@@ -16,12 +16,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_sizes(**sizes: int) -> None:
-    """Checks the sizes of a store, head_dim among them."""
+    """Checks sizes of a store."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
-    if sizes["head_dim"] % 8:
-        raise ValueError(f"head_dim must be a multiple of 8, got {sizes['head_dim']}")
 
 
 def check_dtype(dtype: torch.dtype) -> None:

@@ -25,6 +25,9 @@ With `per_head_pages` a page is of one KV head, so that heads may have different
 Positions are the same 0 .. kv_len for all heads, and new tokens are the last of all. A head lacks
 the first `starts[layer_idx, kv_head]` positions, a multiple of page_tokens: it has no pages there.
 
+Where layers differ in num_kv_heads or head_dim, the pages of all layers for the same tokens, one
+after the other, are one page of the pool, and a row of the page table is a layer as above.
+
 A decode step: `reserve` room for the new tokens, write every layer (`append`, or a native kernel
 that writes the rows through the page table), `commit`. Forked sequences share pages; `reserve`
 replaces a shared page by a copy before anything may be written to it. What the store says it uses
@@ -48,6 +51,7 @@ from offload.kv.arguments import (
     check_sizes,
     check_writable,
 )
+from offload.kv.heads import HeadsOfLayers
 from offload.kv.ledger import MemoryLedger
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape
 from offload.kv.rewriting import RowsOfLayer, rewrite
@@ -64,11 +68,13 @@ class KVStore:
     """Paged KV of many sequences, each named by a handle (an int that is never reused).
 
     Args:
-        num_layers, num_kv_heads, head_dim: of the model; head_dim a multiple of 8.
+        num_layers: of the model.
+        num_kv_heads, head_dim: of all layers, or of each; head_dim a multiple of 8.
         dtype: torch.float32, torch.float16 or torch.bfloat16.
         host_budget_bytes: hard limit on host memory; default: what `host_memory()` leaves a model.
         page_tokens: tokens in a page.
-        per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`).
+        per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`);
+            not where layers differ (NotImplementedError).
         slab_bytes: host memory is taken from the system in multiples of this, as needed, up to the
             budget (the last slab may be smaller); at least one page.
         pinned: register slabs with the CUDA driver, so that `append_async` does not wait, and
@@ -81,8 +87,8 @@ class KVStore:
         self,
         *,
         num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        num_kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
         dtype: torch.dtype,
         host_budget_bytes: int | None = None,
         page_tokens: int = 256,
@@ -90,16 +96,16 @@ class KVStore:
         slab_bytes: int = DEFAULT_SLAB_BYTES,
         pinned: bool | HostRegistration = False,
     ) -> None:
-        heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        check_sizes(**heads, page_tokens=page_tokens, slab_bytes=slab_bytes)
+        check_sizes(num_layers=num_layers, page_tokens=page_tokens, slab_bytes=slab_bytes)
+        self._heads = HeadsOfLayers(num_layers, num_kv_heads, head_dim)
+        if per_head_pages:
+            self._heads.check_alike("per_head_pages (a bound of host_bytes_per_sequence)")
         check_dtype(dtype)
         if host_budget_bytes is None:
             host_budget_bytes = host_memory().model_bytes()
         if host_budget_bytes < 0:
             raise ValueError(f"host_budget_bytes must not be negative, got {host_budget_bytes}")
         self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
         self.dtype = dtype
         self.page_tokens = page_tokens
         self.per_head_pages = per_head_pages
@@ -107,7 +113,11 @@ class KVStore:
             (CudaRegistration() if pinned else None) if isinstance(pinned, bool) else pinned
         )
         self._pool = PagePool(
-            page_shape=page_shape(1 if per_head_pages else num_kv_heads, page_tokens, head_dim),
+            page_shape=(
+                page_shape(1, page_tokens, self.head_dim)
+                if per_head_pages
+                else self._heads.page_shape(page_tokens)
+            ),
             dtype=dtype,
             budget_bytes=host_budget_bytes,
             slab_bytes=slab_bytes,
@@ -118,13 +128,32 @@ class KVStore:
         self._closed = False
 
     @property
+    def num_kv_heads(self) -> int:
+        """Of every layer; NotImplementedError if they differ."""
+        self._heads.check_alike("this")
+        return self._heads.of_layers[0][0]
+
+    @property
+    def head_dim(self) -> int:
+        """Of every layer; NotImplementedError if they differ."""
+        self._heads.check_alike("this")
+        return self._heads.of_layers[0][1]
+
+    def heads_of(self, layer_idx: int) -> tuple[int, int]:
+        """(num_kv_heads, head_dim) of a layer."""
+        return self._heads.of_layers[layer_idx]
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page: page_tokens tokens of one row of a page table."""
         return self._pool.page_bytes
 
     @property
     def num_page_rows(self) -> int:
-        """Rows of a page table: layers, or KV heads of all layers where heads are apart."""
+        """Pages of the same tokens: of layers, or KV heads of all layers where heads are apart, as
+        rows of a page table; 1 where layers differ."""
+        if not self._heads.are_alike:
+            return 1
         return self.num_layers * (self.num_kv_heads if self.per_head_pages else 1)
 
     @property
@@ -193,8 +222,9 @@ class KVStore:
         sequence = SequencePages(
             self._pool,
             page_tokens=self.page_tokens,
-            starts=np.zeros((self.num_layers, self.num_kv_heads), np.int64),
+            starts=np.zeros((self.num_layers, self._heads.most_kv_heads), np.int64),
             per_head_pages=self.per_head_pages,
+            slots=self._heads.slots(self.page_tokens),
         )
         return self._add(sequence)
 
@@ -218,7 +248,7 @@ class KVStore:
         return sequence.num_present_pages() - sum(counts)
 
     def starts(self, seq: int) -> Int64Array:
-        """int64 [num_layers, num_kv_heads], C-contiguous: the first position that a head has.
+        """int64 [num_layers, most num_kv_heads], C-contiguous: the first position that a head has.
 
         The store's own array, not a copy: `rewrite`, and `truncate` to 0, update it in place. All 0
         unless heads are apart.
@@ -226,7 +256,7 @@ class KVStore:
         return self._sequence(seq).starts
 
     def page_table(self, seq: int) -> Int64Array:
-        """int64 [num_page_rows, capacity_pages], C-contiguous: addresses of pages, 0 where none is.
+        """int64 [rows, capacity_pages], C-contiguous: addresses of pages, 0 where none is.
 
         The store's own array, not a copy: `reserve`, `truncate` and `rewrite` update it in place,
         and only `reserve` and `rewrite` may replace it by a larger one.
@@ -271,7 +301,8 @@ class KVStore:
         """Write one layer's new tokens at positions `start` .. (default: from kv_len).
 
         Args:
-            keys, values: the store's dtype, [num_new_tokens, num_kv_heads, head_dim], any strides.
+            keys, values: the store's dtype, [num_new_tokens, num_kv_heads, head_dim] of the layer,
+                any strides.
 
         Raises:
             ValueError: before anything is written, for a wrong shape or dtype, a NaN or infinity,
@@ -343,7 +374,8 @@ class KVStore:
                 f"sequence {seq} has {sequence.reserved_len} positions, cannot gather "
                 f"{start}..{stop}"
             )
-        expected = (self.num_kv_heads, stop - start, self.head_dim)
+        num_kv_heads, head_dim = self.heads_of(layer_idx)
+        expected = (num_kv_heads, stop - start, head_dim)
         if out is None:
             out = (torch.empty(expected, dtype=self.dtype), torch.empty(expected, dtype=self.dtype))
         check_out(out, expected, self.dtype)
@@ -477,7 +509,7 @@ class KVStore:
         """Where rows that `append` may write go, counted from the first row."""
         sequence = self._sequence(seq)
         self._check_layer(layer_idx)
-        check_new_rows(keys, values, self.num_kv_heads, self.head_dim, self.dtype)
+        check_new_rows(keys, values, *self.heads_of(layer_idx), self.dtype)
         start = sequence.kv_len if start is None else start
         stop = start + len(keys)
         check_writable(sequence, seq, layer_idx, start, stop)

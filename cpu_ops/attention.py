@@ -71,6 +71,7 @@ class NativeAttention:
         self.layer_heads: list[tuple[int, int, int]] = [*zip(*columns, strict=True)]
         for heads_of_layer in set(self.layer_heads):
             _check_heads(*heads_of_layer)
+        self.heads_differ = len(set(self.layer_heads)) > 1
         self.num_layers = num_layers
         self.num_qo_heads, self.num_kv_heads, self.head_dim = map(max, columns)
         self.dtype = dtype

@@ -144,7 +144,7 @@ class DecodeAttention(NativeAttention):
         self.states = PolicyStates(
             policy,
             store,
-            num_qo_heads=num_qo_heads,
+            layer_heads=self.layer_heads,
             sm_scales=self.sm_scales,
             pool=pool,
             layers=self._selecting_layers(),
@@ -425,7 +425,7 @@ class DecodeAttention(NativeAttention):
         kv_lens = step.kv_lens.tolist()
         for layer_idx, query in queries.items():
             query = query[:, : self.query_features(layer_idx)]
-            heads = query.view(len(query), self.num_qo_heads, -1)
+            heads = query.view(len(query), self.layer_heads[layer_idx][0], -1)
             for row, (seq, kv_len) in enumerate(zip(step.seqs, kv_lens, strict=True)):
                 if self._observes_queries and self.attends_to_all(seq, kv_len):
                     self.states.record_queries(seq, layer_idx, heads[row][:, None], kv_len)
@@ -449,12 +449,12 @@ def shares_positions(policy: Policy, num_layers: int, num_units: int) -> str:
 
 
 def needs_alike_layers(policy: Policy, num_layers: int, num_units: int) -> str:
-    """What a policy does that layers whose heads differ cannot have yet, or "": its arrays, roles
-    and members are counted by the heads of all layers."""
+    """What a policy does that layers whose heads differ cannot have yet, or "": what is
+    counted by units is [layer, unit]."""
     if not policy.selects:
         return ""
-    if policy.state.has_arrays or policy.estimate_clusters:
-        return "keeps arrays of a sequence's tokens"
+    if policy.estimate_clusters:
+        return "estimates the rest of a selection"
     if policy.selection_mean_tokens is not None:
         return "adapts to a mean of tokens"
     of_units = policy.roles, policy.unit_members

@@ -157,12 +157,13 @@ class NativeDecoder(SequencePart):
         """hidden [n, hidden_size] through all layers, in place.
 
         Args:
-            ropes: cos, sin [n, head_dim], of each of the model's; where there are several, Python
-                goes layer by layer.
+            ropes: cos, sin [n, head_dim], of each of the model's; where there are several, or heads
+                of layers differ, Python goes layer by layer.
         """
         attention, stack = self.attention, self.stack
         is_watched = self.after_projection is not None or self.on_mark is not None
-        if attention.on_attended is not None or rows.in_turns or is_watched or len(ropes) > 1:
+        differ = len(ropes) > 1 or attention.heads_differ
+        if attention.on_attended is not None or rows.in_turns or is_watched or differ:
             step = LayersStep(stack, hidden, ropes[0], rows, other_ropes=ropes[1:])
             for layer_idx, layer in enumerate(self.model.layers):
                 rope_idx = layer.spec.rope_idx

@@ -13,9 +13,10 @@ from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload import OffloadedModel
 from offload.models import LayerSpec, ModelFamily, families, lean_model_maker
-from offload.policies import Policy
+from offload.policies import Policy, make_policy
 from offload.policies.exact_topk import ExactTopK
 from offload.policies.full import Full
+from offload.policies.tidal_decode import TidalDecode
 from offload.runtime import model_loading
 
 LOCAL_THETA = 100.0
@@ -35,20 +36,16 @@ class Alternating(ModelFamily):
         return stock.model.rotary_emb, local_rotary(stock)
 
     def layer_spec(self, stock: Any, layer_idx: int) -> LayerSpec:
-        spec, attention = (
-            super().layer_spec(stock, layer_idx),
-            stock.model.layers[layer_idx].self_attn,
-        )
-        if not is_local(layer_idx):
-            return spec
+        spec = super().layer_spec(stock, layer_idx)
         attention = stock.model.layers[layer_idx].self_attn
-        return replace(
+        spec = replace(
             spec,
             num_qo_heads=attention.q_proj.out_features // spec.head_dim,
             num_kv_heads=attention.k_proj.out_features // spec.head_dim,
-            sm_scale=spec.sm_scale / 2,
-            rope_idx=1,
         )
+        if not is_local(layer_idx):
+            return spec
+        return replace(spec, rope_idx=1, sm_scale=spec.sm_scale / 2)
 
 
 def local_rotary(stock: Any) -> Any:
@@ -201,6 +198,37 @@ def test_tokens_where_heads_differ(
     ]
 
 
+@pytest.mark.parametrize("name", ["quest", "lychee_cluster", "sketch"])
+@torch.inference_mode()
+def test_tokens_of_a_policy_with_arrays(
+    name: str, stock: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Those of a model whose layers are alike, by heads that add nothing."""
+    config = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    alike, differing = make_tiny_model("llama", **config), make_tiny_model("llama", **config)
+    for made in (alike, differing):
+        for layer_idx, layer in enumerate(made.model.layers):
+            attention = layer.self_attn
+            if is_local(layer_idx):
+                continue
+            attention.o_proj.weight.data[:, 6 * 32 :] = 0.0
+            if made is differing:
+                for projection, rows in (("q_proj", 6), ("k_proj", 2), ("v_proj", 2)):
+                    weight = getattr(attention, projection).weight
+                    weight.data = weight.data[: rows * 32].clone()
+                    getattr(attention, projection).out_features = rows * 32
+                attention.o_proj.weight.data = attention.o_proj.weight.data[:, : 6 * 32].clone()
+                attention.o_proj.in_features = 6 * 32
+    sizes = {"budget_tokens": 48, "sink_tokens": 2, "recent_tokens": 6, "dense_layers": 0}
+    policy = make_policy(name, **sizes)
+    prompt, options = random_tokens(1, 200, seed=3), {"max_new_tokens": 48, "do_sample": False}
+    tokens = []
+    for made in (alike, differing):
+        model = load(made, tmp_path, monkeypatch, policy=policy)
+        tokens.append(model.generate(prompt, **options, eos_token_id=None).tolist())
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -208,8 +236,11 @@ def test_tokens_where_heads_differ(
         ({"host_bytes_per_sequence": 2**20}, "host_bytes_per_sequence"),
         ({"quality_probe": 0.5}, "quality_probe"),
         ({"cache_correction_every": 8}, "cache_correction_every"),
-        ({"policy": "lychee_cluster"}, "policy='lychee_cluster', which keeps arrays"),
-        ({"policy": "lychee_decode"}, "needs layers whose heads are alike"),
+        (
+            {"policy": replace(TOP_K, estimate_clusters=4)},
+            "policy='exact_topk', which estimates the rest of a selection, needs",
+        ),
+        ({"policy": TidalDecode(TOP_K, select_layers=(0,))}, "calibration"),
     ],
 )
 def test_what_needs_alike_heads_is_refused(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,12 @@ from cpu_ops.native import (
     check_tensor,
     dtype_code,
     isa_name,
+    of_layers,
     page_shift,
 )
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.trace import TraceEvent
 from cpu_ops.worker_pool import WorkerPool
-
-T = TypeVar("T")
 
 
 class NativeAttention:
@@ -67,7 +66,7 @@ class NativeAttention:
         isa: str | None = None,
     ) -> None:
         heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        columns = [_of_layers(num_layers, name, size) for name, size in heads.items()]
+        columns = [of_layers(num_layers, name, size) for name, size in heads.items()]
         self.layer_heads: list[tuple[int, int, int]] = [*zip(*columns, strict=True)]
         for heads_of_layer in set(self.layer_heads):
             _check_heads(*heads_of_layer)
@@ -76,7 +75,7 @@ class NativeAttention:
         self.num_qo_heads, self.num_kv_heads, self.head_dim = map(max, columns)
         self.dtype = dtype
         scale = [dim**-0.5 for dim in columns[2]] if sm_scale is None else sm_scale
-        self.sm_scales = _of_layers(num_layers, "sm_scale", scale)
+        self.sm_scales = of_layers(num_layers, "sm_scale", scale)
         self.sparse_layers = np.zeros(num_layers, bool)
         self.window: tuple[int, int] | None = None
         self.budget_tokens = 0
@@ -293,14 +292,6 @@ class NativeAttention:
         collected them in time: first those of the leading thread, then each worker's."""
         events, num_lost = self.native.drain()
         return [TraceEvent(*event) for event in events], num_lost
-
-
-def _of_layers(num_layers: int, name: str, value: T | Sequence[T]) -> tuple[T, ...]:
-    """`value` of each layer; ValueError for another number of layers."""
-    of_layers = tuple(value) if isinstance(value, Sequence) else (value,) * num_layers
-    if len(of_layers) != num_layers:
-        raise ValueError(f"expected {num_layers} {name}, got {len(of_layers)}")
-    return of_layers
 
 
 def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int) -> None:

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from offload.kv.heads import Slot
-from offload.kv.page_pool import Int64Array, PagePool
+from offload.kv.page_pool import Int64Array, PagePool, Slot
 from offload.kv.transfer import Part, Piece
 
 

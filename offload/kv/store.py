@@ -36,12 +36,14 @@ is what the process uses: slabs are touched when they are made (see `page_pool`)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from cpu_ops.native import of_layers
 from offload.kv.arguments import (
     check_batch,
     check_dtype,
@@ -51,9 +53,8 @@ from offload.kv.arguments import (
     check_sizes,
     check_writable,
 )
-from offload.kv.heads import HeadsOfLayers
 from offload.kv.ledger import MemoryLedger
-from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape
+from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape, slots_of
 from offload.kv.rewriting import RowsOfLayer, rewrite
 from offload.kv.sequence_pages import SequencePages, make_room, reserve
 from offload.kv.transfer import Part, all_finite, read_rows, write_rows
@@ -97,9 +98,12 @@ class KVStore:
         pinned: bool | HostRegistration = False,
     ) -> None:
         check_sizes(num_layers=num_layers, page_tokens=page_tokens, slab_bytes=slab_bytes)
-        self._heads = HeadsOfLayers(num_layers, num_kv_heads, head_dim)
-        if per_head_pages:
-            self._heads.check_alike("per_head_pages (a bound of host_bytes_per_sequence)")
+        num_kv_heads = of_layers(num_layers, "num_kv_heads", num_kv_heads)
+        self._heads = [*zip(num_kv_heads, of_layers(num_layers, "head_dim", head_dim), strict=True)]
+        for heads, dim in self._heads:
+            check_sizes(num_kv_heads=heads, head_dim=dim)
+        are_alike = len(set(self._heads)) == 1
+        self._slots = [] if are_alike else slots_of(self._heads, page_tokens)
         check_dtype(dtype)
         if host_budget_bytes is None:
             host_budget_bytes = host_memory().model_bytes()
@@ -114,9 +118,11 @@ class KVStore:
         )
         self._pool = PagePool(
             page_shape=(
-                page_shape(1, page_tokens, self.head_dim)
-                if per_head_pages
-                else self._heads.page_shape(page_tokens)
+                (sum(math.prod(shape) for _, shape in self._slots),)
+                if self._slots and not per_head_pages
+                else page_shape(
+                    1 if per_head_pages else self.num_kv_heads, page_tokens, self.head_dim
+                )
             ),
             dtype=dtype,
             budget_bytes=host_budget_bytes,
@@ -130,18 +136,16 @@ class KVStore:
     @property
     def num_kv_heads(self) -> int:
         """Of every layer; NotImplementedError if they differ."""
-        self._heads.check_alike("this")
-        return self._heads.of_layers[0][0]
+        return self._of_all_layers(0)
 
     @property
     def head_dim(self) -> int:
         """Of every layer; NotImplementedError if they differ."""
-        self._heads.check_alike("this")
-        return self._heads.of_layers[0][1]
+        return self._of_all_layers(1)
 
     def heads_of(self, layer_idx: int) -> tuple[int, int]:
         """(num_kv_heads, head_dim) of a layer."""
-        return self._heads.of_layers[layer_idx]
+        return self._heads[layer_idx]
 
     @property
     def page_bytes(self) -> int:
@@ -152,7 +156,7 @@ class KVStore:
     def num_page_rows(self) -> int:
         """Pages of the same tokens: of layers, or KV heads of all layers where heads are apart, as
         rows of a page table; 1 where layers differ."""
-        if not self._heads.are_alike:
+        if self._slots:
             return 1
         return self.num_layers * (self.num_kv_heads if self.per_head_pages else 1)
 
@@ -222,9 +226,9 @@ class KVStore:
         sequence = SequencePages(
             self._pool,
             page_tokens=self.page_tokens,
-            starts=np.zeros((self.num_layers, self._heads.most_kv_heads), np.int64),
+            starts=np.zeros((self.num_layers, max(self._heads)[0]), np.int64),
             per_head_pages=self.per_head_pages,
-            slots=self._heads.slots(self.page_tokens),
+            slots=self._slots,
         )
         return self._add(sequence)
 
@@ -514,6 +518,16 @@ class KVStore:
         stop = start + len(keys)
         check_writable(sequence, seq, layer_idx, start, stop)
         return sequence.parts(layer_idx, start, stop)
+
+    def _of_all_layers(self, i: int) -> int:
+        for layer_idx, heads in enumerate(self._heads):
+            if heads != self._heads[0]:
+                raise NotImplementedError(
+                    f"layer {layer_idx} has (num_kv_heads, head_dim) = {heads}, layer 0 has "
+                    f"{self._heads[0]}: pages of each KV head, saved caches and GPUs need layers "
+                    "whose heads are alike yet"
+                )
+        return self._heads[0][i]
 
     def _check_layer(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_layers:

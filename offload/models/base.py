@@ -162,7 +162,7 @@ def check_alike(specs: Sequence[LayerSpec], what: str) -> None:
                 raise NotImplementedError(
                     f"layer {layer_idx} has {name}={own}, layer 0 has {first}: {what} "
                     "needs layers whose heads are alike yet; others decode with device='cpu' under "
-                    "policy='full' or 'exact_topk'"
+                    "policies such as 'full', 'exact_topk' and 'lychee_cluster'"
                 )
 
 

@@ -8,6 +8,7 @@
 #include "check.h"
 #include "selections.h"
 #include "attention/decode_attention.h"
+#include "attention/policy_context.h"
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
 

@@ -198,7 +198,7 @@ def test_tokens_where_heads_differ(
     ]
 
 
-@pytest.mark.parametrize("name", ["quest", "lychee_cluster", "sketch"])
+@pytest.mark.parametrize("name", ["quest", "lychee_cluster", "sketch", "lfps"])
 @torch.inference_mode()
 def test_tokens_of_a_policy_with_arrays(
     name: str, stock: Any, tmp_path: Path, monkeypatch: Any
@@ -226,7 +226,8 @@ def test_tokens_of_a_policy_with_arrays(
     for made in (alike, differing):
         model = load(made, tmp_path, monkeypatch, policy=policy)
         tokens.append(model.generate(prompt, **options, eos_token_id=None).tolist())
-    assert tokens[0] == tokens[1]
+    drafted = model.generate(prompt, **options, eos_token_id=None, prompt_lookup_num_tokens=3)
+    assert tokens[0] == tokens[1] == drafted.tolist()
 
 
 @pytest.mark.parametrize(

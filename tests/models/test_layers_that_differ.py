@@ -166,7 +166,9 @@ def test_tokens_are_those_of_a_sequential_reference(
 ) -> None:
     expected = reference_tokens(stock, policy, prompt := random_tokens(1, 61, seed=3))
     model = load(stock, tmp_path, monkeypatch, policy=policy, **where)
-    made = model.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)
+    made = model.generate(
+        prompt.to(model.device), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
+    )
     assert made[0, prompt.shape[1] :].tolist() == expected
 
 

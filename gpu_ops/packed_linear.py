@@ -2,7 +2,7 @@
 
 A few rows are whole numbers alone: they are quantised in groups of 32, as the weights are, and
 `dp4a` multiplies four of them at a time; scales meet the sums of groups. That reads 4.5 or 8.5 bits
-a weight, once. Many rows meet weights that are unpacked, a block of outputs at a time.
+a weight. Many rows meet weights that are unpacked, a block of outputs at a time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from gpu_ops.checks import check_dtype, check_tensor
-from gpu_ops.launch import interprets, jit, jit_for_any, next_power_of_2, runs_kernel, tl
+from gpu_ops.launch import interprets, jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.linear import GpuLinear
 from gpu_ops.rms_norm import rms_norm_reference
 
 GROUP = 32  # weights with a scale of their own
 _PER_PROGRAM = 1024  # elements of a row that is unpacked
 _GROUPS_PER_PROGRAM = 32  # of a row that is quantised
-_MOST_ROWS = 16  # that meet packed weights; more are worth unpacking
+_MOST_ROWS = 8  # that meet packed weights; more are worth unpacking
 _BLOCK_BYTES = 128 * 2**20  # of weights that are unpacked at one time
 
 
@@ -86,51 +86,44 @@ def _products(
     sums: tl.tensor,
     n: tl.tensor,
     inside_n: tl.tensor,
-    num_rows: tl.tensor,
     NUM_GROUPS: tl.constexpr,
     IS_Q4: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     DP4A: tl.constexpr,
 ) -> tl.tensor:
-    """Products of rows n [BLOCK_N] of the weights and all rows: float32 [BLOCK_M, BLOCK_N]."""
+    """Products of rows n [BLOCK_N] of the weights and one row: float32 [BLOCK_N]."""
     WORDS: tl.constexpr = 4 if IS_Q4 else 8  # of four bytes, in a group
-    shape: tl.constexpr = (BLOCK_M, BLOCK_N, GROUPS, WORDS)
-    word = tl.arange(0, WORDS)
-    m = tl.arange(0, BLOCK_M)
-    totals = tl.zeros((BLOCK_M, BLOCK_N, GROUPS), tl.float32)
+    shape: tl.constexpr = (BLOCK_N, GROUPS, WORDS)
+    word = tl.arange(0, WORDS)[None, None, :]
+    totals = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     zero = tl.zeros(shape, tl.int32)
     for start in range(0, NUM_GROUPS, GROUPS):
         g = start + tl.arange(0, GROUPS)
         inside_g = g < NUM_GROUPS
         inside = inside_n[:, None] & inside_g[None, :]
         of_group = n[:, None] * NUM_GROUPS + g[None, :]
-        at = weight_codes + of_group[:, :, None] * WORDS + word[None, None, :]
-        w = tl.load(at, mask=inside[:, :, None], other=0, eviction_policy="evict_first")[None]
-        inside_x = (m < num_rows)[:, None] & inside_g[None, :]
-        of_x = m[:, None] * NUM_GROUPS + g[None, :]
-        x = codes + of_x[:, :, None] * 8 + word[None, None, :]
-        low = tl.load(x, mask=inside_x[:, :, None], other=0)[:, None]
-        scale = tl.load(scales + of_x, mask=inside_x, other=0.0)[:, None, :]
+        at = weight_codes + of_group[:, :, None] * WORDS + word
+        w = tl.load(at, mask=inside[:, :, None], other=0, eviction_policy="evict_first")
+        x = codes + g[None, :, None] * 8 + word
+        low = tl.broadcast_to(tl.load(x, mask=inside_g[None, :, None], other=0), shape)
+        scale = tl.load(scales + g, mask=inside_g, other=0.0)[None, :]
         if IS_Q4:
-            high = tl.load(x + 4, mask=inside_x[:, :, None], other=0)[:, None]
+            high = tl.broadcast_to(tl.load(x + 4, mask=inside_g[None, :, None], other=0), shape)
             both = tl.load(weight_scales + of_group, mask=inside, other=0)  # scale and minimum
             of_weight = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             least = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            low, high = tl.broadcast_to(low, shape), tl.broadcast_to(high, shape)
-            dots = _dot4(tl.broadcast_to(w & 0x0F0F0F0F, shape), low, zero, DP4A)
-            dots = _dot4(tl.broadcast_to((w >> 4) & 0x0F0F0F0F, shape), high, dots, DP4A)
-            total = tl.load(sums + of_x, mask=inside_x, other=0.0)[:, None, :]
-            totals += least[None] * total
+            dots = _dot4(w & 0x0F0F0F0F, low, zero, DP4A)
+            dots = _dot4((w >> 4) & 0x0F0F0F0F, high, dots, DP4A)
+            totals += least * tl.load(sums + g, mask=inside_g, other=0.0)[None, :]
         else:
             of_weight = tl.load(weight_scales + of_group, mask=inside, other=0.0).to(tl.float32)
-            dots = _dot4(tl.broadcast_to(w, shape), tl.broadcast_to(low, shape), zero, DP4A)
-        totals += tl.sum(dots, 3).to(tl.float32) * (of_weight[None] * scale)
-    return tl.sum(totals, 2)
+            dots = _dot4(w, low, zero, DP4A)
+        totals += tl.sum(dots, 2).to(tl.float32) * (of_weight * scale)
+    return tl.sum(totals, 1)
 
 
-@jit_for_any("num_rows")
+@jit
 def packed_product_kernel(
     weight_codes: tl.tensor,
     weight_scales: tl.tensor,
@@ -140,46 +133,49 @@ def packed_product_kernel(
     bias: tl.tensor,  # None: there is none; so with the next
     residual: tl.tensor,
     out: tl.tensor,
-    num_rows: tl.tensor,
     num_out: tl.tensor,
     stride: tl.tensor,
     NUM_GROUPS: tl.constexpr,
     IS_Q4: tl.constexpr,
     GLU: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     DP4A: tl.constexpr,
 ) -> None:
-    """One program per BLOCK_N outputs of all rows, in `out` `stride` elements apart; with GLU rows
-    i, i + num_out of the weights are gate and up of output i."""
+    """One program per row, `stride` elements apart in `out`, and BLOCK_N outputs; with GLU rows
+    i, i + num_out of the weights are gate and up of output i.
+
+    Neighbouring programs are of different rows: weights come from the cache for all but one.
+    """
     dtype = out.dtype.element_ty
-    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = n < num_out
+    codes += row * NUM_GROUPS * 8
+    scales += row * NUM_GROUPS
+    sums += row * NUM_GROUPS
     y = _products(
-        weight_codes, weight_scales, codes, scales, sums, n, inside_n, num_rows,
-        NUM_GROUPS, IS_Q4, BLOCK_M, BLOCK_N, GROUPS, DP4A,
+        weight_codes, weight_scales, codes, scales, sums, n, inside_n,
+        NUM_GROUPS, IS_Q4, BLOCK_N, GROUPS, DP4A,
     )  # fmt: skip
     if bias is not None:
-        y += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+        y += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)
     y = y.to(dtype)
     if GLU:
         up = _products(
-            weight_codes, weight_scales, codes, scales, sums, n + num_out, inside_n, num_rows,
-            NUM_GROUPS, IS_Q4, BLOCK_M, BLOCK_N, GROUPS, DP4A,
+            weight_codes, weight_scales, codes, scales, sums, n + num_out, inside_n,
+            NUM_GROUPS, IS_Q4, BLOCK_N, GROUPS, DP4A,
         )  # fmt: skip
         if bias is not None:
-            up += tl.load(bias + num_out + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + num_out + n, mask=inside_n, other=0.0).to(tl.float32)
         gate = y.to(tl.float32)
         gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
         y = (gate.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
-    m = tl.arange(0, BLOCK_M)
-    at = m[:, None].to(tl.int64) * stride + n[None, :]
-    inside = (m < num_rows)[:, None] & inside_n[None, :]
+    at = row * stride + n
     if residual is not None:
-        added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(residual + at, mask=inside_n, other=0.0).to(tl.float32)
         y = (y.to(tl.float32) + added).to(dtype)
-    tl.store(out + at, y, mask=inside)
+    tl.store(out + at, y, mask=inside_n)
 
 
 @jit
@@ -375,9 +371,9 @@ class GpuPackedLinear(GpuLinear):
         for part in self._parts:
             last = out.shape[1] if glu else first + part.num_out
             bias = None if self._bias is None else self._bias[first : first + part.num_out]
-            block_m = next_power_of_2(len(x))
-            block_n, groups, warps = launch_shape(part.num_groups, block_m, is_q4=part.is_q4)
-            packed_product_kernel[(-(-(last - first) // block_n),)](
+            block_n, groups, warps = launch_shape(part.num_groups, is_q4=part.is_q4)
+            grid = len(x), -(-(last - first) // block_n)
+            packed_product_kernel[grid](
                 part.words,
                 part.scales,
                 codes.view(torch.int32),
@@ -386,13 +382,11 @@ class GpuPackedLinear(GpuLinear):
                 bias,
                 None if residual is None else residual[:, first:last],
                 out[:, first:last],
-                len(x),
                 last - first,
                 out.shape[1],
                 part.num_groups,
                 part.is_q4,
                 glu,
-                block_m,
                 block_n,
                 groups,
                 not interprets(),
@@ -433,17 +427,10 @@ class GpuPackedLinear(GpuLinear):
         return y if residual is None else y + residual
 
 
-def launch_shape(num_groups: int, num_rows: int, *, is_q4: bool) -> tuple[int, int, int]:
+def launch_shape(num_groups: int, *, is_q4: bool) -> tuple[int, int, int]:
     """Outputs of a program, groups of each that it reads at a time, and its warps."""
-    if num_rows == 1:
-        shape = (
-            (1, 64, 2)
-            if is_q4 and num_groups > 256
-            else (1, 128 if is_q4 else 32, 4 if is_q4 else 1)
-        )
-    else:
-        shape = (8, 32, 4) if num_rows <= 8 else (4, 32, 4)
-    return shape[0], min(shape[1], next_power_of_2(num_groups)), shape[2]
+    groups, warps = ((64, 2) if num_groups > 256 else (128, 4)) if is_q4 else (32, 1)
+    return 1, min(groups, next_power_of_2(num_groups)), warps
 
 
 def quantise_rows(

@@ -94,7 +94,7 @@ def test_every_model_type(
     assert relative(prompt[0, -1], whole[0, 30]) < 1e-4
     for position in range(31, 41):
         step = model(tokens[:, position : position + 1], past_key_values=cache).logits
-        assert relative(step[0, 0], whole[0, position]) < 0.1
+        assert relative(step[0, 0], whole[0, position]) < 0.15
     assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, 44)
 
 

@@ -33,7 +33,7 @@ class Alternating(ModelFamily):
     """Every other layer has a rope of its own and half the scale, and the heads of its modules."""
 
     def rotary_modules(self, stock: Any) -> tuple[Any, ...]:
-        return stock.model.rotary_emb, local_rotary(stock)
+        return stock.model.rotary_emb, local_rotary(stock).to(stock.device)
 
     def layer_spec(self, stock: Any, layer_idx: int) -> LayerSpec:
         spec = super().layer_spec(stock, layer_idx)

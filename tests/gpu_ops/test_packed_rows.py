@@ -104,11 +104,12 @@ def test_rows(
     linear = GpuPackedLinear(parts, dtype, bias)
     given = None if norm is None else (norm, EPS)
     linear(x, out, norm=given, glu="glu" in kinds, residual=residual)
-    # A code may be the neighbour where a norm is rounded otherwise.
-    assert_close(out, expected, OF_CODES * ("norm" in kinds) + 16 * TOLERANCE[dtype])
+    # A code may be the neighbour: between two points, or where a norm is rounded otherwise.
+    neighbours = OF_CODES * (1 if "norm" in kinds else 0.1)
+    assert_close(out, expected, neighbours + 16 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 65])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 65])
 @pytest.mark.parametrize("format", FORMATS)
 def test_numbers_of_rows(device: str, format: str, num_rows: int) -> None:
     rng = new_rng()
@@ -116,9 +117,10 @@ def test_numbers_of_rows(device: str, format: str, num_rows: int) -> None:
     parts = made(rng, 70, 200, format, device)
     linear = GpuPackedLinear(parts, torch.bfloat16)
     assert (linear.out_features, linear.in_features) == (70, 200)
-    assert_close(linear(x), x.double() @ dense_of(parts).T, 2e-2)
-    first = linear.first(33)
-    assert_close(first(x), x.double() @ dense_of(parts)[:33].T, 2e-2)
+    is_rounded = runs_kernel(x) and num_rows <= 8
+    expected = expected_of(x, parts, None, None, False, None, is_rounded=is_rounded)
+    assert_close(linear(x), expected, 1e-2)
+    assert_close(linear.first(33)(x), expected[:, :33], 1e-2)
 
 
 def test_the_first_outputs_end_in_a_part(device: str) -> None:

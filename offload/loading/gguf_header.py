@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4  # of ggml
 _DEFAULT_ALIGNMENT = 32
@@ -36,6 +37,10 @@ class GgufTensor:
     type_name: str
     start: int
     stop: int
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.type_name not in PLAIN_TYPES
 
 
 @dataclass(frozen=True)

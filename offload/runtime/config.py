@@ -43,7 +43,8 @@ class RuntimeConfig:
             file's own blocks where they are such, else rounded to nearest; a decode step then
             rounds what it multiplies them with to int8. The head is kept as with "q8" under both,
             and so is an embedding that is tied to it; another one stays in `dtype`.
-            "bfloat16": not packed, and `dtype` is that. "auto": not packed, in `dtype`.
+            "bfloat16": not packed, and `dtype` is that. "auto": where those two may be, a GGUF
+            file's Q4_0, Q4_1 and Q8_0 matrices stay what they are; all else is in `dtype`.
         device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
             With device="cpu", "cpu" covers the weights and the KV cache; with a GPU, "cpu" covers
@@ -162,12 +163,27 @@ class RuntimeConfig:
             )
 
         self._check_correction()
-        self._check_weights(device)
+        self._check_weights()
 
     @property
-    def packs_weights(self) -> bool:
-        """Whether the layers' matrices and the head are packed once they are loaded."""
-        return self.weights in FORMATS
+    def packing(self) -> str:
+        """`weights` if they may be packed here, else ""; "auto" packs what a GGUF file has so."""
+        is_dense = self.weights == "bfloat16" or (self.weights == "auto" and self.needs_dense)
+        return "" if is_dense else self.weights
+
+    @property
+    def needs_dense(self) -> str:
+        """What packed weights need and is not asked for; "": nothing."""
+        if torch.device(self.device).type != "cpu":
+            return f"device='cpu' in this version, but device is {self.device!r}"
+        if self.backend is not None:
+            return f"the CPU's own backend in this version, but backend is {self.backend!r}"
+        if self.tensor_parallel_size > 1:
+            return (
+                "one process in this version, but tensor_parallel_size is "
+                f"{self.tensor_parallel_size}"
+            )
+        return ""
 
     def under(self, policy: Policy) -> RuntimeConfig:
         """The same with another policy; without corrections where it attends to everything."""
@@ -175,7 +191,7 @@ class RuntimeConfig:
         every = self.cache_correction_every if selects else None
         return replace(self, policy=policy, cache_correction_every=every)
 
-    def _check_weights(self, device: torch.device) -> None:
+    def _check_weights(self) -> None:
         if self.weights not in WEIGHTS:
             raise _unknown("weights", self.weights, [*WEIGHTS])
         if self.weights == "bfloat16" and self.dtype not in (None, torch.bfloat16):
@@ -183,21 +199,10 @@ class RuntimeConfig:
                 f"weights='bfloat16' contradicts dtype={str(self.dtype).removeprefix('torch.')!r}; "
                 "leave one of the two out"
             )
-        if not self.packs_weights:
-            return
-        reason = ""
-        if device.type != "cpu":
-            reason = f"device='cpu' in this version, but device is {self.device!r}"
-        elif self.backend is not None:
-            reason = f"the CPU's own backend in this version, but backend is {self.backend!r}"
-        elif self.tensor_parallel_size > 1:
-            reason = (
-                "one process in this version, but tensor_parallel_size is "
-                f"{self.tensor_parallel_size}"
-            )
-        if reason:
+        if self.weights in FORMATS and self.needs_dense:
             raise NotImplementedError(
-                f"weights={self.weights!r} needs {reason}; change that, or give weights='auto'"
+                f"weights={self.weights!r} needs {self.needs_dense}; change that, or give "
+                "weights='auto'"
             )
 
     def _check_correction(self) -> None:

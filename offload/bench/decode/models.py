@@ -155,7 +155,7 @@ class TextModel:
         self.device = torch.device(config.device)
         for policy in policies:
             policy.check_model(**self._checkpoint.shape.heads)
-        self.stock: Any = load_stock_model(self._checkpoint, config.dtype, config.weights).eval()
+        self.stock: Any = load_stock_model(self._checkpoint, config.dtype, config.packing).eval()
         if self.device.type == "cpu":
             move_to_huge_pages(self.stock)
         else:

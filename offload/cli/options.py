@@ -66,7 +66,8 @@ Threads = Annotated[
         help=r"CPU threads. \[default: all this process may use; with a GPU, but one]",
     ),
 ]
-WEIGHT_NAMES = ("auto", "q8", "q4", "bfloat16")  # as RuntimeConfig, which takes long to import
+# As RuntimeConfig has them, which takes long to import.
+WEIGHT_NAMES = ("auto", "q8", "q4", "bfloat16", "float16", "float32")
 Weights = Annotated[
     str,
     typer.Option(

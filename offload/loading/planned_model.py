@@ -96,12 +96,12 @@ def planned_model(
         raise ValueError(f"unknown dtype {dtype!r}; available: auto, {', '.join(DTYPES)}")
     if weights not in WEIGHTS:
         raise ValueError(f"unknown weights {weights!r}; available: {', '.join(WEIGHTS)}")
-    if weights == "bfloat16":
-        if dtype not in ("auto", "bfloat16"):
+    if weights in DTYPES:
+        if dtype not in ("auto", weights):
             raise ValueError(
-                f"weights='bfloat16' contradicts dtype={dtype!r}; leave one of the two out"
+                f"weights={weights!r} contradicts dtype={dtype!r}; leave one of the two out"
             )
-        dtype = "bfloat16"
+        dtype = weights
     check_not_empty(name_or_path)
     wanted = DTYPES.get(dtype)
     path = Path(name_or_path).expanduser()

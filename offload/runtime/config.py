@@ -43,7 +43,7 @@ class RuntimeConfig:
             file's own blocks where they are such, else rounded to nearest; a decode step then
             rounds what it multiplies them with to int8. The head is kept as with "q8" under both,
             and so is an embedding that is tied to it; another one stays in `dtype`.
-            "bfloat16": not packed, and `dtype` is that. "auto": where those two may be, a GGUF
+            "bfloat16", "float16" or "float32": not packed, and `dtype` is that. "auto": where those two may be, a GGUF
             file's Q4_0, Q4_1 and Q8_0 matrices stay what they are; all else is in `dtype`.
         device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
@@ -168,7 +168,7 @@ class RuntimeConfig:
     @property
     def packing(self) -> str:
         """`weights` if they may be packed here, else ""; "auto" packs what a GGUF file has so."""
-        is_dense = self.weights == "bfloat16" or (self.weights == "auto" and self.needs_dense)
+        is_dense = self.weights in DTYPES or (self.weights == "auto" and self.needs_dense)
         return "" if is_dense else self.weights
 
     @property
@@ -194,9 +194,9 @@ class RuntimeConfig:
     def _check_weights(self) -> None:
         if self.weights not in WEIGHTS:
             raise _unknown("weights", self.weights, [*WEIGHTS])
-        if self.weights == "bfloat16" and self.dtype not in (None, torch.bfloat16):
+        if self.weights in DTYPES and self.dtype not in (None, DTYPES[self.weights]):
             raise ValueError(
-                f"weights='bfloat16' contradicts dtype={str(self.dtype).removeprefix('torch.')!r}; "
+                f"weights={self.weights!r} contradicts dtype={str(self.dtype).removeprefix('torch.')!r}; "
                 "leave one of the two out"
             )
         if self.weights in FORMATS and self.needs_dense:
@@ -253,8 +253,8 @@ def runtime_config(**options: Any) -> RuntimeConfig:
         options["policy"] = make_policy(options["policy"])
     if "dtype" in options:
         options["dtype"] = _dtype(options["dtype"])
-    if options.get("weights") == "bfloat16" and options.get("dtype") is None:
-        options["dtype"] = torch.bfloat16
+    if options.get("weights") in DTYPES and options.get("dtype") is None:
+        options["dtype"] = DTYPES[options["weights"]]
     if "device" in options:
         options["device"] = str(options["device"])
     if "max_memory" in options:

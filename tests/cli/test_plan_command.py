@@ -80,8 +80,8 @@ def test_json_is_a_placement(h200: str, tmp_path: Path) -> None:
         ),
         (
             ["--device", "cpu"],
-            "lychee_cluster",
-            "auto: exact up to 8,192 tokens, then lychee",
+            "sketch",
+            "auto: exact up to 8,192 tokens, then sketch",
         ),
         (["--device", "cpu", "--context", "8192"], "full", "auto: exact: contexts up to 8,192"),
     ],

@@ -121,7 +121,9 @@ def test_tokens_are_those_of_a_sequential_reference(
         AttentionInterface.register("top_k_reference", attend_to_top_k)
         reference.config._attn_implementation = "top_k_reference"
     prompt = random_tokens(1, 61, seed=3)
-    made = model.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)
+    made = model.generate(
+        prompt.to(model.device), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
+    )
     found, cache = [], None
     tokens = prompt
     for _ in range(NUM_NEW):

@@ -43,8 +43,9 @@ class RuntimeConfig:
             file's own blocks where they are such, else rounded to nearest; a decode step then
             rounds what it multiplies them with to int8. The head is kept as with "q8" under both,
             and so is an embedding that is tied to it; another one stays in `dtype`.
-            "bfloat16", "float16" or "float32": not packed, and `dtype` is that. "auto": where those two may be, a GGUF
-            file's Q4_0, Q4_1 and Q8_0 matrices stay what they are; all else is in `dtype`.
+            "bfloat16", "float16" or "float32": not packed, and `dtype` is that. "auto": where
+            those two may be, a GGUF file's Q4_0, Q4_1 and Q8_0 matrices stay what they are; all
+            else is in `dtype`.
         device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
             With device="cpu", "cpu" covers the weights and the KV cache; with a GPU, "cpu" covers
@@ -195,9 +196,9 @@ class RuntimeConfig:
         if self.weights not in WEIGHTS:
             raise _unknown("weights", self.weights, [*WEIGHTS])
         if self.weights in DTYPES and self.dtype not in (None, DTYPES[self.weights]):
+            dtype = str(self.dtype).removeprefix("torch.")
             raise ValueError(
-                f"weights={self.weights!r} contradicts dtype={str(self.dtype).removeprefix('torch.')!r}; "
-                "leave one of the two out"
+                f"weights={self.weights!r} contradicts dtype={dtype!r}; leave one of the two out"
             )
         if self.weights in FORMATS and self.needs_dense:
             raise NotImplementedError(

@@ -298,9 +298,7 @@ def test_a_planned_shape_counts_them() -> None:
     norms = 2 * 4096 * (2 * 32 + 1)
     assert of_q4 == layers * 20 // 32 + vocabulary * 34 // 32 + 2 * vocabulary + norms
     assert planned_model("smollm2-135m", weights="q8").weight_bytes < 0.54 * 2 * 134_515_008
-    with pytest.raises(
-        ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat"
-    ):
+    with pytest.raises(ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat"):
         planned_model("tiny", weights="q5")
     with pytest.raises(ValueError, match="weights='bfloat16' contradicts dtype='float16'"):
         planned_model("tiny", "float16", "bfloat16")
@@ -334,9 +332,7 @@ def test_where_they_are_refused(message: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_names_and_dtypes() -> None:
-    with pytest.raises(
-        ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat"
-    ):
+    with pytest.raises(ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat"):
         runtime_config(weights="q5")
     with pytest.raises(ValueError, match="weights='bfloat16' contradicts dtype='float16'"):
         runtime_config(weights="bfloat16", dtype="float16")

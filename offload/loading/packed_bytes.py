@@ -9,11 +9,11 @@ import torch
 
 from cpu_ops.packed import GROUP, GROUP_BYTES
 from offload.loading.checkpoint import Checkpoint
-from offload.loading.gguf_blocks import EXACT
+from offload.loading.gguf_blocks import format_of
 
 _HEAD, _EMBEDDING, _LAYERS = "lm_head.weight", "model.embed_tokens.weight", "model.layers."
 # Types of GGUF files with more than four bits: their matrices are q8 among those of q4, too.
-_FINER_THAN_Q4 = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "Q8_1", "Q8_K")
+_FINER_THAN_Q4 = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one product in a step
 
 
@@ -35,7 +35,7 @@ def kept_formats(
         in_layers, kind = name.startswith(_LAYERS) and len(shape) == 2, types.get(name, "")
         if weights == "auto":
             may_be = in_layers or name in (_HEAD, _EMBEDDING)
-            kept[name] = EXACT.get(kind, "") if may_be else ""
+            kept[name] = format_of(kind) if may_be and kind else ""
         elif name == head:
             kept[name] = "q8"
         elif in_layers:

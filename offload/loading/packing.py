@@ -18,7 +18,7 @@ from torch import Tensor
 from cpu_ops.packed import PackedWeight, quantise
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.gguf import dequantised, in_halves, kept_source
-from offload.loading.gguf_blocks import EXACT, file_blocks
+from offload.loading.gguf_blocks import is_exact, read_packed
 from offload.loading.gguf_config import empty_model, gguf_names
 from offload.loading.gguf_header import PLAIN_TYPES, read_gguf_header
 from offload.loading.one_at_a_time import loading
@@ -70,12 +70,9 @@ def packed_from_gguf(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, we
         return dequantised(header, config, name, names[name], dtype)
 
     def packed(name: str, kept: str) -> PackedWeight:
-        if EXACT.get(types[name]) != kept:
-            kinds[f"{kept} rounded from {types[name]}"] += 1
-            values = dequantised(header, config, name, names[name], torch.float32)
-            return quantise(values, kept)
-        kinds[f"{kept} as in the file ({types[name]})"] += 1
-        weight = file_blocks(header, names[name])
+        how = "as in the file" if is_exact(types[name], kept) else "rounded"
+        kinds[f"{types[name]} to {kept} ({how})"] += 1
+        weight = read_packed(header, names[name], kept)
         minimums = weight.minimums
         return PackedWeight(
             in_halves(weight.codes, config, name).contiguous(),

@@ -44,8 +44,8 @@ class RuntimeConfig:
             rounds what it multiplies them with to int8. The head is kept as with "q8" under both,
             and so is an embedding that is tied to it; another one stays in `dtype`.
             "bfloat16", "float16" or "float32": not packed, and `dtype` is that. "auto": where
-            those two may be, a GGUF file's Q4_0, Q4_1 and Q8_0 matrices stay what they are; all
-            else is in `dtype`.
+            those two may be, a GGUF file's quantised matrices are kept in the one that has their
+            numbers, else as "q8" (`gguf_blocks.format_of`); all else is in `dtype`.
         device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
             With device="cpu", "cpu" covers the weights and the KV cache; with a GPU, "cpu" covers

@@ -74,7 +74,7 @@ Weights = Annotated[
         metavar="NAME",
         help="What the layers' matrices are kept as: auto (on a CPU as a GGUF has them, else in "
         "--dtype), q8, q4, bfloat16, float16 or float32. q8 and q4 are smaller and a little less "
-        "exact, and the head is q8 with both; CPU only.",
+        "exact, and the head is q8 with both.",
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")]

@@ -162,7 +162,6 @@ def plan(
         from offload.system.memory import parse_size
 
         planned = planned_model(model, dtype, weights, device or "cpu")
-        planned.check_device(device or "cpu")  # before anything is measured
         made_policy = make_policy(chosen.policy, **options)
         tokens = context or planned.shape.max_context
         planned.check_context(tokens)  # before anything is measured

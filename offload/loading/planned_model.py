@@ -59,14 +59,6 @@ class PlannedModel:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def check_device(self, device: str) -> None:
-        """Refuse packed weights on a GPU, as `RuntimeConfig` does."""
-        if self.packs_weights and device != "cpu":
-            raise NotImplementedError(
-                f"weights={self.weights!r} needs device='cpu' in this version, but device is "
-                f"{device!r}; change that, or give weights='bfloat16'"
-            )
-
     def check_context(self, num_tokens: int) -> None:
         """Refuse more tokens than it has positions."""
         if num_tokens > self.shape.max_context:

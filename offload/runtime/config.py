@@ -39,13 +39,14 @@ class RuntimeConfig:
             opened (`offload.runtime.auto_policy`).
         dtype: of weights, activations and KV cache; None is the checkpoint's own.
         weights: what the layers' matrices are kept as. "q8": int8 in groups of 32 with a float16
-            scale; "q4": four bits with a scale and a minimum. Both on a CPU, in one process; a GGUF
+            scale; "q4": four bits with a scale and a minimum. Both in one process; a GGUF
             file's own blocks where they are such, else rounded to nearest; a decode step then
             rounds what it multiplies them with to int8. The head is kept as with "q8" under both,
             and so is an embedding that is tied to it; another one stays in `dtype`.
-            "bfloat16", "float16" or "float32": not packed, and `dtype` is that. "auto": where
-            those two may be, a GGUF file's quantised matrices are kept in the one that has their
-            numbers, else as "q8" (`gguf_blocks.format_of`); all else is in `dtype`.
+            "bfloat16", "float16" or "float32": not packed, and `dtype` is that. "auto": in one
+            process on a CPU with its own backend, a GGUF file's quantised matrices are kept in the
+            one of those two that has their numbers, else as "q8" (`gguf_blocks.format_of`); all
+            else is in `dtype`.
         device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
             With device="cpu", "cpu" covers the weights and the KV cache; with a GPU, "cpu" covers
@@ -169,22 +170,9 @@ class RuntimeConfig:
     @property
     def packing(self) -> str:
         """`weights` if they may be packed here, else ""; "auto" packs what a GGUF file has so."""
-        is_dense = self.weights in DTYPES or (self.weights == "auto" and self.needs_dense)
+        on_cpu = self.device == "cpu" and self.backend is None and self.tensor_parallel_size == 1
+        is_dense = self.weights in DTYPES or (self.weights == "auto" and not on_cpu)
         return "" if is_dense else self.weights
-
-    @property
-    def needs_dense(self) -> str:
-        """What packed weights need and is not asked for; "": nothing."""
-        if torch.device(self.device).type != "cpu":
-            return f"device='cpu' in this version, but device is {self.device!r}"
-        if self.backend is not None:
-            return f"the CPU's own backend in this version, but backend is {self.backend!r}"
-        if self.tensor_parallel_size > 1:
-            return (
-                "one process in this version, but tensor_parallel_size is "
-                f"{self.tensor_parallel_size}"
-            )
-        return ""
 
     def under(self, policy: Policy) -> RuntimeConfig:
         """The same with another policy; without corrections where it attends to everything."""
@@ -200,9 +188,10 @@ class RuntimeConfig:
             raise ValueError(
                 f"weights={self.weights!r} contradicts dtype={dtype!r}; leave one of the two out"
             )
-        if self.weights in FORMATS and self.needs_dense:
+        if self.weights in FORMATS and self.tensor_parallel_size > 1:
             raise NotImplementedError(
-                f"weights={self.weights!r} needs {self.needs_dense}; change that, or give "
+                f"weights={self.weights!r} needs one process in this version, but "
+                f"tensor_parallel_size is {self.tensor_parallel_size}; change that, or give "
                 "weights='auto'"
             )
 

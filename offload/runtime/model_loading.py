@@ -105,9 +105,9 @@ def load_model(
         ranks.once(partial(weights_folder, folder, checkpoint.loaded_dtype(config.dtype)))
     if checkpoint.gguf_types and config.weights == "auto" and not config.packing:
         logger.info(
-            "weights=auto: %s is dequantised, since packed weights need %s",
+            "weights=auto: %s is dequantised; on a CPU, in one process and with its own backend, "
+            "its matrices would stay packed",
             name_or_path,
-            config.needs_dense,
         )
     stock = load_stock_model(checkpoint, config.dtype, config.packing).eval()
     if ranks is None:

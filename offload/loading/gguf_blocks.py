@@ -17,6 +17,7 @@ _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _ON_GRID = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "q4") | dict.fromkeys(
     ("Q8_0", "Q5_0", "IQ4_NL", "IQ4_XS", "MXFP4"), "q8"
 )
+_NOT_FINITE = 0x7C00  # the bits of float16's exponent
 _ELEMENTS = 2**22  # of the rows that are read at a time
 
 
@@ -45,21 +46,23 @@ def read_packed(header: GgufHeader, name: str, format: str) -> PackedWeight:
             if is_exact(tensor.type_name, format):
                 part = _as_in_file(tensor.type_name, blocks, tensor.shape[1])
             else:
-                values = torch.from_numpy(header.dequantised(name, blocks.reshape(len(blocks), -1)))
-                part = quantise(values, format)
-                if not bool(values.isfinite().all()):
+                values = header.dequantised(name, blocks.reshape(len(blocks), -1))
+                part = quantise(torch.from_numpy(values), format)
+                if not np.isfinite(values).all():
                     part.scales.fill_(torch.nan)
-        numbers = [part.scales] if part.minimums is None else [part.scales, part.minimums]
-        if not all(bool(of.isfinite().all()) for of in numbers):
-            raise ValueError(
-                f"{header.path} holds numbers that are not finite in float16, in {name}"
-            )
         if made is None:
             made = _room_for(tensor.shape[0], part)
         last = first + part.out_features
-        made.codes[first:last], made.scales[first:last] = part.codes, part.scales
-        if made.minimums is not None and part.minimums is not None:
-            made.minimums[first:last] = part.minimums
+        # NumPy works on this thread; torch would wake a team of threads for each part.
+        made.codes[first:last].numpy()[:] = part.codes.numpy()
+        for to, of in ((made.scales, part.scales), (made.minimums, part.minimums)):
+            if to is None or of is None:
+                continue
+            to[first:last].numpy()[:] = of.numpy()
+            if (of.view(torch.int16).numpy() & _NOT_FINITE == _NOT_FINITE).any():
+                raise ValueError(
+                    f"{header.path} holds numbers that are not finite in float16, in {name}"
+                )
         first = last
     assert made is not None  # a matrix has rows
     return made

@@ -1,9 +1,8 @@
 """A linear layer of packed weights (`cpu_ops.packed`) on a GPU.
 
-One row is whole numbers alone: the row is quantised in groups of 32, as the weights are, and `dp4a`
-multiplies four of them at a time; scales meet the sums of groups. That reads 4.5 or 8.5 bits a
-weight at the speed of memory. A few rows go through tensor cores, with weights that become the
-rows' dtype in registers; many rows meet them unpacked, a block of outputs at a time.
+A few rows are whole numbers alone: they are quantised in groups of 32, as the weights are, and
+`dp4a` multiplies four of them at a time; scales meet the sums of groups. That reads 4.5 or 8.5 bits
+a weight, once. Many rows meet weights that are unpacked, a block of outputs at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from gpu_ops.linear import GpuLinear
 from gpu_ops.rms_norm import rms_norm_reference
 
 GROUP = 32  # weights with a scale of their own
-_BYTES_PER_PROGRAM = 512  # of a row that is unpacked
+_PER_PROGRAM = 1024  # elements of a row that is unpacked
 _GROUPS_PER_PROGRAM = 32  # of a row that is quantised
-_MOST_ROWS = 64  # that tensor cores meet packed; more are worth unpacking
+_MOST_ROWS = 16  # that meet packed weights; more are worth unpacking
 _BLOCK_BYTES = 128 * 2**20  # of weights that are unpacked at one time
 
 
 @jit
-def quantise_row_kernel(
+def quantise_rows_kernel(
     x: tl.tensor,
     norm_weight: tl.tensor,  # None: no norm
     codes: tl.tensor,
@@ -40,16 +39,17 @@ def quantise_row_kernel(
     GROUPS: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ) -> None:
-    """One program per GROUPS groups of the row."""
+    """One program per GROUPS groups of a row."""
     dtype = x.dtype.element_ty
+    r = tl.program_id(1).to(tl.int64)
     inverse = 1.0
     if norm_weight is not None:
         d = tl.arange(0, BLOCK_X)
-        whole = tl.load(x + d, mask=d < K, other=0.0).to(tl.float32)
+        whole = tl.load(x + r * K + d, mask=d < K, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(whole * whole, 0) / K + eps)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    row = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    row = tl.load(x + r * K + k, mask=k < K, other=0.0).to(tl.float32)
     if norm_weight is not None:
         w = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
         row = ((row * inverse).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
@@ -57,11 +57,12 @@ def quantise_row_kernel(
     scaled = row * (127.0 / tl.maximum(largest, 1e-30))[:, None]
     whole_numbers = (scaled + tl.where(scaled < 0, -0.5, 0.5)).to(tl.int32).to(tl.int8)
     inside = group < NUM_GROUPS
-    tl.store(codes + k, whole_numbers, mask=inside[:, None])
+    tl.store(codes + r * NUM_GROUPS * 32 + k, whole_numbers, mask=inside[:, None])
     # NaN and infinity stay what they are in the scale, and so in each output.
     bad = tl.sum(row * 0.0, 1)
-    tl.store(scales + group, largest * (1.0 / 127.0) + bad, mask=inside)
-    tl.store(sums + group, tl.sum(row, 1), mask=inside)
+    at = r * NUM_GROUPS + group
+    tl.store(scales + at, largest * (1.0 / 127.0) + bad, mask=inside)
+    tl.store(sums + at, tl.sum(row, 1), mask=inside)
 
 
 @jit
@@ -77,7 +78,7 @@ def _dot4(a: tl.tensor, b: tl.tensor, c: tl.tensor, DP4A: tl.constexpr) -> tl.te
 
 
 @jit
-def _row_sums(
+def _products(
     weight_codes: tl.tensor,
     weight_scales: tl.tensor,
     codes: tl.tensor,
@@ -85,46 +86,52 @@ def _row_sums(
     sums: tl.tensor,
     n: tl.tensor,
     inside_n: tl.tensor,
+    num_rows: tl.tensor,
     NUM_GROUPS: tl.constexpr,
     IS_Q4: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     DP4A: tl.constexpr,
 ) -> tl.tensor:
-    """Products of rows n [BLOCK_N] of the weights and the row: float32 [BLOCK_N]."""
+    """Products of rows n [BLOCK_N] of the weights and all rows: float32 [BLOCK_M, BLOCK_N]."""
     WORDS: tl.constexpr = 4 if IS_Q4 else 8  # of four bytes, in a group
-    word = tl.arange(0, WORDS)[None, None, :]
-    totals = tl.zeros((BLOCK_N, GROUPS), tl.float32)
-    zero = tl.zeros((BLOCK_N, GROUPS, WORDS), tl.int32)
+    shape: tl.constexpr = (BLOCK_M, BLOCK_N, GROUPS, WORDS)
+    word = tl.arange(0, WORDS)
+    m = tl.arange(0, BLOCK_M)
+    totals = tl.zeros((BLOCK_M, BLOCK_N, GROUPS), tl.float32)
+    zero = tl.zeros(shape, tl.int32)
     for start in range(0, NUM_GROUPS, GROUPS):
         g = start + tl.arange(0, GROUPS)
         inside_g = g < NUM_GROUPS
         inside = inside_n[:, None] & inside_g[None, :]
-        at = weight_codes + (n[:, None, None] * NUM_GROUPS + g[None, :, None]) * WORDS + word
-        w = tl.load(at, mask=inside[:, :, None], other=0, eviction_policy="evict_first")
-        x = codes + g[None, :, None] * 8 + word
-        low = tl.load(x, mask=inside_g[None, :, None], other=0)
-        low = tl.broadcast_to(low, (BLOCK_N, GROUPS, WORDS))
-        x_scale = tl.load(scales + g, mask=inside_g, other=0.0)[None, :]
-        of_group = weight_scales + n[:, None] * NUM_GROUPS + g[None, :]
+        of_group = n[:, None] * NUM_GROUPS + g[None, :]
+        at = weight_codes + of_group[:, :, None] * WORDS + word[None, None, :]
+        w = tl.load(at, mask=inside[:, :, None], other=0, eviction_policy="evict_first")[None]
+        inside_x = (m < num_rows)[:, None] & inside_g[None, :]
+        of_x = m[:, None] * NUM_GROUPS + g[None, :]
+        x = codes + of_x[:, :, None] * 8 + word[None, None, :]
+        low = tl.load(x, mask=inside_x[:, :, None], other=0)[:, None]
+        scale = tl.load(scales + of_x, mask=inside_x, other=0.0)[:, None, :]
         if IS_Q4:
-            high = tl.load(x + 4, mask=inside_g[None, :, None], other=0)
-            high = tl.broadcast_to(high, (BLOCK_N, GROUPS, WORDS))
-            dots = _dot4(w & 0x0F0F0F0F, low, zero, DP4A)
-            dots = _dot4((w >> 4) & 0x0F0F0F0F, high, dots, DP4A)
-            both = tl.load(of_group, mask=inside, other=0)  # scale and minimum
-            scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = tl.load(x + 4, mask=inside_x[:, :, None], other=0)[:, None]
+            both = tl.load(weight_scales + of_group, mask=inside, other=0)  # scale and minimum
+            of_weight = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             least = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            totals += least * tl.load(sums + g, mask=inside_g, other=0.0)[None, :]
+            low, high = tl.broadcast_to(low, shape), tl.broadcast_to(high, shape)
+            dots = _dot4(tl.broadcast_to(w & 0x0F0F0F0F, shape), low, zero, DP4A)
+            dots = _dot4(tl.broadcast_to((w >> 4) & 0x0F0F0F0F, shape), high, dots, DP4A)
+            total = tl.load(sums + of_x, mask=inside_x, other=0.0)[:, None, :]
+            totals += least[None] * total
         else:
-            dots = _dot4(w, low, zero, DP4A)
-            scale = tl.load(of_group, mask=inside, other=0.0).to(tl.float32)
-        totals += tl.sum(dots, 2).to(tl.float32) * (scale * x_scale)
-    return tl.sum(totals, 1)
+            of_weight = tl.load(weight_scales + of_group, mask=inside, other=0.0).to(tl.float32)
+            dots = _dot4(tl.broadcast_to(w, shape), tl.broadcast_to(low, shape), zero, DP4A)
+        totals += tl.sum(dots, 3).to(tl.float32) * (of_weight[None] * scale)
+    return tl.sum(totals, 2)
 
 
-@jit
-def packed_gemv_kernel(
+@jit_for_any("num_rows")
+def packed_product_kernel(
     weight_codes: tl.tensor,
     weight_scales: tl.tensor,
     codes: tl.tensor,
@@ -133,108 +140,46 @@ def packed_gemv_kernel(
     bias: tl.tensor,  # None: there is none; so with the next
     residual: tl.tensor,
     out: tl.tensor,
+    num_rows: tl.tensor,
     num_out: tl.tensor,
+    stride: tl.tensor,
     NUM_GROUPS: tl.constexpr,
     IS_Q4: tl.constexpr,
     GLU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     DP4A: tl.constexpr,
 ) -> None:
-    """One program per BLOCK_N outputs; with GLU rows i, i + num_out are gate and up of output i."""
+    """One program per BLOCK_N outputs of all rows, in `out` `stride` elements apart; with GLU rows
+    i, i + num_out of the weights are gate and up of output i."""
     dtype = out.dtype.element_ty
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = n < num_out
-    y = _row_sums(
-        weight_codes, weight_scales, codes, scales, sums, n, inside_n,
-        NUM_GROUPS, IS_Q4, BLOCK_N, GROUPS, DP4A,
+    y = _products(
+        weight_codes, weight_scales, codes, scales, sums, n, inside_n, num_rows,
+        NUM_GROUPS, IS_Q4, BLOCK_M, BLOCK_N, GROUPS, DP4A,
     )  # fmt: skip
     if bias is not None:
-        y += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)
+        y += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
     y = y.to(dtype)
     if GLU:
-        up = _row_sums(
-            weight_codes, weight_scales, codes, scales, sums, n + num_out, inside_n,
-            NUM_GROUPS, IS_Q4, BLOCK_N, GROUPS, DP4A,
+        up = _products(
+            weight_codes, weight_scales, codes, scales, sums, n + num_out, inside_n, num_rows,
+            NUM_GROUPS, IS_Q4, BLOCK_M, BLOCK_N, GROUPS, DP4A,
         )  # fmt: skip
         if bias is not None:
-            up += tl.load(bias + num_out + n, mask=inside_n, other=0.0).to(tl.float32)
+            up += tl.load(bias + num_out + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
         gate = y.to(tl.float32)
         gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
         y = (gate.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+    m = tl.arange(0, BLOCK_M)
+    at = m[:, None].to(tl.int64) * stride + n[None, :]
+    inside = (m < num_rows)[:, None] & inside_n[None, :]
     if residual is not None:
-        added = tl.load(residual + n, mask=inside_n, other=0.0).to(tl.float32)
+        added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         y = (y.to(tl.float32) + added).to(dtype)
-    tl.store(out + n, y, mask=inside_n)
-
-
-@jit
-def _unpacked(
-    weight_codes: tl.tensor,
-    weight_scales: tl.tensor,
-    n: tl.tensor,
-    k: tl.tensor,
-    inside: tl.tensor,
-    HIGH: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    IS_Q4: tl.constexpr,
-) -> tl.tensor:
-    """float32 weights of rows n and bytes k of a row, both broadcast to `inside`'s shape.
-
-    Args:
-        HIGH: of q4, the high halves of the bytes.
-    """
-    group = n * NUM_GROUPS + k // (16 if IS_Q4 else 32)
-    w = tl.load(weight_codes + n * (NUM_GROUPS * (16 if IS_Q4 else 32)) + k, mask=inside, other=0)
-    if IS_Q4:
-        code = (w >> 4) if HIGH else (w & 15)
-        both = tl.load(weight_scales + group, mask=inside, other=0)
-        scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        least = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        return code.to(tl.float32) * scale + least
-    return w.to(tl.float32) * tl.load(weight_scales + group, mask=inside, other=0.0).to(tl.float32)
-
-
-@jit_for_any("num_rows")
-def packed_rows_kernel(
-    x: tl.tensor,
-    weight_codes: tl.tensor,
-    weight_scales: tl.tensor,
-    bias: tl.tensor,  # None: there is none
-    out: tl.tensor,
-    num_rows: tl.tensor,
-    num_out: tl.tensor,
-    out_stride: tl.tensor,
-    K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    IS_Q4: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-) -> None:
-    """One program per BLOCK_N outputs of BLOCK_M rows; BLOCK_B bytes of a weight row at a time."""
-    dtype = x.dtype.element_ty
-    GROUP_BYTES: tl.constexpr = 16 if IS_Q4 else 32
-    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside_n, inside_m = n < num_out, m < num_rows
-    totals = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, NUM_GROUPS * GROUP_BYTES, BLOCK_B):
-        b = start + tl.arange(0, BLOCK_B)
-        inside = inside_n[None, :] & (b < NUM_GROUPS * GROUP_BYTES)[:, None]
-        for half in tl.static_range(2 if IS_Q4 else 1):
-            w = _unpacked(
-                weight_codes, weight_scales, n[None, :], b[:, None], inside,
-                half == 1, NUM_GROUPS, IS_Q4,
-            )  # fmt: skip
-            k = (b // GROUP_BYTES) * 32 + b % GROUP_BYTES + half * 16
-            at = x + m[:, None].to(tl.int64) * K + k[None, :]
-            rows = tl.load(at, mask=inside_m[:, None] & (k < K)[None, :], other=0.0)
-            totals = tl.dot(rows, w.to(dtype), totals, input_precision="ieee")
-    if bias is not None:
-        totals += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
-    at = out + m[:, None].to(tl.int64) * out_stride + n[None, :]
-    tl.store(at, totals.to(dtype), mask=inside_m[:, None] & inside_n[None, :])
+    tl.store(out + at, y, mask=inside)
 
 
 @jit
@@ -245,17 +190,25 @@ def unpack_kernel(
     K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     IS_Q4: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program per row and BLOCK_B bytes of it."""
-    GROUP_BYTES: tl.constexpr = 16 if IS_Q4 else 32
+    """One program per row and BLOCK_K elements of it."""
+    dtype = out.dtype.element_ty
     n = tl.program_id(0).to(tl.int64)
-    b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
-    inside = b < NUM_GROUPS * GROUP_BYTES
-    for half in tl.static_range(2 if IS_Q4 else 1):
-        w = _unpacked(weight_codes, weight_scales, n, b, inside, half == 1, NUM_GROUPS, IS_Q4)
-        k = (b // GROUP_BYTES) * 32 + b % GROUP_BYTES + half * 16
-        tl.store(out + n * K + k, w.to(out.dtype.element_ty), mask=inside & (k < K))
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = k < K
+    group = n * NUM_GROUPS + k // 32
+    if IS_Q4:
+        byte = tl.load(weight_codes + group * 16 + k % 16, mask=inside, other=0)
+        code = (tl.where(k % 32 < 16, byte, byte >> 4) & 15).to(tl.float32)
+        both = tl.load(weight_scales + group, mask=inside, other=0)
+        scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        least = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        value = code * scale + least
+    else:
+        code = tl.load(weight_codes + group * 32 + k % 32, mask=inside, other=0).to(tl.float32)
+        value = code * tl.load(weight_scales + group, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + n * K + k, value.to(dtype), mask=inside)
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,6 +234,20 @@ class PackedRows:
         """Those of a `PackedWeight`'s attributes; scales and minimums are copied."""
         numbers = [scales] if minimums is None else [scales, minimums]
         return cls(codes, torch.stack(numbers, -1), in_features)
+
+    @classmethod
+    def over(
+        cls, codes: Tensor, scales: Tensor, minimums: Tensor | None, in_features: int
+    ) -> PackedRows | None:
+        """The same over the memory of some outputs that `of` has made; None: it has not."""
+        num_out, num_groups = scales.shape
+        per_group = 1 if minimums is None else 2
+        strides = num_groups * per_group, per_group
+        follows = minimums is None or minimums.data_ptr() - scales.data_ptr() == 2
+        if scales.stride() != strides or not follows or not codes.is_contiguous():
+            return None
+        sizes = num_out, num_groups, per_group
+        return cls(codes, scales.as_strided(sizes, (*strides, 1)), in_features)
 
     @property
     def is_q4(self) -> bool:
@@ -384,60 +351,54 @@ class GpuPackedLinear(GpuLinear):
         if not runs_kernel(x):
             out.copy_(self._row_reference(x, out.dtype, norm, residual, glu=glu))
             return
-        codes, scales, sums = quantise_row(x, norm)
+        self._multiply(x, out, norm, residual, glu=glu)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        if not runs_kernel(x) or len(x) > _MOST_ROWS:
+            return self.many_rows(x)
+        y = x.new_empty(len(x), self.out_features)
+        self._multiply(x.contiguous(), y, None, None, glu=False)
+        return y
+
+    def _multiply(
+        self,
+        x: Tensor,
+        out: Tensor,
+        norm: tuple[Tensor, float] | None,
+        residual: Tensor | None,
+        *,
+        glu: bool,
+    ) -> None:
+        """Rows on the grid by the kernel."""
+        codes, scales, sums = quantise_rows(x, norm)
         first = 0
         for part in self._parts:
-            last = num_out if glu else first + part.num_out
+            last = out.shape[1] if glu else first + part.num_out
             bias = None if self._bias is None else self._bias[first : first + part.num_out]
-            block_n, groups, warps = launch_shape(part.num_groups, is_q4=part.is_q4, glu=glu)
-            packed_gemv_kernel[(-(-(last - first) // block_n),)](
+            block_m = next_power_of_2(len(x))
+            block_n, groups, warps = launch_shape(part.num_groups, block_m, is_q4=part.is_q4)
+            packed_product_kernel[(-(-(last - first) // block_n),)](
                 part.words,
                 part.scales,
                 codes.view(torch.int32),
                 scales,
                 sums,
                 bias,
-                None if residual is None else residual[0, first:last],
-                out[0, first:last],
+                None if residual is None else residual[:, first:last],
+                out[:, first:last],
+                len(x),
                 last - first,
+                out.shape[1],
                 part.num_groups,
                 part.is_q4,
                 glu,
+                block_m,
                 block_n,
                 groups,
                 not interprets(),
                 num_warps=warps,
             )
             first = last
-
-    def _rows(self, x: Tensor) -> Tensor:
-        if not runs_kernel(x) or len(x) > _MOST_ROWS:
-            return self.many_rows(x)
-        y = x.new_empty(len(x), self.out_features)
-        first = 0
-        block_m = max(16, next_power_of_2(len(x)))
-        for part in self._parts:
-            bias = None if self._bias is None else self._bias[first : first + part.num_out]
-            block_n = 32 if part.num_out < 16384 else 64
-            packed_rows_kernel[(-(-part.num_out // block_n), -(-len(x) // block_m))](
-                x.contiguous(),
-                part.codes,
-                part.scales,
-                bias,
-                y[:, first:],
-                len(x),
-                part.num_out,
-                self.out_features,
-                self.in_features,
-                part.num_groups,
-                part.is_q4,
-                block_m,
-                block_n,
-                128,
-                num_warps=4,
-            )
-            first += part.num_out
-        return y
 
     def many_rows(self, x: Tensor) -> Tensor:
         """x [n, in_features] -> [n, out_features], with gradients of x."""
@@ -472,27 +433,34 @@ class GpuPackedLinear(GpuLinear):
         return y if residual is None else y + residual
 
 
-def launch_shape(num_groups: int, *, is_q4: bool, glu: bool) -> tuple[int, int, int]:
-    """Outputs of a program of the gemv, groups of each that it reads at a time, and its warps."""
-    groups = min(32, next_power_of_2(num_groups))
-    return (2 if glu else 4) if is_q4 else 2, groups, 2 if is_q4 else 4
+def launch_shape(num_groups: int, num_rows: int, *, is_q4: bool) -> tuple[int, int, int]:
+    """Outputs of a program, groups of each that it reads at a time, and its warps."""
+    if num_rows == 1:
+        shape = (
+            (1, 64, 2)
+            if is_q4 and num_groups > 256
+            else (1, 128 if is_q4 else 32, 4 if is_q4 else 1)
+        )
+    else:
+        shape = (8, 32, 4) if num_rows <= 8 else (4, 32, 4)
+    return shape[0], min(shape[1], next_power_of_2(num_groups)), shape[2]
 
 
-def quantise_row(
+def quantise_rows(
     x: Tensor, norm: tuple[Tensor, float] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A row [1, k] on a grid of 255 points per group of 32, after an RMSNorm (weight [k], eps).
+    """Rows [n, k] on a grid of 255 points per group of 32, after an RMSNorm (weight [k], eps).
 
-    Returns int8 codes [num_groups * 32], and of each group the scale and the sum of what was
-    quantised, float32 [num_groups].
+    Returns int8 codes [n, num_groups * 32], and of each group the scale and the sum of what was
+    quantised, float32 [n, num_groups].
     """
-    num_in = x.shape[-1]
+    num_rows, num_in = x.shape
     num_groups = -(-num_in // GROUP)
-    codes = x.new_empty(num_groups * GROUP, dtype=torch.int8)
-    scales, sums = x.new_empty(2, num_groups, dtype=torch.float32)
+    codes = x.new_empty(num_rows, num_groups * GROUP, dtype=torch.int8)
+    scales, sums = x.new_empty(2, num_rows, num_groups, dtype=torch.float32)
     norm_weight, eps = (None, 0.0) if norm is None else norm
     groups = min(_GROUPS_PER_PROGRAM, next_power_of_2(num_groups))
-    quantise_row_kernel[(-(-num_groups // groups),)](
+    quantise_rows_kernel[(-(-num_groups // groups), num_rows)](
         x, norm_weight, codes, scales, sums, eps, num_in, num_groups, groups,
         next_power_of_2(num_in), num_warps=4,
     )  # fmt: skip
@@ -504,15 +472,14 @@ def unpack(rows: PackedRows, dtype: torch.dtype) -> Tensor:
     if not runs_kernel(rows.codes):
         return rows.dequantise().to(dtype)
     out = torch.empty(rows.num_out, rows.in_features, dtype=dtype, device=rows.codes.device)
-    row_bytes = rows.num_groups * (GROUP // 2 if rows.is_q4 else GROUP)
-    unpack_kernel[(rows.num_out, -(-row_bytes // _BYTES_PER_PROGRAM))](
+    unpack_kernel[(rows.num_out, -(-rows.in_features // _PER_PROGRAM))](
         rows.codes,
         rows.scales,
         out,
         rows.in_features,
         rows.num_groups,
         rows.is_q4,
-        _BYTES_PER_PROGRAM,
+        _PER_PROGRAM,
         num_warps=4,
     )
     return out

@@ -22,8 +22,8 @@ from offload.models.linear import Linear
 _BLOCK_BYTES = 4 * 2**20  # of weights that are unpacked at one time: they stay in a CPU's cache
 _ROWS = 64  # a task of unpacking
 
-# What a GPU's kernels read, by the first of the modules.
-_on_gpu: WeakKeyDictionary[nn.Module, GpuPackedLinear] = WeakKeyDictionary()
+# What a GPU's kernels read, by the first of the modules and how many there are.
+_on_gpu: WeakKeyDictionary[nn.Module, dict[int, GpuPackedLinear]] = WeakKeyDictionary()
 
 
 class PackedMatrix(nn.Module):
@@ -138,7 +138,8 @@ class PackedLinear(Linear):
     def on_gpu(self) -> GpuPackedLinear:
         """Kernels over the weights, of neighbours of one format in one piece, which the modules'
         parameters become parts of."""
-        known = _on_gpu.get(self._modules[0])
+        of_first = _on_gpu.setdefault(self._modules[0], {})
+        known = of_first.get(len(self._modules))
         if known is not None and known.reads(self._modules[0].codes):
             return known
         parts = [
@@ -149,7 +150,7 @@ class PackedLinear(Linear):
         if any(module.bias is not None for module in self._modules):
             bias = torch.cat([*self._biases()])
         made = GpuPackedLinear(parts, self.dtype, bias)
-        _on_gpu[self._modules[0]] = made
+        of_first[len(self._modules)] = made
         return made
 
     def keep_rows(self, *rows: range) -> NoReturn:
@@ -180,6 +181,8 @@ def _in_one_piece(modules: Sequence[PackedModule]) -> PackedRows:
     computed by references, they stay as the CPU's own read them.
     """
     packed = [module.packed for module in modules]
+    if len(packed) == 1 and (known := PackedRows.over(**vars(packed[0]))) is not None:
+        return known  # a part of what was made before
     minimums = [each.minimums for each in packed if each.minimums is not None]
     rows = PackedRows.of(
         torch.cat([each.codes for each in packed]) if len(packed) > 1 else packed[0].codes,

@@ -9,7 +9,8 @@ from cases.seeded import new_rng
 from cases.slowly import combinations
 
 from cpu_ops.packed import FORMATS, quantise
-from gpu_ops.packed_linear import GpuPackedLinear, PackedRows, quantise_row, unpack
+from gpu_ops.launch import runs_kernel
+from gpu_ops.packed_linear import GpuPackedLinear, PackedRows, quantise_rows, unpack
 
 EPS = 1e-5
 OF_CODES = 2e-2  # relative L2 of a row's int8 codes, of which the largest sets the grid
@@ -36,11 +37,30 @@ def dense_of(parts: list[PackedRows]) -> torch.Tensor:
     return torch.cat([part.dequantise().double() for part in parts])
 
 
-def expected_of(x, weight, bias, norm, glu, residual):
+def on_grid(x: torch.Tensor) -> torch.Tensor:
+    """What the kernel multiplies: rows on 255 points per group of 32."""
+    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    return ((groups / scales).round() * scales).flatten(1)[:, : x.shape[1]]
+
+
+def minimums_of(parts: list[PackedRows]) -> torch.Tensor:
+    """The least of each weight's group, 0 where there are none."""
+    least = [
+        part.numbers[..., 1:] if part.is_q4 else torch.zeros_like(part.numbers) for part in parts
+    ]
+    numbers = torch.cat(least).double().expand(-1, -1, 32)
+    return numbers.flatten(1)[:, : parts[0].in_features]
+
+
+def expected_of(x, parts, bias, norm, glu, residual, *, is_rounded):
     x = x.double()
     if norm is not None:
         x = norm.double() * x / (x.square().mean(1, keepdim=True) + EPS).sqrt()
+    weight, least = dense_of(parts), minimums_of(parts)
     y = x @ weight.T
+    if is_rounded:  # minimums meet sums of rows as they are
+        y = on_grid(x) @ (weight - least).T + x @ least.T
     if bias is not None:
         y += bias.double()
     if glu:
@@ -77,14 +97,15 @@ def test_rows(
     norm = random(rng, num_in, dtype=dtype, device=device) if "norm" in kinds else None
     shape = num_rows, num_out
     residual = random(rng, *shape, dtype=dtype, device=device) if "residual" in kinds else None
-    expected = expected_of(x, dense_of(parts), bias, norm, "glu" in kinds, residual)
+    expected = expected_of(
+        x, parts, bias, norm, "glu" in kinds, residual, is_rounded=runs_kernel(x)
+    )
     out = poisoned(*shape, dtype=dtype, device=device)
     linear = GpuPackedLinear(parts, dtype, bias)
     given = None if norm is None else (norm, EPS)
     linear(x, out, norm=given, glu="glu" in kinds, residual=residual)
-    # Few outputs, the largest of a norm's products, and gate times up: each can double it.
-    doubled = 1 + (fused != "")
-    assert_close(out, expected, doubled**2 * OF_CODES + 16 * TOLERANCE[dtype])
+    # A code may be the neighbour where a norm is rounded otherwise.
+    assert_close(out, expected, OF_CODES * ("norm" in kinds) + 16 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 65])
@@ -119,13 +140,15 @@ def test_weights_are_unpacked_exactly(device: str, format: str) -> None:
 
 
 def test_a_row_is_on_the_nearest_points(device: str) -> None:
-    x = random(new_rng(), 1, 100, dtype=torch.float32, device=device)
-    codes, scales, sums = quantise_row(x)
-    groups = torch.nn.functional.pad(x, (0, 28)).view(4, 32)
-    torch.testing.assert_close(scales, groups.abs().amax(1) / 127)
-    torch.testing.assert_close(sums, groups.sum(1))
-    found = codes.view(4, 32).float() * scales[:, None]
-    assert (found - groups).abs().le(scales[:, None] * 0.501).all()
+    x = random(new_rng(), 2, 100, dtype=torch.float32, device=device)
+    if device == "cpu" and not runs_kernel(x):
+        pytest.skip("references multiply rows as they are")
+    codes, scales, sums = quantise_rows(x)
+    groups = torch.nn.functional.pad(x, (0, 28)).view(2, 4, 32)
+    torch.testing.assert_close(scales, groups.abs().amax(-1) / 127)
+    torch.testing.assert_close(sums, groups.sum(-1), rtol=1e-4, atol=1e-5)
+    found = codes.view(2, 4, 32).float() * scales[..., None]
+    assert (found - groups).abs().le(scales[..., None] * 0.501).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -148,3 +171,17 @@ def test_a_summand_in_float32(device: str) -> None:
     out = poisoned(1, 8, dtype=torch.float32, device=device)
     GpuPackedLinear(parts, torch.bfloat16)(x, out)
     assert_close(out, x.double() @ dense_of(parts).T, OF_CODES)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_over_what_is_there(format: str) -> None:
+    """Parts of one piece are found again; separate arrays are not."""
+    rows = rows_of(torch.randn(12, 64), format).part(3, 9)
+    numbers = [rows.numbers[..., i] for i in range(rows.numbers.shape[2])]
+    known = PackedRows.over(rows.codes, numbers[0], numbers[-1] if rows.is_q4 else None, 64)
+    assert known is not None
+    assert torch.equal(known.dequantise(), rows.dequantise())
+    assert known.numbers.data_ptr() == rows.numbers.data_ptr()
+    copies = [each.clone() for each in numbers]
+    other = PackedRows.over(rows.codes, copies[0], copies[-1] if rows.is_q4 else None, 64)
+    assert (other is None) == rows.is_q4

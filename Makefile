@@ -66,7 +66,7 @@ venv: $(EXTENSION_STAMP) $(MODEL_STAMP)  ## Make .venv with the package, its ext
 
 build: $(EXTENSION_STAMP)  ## Compile the extension if a C++ source changed.
 
-demo: venv  ## A small model answers a question about 6,000 tokens; converts it the first time.
+demo: venv  ## A small model answers a question about 6,000 tokens.
 	$(BIN)/offload generate --demo
 
 # Where the package is to be installed, these come with it, beside the compiler; [test] has what is in [serve].

@@ -17,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from offload.loading.embedded_package import EMBEDDED_MODEL, embedded_gguf
+from offload.loading.gguf import converted_folder
 from offload.loading.names import load_tokenizer, resolve_folder
 from offload.policies.registry import available_policies
 from offload.system.memory import available_cpus
@@ -61,12 +62,18 @@ def contestants(threads: int, isa: str | None = None) -> list[Contestant]:
         threads: of each.
         isa: what the peers were compiled for; by default, this CPU.
     """
-    folder, gguf = str(resolve_folder(EMBEDDED_MODEL)), str(embedded_gguf())
+    gguf = embedded_gguf()
+    folder = str(converted_folder(gguf, EMBEDDED_MODEL))  # in bfloat16
 
     def ours(policy: str, dtype: str = "bfloat16") -> Contestant:
         settings = {"threads": threads, "policy": policy, "dtype": dtype}
         name = f"offload {policy}" + (f", {dtype}" if dtype != "bfloat16" else "")
         return Contestant(name, "perf.engines.offload_engine", folder, settings)
+
+    def as_in_file(policy: str) -> Contestant:
+        settings = {"threads": threads, "policy": policy, "dtype": "bfloat16"}
+        kept = str(resolve_folder(EMBEDDED_MODEL))
+        return Contestant(f"offload {policy}, Q4_1", "perf.engines.offload_engine", kept, settings)
 
     def stock(name: str, attention: str, cache: str) -> Contestant:
         settings = {"threads": threads, "attention": attention, "cache": cache}
@@ -74,11 +81,12 @@ def contestants(threads: int, isa: str | None = None) -> list[Contestant]:
 
     def llama(name: str, flash_attention: bool) -> Contestant:
         settings = {"threads": threads, "flash_attention": flash_attention}
-        return Contestant(name, "perf.baselines.llama_cpp", gguf, settings, peers_python(isa))
+        return Contestant(name, "perf.baselines.llama_cpp", str(gguf), settings, peers_python(isa))
 
     return [
         *(ours(policy) for policy in available_policies()),
         ours("full", "float32"),
+        as_in_file("full"),
         stock(REFERENCE, "sdpa", "dynamic"),
         stock("transformers, static cache", "sdpa", "static"),
         stock("transformers, static cache, eager", "eager", "static"),

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from offload.loading.embedded_package import EMBEDDED_MODEL
-from offload.loading.names import resolve_folder
+from offload.loading.embedded_package import EMBEDDED_MODEL, embedded_gguf
+from offload.loading.gguf import converted_folder
 from perf.results_file import ROOT, Run, script_options
 
 _COMMANDS = {
@@ -45,7 +45,7 @@ def main() -> None:
     options = parser.parse_args()
 
     run = Run(options)
-    folder = str(resolve_folder(EMBEDDED_MODEL))
+    folder = str(converted_folder(embedded_gguf(), EMBEDDED_MODEL))
     for arguments in _COMMANDS.values():  # compiles what was not, once
         run_python([*_RUN, *arguments])
     seconds: dict[tuple[str, str], list[float]] = {}

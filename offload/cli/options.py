@@ -66,13 +66,15 @@ Threads = Annotated[
         help=r"CPU threads. \[default: all this process may use; with a GPU, but one]",
     ),
 ]
-WEIGHT_NAMES = ("auto", "q8", "q4", "bfloat16")  # as RuntimeConfig, which takes long to import
+# As RuntimeConfig has them, which takes long to import.
+WEIGHT_NAMES = ("auto", "q8", "q4", "bfloat16", "float16", "float32")
 Weights = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="What the layers' matrices are kept as: auto (as --dtype says), q8, q4 or bfloat16. "
-        "q8 and q4 are smaller and a little less exact, and the head is q8 with both.",
+        help="What the layers' matrices are kept as: auto (on a CPU as a GGUF has them, else in "
+        "--dtype), q8, q4, bfloat16, float16 or float32. q8 and q4 are smaller and a little less "
+        "exact, and the head is q8 with both.",
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")]

@@ -161,7 +161,7 @@ def plan(
         from offload.runtime.config import planned_policy
         from offload.system.memory import parse_size
 
-        planned = planned_model(model, dtype, weights)
+        planned = planned_model(model, dtype, weights, device or "cpu")
         made_policy = make_policy(chosen.policy, **options)
         tokens = context or planned.shape.max_context
         planned.check_context(tokens)  # before anything is measured
@@ -358,7 +358,7 @@ def _with_policy(
 def _print(found: Plan) -> None:
     request, console = found.request, stdout()
     where, weights = found.profile.cpu, request.model.weights
-    packed = f" with weights {weights}" if weights in ("q8", "q4") else ""
+    packed = f" with weights {weights}" if request.model.packs_weights else ""
     if found.profile.device is not None and request.on_gpu:
         where = f"{found.profile.device.name}, {where}"
     console.print(

@@ -4,6 +4,7 @@ a half-loaded model, and transformers fills missing weights with random numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -22,6 +23,8 @@ from offload.system.json_file import read_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+# Beside config and tokenizer of a GGUF file that keeps its weights (`gguf.model_folder`).
+GGUF_FILE = "gguf_weights.json"
 _MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors format
 _FLOATS = {
     "F64": torch.float64,
@@ -52,12 +55,14 @@ class Checkpoint:
         stored_shapes: of the tensors in its files, by name.
         own_dtype: that its weights get in memory where none is asked for: the one that config.json
             names, or that of the first weight.
+        gguf_types: of the tensors where they are in a GGUF file, such as "Q4_1", by the same names.
     """
 
     folder: Path
     config: dict[str, Any]
     stored_shapes: Mapping[str, tuple[int, ...]]
     own_dtype: torch.dtype
+    gguf_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def shape(self) -> ModelShape:
@@ -124,6 +129,8 @@ def check_checkpoint(folder: Path) -> Checkpoint:
         NotImplementedError: quantised weights.
     """
     config = check_config_file(folder / "config.json")
+    if (folder / GGUF_FILE).is_file():
+        return _of_gguf(folder, config)
     files = _weight_files(folder)
     tensors = [tensor for path in files for tensor in check_safetensors(path)]
     if not any(tensor.stop for tensor in tensors):
@@ -134,6 +141,19 @@ def check_checkpoint(folder: Path) -> Checkpoint:
         dtype = _TORCH_DTYPES[next((x for x in stored if x in _FLOATS), stored[0])]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     return Checkpoint(folder, config, shapes, dtype)
+
+
+def _of_gguf(folder: Path, config: dict[str, Any]) -> Checkpoint:
+    """What `gguf.model_folder` made; its GGUF file is looked at when it is loaded."""
+    path = folder / GGUF_FILE
+    try:
+        described = read_json_object(path)["tensors"]
+        types = {name: str(type_name) for name, (type_name, _) in described.items()}
+        shapes = {name: tuple(map(int, shape)) for name, (_, shape) in described.items()}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    dtype = config_dtype(config, folder / "config.json") or torch.bfloat16
+    return Checkpoint(folder, config, shapes, dtype, types)
 
 
 def check_config_file(path: Path) -> dict[str, Any]:

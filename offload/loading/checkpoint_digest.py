@@ -23,14 +23,25 @@ def checkpoint_digest(folder: Path) -> str:
     for path in sorted(files):
         if path.suffix == ".json" and _is_ours(path):
             continue
-        num_bytes = path.stat().st_size
-        digest.update(f"{path.name} {num_bytes}\n".encode())
-        step = max(_BLOCK_BYTES, num_bytes // _NUM_BLOCKS)
-        with path.open("rb") as file:
-            for place in range(0, num_bytes, step):
-                file.seek(place)
-                digest.update(file.read(_BLOCK_BYTES))
+        _add_blocks(digest, path, path.name)
     return digest.hexdigest()[:16]
+
+
+def file_digest(path: Path) -> str:
+    """The same of one file, whatever its name."""
+    digest = hashlib.sha256()
+    _add_blocks(digest, path, "")
+    return digest.hexdigest()[:16]
+
+
+def _add_blocks(digest: hashlib._Hash, path: Path, name: str) -> None:
+    num_bytes = path.stat().st_size
+    digest.update(f"{name} {num_bytes}\n".encode())
+    step = max(_BLOCK_BYTES, num_bytes // _NUM_BLOCKS)
+    with path.open("rb") as file:
+        for place in range(0, num_bytes, step):
+            file.seek(place)
+            digest.update(file.read(_BLOCK_BYTES))
 
 
 def _is_ours(path: Path) -> bool:

@@ -1,4 +1,6 @@
-"""GGUF files become safetensors once, in the user's cache: dequantising takes many seconds."""
+"""GGUF files become a folder with config and tokenizer once, in the user's cache. Weights that are
+quantised stay in the file; dequantised ones become safetensors, where they are asked for.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ import torch
 
 from offload.loading.adapter import Adapter, merge_adapter, read_adapter
 from offload.loading.bars import passing_bars
-from offload.loading.checkpoint import check_checkpoint
-from offload.loading.checkpoint_digest import checkpoint_digest
+from offload.loading.checkpoint import GGUF_FILE, check_checkpoint
+from offload.loading.checkpoint_digest import checkpoint_digest, file_digest
 from offload.loading.embedded_package import (
     EMBEDDED_MODEL,
     EMBEDDED_MODELS,
@@ -36,7 +38,7 @@ from offload.loading.gguf_tokenizer import end_tokens, gguf_tokenizer
 from offload.system.cache_folder import cache_folder
 from offload.system.permissions import default_mode, share_by_umask
 
-_CONVERSION = "4"  # change it when converted folders of older versions must be made again
+_CONVERSION = "5"  # change it when converted folders of older versions must be made again
 LONG_CONTEXT_ADAPTER = Path(__file__).parent / "adapters" / LONG_CONTEXT_MODEL
 _TEMPORARY_PREFIX = ".converting-"
 _STALE_SECONDS = 60.0  # of a folder that was never locked
@@ -46,13 +48,27 @@ CONVERTED_MARK, _MARK_FORMAT = "converted.json", "offload-converted-1"
 _logger = logging.getLogger(__name__)
 
 
+def model_folder(gguf_path: Path, name: str | None = None) -> Path:
+    """The folder with config and tokenizer of `gguf_path`, made if need be: of a file without
+    quantised matrices also with its weights, in bfloat16.
+
+    Processes may race: each makes a folder of its own, and the first to finish renames it into
+    place. An incomplete or damaged folder is made again.
+
+    Raises: as `converted_folder`.
+    """
+    return _made_once(
+        _converted_name(gguf_path, name),
+        lambda folder: _convert(gguf_path, folder, None),
+        check=lambda: check_gguf_magic(gguf_path),
+        source=gguf_path if name is None else None,
+    )
+
+
 def converted_folder(
     gguf_path: Path, name: str | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
     """The folder with `gguf_path` as safetensors of `dtype` and its tokenizer; made if need be.
-
-    Processes may race: each converts into a folder of its own, and the first to finish renames it
-    into place. An incomplete or damaged folder is made again.
 
     Raises:
         FileNotFoundError: no such file.
@@ -60,6 +76,9 @@ def converted_folder(
             unexpected or of another shape: names the file. Nothing is left in the cache folder.
         PermissionError: if the cache folder cannot be written to, or what is there not read.
     """
+    folder = model_folder(gguf_path, name)
+    if dtype == torch.bfloat16 and not (folder / GGUF_FILE).is_file():
+        return folder
     return _made_once(
         _converted_name(gguf_path, name, dtype),
         lambda folder: _convert(gguf_path, folder, dtype),
@@ -71,16 +90,18 @@ def converted_folder(
 def weights_folder(folder: Path, dtype: torch.dtype) -> Path:
     """Where the weights of a checkpoint's folder are to be read for `dtype`.
 
-    It is another folder for a GGUF file's conversion, which is in bfloat16, if `dtype` would show
-    what that has rounded, and the file is still there as it was. Embedded models are what is in
-    theirs.
+    It is another folder for a GGUF file that keeps its weights, or whose conversion is in bfloat16
+    if `dtype` would show what that has rounded, and the file is still there as it was. Embedded
+    models are converted to bfloat16 whatever the `dtype`.
 
-    Raises: as `converted_folder`.
+    Raises: as `converted_folder`, and FileNotFoundError without the file that keeps them.
     """
-    source = _marked_source(folder)
-    if dtype == torch.bfloat16 or source is None:
+    has_own = not (folder / GGUF_FILE).is_file()
+    source = _marked_source(folder) if has_own else kept_source(folder)
+    if source is None or (has_own and dtype == torch.bfloat16):
         return folder
-    return converted_folder(source, dtype=dtype)
+    name = embedded_name(folder)
+    return converted_folder(source, name, torch.bfloat16 if name else dtype)
 
 
 def unchanged_source(folder: Path) -> Path | None:
@@ -91,6 +112,21 @@ def unchanged_source(folder: Path) -> Path | None:
     if embedded_name(folder) == EMBEDDED_MODEL:
         return embedded_gguf()
     return _marked_source(folder)
+
+
+def kept_source(folder: Path) -> Path:
+    """The GGUF file that keeps the weights of a checkpoint's folder (`Checkpoint.gguf_types`).
+
+    Raises:
+        FileNotFoundError: it is not there, or not as it was.
+    """
+    source = unchanged_source(folder)
+    if source is None:
+        raise FileNotFoundError(
+            f"{folder} was made of a GGUF file that is gone, or another one now; give the .gguf "
+            "file instead of this folder"
+        )
+    return source
 
 
 def _marked_source(folder: Path) -> Path | None:
@@ -132,7 +168,7 @@ def long_context_adapter() -> Adapter:
 
 
 def made_folder(gguf_path: Path, name: str | None = None) -> Path:
-    """Where `converted_folder` or `long_context_folder` makes it, whether it is there or not.
+    """Where `model_folder` or `long_context_folder` makes it, whether it is there or not.
 
     Args:
         name: of an embedded model.
@@ -148,11 +184,12 @@ def made_folder(gguf_path: Path, name: str | None = None) -> Path:
 
 def embedded_name(folder: Path) -> str | None:
     """The name of the embedded model that was made into this folder; None: it holds another one."""
-    for name in EMBEDDED_MODELS:
-        with contextlib.suppress(
-            OSError, ValueError, RuntimeError
-        ):  # what is not there, or damaged
-            if folder == made_folder(embedded_gguf(), name):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # what is not there, or damaged
+        gguf_path = embedded_gguf()
+        if folder.name == _converted_name(gguf_path, EMBEDDED_MODEL, torch.bfloat16):
+            return EMBEDDED_MODEL if folder.parent == cache_folder() / "models" else None
+        for name in EMBEDDED_MODELS:
+            if folder == made_folder(gguf_path, name):
                 return name
     return None
 
@@ -279,19 +316,37 @@ def _being_made(temporary: Path) -> Iterator[None]:
         yield
 
 
-def _convert(gguf_path: Path, folder: Path, dtype: torch.dtype) -> None:
+def _convert(gguf_path: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    """Of dtype None, quantised weights stay in the file, and others become bfloat16."""
     header = read_gguf_header(gguf_path)
     config, tokenizer = gguf_config(header), gguf_tokenizer(header)
     ends = end_tokens(header, tokenizer)
     if len(ends) > 1:
         config.eos_token_id = ends
+    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.save_pretrained(folder)
+    if dtype is None and any(of.is_quantised for of in header.tensors.values()):
+        _save_without_weights(header, config, folder)
+        return
+    dtype = dtype or torch.bfloat16
     in_dtype = "" if dtype == torch.bfloat16 else f" in {str(dtype).removeprefix('torch.')}"
     _logger.info("converting %s to safetensors%s, once", gguf_path.name, in_dtype)
-    tokenizer.model_max_length = config.max_position_embeddings
     with passing_bars():
         model = _read_model(header, config, dtype)
         model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+
+
+def _save_without_weights(header: GgufHeader, config: Any, folder: Path) -> None:
+    model = empty_model(config, torch.bfloat16)
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "bfloat16"
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tensors = {name: header.tensors[of_file] for name, of_file in gguf_names(model).items()}
+    described = {name: [of.type_name, list(of.shape)] for name, of in tensors.items()}
+    digest = file_digest(header.path)
+    content = {"file_digest": digest, "tensors": described}
+    (folder / GGUF_FILE).write_text(json.dumps(content))
 
 
 def _read_model(header: GgufHeader, config: Any, dtype: torch.dtype) -> Any:
@@ -304,30 +359,46 @@ def _read_model(header: GgufHeader, config: Any, dtype: torch.dtype) -> Any:
     model = empty_model(config, dtype)
     weights = {}
     for name, of_file in tqdm(gguf_names(model).items(), desc="Converting"):
-        with np.errstate(all="ignore"):  # numbers that are not finite are refused below
-            weight = torch.from_numpy(header.float32(of_file)).to(dtype)
-        if not bool(weight.isfinite().all()):
-            raise ValueError(f"{header.path} holds numbers that are not finite, in {name}")
-        if config.model_type == "llama" and ".q_proj." in name:
-            weight = split_halves(weight, config.num_attention_heads)
-        if config.model_type == "llama" and ".k_proj." in name:
-            weight = split_halves(weight, config.num_key_value_heads)
-        weights[name] = weight
+        weights[name] = dequantised(header, config, name, of_file, dtype)
     model.load_state_dict(weights, strict=False, assign=True)  # tied weights are there once
     model.tie_weights()
     return model
 
 
-def split_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+def dequantised(
+    header: GgufHeader, config: Any, name: str, of_file: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """The parameter `name` of a stock model, its rows as transformers has them.
+
+    Raises:
+        ValueError: numbers that are not finite.
+    """
+    with np.errstate(all="ignore"):  # numbers that are not finite are refused below
+        weight = torch.from_numpy(header.float32(of_file)).to(dtype)
+    if not bool(weight.isfinite().all()):
+        raise ValueError(f"{header.path} holds numbers that are not finite, in {name}")
+    return in_halves(weight, config, name)
+
+
+def in_halves(rows: torch.Tensor, config: Any, name: str) -> torch.Tensor:
+    """Rows of the parameter `name`, or what belongs to each row, as transformers orders them."""
+    if config.model_type == "llama" and ".q_proj." in name:
+        return _split_halves(rows, config.num_attention_heads)
+    if config.model_type == "llama" and ".k_proj." in name:
+        return _split_halves(rows, config.num_key_value_heads)
+    return rows
+
+
+def _split_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """llama.cpp rotates neighbouring elements of a head, transformers its two halves."""
     pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
 def _converted_name(
-    gguf_path: Path, name: str | None = None, dtype: torch.dtype = torch.bfloat16
+    gguf_path: Path, name: str | None = None, dtype: torch.dtype | None = None
 ) -> str:
-    more = "" if dtype == torch.bfloat16 else f" {dtype}"
+    more = "" if dtype is None else f" {dtype}"
     return f"{name or gguf_path.stem}-{_key(gguf_path, more)}"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4  # of ggml
 _DEFAULT_ALIGNMENT = 32
@@ -37,6 +38,10 @@ class GgufTensor:
     start: int
     stop: int
 
+    @property
+    def is_quantised(self) -> bool:
+        return self.type_name not in PLAIN_TYPES
+
 
 @dataclass(frozen=True)
 class GgufHeader:
@@ -48,14 +53,19 @@ class GgufHeader:
 
     def float32(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The values of a tensor, dequantised."""
-        import gguf
-
         tensor = self.tensors[name]
         count = tensor.stop - tensor.start
         data = np.fromfile(self.path, np.uint8, count=count, offset=tensor.start)
-        kind = gguf.GGMLQuantizationType[tensor.type_name]
-        values = gguf.dequantize(data.reshape(*tensor.shape[:-1], -1), kind)
-        return np.asarray(values, np.float32)
+        return self.dequantised(name, data.reshape(*tensor.shape[:-1], -1))
+
+    def dequantised(
+        self, name: str, rows: np.ndarray[Any, np.dtype[np.uint8]]
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The values of rows of a tensor, of bytes [..., bytes of a row]."""
+        import gguf
+
+        kind = gguf.GGMLQuantizationType[self.tensors[name].type_name]
+        return np.asarray(gguf.dequantize(rows, kind), np.float32)
 
 
 def read_gguf_header(path: Path) -> GgufHeader:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from offload.loading.checkpoint import check_config_file, check_model_type
+from offload.loading.checkpoint import GGUF_FILE, check_config_file, check_model_type
 from offload.loading.checkpoint_digest import checkpoint_digest
 from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL, embedded_gguf
-from offload.loading.gguf import (
-    converted_folder,
-    embedded_name,
-    long_context_folder,
-)
+from offload.loading.gguf import embedded_name, long_context_folder, model_folder
 from offload.loading.stock_model import folder_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -42,9 +38,9 @@ class HubOptions:
 
 
 def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> Path:
-    """The local folder with config, safetensors and tokenizer of a model.
+    """The local folder with config, weights and tokenizer of a model.
 
-    `name_or_path` is a folder, a .gguf file (converted once, see `converted_folder`), an alias
+    `name_or_path` is a folder, a .gguf file (read once, see `model_folder`), an alias
     ("smollm2-135m-instruct", "smollm2-135m-instruct-32k"), or a hub id, whose files are downloaded
     unless they are cached.
 
@@ -62,15 +58,15 @@ def resolve_folder(name_or_path: str | Path, hub: HubOptions | None = None) -> P
     check_not_empty(name_or_path)
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name == EMBEDDED_MODEL and not path.exists():
-        return converted_folder(embedded_gguf(), EMBEDDED_MODEL)
+        return model_folder(embedded_gguf(), EMBEDDED_MODEL)
     if name == LONG_CONTEXT_MODEL and not path.exists():
         return long_context_folder()
     if path.is_dir():
-        return converted_folder(path / hub.gguf_file) if hub.gguf_file else path
+        return model_folder(path / hub.gguf_file) if hub.gguf_file else path
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; give a model's folder or a .gguf file")
-        return converted_folder(path)
+        return model_folder(path)
     if path.suffix == ".gguf" or name[:1] in "./~" or not _HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"no such model folder or GGUF file: {name}")
     check_has_owner(name)
@@ -109,12 +105,17 @@ def checkpoint_name(folder: Path) -> str:
     not notice, the time of the weights tells.
     """
     try:
-        newest = max((x.stat().st_mtime_ns for x in folder.glob("*.safetensors")), default=0)
+        newest = max((x.stat().st_mtime_ns for x in _weight_files(folder)), default=0)
         key = f"{checkpoint_digest(folder)}-{newest:x}" if newest else ""
     except OSError:
         key = ""
     name = embedded_name(folder)
     return key if name is None else f"{name}@{key}"
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    yield from folder.glob("*.safetensors")
+    yield from folder.glob(GGUF_FILE)
 
 
 def load_tokenizer(name_or_path: str | Path, hub: HubOptions | None = None) -> Any:
@@ -135,7 +136,7 @@ def _download(name: str, hub: HubOptions) -> Path:
     del source["gguf_file"]
     try:
         if hub.gguf_file:
-            return converted_folder(Path(hf_hub_download(filename=hub.gguf_file, **source)))
+            return model_folder(Path(hf_hub_download(filename=hub.gguf_file, **source)))
         check_config_file(Path(hf_hub_download(filename="config.json", **source)))
         folder = snapshot_download(
             allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_IGNORED), **source

@@ -1,84 +1,79 @@
-"""How many bytes weights take once they are packed, before any is read."""
+"""What matrices are kept as, and how many bytes weights take then, before any is read."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 
 from cpu_ops.packed import GROUP, GROUP_BYTES
 from offload.loading.checkpoint import Checkpoint
-from offload.loading.gguf import unchanged_source
-from offload.loading.gguf_config import gguf_naming
-from offload.loading.gguf_header import read_gguf_header
+from offload.loading.gguf_blocks import format_of
 
 _HEAD, _EMBEDDING, _LAYERS = "lm_head.weight", "model.embed_tokens.weight", "model.layers."
 # Types of GGUF files with more than four bits: their matrices are q8 among those of q4, too.
-FINER_THAN_Q4 = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "Q8_1", "Q8_K")
+_FINER_THAN_Q4 = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one product in a step
 
 
-def kept_format(type_name: str, format: str) -> str:
-    """What a matrix of a layer is kept as.
+def kept_formats(
+    shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, str], weights: str
+) -> dict[str, str]:
+    """What each parameter is kept as: "q8", "q4", or "" for the dtype.
 
     Args:
-        type_name: its type in the model's GGUF file; "": there is none.
-        format: "q8" or "q4", as it was asked for.
+        shapes: by their names in the stock model; tied ones once, under either name.
+        types: in the model's GGUF file, by the same names; without one empty.
+        weights: "auto": what the file has, where a format holds that, and matrices of one product
+            packed all or none. "q8" or "q4": all matrices of layers, "q4" but for those that have
+            more bits in the file; and the head as "q8".
     """
-    return "q8" if type_name in FINER_THAN_Q4 else format
+    head = _HEAD if _HEAD in shapes else _EMBEDDING
+    kept = dict.fromkeys(shapes, "")
+    for name, shape in shapes.items():
+        in_layers, kind = name.startswith(_LAYERS) and len(shape) == 2, types.get(name, "")
+        if weights == "auto":
+            may_be = in_layers or name in (_HEAD, _EMBEDDING)
+            kept[name] = format_of(kind) if may_be and kind else ""
+        elif name == head:
+            kept[name] = "q8"
+        elif in_layers:
+            kept[name] = "q8" if kind in _FINER_THAN_Q4 else weights
+    for name in [name for name, format in kept.items() if not format]:
+        owner, _, last = name.removesuffix(".weight").rpartition(".")
+        for other in next((group for group in _TOGETHER if last in group), ()):
+            if f"{owner}.{other}.weight" in kept:
+                kept[f"{owner}.{other}.weight"] = ""
+    return kept
 
 
 def packed_weight_bytes(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
-    format: str,
-    type_of: Callable[[str], str] = lambda name: "",
+    weights: str,
+    types: Mapping[str, str] | None = None,
 ) -> int:
-    """Bytes of all weights of a model after `pack_weights`.
+    """Bytes of all weights of a model that is packed.
 
     Args:
-        shapes: of its parameters, by their names in the stock model; tied ones once, under either
-            name.
+        shapes, types, weights: as `kept_formats` takes them.
         dtype: of what is not packed.
-        type_of: from such a name to a type in the GGUF file, or to "".
     """
-    head = _HEAD if _HEAD in shapes else _EMBEDDING
     total = 0
-    for name, shape in shapes.items():
-        if name != head and (len(shape) != 2 or not name.startswith(_LAYERS)):
+    for name, kept in kept_formats(shapes, types or {}, weights).items():
+        shape = shapes[name]
+        if kept:
+            total += shape[0] * -(-shape[1] // GROUP) * GROUP_BYTES[kept]
+        else:
             total += math.prod(shape) * dtype.itemsize
-            continue
-        kept = "q8" if name == head else kept_format(type_of(name), format)
-        rows, columns = shape
-        total += rows * -(-columns // GROUP) * GROUP_BYTES[kept]
     return total
 
 
-def checkpoint_packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, format: str) -> int:
+def checkpoint_packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, weights: str) -> int:
     """`packed_weight_bytes` of a checkpoint, whose files may leave the prefix of names out."""
     shapes = {
         name if name.startswith(("model.", "lm_head.")) else f"model.{name}": shape
         for name, shape in checkpoint.stored_shapes.items()
     }
-    types = file_types(
-        unchanged_source(checkpoint.folder) if format == "q4" else None,
-        checkpoint.config["model_type"],
-        checkpoint.shape.num_layers,
-    )
-    return packed_weight_bytes(shapes, dtype, format, types)
-
-
-def file_types(source: Path | None, model_type: str, num_layers: int) -> Callable[[str], str]:
-    """From the name of a parameter to its type in the GGUF file `source`, or to "" without one."""
-    if source is None:
-        return lambda name: ""
-    types, name_of = _types(source, source.stat().st_mtime_ns), gguf_naming(model_type, num_layers)
-    return lambda name: types.get(name_of(name), "")
-
-
-@functools.lru_cache(maxsize=1)  # a model that is loaded asks several times
-def _types(source: Path, changed_ns: int) -> dict[str, str]:
-    header = read_gguf_header(source)
-    return {name: tensor.type_name for name, tensor in header.tensors.items()}
+    return packed_weight_bytes(shapes, dtype, weights, checkpoint.gguf_types)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,13 @@ from typing import Any
 import torch
 
 from cpu_ops.packed import FORMATS
-from offload.loading.checkpoint import check_config_file
+from offload.loading.checkpoint import GGUF_FILE, check_checkpoint, check_config_file
 from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL, embedded_gguf
-from offload.loading.gguf import (
-    long_context_adapter,
-    made_folder,
-    unchanged_source,
-)
-from offload.loading.gguf_config import gguf_config
+from offload.loading.gguf import long_context_adapter, made_folder
+from offload.loading.gguf_config import empty_model, gguf_config, gguf_names
 from offload.loading.gguf_header import read_gguf_header
 from offload.loading.names import check_has_owner, check_not_empty, checkpoint_name
-from offload.loading.packed_bytes import file_types, packed_weight_bytes
+from offload.loading.packed_bytes import packed_weight_bytes
 from offload.models import lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import DTYPES, WEIGHTS
@@ -41,6 +38,7 @@ class PlannedModel:
         weight_bytes: of all weights in that dtype, or packed; tied ones count once.
         folder: where its weights are or will be on this machine; None: it has none.
         weights: as `RuntimeConfig` has them.
+        packs_weights: whether matrices of the layers are packed.
     """
 
     name: str
@@ -50,6 +48,7 @@ class PlannedModel:
     weight_bytes: int
     folder: Path | None = None
     weights: str = "auto"
+    packs_weights: bool = False
 
     @property
     def checkpoint(self) -> str:
@@ -69,7 +68,9 @@ class PlannedModel:
             )
 
 
-def planned_model(name_or_path: str, dtype: str = "auto", weights: str = "auto") -> PlannedModel:
+def planned_model(
+    name_or_path: str, dtype: str = "auto", weights: str = "auto", device: str = "cpu"
+) -> PlannedModel:
     """The model of that name: a name of `MODEL_SHAPES`, or what `from_pretrained` takes.
 
     Of a checkpoint only config.json is read, of a GGUF file its header, and from the hub only
@@ -78,6 +79,7 @@ def planned_model(name_or_path: str, dtype: str = "auto", weights: str = "auto")
     Args:
         dtype: a name, or "auto" for the checkpoint's own.
         weights: as `RuntimeConfig` has them.
+        device: where the linear layers would run; "auto" packs none on a GPU.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: as `from_pretrained`.
@@ -86,12 +88,12 @@ def planned_model(name_or_path: str, dtype: str = "auto", weights: str = "auto")
         raise ValueError(f"unknown dtype {dtype!r}; available: auto, {', '.join(DTYPES)}")
     if weights not in WEIGHTS:
         raise ValueError(f"unknown weights {weights!r}; available: {', '.join(WEIGHTS)}")
-    if weights == "bfloat16":
-        if dtype not in ("auto", "bfloat16"):
+    if weights in DTYPES:
+        if dtype not in ("auto", weights):
             raise ValueError(
-                f"weights='bfloat16' contradicts dtype={dtype!r}; leave one of the two out"
+                f"weights={weights!r} contradicts dtype={dtype!r}; leave one of the two out"
             )
-        dtype = "bfloat16"
+        dtype = weights
     check_not_empty(name_or_path)
     wanted = DTYPES.get(dtype)
     path = Path(name_or_path).expanduser()
@@ -100,16 +102,24 @@ def planned_model(name_or_path: str, dtype: str = "auto", weights: str = "auto")
         num_bytes = weight_elements(shape) * chosen.itemsize
         if weights in FORMATS:
             num_bytes = packed_weight_bytes(_shapes(shape), chosen, weights)
-        return PlannedModel(name_or_path, "llama", shape, chosen, num_bytes, weights=weights)
-    config, stored, folder, source = _config(name_or_path, path)
+        return PlannedModel(
+            name_or_path,
+            "llama",
+            shape,
+            chosen,
+            num_bytes,
+            weights=weights,
+            packs_weights=weights in FORMATS,
+        )
+    config, stored, folder, types = _config(name_or_path, path)
     lean_model_maker(config.model_type, config.to_dict())
     check_computation(config)
     chosen = wanted or stored or _dtype_of(config, name_or_path)
     planned, shapes = _of_config(name_or_path, config, chosen)
-    if weights in FORMATS:
-        types = file_types(source, config.model_type, planned.shape.num_layers)
+    if weights in FORMATS or (weights == "auto" and device == "cpu"):
         num_bytes = packed_weight_bytes(shapes, chosen, weights, types)
-        planned = replace(planned, weight_bytes=num_bytes)
+        packs = num_bytes < planned.weight_bytes
+        planned = replace(planned, weight_bytes=num_bytes, packs_weights=packs)
     return replace(planned, folder=folder, weights=weights)
 
 
@@ -122,12 +132,13 @@ def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return found | {"norms": (rest,)}
 
 
-def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, Path | None]:
+def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, Mapping[str, str]]:
     """transformers' config, the dtype of converted weights where there is one, their folder, and
-    the GGUF file that has them as they are."""
+    the types of those that a GGUF file keeps (`Checkpoint.gguf_types`)."""
     from transformers import AutoConfig
 
     changed: dict[str, Any] = {}
+    types: Mapping[str, str] = {}
     embedded = None
     if name in (EMBEDDED_MODEL, LONG_CONTEXT_MODEL) and not path.exists():
         path, embedded = embedded_gguf(), name
@@ -137,17 +148,20 @@ def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, Path 
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; give a model's folder or a .gguf file")
         # bfloat16 is what `converted_folder` stores.
-        config = gguf_config(read_gguf_header(path))
+        header = read_gguf_header(path)
+        config = gguf_config(header)
         config.update(changed)
-        source = None if embedded == LONG_CONTEXT_MODEL else path
-        return config, torch.bfloat16, made_folder(path, embedded), source
-    source = None
+        if embedded != LONG_CONTEXT_MODEL:
+            names = gguf_names(empty_model(config, torch.bfloat16))
+            types = {of: header.tensors[name].type_name for of, name in names.items()}
+        return config, torch.bfloat16, made_folder(path, embedded), types
     if path.is_dir():
         check_config_file(path / "config.json")
-        source = unchanged_source(path)
+        if (path / GGUF_FILE).is_file():
+            types = check_checkpoint(path).gguf_types
     else:
         path = _hub_config(name).parent
-    return AutoConfig.from_pretrained(path, trust_remote_code=False), None, path, source
+    return AutoConfig.from_pretrained(path, trust_remote_code=False), None, path, types
 
 
 def _hub_config(name: str) -> Path:

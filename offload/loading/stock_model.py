@@ -16,7 +16,7 @@ from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint, check_loaded
 from offload.loading.gguf import CONVERTED_MARK, weights_folder
 from offload.loading.one_at_a_time import loading
-from offload.loading.packing import pack_weights
+from offload.loading.packing import pack_weights, packed_from_gguf
 from offload.models import ModelShape
 from offload.models.base import check_computation, context_limit
 from offload.system.json_file import read_json_object
@@ -47,14 +47,13 @@ _GENERATION = _OUTPUTS | {
 
 
 @loading()
-def load_stock_model(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, weights: str = "auto"
-) -> Any:
+def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing: str = "") -> Any:
     """The stock model of a checked checkpoint; `dtype` None keeps the checkpoint's own.
 
-    With `weights` "q8" or "q4" its layers' matrices and its head are packed (`pack_weights`).
-
     What its files ask of every generation, and an offloaded model does not do, is overridden.
+
+    Args:
+        packing: `RuntimeConfig.packing`; "": nothing is packed.
 
     Raises:
         ValueError: if weights are missing, unexpected, or have other shapes than config.json says;
@@ -81,10 +80,16 @@ def load_stock_model(
     own = checkpoint.folder / "generation_config.json"
     source = own if own.exists() else path
     try:
-        GenerationConfig.from_pretrained(checkpoint.folder, source.name)  # checks it, as below
+        # Checks it, as below.
+        generation = GenerationConfig.from_pretrained(checkpoint.folder, source.name)
     except Exception as error:  # or transformers raises without naming the file
         raise ValueError(f"{source}: {error}") from error
     loaded_dtype = checkpoint.loaded_dtype(dtype)  # what budgets were checked with
+    if packing and checkpoint.gguf_types:
+        model = packed_from_gguf(checkpoint, config, loaded_dtype, packing)
+        model.generation_config = generation
+        _override(model.generation_config, _GENERATION, source)
+        return model
     folder = weights_folder(checkpoint.folder, loaded_dtype)
     with passing_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -99,8 +104,8 @@ def load_stock_model(
     model, info = loaded
     check_loaded(info, checkpoint.folder, "its config.json")
     _override(model.generation_config, _GENERATION, source)
-    if weights in FORMATS:
-        pack_weights(model, checkpoint.folder, weights)
+    if packing in FORMATS:
+        pack_weights(model, packing)
     return model
 
 

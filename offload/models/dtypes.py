@@ -7,4 +7,4 @@ import torch
 from cpu_ops.packed import FORMATS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-WEIGHTS = ("auto", *FORMATS, "bfloat16")
+WEIGHTS = ("auto", *FORMATS, *DTYPES)

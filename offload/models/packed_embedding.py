@@ -1,40 +1,49 @@
-"""An embedding that reads the rows of a packed head."""
+"""An embedding that reads packed rows, often those of the rows."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from typing import Any
+
+from torch import Tensor
 
 from cpu_ops.packed import PackedWeight
-from offload.models.packed_linear import PackedModule
+from offload.models.packed_linear import PackedMatrix
 
 
-class PackedEmbedding(nn.Module):
-    """In the place of the `nn.Embedding` that a head is tied to: memory holds the rows once.
+class PackedEmbedding(PackedMatrix):
+    """In the place of an `nn.Embedding`."""
 
-    Args:
-        head: its parameters are this module's, too, as transformers ties them.
-    """
-
-    minimums: nn.Parameter | None
-
-    def __init__(self, head: PackedModule) -> None:
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = head.out_features, head.in_features
-        self.dtype = head.dtype
+    def tie(self, head: PackedMatrix) -> None:
+        """Take the head's parameters, as transformers ties them: memory holds the rows once."""
         self.codes, self.scales, self.minimums = head.codes, head.scales, head.minimums
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [...] of any shape -> their rows [..., embedding_dim] in `dtype`."""
-        ids = tokens.flatten()
-        minimums = self.minimums
+        ids, weight = tokens.flatten(), self.packed
+        minimums = weight.minimums
         rows = PackedWeight(
-            self.codes.index_select(0, ids),
-            self.scales.index_select(0, ids).view(torch.float16),
-            None if minimums is None else minimums.index_select(0, ids).view(torch.float16),
-            self.embedding_dim,
+            weight.codes.index_select(0, ids),
+            weight.scales.index_select(0, ids),
+            None if minimums is None else minimums.index_select(0, ids),
+            self.in_features,
         )
-        return rows.dequantise(self.dtype).view(*tokens.shape, self.embedding_dim)
+        return rows.dequantise(self.dtype).view(*tokens.shape, self.in_features)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}"
+        return f"{self.out_features}, {self.in_features}"
+
+
+def dequantised_state(model: Any) -> dict[str, Tensor] | None:
+    """The state dict of a stock model with matrices in its dtype; None: it has no packed ones."""
+    state: dict[str, Tensor] = model.state_dict()
+    made: dict[int, Tensor] = {}  # of a head and an embedding that are tied, one
+    for path, module in model.named_modules():
+        if not isinstance(module, PackedMatrix):
+            continue
+        for name in ("codes", "scales", "minimums"):
+            state.pop(f"{path}.{name}", None)
+        place = module.codes.data_ptr()
+        if place not in made:
+            made[place] = module.packed.dequantise(module.dtype)
+        state[f"{path}.weight"] = made[place]
+    return state if made else None

@@ -26,21 +26,20 @@ _ROWS = 64  # a task of unpacking
 _on_gpu: WeakKeyDictionary[nn.Module, dict[int, GpuPackedLinear]] = WeakKeyDictionary()
 
 
-class PackedModule(nn.Module):
-    """In the place of an `nn.Linear`. Its parameters do not learn: they are moved and counted.
+class PackedMatrix(nn.Module):
+    """Packed weights [out_features, in_features] as parameters, which do not learn: they are moved
+    and counted.
 
     Scales and minimums are kept as int16, the bits of their float16: transformers takes the first
     floating-point parameter's dtype for the model's, and `.to(dtype)` would round them.
 
     Args:
-        weight: [out_features, in_features].
-        bias: [out_features] or None.
-        dtype: of inputs and outputs.
+        dtype: of what comes of them.
     """
 
     minimums: nn.Parameter | None
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.dtype = dtype
@@ -48,7 +47,6 @@ class PackedModule(nn.Module):
         self.scales = _fixed(weight.scales.view(torch.int16))
         minimums = weight.minimums
         self.minimums = None if minimums is None else _fixed(minimums.view(torch.int16))
-        self.bias = None if bias is None else _fixed(bias)
 
     @property
     def packed(self) -> PackedWeight:
@@ -60,6 +58,20 @@ class PackedModule(nn.Module):
             None if minimums is None else minimums.detach().view(torch.float16),
             self.in_features,
         )
+
+
+class PackedModule(PackedMatrix):
+    """In the place of an `nn.Linear`.
+
+    Args:
+        weight: [out_features, in_features].
+        bias: [out_features] or None.
+        dtype: of inputs and outputs.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(weight, dtype)
+        self.bias = None if bias is None else _fixed(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return PackedLinear([self])(x)

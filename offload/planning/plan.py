@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from cpu_ops.packed import FORMATS
 from gpu_ops.layout import layout_bytes
 from offload.decode.gpu.placement import HeadPlacement, Place, check_dense_until
 from offload.kv.page_pool import page_shape
@@ -196,7 +195,7 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
     step = step_model.step(placement)
     prompt = replace(work, kv_len=request.prompt_tokens or request.context)
     notes += slow_here(model.dtype, on_cpu=not request.on_gpu) if request.on_this_machine else []
-    if model.weights in FORMATS:
+    if model.packs_weights:
         notes.append(
             f"weights={model.weights!r}: bytes are counted as they are packed, but times are those "
             f"of weights in {model.dtype_name}: no step with packed ones was measured"

@@ -79,10 +79,10 @@ def pool_threads(config: RuntimeConfig, ranks: TensorParallel | None = None) -> 
 
 def weight_bytes_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -> int:
     """Bytes that the weights of a checkpoint will have in memory: of packed ones, as packed."""
-    if not config.packs_weights:
+    if not config.packing:
         return checkpoint.weight_bytes(config.dtype)
     dtype = checkpoint.loaded_dtype(config.dtype)
-    return checkpoint_packed_bytes(checkpoint, dtype, config.weights)
+    return checkpoint_packed_bytes(checkpoint, dtype, config.packing)
 
 
 def weight_bytes_of(stock: Any) -> int:

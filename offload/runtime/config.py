@@ -39,11 +39,14 @@ class RuntimeConfig:
             opened (`offload.runtime.auto_policy`).
         dtype: of weights, activations and KV cache; None is the checkpoint's own.
         weights: what the layers' matrices are kept as. "q8": int8 in groups of 32 with a float16
-            scale; "q4": four bits with a scale and a minimum. Both on a CPU, in one process; a GGUF
+            scale; "q4": four bits with a scale and a minimum. Both in one process; a GGUF
             file's own blocks where they are such, else rounded to nearest; a decode step then
             rounds what it multiplies them with to int8. The head is kept as with "q8" under both,
             and so is an embedding that is tied to it; another one stays in `dtype`.
-            "bfloat16": not packed, and `dtype` is that. "auto": not packed, in `dtype`.
+            "bfloat16", "float16" or "float32": not packed, and `dtype` is that. "auto": in one
+            process on a CPU with its own backend, a GGUF file's quantised matrices are kept in the
+            one of those two that has their numbers, else as "q8" (`gguf_blocks.format_of`); all
+            else is in `dtype`.
         device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
             With device="cpu", "cpu" covers the weights and the KV cache; with a GPU, "cpu" covers
@@ -162,12 +165,14 @@ class RuntimeConfig:
             )
 
         self._check_correction()
-        self._check_weights(device)
+        self._check_weights()
 
     @property
-    def packs_weights(self) -> bool:
-        """Whether the layers' matrices and the head are packed once they are loaded."""
-        return self.weights in FORMATS
+    def packing(self) -> str:
+        """`weights` if they may be packed here, else ""; "auto" packs what a GGUF file has so."""
+        on_cpu = self.device == "cpu" and self.backend is None and self.tensor_parallel_size == 1
+        is_dense = self.weights in DTYPES or (self.weights == "auto" and not on_cpu)
+        return "" if is_dense else self.weights
 
     def under(self, policy: Policy) -> RuntimeConfig:
         """The same with another policy; without corrections where it attends to everything."""
@@ -175,17 +180,15 @@ class RuntimeConfig:
         every = self.cache_correction_every if selects else None
         return replace(self, policy=policy, cache_correction_every=every)
 
-    def _check_weights(self, device: torch.device) -> None:
+    def _check_weights(self) -> None:
         if self.weights not in WEIGHTS:
             raise _unknown("weights", self.weights, [*WEIGHTS])
-        if self.weights == "bfloat16" and self.dtype not in (None, torch.bfloat16):
+        if self.weights in DTYPES and self.dtype not in (None, DTYPES[self.weights]):
+            dtype = str(self.dtype).removeprefix("torch.")
             raise ValueError(
-                f"weights='bfloat16' contradicts dtype={str(self.dtype).removeprefix('torch.')!r}; "
-                "leave one of the two out"
+                f"weights={self.weights!r} contradicts dtype={dtype!r}; leave one of the two out"
             )
-        if not self.packs_weights:
-            return
-        if self.tensor_parallel_size > 1:
+        if self.weights in FORMATS and self.tensor_parallel_size > 1:
             raise NotImplementedError(
                 f"weights={self.weights!r} needs one process in this version, but "
                 f"tensor_parallel_size is {self.tensor_parallel_size}; change that, or give "
@@ -240,8 +243,8 @@ def runtime_config(**options: Any) -> RuntimeConfig:
         options["policy"] = make_policy(options["policy"])
     if "dtype" in options:
         options["dtype"] = _dtype(options["dtype"])
-    if options.get("weights") == "bfloat16" and options.get("dtype") is None:
-        options["dtype"] = torch.bfloat16
+    if options.get("weights") in DTYPES and options.get("dtype") is None:
+        options["dtype"] = DTYPES[options["weights"]]
     if "device" in options:
         options["device"] = str(options["device"])
     if "max_memory" in options:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers.utils.generic import can_return_tuple
 
 from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.loading.names import HubOptions
+from offload.models.packed_embedding import dequantised_state
 from offload.ranks.group import connect
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import RuntimeConfig, runtime_config
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from offload.decode.gpu.placement import HeadPlacement
     from offload.kv.store import KVStore
     from offload.policies import Policy
+
+logger = logging.getLogger(__name__)
 
 
 class OffloadedModel(FixedModel):
@@ -105,7 +109,7 @@ class OffloadedModel(FixedModel):
                 {0: "20GiB", "cpu": "96GiB"} with a GPU.
             num_threads: CPU threads; default: all this process may use.
             prefill_slice_tokens: see `RuntimeConfig`, which describes all options from this one to
-                `weights`: "auto" (not packed), "q8", "q4" or "bfloat16".
+                `weights`: "auto" (as a GGUF file has them), "q8", "q4" or a name of a dtype.
             cache_dir: as of transformers; so are the options from this one to `gguf_file`.
             unknown: nothing else is taken.
 
@@ -401,11 +405,9 @@ class OffloadedModel(FixedModel):
                 "save_pretrained with tensor_parallel_size: each rank has a part of the weights; "
                 "load the model without it and save that"
             )
-        if self._offload.config.packs_weights:
-            raise NotImplementedError(
-                f"save_pretrained with weights={self._offload.config.weights!r}: packed weights "
-                "have no file format here; load the model with weights='auto' and save that"
-            )
+        if kwargs.get("state_dict") is None and (state := dequantised_state(self)) is not None:
+            logger.info("packed weights are saved as they are dequantised, in %s", self.dtype)
+            kwargs["state_dict"] = state
         saved = super().save_pretrained(save_directory, *args, **kwargs)
         if (folder := Path(save_directory)).is_dir():
             share_by_umask(folder, "*.safetensors")

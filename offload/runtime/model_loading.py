@@ -43,7 +43,7 @@ from offload.runtime.compressing import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import Chooser, placement_for
 from offload.system.captures import CAPTURING
-from offload.system.memory import format_bytes, host_memory
+from offload.system.memory import format_bytes, give_back_free_memory, host_memory
 from offload.system.slow_here import slow_here
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,13 @@ def load_model(
     check_before_loading(checkpoint, config, ranks)
     if ranks is not None:  # one converts for all
         ranks.once(partial(weights_folder, folder, checkpoint.loaded_dtype(config.dtype)))
-    stock = load_stock_model(checkpoint, config.dtype, config.weights).eval()
+    if checkpoint.gguf_types and config.weights == "auto" and not config.packing:
+        logger.info(
+            "weights=auto: %s is dequantised; on a CPU, in one process and with its own backend, "
+            "its matrices would stay packed",
+            name_or_path,
+        )
+    stock = load_stock_model(checkpoint, config.dtype, config.packing).eval()
     if ranks is None:
         move_to_device(stock, config)
         config = with_calibrated_policy(stock, config, folder)
@@ -140,6 +146,7 @@ def move_to_device(stock: Any, config: RuntimeConfig) -> None:
     """A model, or a rank's part of it; what reads its weights from now on runs there."""
     if config.device == "cpu":
         move_to_huge_pages(stock)
+        give_back_free_memory()  # of what was read, and where it was before
     else:
         stock.to(config.device)
 

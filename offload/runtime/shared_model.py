@@ -149,7 +149,7 @@ class SharedModel:
         configs = [with_cap_in_tokens(checkpoint, of_policy, None) for of_policy in configs]
         for of_policy in configs:
             check_before_loading(checkpoint, of_policy, None)
-        self.stock = load_stock_model(checkpoint, config.dtype, config.weights).eval()
+        self.stock = load_stock_model(checkpoint, config.dtype, config.packing).eval()
         move_to_device(self.stock, config)
         configs = [with_calibrated_policy(self.stock, of_policy, folder) for of_policy in configs]
         configs = [_placed_by_role(each, checkpoint.shape, hot_rows=hot_rows) for each in configs]

@@ -221,8 +221,8 @@ LOADING = [
     Feature(
         "GGUF",
         from_gguf,
-        "dequantised once into bfloat16, and once more for `dtype` float16 or float32: the file's "
-        "weights, rounded once. Embedded models are what they are in bfloat16",
+        "on a CPU packed matrices stay as they are; else all is dequantised once into bfloat16, "
+        "and once more for `dtype` float16 or float32: the file's weights, rounded once",
     ),
     Feature('`dtype="bfloat16"`: logits within 5 %', in_dtype("bfloat16"), tolerance=0.5),
     Feature('`dtype="float16"`: logits within 1 %', in_dtype("float16"), tolerance=0.1),
@@ -234,7 +234,7 @@ LOADING = [
     Feature(
         "a quantised checkpoint",
         quantised,
-        "GGUF is taken, dequantised",
+        "GGUF is taken",
         reference=lambda side: None,  # the stock model needs another package
     ),
     Feature(

@@ -23,10 +23,12 @@ from transformers import AutoModelForCausalLM
 from cpu_ops.packed import FORMATS, quantise
 from offload import OffloadedModel, load_tokenizer
 from offload.loading.checkpoint import check_checkpoint
+from offload.loading.checkpoint_digest import checkpoint_digest
 from offload.loading.gguf_config import gguf_names
 from offload.loading.gguf_header import read_gguf_header
-from offload.loading.packing import pack_weights
+from offload.loading.names import resolve_folder
 from offload.loading.planned_model import planned_model
+from offload.loading.stock_model import load_stock_model
 from offload.models.dtypes import WEIGHTS
 from offload.models.packed_embedding import PackedEmbedding
 from offload.models.packed_linear import PackedLinear, PackedModule
@@ -107,7 +109,7 @@ def test_blocks_of_a_file_are_not_rounded(
     path = tmp_path / "tiny.gguf"
     write_gguf(path, make_tiny_model(name), byte_tokenizer(), types=TYPES)
     header = read_gguf_header(path)
-    plain = OffloadedModel.from_pretrained(path, num_threads=1, dtype="float32")
+    plain = plain_model(path)
     exact_types = {"q4": ("Q4_0", "Q4_1", "Q8_0"), "q8": ("Q8_0",)}
     for weights in FORMATS:
         model = OffloadedModel.from_pretrained(path, num_threads=1, weights=weights)
@@ -126,7 +128,7 @@ def test_blocks_of_a_file_are_not_rounded(
                 assert relative(packed.dequantise(), expected) < (0.01 if is_fine else 0.1)
         assert model(random_tokens(5, seed=2).unsqueeze(0)).logits.isfinite().all()
         tokens = random_tokens(6, seed=3).view(2, 3)
-        wanted = plain.get_input_embeddings()(tokens)
+        wanted = plain.get_input_embeddings()(tokens).detach()
         found = model.get_input_embeddings()(tokens)
         assert found.dtype is model.dtype is torch.bfloat16
         assert torch.equal(found, wanted.bfloat16())
@@ -153,20 +155,87 @@ def test_a_tied_embedding_reads_the_head(tiny_folders: dict[str, Path]) -> None:
     assert torch.equal(model.float().lm_head.scales, before)  # not rounded, and not moved
 
 
-def test_a_file_that_has_changed_is_not_read(
+def test_a_folder_whose_file_has_changed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "tiny.gguf"
     write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=TYPES)
-    model = OffloadedModel.from_pretrained(path, num_threads=1)
-    folder = Path(model.name_or_path)
-    path.unlink()
-    stock = AutoModelForCausalLM.from_pretrained(folder)
-    before = stock.model.layers[0].mlp.down_proj.weight.detach().clone()
-    pack_weights(stock, folder, "q4")
-    packed = stock.model.layers[0].mlp.down_proj.packed
-    assert packed.codes.equal(quantise(before, "q4").codes)
+    folder = Path(OffloadedModel.from_pretrained(path, num_threads=1).name_or_path)
+    digest = checkpoint_digest(folder)
+    with path.open("r+b") as file:  # a weight
+        file.seek(-3, 2)
+        file.write(b"abc")
+    message = f"{folder} was made of a GGUF file that is gone, or another one now; give the .gguf"
+    for weights in ("auto", "bfloat16"):
+        with pytest.raises(FileNotFoundError, match=message):
+            OffloadedModel.from_pretrained(folder, num_threads=1, weights=weights)
+    other = Path(OffloadedModel.from_pretrained(path, num_threads=1).name_or_path)
+    assert other != folder
+    assert checkpoint_digest(other) != digest
+
+
+def plain_model(path: Path) -> Any:
+    """The file's weights in float32."""
+    return load_stock_model(check_checkpoint(resolve_folder(path)), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])  # with a tied head, and one of its own
+def test_auto_keeps_what_a_file_has(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks as they are, in any dtype, without a conversion; what is no such block is not
+    rounded, nor what meets the same rows; and all of it is saved."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    types = {"blk.1.attn_k.weight": "Q8_0", **TYPES, "attn_k.weight": "F16"}
+    write_gguf(path, make_tiny_model(name), byte_tokenizer(), types=types)
+    planned = planned_model(str(path)).weight_bytes
+    model = OffloadedModel.from_pretrained(path, policy="full", num_threads=1, dtype="float32")
+    assert not [*tmp_path.rglob("*.safetensors")]
+    plain, kinds = plain_model(path), {"Q4_0": "q4", "Q4_1": "q4", "Q8_0": "q8"}
+    names, header = gguf_names(plain), read_gguf_header(path)
+    of_file = {n.removesuffix(".weight"): header.tensors[of].type_name for n, of in names.items()}
+    packed = packed_modules(model)
+    for path_in_model, module in packed.items():
+        kind = of_file.get(path_in_model, "Q8_0")  # of the embedding
+        assert module.packed.format == kinds[kind]
+        expected = plain.get_submodule(path_in_model).weight.detach()
+        torch.testing.assert_close(module.packed.dequantise(), expected, rtol=1e-6, atol=1e-7)
+    layers = model.model.layers
+    assert type(layers[0].self_attn.q_proj) is type(layers[0].mlp.up_proj) is nn.Linear
+    assert type(layers[1].self_attn.q_proj) is type(layers[1].mlp.down_proj) is PackedModule
+    assert isinstance(model.get_input_embeddings(), PackedEmbedding)
+    assert isinstance(model.lm_head, PackedModule)
+    tokens = random_tokens(40, seed=3).view(1, 40)
+    assert relative(model(tokens).logits, plain(tokens).logits) < 1e-5
+    checkpoint = check_checkpoint(Path(model.name_or_path))
+    for bytes_before in (
+        planned_model(model.name_or_path, "float32").weight_bytes,
+        weight_bytes_before_loading(checkpoint, runtime_config(dtype="float32")),
+    ):
+        assert bytes_before == weight_bytes_of(model) > planned
+    model.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert relative(saved(tokens).logits, plain(tokens).logits) < 1e-6
+
+
+def test_auto_dequantises_where_packed_weights_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=TYPES)
+    with caplog.at_level("INFO"):
+        model = OffloadedModel.from_pretrained(path, num_threads=1, backend="inline")
+    assert "is dequantised; on a CPU, in one process" in caplog.text
+    assert not packed_modules(model)
+    dense = OffloadedModel.from_pretrained(path, num_threads=1, weights="bfloat16")
+    assert not packed_modules(dense)
+    for name, weight in plain_model(path).state_dict().items():
+        assert torch.equal(dense.state_dict()[name], weight.bfloat16())
+    planned = planned_model(str(path), device="cuda")
+    assert planned.weight_bytes == weight_bytes_of(dense)
 
 
 def test_they_are_counted_as_they_are(tiny_folders: dict[str, Path]) -> None:
@@ -240,7 +309,7 @@ def test_a_planned_shape_counts_them() -> None:
     norms = 2 * 4096 * (2 * 32 + 1)
     assert of_q4 == layers * 20 // 32 + vocabulary * 34 // 32 + 2 * vocabulary + norms
     assert planned_model("smollm2-135m", weights="q8").weight_bytes < 0.54 * 2 * 134_515_008
-    with pytest.raises(ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat16"):
+    with pytest.raises(ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat"):
         planned_model("tiny", weights="q5")
     with pytest.raises(ValueError, match="weights='bfloat16' contradicts dtype='float16'"):
         planned_model("tiny", "float16", "bfloat16")
@@ -268,7 +337,7 @@ def test_where_they_are_refused(message: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_names_and_dtypes() -> None:
-    with pytest.raises(ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat16"):
+    with pytest.raises(ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat"):
         runtime_config(weights="q5")
     with pytest.raises(ValueError, match="weights='bfloat16' contradicts dtype='float16'"):
         runtime_config(weights="bfloat16", dtype="float16")
@@ -276,11 +345,13 @@ def test_names_and_dtypes() -> None:
     assert runtime_config(weights="auto").dtype is None
 
 
-def test_they_are_not_saved_moved_or_cut(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+def test_they_are_saved_dequantised_and_not_moved_or_cut(
+    tiny_folders: dict[str, Path], tmp_path: Path
+) -> None:
     model = OffloadedModel.from_pretrained(tiny_folders["llama"], num_threads=1, weights="q8")
-    with pytest.raises(NotImplementedError, match="load the model with weights='auto' and save"):
-        model.save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
+    model.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(saved.lm_head.weight, model.lm_head.packed.dequantise())
     linear = PackedLinear([model.model.layers[0].mlp.down_proj])
     with pytest.raises(NotImplementedError, match="needs tensor_parallel_size=1"):
         linear.keep_rows(range(3))
@@ -325,7 +396,7 @@ def test_the_embedded_model() -> None:
     tokenizer = load_tokenizer(MODEL)
     plain, packed = (
         OffloadedModel.from_pretrained(MODEL, policy="full", num_threads=2, weights=weights)
-        for weights in ("auto", "q4")
+        for weights in ("bfloat16", "auto")
     )
     assert weight_bytes_of(packed) < 0.36 * weight_bytes_of(plain)
     kinds = {name: module.packed.format for name, module in packed_modules(packed).items()}

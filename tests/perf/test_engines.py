@@ -75,6 +75,7 @@ def test_rows_are_medians_over_steps() -> None:
 
 def test_every_contestant_is_a_module_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.bench_decode.resolve_folder", lambda name: Path("folder"))
+    monkeypatch.setattr("perf.bench_decode.converted_folder", lambda *_: Path("converted"))
     monkeypatch.setattr("perf.bench_decode.embedded_gguf", lambda: Path("model.gguf"))
     chosen = contestants(threads=2)
     assert len({contestant.name for contestant in chosen}) == len(chosen)
@@ -88,6 +89,7 @@ def test_the_peers_of_a_forced_isa_have_an_environment_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bench_decode, "resolve_folder", lambda name: Path("folder"))
+    monkeypatch.setattr(bench_decode, "converted_folder", lambda *_: Path("converted"))
     monkeypatch.setattr(bench_decode, "embedded_gguf", lambda: Path("model.gguf"))
     for isa, folder in ((None, ".venv-peers"), ("avx2", ".venv-peers-avx2")):
         pythons = {c.python for c in contestants(2, isa) if c.name.startswith("llama.cpp")}

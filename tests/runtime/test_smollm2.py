@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offload import ExactTopK, OffloadedModel, load_tokenizer
+from offload.loading.gguf import weights_folder
 from offload.system.stdlib_text import stdlib_paragraphs
 
 MODEL = "smollm2-135m-instruct"
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def smollm2() -> Any:
-    return OffloadedModel.from_pretrained(MODEL, dtype="float32", num_threads=1)
+    return OffloadedModel.from_pretrained(MODEL, weights="float32", num_threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,8 @@ def test_capital_of_france(smollm2: Any, smollm2_tokenizer: Any) -> None:
 
 
 def test_greedy_tokens_on_real_text(smollm2: Any, text_tokens: torch.Tensor) -> None:
-    stock = AutoModelForCausalLM.from_pretrained(smollm2.name_or_path, dtype=torch.float32).eval()
+    folder = weights_folder(Path(smollm2.name_or_path), torch.float32)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     options = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
     expected = stock.generate(text_tokens, **options)
     assert torch.equal(smollm2.generate(text_tokens, **options), expected)
@@ -71,7 +74,7 @@ def test_logits_on_real_text(smollm2: Any, text_tokens: torch.Tensor) -> None:
 @pytest.mark.slow
 def test_a_budget_above_the_context_is_exact(smollm2: Any, text_tokens: torch.Tensor) -> None:
     sparse = OffloadedModel.from_pretrained(
-        MODEL, policy=ExactTopK(budget_tokens=400), dtype="float32", num_threads=1
+        MODEL, policy=ExactTopK(budget_tokens=400), weights="float32", num_threads=1
     )
     options = {"max_new_tokens": 12, "do_sample": False}
     expected = smollm2.generate(text_tokens, **options)

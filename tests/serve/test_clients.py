@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from serve.conftest import serving_process
 
-from offload.loading.names import resolve_folder
+from offload.loading.embedded_package import embedded_gguf
+from offload.loading.gguf import converted_folder
 
 CLIENTS = Path(__file__).with_name("clients")
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server's, whose model has a template with tools."""
     folder = tmp_path_factory.mktemp("clients") / "model"
     folder.mkdir()
-    for path in resolve_folder("smollm2-135m-instruct").iterdir():
+    for path in converted_folder(embedded_gguf(), "smollm2-135m-instruct").iterdir():
         if path.name != "chat_template.jinja":
             (folder / path.name).symlink_to(path)
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cpu_ops.packed import FORMATS
 from cpu_ops.worker_pool import WorkerPool
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
@@ -84,8 +85,8 @@ class RandomModel:
         shape = replace(self._made, max_context=longest)
         with _room_for_weights(self.shape):
             made = random_model(shape, device=self.device, dtype=self.dtype, seed=self._seed)
-            if self.config.packs_weights:
-                pack_weights(made, None, self.config.weights)
+            if self.config.weights in FORMATS:
+                pack_weights(made, self.config.weights)
             return made
 
     @contextmanager
@@ -159,7 +160,7 @@ class TextModel:
         self.device = torch.device(config.device)
         for policy in policies:
             policy.check_model(**self._checkpoint.shape.heads)
-        self.stock: Any = load_stock_model(self._checkpoint, config.dtype, config.weights).eval()
+        self.stock: Any = load_stock_model(self._checkpoint, config.dtype, config.packing).eval()
         if self.device.type == "cpu":
             move_to_huge_pages(self.stock)
         else:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.models import ModelShape, lean_model_maker
+from offload.models import ModelShape, is_generic, lean_model_maker
 from offload.models.dtypes import DTYPES
 from offload.models.missing_features import quantised_weights
 from offload.models.shape import matrix_sizes
@@ -114,8 +114,11 @@ class Checkpoint:
         return self.num_parameters * self.loaded_dtype(asked).itemsize
 
 
-def check_checkpoint(folder: Path) -> Checkpoint:
+def check_checkpoint(folder: Path, *, takes_generic: bool = False) -> Checkpoint:
     """Check the files of `folder`: config, model type, every safetensors header and file size.
+
+    Args:
+        takes_generic: a model type without lean layers will do (`is_generic`).
 
     Raises:
         FileNotFoundError: a missing file.
@@ -124,6 +127,8 @@ def check_checkpoint(folder: Path) -> Checkpoint:
         NotImplementedError: quantised weights.
     """
     config = check_config_file(folder / "config.json")
+    if not takes_generic:
+        lean_model_maker(config["model_type"], config)
     files = _weight_files(folder)
     tensors = [tensor for path in files for tensor in check_safetensors(path)]
     if not any(tensor.stop for tensor in tensors):
@@ -144,7 +149,7 @@ def check_config_file(path: Path) -> dict[str, Any]:
     config = check_model_type(path)
     for name in (*_SIZES, *_OPTIONAL_SIZES):
         size = config.get(name)
-        if size is None and name in _OPTIONAL_SIZES:
+        if size is None and (name in _OPTIONAL_SIZES or is_generic(config)):
             continue
         if type(size) is not int or not 0 < size <= _MAX_SIZE:
             raise ValueError(f"{path}: {name} must be an integer in 1..{_MAX_SIZE}, got {size!r}")
@@ -164,7 +169,7 @@ def check_config_file(path: Path) -> dict[str, Any]:
 
 
 def check_model_type(path: Path) -> dict[str, Any]:
-    """A config.json of a model type that this runtime supports.
+    """A config.json of a model type that this runtime supports, with lean layers or without.
 
     Raises:
         FileNotFoundError: it is missing.
@@ -174,7 +179,8 @@ def check_model_type(path: Path) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{path} has no model_type")
-    lean_model_maker(model_type, config)
+    if not is_generic(config):
+        lean_model_maker(model_type, config)
     return config
 
 

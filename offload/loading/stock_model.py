@@ -60,15 +60,8 @@ def load_stock_model(
         ValueError: if weights are missing, unexpected, or have other shapes than config.json says;
             a file of settings that transformers refuses.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
     path = checkpoint.folder / "config.json"
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except OSError:
-        raise
-    except Exception as error:  # of any kind: they have no class in common
-        raise ValueError(f"{path}: {error}") from error
+    config = _config(checkpoint, path)
     # Kernels of the stock layers, which compute nothing here: there is none to look for.
     config._attn_implementation = config._experts_implementation = None
     try:
@@ -78,6 +71,42 @@ def load_stock_model(
         raise type(error)(f"{path}: {error}") from error
     checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
     _override(config, _OUTPUTS, path)
+    model = _loaded(checkpoint, config, dtype, path)
+    if weights in FORMATS:
+        pack_weights(model, checkpoint.folder, weights)
+    return model
+
+
+@loading()
+def load_generic_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
+    """As `load_stock_model`, of a type without lean layers, whose own modules will compute.
+
+    Raises:
+        ValueError: as there.
+        NotImplementedError: its class does not let its attention be replaced.
+    """
+    path = checkpoint.folder / "config.json"
+    config = _config(checkpoint, path)
+    _override(config, {"output_attentions": (False, None)}, path)
+    return _loaded(checkpoint, config, dtype, path)
+
+
+def _config(checkpoint: Checkpoint, path: Path) -> Any:
+    """transformers' config at `path`; ValueError where it refuses that."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except OSError:
+        raise
+    except Exception as error:  # of any kind: they have no class in common
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _loaded(checkpoint: Checkpoint, config: Any, dtype: torch.dtype | None, path: Path) -> Any:
+    """The model of a config, with the checkpoint's weights."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
     own = checkpoint.folder / "generation_config.json"
     source = own if own.exists() else path
     try:
@@ -99,8 +128,6 @@ def load_stock_model(
     model, info = loaded
     check_loaded(info, checkpoint.folder, "its config.json")
     _override(model.generation_config, _GENERATION, source)
-    if weights in FORMATS:
-        pack_weights(model, checkpoint.folder, weights)
     return model
 
 

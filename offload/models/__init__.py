@@ -11,13 +11,26 @@ from offload.models.missing_features import unsupported_type
 from offload.models.shape import ModelShape
 
 __all__ = [
+    "FAMILIES",
     "DecoderLayer",
     "LayerSpec",
     "LeanModel",
     "ModelFamily",
     "ModelShape",
+    "is_generic",
     "lean_model_maker",
 ]
+
+
+def is_generic(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a type that has no lean layers here, but a causal language model
+    of text in transformers, whose own modules can be tried (`offload.runtime.generic_loading`)."""
+    model_type = config.get("model_type")
+    if model_type in FAMILIES or config.get("is_encoder_decoder") or "text_config" in config:
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def lean_model_maker(

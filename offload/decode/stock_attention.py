@@ -28,8 +28,9 @@ _HEAD_DIM_MULTIPLE = 16  # narrower heads are padded with zeros, which changes n
 _TAKEN_CLASSES = (cache_utils.DynamicLayer, cache_utils.LinearAttentionAndFullAttentionLayer)
 # Arguments of attention functions that the mask has already, or that change nothing.
 _WITHOUT_EFFECT = frozenset(
-    "sliding_window is_causal position_ids use_cache output_attentions output_hidden_states "
-    "output_router_logits return_dict cache_position deterministic".split()
+    """cache_position deterministic is_causal logits_to_keep num_items_in_batch output_attentions
+    output_hidden_states output_router_logits position_ids return_dict sliding_window
+    use_cache""".split()  # noqa: SIM905
 )
 
 
@@ -165,12 +166,9 @@ def use_offload_attention(stock: Any) -> None:
     """
     AttentionInterface.register(OFFLOAD, _attention)
     AttentionMaskInterface.register(OFFLOAD, sdpa_mask)
-    can_be_set = getattr(type(stock), "_supports_attention_backend", False)
-    if can_be_set:
-        stock.set_attn_implementation(OFFLOAD)
-        configs = [module.config for module in stock.modules() if hasattr(module, "config")]
-        can_be_set = any(config._attn_implementation == OFFLOAD for config in configs)
-    if not can_be_set:
+    stock.set_attn_implementation(OFFLOAD)
+    configs = [module.config for module in stock.modules() if hasattr(module, "config")]
+    if all(config._attn_implementation != OFFLOAD for config in configs):
         raise NotImplementedError("its class does not use transformers' AttentionInterface")
 
 
@@ -184,7 +182,7 @@ class _Recorder(DynamicCache):
         self.reasons: dict[int, str] = {}  # why layers cannot be taken over
         self._attended: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN002, ANN003, ANN201
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):  # type: ignore[no-untyped-def]
         rows = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.updated = layer_idx, rows[0]
         self.reasons[layer_idx] = "its attention does not come to the attention function"

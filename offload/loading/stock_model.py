@@ -19,6 +19,7 @@ from offload.loading.one_at_a_time import loading
 from offload.loading.packing import pack_weights
 from offload.models import ModelShape
 from offload.models.base import check_computation, context_limit
+from offload.models.missing_features import unsupported_generic
 from offload.system.json_file import read_json_object
 
 _TOKENIZER_FILES = (
@@ -82,11 +83,23 @@ def load_generic_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any
     """As `load_stock_model`, of a type without lean layers, whose own modules will compute.
 
     Raises:
-        ValueError: as there.
-        NotImplementedError: its class does not let its attention be replaced.
+        ValueError: as there; before weights are read, for a class whose attention cannot be
+            replaced, or without layers that attend to all tokens.
     """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
     path = checkpoint.folder / "config.json"
     config = _config(checkpoint, path)
+    reason = ""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not kind._can_set_attn_implementation():
+        reason = "its class does not use transformers' AttentionInterface"
+    layers = DynamicCache(config=config).layers
+    if layers and not any(isinstance(x, DynamicLayer) and not x.is_sliding for x in layers):
+        reason = "no layer attends to all tokens"
+    if reason:
+        raise ValueError(unsupported_generic(config.model_type, reason))
     _override(config, {"output_attentions": (False, None)}, path)
     return _loaded(checkpoint, config, dtype, path)
 

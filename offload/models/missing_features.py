@@ -17,6 +17,11 @@ _OF_TYPES = {
     "phi3": "fused projections (qkv_proj, gate_up_proj)",
     "phi4_multimodal": "fused projections (qkv_proj, gate_up_proj)",
 }
+# Causal types of transformers that its own modules cannot run here.
+_WITHOUT_CACHE = "falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm"
+_WITHOUT_INTERFACE = """big_bird bloom codegen falcon gpt_neo gpt_neox_japanese gptj
+    megatron-bert mpt mvp openai-gpt prophetnet reformer rembert roformer trocr xglm xlm xlnet"""
+NEVER_GENERIC = frozenset(f"{_WITHOUT_CACHE} {_WITHOUT_INTERFACE}".split())
 _OTHER_LAYERS = {
     "linear_attention": "linear attention",
     "chunked_attention": "chunked attention",
@@ -93,6 +98,13 @@ def unsupported_type(model_type: str, config: Mapping[str, Any], available: list
     return (
         f"unsupported model type {model_type!r}{said}; available: {', '.join(available)} "
         "(dense models of text, such as Llama 3, SmolLM2, Mistral, Qwen2.5 and Qwen3)"
+    )
+
+
+def unsupported_generic(model_type: str, reason: str) -> str:
+    """The refusal of a type without lean layers whose own modules do not work here."""
+    return (
+        f"unsupported model type {model_type!r}: {reason}; docs/models.md lists the types that work"
     )
 
 

@@ -92,7 +92,7 @@ class GenericCache(DynamicCache):
         for number, (layer_idx, spec) in enumerate(self._hosted.specs.items()):
             stock = self.layers[layer_idx]
             kind = type(f"Hosted{type(stock).__name__}", (_HostedLayer, type(stock)), {})
-            layer = object.__new__(kind)
+            layer: Any = object.__new__(kind)
             of_layer = {"cache": self, "number": number, "spec": spec, "seen": 0}
             layer.__dict__.update(stock.__dict__ | of_layer)
             self.layers[layer_idx] = layer
@@ -133,8 +133,8 @@ class GenericCache(DynamicCache):
             "in this version; make a new one and read the text again"
         )
 
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse  # type: ignore[assignment]
-    __deepcopy__ = __copy__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    __deepcopy__ = __copy__ = __reduce_ex__ = _refuse
 
     def would_decode(self, shape: tuple[int, int]) -> bool:
         """Whether a forward pass of (batch_size, seq_len) is a decode step: a token of each row

@@ -25,6 +25,7 @@ from offload.loading.checkpoint import Checkpoint
 from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import load_delimiter_classes, load_generic_model
 from offload.models import FAMILIES
+from offload.models.missing_features import unsupported_generic
 from offload.policies.auto import Auto
 from offload.policies.full import Full
 from offload.runtime.budgets import kv_budget_bytes, pool_threads, weight_bytes_of
@@ -40,13 +41,9 @@ logger = logging.getLogger(__name__)
 
 POLICIES = ("full", "exact_topk", "lfps", "lychee_cluster", "quest", "sketch", "streaming_llm")
 # Options that need lean layers; other values than these are refused.
-_DEFAULTS = {
-    option.name: option.default
-    for option in fields(RuntimeConfig)
-    if option.name
-    not in ("policy", "dtype", "device", "max_memory", "num_threads", "page_tokens")
-    + ("deadline_seconds",)  # of a GPU, which is refused
-}
+_TAKEN = {"policy", "dtype", "device", "max_memory", "num_threads", "page_tokens"}
+_UNUSED = {"deadline_seconds"}  # without a GPU
+_DEFAULTS = {x.name: x.default for x in fields(RuntimeConfig) if x.name not in _TAKEN | _UNUSED}
 # Of logits, over their standard deviation. Wrong attention has more than 1; rounding to bfloat16
 # changes which experts a token gets, so that single logits may differ by much.
 _MOST_DIFFERENCE = 1e-3  # the largest, in float32
@@ -131,7 +128,7 @@ class GenericRuntime:
         torch would spin beside them."""
         for module in self.stock.modules():
             if type(module) is nn.Linear and module.weight.is_contiguous():
-                module.forward = _PooledForward(module, self)
+                module.forward = _PooledForward(module, self)  # type: ignore[assignment, method-assign]
 
     def run(self, forward: Callable[[], T], cache: GenericCache | None, *inputs: Any) -> T:
         """A stock forward pass on this model's threads, as `GenericCache.forward_pass` has it.
@@ -232,8 +229,8 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
     policy = config.policy
     if not isinstance(policy, Auto) and policy.name not in POLICIES:
         raise NotImplementedError(
-            f"policy {policy.name!r} needs roles of heads or layers, which are not calibrated for a "
-            f"model of type {model_type!r} yet; available: {', '.join(('auto', *POLICIES))}"
+            f"policy {policy.name!r} with type {model_type!r}, which has no lean layers; "
+            f"available: {', '.join(('auto', *POLICIES))}"
         )
     kv_budget_bytes(config, checkpoint.weight_bytes(config.dtype), loaded=False)
 
@@ -243,8 +240,7 @@ def load_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> GenericRuntim
     """Load a model, once it has given the logits of the stock path.
 
     Raises:
-        As `OffloadedModel.from_pretrained`; NotImplementedError for a model whose attention cannot
-        be taken over: says why.
+        As `OffloadedModel.from_pretrained`, and `generic_runtime`.
     """
     start = time.perf_counter()
     check_generic(checkpoint, config)
@@ -271,8 +267,8 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
         folder: of its tokenizer; None: the policy reads no text.
 
     Raises:
-        NotImplementedError: it does not give the stock path's logits, or its attention cannot be
-            taken over; says why.
+        ValueError: it does not give the stock path's logits, or its attention cannot be taken over;
+            says why.
     """
     model_type, runtime = stock.config.model_type, None
     try:
@@ -287,10 +283,7 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
         if runtime is not None:
             runtime.close()
         reason = str(error) or type(error).__name__
-        raise NotImplementedError(
-            f"unsupported model type {model_type!r}: {reason}; docs/models.md lists the types that "
-            "work"
-        ) from error
+        raise ValueError(unsupported_generic(model_type, reason)) from error
     runtime.current_generation = Generation(config.num_threads)
     return runtime
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,18 +80,16 @@ class GenericModel(FixedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if mask is not None and mask.dim() != 2:
             raise NotImplementedError(f"attention_mask must have 2 dimensions, got {mask.dim()}")
-        shape = tuple((embeds if ids is None else ids).shape[:2])
+        columns: Any = embeds if ids is None else ids
+        shape = tuple(columns.shape[:2])
         cache, use_cache = given.get("past_key_values"), given.get("use_cache")
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             cache = given["past_key_values"] = self.new_cache()
         if cache is not None:
             self._check_cache(cache)
             given["use_cache"] = True
-        more = {} if not (name := _var_keyword(type(self))) else given.pop(name, {})
         with without_autocast(self.device):
-            return self._offload.run(
-                functools.partial(forward, self, **given, **more), cache, shape, mask, ids
-            )
+            return self._offload.run(partial(forward, self, **given), cache, shape, mask, ids)
 
     def new_cache(self) -> GenericCache:
         """An empty cache: pass it as `past_key_values` to continue across calls."""
@@ -165,8 +164,8 @@ class GenericModel(FixedModel):
 
 def _unsupported(what: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{what} with a model that has no lean layers: it generates greedily or by sampling in this "
-        "version; leave it out"
+        f"{what} with a model that has no lean layers: it generates greedily or by sampling; leave "
+        "it out"
     )
 
 
@@ -181,7 +180,8 @@ def load_generic_model(folder: Path, config: RuntimeConfig) -> Any:
 def generic_model(runtime: GenericRuntime) -> Any:
     """Turn the stock model of `runtime` into a generic one, in place."""
     stock: Any = runtime.stock
-    stock.__class__ = _generic_class(type(stock))
+    stock_class: Any = type(stock)
+    stock.__class__ = _generic_class(stock_class)
     stock._offload = runtime
     return stock
 
@@ -189,18 +189,15 @@ def generic_model(runtime: GenericRuntime) -> Any:
 @functools.cache
 def _generic_class(stock_class: Any) -> Any:
     signature = inspect.signature(stock_class.forward)
+    others = [x.name for x in signature.parameters.values() if x.kind is x.VAR_KEYWORD]
 
     @functools.wraps(stock_class.forward)  # generate() reads its arguments
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(signature.bind(self, *args, **kwargs).arguments)
         del given["self"]
+        for name in others:
+            given |= given.pop(name, {})
         return self._run_pass(stock_class.forward, given)
 
     namespace = {"__module__": __name__, "__doc__": GenericModel.__doc__, "forward": forward}
     return type(stock_class.__name__, (GenericModel, stock_class), namespace)
-
-
-def _var_keyword(kind: Any) -> str:
-    """The name of **kwargs of `forward`, or ""."""
-    parameters = inspect.signature(kind.forward).parameters.values()
-    return next((x.name for x in parameters if x.kind is x.VAR_KEYWORD), "")

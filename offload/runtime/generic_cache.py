@@ -50,14 +50,14 @@ class HostedLayers:
 class _HostedLayer:
     """In front of the class of a stock cache layer; its states beside keys and values stay."""
 
-    cache: GenericCache
+    updated: list[_HostedLayer]  # of the cache, which this one does not keep alive
     number: int
     spec: AttentionSpec
     seen: int
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.seen += keys.shape[2]
-        self.cache._updated = self
+        self.updated[:] = [self]
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -84,6 +84,7 @@ class GenericCache(DynamicCache):
         self._seqs: list[int] = []
         self._num_columns = 0
         self._has_failed = False
+        self._updated: list[_HostedLayer] = []  # the last one, until it attends
         self._host_layers()
         self._forget_pass()
         weakref.finalize(self, hosted.sequences.free_later, self._seqs)
@@ -93,12 +94,12 @@ class GenericCache(DynamicCache):
             stock = self.layers[layer_idx]
             kind = type(f"Hosted{type(stock).__name__}", (_HostedLayer, type(stock)), {})
             layer: Any = object.__new__(kind)
-            of_layer = {"cache": self, "number": number, "spec": spec, "seen": 0}
+            of_layer = {"updated": self._updated, "number": number, "spec": spec, "seen": 0}
             layer.__dict__.update(stock.__dict__ | of_layer)
             self.layers[layer_idx] = layer
 
     def _forget_pass(self) -> None:
-        self._updated: _HostedLayer | None = None
+        self._updated.clear()
         self._layer_of: dict[int, tuple[Tensor, _HostedLayer]] = {}  # by the id of its keys
         self._step: DecodeStep | None = None
         self._pads: list[int] = []  # columns of padding before each row's first token
@@ -236,8 +237,8 @@ class GenericCache(DynamicCache):
         is_new = known is None
         if known is not None:
             layer = known[1]  # of which another layer shares the keys
-        elif self._updated is not None:
-            layer, self._updated = self._updated, None
+        elif self._updated:
+            layer = self._updated.pop()
             self._layer_of[id(call.key)] = call.key, layer
         else:
             return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from offload.models.base import DecoderLayer, LayerSpec, LeanModel
 from offload.models.families import FAMILIES, ModelFamily
-from offload.models.missing_features import NEVER_GENERIC, unsupported_type
+from offload.models.missing_features import MEDIA, NEVER_GENERIC, unsupported_type
 from offload.models.shape import ModelShape
 
 __all__ = [
@@ -28,7 +28,7 @@ def is_generic(config: Mapping[str, Any]) -> bool:
     model_type = config.get("model_type")
     if model_type in FAMILIES or model_type in NEVER_GENERIC:
         return False
-    if config.get("is_encoder_decoder") or "text_config" in config:
+    if config.get("is_encoder_decoder") or any(name in config for name in ("text_config", *MEDIA)):
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

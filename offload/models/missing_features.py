@@ -21,13 +21,14 @@ _OF_TYPES = {
 _WITHOUT_CACHE = "falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm"
 _WITHOUT_INTERFACE = """big_bird bloom codegen falcon gpt_neo gpt_neox_japanese gptj
     megatron-bert mpt mvp openai-gpt prophetnet reformer rembert roformer trocr xglm xlm xlnet"""
-NEVER_GENERIC = frozenset(f"{_WITHOUT_CACHE} {_WITHOUT_INTERFACE}".split())
+_OF_PARTS = "blt gemma4_assistant gemma4_unified_assistant git moshi"
+NEVER_GENERIC = frozenset(f"{_WITHOUT_CACHE} {_WITHOUT_INTERFACE} {_OF_PARTS}".split())
 _OTHER_LAYERS = {
     "linear_attention": "linear attention",
     "chunked_attention": "chunked attention",
     "indexed_attention": "attention by an indexer",
 }
-_MEDIA = {"vision_config": "images", "audio_config": "audio", "video_config": "video"}
+MEDIA = {"vision_config": "images", "audio_config": "audio", "video_config": "video"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _STATE_SPACE = ("mamba_d_state", "mamba_d_ssm", "ssm_cfg", "ssm.state_size", "state_size")
 _SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -41,7 +42,7 @@ def missing_features(config: Mapping[str, Any]) -> list[str]:
     """
     text = config.get("text_config")
     merged: dict[str, Any] = {**config, **(text if isinstance(text, Mapping) else {})}
-    media = [name for key, name in _MEDIA.items() if config.get(key)]
+    media = [name for key, name in MEDIA.items() if config.get(key)]
     found = [f"{' and '.join(media)} beside text"] if media else []
     if config.get("is_encoder_decoder"):
         found.append("an encoder beside the decoder")

@@ -270,8 +270,8 @@ class GenericCache(DynamicCache):
         """The new keys and values of a prompt, without padding."""
         n, width = call.key.shape[2], layer.spec.head_dim
         past = layer.seen - n
-        on_queries = self._hosted.attention.on_prefill_queries
-        most = self._hosted.attention.policy.state.observed_queries
+        attention = self._hosted.attention
+        on_queries, most = attention.on_prefill_queries, attention.policy.state.observed_queries
         keys, values = (_widened(x, width).transpose(1, 2) for x in (call.key, call.value))
         for row, (seq, pad) in enumerate(zip(self._seqs, self._pads, strict=True)):
             skip, start = max(0, pad - past), max(past, pad) - pad

@@ -58,6 +58,7 @@ class GenericRuntime:
         hosted: its layers whose keys and values are in the store.
         decodes: whether the forward pass that runs is a decode step.
         current_generation: what counts forward passes.
+        policy: what `config` asks for, or "auto" came to.
         policy_reason: why "auto" came to the policy; "" if that was asked for.
     """
 
@@ -74,7 +75,7 @@ class GenericRuntime:
         if isinstance(config.policy, Auto):
             config = replace(config, policy=Full())
             self.policy_reason = "without lean layers auto attends to everything in this version"
-        self.config, policy = config, config.policy
+        self.config, self.policy = config, config.policy
         spec = next(iter(specs.values()))
         self.store = KVStore(
             num_layers=len(specs),
@@ -86,14 +87,14 @@ class GenericRuntime:
         )
         self.pool = WorkerPool(pool_threads(config))
         self.attention = DecodeAttention(
-            policy,
+            self.policy,
             self.store,
             num_qo_heads=spec.num_qo_heads,
             pool=self.pool,
             sm_scale=[spec.sm_scale for spec in specs.values()],
         )
         classes = None
-        if policy.state.reads_text and folder is not None:
+        if self.policy.state.reads_text and folder is not None:
             classes = load_delimiter_classes(folder, stock.config.vocab_size)
         self.sequences = Sequences(self.store, self.attention, _NoPart(), None, classes)
         self.hosted = HostedLayers(stock.config, specs, self.sequences, self.attention)
@@ -254,7 +255,7 @@ def load_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> GenericRuntim
         checkpoint.folder,
         time.perf_counter() - start,
         layers,
-        runtime.config.policy.name,
+        runtime.policy.name,
         format_bytes(runtime.store.host_budget_bytes),
     )
     return runtime

@@ -102,7 +102,8 @@ class GenericModel(FixedModel):
     @property
     def policy(self) -> Policy:
         """Which cached tokens a decode step attends to."""
-        return self._offload.config.policy
+        runtime = self._offload
+        return runtime.policy
 
     @property
     def policy_reason(self) -> str:

@@ -126,9 +126,7 @@ def check_checkpoint(folder: Path, *, takes_generic: bool = False) -> Checkpoint
             file, an index that names files outside of the folder.
         NotImplementedError: quantised weights.
     """
-    config = check_config_file(folder / "config.json")
-    if not takes_generic:
-        lean_model_maker(config["model_type"], config)
+    config = check_config_file(folder / "config.json", takes_generic=takes_generic)
     files = _weight_files(folder)
     tensors = [tensor for path in files for tensor in check_safetensors(path)]
     if not any(tensor.stop for tensor in tensors):
@@ -141,12 +139,12 @@ def check_checkpoint(folder: Path, *, takes_generic: bool = False) -> Checkpoint
     return Checkpoint(folder, config, shapes, dtype)
 
 
-def check_config_file(path: Path) -> dict[str, Any]:
+def check_config_file(path: Path, *, takes_generic: bool = True) -> dict[str, Any]:
     """The config.json of a model, if this runtime supports it.
 
     Raises: as `check_checkpoint`.
     """
-    config = check_model_type(path)
+    config = check_model_type(path, takes_generic=takes_generic)
     for name in (*_SIZES, *_OPTIONAL_SIZES):
         size = config.get(name)
         if size is None and (name in _OPTIONAL_SIZES or is_generic(config)):
@@ -168,8 +166,11 @@ def check_config_file(path: Path) -> dict[str, Any]:
     return config
 
 
-def check_model_type(path: Path) -> dict[str, Any]:
-    """A config.json of a model type that this runtime supports, with lean layers or without.
+def check_model_type(path: Path, *, takes_generic: bool = True) -> dict[str, Any]:
+    """A config.json of a model type that this runtime supports.
+
+    Args:
+        takes_generic: without lean layers, too.
 
     Raises:
         FileNotFoundError: it is missing.
@@ -179,7 +180,7 @@ def check_model_type(path: Path) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{path} has no model_type")
-    if not is_generic(config):
+    if not (takes_generic and is_generic(config)):
         lean_model_maker(model_type, config)
     return config
 

@@ -48,5 +48,7 @@ def lean_model_maker(
     """
     if model_type not in FAMILIES:
         named = {"model_type": model_type, **(config or {})}
-        raise ValueError(unsupported_type(model_type, named, sorted(FAMILIES)))
+        said = unsupported_type(model_type, named, sorted(FAMILIES))
+        runs = "; generate() and `offload generate` run it without lean layers"
+        raise ValueError(f"{said}{runs}" if is_generic(named) else said)
     return FAMILIES[model_type].lean_model

@@ -95,6 +95,8 @@ def _is_size(value: Any) -> bool:
 def unsupported_type(model_type: str, config: Mapping[str, Any], available: list[str]) -> str:
     """The refusal of a model type: what it has that is missing here, and which models work."""
     missing = missing_features(config)
+    if not missing and model_type in NEVER_GENERIC:
+        missing = ["attention of a class without AttentionInterface, or none"]
     said = f": not supported yet: {'; '.join(missing)}" if missing else ""
     return (
         f"unsupported model type {model_type!r}{said}; available: {', '.join(available)} "

@@ -97,6 +97,8 @@ _OF_TYPES: dict[str, dict[str, Any]] = {
         },
     },
     "ctrl": {"dff": 96},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"num_attention_heads": 4, "swa_num_attention_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {"activation_sparsity_pattern": [0.0] * _LAYERS, "num_kv_shared_layers": 2},

@@ -77,13 +77,10 @@ def judged(model_type: str) -> Row:
 
 
 def _early_reason(model_type: str, config: dict[str, Any]) -> str:
-    found = missing_features(config)
-    parts = [x for x in found if "beside" in x or "state-space" in x]
-    if parts:
-        return parts[0]
-    return (
-        "its class does not suit: see `NEVER_GENERIC`" if model_type in NEVER_GENERIC else "parts"
-    )
+    parts = [x for x in missing_features(config) if "beside" in x or "state-space" in x]
+    if model_type in NEVER_GENERIC:
+        parts += ["its class has no attention, or does not use transformers' AttentionInterface"]
+    return [*parts, "a model of text beside other models"][0]
 
 
 def _tokens(model: Any) -> list[Any]:

@@ -73,6 +73,8 @@ class GenericModel(FixedModel):
         """A stock forward pass with the arguments `given`, by name."""
         if given.get("output_attentions") or getattr(self.config, "output_attentions", False):
             raise NotImplementedError("output_attentions=True: no attention weights are kept")
+        for name in ("tokenizer", "assistant_tokenizer"):  # generate() hands them on
+            given.pop(name, None)
         ids, embeds, mask = (
             given.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask")
         )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases.every_type import tiny_model_of
+from cases.tiny_models import byte_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
+from typer.testing import CliRunner
 
 from offload import OffloadedModel
+from offload.cli import app
 from offload.engine.engine import Engine
 from offload.policies.exact_topk import ExactTopK
 from offload.policies.registry import make_policy
@@ -108,6 +112,18 @@ def test_exact_top_k_is_that_of_a_reference(folders: dict[str, Path]) -> None:
     )
     tokens(model, IDS[1:], MASK[1:], max_new_tokens=3)
     assert set(seen) == {12}
+
+
+def test_the_command_line_generates(folders: dict[str, Path]) -> None:
+    folder = folders["qwen3_5_text"]
+    byte_tokenizer().save_pretrained(folder)
+    options = ["--prompt", "hello", "--no-chat", "--ignore-eos", "--json", "-n", "4"]
+    for more in (["--policy", "quest", "--compare"], []):
+        result = CliRunner().invoke(app, ["generate", str(folder), *options, *more])
+        assert result.exit_code == 0, result.output
+        runs = json.loads(result.stdout)["runs"]
+        assert [run["new_tokens"] for run in runs] == [4] * len(runs)
+        assert runs[-1]["resolved_policy"] == "full"
 
 
 def test_bfloat16(folders: dict[str, Path]) -> None:

@@ -166,9 +166,12 @@ def tiny_config(model_type: str) -> Any:
     return config
 
 
-def tiny_model_of(model_type: str) -> Any:
+def tiny_model_of(model_type: str, **changes: Any) -> Any:
     """A stock model of `model_type` in float32 with random weights."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(tiny_config(model_type)).eval().float()
+    config = tiny_config(model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return AutoModelForCausalLM.from_config(config).eval().float()

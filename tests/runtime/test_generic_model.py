@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases.every_type import tiny_model_of
-from cases.tiny_models import byte_tokenizer
+from cases.tiny_models import VOCAB_SIZE, byte_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for model_type in TYPES:
         made[model_type] = tmp_path_factory.mktemp(model_type)
-        tiny_model_of(model_type).save_pretrained(made[model_type])
+        tiny_model_of(model_type, vocab_size=VOCAB_SIZE).save_pretrained(made[model_type])
     return made
 
 

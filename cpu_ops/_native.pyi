@@ -156,14 +156,10 @@ class DecodeAttention:
         self,
         pool: WorkerPool,
         isa: str,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        layers: Sequence[tuple[int, int, int, float]],
         page_shift: int,
         dtype: int,
-        sm_scale: float,
     ) -> None: ...
-    def set_sm_scales(self, of_layers: Sequence[float]) -> None: ...
     def set_policy(
         self,
         budget_tokens: int,

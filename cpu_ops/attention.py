@@ -17,6 +17,7 @@ from cpu_ops.native import (
     check_tensor,
     dtype_code,
     isa_name,
+    of_layers,
     page_shift,
 )
 from cpu_ops.step_rows import DecodeStep
@@ -28,13 +29,16 @@ class NativeAttention:
     """Attention of decode steps: to all tokens, or to some under a policy that a subclass sets.
 
     Args:
-        num_qo_heads: query heads; a multiple of `num_kv_heads`.
+        num_qo_heads, num_kv_heads, head_dim: of all layers, or of each; as many query heads as a
+            multiple of KV heads.
         page_tokens: tokens of a page; a power of two.
         dtype: of queries, keys and values.
         sm_scale: softmax scale, or that of each layer; None takes head_dim ** -0.5.
         isa: an ISA other than the process's (tests).
 
     Attributes:
+        layer_heads: (num_qo_heads, num_kv_heads, head_dim) of each layer.
+        num_qo_heads, num_kv_heads, head_dim: the most that a layer has.
         sm_scales: softmax scale of each layer.
         native: the C++ object, for native code that attends by itself.
         sparse_layers: bool [num_layers], where rows of more than `dense_tokens` select.
@@ -53,52 +57,48 @@ class NativeAttention:
         pool: WorkerPool,
         *,
         num_layers: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        num_qo_heads: int | Sequence[int],
+        num_kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
         page_tokens: int,
         dtype: torch.dtype,
         sm_scale: float | Sequence[float] | None = None,
         isa: str | None = None,
     ) -> None:
-        if num_qo_heads < 1 or num_qo_heads % num_kv_heads:
-            raise ValueError(
-                f"num_qo_heads must be a multiple of num_kv_heads={num_kv_heads},"
-                f" got {num_qo_heads}"
-            )
-        if num_qo_heads // num_kv_heads > MAX_GROUP_SIZE:
-            raise ValueError(
-                f"at most {MAX_GROUP_SIZE} query heads may share a KV head,"
-                f" got {num_qo_heads // num_kv_heads}"
-            )
-        check_head_dim(head_dim)
+        heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        columns = [of_layers(num_layers, name, size) for name, size in heads.items()]
+        self.layer_heads: list[tuple[int, int, int]] = [*zip(*columns, strict=True)]
+        for heads_of_layer in set(self.layer_heads):
+            _check_heads(*heads_of_layer)
+        self.heads_differ = len(set(self.layer_heads)) > 1
         self.num_layers = num_layers
-        self.num_qo_heads = num_qo_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.num_qo_heads, self.num_kv_heads, self.head_dim = map(max, columns)
         self.dtype = dtype
-        scale = head_dim**-0.5 if sm_scale is None else sm_scale
-        self.sm_scales = (scale,) * num_layers if isinstance(scale, int | float) else tuple(scale)
-        if len(self.sm_scales) != num_layers:
-            raise ValueError(f"expected {num_layers} sm_scale, got {len(self.sm_scales)}")
+        scale = [dim**-0.5 for dim in columns[2]] if sm_scale is None else sm_scale
+        self.sm_scales = of_layers(num_layers, "sm_scale", scale)
         self.sparse_layers = np.zeros(num_layers, bool)
         self.window: tuple[int, int] | None = None
         self.budget_tokens = 0
         self.dense_tokens = 0
         self.is_probed = False
         self._prepares = False  # whether the policy has a `prepare`
-        self._row_elements, self._kv_elements = num_qo_heads * head_dim, num_kv_heads * head_dim
         self.native = _native.DecodeAttention(
             pool.native,
             isa or isa_name(),
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
+            [(*of, scale) for of, scale in zip(self.layer_heads, self.sm_scales, strict=True)],
             page_shift(page_tokens),
             dtype_code(dtype),
-            self.sm_scales[0],
         )
-        self.native.set_sm_scales(self.sm_scales)
+
+    def query_features(self, layer_idx: int) -> int:
+        """Elements of a token's queries in a layer."""
+        num_qo_heads, _, head_dim = self.layer_heads[layer_idx]
+        return num_qo_heads * head_dim
+
+    def qkv_features(self, layer_idx: int) -> int:
+        """Elements of a token's queries, keys and values in a layer."""
+        num_qo_heads, num_kv_heads, head_dim = self.layer_heads[layer_idx]
+        return (num_qo_heads + 2 * num_kv_heads) * head_dim
 
     def rope_append(
         self,
@@ -119,12 +119,13 @@ class NativeAttention:
             q_norm, k_norm: RMSNorm weights [head_dim] applied per head before the rotation (Qwen3).
         """
         n, cos, sin = len(step.seqs), *rope
-        check_tensor("qkv", qkv, (n, self._row_elements + 2 * self._kv_elements), self.dtype)
+        head_dim = self.layer_heads[layer_idx][2]
+        check_tensor("qkv", qkv, (n, self.qkv_features(layer_idx)), self.dtype)
         for name, table in (("cos", cos), ("sin", sin)):
-            check_tensor(name, table, (n, self.head_dim), self.dtype)
+            check_tensor(name, table, (n, head_dim), self.dtype)
         for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
             if weight is not None:
-                check_tensor(name, weight, (self.head_dim,), self.dtype)
+                check_tensor(name, weight, (head_dim,), self.dtype)
         self.native.rope_append(
             layer_idx,
             step.native,
@@ -164,26 +165,22 @@ class NativeAttention:
         Raises:
             RuntimeError: NaN or inf in the query or the cache; names the layer.
         """
-        n = len(step.seqs)
+        n, width = len(step.seqs), self.query_features(layer_idx)
         for name, x in (("query", query), ("out", out)):
             if x.dtype != self.dtype or x.device.type != "cpu":
                 raise ValueError(f"{name} must be {self.dtype} on the CPU, got {x.dtype}")
-            if (
-                x.dim() != 2
-                or x.shape[0] != n
-                or x.shape[1] < self._row_elements
-                or x.stride(1) != 1
-            ):
+            if x.dim() != 2 or x.shape[0] != n or x.shape[1] < width or x.stride(1) != 1:
                 raise ValueError(
-                    f"{name} must be [{n}, >= {self._row_elements}] with unit column stride,"
+                    f"{name} must be [{n}, >= {width}] with unit column stride,"
                     f" got {list(x.shape)} with strides {x.stride()}"
                 )
         if lse is not None and (
             lse.dtype != torch.float32
-            or list(lse.shape) != [n, self.num_qo_heads]
+            or list(lse.shape) != [n, self.layer_heads[layer_idx][0]]
             or not lse.is_contiguous()
         ):
-            raise ValueError(f"lse must be float32 [{n}, {self.num_qo_heads}], contiguous")
+            num_heads = self.layer_heads[layer_idx][0]
+            raise ValueError(f"lse must be float32 [{n}, {num_heads}], contiguous")
         item = query.element_size()
         sparse = bool(self.sparse_layers[layer_idx])
         in_turns = sparse and step.in_turns
@@ -230,7 +227,7 @@ class NativeAttention:
         """
         if step.in_turns:
             raise ValueError("rows of one sequence whose policy has state cannot be timed together")
-        shape = (len(step.seqs), self._row_elements)
+        shape = (len(step.seqs), self.query_features(0))
         for name, x in (*(("queries", query) for query in queries), ("out", out)):
             check_tensor(name, x, shape, self.dtype)
         if len(queries) != self.num_layers:
@@ -295,6 +292,19 @@ class NativeAttention:
         collected them in time: first those of the leading thread, then each worker's."""
         events, num_lost = self.native.drain()
         return [TraceEvent(*event) for event in events], num_lost
+
+
+def _check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if num_qo_heads < 1 or num_qo_heads % num_kv_heads:
+        raise ValueError(
+            f"num_qo_heads must be a multiple of num_kv_heads={num_kv_heads}, got {num_qo_heads}"
+        )
+    if num_qo_heads // num_kv_heads > MAX_GROUP_SIZE:
+        raise ValueError(
+            f"at most {MAX_GROUP_SIZE} query heads may share a KV head,"
+            f" got {num_qo_heads // num_kv_heads}"
+        )
+    check_head_dim(head_dim)
 
 
 def attend_csr_rows(

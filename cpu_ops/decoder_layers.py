@@ -54,9 +54,9 @@ class LayersStep:
         other_ropes: of layers that rotate otherwise; `DecoderLayers.project` counts them from 1.
 
     Attributes:
-        qkv, attended: what a layer's attention reads and writes.
+        qkv, attended: what a layer's attention reads and writes, of the widest layer (`of_layer`).
         kept_queries: [num_layers, n, num_qo_heads * head_dim], rotated queries, if they were asked
-            for.
+            for, of layers whose heads are alike.
     """
 
     def __init__(
@@ -75,15 +75,19 @@ class LayersStep:
         check_tensor("hidden", hidden, (n, layers.hidden_size), layers.dtype)
         ropes = (rope, *other_ropes)
         for tables in ropes:
+            width = tables[0].shape[-1]
+            if width not in layers.head_dims:
+                raise ValueError(f"cos and sin must be of {layers.head_dims} elements, got {width}")
             for name, table in zip(("cos", "sin"), tables, strict=True):
-                check_tensor(name, table, (n, layers.head_dim), layers.dtype)
+                check_tensor(name, table, (n, width), layers.dtype)
         self.rows = rows
         self.hidden = hidden
-        self.qkv = hidden.new_empty(n, layers.qkv_features)
-        self.attended = hidden.new_empty(n, layers.query_features)
+        self.qkv = hidden.new_empty(n, max(layers.qkv_features))
+        self.attended = hidden.new_empty(n, max(layers.query_features))
         self.kept_queries = None
         if keeps_queries:
-            self.kept_queries = hidden.new_empty(layers.num_layers, n, layers.query_features)
+            width = max(layers.query_features)
+            self.kept_queries = hidden.new_empty(layers.num_layers, n, width)
         self._kept = (ropes, gate_up := hidden.new_empty(n, layers.gate_up_features))
         self.by_rope = [
             _native.DecoderStep(
@@ -99,6 +103,16 @@ class LayersStep:
             for cos, sin in ropes
         ]
         self.native = self.by_rope[0]
+        self._widths = layers.qkv_features, layers.query_features
+
+    def of_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """`qkv` and `attended` of a layer: [n, its elements of a token], contiguous."""
+        n = len(self.rows.seqs)
+        qkv, attended = (
+            buffer.view(-1)[: n * widths[layer_idx]].view(n, widths[layer_idx])
+            for buffer, widths in zip((self.qkv, self.attended), self._widths, strict=True)
+        )
+        return qkv, attended
 
 
 class DecoderLayers:
@@ -115,16 +129,17 @@ class DecoderLayers:
         if len(layers) != attention.num_layers:
             raise ValueError(f"expected {attention.num_layers} layers, got {len(layers)}")
         self.num_layers = len(layers)
-        self.query_features = attention.num_qo_heads * attention.head_dim
-        self.qkv_features = self.query_features + 2 * attention.num_kv_heads * attention.head_dim
+        self.query_features = [*map(attention.query_features, range(len(layers)))]
+        self.qkv_features = [*map(attention.qkv_features, range(len(layers)))]
         self.hidden_size = layers[0].qkv.in_features
         self.gate_up_features = layers[0].gate_up.out_features
-        self.dtype, self.head_dim = attention.dtype, attention.head_dim
+        self.dtype, self.head_dims = attention.dtype, [dim for *_, dim in attention.layer_heads]
         self.layers = tuple(layers)
         self._attention = attention  # kept alive
         self._native = _native.DecoderLayers(attention.native)
-        for layer, sparse in zip(layers, attention.sparse_layers.tolist(), strict=True):
-            self._check_layer(layer)
+        for layer_idx, sparse in enumerate(attention.sparse_layers.tolist()):
+            layer = layers[layer_idx]
+            self._check_layer(layer_idx, layer)
             self._native.add(
                 *_address(layer.input_norm),
                 layer.qkv.native,
@@ -149,17 +164,18 @@ class DecoderLayers:
         self._native.run(step.native)
 
     def project(self, layer_idx: int, step: LayersStep, rope_idx: int = 0) -> None:
-        """One layer up to its attention: rotated queries in `step.qkv`, K/V in the store."""
+        """One layer up to its attention: rotated queries in the layer's qkv, K/V in the store."""
         self._native.project(layer_idx, step.by_rope[rope_idx])
 
     def finish(self, layer_idx: int, step: LayersStep) -> None:
-        """One layer from `step.attended` on."""
+        """One layer from its attended on."""
         self._native.finish(layer_idx, step.native)
 
-    def _check_layer(self, layer: NativeLayer) -> None:
+    def _check_layer(self, layer_idx: int, layer: NativeLayer) -> None:
+        head_dim, query_features = self.head_dims[layer_idx], self.query_features[layer_idx]
         for name, linear, shape in (
-            ("qkv", layer.qkv, (self.hidden_size, self.qkv_features)),
-            ("o_proj", layer.o_proj, (self.query_features, self.hidden_size)),
+            ("qkv", layer.qkv, (self.hidden_size, self.qkv_features[layer_idx])),
+            ("o_proj", layer.o_proj, (query_features, self.hidden_size)),
             ("gate_up", layer.gate_up, (self.hidden_size, self.gate_up_features)),
             ("down", layer.down, (self.gate_up_features // 2, self.hidden_size)),
         ):
@@ -172,8 +188,8 @@ class DecoderLayers:
         for name, weight, size in (
             ("input_norm", layer.input_norm[0], self.hidden_size),
             ("mlp_norm", layer.mlp_norm[0], self.hidden_size),
-            ("q_norm", layer.q_norm, self.head_dim),
-            ("k_norm", layer.k_norm, self.head_dim),
+            ("q_norm", layer.q_norm, head_dim),
+            ("k_norm", layer.k_norm, head_dim),
         ):
             if weight is not None:
                 check_tensor(name, weight, (size,), self.dtype)

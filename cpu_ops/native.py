@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from cpu_ops import _native
+
+T = TypeVar("T")
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MAX_GROUP_SIZE = _native.MAX_GROUP_SIZE
@@ -68,6 +71,14 @@ def page_shift(page_tokens: int) -> int:
     if page_tokens < 1 or page_tokens & (page_tokens - 1):
         raise ValueError(f"page_tokens must be a power of two, got {page_tokens}")
     return page_tokens.bit_length() - 1
+
+
+def of_layers(num_layers: int, name: str, value: T | Sequence[T]) -> tuple[T, ...]:
+    """`value` of each layer; ValueError for another number of layers."""
+    of_layers = tuple(value) if isinstance(value, Sequence) else (value,) * num_layers
+    if len(of_layers) != num_layers:
+        raise ValueError(f"expected {num_layers} {name}, got {len(of_layers)}")
+    return of_layers
 
 
 def check_head_dim(head_dim: int) -> None:

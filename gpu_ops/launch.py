@@ -38,6 +38,7 @@ __all__ = [
     "compiles",
     "has_triton",
     "interpreted",
+    "interprets",
     "jit",
     "jit_for_any",
     "next_power_of_2",
@@ -106,6 +107,11 @@ def jit_for_any(*sizes: str) -> Callable[[Callable[..., None]], Any]:
         return kernel
 
     return decorate
+
+
+def interprets() -> bool:
+    """Whether kernels run in Triton's interpreter, which has no instructions of a GPU."""
+    return _interprets
 
 
 def compiles() -> bool:

@@ -56,12 +56,12 @@ class GpuLinear:
         if len(x) == 1:
             if out is None:
                 out = x.new_empty(1, self.out_features // (2 if glu else 1))
-            gemv(x, self._weight, out, bias=self._bias, norm=norm, glu=glu, residual=residual)
+            self._row(x, out, norm, residual, glu=glu)
             return out
         if norm is not None:
             given, x = x, torch.empty_like(x)
             add_rms_norm(given, None, *norm, x)
-        y = functional.linear(x, self._weight, self._bias)
+        y = self._rows(x)
         if glu:
             into = out if residual is None else None  # which may be `out`
             gated = y.new_empty(len(y), y.shape[1] // 2) if into is None else into
@@ -70,3 +70,19 @@ class GpuLinear:
         if residual is not None:
             return torch.add(y, residual, out=out)
         return y if out is None or out is y else out.copy_(y)
+
+    def _row(
+        self,
+        x: Tensor,
+        out: Tensor,
+        norm: tuple[Tensor, float] | None,
+        residual: Tensor | None,
+        *,
+        glu: bool,
+    ) -> None:
+        """One row, with all that is fused into it."""
+        gemv(x, self._weight, out, bias=self._bias, norm=norm, glu=glu, residual=residual)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Several rows: the product and the bias alone."""
+        return functional.linear(x, self._weight, self._bias)

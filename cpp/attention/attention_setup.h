@@ -32,19 +32,27 @@ class Failure {
 };
 
 struct AttentionSetup {
-  AttentionSetup(const AttentionShape& shape, const KernelTable& kernels, WorkerPool& pool)
-      : shape(shape), kernels(kernels), pool(pool), trace(pool.num_threads()) {}
+  AttentionSetup(std::vector<AttentionShape> of_layers, const KernelTable& kernels, WorkerPool& pool)
+      : shapes(std::move(of_layers)), shape(shapes.at(0)), kernels(kernels), pool(pool), trace(pool.num_threads()) {}
 
-  const AttentionShape shape;
+  const std::vector<AttentionShape> shapes;  // of each layer, or one of all
+  AttentionShape shape;                      // has the heads of the layer at hand
   const KernelTable& kernels;
   WorkerPool& pool;
   PolicyFunctions policy;
-  std::vector<float> sm_scales;  // of each layer; empty: all have that of `shape`
-  bool per_query_head = false;   // a unit is a query head; else a KV head with its group
+  bool per_query_head = false;  // a unit is a query head; else a KV head with its group
   Trace trace;
   TraceRing* task_rings = nullptr;      // of each worker, in this job; null while nothing is recorded
   std::vector<WorkerProfile> profiles;  // of each worker; empty while nobody asks
   Failure failure;
+
+  // Before anything of a layer. Who works for two layers at a time needs heads that are alike.
+  void begin_layer(int64_t layer_idx) {
+    if (!shape.has_heads_of(shape_of(layer_idx))) shape = shape_of(layer_idx);
+  }
+  const AttentionShape& shape_of(int64_t layer_idx) const {
+    return shapes[shapes.size() == 1 ? 0 : static_cast<size_t>(layer_idx)];
+  }
 
   int dtype() const { return static_cast<int>(shape.dtype); }
   int units() const { return per_query_head ? shape.num_qo_heads : shape.num_kv_heads; }
@@ -68,9 +76,7 @@ struct AttentionSetup {
     return policy.member(static_cast<size_t>(layer_idx * units() + unit));
   }
 
-  float sm_scale(int64_t layer_idx) const {
-    return sm_scales.empty() ? shape.sm_scale : sm_scales[static_cast<size_t>(layer_idx)];
-  }
+  float sm_scale(int64_t layer_idx) const { return shape_of(layer_idx).sm_scale; }
   // Scaled scores [num_heads, stride] of tokens, for neighbouring query heads of one KV head.
   void score(int64_t layer_idx, const float* query, int num_heads, const RowSource& keys, const TokenSpan& tokens,
              float* scores, int64_t stride) const {

@@ -7,6 +7,7 @@ namespace offload {
 std::string DecodeAttention::attend(int64_t layer_idx, const std::vector<QueryRow>& rows, bool sparse, int first_row,
                                     bool prepares, const AttendOptions& options) {
   if (setup_.failure.is_set()) return take_failure();
+  setup_.begin_layer(layer_idx);
   setup_.begin_job();
   pass_.begin(layer_idx, rows, sparse, first_row, options);
   if (std::string failure = pass_.find_non_finite(); !failure.empty()) return failure;
@@ -48,6 +49,7 @@ void DecodeAttention::update() {
 
 void DecodeAttention::prepare(int64_t layer_idx, const std::vector<QueryRow>& rows) {
   if (!setup_.policy.any_prepares()) return;
+  setup_.begin_layer(layer_idx);
   setup_.for_each_unit(rows.size(), [&](int r, int u, int worker) { prepare_unit(layer_idx, rows, r, u, worker); });
 }
 

@@ -26,10 +26,12 @@ namespace offload {
 
 class DecodeAttention {
  public:
-  DecodeAttention(const AttentionShape& shape, const KernelTable& kernels, WorkerPool& pool)
-      : setup_(shape, kernels, pool) {}
+  // `shapes`: of each layer, or one of all.
+  DecodeAttention(std::vector<AttentionShape> shapes, const KernelTable& kernels, WorkerPool& pool)
+      : setup_(std::move(shapes), kernels, pool) {}
 
-  const AttentionShape& shape() const { return setup_.shape; }
+  // Without a layer for who needs layers whose heads are alike.
+  const AttentionShape& shape(int64_t layer_idx = 0) const { return setup_.shape_of(layer_idx); }
   const KernelTable& kernels() const { return setup_.kernels; }
   WorkerPool& pool() { return setup_.pool; }
   Trace& trace() { return setup_.trace; }  // of each worker's tasks, and of who leads them
@@ -39,7 +41,6 @@ class DecodeAttention {
     setup_.policy = policy;
     setup_.per_query_head = policy.per_query_head;
   }
-  void set_sm_scales(std::vector<float> of_layers) { setup_.sm_scales = std::move(of_layers); }
   // Between steps: the share of the attention weight at which selections end from now on, whatever a head keeps of its
   // own.
   void hold_top_p(double top_p) {

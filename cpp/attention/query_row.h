@@ -13,9 +13,12 @@ struct AttentionShape {
   int head_dim;
   int page_shift;  // log2 of the tokens of a page
   DType dtype;
-  float sm_scale;
+  float sm_scale;  // of a layer
 
   int group_size() const { return num_qo_heads / num_kv_heads; }
+  bool has_heads_of(const AttentionShape& other) const {
+    return num_qo_heads == other.num_qo_heads && num_kv_heads == other.num_kv_heads && head_dim == other.head_dim;
+  }
   int64_t row_bytes() const { return head_dim * dtype_bytes(dtype); }
   RowSource keys(const int64_t* pages, int kv_head) const {
     return {pages, (row_bytes() << page_shift) * kv_head, row_bytes(), page_shift};

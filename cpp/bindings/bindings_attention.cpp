@@ -24,11 +24,16 @@ KeptRows kept_rows(const Int64s& page_tables, const Int64s& table_strides, const
           {page_tables, table_strides, kv_lens, arrays, text_marks, starts, budgets}};
 }
 
-std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::string& isa, int num_qo_heads,
-                                                int num_kv_heads, int head_dim, int page_shift, int dtype,
-                                                float sm_scale) {
-  const AttentionShape shape{num_qo_heads, num_kv_heads, head_dim, page_shift, static_cast<DType>(dtype), sm_scale};
-  return std::make_unique<DecodeAttention>(shape, kernels_for(isa), pool);
+// (num_qo_heads, num_kv_heads, head_dim, sm_scale) of a layer.
+using Heads = std::tuple<int, int, int, float>;
+
+std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::string& isa,
+                                                const std::vector<Heads>& layers, int page_shift, int dtype) {
+  std::vector<AttentionShape> shapes;
+  for (const auto& [num_qo_heads, num_kv_heads, head_dim, sm_scale] : layers) {
+    shapes.push_back({num_qo_heads, num_kv_heads, head_dim, page_shift, static_cast<DType>(dtype), sm_scale});
+  }
+  return std::make_unique<DecodeAttention>(std::move(shapes), kernels_for(isa), pool);
 }
 
 // Of a member: whether it scans keys, the addresses of prepare, propose, select, observe, append, or 0, its numbers,
@@ -79,12 +84,13 @@ void attend_with(DecodeAttention& attention, int64_t layer_idx, int64_t query, i
                  int64_t output, int64_t output_stride_bytes, int64_t lse, const KeptRows& step, int first_row,
                  int num_rows, bool sparse, bool prepares, const AttendOptions& options) {
   std::vector<QueryRow> rows;
-  step.rows.of_layer(layer_idx, attention.shape().num_kv_heads, rows, first_row, num_rows);
+  const AttentionShape& shape = attention.shape(layer_idx);
+  step.rows.of_layer(layer_idx, shape.num_kv_heads, rows, first_row, num_rows);
   for (int64_t i = 0; i < num_rows; ++i) {
     QueryRow& row = rows[static_cast<size_t>(i)];
     row.query = pointer<const char>(query) + (first_row + i) * query_stride_bytes;
     row.output = pointer<char>(output) + (first_row + i) * output_stride_bytes;
-    if (lse != 0) row.lse = pointer<float>(lse) + (first_row + i) * attention.shape().num_qo_heads;
+    if (lse != 0) row.lse = pointer<float>(lse) + (first_row + i) * shape.num_qo_heads;
   }
   check_numbers(attention.attend(layer_idx, rows, sparse, first_row, prepares, options));
 }
@@ -101,7 +107,7 @@ void attend(DecodeAttention& attention, int64_t layer_idx, int64_t query, int64_
 // that are not attended here, or empty.
 void learn(DecodeAttention& attention, int64_t layer_idx, int64_t query, const KeptRows& step, bool window_on_device,
            int64_t sink_tokens, int64_t recent_tokens, bool chooses_only, const std::vector<uint8_t>& elsewhere) {
-  const AttentionShape& shape = attention.shape();
+  const AttentionShape& shape = attention.shape(layer_idx);
   std::vector<float> output(static_cast<size_t>(shape.num_qo_heads) * static_cast<size_t>(shape.head_dim));
   std::vector<QueryRow> rows;
   step.rows.of_layer(layer_idx, shape.num_kv_heads, rows);
@@ -126,7 +132,7 @@ std::vector<std::pair<int64_t, double>> probed(DecodeAttention& attention) {
 
 void prepare(DecodeAttention& attention, int64_t layer_idx, const KeptRows& step) {
   std::vector<QueryRow> rows;
-  step.rows.of_layer(layer_idx, attention.shape().num_kv_heads, rows);
+  step.rows.of_layer(layer_idx, attention.shape(layer_idx).num_kv_heads, rows);
   attention.prepare(layer_idx, rows);
   check_numbers(attention.take_failure());
 }
@@ -240,7 +246,6 @@ void bind_attention(py::module_& m) {
   py::class_<KeptRows>(m, "StepRows").def(py::init(&kept_rows));
   py::class_<DecodeAttention>(m, "DecodeAttention")
       .def(py::init(&make_attention), py::keep_alive<1, 2>())
-      .def("set_sm_scales", &DecodeAttention::set_sm_scales)
       .def("set_policy", &set_policy)
       .def("attend", &attend, WithoutGil())
       .def("rope_append", &append)

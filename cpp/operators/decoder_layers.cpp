@@ -6,7 +6,7 @@ namespace offload {
 
 void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, const char* cos,
                  const char* sin, const HeadNorms& norms) {
-  const AttentionShape& shape = attention.shape();
+  const AttentionShape& shape = attention.shape(layer_idx);
   const auto rope_head = attention.kernels().rope_head[static_cast<int>(shape.dtype)];
   const int64_t head_bytes = shape.row_bytes();
   char* head = qkv;
@@ -51,7 +51,7 @@ void DecoderLayers::project(int64_t layer_idx, const DecoderStep& step) {
 
 std::string DecoderLayers::attend(int64_t layer_idx, const DecoderStep& step) {
   const bool sparse = layers_[static_cast<size_t>(layer_idx)].sparse;
-  const AttentionShape& shape = attention_.shape();
+  const AttentionShape& shape = attention_.shape(layer_idx);
   const int64_t query_bytes = shape.num_qo_heads * shape.row_bytes();
   const int64_t qkv_bytes = query_bytes + 2 * shape.num_kv_heads * shape.row_bytes();
   step.rows.of_layer(layer_idx, shape.num_kv_heads, rows_);

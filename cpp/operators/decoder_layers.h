@@ -43,12 +43,13 @@ struct DecoderLayer {
 // The memory of one step over at most kMaxLinearRows rows; all of it in the model's dtype.
 struct DecoderStep {
   char* hidden;     // [num_rows, hidden_size], in and out
-  const char* cos;  // [num_rows, head_dim]
+  const char* cos;  // [num_rows, head_dim] of the layers that run
   const char* sin;
-  char* qkv;           // scratch [num_rows, (num_qo_heads + 2 * num_kv_heads) * head_dim]
-  char* attended;      // scratch [num_rows, num_qo_heads * head_dim]
-  char* gate_up;       // scratch [num_rows, 2 * intermediate_size]
-  char* kept_queries;  // [num_layers, num_rows, num_qo_heads * head_dim], for those of all layers, or null
+  char* qkv;       // scratch [num_rows, (num_qo_heads + 2 * num_kv_heads) * head_dim] of the widest layer
+  char* attended;  // scratch [num_rows, num_qo_heads * head_dim] likewise
+  char* gate_up;   // scratch [num_rows, 2 * intermediate_size]
+  // [num_layers, num_rows, num_qo_heads * head_dim], for those of all layers, whose heads are alike; or null.
+  char* kept_queries;
   StepRows rows;
 };
 

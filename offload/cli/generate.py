@@ -122,7 +122,7 @@ class Chosen(PolicyChoice):
         typer.Option(
             "--compare/--no-compare",
             help="Run full attention on the same prompt, too; where auto came to exact attention, "
-            r"lychee_cluster instead. \[default: no; yes with --demo]",
+            r"what it comes to in longer ones instead. \[default: no; yes with --demo]",
         ),
     ] = None
 
@@ -291,6 +291,9 @@ def generate(
                 needle = argument_text(needle, "--needle")
 
             from offload.loading.names import load_tokenizer
+            from offload.models.shape import ModelShape
+            from offload.policies.auto import Auto
+            from offload.runtime.auto_policy import beyond_crossover
             from offload.runtime.model import OffloadedModel
 
             with quiet_transformers(verbose=verbose):
@@ -319,8 +322,9 @@ def generate(
                         loaded, made, tokenizer, input_ids, screen, sampling.seed, settings
                     )
                 runs.append(run | {"label": label})
-                if policies and made.name == "auto" and is_exact:
-                    sparse = make_policy("lychee_cluster", **options)
+                if policies and isinstance(made, Auto) and is_exact:
+                    shape = ModelShape.of_config(loaded.config.to_dict(), most)
+                    sparse = beyond_crossover(made, shape, most)
                     policies = [sparse] if most > sparse.dense_tokens else []
                     beside = _beside(sparse, resolved, loaded.policy_reason, most)
                     stderr().print(beside, style="dim", soft_wrap=True)
@@ -396,7 +400,8 @@ def _print_result(
     console.print(table)
     first, last = runs[0], runs[-1]
     speeds = [run["decode_tokens_per_second"] for run in (first, last)]
-    if first["policy"] == "auto" and last["policy"] == "lychee_cluster" and speeds[1] > speeds[0]:
+    compares = first["policy"] == "auto" and last["policy"] != "full"
+    if compares and speeds[1] > speeds[0]:
         told = f"{last['policy']} was faster this time, though auto did not expect it"
         console.print(
             f"{told}; `offload plan {model} --remeasure` measures this machine", soft_wrap=True

@@ -72,7 +72,7 @@ Weights = Annotated[
     typer.Option(
         metavar="NAME",
         help="What the layers' matrices are kept as: auto (as --dtype says), q8, q4 or bfloat16. "
-        "q8 and q4 are smaller and a little less exact, and the head is q8 with both; CPU only.",
+        "q8 and q4 are smaller and a little less exact, and the head is q8 with both.",
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")]

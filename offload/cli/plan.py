@@ -157,12 +157,11 @@ def plan(
         from offload.planning.profile import MachineProfile
         from offload.planning.step_cap import in_tokens, step_predictor
         from offload.policies.auto import Auto
-        from offload.runtime.auto_policy import resolve_planned
+        from offload.runtime.auto_policy import beyond_crossover, resolve_planned
         from offload.runtime.config import planned_policy
         from offload.system.memory import parse_size
 
         planned = planned_model(model, dtype, weights)
-        planned.check_device(device or "cpu")  # before anything is measured
         made_policy = make_policy(chosen.policy, **options)
         tokens = context or planned.shape.max_context
         planned.check_context(tokens)  # before anything is measured
@@ -184,7 +183,7 @@ def plan(
             made_policy = planned_policy(placement)
         if isinstance(made_policy, Auto):
             if profile is None and where == "cpu":  # what it may come to
-                candidate = make_policy("lychee_cluster", budget_tokens=made_policy.budget_tokens)
+                candidate = beyond_crossover(made_policy, planned.shape, tokens)
                 measured = _with_policy(measured, threads, planned, candidate, tokens)
             made_policy, reason = resolve_planned(
                 made_policy, planned, tokens, batch, where, limits, measured.for_threads(threads)

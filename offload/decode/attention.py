@@ -82,23 +82,32 @@ class DecodeAttention(NativeAttention):
         policy: Policy,
         store: KVStore,
         *,
-        num_qo_heads: int,
+        num_qo_heads: int | Sequence[int],
         pool: WorkerPool,
         sm_scale: float | Sequence[float] | None = None,
         isa: str | None = None,
     ) -> None:
-        shape = {
-            "num_layers": store.num_layers,
-            "num_qo_heads": num_qo_heads,
-            "num_kv_heads": store.num_kv_heads,
-            "head_dim": store.head_dim,
-        }
-        tokens = store.page_tokens
+        heads = [*map(store.heads_of, range(store.num_layers))]
         super().__init__(
-            pool, **shape, page_tokens=tokens, dtype=store.dtype, sm_scale=sm_scale, isa=isa
+            pool,
+            num_layers=store.num_layers,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=[num_kv_heads for num_kv_heads, _ in heads],
+            head_dim=[head_dim for _, head_dim in heads],
+            page_tokens=store.page_tokens,
+            dtype=store.dtype,
+            sm_scale=sm_scale,
+            isa=isa,
         )
-        policy.check_model(**shape)
-        num_units = num_qo_heads if policy.selects and policy.per_query_head else store.num_kv_heads
+        for qo_heads, kv_heads, head_dim in set(self.layer_heads):
+            policy.check_model(
+                num_layers=store.num_layers,
+                num_qo_heads=qo_heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+            )
+        num_qo_heads, num_kv_heads = self.num_qo_heads, self.num_kv_heads
+        num_units = num_qo_heads if policy.selects and policy.per_query_head else num_kv_heads
         if store.per_head_pages and (what := shares_positions(policy, store.num_layers, num_units)):
             raise ValueError(
                 f"policy {policy.name} {what}, and KV heads of this store have different tokens;"
@@ -135,7 +144,7 @@ class DecodeAttention(NativeAttention):
         self.states = PolicyStates(
             policy,
             store,
-            num_qo_heads=num_qo_heads,
+            layer_heads=self.layer_heads,
             sm_scales=self.sm_scales,
             pool=pool,
             layers=self._selecting_layers(),
@@ -145,7 +154,7 @@ class DecodeAttention(NativeAttention):
         self.has_state = self.states.has_arrays
         self.top_p_controller = None
         if policy.selection_mean_tokens is not None:
-            group_size = 1 if policy.per_query_head else num_qo_heads // store.num_kv_heads
+            group_size = 1 if policy.per_query_head else num_qo_heads // num_kv_heads
             self.top_p_controller = TopPController(
                 self.native, policy.selection_top_p, policy.selection_mean_tokens, group_size
             )
@@ -383,7 +392,9 @@ class DecodeAttention(NativeAttention):
         if step.keeps_queries and self.sparse_layers[layer_idx]:
             self.record_step_queries(step, {layer_idx: query})
         if self.compression is not None:
-            self.compression.record_step(step, layer_idx, query[:, : self._row_elements])
+            self.compression.record_step(
+                step, layer_idx, query[:, : self.query_features(layer_idx)]
+            )
         if self.on_attended is not None:
             self.on_attended(layer_idx, step, query, out)
 
@@ -413,8 +424,8 @@ class DecodeAttention(NativeAttention):
         """
         kv_lens = step.kv_lens.tolist()
         for layer_idx, query in queries.items():
-            query = query[:, : self._row_elements]
-            heads = query.view(len(query), self.num_qo_heads, -1)
+            query = query[:, : self.query_features(layer_idx)]
+            heads = query.view(len(query), self.layer_heads[layer_idx][0], -1)
             for row, (seq, kv_len) in enumerate(zip(step.seqs, kv_lens, strict=True)):
                 if self._observes_queries and self.attends_to_all(seq, kv_len):
                     self.states.record_queries(seq, layer_idx, heads[row][:, None], kv_len)
@@ -435,6 +446,20 @@ def shares_positions(policy: Policy, num_layers: int, num_units: int) -> str:
     roles = policy.roles(num_layers, num_units)
     hands_down = roles is not None and bool(np.isin(roles, (RETRIEVE, REUSE)).any())
     return "hands selections from unit to unit" if hands_down or policy.shares_selection else ""
+
+
+def needs_alike_layers(policy: Policy, num_layers: int, num_units: int) -> str:
+    """What a policy does that layers whose heads differ cannot have yet, or "": what is
+    counted by units is [layer, unit]."""
+    if not policy.selects:
+        return ""
+    if policy.estimate_clusters:
+        return "estimates the rest of a selection"
+    if policy.selection_mean_tokens is not None:
+        return "adapts to a mean of tokens"
+    of_units = policy.roles, policy.unit_members
+    by_unit = any(of(num_layers, num_units) is not None for of in of_units)
+    return "tells the heads of a layer apart" if by_unit else ""
 
 
 def native_member(policy: Policy) -> tuple[bool, list[int], list[float], int, int]:

@@ -51,7 +51,7 @@ class NativeDecoder(SequencePart):
         self.attention = DecodeAttention(
             policy,
             store,
-            num_qo_heads=model.shape.num_qo_heads,
+            num_qo_heads=model.each("num_qo_heads"),
             pool=self.pool,
             sm_scale=model.sm_scales,
         )
@@ -157,22 +157,24 @@ class NativeDecoder(SequencePart):
         """hidden [n, hidden_size] through all layers, in place.
 
         Args:
-            ropes: cos, sin [n, head_dim], of each of the model's; where there are several, Python
-                goes layer by layer.
+            ropes: cos, sin [n, head_dim], of each of the model's; where there are several, or heads
+                of layers differ, Python goes layer by layer.
         """
         attention, stack = self.attention, self.stack
         is_watched = self.after_projection is not None or self.on_mark is not None
-        if attention.on_attended is not None or rows.in_turns or is_watched or len(ropes) > 1:
+        differ = len(ropes) > 1 or attention.heads_differ
+        if attention.on_attended is not None or rows.in_turns or is_watched or differ:
             step = LayersStep(stack, hidden, ropes[0], rows, other_ropes=ropes[1:])
             for layer_idx, layer in enumerate(self.model.layers):
                 rope_idx = layer.spec.rope_idx
+                qkv, attended = step.of_layer(layer_idx)
                 stack.project(layer_idx, step, rope_idx)
                 if self.after_projection is not None:
                     positions = torch.from_numpy(rows.positions)
-                    self.after_projection(layer_idx, first_row, step.qkv, positions)
-                    attention.rope_append(layer_idx, rows, step.qkv, ropes[rope_idx])
+                    self.after_projection(layer_idx, first_row, qkv, positions)
+                    attention.rope_append(layer_idx, rows, qkv, ropes[rope_idx])
                 self._mark("linear", layer_idx)
-                attention.attend(layer_idx, rows, step.qkv, step.attended)
+                attention.attend(layer_idx, rows, qkv, attended)
                 self._mark("attend", layer_idx)
                 stack.finish(layer_idx, step)
             return

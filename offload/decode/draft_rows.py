@@ -64,7 +64,7 @@ def _attend_row(attention: DecodeAttention, seq: int, rows: DraftRows, row: int)
 def _learn(attention: DecodeAttention, layer_idx: int, step: DecodeStep, query: Tensor) -> None:
     """Attend one row [1, num_qo_heads * head_dim] of one layer as its step has done it."""
     sinks, recent, device_heads = attention.left_to_device or (0, 0, None)
-    elsewhere = np.zeros(attention.store.num_kv_heads, bool)
+    elsewhere = np.zeros(attention.layer_heads[layer_idx][1], bool)
     if device_heads is not None:
         elsewhere |= device_heads[layer_idx]
     if attention.roles is not None:  # what heads above published in that step is gone

@@ -16,11 +16,11 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_sizes(**sizes: int) -> None:
-    """Checks the sizes of a store, head_dim among them."""
+    """Checks sizes of a store, or of a layer's heads."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
-    if sizes["head_dim"] % 8:
+    if sizes.get("head_dim", 0) % 8:
         raise ValueError(f"head_dim must be a multiple of 8, got {sizes['head_dim']}")
 
 

@@ -12,7 +12,7 @@ import itertools
 import math
 import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ DEFAULT_SLAB_BYTES = 16 * 2**20
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+# Of a layer in a page of all layers: its first element, and the shape of its part.
+Slot = tuple[int, tuple[int, ...]]
 
 
 class PagePool:
@@ -264,6 +266,16 @@ def _give_back(registration: HostRegistration | None, slabs: dict[int, torch.Ten
 def page_shape(num_heads: int, page_tokens: int, head_dim: int) -> tuple[int, int, int, int]:
     """Shape of a page of KV cache: keys and values of `num_heads` heads."""
     return 2, num_heads, page_tokens, head_dim
+
+
+def slots_of(heads: Iterable[tuple[int, int]], page_tokens: int) -> list[Slot]:
+    """Where each layer is in a page of all, by (num_kv_heads, head_dim) of each."""
+    slots: list[Slot] = []
+    offset = 0
+    for num_kv_heads, head_dim in heads:
+        slots.append((offset, page_shape(num_kv_heads, page_tokens, head_dim)))
+        offset += math.prod(slots[-1][1])
+    return slots
 
 
 def pages_of_slabs(num_pages: int, page_bytes: int, slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:

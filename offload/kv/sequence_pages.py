@@ -1,18 +1,20 @@
 """The pages of one sequence, in every layer: which there are, and which are shared with a fork.
 
-A row of its page table is a layer, or a KV head of a layer where heads are apart (`store`).
+A row of its page table is a layer, or a KV head of a layer where heads are apart (`store`). Where
+layers differ one page is of all layers: a row of `page_ids`, of which each layer has a slot.
 
 Nothing is checked here: `KVStore` checks what it is given, then calls these.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from offload.kv.page_pool import Int64Array, PagePool
+from offload.kv.page_pool import Int64Array, PagePool, Slot
 from offload.kv.transfer import Part, Piece
 
 
@@ -28,6 +30,7 @@ class SequencePages:
     Args:
         starts: int64 [num_layers, num_kv_heads], multiples of page_tokens; kept, and written to.
             All 0 unless heads are apart.
+        slots: of each layer in a page of all; [] where each row has pages of its own.
     """
 
     def __init__(
@@ -37,22 +40,28 @@ class SequencePages:
         page_tokens: int,
         starts: Int64Array,
         per_head_pages: bool,
+        slots: Sequence[Slot] = (),
     ) -> None:
         self.page_tokens = page_tokens
         self.starts = starts
         self.per_head_pages = per_head_pages
-        self.num_rows = starts.size if per_head_pages else len(starts)
+        self.slots = slots
+        self.num_rows = 1 if slots else starts.size if per_head_pages else len(starts)
         self.num_pages = 0  # per row
         self.kv_len = 0
         self.reserved_len = 0
         self.tail_may_be_shared = False
-        # [.., capacity_pages]: ids or -1, their addresses or 0
+        # [.., capacity_pages]: ids or -1, their addresses, or those of the slots in them, or 0
         self.page_ids: Int64Array = np.empty((self.num_rows, 0), np.int64)
-        self.page_table: Int64Array = np.empty((self.num_rows, 0), np.int64)
+        self.page_table: Int64Array = np.empty((len(slots) or self.num_rows, 0), np.int64)
         self._pool = pool
+        item_bytes = pool.dtype.itemsize
+        self._offsets = np.array([[offset * item_bytes] for offset, _ in slots or [(0, ())]])
 
     def rows_of(self, layer_idx: int) -> slice:
-        """The layer's rows of the page table."""
+        """The layer's rows of the page table, or where layers differ the one of all."""
+        if self.slots:
+            return slice(0, 1)
         heads = self.num_rows // len(self.starts)
         return slice(layer_idx * heads, (layer_idx + 1) * heads)
 
@@ -90,7 +99,7 @@ class SequencePages:
         first, stop = self.num_pages, self.num_pages + new_ids.shape[1]
         self.widen(stop)
         self.page_ids[:, first:stop] = new_ids
-        self.page_table[:, first:stop] = np.where(new_ids < 0, 0, self._pool.addresses[new_ids])
+        self.page_table[:, first:stop] = self._addresses(new_ids)
         self.num_pages = stop
 
     def widen(self, num_pages: int) -> None:
@@ -106,14 +115,27 @@ class SequencePages:
         the first `filled` tokens matter."""
         rows = np.flatnonzero(self.page_ids[:, page] >= 0)
         old_ids = self.page_ids[rows, page]
-        # NumPy, because torch would start all its threads for each of these small copies.
         for old_id, new_id in zip(old_ids.tolist(), new_ids.tolist(), strict=True):
-            old_page = self._pool.page(old_id).view(torch.uint8).numpy()
-            new_page = self._pool.page(new_id).view(torch.uint8).numpy()
-            new_page[:, :, :filled] = old_page[:, :, :filled]
+            self._copy_tokens(old_id, new_id, slice(filled))
         self._pool.release(old_ids)
         self.page_ids[rows, page] = new_ids
-        self.page_table[rows, page] = self._pool.addresses[new_ids]
+        column = slice(page, page + 1)
+        self.page_table[:, column] = self._addresses(self.page_ids[:, column])
+
+    def _addresses(self, page_ids: Int64Array) -> Int64Array:
+        """Of columns [num_rows, n] of `page_ids`, as the page table has them."""
+        addresses = self._pool.addresses[page_ids] + self._offsets
+        return np.where(page_ids < 0, 0, addresses)
+
+    def _copy_tokens(self, from_id: int, to_id: int, tokens: slice) -> None:
+        """Tokens of a page, counted in it, of all heads."""
+        from_page, to_page = self._pool.page(from_id)[None], self._pool.page(to_id)[None]
+        for row in range(len(self.slots) or 1):
+            # NumPy, because torch would start all its threads for each of these small copies.
+            theirs, ours = (
+                self._of_row(page, row).view(torch.uint8).numpy() for page in (from_page, to_page)
+            )
+            ours[:, :, :, tokens] = theirs[:, :, :, tokens]
 
     def exchange(self, other: SequencePages, first: int, last: int) -> None:
         """Swap the pages of positions first .. last with `other`, which owns its own alone and has
@@ -126,8 +148,7 @@ class SequencePages:
             for our_id, their_id in zip(
                 *(x.page_ids[:, pages.stop - 1].tolist() for x in (self, other)), strict=True
             ):
-                page = self._pool.page(their_id).view(torch.uint8).numpy()
-                page[:, :, behind] = self._pool.page(our_id).view(torch.uint8).numpy()[:, :, behind]
+                self._copy_tokens(our_id, their_id, behind)
         for mine, theirs in (
             (self.page_ids, other.page_ids),
             (self.page_table, other.page_table),
@@ -174,6 +195,7 @@ class SequencePages:
             page_tokens=self.page_tokens,
             starts=self.starts.copy(),
             per_head_pages=self.per_head_pages,
+            slots=self.slots,
         )
         child.extend(self.page_ids[:, :num_pages])
         self._pool.share(child.page_ids[child.page_ids >= 0])
@@ -199,23 +221,32 @@ class SequencePages:
         The views cover a part of a page (n = 1), or a run of adjoining whole pages, however long:
         a copy per run instead of per page keeps a long prompt at memory speed.
         """
-        page_ids = self.page_ids[row]
+        page_ids = self.page_ids[0 if self.slots else row]
         head = min(self.pages_of(start) * self.page_tokens, stop)
         tail = max(stop // self.page_tokens * self.page_tokens, head)
         before = head - start
         first_page, stop_page = head // self.page_tokens, tail // self.page_tokens
         if start < head:
-            yield 0, before, self._part_of_page(page_ids, start, head)
+            yield 0, before, self._part_of_page(page_ids, row, start, head)
         if head < tail:
             for first, last, pages in self._pool.runs(page_ids[first_page:stop_page]):
-                yield before + first * self.page_tokens, before + last * self.page_tokens, pages
+                begin, end = before + first * self.page_tokens, before + last * self.page_tokens
+                yield begin, end, self._of_row(pages, row)
         if tail < stop:
-            yield tail - start, stop - start, self._part_of_page(page_ids, tail, stop)
+            yield tail - start, stop - start, self._part_of_page(page_ids, row, tail, stop)
 
-    def _part_of_page(self, page_ids: Int64Array, start: int, stop: int) -> torch.Tensor:
-        page, row = divmod(start, self.page_tokens)
-        pages = self._pool.page(int(page_ids[page]))[None]
-        return pages[:, :, :, row : row + stop - start]
+    def _part_of_page(self, page_ids: Int64Array, row: int, start: int, stop: int) -> torch.Tensor:
+        page, first = divmod(start, self.page_tokens)
+        pages = self._of_row(self._pool.page(int(page_ids[page]))[None], row)
+        return pages[:, :, :, first : first + stop - start]
+
+    def _of_row(self, pages: torch.Tensor, row: int) -> torch.Tensor:
+        """What a row of the page table has of pages [n, *page_shape]: [n, K|V, heads, page_tokens,
+        head_dim]."""
+        if not self.slots:
+            return pages
+        offset, shape = self.slots[row]
+        return pages[:, offset : offset + math.prod(shape)].view(len(pages), *shape)
 
     def pages_of(self, num_tokens: int) -> int:
         """That so many positions are in."""

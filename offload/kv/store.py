@@ -25,6 +25,9 @@ With `per_head_pages` a page is of one KV head, so that heads may have different
 Positions are the same 0 .. kv_len for all heads, and new tokens are the last of all. A head lacks
 the first `starts[layer_idx, kv_head]` positions, a multiple of page_tokens: it has no pages there.
 
+Where layers differ in num_kv_heads or head_dim, the pages of all layers for the same tokens, one
+after the other, are one page of the pool, and a row of the page table is a layer as above.
+
 A decode step: `reserve` room for the new tokens, write every layer (`append`, or a native kernel
 that writes the rows through the page table), `commit`. Forked sequences share pages; `reserve`
 replaces a shared page by a copy before anything may be written to it. What the store says it uses
@@ -33,12 +36,14 @@ is what the process uses: slabs are touched when they are made (see `page_pool`)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from cpu_ops.native import of_layers
 from offload.kv.arguments import (
     check_batch,
     check_dtype,
@@ -49,7 +54,7 @@ from offload.kv.arguments import (
     check_writable,
 )
 from offload.kv.ledger import MemoryLedger
-from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape
+from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape, slots_of
 from offload.kv.rewriting import RowsOfLayer, rewrite
 from offload.kv.sequence_pages import SequencePages, make_room, reserve
 from offload.kv.transfer import Part, all_finite, read_rows, write_rows
@@ -64,11 +69,13 @@ class KVStore:
     """Paged KV of many sequences, each named by a handle (an int that is never reused).
 
     Args:
-        num_layers, num_kv_heads, head_dim: of the model; head_dim a multiple of 8.
+        num_layers: of the model.
+        num_kv_heads, head_dim: of all layers, or of each; head_dim a multiple of 8.
         dtype: torch.float32, torch.float16 or torch.bfloat16.
         host_budget_bytes: hard limit on host memory; default: what `host_memory()` leaves a model.
         page_tokens: tokens in a page.
-        per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`).
+        per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`);
+            not where layers differ (NotImplementedError).
         slab_bytes: host memory is taken from the system in multiples of this, as needed, up to the
             budget (the last slab may be smaller); at least one page.
         pinned: register slabs with the CUDA driver, so that `append_async` does not wait, and
@@ -81,8 +88,8 @@ class KVStore:
         self,
         *,
         num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        num_kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
         dtype: torch.dtype,
         host_budget_bytes: int | None = None,
         page_tokens: int = 256,
@@ -90,16 +97,19 @@ class KVStore:
         slab_bytes: int = DEFAULT_SLAB_BYTES,
         pinned: bool | HostRegistration = False,
     ) -> None:
-        heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        check_sizes(**heads, page_tokens=page_tokens, slab_bytes=slab_bytes)
+        check_sizes(num_layers=num_layers, page_tokens=page_tokens, slab_bytes=slab_bytes)
+        num_kv_heads = of_layers(num_layers, "num_kv_heads", num_kv_heads)
+        self._heads = [*zip(num_kv_heads, of_layers(num_layers, "head_dim", head_dim), strict=True)]
+        for heads, dim in self._heads:
+            check_sizes(num_kv_heads=heads, head_dim=dim)
+        are_alike = len(set(self._heads)) == 1
+        self._slots = [] if are_alike else slots_of(self._heads, page_tokens)
         check_dtype(dtype)
         if host_budget_bytes is None:
             host_budget_bytes = host_memory().model_bytes()
         if host_budget_bytes < 0:
             raise ValueError(f"host_budget_bytes must not be negative, got {host_budget_bytes}")
         self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
         self.dtype = dtype
         self.page_tokens = page_tokens
         self.per_head_pages = per_head_pages
@@ -107,7 +117,13 @@ class KVStore:
             (CudaRegistration() if pinned else None) if isinstance(pinned, bool) else pinned
         )
         self._pool = PagePool(
-            page_shape=page_shape(1 if per_head_pages else num_kv_heads, page_tokens, head_dim),
+            page_shape=(
+                (sum(math.prod(shape) for _, shape in self._slots),)
+                if self._slots and not per_head_pages
+                else page_shape(
+                    1 if per_head_pages else self.num_kv_heads, page_tokens, self.head_dim
+                )
+            ),
             dtype=dtype,
             budget_bytes=host_budget_bytes,
             slab_bytes=slab_bytes,
@@ -118,13 +134,30 @@ class KVStore:
         self._closed = False
 
     @property
+    def num_kv_heads(self) -> int:
+        """Of every layer; NotImplementedError if they differ."""
+        return self._of_all_layers(0)
+
+    @property
+    def head_dim(self) -> int:
+        """Of every layer; NotImplementedError if they differ."""
+        return self._of_all_layers(1)
+
+    def heads_of(self, layer_idx: int) -> tuple[int, int]:
+        """(num_kv_heads, head_dim) of a layer."""
+        return self._heads[layer_idx]
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page: page_tokens tokens of one row of a page table."""
         return self._pool.page_bytes
 
     @property
     def num_page_rows(self) -> int:
-        """Rows of a page table: layers, or KV heads of all layers where heads are apart."""
+        """Pages of the same tokens: of layers, or KV heads of all layers where heads are apart, as
+        rows of a page table; 1 where layers differ."""
+        if self._slots:
+            return 1
         return self.num_layers * (self.num_kv_heads if self.per_head_pages else 1)
 
     @property
@@ -193,8 +226,9 @@ class KVStore:
         sequence = SequencePages(
             self._pool,
             page_tokens=self.page_tokens,
-            starts=np.zeros((self.num_layers, self.num_kv_heads), np.int64),
+            starts=np.zeros((self.num_layers, max(self._heads)[0]), np.int64),
             per_head_pages=self.per_head_pages,
+            slots=self._slots,
         )
         return self._add(sequence)
 
@@ -218,7 +252,7 @@ class KVStore:
         return sequence.num_present_pages() - sum(counts)
 
     def starts(self, seq: int) -> Int64Array:
-        """int64 [num_layers, num_kv_heads], C-contiguous: the first position that a head has.
+        """int64 [num_layers, most num_kv_heads], C-contiguous: the first position that a head has.
 
         The store's own array, not a copy: `rewrite`, and `truncate` to 0, update it in place. All 0
         unless heads are apart.
@@ -226,7 +260,7 @@ class KVStore:
         return self._sequence(seq).starts
 
     def page_table(self, seq: int) -> Int64Array:
-        """int64 [num_page_rows, capacity_pages], C-contiguous: addresses of pages, 0 where none is.
+        """int64 [rows, capacity_pages], C-contiguous: addresses of pages, 0 where none is.
 
         The store's own array, not a copy: `reserve`, `truncate` and `rewrite` update it in place,
         and only `reserve` and `rewrite` may replace it by a larger one.
@@ -271,7 +305,8 @@ class KVStore:
         """Write one layer's new tokens at positions `start` .. (default: from kv_len).
 
         Args:
-            keys, values: the store's dtype, [num_new_tokens, num_kv_heads, head_dim], any strides.
+            keys, values: the store's dtype, [num_new_tokens, num_kv_heads, head_dim] of the layer,
+                any strides.
 
         Raises:
             ValueError: before anything is written, for a wrong shape or dtype, a NaN or infinity,
@@ -343,7 +378,8 @@ class KVStore:
                 f"sequence {seq} has {sequence.reserved_len} positions, cannot gather "
                 f"{start}..{stop}"
             )
-        expected = (self.num_kv_heads, stop - start, self.head_dim)
+        num_kv_heads, head_dim = self.heads_of(layer_idx)
+        expected = (num_kv_heads, stop - start, head_dim)
         if out is None:
             out = (torch.empty(expected, dtype=self.dtype), torch.empty(expected, dtype=self.dtype))
         check_out(out, expected, self.dtype)
@@ -477,11 +513,21 @@ class KVStore:
         """Where rows that `append` may write go, counted from the first row."""
         sequence = self._sequence(seq)
         self._check_layer(layer_idx)
-        check_new_rows(keys, values, self.num_kv_heads, self.head_dim, self.dtype)
+        check_new_rows(keys, values, *self.heads_of(layer_idx), self.dtype)
         start = sequence.kv_len if start is None else start
         stop = start + len(keys)
         check_writable(sequence, seq, layer_idx, start, stop)
         return sequence.parts(layer_idx, start, stop)
+
+    def _of_all_layers(self, i: int) -> int:
+        for layer_idx, heads in enumerate(self._heads):
+            if heads != self._heads[0]:
+                raise NotImplementedError(
+                    f"layer {layer_idx} has (num_kv_heads, head_dim) = {heads}, layer 0 has "
+                    f"{self._heads[0]}: pages of each KV head, saved caches and GPUs need layers "
+                    "whose heads are alike yet"
+                )
+        return self._heads[0][i]
 
     def _check_layer(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_layers:

@@ -35,17 +35,17 @@ _EXACT = {"q4": ("Q4_0", "Q4_1", "Q8_0"), "q8": ("Q8_0",)}
 
 
 @loading()
-def pack_weights(stock: Any, folder: Path, format: str) -> None:
+def pack_weights(stock: Any, folder: Path | None, format: str) -> None:
     """Replace the head of `stock` and the linear layers inside its decoder layers by
     `PackedModule`s, and an embedding that the head is tied to by a `PackedEmbedding`.
 
     Each matrix is freed when its packed one is there, so that memory holds one model and a matrix.
 
     Args:
-        stock: as `load_stock_model` made it of `folder`.
+        stock: as `load_stock_model` made it of `folder`; None: its weights are of no file.
         format: "q8" or "q4".
     """
-    source = unchanged_source(folder)
+    source = None if folder is None else unchanged_source(folder)
     header = None if source is None else read_gguf_header(source)
     of_file = {} if header is None else gguf_names(stock)
     kinds: Counter[str] = Counter()

@@ -60,14 +60,6 @@ class PlannedModel:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def check_device(self, device: str) -> None:
-        """Refuse packed weights on a GPU, as `RuntimeConfig` does."""
-        if self.weights in FORMATS and device != "cpu":
-            raise NotImplementedError(
-                f"weights={self.weights!r} needs device='cpu' in this version, but device is "
-                f"{device!r}; change that, or give weights='auto'"
-            )
-
     def check_context(self, num_tokens: int) -> None:
         """Refuse more tokens than it has positions."""
         if num_tokens > self.shape.max_context:

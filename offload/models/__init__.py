@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from offload.models.base import DecoderLayer, LayerSpec, LeanModel
@@ -36,12 +37,16 @@ def is_generic(config: Mapping[str, Any]) -> bool:
 
 
 def lean_model_maker(
-    model_type: str, config: Mapping[str, Any] | None = None
+    model_type: str,
+    config: Mapping[str, Any] | None = None,
+    *,
+    heads_may_differ: bool = False,
 ) -> Callable[[Any], LeanModel]:
     """The function that makes the lean view of a stock model of `model_type`.
 
     Args:
         config: the content of its config.json, which may tell what it has that is missing here.
+        heads_may_differ: as of `ModelFamily.lean_model`.
 
     Raises:
         ValueError: for a model type without lean layers: what is missing, and those that have them.
@@ -51,4 +56,4 @@ def lean_model_maker(
         said = unsupported_type(model_type, named, sorted(FAMILIES))
         runs = "; generate() and `offload generate` run it without lean layers"
         raise ValueError(f"{said}{runs}" if is_generic(named) else said)
-    return FAMILIES[model_type].lean_model
+    return partial(FAMILIES[model_type].lean_model, heads_may_differ=heads_may_differ)

@@ -40,7 +40,6 @@ class LayerSpec:
     """What the attention of one layer is.
 
     Attributes:
-        num_qo_heads, num_kv_heads: of the whole model, also where a rank has a part of them.
         sm_scale: multiplies q @ k.
         rope_idx: which of `LeanModel.ropes` rotates queries and keys.
         has_qk_norm: whether an RMSNorm over head_dim comes before the rotation.
@@ -100,6 +99,7 @@ class LeanModel:
     Attributes:
         ropes: distinct rotary embeddings, (x, position_ids [1, n]) -> (cos, sin), each
             [1, n, head_dim] in x's dtype; `LayerSpec.rope_idx` says which is a layer's.
+        shape: where layers differ in their heads, the most that a layer has.
         max_context_reason: what bounds `shape.max_context`, for messages.
         ranks: the processes that run the model together, each with a part of the heads and of the
             MLP (`shape` and `layers` are this one's); None: this process has all.
@@ -114,10 +114,14 @@ class LeanModel:
     max_context_reason: str
     ranks: TensorParallel | None = None
 
+    def each(self, name: str) -> list[Any]:
+        """An attribute of the spec of each layer."""
+        return [getattr(layer.spec, name) for layer in self.layers]
+
     @property
-    def sm_scales(self) -> tuple[float, ...]:
+    def sm_scales(self) -> list[float]:
         """Softmax scale of each layer."""
-        return tuple(layer.spec.sm_scale for layer in self.layers)
+        return self.each("sm_scale")
 
     @property
     def sm_scale(self) -> float:
@@ -127,7 +131,7 @@ class LeanModel:
     @property
     def rotary_emb(self) -> Rotary:
         """The rotary embedding of all layers; NotImplementedError if they differ."""
-        self._shared("rope_idx", [layer.spec.rope_idx for layer in self.layers])
+        self._shared("rope_idx", self.each("rope_idx"))
         return self.ropes[self.layers[0].spec.rope_idx]
 
     def _shared(self, name: str, values: Sequence[T]) -> T:
@@ -145,8 +149,8 @@ class LeanModel:
         return x if self.ranks is None else self.ranks.all_reduce(x)
 
 
-def check_alike(specs: Sequence[LayerSpec]) -> None:
-    """Refuse layers whose heads differ: the KV store and the kernels have one shape for all.
+def check_alike(specs: Sequence[LayerSpec], what: str) -> None:
+    """Refuse `what` where layers differ in their heads: it has one shape for all.
 
     Raises:
         NotImplementedError: names the first layer that differs, and in what.
@@ -156,8 +160,9 @@ def check_alike(specs: Sequence[LayerSpec]) -> None:
             first, own = getattr(specs[0], name), getattr(spec, name)
             if own != first:
                 raise NotImplementedError(
-                    f"layer {layer_idx} has {name}={own}, layer 0 has {first}: the KV store and "
-                    "the attention kernels do not support layers whose heads differ yet"
+                    f"layer {layer_idx} has {name}={own}, layer 0 has {first}: {what} "
+                    "needs layers whose heads are alike yet; others decode with device='cpu' under "
+                    "policies such as 'full', 'exact_topk' and 'lychee_cluster'"
                 )
 
 

@@ -65,8 +65,11 @@ class ModelFamily:
             spec=spec,
         )
 
-    def lean_model(self, stock: Any) -> LeanModel:
+    def lean_model(self, stock: Any, *, heads_may_differ: bool = False) -> LeanModel:
         """The lean view of `stock`.
+
+        Args:
+            heads_may_differ: who calls takes layers that differ in their heads.
 
         Raises:
             NotImplementedError: if a projection is not a plain linear layer (quantised weights and
@@ -76,16 +79,27 @@ class ModelFamily:
         config, model = stock.config, stock.model
         check_computation(config)
         specs = [self.layer_spec(stock, layer_idx) for layer_idx in range(len(model.layers))]
-        check_alike(specs)
-        head_dim = specs[0].head_dim
+        if not heads_may_differ:
+            check_alike(specs, "calibration, training, benchmarks or ranks")
+        most = {
+            key: max(getattr(spec, name) for spec in specs)
+            for key, name in (
+                ("num_attention_heads", "num_qo_heads"),
+                ("num_key_value_heads", "num_kv_heads"),
+                ("head_dim", "head_dim"),
+            )
+        }
+        rotaries, ropes = self.rotary_modules(stock), {}
+        for spec in specs:
+            ropes[spec.rope_idx] = rotary_view(rotaries[spec.rope_idx], spec.head_dim)
         max_context, reason = context_limit(config)
         return LeanModel(
             embed_tokens=model.embed_tokens,
             layers=tuple(self.layer(stock, i, spec) for i, spec in enumerate(specs)),
             final_norm=model.norm,
             lm_head=fused_linear("", stock, "lm_head"),
-            ropes=tuple(rotary_view(rotary, head_dim) for rotary in self.rotary_modules(stock)),
-            shape=ModelShape.of_config(config.to_dict() | {"head_dim": head_dim}, max_context),
+            ropes=tuple(ropes[rope_idx] for rope_idx in range(len(rotaries))),
+            shape=ModelShape.of_config(config.to_dict() | most, max_context),
             max_context_reason=reason,
         )
 

@@ -1,8 +1,11 @@
-"""Weights of 8 or 4 bits in groups, for CPUs (`cpu_ops.packed`)."""
+"""Weights of 8 or 4 bits in groups (`cpu_ops.packed`, `gpu_ops.packed_linear`)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +16,14 @@ from cpu_ops.linear import PackedLinear as PackedCpuLinear
 from cpu_ops.linear import has_products
 from cpu_ops.packed import PackedWeight
 from cpu_ops.worker_pool import WorkerPool
+from gpu_ops.packed_linear import GpuPackedLinear, PackedRows
 from offload.models.linear import Linear
 
 _BLOCK_BYTES = 4 * 2**20  # of weights that are unpacked at one time: they stay in a CPU's cache
 _ROWS = 64  # a task of unpacking
+
+# What a GPU's kernels read, by the first of the modules and how many there are.
+_on_gpu: WeakKeyDictionary[nn.Module, dict[int, GpuPackedLinear]] = WeakKeyDictionary()
 
 
 class PackedModule(nn.Module):
@@ -65,8 +72,8 @@ class PackedModule(nn.Module):
 class PackedLinear(Linear):
     """A `Linear` of `PackedModule`s of one dtype, each of a format of its own.
 
-    A step's few rows go through integer products (`on_cpu`). Many rows meet weights in `dtype`, of
-    which a few MiB exist at one time.
+    A step's few rows go through integer products. Many rows meet weights in `dtype`, of which a few
+    MiB exist at one time.
     """
 
     _modules: tuple[PackedModule, ...]
@@ -82,6 +89,11 @@ class PackedLinear(Linear):
     def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
         if pool is not None and self.prefers_cpu_ops(x):
             return self.on_cpu()(pool, x.contiguous())
+        if x.is_cuda:
+            flat, on_gpu = x.flatten(0, -2), self.on_gpu()
+            learns = x.requires_grad and torch.is_grad_enabled()
+            out = on_gpu.many_rows(flat) if learns else on_gpu(flat.contiguous())
+            return out.view(*x.shape[:-1], self.out_features)
         y: list[Tensor] = []
         for module in self._modules:
             rows = max(_ROWS, _BLOCK_BYTES // (self.in_features * self.dtype.itemsize))
@@ -98,7 +110,11 @@ class PackedLinear(Linear):
         return y[0] if len(y) == 1 else torch.cat(y, dim=-1)
 
     def prefers_cpu_ops(self, x: Tensor) -> bool:
-        return len(x) > 0 and (has_products(x.dtype) or len(x) <= PackedCpuLinear.max_rows)
+        return (
+            x.is_cpu
+            and len(x) > 0
+            and (has_products(x.dtype) or len(x) <= PackedCpuLinear.max_rows)
+        )
 
     def on_cpu(self) -> CpuLinear:
         return PackedCpuLinear(
@@ -107,11 +123,23 @@ class PackedLinear(Linear):
             [None if module.bias is None else module.bias.detach() for module in self._modules],
         )
 
-    def on_gpu(self) -> NoReturn:
-        raise NotImplementedError(
-            f'weights="{self._modules[0].packed.format}" needs device="cpu" in this version, '
-            'without backend="inline"; give weights="auto" for a GPU'
-        )
+    def on_gpu(self) -> GpuPackedLinear:
+        """Kernels over the weights, of neighbours of one format in one piece, which the modules'
+        parameters become parts of."""
+        of_first = _on_gpu.setdefault(self._modules[0], {})
+        known = of_first.get(len(self._modules))
+        if known is not None and known.reads(self._modules[0].codes):
+            return known
+        parts = [
+            _in_one_piece(list(same))
+            for _, same in groupby(self._modules, key=lambda module: module.packed.format)
+        ]
+        bias = None
+        if any(module.bias is not None for module in self._modules):
+            bias = torch.cat([*self._biases()])
+        made = GpuPackedLinear(parts, self.dtype, bias)
+        of_first[len(self._modules)] = made
+        return made
 
     def keep_rows(self, *rows: range) -> NoReturn:
         self._refuse_part()
@@ -122,11 +150,43 @@ class PackedLinear(Linear):
     def dequantise(self) -> Tensor:
         return torch.cat([module.packed.dequantise(self.dtype) for module in self._modules])
 
+    def _biases(self) -> Iterator[Tensor]:
+        for module in self._modules:
+            none = torch.zeros(module.out_features, dtype=self.dtype, device=self.device)
+            yield none if module.bias is None else module.bias.detach()
+
     def _refuse_part(self) -> NoReturn:
         raise NotImplementedError(
             f'weights="{self._modules[0].packed.format}" needs tensor_parallel_size=1 in this '
             'version; give weights="auto" for several ranks'
         )
+
+
+def _in_one_piece(modules: Sequence[PackedModule]) -> PackedRows:
+    """Their weights as a GPU's kernels read them.
+
+    On a GPU the modules' parameters become parts of it; on a CPU, where kernels of the GPU are
+    computed by references, they stay as the CPU's own read them.
+    """
+    packed = [module.packed for module in modules]
+    if len(packed) == 1 and (known := PackedRows.over(**vars(packed[0]))) is not None:
+        return known  # a part of what was made before
+    minimums = [each.minimums for each in packed if each.minimums is not None]
+    rows = PackedRows.of(
+        torch.cat([each.codes for each in packed]) if len(packed) > 1 else packed[0].codes,
+        torch.cat([each.scales for each in packed]),
+        torch.cat(minimums) if minimums else None,
+        packed[0].in_features,
+    )
+    first = 0
+    for module in modules if rows.codes.is_cuda else ():
+        part = rows.part(first, first + module.out_features)
+        module.codes.data = part.codes
+        module.scales.data = part.numbers[..., 0].view(torch.int16)
+        if module.minimums is not None:
+            module.minimums.data = part.numbers[..., 1].view(torch.int16)
+        first += module.out_features
+    return rows
 
 
 def _fixed(values: Tensor) -> nn.Parameter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.models import LeanModel
+from offload.models import LayerSpec, LeanModel
 from offload.ranks.group import TensorParallel
 from offload.ranks.shares import head_ranges, mlp_ranges
 
@@ -21,7 +21,12 @@ def rank_view(model: LeanModel, ranks: TensorParallel | None) -> LeanModel:
         num_qo_heads=len(heads) * shape.group_size,
         intermediate_size=model.layers[0].down.in_features,
     )
-    return replace(model, shape=own, ranks=ranks)
+
+    def own_heads(spec: LayerSpec) -> LayerSpec:
+        return replace(spec, num_qo_heads=own.num_qo_heads, num_kv_heads=own.num_kv_heads)
+
+    layers = tuple(replace(layer, spec=own_heads(layer.spec)) for layer in model.layers)
+    return replace(model, layers=layers, shape=own, ranks=ranks)
 
 
 def keep_own_weights(model: LeanModel, ranks: TensorParallel) -> None:

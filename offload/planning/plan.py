@@ -66,7 +66,6 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         self.model.check_context(self.context)
-        self.model.check_device(self.device)
         if self.prompt_tokens is not None and not 1 <= self.prompt_tokens <= self.context:
             raise ValueError(
                 f"prompt_tokens must be from 1 to the context's {self.context:,}, got "

@@ -116,7 +116,8 @@ def prefill_by_layer(
     def run_layers() -> Generator[None, None, torch.Tensor]:
         positions = batch.position_ids[None].to(hidden.device)
         ropes = [rope(hidden, positions) for rope in model.ropes]
-        stream = LayerStream(batch, model.shape, store=store, seqs=seqs, like=hidden, keeps=keeps)
+        heads = [*zip(model.each("num_kv_heads"), model.each("head_dim"), strict=True)]
+        stream = LayerStream(batch, heads, store=store, seqs=seqs, like=hidden, keeps=keeps)
         try:
             stream.fetch_first()
             for layer_idx, layer in enumerate(model.layers):
@@ -126,7 +127,7 @@ def prefill_by_layer(
                 for start in range(0, batch.num_tokens, slice_tokens):
                     stop = min(start + slice_tokens, batch.num_tokens)
                     x, rope = hidden[start:stop], (cos[start:stop], sin[start:stop])
-                    q = _write_kv(layer, model.shape.head_dim, x, rope, stream, start, stop, pool)
+                    q = _write_kv(layer, x, rope, stream, start, stop, pool)
                     if store is not None and on_queries is not None:
                         for sequence, of_slice, kv_len in stream.spans(start, stop):
                             on_queries(seqs[sequence], layer_idx, q[:, of_slice], kv_len)
@@ -188,7 +189,6 @@ def _find_room(
 
 def _write_kv(
     layer: DecoderLayer,
-    head_dim: int,
     x: torch.Tensor,
     rope: tuple[torch.Tensor, torch.Tensor],
     stream: LayerStream,
@@ -197,7 +197,7 @@ def _write_kv(
     pool: WorkerPool | None,
 ) -> torch.Tensor:
     """Rotated queries [num_qo_heads, n, head_dim] of x, the tokens start .. stop; K/V are kept."""
-    q, k, v = project_qkv(layer, head_dim, x, pool)
+    q, k, v = project_qkv(layer, x, pool)
     k, v = rotate(k, *rope, pool), v.transpose(0, 1)
     for sequence, of_slice, kv_len in stream.spans(start, stop):
         keys, values = stream.rows(sequence, kv_len - of_slice.stop + of_slice.start, kv_len)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from offload.kv.store import KVStore
-from offload.models import ModelShape
 from offload.models.batch import RaggedBatch
 from offload.prefill.attention import KV
 
@@ -50,6 +49,7 @@ class LayerStream:
     throughout.
 
     Args:
+        heads: (num_kv_heads, head_dim) of each layer.
         store: where the K/V go; None keeps each layer only until the next begins.
         seqs: the store's sequence of each sequence of `batch`.
         like: a tensor of the device and dtype.
@@ -59,7 +59,7 @@ class LayerStream:
     def __init__(
         self,
         batch: RaggedBatch,
-        shape: ModelShape,
+        heads: Sequence[tuple[int, int]],
         *,
         store: KVStore | None,
         seqs: Sequence[int],
@@ -81,15 +81,13 @@ class LayerStream:
         if store is not None and copies_alongside(like):
             self._side = _side_stream(like.device)
             self._loaded = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
-        # Each [K|V, num_kv_heads, tokens, head_dim]. On a device tokens come first in memory, so
-        # that strides are the same for prompts of any length (`prefill_attention`).
-        tokens, heads = self._starts[-1], shape.num_kv_heads
+        # Each of the widest layer.
+        width = max(num_heads * head_dim for num_heads, head_dim in heads)
         self._buffers = [
-            like.new_empty(2, tokens, heads, shape.head_dim).transpose(1, 2)
-            if copies_alongside(like)
-            else like.new_empty(2, heads, tokens, shape.head_dim)
+            like.new_empty(2 * self._starts[-1] * width)
             for _ in range(1 if self._side is None else 2)
         ]
+        self._heads = heads
         self._current = self._buffers[0]
         flags = (0 if store is None else store.num_layers, batch.num_sequences, 2)
         self._is_finite = torch.ones(flags, dtype=torch.bool, device=like.device)
@@ -102,11 +100,21 @@ class LayerStream:
 
     def begin(self, layer_idx: int) -> None:
         """Make the buffer of a layer ready: its cached tokens are there, the new may be written."""
-        self._current = self._buffers[layer_idx % len(self._buffers)]
+        self._current = self._buffer_of(layer_idx)
         if self._side is not None:
             torch.cuda.current_stream(self._device).wait_event(self._loaded[layer_idx % 2])
         elif self._store is not None:
             self._gather(layer_idx)
+
+    def _buffer_of(self, layer_idx: int) -> Tensor:
+        """[K|V, num_kv_heads, tokens, head_dim]. On a device tokens come first in memory, so that
+        strides are the same for prompts of any length (`prefill_attention`)."""
+        buffer, tokens = self._buffers[layer_idx % len(self._buffers)], self._starts[-1]
+        num_heads, head_dim = self._heads[layer_idx]
+        of_layer = buffer[: 2 * tokens * num_heads * head_dim]
+        if copies_alongside(buffer):
+            return of_layer.view(2, tokens, num_heads, head_dim).transpose(1, 2)
+        return of_layer.view(2, num_heads, tokens, head_dim)
 
     def past_len(self, sequence: int) -> int:
         """Tokens of a sequence of the batch that were cached before."""
@@ -204,7 +212,7 @@ class LayerStream:
     def _load(self, layer_idx: int) -> None:
         """Bring the cached tokens of a layer into its buffer, after all that uses it now."""
         assert self._side is not None
-        self._current = self._buffers[layer_idx % 2]
+        self._current = self._buffer_of(layer_idx)
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             self._gather(layer_idx)

@@ -29,10 +29,10 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def project_qkv(
-    layer: DecoderLayer, head_dim: int, x: Tensor, pool: WorkerPool | None = None
+    layer: DecoderLayer, x: Tensor, pool: WorkerPool | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [n, num_heads, head_dim] of x [n, hidden_size], not yet rotated."""
-    x = _norm(layer.input_norm, x, pool)
+    x, head_dim = _norm(layer.input_norm, x, pool), layer.spec.head_dim
     q, k, v = (projection(x, pool).view(len(x), -1, head_dim) for projection in layer.qkv.parts)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = _norm(layer.q_norm, q, pool), _norm(layer.k_norm, k, pool)

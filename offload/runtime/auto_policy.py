@@ -1,9 +1,9 @@
 """What `auto` comes to when a model is opened or planned, and why.
 
-With a GPU that has room for the longest context: exact attention, all of it there. With less room,
-by the table of `offload.planning.measured_loss`: the fastest policy that is shown to lose at most a
-point of hard look-ups; where none is, the one that keeps most. On a CPU: exact attention up to the
-context from which lychee_cluster is faster, then that. The reason ends with what was measured.
+With a GPU that has room for the longest context: exact attention, all of it there. On a CPU: exact
+attention up to the context from which a policy is faster. Else by the table of
+`offload.planning.measured_loss`: the fastest policy that is shown to lose at most a point of hard
+look-ups; where none is, the one that keeps most. The reason ends with what was measured.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import functools
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -48,8 +49,8 @@ from offload.system.memory import format_bytes
 
 logger = logging.getLogger(__name__)
 
-# Up to which context exact attention is faster than lychee_cluster on a CPU that was not measured:
-# in docs/results.md the policy is 1.10 times as fast at 8,192 tokens and 0.93 times at 4,096.
+# Up to which context exact attention is faster than a policy on a CPU that was not measured: in
+# docs/results.md sketch is 1.08 times as fast at 8,192 tokens and 0.96 times at 4,096.
 CROSSOVER_TOKENS = 8192
 # Of each KV head. Twice as many as 64 take no longer, and keep 0.1 points more (462 prompts).
 ESTIMATE_CLUSTERS = 128
@@ -201,7 +202,11 @@ def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
         num_bytes = work.batch_size * work.kv_len * work.shape.kv_token_bytes * work.item_bytes // 2
         where = "the GPU" if room.num_ranks == 1 else f"{room.num_ranks} GPUs"
         return Full(), f"all of {format_bytes(num_bytes)} of KV on {where}, exact"
-    policy, loss = _chosen_on_gpu(auto, work, room.num_ranks)
+    # Those before sketch choose a layer ahead, and do not find what is asked for in decoded text.
+    names = ["tidal_decode", "lychee_cluster", "per_head", "sketch"]
+    if room.num_ranks > 1:  # tidal_decode selects by all heads of a layer together
+        names.insert(2, "lychee_decode")
+    policy, loss = _chosen(names, HOT_ROWS, auto, work, room.num_ranks)
     placement = _placed(policy, work, room, known=True) if policy.selects else exact
     count = f"{sum(placement.counts(Place.GPU))} of {placement.places.size} KV heads on "
     count += "the GPU" if room.num_ranks == 1 else "each GPU"
@@ -213,29 +218,37 @@ def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     return policy, f"{count}, {policy.name}, budget {auto.budget_tokens:,}; {told}"
 
 
-def _chosen_on_gpu(auto: Auto, work: Workload, num_ranks: int) -> tuple[Policy, Loss | None]:
+def _chosen(
+    names: Sequence[str], where: str, auto: Auto, work: Workload, num_ranks: int = 1
+) -> tuple[Policy, Loss | None]:
     """A policy that can run the model, and what was measured of it.
 
     The fastest that is shown to lose at most a point, else the one that keeps most by the point
-    estimates, else, where none was measured, the last. Exact attention if none can run it. Those
-    that choose a layer ahead do not find what is asked for in decoded text; nor does lfps.
+    estimates, else, where none was measured, the last. Exact attention if none can run it.
+
+    Args:
+        names: by speed; not lfps, which does not find what is asked for in decoded text.
+        where: HOT_ROWS or TRUE_QUERY.
     """
-    names = ["tidal_decode", "lychee_cluster", "per_head", "sketch"]  # by speed
-    if num_ranks > 1:  # tidal_decode selects by all heads of a layer together
-        names.insert(2, "lychee_decode")
-    made = (
-        make_policy(name, budget_tokens=auto.budget_tokens, estimate_clusters=ESTIMATE_CLUSTERS)
-        for name in names
-    )
+    made = (_estimating(name, auto) for name in names)
     able = [policy for policy in made if _can_run(policy, work.shape, num_ranks)]
     if not able:
         return Full(), None
-    found = ((policy, _loss_of(policy, HOT_ROWS, work.kv_len)) for policy in able)
+    found = ((policy, _loss_of(policy, where, work.kv_len)) for policy in able)
     measured = [(policy, loss) for policy, loss in found if loss is not None]
     if not measured:
         return able[-1], None
     kept = (each for each in measured if each[1].is_small and each[1].shows)
     return next(kept, max(measured, key=lambda each: each[1].points))
+
+
+def _estimating(name: str, auto: Auto, **options: Any) -> Policy:
+    return make_policy(
+        name,
+        budget_tokens=auto.budget_tokens,
+        estimate_clusters=ESTIMATE_CLUSTERS,
+        **options,
+    )
 
 
 def _can_run(policy: Policy, shape: ModelShape, num_ranks: int = 1) -> bool:
@@ -277,16 +290,16 @@ def _placed(policy: Policy, work: Workload, room: Room, *, known: bool) -> HeadP
 def _on_cpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     if room.exact_because:
         return Full(), f"exact: {room.exact_because}"
-    tokens, measured = crossover(auto, work, room.profile)
+    policy, loss = _chosen_on_cpu(auto, work)
+    if not policy.selects:
+        return policy, "exact: no other policy takes this model"
+    tokens, measured = crossover(policy, work, room.profile)
     budget = auto.budget_tokens
     if work.kv_len <= tokens:
         where = " on this machine" if measured else ""
         return Full(), f"exact: contexts up to {tokens:,} tokens are faster so{where}"
-    dense_until = None if tokens == budget else tokens
-    policy = _selecting_on_cpu(auto, dense_until)
-    if not _can_run(policy, work.shape):
-        return Full(), "exact: no other policy takes this model"
-    loss = _loss_of(policy, TRUE_QUERY, work.kv_len)
+    if tokens != budget:
+        policy = _estimating(policy.name, auto, dense_until=tokens)
     told = measured_losses().told(loss, budget, room.model)
     return policy, (
         f"exact up to {tokens:,} tokens, then {policy.name}, budget {budget:,}, the rest estimated "
@@ -294,32 +307,31 @@ def _on_cpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     )
 
 
-def _selecting_on_cpu(auto: Auto, dense_until: int | None = None) -> Policy:
-    return make_policy(
-        "lychee_cluster",
-        budget_tokens=auto.budget_tokens,
-        dense_until=dense_until,
-        estimate_clusters=ESTIMATE_CLUSTERS,
-    )
+def beyond_crossover(auto: Auto, shape: ModelShape, kv_len: int) -> Policy:
+    """What `auto` takes on a CPU in contexts in which exact attention is slower."""
+    return _chosen_on_cpu(auto, Workload(shape, auto, kv_len))[0]
 
 
-def crossover(auto: Auto, work: Workload, profile: MachineProfile | None) -> tuple[int, bool]:
-    """The context up to which exact attention is faster on a CPU than lychee_cluster, and whether
-    that was measured here.
+def _chosen_on_cpu(auto: Auto, work: Workload) -> tuple[Policy, Loss | None]:
+    return _chosen(["lychee_cluster", "sketch"], TRUE_QUERY, auto, work)
+
+
+def crossover(policy: Policy, work: Workload, profile: MachineProfile | None) -> tuple[int, bool]:
+    """The context up to which exact attention is faster on a CPU than a policy, and whether that
+    was measured here.
 
     The profile predicts both where the policy was measured (`offload plan` does that); elsewhere
     CROSSOVER_TOKENS stands for it. At least the budget; `work.kv_len` or more if the policy is
     never faster. What the policy gains grows with the context.
     """
-    faster_from = max(CROSSOVER_TOKENS, auto.budget_tokens)
-    # Without one of its keys nothing is known, and the policy need not be imported.
-    if profile is None or not any("LycheeCluster(" in key for key in profile.select_scale):
+    faster_from = max(CROSSOVER_TOKENS, policy.budget_tokens)
+    name = f"{type(policy).__name__}("
+    if profile is None or not any(name in key for key in profile.select_scale):
         return faster_from, False
-    policy = _selecting_on_cpu(auto)
     measured, found = False, max(work.kv_len, faster_from)
     longest = replace(work, policy=policy, kv_len=found)
     states = functools.cache(lambda: _kept_per_token(longest))
-    for kv_len in reversed([*_tried_contexts(auto.budget_tokens, found)]):
+    for kv_len in reversed([*_tried_contexts(policy.budget_tokens, found)]):
         faster = _is_faster(replace(longest, kv_len=kv_len), states, profile)
         measured |= faster is not None
         if faster is False:
@@ -338,7 +350,7 @@ def _tried_contexts(least: int, most: int) -> Iterator[int]:
 
 
 def _kept_per_token(work: Workload) -> tuple[float, ...]:
-    """Bytes of a KV head; what lychee_cluster keeps grows with the context. Building it is slow."""
+    """Bytes of a KV head; what a policy keeps grows with the context. Building it is slow."""
     states = head_state_bytes(work.policy, work.shape, work.dtype, work.kv_len)
     return tuple(num_bytes / work.kv_len for num_bytes in states)
 

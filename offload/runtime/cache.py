@@ -477,7 +477,8 @@ class CachedLayer:
                 "there are no keys and values of each column"
             )
         batch_size, columns = attended.shape
-        shape = (2, batch_size, store.num_kv_heads, columns, store.head_dim)
+        num_kv_heads, head_dim = store.heads_of(self._layer_idx)
+        shape = (2, batch_size, num_kv_heads, columns, head_dim)
         both = torch.zeros(shape, dtype=store.dtype)
         for row, seq in enumerate(self._cache.seqs):
             for side, tokens in enumerate(store.gather(seq, self._layer_idx)):

@@ -92,11 +92,10 @@ def check_bound(
         _bound_of_pages(config, store)
         return
     layers = range(config.policy.dense_layers, shape.num_layers) if config.policy.selects else ()
-    num_qo_heads = shape.num_qo_heads
-    state = StateBytes(
-        config.policy, config.policy.state, store, num_qo_heads=num_qo_heads, layers=layers
-    )
-    _bound_of_slots(config, store, state, num_qo_heads)
+    heads = [(shape.num_qo_heads, shape.num_kv_heads, shape.head_dim)] * shape.num_layers
+    policy = config.policy
+    state = StateBytes(policy, policy.state, store, layer_heads=heads, layers=layers)
+    _bound_of_slots(config, store, state, shape.num_qo_heads)
 
 
 def compression_for(

@@ -185,19 +185,11 @@ class RuntimeConfig:
             )
         if not self.packs_weights:
             return
-        reason = ""
-        if device.type != "cpu":
-            reason = f"device='cpu' in this version, but device is {self.device!r}"
-        elif self.backend is not None:
-            reason = f"the CPU's own backend in this version, but backend is {self.backend!r}"
-        elif self.tensor_parallel_size > 1:
-            reason = (
-                "one process in this version, but tensor_parallel_size is "
-                f"{self.tensor_parallel_size}"
-            )
-        if reason:
+        if self.tensor_parallel_size > 1:
             raise NotImplementedError(
-                f"weights={self.weights!r} needs {reason}; change that, or give weights='auto'"
+                f"weights={self.weights!r} needs one process in this version, but "
+                f"tensor_parallel_size is {self.tensor_parallel_size}; change that, or give "
+                "weights='auto'"
             )
 
     def _check_correction(self) -> None:

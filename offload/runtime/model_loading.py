@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from cpu_ops.native import isa_name
+from offload.decode.attention import needs_alike_layers
 from offload.decode.gpu.placement import HeadPlacement
 from offload.loading.checkpoint import Checkpoint, check_checkpoint
 from offload.loading.gguf import weights_folder
@@ -22,6 +23,7 @@ from offload.loading.names import HubOptions, checkpoint_name, resolve_folder
 from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import folder_tokenizer, load_delimiter_classes, load_stock_model
 from offload.models import LeanModel, ModelShape, lean_model_maker
+from offload.models.base import check_alike
 from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
 from offload.ranks.group import TensorParallel
@@ -160,12 +162,14 @@ def prepare_loaded(
 
     Raises:
         HostBudgetError, DeviceMemoryError: the weights do not fit.
-        NotImplementedError: the backend is not for this model.
+        NotImplementedError: the backend, or what `check_heads` refuses, is not for this model.
     """
     classes = None
     if config.policy.state.reads_text and folder is not None:
         classes = load_delimiter_classes(folder, stock.config.vocab_size)
-    lean = rank_view(lean_model_maker(stock.config.model_type)(stock), ranks)
+    whole = lean_model_maker(stock.config.model_type, heads_may_differ=True)(stock)
+    check_heads(whole, config, ranks)
+    lean = rank_view(whole, ranks)
     device, weight_bytes = torch.device(config.device), weight_bytes_of(stock)
     num_threads = pool_threads(config, ranks)
     host_kv_bytes = rank_kv_budget_bytes(config, weight_bytes, lean.shape.num_kv_heads, ranks)
@@ -196,6 +200,28 @@ def prepare_loaded(
         placement=placement,
         choose=choose,
     )
+
+
+def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | None) -> None:
+    """Where layers differ in their heads, refuse what needs them alike before it is allocated.
+
+    Raises:
+        NotImplementedError: names the option, the first layer that differs, and in what.
+    """
+    policy, shape = config.policy, lean.shape
+    of_policy = needs_alike_layers(policy, shape.num_layers, shape.num_kv_heads)
+    needs = {
+        "a model of several ranks": ranks is not None,
+        f"device={config.device!r}": config.device != "cpu",
+        f"backend={config.backend!r}": config.backend is not None,
+        "host_bytes_per_sequence": config.host_bytes_per_sequence is not None,
+        "quality_probe": config.quality_probe > 0.0,
+        "cache_correction_every": config.cache_correction_every is not None,
+        f"policy={policy.name!r}, which {of_policy},": of_policy != "",
+    }
+    for what, is_asked in needs.items():
+        if is_asked:
+            check_alike([layer.spec for layer in lean.layers], what)
 
 
 def check_before_loading(

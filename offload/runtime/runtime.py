@@ -55,8 +55,8 @@ class Runtime:
         shape = self.lean.shape
         self.store = store or KVStore(
             num_layers=len(self.lean.layers),
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            num_kv_heads=self.lean.each("num_kv_heads"),
+            head_dim=self.lean.each("head_dim"),
             dtype=opened.stock.dtype,
             host_budget_bytes=opened.host_kv_bytes,
             page_tokens=page_tokens_of(config, shape),

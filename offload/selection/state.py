@@ -41,6 +41,7 @@ class PolicyStates:
     """What `policy` remembers of every sequence of one store.
 
     Args:
+        layer_heads: (num_qo_heads, num_kv_heads, head_dim) of each layer.
         sm_scales: softmax scale of each layer.
         layers: in which the policy keeps arrays of its own.
         estimate_clusters, estimating: of each KV head, in which layers; see `estimate`.
@@ -55,7 +56,7 @@ class PolicyStates:
         policy: Policy,
         store: KVStore,
         *,
-        num_qo_heads: int,
+        layer_heads: Sequence[tuple[int, int, int]],
         sm_scales: Sequence[float],
         pool: WorkerPool,
         layers: frozenset[int],
@@ -66,7 +67,7 @@ class PolicyStates:
         self._estimate = EstimateState(policy, estimate_clusters) if estimate_clusters else None
         self._state = self._estimate or policy.state
         self._store = store
-        self._num_qo_heads = num_qo_heads
+        self._layer_heads = layer_heads
         self._sm_scales = sm_scales
         self._pool = pool
         self._observed = layers  # whose queries are kept, for when they ask
@@ -80,7 +81,7 @@ class PolicyStates:
             policy,
             self._state,
             store,
-            num_qo_heads=num_qo_heads,
+            layer_heads=layer_heads,
             layers=self._with_arrays(layers, estimating),
         )
 
@@ -277,7 +278,7 @@ class PolicyStates:
         if known.queries is None:
             known.queries = {}
         if layer_idx not in known.queries:
-            known.queries[layer_idx] = self._no_queries()
+            known.queries[layer_idx] = self._no_queries(layer_idx)
         known.queries[layer_idx].append(queries, kv_len)
 
     def record_row(self, seq: int, layer_idx: int, query: Tensor) -> None:
@@ -338,7 +339,7 @@ class PolicyStates:
             layers = [saved.layers.get(i, {}) for i in range(self._store.num_layers)]
             known.arrays = self._layer_arrays(layers, saved.capacity_tokens)
         if saved.queries:
-            known.queries = {layer_idx: self._no_queries() for layer_idx in saved.queries}
+            known.queries = {layer_idx: self._no_queries(layer_idx) for layer_idx in saved.queries}
         for layer_idx, (queries, kv_len) in saved.queries.items():
             known.queries[layer_idx].put_back(queries, kv_len)  # type: ignore[index]
 
@@ -434,7 +435,7 @@ class PolicyStates:
             layer_idx=layer_idx,
             keys=keys,
             values=values,
-            queries=known.queries_of(layer_idx, keys, self._num_qo_heads),
+            queries=known.queries_of(layer_idx, keys, self._layer_heads[layer_idx][0]),
             sm_scale=self._sm_scales[layer_idx],
             capacity_tokens=capacity_tokens or self.bytes.capacity(kv_len),
             text_marks=known.marks.first(keys.shape[1]),
@@ -471,7 +472,9 @@ class PolicyStates:
         if known.arrays is not None:
             there, capacity = known.arrays.layers, known.arrays.capacity_tokens
             if known.queries is None and self._state.observed_queries:  # gone since it was made
-                known.queries = {layer_idx: self._no_queries() for layer_idx in self.layers}
+                known.queries = {
+                    layer_idx: self._no_queries(layer_idx) for layer_idx in self.layers
+                }
         layers = {}
         for layer_idx in sorted(self.layers):
             layers[layer_idx] = there[layer_idx]
@@ -492,11 +495,14 @@ class PolicyStates:
             known.arrays = None
             if known.queries is None and self.policy.state.observed_queries:
                 # Gone when the arrays were built: those of the rows to come, or the newest key's.
-                known.queries = {layer_idx: self._no_queries() for layer_idx in self._observed}
+                known.queries = {
+                    layer_idx: self._no_queries(layer_idx) for layer_idx in self._observed
+                }
 
-    def _no_queries(self) -> RecentQueries:
-        store, num_queries = self._store, self.policy.state.observed_queries
-        return RecentQueries(self._num_qo_heads, num_queries, store.head_dim, store.dtype)
+    def _no_queries(self, layer_idx: int) -> RecentQueries:
+        num_qo_heads, _, head_dim = self._layer_heads[layer_idx]
+        num_queries = self.policy.state.observed_queries
+        return RecentQueries(num_qo_heads, num_queries, head_dim, self._store.dtype)
 
     def _layer_arrays(self, layers: Sequence[State], capacity_tokens: int) -> LayerArrays:
         layout = self._state.layout

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
 from offload.kv.store import KVStore
 from offload.selection.layer_state import LayerState, StateShape
@@ -17,6 +16,7 @@ class StateBytes:
 
     Args:
         state: the policy's, or one around it.
+        layer_heads: (num_qo_heads, num_kv_heads, head_dim) of each layer.
         layers: that may have arrays.
 
     Attributes:
@@ -32,11 +32,11 @@ class StateBytes:
         state: LayerState,
         store: KVStore,
         *,
-        num_qo_heads: int,
+        layer_heads: Sequence[tuple[int, int, int]],
         layers: Iterable[int],
     ) -> None:
         self._policy, self._state, self._store = policy, state, store
-        self._num_qo_heads = num_qo_heads
+        self._layer_heads = layer_heads
         self._has_arrays = policy.selects and state.has_arrays
         self.layers = self._observed = frozenset(layers)
         self._sizes: dict[tuple[int, frozenset[int]], int] = {}  # by capacity and layers
@@ -60,28 +60,24 @@ class StateBytes:
             return 0
         key = (self.capacity(kv_len), layers)
         if key not in self._sizes:
-            shape = StateShape(
-                num_qo_heads=self._num_qo_heads,
-                num_kv_heads=store.num_kv_heads,
-                head_dim=store.head_dim,
-                item_bytes=store.dtype.itemsize,
-                capacity_tokens=key[0],
-                num_layers=store.num_layers,
+            other = (store.dtype.itemsize, key[0])
+            shapes = (
+                StateShape(*self._layer_heads[i], *other, layer_idx=i, num_layers=store.num_layers)
+                for i in sorted(layers)
             )
-            state_bytes = self._state.num_bytes
-            num_bytes = sum(state_bytes(replace(shape, layer_idx=i)) for i in sorted(layers))
+            num_bytes = sum(map(self._state.num_bytes, shapes))
             self._sizes = {key: num_bytes}  # most ask for one
         return self._sizes[key]
 
     @property
     def of_queries(self) -> int:
         """Bytes of a sequence's recent queries, which are kept until its arrays are built."""
-        policy, store = self._policy, self._store
-        if not (policy.selects and policy.state.observed_queries):
+        policy, dtype = self._policy, self._store.dtype
+        num_queries = policy.state.observed_queries if policy.selects else 0
+        if not num_queries:
             return 0
-        return len(self._observed) * RecentQueries.bytes_for(
-            self._num_qo_heads, policy.state.observed_queries, store.head_dim, store.dtype
-        )
+        heads = (self._layer_heads[layer_idx] for layer_idx in self._observed)
+        return sum(RecentQueries.bytes_for(n, num_queries, dim, dtype) for n, _, dim in heads)
 
     def of(self, sequences: Iterable[Remembered]) -> int:
         """Bytes of the arrays and queries that some sequences have."""

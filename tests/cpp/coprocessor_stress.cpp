@@ -155,7 +155,7 @@ void steps_are_the_same(int num_threads, int num_steps, bool traced, bool propos
   std::vector<float> expected, answers;
   Side alone, driven;
   WorkerPool one(1), pool(num_threads, 30);
-  DecodeAttention serial(kShape, *scalar_table(), one), parallel(kShape, *scalar_table(), pool);
+  DecodeAttention serial({kShape}, *scalar_table(), one), parallel({kShape}, *scalar_table(), pool);
   serial.set_policy(make_policy(proposes));
   parallel.set_policy(make_policy(proposes));
   serial.probe().start(0.3, 7);
@@ -268,7 +268,7 @@ void heads_of_the_gpu(int num_threads, int num_rounds, int num_steps) {
     policy.roles.push_back(static_cast<uint8_t>(role));
   }
   WorkerPool one(1), pool(num_threads, 30);
-  DecodeAttention serial(kShape, *scalar_table(), one), parallel(kShape, *scalar_table(), pool);
+  DecodeAttention serial({kShape}, *scalar_table(), one), parallel({kShape}, *scalar_table(), pool);
   serial.set_policy(policy);
   parallel.set_policy(policy);
   // Appends what the CPU answered; `raise` and `await` are of a request.
@@ -373,7 +373,7 @@ void aborts(int rounds) {
   Side side;
   const Numbers numbers;
   WorkerPool pool(3, 30);
-  DecodeAttention attention(kShape, *scalar_table(), pool);
+  DecodeAttention attention({kShape}, *scalar_table(), pool);
   attention.set_policy(make_policy(false));
   Coprocessor coprocessor(attention, side.mailbox(), {make_requests(), {0, 1, 1}, 2, 6});
   for (int round = 0; round < rounds; ++round) {
@@ -579,7 +579,7 @@ struct AheadStep {
 // Steps from within the budget to beyond it, in which sequences come and go; the same fetches as on one thread.
 void rows_are_fetched_ahead(const AheadStep& plan, int num_threads, int num_steps, bool proposes) {
   WorkerPool one(1), pool(num_threads, 30);
-  DecodeAttention serial(kShape, *scalar_table(), one), parallel(kShape, *scalar_table(), pool);
+  DecodeAttention serial({kShape}, *scalar_table(), one), parallel({kShape}, *scalar_table(), pool);
   serial.set_policy(make_policy(proposes));
   parallel.set_policy(make_policy(proposes));
   serial.probe().start(0.3, 7);
@@ -638,7 +638,7 @@ void aborts_ahead(const AheadStep& plan, int rounds) {
   AheadSide side;
   const Numbers numbers;
   WorkerPool pool(3, 30);
-  DecodeAttention attention(kShape, *scalar_table(), pool);
+  DecodeAttention attention({kShape}, *scalar_table(), pool);
   attention.set_policy(make_policy(true));
   Coprocessor coprocessor(attention, side.mailbox(), {plan.requests(), {0, 1, 1}, 2, 6, plan.heads(), &side.map});
   std::vector<float> answers;

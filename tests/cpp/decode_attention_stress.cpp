@@ -8,6 +8,7 @@
 #include "check.h"
 #include "selections.h"
 #include "attention/decode_attention.h"
+#include "attention/policy_context.h"
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
 
@@ -297,7 +298,7 @@ void stress(const AttentionShape& shape, int rounds) {
   const int64_t capacities[] = {1, 63, 64, 65, 300, 1025, 3000};
   for (int num_threads = 2; num_threads <= 4; ++num_threads) {
     WorkerPool alone(1), pool(num_threads, 30);
-    DecodeAttention serial(shape, *scalar_table(), alone), parallel(shape, *scalar_table(), pool);
+    DecodeAttention serial({shape}, *scalar_table(), alone), parallel({shape}, *scalar_table(), pool);
     serial.probe().start(0.5, 7);
     parallel.probe().start(0.5, 7);
     std::atomic<bool> over{false};
@@ -359,7 +360,7 @@ void check_shared_codes(const AttentionShape& shape) {
   step.queries.resize(2 * static_cast<size_t>(shape.num_qo_heads * shape.head_dim));
   for (uint16_t& q : step.queries) q = from_float<Bf16>(normal()).bits;
   WorkerPool alone(1), pool(4, 30);
-  DecodeAttention serial(shape, *scalar_table(), alone), parallel(shape, *scalar_table(), pool);
+  DecodeAttention serial({shape}, *scalar_table(), alone), parallel({shape}, *scalar_table(), pool);
   serial.probe().start(0.5, 7);
   parallel.probe().start(0.5, 7);
   const Results expected = run(step, serial), actual = run(step, parallel);
@@ -380,7 +381,7 @@ void check_failures(const AttentionShape& shape) {
   row.output = out.data();
   row.arrays = sequence.arrays;
   WorkerPool pool(3, 30);
-  DecodeAttention attention(shape, *scalar_table(), pool);
+  DecodeAttention attention({shape}, *scalar_table(), pool);
   for (const bool poisoned : {false, true}) {
     if (poisoned) sequence.pages[1][5] = 0x7fc0;
     for (const bool scans_keys : {false, true}) {
@@ -406,7 +407,7 @@ void check_null_work(const AttentionShape& shape) {
   row.output = out.data();
   row.lse = lse.data();
   WorkerPool pool(2, 30);
-  DecodeAttention attention(shape, *scalar_table(), pool);
+  DecodeAttention attention({shape}, *scalar_table(), pool);
   PolicyFunctions policy;  // sinks and recent tokens, all in the window
   policy.budget_tokens = policy.dense_tokens = 64;
   policy.sink_tokens = 4;

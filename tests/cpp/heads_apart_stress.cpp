@@ -98,7 +98,7 @@ void stress(const AttentionShape& shape, WorkerPool& pool, WorkerPool& alone, in
   AttentionShape one = shape;
   one.num_qo_heads = shape.group_size();
   one.num_kv_heads = 1;
-  DecodeAttention all(shape, *scalar_table(), pool), single(one, *scalar_table(), alone);
+  DecodeAttention all({shape}, *scalar_table(), pool), single({one}, *scalar_table(), alone);
   all.probe().start(0.5, 7);
   const int64_t query_elements = int64_t{shape.num_qo_heads} * shape.head_dim;
   const auto of_head = static_cast<size_t>(one.num_qo_heads * shape.head_dim);

@@ -46,6 +46,9 @@ class ApartPages:
     num_layers, num_kv_heads, head_dim = NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM
     page_tokens, per_head_pages = PAGE_TOKENS, True
 
+    def heads_of(self, layer_idx: int) -> tuple[int, int]:
+        return NUM_KV_HEADS, HEAD_DIM
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.keys: list[list[list[torch.Tensor]]] = []

@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from cpu_ops.packed import FORMATS, quantise
 from gpu_ops import launch
 from gpu_ops.append_codes import append_codes
 from gpu_ops.choose_places import HotMap, choose_places
@@ -34,6 +35,7 @@ from gpu_ops.grow_clusters import grow_clusters
 from gpu_ops.layout import allocate
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
+from gpu_ops.packed_linear import GpuPackedLinear, PackedRows
 from gpu_ops.paged_attention import (
     num_kv_splits,
     num_retrieval_splits,
@@ -98,6 +100,15 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
     gemv(row, square, row, bias=zeros(hidden_size), residual=row)
     gemv(row, square, zeros(1, hidden_size, dtype=torch.float32), bias=zeros(hidden_size))
     gemv(row, zeros(2 * hidden_size, hidden_size), row, norm=(zeros(hidden_size), 1e-5), glu=True)
+
+    made = [quantise(square, name) for name in FORMATS]
+    parts = [PackedRows.of(p.codes, p.scales, p.minimums, p.in_features) for p in made]
+    for packed in ([parts[0], parts[1]], [parts[0]], [parts[1]]):
+        linear = GpuPackedLinear(packed, dtype, zeros(hidden_size * len(packed)))
+        linear(row, norm=(zeros(hidden_size), 1e-5))
+        linear(row, glu=len(packed) == 1)
+        linear(zeros(16, hidden_size))
+        linear(zeros(128, hidden_size))
 
     qkv = zeros(n, (num_qo_heads + 2 * num_kv_heads) * head_dim)
     angle, norm = zeros(n, head_dim), zeros(head_dim)

@@ -1,4 +1,4 @@
-"""A Llama-like family whose layers differ in sm_scale and rope, against transformers' layers."""
+"""A Llama-like family whose layers differ, against transformers' layers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload import OffloadedModel
 from offload.models import LayerSpec, ModelFamily, families, lean_model_maker
-from offload.policies import Policy
+from offload.policies import Policy, make_policy
 from offload.policies.exact_topk import ExactTopK
 from offload.policies.full import Full
+from offload.policies.tidal_decode import TidalDecode
+from offload.runtime import model_loading
 
 LOCAL_THETA = 100.0
 NUM_NEW = 24
@@ -28,17 +30,19 @@ def is_local(layer_idx: int) -> bool:
 
 @dataclass(frozen=True)
 class Alternating(ModelFamily):
-    """Every other layer has a rope of its own and half the scale."""
-
-    changes: tuple[tuple[str, Any], ...] = ()  # of the last layer's spec
+    """Every other layer has a rope of its own and half the scale, and the heads of its modules."""
 
     def rotary_modules(self, stock: Any) -> tuple[Any, ...]:
         return stock.model.rotary_emb, local_rotary(stock)
 
     def layer_spec(self, stock: Any, layer_idx: int) -> LayerSpec:
         spec = super().layer_spec(stock, layer_idx)
-        if layer_idx == len(stock.model.layers) - 1:
-            spec = replace(spec, **dict(self.changes))
+        attention = stock.model.layers[layer_idx].self_attn
+        spec = replace(
+            spec,
+            num_qo_heads=attention.q_proj.out_features // spec.head_dim,
+            num_kv_heads=attention.k_proj.out_features // spec.head_dim,
+        )
         if not is_local(layer_idx):
             return spec
         return replace(spec, rope_idx=1, sm_scale=spec.sm_scale / 2)
@@ -46,6 +50,7 @@ class Alternating(ModelFamily):
 
 def local_rotary(stock: Any) -> Any:
     config = copy.deepcopy(stock.config)
+    config.head_dim = stock.model.layers[1].self_attn.head_dim
     config.rope_parameters["rope_theta"] = LOCAL_THETA
     return type(stock.model.rotary_emb)(config)
 
@@ -64,6 +69,55 @@ def reference_model(stock: Any) -> Any:
             layer.self_attn.scaling /= 2
             layer.register_forward_pre_hook(with_own_tables, with_kwargs=True)
     return reference
+
+
+def with_own_heads(
+    stock: Any, num_qo_heads: int = 8, num_kv_heads: int = 4, head_dim: int = 64
+) -> Any:
+    """The same but for local layers, which have these heads."""
+    made, hidden = copy.deepcopy(stock), stock.config.hidden_size
+    for layer_idx, layer in enumerate(made.model.layers):
+        if is_local(layer_idx):
+            attention = layer.self_attn
+            attention.head_dim, attention.scaling = head_dim, head_dim**-0.5
+            attention.num_key_value_groups = num_qo_heads // num_kv_heads
+            attention.q_proj = random_linear(hidden, num_qo_heads * head_dim)
+            attention.k_proj = random_linear(hidden, num_kv_heads * head_dim)
+            attention.v_proj = random_linear(hidden, num_kv_heads * head_dim)
+            attention.o_proj = random_linear(num_qo_heads * head_dim, hidden)
+    return made
+
+
+def random_linear(in_features: int, out_features: int) -> torch.nn.Linear:
+    linear = torch.nn.Linear(in_features, out_features, bias=False)
+    torch.nn.init.normal_(linear.weight, 0.0, 0.15)
+    return linear
+
+
+def load(stock: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """`stock` offloaded, whatever its layers' weights are."""
+    make_tiny_model("llama").save_pretrained(folder)
+    monkeypatch.setattr(model_loading, "load_stock_model", lambda *_: stock)
+    return OffloadedModel.from_pretrained(
+        folder, page_tokens=16, prefill_slice_tokens=24, **options
+    )
+
+
+def reference_tokens(stock: Any, policy: Policy, prompt: torch.Tensor) -> list[int]:
+    """The next NUM_NEW of a prompt [1, n]."""
+    from transformers import AttentionInterface
+
+    reference = reference_model(stock)
+    if policy.selects:
+        AttentionInterface.register("top_k_reference", attend_to_top_k)
+        reference.config._attn_implementation = "top_k_reference"
+    found, cache = [], None
+    tokens = prompt
+    for _ in range(NUM_NEW):
+        out = reference(tokens, past_key_values=cache, use_cache=True)
+        tokens, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+        found.append(int(tokens))
+    return found
 
 
 @pytest.fixture
@@ -108,27 +162,99 @@ def attend_to_top_k(
 )
 @torch.inference_mode()
 def test_tokens_are_those_of_a_sequential_reference(
-    stock: Any, policy: Policy, where: dict[str, str], tmp_path: Path
+    stock: Any, policy: Policy, where: dict[str, str], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    from transformers import AttentionInterface
-
-    stock.save_pretrained(tmp_path)
-    model = OffloadedModel.from_pretrained(
-        tmp_path, policy=policy, page_tokens=16, prefill_slice_tokens=24, **where
+    expected = reference_tokens(stock, policy, prompt := random_tokens(1, 61, seed=3))
+    model = load(stock, tmp_path, monkeypatch, policy=policy, **where)
+    made = model.generate(
+        prompt.to(model.device), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
     )
-    reference = reference_model(stock)
-    if policy.selects:
-        AttentionInterface.register("top_k_reference", attend_to_top_k)
-        reference.config._attn_implementation = "top_k_reference"
-    prompt = random_tokens(1, 61, seed=3)
-    made = model.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)
-    found, cache = [], None
-    tokens = prompt
-    for _ in range(NUM_NEW):
-        out = reference(tokens, past_key_values=cache, use_cache=True)
-        tokens, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
-        found.append(int(tokens))
-    assert made[0, prompt.shape[1] :].tolist() == found
+    assert made[0, prompt.shape[1] :].tolist() == expected
+
+
+@pytest.mark.parametrize("policy", [Full(), TOP_K], ids=["full", "exact_topk"])
+@pytest.mark.parametrize(
+    "heads",
+    [{}, {"head_dim": 32}, {"num_qo_heads": 2, "num_kv_heads": 2, "head_dim": 96}],
+    ids=["more", "same head_dim", "fewer"],
+)
+@torch.inference_mode()
+def test_tokens_where_heads_differ(
+    stock: Any, policy: Policy, heads: dict[str, int], tmp_path: Path, monkeypatch: Any
+) -> None:
+    stock = with_own_heads(stock, **heads)
+    prompts = random_tokens(2, 61, seed=3)
+    expected = [reference_tokens(stock, policy, prompt[None]) for prompt in prompts]
+    model = load(stock, tmp_path, monkeypatch, policy=policy)
+    cache = model.new_cache()
+    options = {"max_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": None}
+    model.generate(prompts[:, :50], **options | {"max_new_tokens": 1}, past_key_values=cache)
+    copied = copy.deepcopy(cache)  # its last page is shared
+    for of in (cache, copied):
+        made = model.generate(prompts, **options, past_key_values=of)
+        assert made[:, prompts.shape[1] :].tolist() == expected
+    keys = [layer.keys.shape for layer in cache.layers]
+    assert [(shape[1], shape[3]) for shape in keys[:2]] == [
+        (2, 32),
+        (heads.get("num_kv_heads", 4), heads.get("head_dim", 64)),
+    ]
+
+
+@pytest.mark.parametrize("name", ["quest", "lychee_cluster", "sketch", "lfps"])
+@torch.inference_mode()
+def test_tokens_of_a_policy_with_arrays(
+    name: str, stock: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Those of a model whose layers are alike, by heads that add nothing."""
+    config = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    alike, differing = make_tiny_model("llama", **config), make_tiny_model("llama", **config)
+    for made in (alike, differing):
+        for layer_idx, layer in enumerate(made.model.layers):
+            attention = layer.self_attn
+            if is_local(layer_idx):
+                continue
+            attention.o_proj.weight.data[:, 6 * 32 :] = 0.0
+            if made is differing:
+                for projection, rows in (("q_proj", 6), ("k_proj", 2), ("v_proj", 2)):
+                    weight = getattr(attention, projection).weight
+                    weight.data = weight.data[: rows * 32].clone()
+                    getattr(attention, projection).out_features = rows * 32
+                attention.o_proj.weight.data = attention.o_proj.weight.data[:, : 6 * 32].clone()
+                attention.o_proj.in_features = 6 * 32
+    sizes = {"budget_tokens": 48, "sink_tokens": 2, "recent_tokens": 6, "dense_layers": 0}
+    policy = make_policy(name, **sizes)
+    prompt, options = random_tokens(1, 200, seed=3), {"max_new_tokens": 48, "do_sample": False}
+    tokens = []
+    for made in (alike, differing):
+        model = load(made, tmp_path, monkeypatch, policy=policy)
+        tokens.append(model.generate(prompt, **options, eos_token_id=None).tolist())
+    drafted = model.generate(prompt, **options, eos_token_id=None, prompt_lookup_num_tokens=3)
+    assert tokens[0] == tokens[1] == drafted.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "inline"}, "backend='inline'"),
+        ({"host_bytes_per_sequence": 2**20}, "host_bytes_per_sequence"),
+        ({"quality_probe": 0.5}, "quality_probe"),
+        ({"cache_correction_every": 8}, "cache_correction_every"),
+        (
+            {"policy": replace(TOP_K, estimate_clusters=4)},
+            "policy='exact_topk', which estimates the rest of a selection, needs",
+        ),
+        ({"policy": TidalDecode(TOP_K, select_layers=(0,))}, "calibration"),
+    ],
+)
+def test_what_needs_alike_heads_is_refused(
+    options: dict[str, Any], message: str, stock: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    stock = with_own_heads(stock)
+    with pytest.raises(
+        NotImplementedError, match=r"layer 1 has num_qo_heads=8, layer 0 has 6"
+    ) as e:
+        load(stock, tmp_path, monkeypatch, **{"policy": TOP_K, **options})
+    assert message in str(e.value)
 
 
 @torch.inference_mode()
@@ -138,13 +264,9 @@ def test_the_layers_do_differ(stock: Any) -> None:
     assert not torch.allclose(logits, plain, atol=0.1)
 
 
-@pytest.mark.parametrize("name", ["num_qo_heads", "num_kv_heads", "head_dim"])
-def test_layers_whose_heads_differ_are_refused(
-    name: str, stock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(families.FAMILIES, "llama", Alternating("llama", changes=((name, 64),)))
-    with pytest.raises(NotImplementedError, match=rf"layer \d has {name}=64, layer 0 has .*KV st"):
-        lean_model_maker("llama")(stock)
+def test_parts_that_take_one_shape_refuse_other_heads(stock: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"layer 1 has head_dim=64, layer 0 has 32"):
+        lean_model_maker("llama")(with_own_heads(stock, 6, 2))
 
 
 def test_parts_that_take_one_scale_or_rope_refuse(stock: Any) -> None:

@@ -16,6 +16,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import load_tokenizer, resolve_folder
+from offload.loading.packing import pack_weights
 from offload.loading.stock_model import load_stock_model
 from offload.measuring.steps.session import (
     DecodeSession,
@@ -82,7 +83,10 @@ class RandomModel:
         longest = max(self._made.max_context, self._longest)
         shape = replace(self._made, max_context=longest)
         with _room_for_weights(self.shape):
-            return random_model(shape, device=self.device, dtype=self.dtype, seed=self._seed)
+            made = random_model(shape, device=self.device, dtype=self.dtype, seed=self._seed)
+            if self.config.packs_weights:
+                pack_weights(made, None, self.config.weights)
+            return made
 
     @contextmanager
     def sessions(

@@ -269,14 +269,11 @@ def decode(
                 )
         if on_cpu and backend is not None:
             raise ValueError(f"--backend {backend} needs a GPU, but the device is the CPU")
-        if weights in ("q8", "q4"):
-            if model is None:
-                raise ValueError(f"--weights {weights} packs a model's weights; name a model")
-            if engine_names != ["offload"]:
-                raise ValueError(
-                    f"--weights {weights} is ours alone, and all engines share one set of weights; "
-                    "give --engines offload"
-                )
+        if weights in ("q8", "q4") and not {"offload", "graph"}.issuperset(engine_names):
+            raise ValueError(
+                f"--weights {weights} is ours alone, and all engines share one set of weights; "
+                "give --engines offload" + ("" if on_cpu else ",graph")
+            )
         with quiet_transformers(verbose=False), no_loading_bars():
             config = runtime_config(
                 device=where,

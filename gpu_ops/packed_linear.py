@@ -1,0 +1,485 @@
+"""A linear layer of packed weights (`cpu_ops.packed`) on a GPU.
+
+A few rows are whole numbers alone: they are quantised in groups of 32, as the weights are, and
+`dp4a` multiplies four of them at a time; scales meet the sums of groups. That reads 4.5 or 8.5 bits
+a weight, once. Many rows meet weights that are unpacked, a block of outputs at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gpu_ops.checks import check_dtype, check_tensor
+from gpu_ops.launch import interprets, jit, jit_for_any, next_power_of_2, runs_kernel, tl
+from gpu_ops.linear import GpuLinear
+from gpu_ops.rms_norm import rms_norm_reference
+
+GROUP = 32  # weights with a scale of their own
+_PER_PROGRAM = 1024  # elements of a row that is unpacked
+_GROUPS_PER_PROGRAM = 32  # of a row that is quantised
+_MOST_ROWS = 16  # that meet packed weights; more are worth unpacking
+_BLOCK_BYTES = 128 * 2**20  # of weights that are unpacked at one time
+
+
+@jit
+def quantise_rows_kernel(
+    x: tl.tensor,
+    norm_weight: tl.tensor,  # None: no norm
+    codes: tl.tensor,
+    scales: tl.tensor,
+    sums: tl.tensor,
+    eps: tl.tensor,
+    K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+) -> None:
+    """One program per GROUPS groups of a row."""
+    dtype = x.dtype.element_ty
+    r = tl.program_id(1).to(tl.int64)
+    inverse = 1.0
+    if norm_weight is not None:
+        d = tl.arange(0, BLOCK_X)
+        whole = tl.load(x + r * K + d, mask=d < K, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(whole * whole, 0) / K + eps)
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    k = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    row = tl.load(x + r * K + k, mask=k < K, other=0.0).to(tl.float32)
+    if norm_weight is not None:
+        w = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
+        row = ((row * inverse).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
+    largest = tl.max(tl.abs(row), 1)
+    scaled = row * (127.0 / tl.maximum(largest, 1e-30))[:, None]
+    whole_numbers = (scaled + tl.where(scaled < 0, -0.5, 0.5)).to(tl.int32).to(tl.int8)
+    inside = group < NUM_GROUPS
+    tl.store(codes + r * NUM_GROUPS * 32 + k, whole_numbers, mask=inside[:, None])
+    # NaN and infinity stay what they are in the scale, and so in each output.
+    bad = tl.sum(row * 0.0, 1)
+    at = r * NUM_GROUPS + group
+    tl.store(scales + at, largest * (1.0 / 127.0) + bad, mask=inside)
+    tl.store(sums + at, tl.sum(row, 1), mask=inside)
+
+
+@jit
+def _dot4(a: tl.tensor, b: tl.tensor, c: tl.tensor, DP4A: tl.constexpr) -> tl.tensor:
+    """c + the products of the four signed bytes of a and b."""
+    if DP4A:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1
+        )
+    for byte in tl.static_range(4):
+        c += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
+    return c
+
+
+@jit
+def _products(
+    weight_codes: tl.tensor,
+    weight_scales: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    sums: tl.tensor,
+    n: tl.tensor,
+    inside_n: tl.tensor,
+    num_rows: tl.tensor,
+    NUM_GROUPS: tl.constexpr,
+    IS_Q4: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DP4A: tl.constexpr,
+) -> tl.tensor:
+    """Products of rows n [BLOCK_N] of the weights and all rows: float32 [BLOCK_M, BLOCK_N]."""
+    WORDS: tl.constexpr = 4 if IS_Q4 else 8  # of four bytes, in a group
+    shape: tl.constexpr = (BLOCK_M, BLOCK_N, GROUPS, WORDS)
+    word = tl.arange(0, WORDS)
+    m = tl.arange(0, BLOCK_M)
+    totals = tl.zeros((BLOCK_M, BLOCK_N, GROUPS), tl.float32)
+    zero = tl.zeros(shape, tl.int32)
+    for start in range(0, NUM_GROUPS, GROUPS):
+        g = start + tl.arange(0, GROUPS)
+        inside_g = g < NUM_GROUPS
+        inside = inside_n[:, None] & inside_g[None, :]
+        of_group = n[:, None] * NUM_GROUPS + g[None, :]
+        at = weight_codes + of_group[:, :, None] * WORDS + word[None, None, :]
+        w = tl.load(at, mask=inside[:, :, None], other=0, eviction_policy="evict_first")[None]
+        inside_x = (m < num_rows)[:, None] & inside_g[None, :]
+        of_x = m[:, None] * NUM_GROUPS + g[None, :]
+        x = codes + of_x[:, :, None] * 8 + word[None, None, :]
+        low = tl.load(x, mask=inside_x[:, :, None], other=0)[:, None]
+        scale = tl.load(scales + of_x, mask=inside_x, other=0.0)[:, None, :]
+        if IS_Q4:
+            high = tl.load(x + 4, mask=inside_x[:, :, None], other=0)[:, None]
+            both = tl.load(weight_scales + of_group, mask=inside, other=0)  # scale and minimum
+            of_weight = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            least = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            low, high = tl.broadcast_to(low, shape), tl.broadcast_to(high, shape)
+            dots = _dot4(tl.broadcast_to(w & 0x0F0F0F0F, shape), low, zero, DP4A)
+            dots = _dot4(tl.broadcast_to((w >> 4) & 0x0F0F0F0F, shape), high, dots, DP4A)
+            total = tl.load(sums + of_x, mask=inside_x, other=0.0)[:, None, :]
+            totals += least[None] * total
+        else:
+            of_weight = tl.load(weight_scales + of_group, mask=inside, other=0.0).to(tl.float32)
+            dots = _dot4(tl.broadcast_to(w, shape), tl.broadcast_to(low, shape), zero, DP4A)
+        totals += tl.sum(dots, 3).to(tl.float32) * (of_weight[None] * scale)
+    return tl.sum(totals, 2)
+
+
+@jit_for_any("num_rows")
+def packed_product_kernel(
+    weight_codes: tl.tensor,
+    weight_scales: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    sums: tl.tensor,
+    bias: tl.tensor,  # None: there is none; so with the next
+    residual: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    num_out: tl.tensor,
+    stride: tl.tensor,
+    NUM_GROUPS: tl.constexpr,
+    IS_Q4: tl.constexpr,
+    GLU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DP4A: tl.constexpr,
+) -> None:
+    """One program per BLOCK_N outputs of all rows, in `out` `stride` elements apart; with GLU rows
+    i, i + num_out of the weights are gate and up of output i."""
+    dtype = out.dtype.element_ty
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_n = n < num_out
+    y = _products(
+        weight_codes, weight_scales, codes, scales, sums, n, inside_n, num_rows,
+        NUM_GROUPS, IS_Q4, BLOCK_M, BLOCK_N, GROUPS, DP4A,
+    )  # fmt: skip
+    if bias is not None:
+        y += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+    y = y.to(dtype)
+    if GLU:
+        up = _products(
+            weight_codes, weight_scales, codes, scales, sums, n + num_out, inside_n, num_rows,
+            NUM_GROUPS, IS_Q4, BLOCK_M, BLOCK_N, GROUPS, DP4A,
+        )  # fmt: skip
+        if bias is not None:
+            up += tl.load(bias + num_out + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+        gate = y.to(tl.float32)
+        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
+        y = (gate.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+    m = tl.arange(0, BLOCK_M)
+    at = m[:, None].to(tl.int64) * stride + n[None, :]
+    inside = (m < num_rows)[:, None] & inside_n[None, :]
+    if residual is not None:
+        added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        y = (y.to(tl.float32) + added).to(dtype)
+    tl.store(out + at, y, mask=inside)
+
+
+@jit
+def unpack_kernel(
+    weight_codes: tl.tensor,
+    weight_scales: tl.tensor,
+    out: tl.tensor,
+    K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    IS_Q4: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One program per row and BLOCK_K elements of it."""
+    dtype = out.dtype.element_ty
+    n = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = k < K
+    group = n * NUM_GROUPS + k // 32
+    if IS_Q4:
+        byte = tl.load(weight_codes + group * 16 + k % 16, mask=inside, other=0)
+        code = (tl.where(k % 32 < 16, byte, byte >> 4) & 15).to(tl.float32)
+        both = tl.load(weight_scales + group, mask=inside, other=0)
+        scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        least = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        value = code * scale + least
+    else:
+        code = tl.load(weight_codes + group * 32 + k % 32, mask=inside, other=0).to(tl.float32)
+        value = code * tl.load(weight_scales + group, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + n * K + k, value.to(dtype), mask=inside)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Neighbouring outputs of one format, as the kernels read them.
+
+    Attributes:
+        codes: as `cpu_ops.packed.PackedWeight` has them: q8 int8 [num_out, num_groups, 32], q4
+            uint8 [num_out, num_groups, 16].
+        numbers: float16 [num_out, num_groups, 1 or 2], contiguous: a group's scale, and of q4 its
+            minimum.
+        in_features: of which the last group may lack some.
+    """
+
+    codes: Tensor
+    numbers: Tensor
+    in_features: int
+
+    @classmethod
+    def of(
+        cls, codes: Tensor, scales: Tensor, minimums: Tensor | None, in_features: int
+    ) -> PackedRows:
+        """Those of a `PackedWeight`'s attributes; scales and minimums are copied."""
+        numbers = [scales] if minimums is None else [scales, minimums]
+        return cls(codes, torch.stack(numbers, -1), in_features)
+
+    @classmethod
+    def over(
+        cls, codes: Tensor, scales: Tensor, minimums: Tensor | None, in_features: int
+    ) -> PackedRows | None:
+        """The same over the memory of some outputs that `of` has made; None: it has not."""
+        num_out, num_groups = scales.shape
+        per_group = 1 if minimums is None else 2
+        strides = num_groups * per_group, per_group
+        follows = minimums is None or minimums.data_ptr() - scales.data_ptr() == 2
+        if scales.stride() != strides or not follows or not codes.is_contiguous():
+            return None
+        sizes = num_out, num_groups, per_group
+        return cls(codes, scales.as_strided(sizes, (*strides, 1)), in_features)
+
+    @property
+    def is_q4(self) -> bool:
+        return self.numbers.shape[2] == 2
+
+    @property
+    def num_out(self) -> int:
+        return int(self.numbers.shape[0])
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.numbers.shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.numbers.nbytes
+
+    @property
+    def words(self) -> Tensor:
+        """Codes, four in an int32."""
+        return self.codes.view(torch.int32)
+
+    @property
+    def scales(self) -> Tensor:
+        """[num_out, num_groups, 1]: float16, or of q4 scale and minimum in an int32."""
+        return self.numbers.view(torch.int32) if self.is_q4 else self.numbers
+
+    def part(self, first: int, last: int) -> PackedRows:
+        """Some of the outputs, over the same memory."""
+        return PackedRows(self.codes[first:last], self.numbers[first:last], self.in_features)
+
+    def dequantise(self) -> Tensor:
+        """float32 [num_out, in_features], by torch."""
+        codes, numbers = self.codes, self.numbers.float()
+        if self.is_q4:
+            codes = torch.cat([codes & 15, codes >> 4], -1)
+        values = codes.float() * numbers[..., :1]
+        values += numbers[..., 1:] if self.is_q4 else 0.0
+        return values.flatten(1)[:, : self.in_features]
+
+
+class GpuPackedLinear(GpuLinear):
+    """A `GpuLinear` of packed weights.
+
+    Args:
+        parts: outputs one after the other.
+        dtype: of x and out.
+        bias: [out_features] in `dtype`.
+    """
+
+    def __init__(
+        self, parts: Sequence[PackedRows], dtype: torch.dtype, bias: Tensor | None = None
+    ) -> None:
+        self._parts = tuple(parts)
+        self._bias = bias
+        self.out_features = sum(part.num_out for part in self._parts)
+        self.in_features = parts[0].in_features
+        self.dtype, self.device = dtype, parts[0].codes.device
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self._parts)
+
+    def reads(self, codes: Tensor) -> bool:
+        """Whether these are its first ones."""
+        return self._parts[0].codes.data_ptr() == codes.data_ptr()
+
+    def first(self, out_features: int) -> GpuPackedLinear:
+        parts, left = [], out_features
+        for part in self._parts:
+            if left > 0:
+                parts.append(part.part(0, left))
+                left -= part.num_out
+        bias = None if self._bias is None else self._bias[:out_features]
+        return GpuPackedLinear(parts, self.dtype, bias)
+
+    def _row(
+        self,
+        x: Tensor,
+        out: Tensor,
+        norm: tuple[Tensor, float] | None,
+        residual: Tensor | None,
+        *,
+        glu: bool,
+    ) -> None:
+        check_dtype("x", x)
+        num_out, device = out.shape[-1], x.device
+        check_tensor("x", x, (1, self.in_features), self.dtype, device)
+        check_tensor("out", out, (1, num_out), out.dtype, device)
+        for name, row in (("norm", None if norm is None else norm[0]), ("residual", residual)):
+            if row is not None:
+                shape = (self.in_features,) if name == "norm" else (1, num_out)
+                check_tensor(name, row, shape, self.dtype, device)
+        if glu and len(self._parts) > 1:  # gate and up are of different formats
+            both = out.new_empty(1, self.out_features)
+            self._row(x, both, norm, None, glu=False)
+            gate, up = both.chunk(2, -1)
+            y = functional.silu(gate) * up
+            out.copy_(y if residual is None else y + residual)
+            return
+        if not runs_kernel(x):
+            out.copy_(self._row_reference(x, out.dtype, norm, residual, glu=glu))
+            return
+        self._multiply(x, out, norm, residual, glu=glu)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        if not runs_kernel(x) or len(x) > _MOST_ROWS:
+            return self.many_rows(x)
+        y = x.new_empty(len(x), self.out_features)
+        self._multiply(x.contiguous(), y, None, None, glu=False)
+        return y
+
+    def _multiply(
+        self,
+        x: Tensor,
+        out: Tensor,
+        norm: tuple[Tensor, float] | None,
+        residual: Tensor | None,
+        *,
+        glu: bool,
+    ) -> None:
+        """Rows on the grid by the kernel."""
+        codes, scales, sums = quantise_rows(x, norm)
+        first = 0
+        for part in self._parts:
+            last = out.shape[1] if glu else first + part.num_out
+            bias = None if self._bias is None else self._bias[first : first + part.num_out]
+            block_m = next_power_of_2(len(x))
+            block_n, groups, warps = launch_shape(part.num_groups, block_m, is_q4=part.is_q4)
+            packed_product_kernel[(-(-(last - first) // block_n),)](
+                part.words,
+                part.scales,
+                codes.view(torch.int32),
+                scales,
+                sums,
+                bias,
+                None if residual is None else residual[:, first:last],
+                out[:, first:last],
+                len(x),
+                last - first,
+                out.shape[1],
+                part.num_groups,
+                part.is_q4,
+                glu,
+                block_m,
+                block_n,
+                groups,
+                not interprets(),
+                num_warps=warps,
+            )
+            first = last
+
+    def many_rows(self, x: Tensor) -> Tensor:
+        """x [n, in_features] -> [n, out_features], with gradients of x."""
+        y, first = [], 0
+        step = max(1, _BLOCK_BYTES // (self.in_features * self.dtype.itemsize))
+        for part in self._parts:
+            for start in range(0, part.num_out, step):
+                stop = min(start + step, part.num_out)
+                bias = None if self._bias is None else self._bias[first + start : first + stop]
+                y.append(functional.linear(x, unpack(part.part(start, stop), self.dtype), bias))
+            first += part.num_out
+        return y[0] if len(y) == 1 else torch.cat(y, -1)
+
+    def _row_reference(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype,
+        norm: tuple[Tensor, float] | None,
+        residual: Tensor | None,
+        *,
+        glu: bool,
+    ) -> Tensor:
+        """The same with weights in float32."""
+        if norm is not None:
+            x = rms_norm_reference(x, *norm)
+        weight = torch.cat([part.dequantise() for part in self._parts])
+        bias = None if self._bias is None else self._bias.float()
+        y = functional.linear(x.float(), weight, bias).to(out_dtype)
+        if glu:
+            gate, up = y.chunk(2, dim=-1)
+            y = functional.silu(gate) * up
+        return y if residual is None else y + residual
+
+
+def launch_shape(num_groups: int, num_rows: int, *, is_q4: bool) -> tuple[int, int, int]:
+    """Outputs of a program, groups of each that it reads at a time, and its warps."""
+    if num_rows == 1:
+        shape = (
+            (1, 64, 2)
+            if is_q4 and num_groups > 256
+            else (1, 128 if is_q4 else 32, 4 if is_q4 else 1)
+        )
+    else:
+        shape = (8, 32, 4) if num_rows <= 8 else (4, 32, 4)
+    return shape[0], min(shape[1], next_power_of_2(num_groups)), shape[2]
+
+
+def quantise_rows(
+    x: Tensor, norm: tuple[Tensor, float] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [n, k] on a grid of 255 points per group of 32, after an RMSNorm (weight [k], eps).
+
+    Returns int8 codes [n, num_groups * 32], and of each group the scale and the sum of what was
+    quantised, float32 [n, num_groups].
+    """
+    num_rows, num_in = x.shape
+    num_groups = -(-num_in // GROUP)
+    codes = x.new_empty(num_rows, num_groups * GROUP, dtype=torch.int8)
+    scales, sums = x.new_empty(2, num_rows, num_groups, dtype=torch.float32)
+    norm_weight, eps = (None, 0.0) if norm is None else norm
+    groups = min(_GROUPS_PER_PROGRAM, next_power_of_2(num_groups))
+    quantise_rows_kernel[(-(-num_groups // groups), num_rows)](
+        x, norm_weight, codes, scales, sums, eps, num_in, num_groups, groups,
+        next_power_of_2(num_in), num_warps=4,
+    )  # fmt: skip
+    return codes, scales, sums
+
+
+def unpack(rows: PackedRows, dtype: torch.dtype) -> Tensor:
+    """[num_out, in_features] in `dtype`."""
+    if not runs_kernel(rows.codes):
+        return rows.dequantise().to(dtype)
+    out = torch.empty(rows.num_out, rows.in_features, dtype=dtype, device=rows.codes.device)
+    unpack_kernel[(rows.num_out, -(-rows.in_features // _PER_PROGRAM))](
+        rows.codes,
+        rows.scales,
+        out,
+        rows.in_features,
+        rows.num_groups,
+        rows.is_q4,
+        _PER_PROGRAM,
+        num_warps=4,
+    )
+    return out

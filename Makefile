@@ -113,6 +113,7 @@ bench-gpu: venv $(PERF_STAMP)  ## Run the benchmarks that need a GPU, and write 
 report: $(PERF_STAMP) $(TEST_STAMP)  ## Write the tables and plots of README and docs from perf/results.
 	$(BIN)/python -m perf.report
 	PYTHONPATH=tests $(BIN)/python -m compatibility.document --write
+	PYTHONPATH=tests $(BIN)/python -m compatibility.model_types --write
 
 peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks compare with; PEERS_ISA=avx2 forces an ISA.
 

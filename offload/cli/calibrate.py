@@ -176,7 +176,7 @@ def calibrate(
         else:
             num_tokens = checked_tokens(model, tokens, retrieval_heads)
         with quiet_transformers(verbose=verbose):
-            tokenizer = load_tokenizer(model)
+            tokenizer = load_tokenizer(model, takes_generic=False)
             if not of_per_head:
                 input_ids = calibration_tokens(tokenizer, num_tokens, content)
                 check_text(input_ids, f"--text {text}")

@@ -187,7 +187,7 @@ def answer(
     input_ids = input_ids.to(model.device)
     streamer: Any = CallbackStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     # Each layer reads the prompt in turn: a token is read when it went through all of them.
-    num_layers = len(model._offload.lean.layers)
+    num_layers = model._offload.store.num_layers
     model._offload.on_tokens = lambda num_tokens: screen.read(num_tokens / num_layers)
     has_bound = model._offload.config.host_bytes_per_sequence is not None
     cache = model.new_cache() if has_bound else None

@@ -212,7 +212,7 @@ def _verified(
 
     num_tokens = checked_tokens(model, tokens, short="--no-verify imports them as they are")
     other = stdlib_prose(2 * num_tokens).removeprefix(stdlib_prose(num_tokens))
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, takes_generic=False)
     texts = [calibration_tokens(tokenizer, num_tokens, text) for text in (None, other)]
     for text in texts:
         name = f"--context {num_tokens}: one of two texts from the standard library"

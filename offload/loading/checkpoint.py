@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.models import ModelShape, lean_model_maker
+from offload.models import ModelShape, is_generic, lean_model_maker
 from offload.models.dtypes import DTYPES
 from offload.models.missing_features import quantised_weights
 from offload.models.shape import matrix_sizes
@@ -119,8 +119,11 @@ class Checkpoint:
         return self.num_parameters * self.loaded_dtype(asked).itemsize
 
 
-def check_checkpoint(folder: Path) -> Checkpoint:
+def check_checkpoint(folder: Path, *, takes_generic: bool = False) -> Checkpoint:
     """Check the files of `folder`: config, model type, every safetensors header and file size.
+
+    Args:
+        takes_generic: a model type without lean layers will do (`is_generic`).
 
     Raises:
         FileNotFoundError: a missing file.
@@ -128,7 +131,7 @@ def check_checkpoint(folder: Path) -> Checkpoint:
             file, an index that names files outside of the folder.
         NotImplementedError: quantised weights.
     """
-    config = check_config_file(folder / "config.json")
+    config = check_config_file(folder / "config.json", takes_generic=takes_generic)
     if (folder / GGUF_FILE).is_file():
         return _of_gguf(folder, config)
     files = _weight_files(folder)
@@ -156,15 +159,15 @@ def _of_gguf(folder: Path, config: dict[str, Any]) -> Checkpoint:
     return Checkpoint(folder, config, shapes, dtype, types)
 
 
-def check_config_file(path: Path) -> dict[str, Any]:
+def check_config_file(path: Path, *, takes_generic: bool = True) -> dict[str, Any]:
     """The config.json of a model, if this runtime supports it.
 
     Raises: as `check_checkpoint`.
     """
-    config = check_model_type(path)
+    config = check_model_type(path, takes_generic=takes_generic)
     for name in (*_SIZES, *_OPTIONAL_SIZES):
         size = config.get(name)
-        if size is None and name in _OPTIONAL_SIZES:
+        if size is None and (name in _OPTIONAL_SIZES or is_generic(config)):
             continue
         if type(size) is not int or not 0 < size <= _MAX_SIZE:
             raise ValueError(f"{path}: {name} must be an integer in 1..{_MAX_SIZE}, got {size!r}")
@@ -183,8 +186,11 @@ def check_config_file(path: Path) -> dict[str, Any]:
     return config
 
 
-def check_model_type(path: Path) -> dict[str, Any]:
+def check_model_type(path: Path, *, takes_generic: bool = True) -> dict[str, Any]:
     """A config.json of a model type that this runtime supports.
+
+    Args:
+        takes_generic: without lean layers, too.
 
     Raises:
         FileNotFoundError: it is missing.
@@ -194,7 +200,8 @@ def check_model_type(path: Path) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{path} has no model_type")
-    lean_model_maker(model_type, config)
+    if not (takes_generic and is_generic(config)):
+        lean_model_maker(model_type, config)
     return config
 
 

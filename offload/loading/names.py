@@ -118,13 +118,19 @@ def _weight_files(folder: Path) -> Iterator[Path]:
     yield from folder.glob(GGUF_FILE)
 
 
-def load_tokenizer(name_or_path: str | Path, hub: HubOptions | None = None) -> Any:
+def load_tokenizer(
+    name_or_path: str | Path, hub: HubOptions | None = None, *, takes_generic: bool = True
+) -> Any:
     """The tokenizer of a model, by any name that `OffloadedModel.from_pretrained` takes.
+
+    Args:
+        takes_generic: as of `check_model_type`.
 
     Raises: as `resolve_folder`, `check_model_type` and `folder_tokenizer`.
     """
     folder = resolve_folder(name_or_path, hub)
-    check_model_type(folder / "config.json")  # transformers would say less of another folder
+    # transformers would say less of another folder
+    check_model_type(folder / "config.json", takes_generic=takes_generic)
     return folder_tokenizer(folder)
 
 

@@ -19,6 +19,7 @@ from offload.loading.one_at_a_time import loading
 from offload.loading.packing import pack_weights, packed_from_gguf
 from offload.models import ModelShape
 from offload.models.base import check_computation, context_limit
+from offload.models.missing_features import unsupported_generic
 from offload.system.json_file import read_json_object
 
 _TOKENIZER_FILES = (
@@ -59,15 +60,8 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing:
         ValueError: if weights are missing, unexpected, or have other shapes than config.json says;
             a file of settings that transformers refuses.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
     path = checkpoint.folder / "config.json"
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except OSError:
-        raise
-    except Exception as error:  # of any kind: they have no class in common
-        raise ValueError(f"{path}: {error}") from error
+    config = _config(checkpoint, path)
     # Kernels of the stock layers, which compute nothing here: there is none to look for.
     config._attn_implementation = config._experts_implementation = None
     try:
@@ -77,6 +71,53 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing:
         raise type(error)(f"{path}: {error}") from error
     checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
     _override(config, _OUTPUTS, path)
+    return _loaded(checkpoint, config, dtype, path, packing)
+
+
+@loading()
+def load_generic_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
+    """As `load_stock_model`, of a type without lean layers, whose own modules will compute.
+
+    Raises:
+        ValueError: as there; before weights are read, for a class whose attention cannot be
+            replaced, or without layers that attend to all tokens.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    path = checkpoint.folder / "config.json"
+    config = _config(checkpoint, path)
+    reason = ""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not kind._can_set_attn_implementation():
+        reason = "its class does not use transformers' AttentionInterface"
+    layers = DynamicCache(config=config).layers
+    if layers and not any(isinstance(x, DynamicLayer) and not x.is_sliding for x in layers):
+        reason = "no layer attends to all tokens"
+    if reason:
+        raise ValueError(unsupported_generic(config.model_type, reason))
+    _override(config, {"output_attentions": (False, None)}, path)
+    return _loaded(checkpoint, config, dtype, path)
+
+
+def _config(checkpoint: Checkpoint, path: Path) -> Any:
+    """transformers' config at `path`; ValueError where it refuses that."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except OSError:
+        raise
+    except Exception as error:  # of any kind: they have no class in common
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _loaded(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype | None, path: Path, packing: str = ""
+) -> Any:
+    """The model of a config, with the checkpoint's weights."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
     own = checkpoint.folder / "generation_config.json"
     source = own if own.exists() else path
     try:

@@ -8,17 +8,32 @@ from typing import Any
 
 from offload.models.base import DecoderLayer, LayerSpec, LeanModel
 from offload.models.families import FAMILIES, ModelFamily
-from offload.models.missing_features import unsupported_type
+from offload.models.missing_features import MEDIA, NEVER_GENERIC, unsupported_type
 from offload.models.shape import ModelShape
 
 __all__ = [
+    "FAMILIES",
     "DecoderLayer",
     "LayerSpec",
     "LeanModel",
     "ModelFamily",
     "ModelShape",
+    "is_generic",
     "lean_model_maker",
 ]
+
+
+def is_generic(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a type that has no lean layers here, but a causal language model
+    of text in transformers, whose own modules can be tried (`offload.runtime.generic_loading`)."""
+    model_type = config.get("model_type")
+    if model_type in FAMILIES or model_type in NEVER_GENERIC:
+        return False
+    if config.get("is_encoder_decoder") or any(name in config for name in ("text_config", *MEDIA)):
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def lean_model_maker(
@@ -38,5 +53,7 @@ def lean_model_maker(
     """
     if model_type not in FAMILIES:
         named = {"model_type": model_type, **(config or {})}
-        raise ValueError(unsupported_type(model_type, named, sorted(FAMILIES)))
+        said = unsupported_type(model_type, named, sorted(FAMILIES))
+        runs = "; generate() and `offload generate` run it without lean layers"
+        raise ValueError(f"{said}{runs}" if is_generic(named) else said)
     return partial(FAMILIES[model_type].lean_model, heads_may_differ=heads_may_differ)

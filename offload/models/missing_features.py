@@ -17,12 +17,18 @@ _OF_TYPES = {
     "phi3": "fused projections (qkv_proj, gate_up_proj)",
     "phi4_multimodal": "fused projections (qkv_proj, gate_up_proj)",
 }
+# Causal types of transformers that its own modules cannot run here.
+_WITHOUT_CACHE = "falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm"
+_WITHOUT_INTERFACE = """big_bird bloom codegen falcon gpt_neo gpt_neox_japanese gptj
+    megatron-bert mpt mvp openai-gpt prophetnet reformer rembert roformer trocr xglm xlm xlnet"""
+_OF_PARTS = "blt gemma4_assistant gemma4_unified_assistant git moshi"
+NEVER_GENERIC = frozenset(f"{_WITHOUT_CACHE} {_WITHOUT_INTERFACE} {_OF_PARTS}".split())
 _OTHER_LAYERS = {
     "linear_attention": "linear attention",
     "chunked_attention": "chunked attention",
     "indexed_attention": "attention by an indexer",
 }
-_MEDIA = {"vision_config": "images", "audio_config": "audio", "video_config": "video"}
+MEDIA = {"vision_config": "images", "audio_config": "audio", "video_config": "video"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _STATE_SPACE = ("mamba_d_state", "mamba_d_ssm", "ssm_cfg", "ssm.state_size", "state_size")
 _SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -36,7 +42,7 @@ def missing_features(config: Mapping[str, Any]) -> list[str]:
     """
     text = config.get("text_config")
     merged: dict[str, Any] = {**config, **(text if isinstance(text, Mapping) else {})}
-    media = [name for key, name in _MEDIA.items() if config.get(key)]
+    media = [name for key, name in MEDIA.items() if config.get(key)]
     found = [f"{' and '.join(media)} beside text"] if media else []
     if config.get("is_encoder_decoder"):
         found.append("an encoder beside the decoder")
@@ -89,10 +95,19 @@ def _is_size(value: Any) -> bool:
 def unsupported_type(model_type: str, config: Mapping[str, Any], available: list[str]) -> str:
     """The refusal of a model type: what it has that is missing here, and which models work."""
     missing = missing_features(config)
+    if not missing and model_type in NEVER_GENERIC:
+        missing = ["attention of a class without AttentionInterface, or none"]
     said = f": not supported yet: {'; '.join(missing)}" if missing else ""
     return (
         f"unsupported model type {model_type!r}{said}; available: {', '.join(available)} "
         "(dense models of text, such as Llama 3, SmolLM2, Mistral, Qwen2.5 and Qwen3)"
+    )
+
+
+def unsupported_generic(model_type: str, reason: str) -> str:
+    """The refusal of a type without lean layers whose own modules do not work here."""
+    return (
+        f"unsupported model type {model_type!r}: {reason}; docs/models.md lists the types that work"
     )
 
 

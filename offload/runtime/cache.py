@@ -30,12 +30,17 @@ from offload.system.interrupts import shielded
 
 
 def check_offloaded(model: Any) -> None:
-    """Refuse, with a TypeError, what `OffloadedModel.from_pretrained` has not made."""
+    """Refuse what `OffloadedModel.from_pretrained` has not made, or without lean layers.
+
+    Raises:
+        TypeError, NotImplementedError: names it.
+    """
     if not hasattr(model, "_offload"):
         raise TypeError(
             "the model must come from OffloadedModel.from_pretrained, got "
             f"{'None' if model is None else type(model).__name__}"
         )
+    _ = model._offload.lean  # or that is refused
 
 
 class OffloadedCache(Cache):

@@ -30,7 +30,7 @@ class Generation(PassCounter):
         gives_all: the columns that are given begin with those that are cached.
     """
 
-    cache: OffloadedCache | None = None
+    cache: Any = None  # OffloadedCache, or GenericCache
     owns_cache: bool = False
     prompt_columns: int = 0
     gives_all: bool = False

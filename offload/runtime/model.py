@@ -21,13 +21,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from offload.kv_compression.bound import CONDENSED_SHARE
+from offload.loading.checkpoint import check_model_type
 from offload.loading.names import HubOptions
+from offload.models import is_generic
 from offload.models.packed_embedding import dequantised_state
 from offload.ranks.group import connect
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import RuntimeConfig, runtime_config
 from offload.runtime.fixed_model import FixedModel
 from offload.runtime.generation import GenerationRequest
+from offload.runtime.generic_model import load_generic_model
 from offload.runtime.inputs import (
     check_cache,
     check_labels,
@@ -38,7 +41,7 @@ from offload.runtime.inputs import (
     refuse_unsupported,
     rows_shape,
 )
-from offload.runtime.model_loading import LoadedModel, load_model
+from offload.runtime.model_loading import LoadedModel, find_folder, load_model
 from offload.runtime.quality import Quality
 from offload.runtime.run_lock import locked
 from offload.runtime.runtime import Runtime
@@ -146,7 +149,10 @@ class OffloadedModel(FixedModel):
         ranks = connect(config.tensor_parallel_size, config.device)
         together = nullcontext() if ranks is None else ranks.together()
         with together, without_autocast(torch.device(config.device)):
-            return _offloaded(load_model(name_or_path, config, hub, ranks))
+            folder = find_folder(name_or_path, hub, ranks)
+            if is_generic(check_model_type(folder / "config.json")):
+                return load_generic_model(folder, config)
+            return _offloaded(load_model(name_or_path, folder, config, ranks))
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     @locked

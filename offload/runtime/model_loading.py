@@ -85,18 +85,26 @@ class LoadedModel:
         return torch.device(self.config.device)
 
 
+def find_folder(name_or_path: str | Path, hub: HubOptions, ranks: TensorParallel | None) -> Path:
+    """`resolve_folder`, which may have to download or to convert: of ranks, one does."""
+    find = partial(resolve_folder, name_or_path, hub)
+    folder: Path = find() if ranks is None else ranks.once(find)
+    return folder
+
+
 @loading()
 def load_model(
-    name_or_path: str | Path, config: RuntimeConfig, hub: HubOptions, ranks: TensorParallel | None
+    name_or_path: str | Path, folder: Path, config: RuntimeConfig, ranks: TensorParallel | None
 ) -> LoadedModel:
-    """Load a model, once it is sure that it will run.
+    """Load the model of a folder, once it is sure that it will run.
+
+    Args:
+        name_or_path: as it was asked for, to be told.
 
     Raises:
         As `OffloadedModel.from_pretrained`.
     """
     start, memory = time.perf_counter(), host_memory()
-    find = partial(resolve_folder, name_or_path, hub)  # which may have to download or to convert
-    folder: Path = find() if ranks is None else ranks.once(find)
     checkpoint = check_checkpoint(folder)
     config, reason = with_resolved_policy(checkpoint, config, ranks)
     if not reason and (loss := told_loss(checkpoint, config)):

@@ -164,9 +164,9 @@ DAMAGES = {
     "bad config": (lambda f: (f / "config.json").write_text("{"), ValueError, "not valid JSON"),
     "no model type": (lambda f: (f / "config.json").write_text("{}"), ValueError, "no model_type"),
     "other model type": (
-        lambda f: change_config(f, model_type="gpt2"),
+        lambda f: change_config(f, model_type="bloom"),
         ValueError,
-        "unsupported model type 'gpt2'; available: llama, mistral, qwen2, qwen3",
+        "unsupported model type 'bloom': .*; available: llama, mistral, qwen2, qwen3",
     ),
     "quantised": (
         lambda f: change_config(f, quantization_config={"quant_method": "awq"}),

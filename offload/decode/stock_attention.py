@@ -1,0 +1,247 @@
+"""Attention of a stock model's own modules, asked for through transformers' `AttentionInterface`.
+
+The modules of the model stay as they are. Where they ask for the attention named `OFFLOAD`, a
+*taker* may answer in the place of torch: `attention_specs` only looks at what each layer asks for,
+and a cache of the host store attends with the native kernel. A layer is taken over if all of its
+keys and values pass through its cache layer and then, in one call, through the attention function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, cache_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from cpu_ops.native import MAX_GROUP_SIZE, MAX_HEAD_DIM
+
+OFFLOAD = "offload"  # the attention's name in transformers
+_HEAD_DIM_MULTIPLE = 16  # narrower heads are padded with zeros, which changes no product
+# Cache layers whose keys and values can be kept elsewhere; the second has other states, too.
+_TAKEN_CLASSES = (cache_utils.DynamicLayer, cache_utils.LinearAttentionAndFullAttentionLayer)
+# Arguments of attention functions that the mask has already, or that change nothing.
+_WITHOUT_EFFECT = frozenset(
+    """cache_position deterministic is_causal logits_to_keep num_items_in_batch output_attentions
+    output_hidden_states output_router_logits position_ids return_dict sliding_window
+    use_cache""".split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What the attention of one layer is.
+
+    Attributes:
+        k_dim, v_dim: of the keys and values that the modules have.
+        sm_scale: multiplies q @ k.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    sm_scale: float
+
+    @property
+    def head_dim(self) -> int:
+        """What keys and values are padded to in the store."""
+        return -(-max(self.k_dim, self.v_dim) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """num_qo_heads, num_kv_heads, head_dim."""
+        return self.num_qo_heads, self.num_kv_heads, self.head_dim
+
+
+@dataclass
+class AttentionCall:
+    """One call of the attention function.
+
+    Attributes:
+        query: [batch_size, num_qo_heads, n, k_dim].
+        key, value: [batch_size, num_kv_heads, kv_len, k_dim or v_dim].
+        mask: [batch_size, 1 or num_qo_heads, n, kv_len], True or 0 where a query attends; None:
+            causal, or a single query that attends to all.
+        sinks: logits [num_qo_heads] that take part in the softmax and have no value; or None.
+        others: further arguments, None and False left out.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    sm_scale: float
+    sinks: Tensor | None
+    is_causal: bool | None
+    others: dict[str, Any]
+
+    def in_torch(self) -> Tensor:
+        """[batch_size, n, num_qo_heads, v_dim]."""
+        if self.sinks is None:
+            out: Tensor = sdpa_attention_forward(
+                self.module,
+                self.query,
+                self.key,
+                self.value,
+                self.mask,
+                scaling=self.sm_scale,
+                is_causal=self.is_causal,
+            )[0]
+            return out
+        group_size = self.query.shape[1] // self.key.shape[1]
+        k, v = (x.repeat_interleave(group_size, 1) for x in (self.key, self.value))
+        mask = self.mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=k.dtype).masked_fill_(~mask, -torch.inf)
+        causal = mask is None and self.query.shape[2] > 1
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            self.query, k, v, 0.0, causal, attn_mask=mask, scale=self.sm_scale
+        )
+        return without_sinks(o.transpose(1, 2), lse.transpose(1, 2), self.sinks)
+
+
+def without_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """`out` [..., num_qo_heads, v_dim] less the share of the softmax that sinks take, where `lse`
+    float32 [..., num_qo_heads] is of the tokens alone: exp(lse) / (exp(lse) + exp(sink)) is left.
+    """
+    return out * torch.sigmoid(lse - sinks.float()).to(out.dtype)[..., None]
+
+
+# Answers a call, or leaves it to torch.
+Taker = Callable[[AttentionCall], Tensor | None]
+_TAKER: ContextVar[Taker | None] = ContextVar("offload_attention_taker", default=None)
+
+
+@contextlib.contextmanager
+def taking(taker: Taker) -> Iterator[None]:
+    """Inside, `taker` hears of the attention calls of this thread first."""
+    token = _TAKER.set(taker)
+    try:
+        yield
+    finally:
+        _TAKER.reset(token)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it."""
+    sm_scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    asked = {name: x for name, x in others.items() if x is not None and x is not False}
+    asked = {name: x for name, x in asked.items() if name not in _WITHOUT_EFFECT}
+    if asked:
+        raise NotImplementedError(
+            f"attention asks for {', '.join(sorted(asked))}, which is not supported yet"
+        )
+    call = AttentionCall(
+        module, query, key, value, attention_mask, sm_scale, s_aux, is_causal, others
+    )
+    taker = _TAKER.get()
+    out = None if taker is None else taker(call)
+    return call.in_torch() if out is None else out, None
+
+
+def use_offload_attention(stock: Any) -> None:
+    """Let the modules of a stock model ask for the attention of this module.
+
+    Raises:
+        NotImplementedError: its class does not use AttentionInterface.
+    """
+    AttentionInterface.register(OFFLOAD, _attention)
+    AttentionMaskInterface.register(OFFLOAD, sdpa_mask)
+    stock.set_attn_implementation(OFFLOAD)
+    configs = [module.config for module in stock.modules() if hasattr(module, "config")]
+    if all(config._attn_implementation != OFFLOAD for config in configs):
+        raise NotImplementedError("its class does not use transformers' AttentionInterface")
+
+
+class _Recorder(DynamicCache):
+    """Notes keys that cache layers return, and attention calls."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.updated: tuple[int, Tensor] | None = None  # the last cache layer, and its keys
+        self.specs: dict[int, AttentionSpec] = {}
+        self.reasons: dict[int, str] = {}  # why layers cannot be taken over
+        self._attended: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):  # type: ignore[no-untyped-def]
+        rows = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.updated = layer_idx, rows[0]
+        self.reasons[layer_idx] = "its attention does not come to the attention function"
+        return rows
+
+    def record(self, call: AttentionCall) -> None:
+        if self.updated is None:
+            for layer_idx, (key, value) in self._attended.items():
+                if call.key is key and call.value is not value:
+                    self.reasons[layer_idx] = "it attends to the same keys with other values"
+            return
+        layer_idx, _ = self.updated
+        self.updated = None
+        self._attended[layer_idx] = call.key, call.value
+        reason, num_kv_heads = "", call.key.shape[1]
+        if call.key.dim() != 4 or call.key.shape[2] != call.query.shape[2]:
+            reason = f"its attention gets keys of another length: {list(call.key.shape)}"
+        elif call.query.shape[1] // num_kv_heads > MAX_GROUP_SIZE:
+            reason = (
+                f"{call.query.shape[1] // num_kv_heads} query heads share a KV head; at most "
+                f"{MAX_GROUP_SIZE} are supported"
+            )
+        elif max(call.key.shape[3], call.value.shape[3]) > MAX_HEAD_DIM:
+            reason = f"head_dim={call.key.shape[3]}; at most {MAX_HEAD_DIM} is supported"
+        self.reasons[layer_idx] = reason
+        self.specs[layer_idx] = AttentionSpec(
+            call.query.shape[1], num_kv_heads, call.key.shape[3], call.value.shape[3], call.sm_scale
+        )
+
+
+def attention_specs(stock: Any) -> dict[int, AttentionSpec]:
+    """What attention is in each cache layer that attends to everything, by a forward pass of three
+    tokens. Layers that see a window only, or have other states, are left to transformers.
+
+    Raises:
+        NotImplementedError: a layer that attends to everything cannot be taken over, there is
+            none, or their heads differ; says which and why.
+    """
+    use_offload_attention(stock)
+    recorder = _Recorder(stock.config)
+    with torch.no_grad(), taking(recorder.record):
+        stock(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=recorder, use_cache=True)
+    specs: dict[int, AttentionSpec] = {}
+    for layer_idx, reason in sorted(recorder.reasons.items()):
+        layer = recorder.layers[layer_idx]
+        if getattr(layer, "is_sliding", False):
+            continue
+        if type(layer) not in _TAKEN_CLASSES:
+            reason = f"its cache layer is a {type(layer).__name__}"
+        if reason:
+            raise NotImplementedError(f"layer {layer_idx} cannot be taken over: {reason}")
+        specs[layer_idx] = recorder.specs[layer_idx]
+    if not specs:
+        raise NotImplementedError("no layer attends to all tokens: there is no KV cache to offload")
+    first_idx, first = next(iter(specs.items()))
+    for layer_idx, spec in specs.items():
+        if spec.heads != first.heads:
+            raise NotImplementedError(
+                f"layer {layer_idx} has {spec.heads} query heads, KV heads and head_dim, layer "
+                f"{first_idx} has {first.heads}: layers that attend to all tokens must be alike"
+            )
+    return specs

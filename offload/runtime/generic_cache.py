@@ -1,0 +1,319 @@
+"""`GenericCache`: the `past_key_values` of a model that runs on its own stock modules.
+
+A `DynamicCache` of transformers whose layers that attend to everything keep keys and values in the
+host store, without padding; the others are transformers' own. `update()` of a layer in the store
+returns the new keys and values only, and the attention function stores what reaches it: whatever
+a module does with them in between (expanding latents, repeating heads) is done once a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache
+
+from cpu_ops.step_rows import DecodeStep
+from offload.decode.attention import DecodeAttention
+from offload.decode.stock_attention import AttentionCall, AttentionSpec, taking, without_sinks
+from offload.kv.store import KVStore
+from offload.models.batch import pack
+from offload.runtime.runner import Pass
+from offload.runtime.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class HostedLayers:
+    """The layers of a model whose keys and values are in the host store.
+
+    Attributes:
+        config: the model's, of transformers.
+        specs: of each by its number in the model; their order is that in the store.
+    """
+
+    config: Any
+    specs: dict[int, AttentionSpec]
+    sequences: Sequences
+    attention: DecodeAttention
+
+    @property
+    def store(self) -> KVStore:
+        return self.sequences.store
+
+
+class _HostedLayer:
+    """In front of the class of a stock cache layer; its states beside keys and values stay."""
+
+    updated: list[_HostedLayer]  # of the cache, which this one does not keep alive
+    number: int
+    spec: AttentionSpec
+    seen: int
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.seen += keys.shape[2]
+        self.updated[:] = [self]
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class GenericCache(DynamicCache):
+    """The cached tokens of a batch; a row is a sequence of the store.
+
+    Make it by `model.new_cache()`, and pass it as `past_key_values` to go on from it. The sequences
+    go with the object, or at once by `reset()`. After a forward pass that failed it is empty and
+    refuses to be continued.
+    """
+
+    def __init__(self, hosted: HostedLayers) -> None:
+        super().__init__(config=hosted.config)
+        self._hosted = hosted
+        self._seqs: list[int] = []
+        self._num_columns = 0
+        self._has_failed = False
+        self._updated: list[_HostedLayer] = []  # the last one, until it attends
+        self._host_layers()
+        self._forget_pass()
+        weakref.finalize(self, hosted.sequences.free_later, self._seqs)
+
+    def _host_layers(self) -> None:
+        for number, (layer_idx, spec) in enumerate(self._hosted.specs.items()):
+            stock = self.layers[layer_idx]
+            kind = type(f"Hosted{type(stock).__name__}", (_HostedLayer, type(stock)), {})
+            layer: Any = object.__new__(kind)
+            of_layer = {"updated": self._updated, "number": number, "spec": spec, "seen": 0}
+            layer.__dict__.update(stock.__dict__ | of_layer)
+            self.layers[layer_idx] = layer
+
+    def _forget_pass(self) -> None:
+        self._updated.clear()
+        self._layer_of: dict[int, tuple[Tensor, _HostedLayer]] = {}  # by the id of its keys
+        self._step: DecodeStep | None = None
+        self._pads: list[int] = []  # columns of padding before each row's first token
+        self._known_mask: Tensor | None = None
+
+    @property
+    def store(self) -> KVStore:
+        """Where the keys and values are."""
+        return self._hosted.store
+
+    @property
+    def seqs(self) -> tuple[int, ...]:
+        """Store handle of each row; empty before the first forward pass."""
+        return tuple(self._seqs)
+
+    @property
+    def kv_lens(self) -> list[int]:
+        """Tokens in the store of each row, without padding."""
+        return [self.store.kv_len(seq) for seq in self._seqs]
+
+    def reset(self) -> None:
+        """Forget all tokens and give their memory back."""
+        self._hosted.sequences.free(self._seqs)
+        self._seqs.clear()
+        self._num_columns, self._has_failed = 0, False
+        self.layers = DynamicCache(config=self._hosted.config).layers
+        self._host_layers()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a cache of a model without lean layers cannot be cropped, copied, reordered or split "
+            "in this version; make a new one and read the text again"
+        )
+
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    __deepcopy__ = __copy__ = __reduce_ex__ = _refuse
+
+    def would_decode(self, shape: tuple[int, int]) -> bool:
+        """Whether a forward pass of (batch_size, seq_len) is a decode step: a token of each row
+        behind others."""
+        return shape[1] == 1 and bool(self._seqs) and min(self.kv_lens) > 0
+
+    @contextlib.contextmanager
+    def forward_pass(
+        self, shape: tuple[int, int], mask: Tensor | None, tokens: Tensor | None
+    ) -> Iterator[None]:
+        """Around a stock forward pass: room before it, and the tokens are cached after it.
+
+        Args:
+            shape: (batch_size, seq_len) of what is new.
+            mask: [batch_size, cached columns + seq_len], 0 at padding; or None.
+            tokens: int64 [batch_size, seq_len], where they are known.
+
+        Raises:
+            ValueError: shapes that do not continue the cache, or padding behind a token.
+            HostBudgetError: before anything is computed; the cache is as it was.
+            RuntimeError: an earlier pass has failed.
+        """
+        pads = self._checked_pads(shape, mask)
+        sequences, (batch_size, n), past = self._hosted.sequences, shape, self._num_columns
+        sequences.collect()
+        is_new = not self._seqs
+        if is_new:
+            self._seqs.extend(sequences.new() for _ in range(batch_size))
+        is_decode = self.would_decode(shape)
+        states = self._hosted.attention.states
+        attended = torch.arange(past, past + n) >= torch.tensor(pads)[:, None]
+        batch = pack(shape, attended, torch.arange(past, past + n)[None], None)
+        num_new = batch.num_new_tokens
+        this = Pass(sequences, self._seqs, num_new)
+        try:
+            this.reserve()
+        except BaseException:
+            if is_new:
+                self.reset()
+            raise
+        try:
+            states.begin(self._seqs, num_new, prefill=not is_decode, builds=False)
+            text = None if tokens is None else tokens.flatten()[batch.columns]
+            sequences.note_text(batch, self._seqs, text)
+            self._forget_pass()
+            self._pads = pads
+            if is_decode:
+                lens = [past + 1 - pad for pad in pads]
+                self._step = self._hosted.attention.begin_step(self._seqs, lens)
+            with taking(self._attend):
+                yield
+            this.commit()
+            this.end()
+            states.commit(self._seqs)
+            self._num_columns += n
+        except BaseException:  # transformers' own layers cannot go back
+            self.reset()
+            self._has_failed = True
+            raise
+        finally:
+            self._forget_pass()
+
+    def _checked_pads(self, shape: tuple[int, int], mask: Tensor | None) -> list[int]:
+        (batch_size, n), past = shape, self._num_columns
+        if self._has_failed:
+            raise RuntimeError(
+                "a forward pass with this cache has failed: it is empty; call reset() and read the "
+                "whole text again, or make a new one"
+            )
+        if self._seqs and batch_size != len(self._seqs):
+            raise ValueError(f"past_key_values has {len(self._seqs)} rows, got {batch_size}")
+        columns = past + n
+        pads = [0] * batch_size
+        if mask is not None:
+            if list(mask.shape) != [batch_size, columns]:
+                raise ValueError(
+                    f"attention_mask must be {[batch_size, columns]}, padding and cached columns "
+                    f"included, got {list(mask.shape)}"
+                )
+            attended = mask != 0
+            pads = (columns - attended.sum(1)).tolist()
+            starts = attended.int().argmax(1)
+            if not all(attended.any(1)) or starts.tolist() != pads:
+                raise ValueError(
+                    "attention_mask must have padding on the left of each row only, and a token in "
+                    "each row"
+                )
+        for row, (seq, pad) in enumerate(zip(self._seqs, pads, strict=False)):
+            if self.store.kv_len(seq) != past - min(pad, past):
+                raise ValueError(
+                    f"attention_mask hides {pad} columns of row {row}, and the pass before hid "
+                    f"{past - self.store.kv_len(seq)}; give the mask of all columns"
+                )
+        return pads
+
+    def _attend(self, call: AttentionCall) -> Tensor | None:
+        """Answer a call whose keys are of a layer in the store."""
+        known = self._layer_of.get(id(call.key))
+        is_new = known is None
+        if known is not None:
+            layer = known[1]  # of which another layer shares the keys
+        elif self._updated:
+            layer = self._updated.pop()
+            self._layer_of[id(call.key)] = call.key, layer
+        else:
+            return None
+        if self._step is not None:
+            self._check_mask(call, layer)
+            return self._decode(layer, call, self._step, appends=is_new)
+        if is_new:
+            self._append(layer, call)
+        if layer.seen > call.query.shape[2]:
+            keys, values = self._gathered(layer)
+            call = replace(call, key=keys, value=values)
+        return call.in_torch()
+
+    def _check_mask(self, call: AttentionCall, layer: _HostedLayer) -> None:
+        """Refuse a decode step's mask that hides anything but padding."""
+        mask = call.mask
+        if mask is None or mask is self._known_mask:
+            return
+        row = mask[:, 0, -1, : layer.seen]
+        attended = row if row.dtype == torch.bool else row == 0
+        padding = torch.arange(layer.seen) < torch.tensor(self._pads)[:, None]
+        if mask.shape[1] != 1 or not bool((attended == ~padding).all()):
+            raise NotImplementedError(
+                "its attention mask hides more than padding from a layer that attends to all tokens"
+            )
+        self._known_mask = mask
+
+    def _append(self, layer: _HostedLayer, call: AttentionCall) -> None:
+        """The new keys and values of a prompt, without padding."""
+        n, width = call.key.shape[2], layer.spec.head_dim
+        past = layer.seen - n
+        attention = self._hosted.attention
+        on_queries, most = attention.on_prefill_queries, attention.policy.state.observed_queries
+        keys, values = (_widened(x, width).transpose(1, 2) for x in (call.key, call.value))
+        for row, (seq, pad) in enumerate(zip(self._seqs, self._pads, strict=True)):
+            skip, start = max(0, pad - past), max(past, pad) - pad
+            if skip == n:
+                continue
+            self.store.append(seq, layer.number, keys[row, skip:], values[row, skip:], start=start)
+            if on_queries is not None:
+                queries = _widened(call.query[row, :, max(skip, n - most) :], width)
+                on_queries(seq, layer.number, queries, layer.seen - pad)
+
+    def _gathered(self, layer: _HostedLayer) -> tuple[Tensor, Tensor]:
+        """All keys and values as stock modules have them, zeros at padding."""
+        spec, columns = layer.spec, layer.seen
+        shape = (len(self._seqs), columns, spec.num_kv_heads)
+        keys = torch.zeros(*shape, spec.k_dim, dtype=self.store.dtype)
+        values = torch.zeros(*shape, spec.v_dim, dtype=self.store.dtype)
+        for row, (seq, pad) in enumerate(zip(self._seqs, self._pads, strict=True)):
+            if columns > pad:
+                rows = self.store.gather(seq, layer.number, 0, columns - pad)
+                for out, found in zip((keys, values), rows, strict=True):
+                    out[row, pad:] = found.transpose(0, 1)[..., : out.shape[-1]]
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def _decode(
+        self, layer: _HostedLayer, call: AttentionCall, step: DecodeStep, *, appends: bool
+    ) -> Tensor:
+        attention, spec, width = self._hosted.attention, layer.spec, layer.spec.head_dim
+        batch_size = call.query.shape[0]
+        parts = (call.query, call.key, call.value) if appends else (call.query,)
+        rows = torch.cat([_widened(x, width).reshape(batch_size, -1) for x in parts], dim=1)
+        if appends:  # rotated by the module already
+            ones = rows.new_ones(batch_size, width)
+            attention.rope_append(layer.number, step, rows, (ones, torch.zeros_like(ones)))
+        out = rows.new_empty(batch_size, spec.num_qo_heads * width)
+        lse = None if call.sinks is None else torch.empty(batch_size, spec.num_qo_heads)
+        attention.attend(layer.number, step, rows, out, lse)
+        out = out.view(batch_size, 1, spec.num_qo_heads, width)[..., : spec.v_dim]
+        if lse is not None and call.sinks is not None:
+            out = without_sinks(out, lse[:, None], call.sinks)
+        return out
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """[..., dim] with zeros up to `width`."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -1,0 +1,324 @@
+"""A model type without lean layers, loaded with transformers' own modules, and tried before use."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from cpu_ops.linear import Linear
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
+from offload.decode.stock_attention import AttentionSpec, attention_specs
+from offload.kv.sequence_part import SequencePart
+from offload.kv.store import HostBudgetError, KVStore
+from offload.loading.checkpoint import Checkpoint
+from offload.loading.one_at_a_time import loading
+from offload.loading.stock_model import load_delimiter_classes, load_generic_model
+from offload.models import FAMILIES
+from offload.models.missing_features import unsupported_generic
+from offload.policies.auto import Auto
+from offload.policies.full import Full
+from offload.runtime.budgets import kv_budget_bytes, pool_threads, weight_bytes_of
+from offload.runtime.config import RuntimeConfig
+from offload.runtime.generation import Generation, GenerationRequest
+from offload.runtime.generic_cache import GenericCache, HostedLayers
+from offload.runtime.sequences import Sequences
+from offload.system.memory import format_bytes
+from offload.system.torch_threads import torch_threads
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+POLICIES = ("full", "exact_topk", "lfps", "lychee_cluster", "quest", "sketch", "streaming_llm")
+# Options that need lean layers; other values than these are refused.
+_TAKEN = {"policy", "dtype", "device", "max_memory", "num_threads", "page_tokens"}
+_UNUSED = {"deadline_seconds"}  # without a GPU
+_DEFAULTS = {x.name: x.default for x in fields(RuntimeConfig) if x.name not in _TAKEN | _UNUSED}
+# Of logits, over their standard deviation. Wrong attention has more than 1; rounding to bfloat16
+# changes which experts a token gets, so that single logits may differ by much.
+_MOST_DIFFERENCE = 1e-3  # the largest, in float32
+_MOST_ROUNDED_DIFFERENCE = 0.2  # the mean
+
+
+class GenericRuntime:
+    """What runs a model of transformers' own modules: its threads, store and sequences.
+
+    Attributes:
+        stock: the model, on which `use_offload_attention` was called.
+        hosted: its layers whose keys and values are in the store.
+        decodes: whether the forward pass that runs is a decode step.
+        current_generation: what counts forward passes.
+        policy: what `config` asks for, or "auto" came to.
+        policy_reason: why "auto" came to the policy; "" if that was asked for.
+    """
+
+    ranks = None
+
+    def __init__(
+        self,
+        stock: Any,
+        specs: dict[int, AttentionSpec],
+        config: RuntimeConfig,
+        folder: Path | None,
+    ) -> None:
+        self.stock, self.policy_reason = stock, ""
+        if isinstance(config.policy, Auto):
+            config = replace(config, policy=Full())
+            self.policy_reason = "without lean layers auto attends to everything in this version"
+        self.config, self.policy = config, config.policy
+        spec = next(iter(specs.values()))
+        self.store = KVStore(
+            num_layers=len(specs),
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=stock.dtype,
+            host_budget_bytes=kv_budget_bytes(config, weight_bytes_of(stock), loaded=True),
+            page_tokens=config.page_tokens,
+        )
+        self.pool = WorkerPool(pool_threads(config))
+        self.attention = DecodeAttention(
+            self.policy,
+            self.store,
+            num_qo_heads=spec.num_qo_heads,
+            pool=self.pool,
+            sm_scale=[spec.sm_scale for spec in specs.values()],
+        )
+        classes = None
+        if self.policy.state.reads_text and folder is not None:
+            classes = load_delimiter_classes(folder, stock.config.vocab_size)
+        self.sequences = Sequences(self.store, self.attention, _NoPart(), None, classes)
+        self.hosted = HostedLayers(stock.config, specs, self.sequences, self.attention)
+        self.run_lock = self.sequences.run_lock
+        self.current_generation = Generation(config.num_threads)
+        self.on_tokens: Any = None
+        self.decodes = False
+
+    @property
+    def lean(self) -> Any:
+        """There are none.
+
+        Raises:
+            NotImplementedError: always; names what runs without.
+        """
+        raise NotImplementedError(
+            f"a model of type {self.stock.config.model_type!r} has no lean layers: generate() and "
+            "forward() run it; engine, server, sessions, eval and calibrations need one of "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+
+    def new_cache(self) -> GenericCache:
+        return GenericCache(self.hosted)
+
+    def close(self) -> None:
+        """Give its threads and the memory of its store back."""
+        self.pool.close()
+        self.store.close()
+
+    def use_pool(self) -> None:
+        """Let the linear layers of decode steps run on the threads of the attention, too: those of
+        torch would spin beside them."""
+        for module in self.stock.modules():
+            if type(module) is nn.Linear and module.weight.is_contiguous():
+                module.forward = _PooledForward(module, self)  # type: ignore[assignment, method-assign]
+
+    def run(self, forward: Callable[[], T], cache: GenericCache | None, *inputs: Any) -> T:
+        """A stock forward pass on this model's threads, as `GenericCache.forward_pass` has it.
+
+        Args:
+            inputs: of `forward_pass`.
+        """
+        counter = self.current_generation
+        counter.begin_pass()
+        decodes = cache is not None and cache.would_decode(inputs[0])
+        if decodes and cache is not None:
+            with torch_threads(counter.prefill_threads):
+                seconds = self.attention.build_states(cache.seqs, [n + 1 for n in cache.kv_lens])
+            counter.count_index(seconds)
+        in_cache = nullcontext() if cache is None else cache.forward_pass(*inputs)
+        with torch_threads(1 if decodes else counter.prefill_threads), in_cache:
+            try:
+                self.decodes = decodes
+                result = forward()
+            finally:
+                self.decodes = False
+        batch_size, n = inputs[0]
+        counter.count_pass("decode" if decodes else "prefill", batch_size * n)
+        stats = counter.stats
+        stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
+        stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
+        return result
+
+    def check_room(self, cache: GenericCache, request: GenerationRequest) -> None:
+        """Refuse a generation that could not come to its end.
+
+        Raises:
+            HostBudgetError: the host budget does not suffice for KV cache and policy state.
+        """
+        store, states = self.store, self.attention.states
+        ends = [n + request.max_new_tokens for n in request.prompt_lens]
+        pages = sum(-(-end // store.page_tokens) for end in ends)
+        pages = store.num_page_rows * (pages - sum(map(store.num_own_pages, cache.seqs)))
+        state = sum(2 * states.bytes.at(end) + states.bytes.of_queries for end in ends)
+        need = pages * store.page_bytes + max(0, state - states.bytes_of(cache.seqs))
+        if need > store.left_bytes(pages):
+            store.trim()
+        free = max(0, store.left_bytes(pages))
+        if need > free:
+            raise HostBudgetError(
+                f"{len(ends)} sequences of up to {max(ends)} tokens need {format_bytes(need)} more "
+                f"of host KV cache, but {format_bytes(free)} of its budget of "
+                f"{format_bytes(store.host_budget_bytes)} are free; raise "
+                "max_memory={'cpu': ...}, or lower the batch size or max_new_tokens"
+            )
+
+
+class _NoPart(SequencePart):
+    """Nothing beside the policy has state of sequences."""
+
+
+class _PooledForward:
+    """In the place of `forward` of an `nn.Linear`."""
+
+    def __init__(self, module: nn.Linear, runtime: GenericRuntime) -> None:
+        self._module, self._runtime = module, runtime
+        self._linear: Linear | None = None
+        self._address = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self._module
+        num_rows = x.numel() // x.shape[-1]
+        if not (
+            self._runtime.decodes
+            and 0 < num_rows <= Linear.max_rows
+            and x.dtype == module.weight.dtype
+        ):
+            return F.linear(x, module.weight, module.bias)
+        if self._linear is None or self._address != module.weight.data_ptr():
+            bias = None if module.bias is None else module.bias.detach()
+            self._linear = Linear([module.weight.detach()], [bias])
+            self._address = module.weight.data_ptr()
+        rows = x.reshape(num_rows, x.shape[-1]).contiguous()
+        return self._linear(self._runtime.pool, rows).view(*x.shape[:-1], module.out_features)
+
+
+def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
+    """Refuse, before any weight is read, what a model without lean layers does not do yet.
+
+    Raises:
+        NotImplementedError: names the option, or the policy.
+        HostBudgetError: the weights do not fit.
+    """
+    model_type = checkpoint.config["model_type"]
+    for name, default in {**_DEFAULTS, "device": "cpu"}.items():
+        value = getattr(config, name)
+        if value != default:
+            raise NotImplementedError(
+                f"{name}={value!r} with a model of type {model_type!r}, which has no lean layers "
+                f"and runs with {name}={default!r} only; types with lean layers: "
+                f"{', '.join(sorted(FAMILIES))}"
+            )
+    policy = config.policy
+    if not isinstance(policy, Auto) and policy.name not in POLICIES:
+        raise NotImplementedError(
+            f"policy {policy.name!r} with type {model_type!r}, which has no lean layers; "
+            f"available: {', '.join(('auto', *POLICIES))}"
+        )
+    kv_budget_bytes(config, checkpoint.weight_bytes(config.dtype), loaded=False)
+
+
+@loading()
+def load_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> GenericRuntime:
+    """Load a model, once it has given the logits of the stock path.
+
+    Raises:
+        As `OffloadedModel.from_pretrained`, and `generic_runtime`.
+    """
+    start = time.perf_counter()
+    check_generic(checkpoint, config)
+    stock = load_generic_model(checkpoint, config.dtype).eval()
+    with torch_threads(config.num_threads):
+        runtime = generic_runtime(stock, config, checkpoint.folder)
+    layers = len(runtime.hosted.specs)
+    logger.info(
+        "loaded %s in %.1f s: transformers' own modules, %d layers in the host store, policy %s; "
+        "%s of host KV cache",
+        checkpoint.folder,
+        time.perf_counter() - start,
+        layers,
+        runtime.policy.name,
+        format_bytes(runtime.store.host_budget_bytes),
+    )
+    return runtime
+
+
+def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> GenericRuntime:
+    """What runs a stock model that is loaded; its modules use our attention from now on.
+
+    Args:
+        folder: of its tokenizer; None: the policy reads no text.
+
+    Raises:
+        ValueError: it does not give the stock path's logits, or its attention cannot be taken over;
+            says why.
+    """
+    model_type, runtime = stock.config.model_type, None
+    try:
+        expected = _logits(stock, DynamicCache(config=stock.config), None)
+        specs = attention_specs(stock)
+        runtime = GenericRuntime(stock, specs, config, folder)
+        runtime.use_pool()
+        _check_logits(_logits(stock, runtime.new_cache(), runtime), expected, stock.dtype)
+    except (HostBudgetError, MemoryError):
+        raise
+    except Exception as error:  # of any kind: 150 model types
+        if runtime is not None:
+            runtime.close()
+        reason = str(error) or type(error).__name__
+        raise ValueError(unsupported_generic(model_type, reason)) from error
+    runtime.current_generation = Generation(config.num_threads)
+    return runtime
+
+
+def _logits(stock: Any, cache: Any, runtime: GenericRuntime | None) -> Tensor:
+    """Of a padded prompt of two rows and three steps, [4, 2, vocab_size]."""
+    columns = torch.arange(22).view(2, 11)
+    ids = columns * 7 % min(61, stock.config.get_text_config().vocab_size - 5) + 5
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    logits = []
+    for first, last in ((0, 8), (8, 9), (9, 10), (10, 11)):
+        inputs = {"input_ids": ids[:, first:last], "attention_mask": mask[:, :last]}
+
+        def forward(inputs: dict[str, Tensor] = inputs) -> Any:
+            return stock(**inputs, past_key_values=cache, use_cache=True)
+
+        with torch.no_grad():
+            if runtime is None:
+                out = forward()
+            else:
+                shape = (2, last - first)
+                out = runtime.run(forward, cache, shape, *reversed(inputs.values()))
+        logits.append(out.logits[:, -1].float())
+    return torch.stack(logits)
+
+
+def _check_logits(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    differences = (found - expected).abs() / expected.std()
+    exact = dtype == torch.float32
+    difference = float(differences.max() if exact else differences.mean())
+    most = _MOST_DIFFERENCE if exact else _MOST_ROUNDED_DIFFERENCE
+    if not difference <= most:
+        raise NotImplementedError(
+            f"its logits differ from the stock path's by {difference:.2g} of their standard "
+            f"deviation (at most {most:g} is rounding)"
+        )

@@ -1,0 +1,206 @@
+"""`GenericModel`: a stock model of any type whose KV cache lies in the host store.
+
+Its modules are transformers' own, but for attention. Made like an `OffloadedModel`, on the fly, in
+front of the stock class, whose `forward` and `generate()` it keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload.loading.checkpoint import check_checkpoint
+from offload.runtime.config import RuntimeConfig
+from offload.runtime.fixed_model import FixedModel
+from offload.runtime.generation import Generation, GenerationRequest
+from offload.runtime.generic_cache import GenericCache
+from offload.runtime.generic_loading import GenericRuntime, load_generic
+from offload.runtime.inputs import refuse_unsupported
+from offload.runtime.run_lock import locked
+from offload.runtime.stats import OffloadStats
+from offload.system.autocast import without_autocast
+from offload.system.torch_threads import torch_threads
+
+if TYPE_CHECKING:
+    from offload.kv.store import KVStore
+    from offload.policies import Policy
+
+_MODES = ("greedy_search", "sample")
+
+
+class GenericModel(FixedModel):
+    """A causal language model of transformers' own modules. Layers that attend to all tokens have
+    their keys and values in the host store, and decode with the native kernels under a policy.
+
+    `OffloadedModel.from_pretrained` makes it of model types without lean layers.
+    """
+
+    _offload: GenericRuntime
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock `generate()`: greedy or sampled, a thread at a time.
+
+        Raises:
+            NotImplementedError: beams, assistants and drafts.
+            HostBudgetError: before anything is computed, if not all tokens will fit.
+        """
+        runtime = self._offload
+        if kwargs.get("assistant_model") is not None:
+            raise _unsupported("assistant_model")
+        with runtime.run_lock.lock:
+            outer = runtime.current_generation
+            threads = outer.prefill_threads or torch.get_num_threads()
+            generation = runtime.current_generation = Generation(threads, is_running=True)
+            try:
+                with torch_threads(1):  # in its passes a prompt has more
+                    return super().generate(*args, **kwargs)
+            except BaseException:
+                if generation.owns_cache and generation.cache is not None:
+                    generation.cache.reset()
+                raise
+            finally:
+                if not outer.is_running:
+                    outer = Generation(runtime.config.num_threads, stats=generation.stats)
+                runtime.current_generation = outer
+
+    @locked
+    def _run_pass(self, forward: Any, given: dict[str, Any]) -> Any:
+        """A stock forward pass with the arguments `given`, by name."""
+        if given.get("output_attentions") or getattr(self.config, "output_attentions", False):
+            raise NotImplementedError("output_attentions=True: no attention weights are kept")
+        for name in ("tokenizer", "assistant_tokenizer"):  # generate() hands them on
+            given.pop(name, None)
+        ids, embeds, mask = (
+            given.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask")
+        )
+        if (ids is None) == (embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if mask is not None and mask.dim() != 2:
+            raise NotImplementedError(f"attention_mask must have 2 dimensions, got {mask.dim()}")
+        columns: Any = embeds if ids is None else ids
+        shape = tuple(columns.shape[:2])
+        cache, use_cache = given.get("past_key_values"), given.get("use_cache")
+        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = given["past_key_values"] = self.new_cache()
+        if cache is not None:
+            self._check_cache(cache)
+            given["use_cache"] = True
+        with without_autocast(self.device):
+            return self._offload.run(partial(forward, self, **given), cache, shape, mask, ids)
+
+    def new_cache(self) -> GenericCache:
+        """An empty cache: pass it as `past_key_values` to continue across calls."""
+        return self._offload.new_cache()
+
+    def offload_stats(self) -> OffloadStats:
+        """Tokens, times and KV bytes of the last `generate()`, and the forward passes since."""
+        return self._offload.current_generation.stats
+
+    @property
+    def policy(self) -> Policy:
+        """Which cached tokens a decode step attends to."""
+        runtime = self._offload
+        return runtime.policy
+
+    @property
+    def policy_reason(self) -> str:
+        """Why "auto" came to `policy`; "" if that was asked for."""
+        return self._offload.policy_reason
+
+    @property
+    def kv_store(self) -> KVStore:
+        """The host KV store of this model."""
+        self._offload.sequences.collect_if_idle()
+        return self._offload.store
+
+    def _check_cache(self, cache: Any) -> None:
+        if not isinstance(cache, GenericCache) or cache.store is not self._offload.store:
+            raise ValueError(
+                f"past_key_values must be a cache of this model, got {type(cache).__name__}; make "
+                "it by model.new_cache()"
+            )
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Make the cache of a generation, once it is sure that all its tokens will fit."""
+        if generation_mode not in _MODES:
+            raise _unsupported(str(getattr(generation_mode, "value", generation_mode)))
+        refuse_unsupported(generation_config, model_kwargs.get("attention_mask"))
+        cache = model_kwargs.get("past_key_values")
+        if cache is None and generation_config.use_cache is False:
+            return
+        if cache is not None:
+            self._check_cache(cache)
+            cache._is_user_defined = True  # generate() asks for it
+        self._offload.sequences.collect()
+        request = GenerationRequest.of(generation_config, model_kwargs, batch_size, drafts=False)
+        used = self.new_cache() if cache is None else cache
+        self._offload.check_room(used, request)
+        generation = self._offload.current_generation
+        generation.cache, generation.owns_cache = used, cache is None
+        model_kwargs["past_key_values"] = used
+
+    def _prepare_generated_length(
+        self, generation_config: Any, input_ids_length: int, **given: Any
+    ) -> Any:
+        """As the stock one; the request needs the ids that max_length counts."""
+        generation_config._given_ids = input_ids_length
+        return super()._prepare_generated_length(
+            generation_config=generation_config, input_ids_length=input_ids_length, **given
+        )
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: the engine needs lean layers."""
+        return self._offload.lean
+
+
+def _unsupported(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what} with a model that has no lean layers: it generates greedily or by sampling; leave "
+        "it out"
+    )
+
+
+def load_generic_model(folder: Path, config: RuntimeConfig) -> Any:
+    """The model of a folder, of a type without lean layers.
+
+    Raises: as `OffloadedModel.from_pretrained`.
+    """
+    return generic_model(load_generic(check_checkpoint(folder, takes_generic=True), config))
+
+
+def generic_model(runtime: GenericRuntime) -> Any:
+    """Turn the stock model of `runtime` into a generic one, in place."""
+    stock: Any = runtime.stock
+    stock_class: Any = type(stock)
+    stock.__class__ = _generic_class(stock_class)
+    stock._offload = runtime
+    return stock
+
+
+@functools.cache
+def _generic_class(stock_class: Any) -> Any:
+    signature = inspect.signature(stock_class.forward)
+    others = [x.name for x in signature.parameters.values() if x.kind is x.VAR_KEYWORD]
+
+    @functools.wraps(stock_class.forward)  # generate() reads its arguments
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        del given["self"]
+        for name in others:
+            given |= given.pop(name, {})
+        return self._run_pass(stock_class.forward, given)
+
+    namespace = {"__module__": __name__, "__doc__": GenericModel.__doc__, "forward": forward}
+    return type(stock_class.__name__, (GenericModel, stock_class), namespace)

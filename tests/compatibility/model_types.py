@@ -1,0 +1,154 @@
+"""Write docs/models.md, a row for each causal model type of transformers, from what a tiny random
+model of it does: `python -m compatibility.model_types --write`, with tests/ in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases.every_type import tiny_model_of
+from transformers import CONFIG_MAPPING, logging
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from offload.models import FAMILIES, is_generic
+from offload.models.missing_features import NEVER_GENERIC, missing_features
+from offload.runtime.config import runtime_config
+from offload.runtime.generic_loading import generic_runtime
+from offload.runtime.generic_model import generic_model
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+LEAN, GENERIC, REFUSED, NOT_TRIED = "lean", "generic", "refused", "not tried"
+_SECONDS = 60  # of one type
+_HEAD = """\
+# Model types
+
+*lean*: native layers, on a CPU and with a GPU, with every feature. *generic*: transformers' own
+modules on a CPU. Attention of the layers that attend to all tokens is ours, their keys and values
+are in the host store; layers with a window or a recurrent state keep transformers' cache. A generic
+model does `generate()`, greedy or sampled, with left padding and several turns, and `forward()`,
+under `auto` (exact), `full`, `exact_topk`, `quest`, `lychee_cluster`, `lfps`, `sketch` and
+`streaming_llm`. Beams, drafts, engine, server, sessions, eval, GPUs, ranks, packed weights and
+`host_bytes_per_sequence` are refused. Before it is used, each model must give the logits of the
+stock path for a padded prompt and three steps; it is refused if it does not.
+
+Of the {total} types of transformers {version} whose class is a causal language model, {lean} are
+lean, {generic} generic, {refused} refused, and {not_tried} were not tried. *generic* in the table
+says that a tiny random model of the type in float32 gives the stock model's 24 greedy tokens behind
+40, alone and in a padded batch. A slow test repeats it, and `make report` writes this file.
+
+| type | | why |
+| --- | --- | --- |
+"""
+Row = tuple[str, str]  # one of the four words, and why
+
+
+@functools.cache
+def judged(model_type: str) -> Row:
+    """What becomes of a model type."""
+    if model_type in FAMILIES:
+        return LEAN, ""
+    try:
+        config = CONFIG_MAPPING[model_type]().to_dict()
+        if not is_generic(config):
+            return REFUSED, _early_reason(model_type, config)
+        stock = _in_time(lambda: tiny_model_of(model_type))
+        expected = _in_time(lambda: _tokens(stock))
+    except Exception as error:  # of any kind
+        return NOT_TRIED, f"no tiny model of it runs: {_short(error)}"
+    options = {"num_threads": 1, "page_tokens": 16, "max_memory": {"cpu": "1GiB"}}
+    try:
+        runtime = _in_time(lambda: generic_runtime(stock, runtime_config(**options), None))
+    except ValueError as error:
+        return REFUSED, _short(error)
+    model = generic_model(runtime)
+    found = _in_time(lambda: _tokens(model))
+    runtime.close()
+    return (GENERIC, "") if found == expected else (REFUSED, "other tokens than the stock model's")
+
+
+def _early_reason(model_type: str, config: dict[str, Any]) -> str:
+    parts = [x for x in missing_features(config) if "beside" in x or "state-space" in x]
+    if model_type in NEVER_GENERIC:
+        parts += ["its class has no attention, or does not use transformers' AttentionInterface"]
+    return [*parts, "a model of text beside other models"][0]
+
+
+def _tokens(model: Any) -> list[Any]:
+    """Of one prompt, and of two in a padded batch."""
+    ids = torch.randint(3, 250, (2, 40), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :11] = ids[0, :11] = 0
+    settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return [
+        model.generate(input_ids=ids[rows], attention_mask=mask[rows], **settings).tolist()
+        for rows in (slice(1, 2), slice(0, 2))
+    ]
+
+
+def _in_time(compute: Callable[[], Any]) -> Any:
+    def late(*_: object) -> None:
+        raise TimeoutError(f"more than {_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(_SECONDS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return compute()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _short(error: Exception) -> str:
+    words = " ".join(f"{error}".split()) or type(error).__name__
+    words = re.sub(r"^unsupported model type '[^']*': ", "", words)
+    words = words.partition("; docs/models.md")[0].replace("|", "/")
+    return words if len(words) <= 120 else f"{words[:117]}..."
+
+
+def rows() -> dict[str, Row]:
+    """What docs/models.md says of each type."""
+    found = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]*) \|$", DOCUMENT.read_text(), re.M)
+    return {name: (word, why.strip()) for name, word, why in found}
+
+
+def render() -> str:
+    """The whole document."""
+    import transformers
+
+    judgements = {name: judged(name) for name in TYPES}
+    counts = [word for word, _ in judgements.values()]
+    head = _HEAD.format(
+        total=len(TYPES),
+        version=transformers.__version__,
+        lean=counts.count(LEAN),
+        generic=counts.count(GENERIC),
+        refused=counts.count(REFUSED),
+        not_tried=counts.count(NOT_TRIED),
+    )
+    return head + "".join(f"| `{name}` | {x} | {why} |\n" for name, (x, why) in judgements.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    logging.set_verbosity_error()
+    document = render() if parser.parse_args().write else ""
+    if document:
+        DOCUMENT.write_text(document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Model types without lean layers, on transformers' own modules, against the stock model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.every_type import tiny_model_of
+from cases.tiny_models import VOCAB_SIZE, byte_tokenizer
+from transformers import AutoModelForCausalLM, DynamicCache
+from typer.testing import CliRunner
+
+from offload import OffloadedModel
+from offload.cli import app
+from offload.engine.engine import Engine
+from offload.policies.exact_topk import ExactTopK
+from offload.policies.registry import make_policy
+from offload.runtime.config import runtime_config
+from offload.runtime.generic_loading import POLICIES, generic_runtime
+from offload.system.errors import HostBudgetError
+
+TYPES = ["qwen3_moe", "qwen3_5_text", "gemma3_text", "gpt_oss", "phi3", "deepseek_v3"]
+IDS = torch.randint(3, 250, (2, 40), generator=torch.Generator().manual_seed(1))
+MASK = torch.ones_like(IDS)
+MASK[0, :11] = 0
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for model_type in TYPES:
+        made[model_type] = tmp_path_factory.mktemp(model_type)
+        tiny_model_of(model_type, vocab_size=VOCAB_SIZE).save_pretrained(made[model_type])
+    return made
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return OffloadedModel.from_pretrained(folder, **{"num_threads": 1, "page_tokens": 16} | options)
+
+
+def stock_of(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
+
+
+def tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(input_ids=ids, attention_mask=mask, **settings)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_tokens_are_those_of_the_stock_model(folders: dict[str, Path], model_type: str) -> None:
+    stock, model = stock_of(folders[model_type]), load(folders[model_type])
+    assert type(model).__name__ == type(stock).__name__
+    assert isinstance(model, type(stock))
+    for options in ({}, {"do_sample": True}, {"prefill_chunk_size": 16}):
+        for rows in (slice(1, 2), slice(0, 2)):
+            found = []
+            for each in (stock, model):
+                torch.manual_seed(3)
+                found.append(tokens(each, IDS[rows], MASK[rows], **options))
+            assert found[0].tolist() == found[1].tolist(), options
+    stats = model.offload_stats()
+    assert stats.prefill_tokens == 80
+    assert stats.decode_tokens == 2 * 19
+    assert stats.kv_host_bytes > 0
+    assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_turns_go_on_from_the_cache(folders: dict[str, Path], model_type: str) -> None:
+    stock, model = stock_of(folders[model_type]), load(folders[model_type])
+    found = []
+    for each, cache in ((stock, DynamicCache(config=stock.config)), (model, model.new_cache())):
+        told, mask = IDS, MASK
+        for _ in range(3):
+            told = tokens(each, told, mask, past_key_values=cache)
+            told = torch.cat([told, IDS[:, :9]], dim=1)
+            mask = torch.nn.functional.pad(MASK, (0, told.shape[1] - 40), value=1)
+        found.append(told.tolist())
+    assert found[0] == found[1]
+    assert cache.kv_lens == [len(found[1][0]) - 10 - pad for pad in (11, 0)]
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_policies(folders: dict[str, Path], policy: str) -> None:
+    """A budget of all tokens is exact; a small one is attended to, and changes tokens."""
+    for model_type in ("qwen3_5_text", "deepseek_v3"):
+        folder = folders[model_type]
+        expected = tokens(stock_of(folder), IDS, MASK).tolist()
+        least = {"sink_tokens": 2, "dense_layers": 0}
+        if policy != "streaming_llm":
+            least["recent_tokens"] = 4
+        whole = load(folder, policy=make_policy(policy, budget_tokens=4096, **least))
+        assert tokens(whole, IDS, MASK).tolist() == expected
+        few = load(folder, policy=make_policy(policy, budget_tokens=16, **least))
+        assert tokens(few, IDS, MASK).tolist() != expected
+
+
+def test_exact_top_k_is_that_of_a_reference(folders: dict[str, Path]) -> None:
+    """The next token's logits, with all but the 12 heaviest tokens of each KV head masked."""
+    folder = folders["qwen3_moe"]
+    model = load(
+        folder,
+        policy=ExactTopK(budget_tokens=12, sink_tokens=0, recent_tokens=1, dense_layers=0),
+    )
+    seen: list[int] = []
+    model._offload.attention.on_attended = lambda layer_idx, *_: seen.extend(
+        len(selection) for selection in model._offload.attention.last_selection()
+    )
+    tokens(model, IDS[1:], MASK[1:], max_new_tokens=3)
+    assert set(seen) == {12}
+
+
+def test_the_command_line_generates(folders: dict[str, Path]) -> None:
+    folder = folders["qwen3_5_text"]
+    byte_tokenizer().save_pretrained(folder)
+    options = ["--prompt", "hello", "--no-chat", "--ignore-eos", "--json", "-n", "4"]
+    for more in (["--policy", "quest", "--compare"], []):
+        result = CliRunner().invoke(app, ["generate", str(folder), *options, *more])
+        assert result.exit_code == 0, result.output
+        runs = json.loads(result.stdout)["runs"]
+        assert [run["new_tokens"] for run in runs] == [4] * len(runs)
+        assert runs[-1]["resolved_policy"] == "full"
+
+
+def test_bfloat16(folders: dict[str, Path]) -> None:
+    model = load(folders["gemma3_text"], dtype="bfloat16")
+    assert tokens(model, IDS, MASK).shape == (2, 60)
+    assert model.kv_store.dtype == torch.bfloat16
+
+
+def test_a_budget_is_refused_before_anything_is_computed(folders: dict[str, Path]) -> None:
+    model = load(folders["phi3"], max_memory={"cpu": "3MiB"})
+    with pytest.raises(HostBudgetError, match="2 sequences of up to 10039 tokens need"):
+        tokens(model, IDS, MASK, max_new_tokens=10000)
+    assert tokens(model, IDS, MASK).shape == (2, 60)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"backend": "inline"}, "backend='inline'"),
+        ({"weights": "q8"}, "weights='q8'"),
+        ({"quality_probe": 0.1}, "quality_probe=0.1"),
+        ({"host_bytes_per_sequence": "1MiB"}, "host_bytes_per_sequence=1048576"),
+        ({"policy": "tidal_decode"}, "policy 'tidal_decode'"),
+    ],
+)
+def test_what_needs_lean_layers_is_named(
+    folders: dict[str, Path], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=f"{said} with .*which has no lean layers"):
+        load(folders["phi3"], **options)
+
+
+def test_calls_that_are_not_supported_are_named(folders: dict[str, Path]) -> None:
+    model = load(folders["phi3"])
+    with pytest.raises(NotImplementedError, match="beam_search with a model that has no lean"):
+        tokens(model, IDS, MASK, num_beams=2)
+    with pytest.raises(NotImplementedError, match="no lean layers: generate"):
+        Engine(model)
+    with pytest.raises(ValueError, match="must be a cache of this model, got DynamicCache"):
+        model(input_ids=IDS, past_key_values=DynamicCache(config=model.config))
+    cache = model.new_cache()
+    model(input_ids=IDS, attention_mask=MASK, past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="cannot be cropped"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="hides 0 columns of row 0"):
+        model(input_ids=IDS[:, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match="padding on the left"):
+        model(input_ids=IDS, attention_mask=MASK.flip(1))
+
+
+def test_a_failed_pass_leaves_nothing(folders: dict[str, Path]) -> None:
+    model = load(folders["qwen3_5_text"])
+    cache = model.new_cache()
+    model(input_ids=IDS, past_key_values=cache)
+    with pytest.raises(IndexError):
+        model(input_ids=IDS + 10**6, past_key_values=cache)
+    with pytest.raises(RuntimeError, match="a forward pass with this cache has failed"):
+        model(input_ids=IDS[:, :1], past_key_values=cache)
+    cache.reset()
+    assert model.kv_store.num_sequences == 0
+    model(input_ids=IDS, past_key_values=cache)
+    assert cache.kv_lens == [40, 40]
+
+
+def test_the_gate_refuses_other_logits() -> None:
+    """Types whose attention is not what passes through the attention function."""
+    for model_type, reason in (("doge", "hides more than padding"), ("gemma2", "softcap")):
+        with pytest.raises(ValueError, match=f"unsupported model type '{model_type}': .*{reason}"):
+            generic_runtime(tiny_model_of(model_type), runtime_config(num_threads=1), None)

@@ -132,7 +132,8 @@ def kept_source(folder: Path) -> Path:
 def _marked_source(folder: Path) -> Path | None:
     try:
         source = Path(json.loads((folder / CONVERTED_MARK).read_bytes())["source"])
-        is_its = folder.name == _converted_name(source)
+        # The rest of the name is that of a link to it, as the hub's cache has it, or its own.
+        is_its = folder.name.rpartition("-")[2] == _key(source)
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return source if is_its else None

@@ -175,6 +175,21 @@ def test_a_folder_whose_file_has_changed_is_refused(
     assert checkpoint_digest(other) != digest
 
 
+@pytest.mark.parametrize("weights", ["auto", "bfloat16"])
+def test_a_link_with_another_name(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the hub's cache, whose files are named by their digests."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "0123", make_tiny_model("llama"), byte_tokenizer(), types=TYPES)
+    link = tmp_path / "tiny.gguf"
+    link.symlink_to(tmp_path / "0123")
+    model = OffloadedModel.from_pretrained(link, num_threads=1, weights=weights)
+    assert bool(packed_modules(model)) == (weights == "auto")
+    again = OffloadedModel.from_pretrained(model.name_or_path, num_threads=1, weights=weights)
+    assert bool(packed_modules(again)) == (weights == "auto")
+
+
 def plain_model(path: Path) -> Any:
     """The file's weights in float32."""
     return load_stock_model(check_checkpoint(resolve_folder(path)), torch.float32)

@@ -179,6 +179,8 @@ def plan(
             threads = measured.num_threads
         places = None if placement is None else HeadPlacement.load(placement)
         where = device or ("cuda" if measured.device is not None else "cpu")
+        if device is None and where != "cpu":
+            planned = planned_model(model, dtype, weights, where)  # packs less there
         if isinstance(made_policy, Auto) and placement is not None:
             made_policy = planned_policy(placement)
         if isinstance(made_policy, Auto):

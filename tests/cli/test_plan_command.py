@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases.profile_cases import machine_profile
-from cases.tiny_models import make_tiny_model
+from cases.tiny_models import byte_tokenizer, make_tiny_model, write_gguf
 from typer.testing import CliRunner
 
 from offload.cli import app
@@ -217,6 +217,25 @@ def test_packed_weights_are_counted(h200: str) -> None:
     few = ["--context", "4096", "--max-memory", limit]
     assert runner.invoke(app, [*arguments, *few]).exit_code == 1
     assert runner.invoke(app, [*arguments, *few, "--weights", "q4"]).exit_code == 0
+
+
+def test_a_profile_tells_where_a_file_is_unpacked(
+    h200: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of a GGUF file are dequantised on a GPU, also one that only the profile names."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    types = {"ffn_down.weight": "Q8_0", "token_embd.weight": "Q8_0"}
+    write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=types)
+    arguments = ["plan", str(path), "--profile", h200, "--policy", "full", "--json"]
+    found = {}
+    for device in ("cpu", "cuda", None):
+        more = [] if device is None else ["--device", device]
+        result = runner.invoke(app, [*arguments, *more])
+        assert result.exit_code == 0, result.output
+        plan = json.loads(result.stdout)
+        found[device] = plan["host_bytes" if device == "cpu" else "device_bytes"]["weights"]
+    assert found[None] == found["cuda"] > found["cpu"]
 
 
 def test_a_damaged_profile(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from offload.system.stdlib_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NE
 from offload.system.text_file import argument_text, decoded, read_text_file
 
 if TYPE_CHECKING:
+    from offload.models.shape import ModelShape
     from offload.policies import Policy
 
 
@@ -291,7 +292,6 @@ def generate(
                 needle = argument_text(needle, "--needle")
 
             from offload.loading.names import load_tokenizer
-            from offload.models.shape import ModelShape
             from offload.policies.auto import Auto
             from offload.runtime.auto_policy import beyond_crossover
             from offload.runtime.model import OffloadedModel
@@ -323,8 +323,7 @@ def generate(
                     )
                 runs.append(run | {"label": label})
                 if policies and isinstance(made, Auto) and is_exact:
-                    shape = ModelShape.of_config(loaded.config.to_dict(), most)
-                    sparse = beyond_crossover(made, shape, most)
+                    sparse = beyond_crossover(made, _shape(loaded, most), most)
                     policies = [sparse] if most > sparse.dense_tokens else []
                     beside = _beside(sparse, resolved, loaded.policy_reason, most)
                     stderr().print(beside, style="dim", soft_wrap=True)
@@ -338,6 +337,17 @@ def generate(
         names = " and ".join(missed)
         print_marked("wrong:", f"no {expect!r} in the answer with {names}", "bold red")
         raise typer.Exit(3)
+
+
+def _shape(loaded: Any, most: int) -> ModelShape:
+    """The model's, for `most` tokens; other types than lean ones name sizes as they like."""
+    from offload.models.shape import ModelShape
+    from offload.runtime.generic_loading import GenericRuntime
+
+    runtime = loaded._offload
+    if isinstance(runtime, GenericRuntime):
+        return replace(runtime.shape, max_context=most)
+    return ModelShape.of_config(loaded.config.to_dict(), most)
 
 
 def _beside(sparse: Policy, resolved: Policy, reason: str, most: int) -> str:

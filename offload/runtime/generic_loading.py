@@ -24,7 +24,7 @@ from offload.kv.store import HostBudgetError, KVStore
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import load_delimiter_classes, load_generic_model
-from offload.models import FAMILIES
+from offload.models import FAMILIES, ModelShape
 from offload.models.missing_features import unsupported_generic
 from offload.policies.auto import Auto
 from offload.policies.full import Full
@@ -114,6 +114,21 @@ class GenericRuntime:
             f"a model of type {self.stock.config.model_type!r} has no lean layers: generate() and "
             "forward() run it; engine, server, sessions, eval and calibrations need one of "
             f"{', '.join(sorted(FAMILIES))}"
+        )
+
+    @property
+    def shape(self) -> ModelShape:
+        """The heads of its layers in the store; sizes that decide on no policy are 0."""
+        attention = self.attention
+        return ModelShape(
+            num_layers=attention.num_layers,
+            hidden_size=0,
+            num_qo_heads=attention.num_qo_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            intermediate_size=0,
+            vocab_size=0,
+            max_context=0,
         )
 
     def new_cache(self) -> GenericCache:

@@ -126,6 +126,17 @@ def test_the_command_line_generates(folders: dict[str, Path]) -> None:
         assert runs[-1]["resolved_policy"] == "full"
 
 
+def test_the_command_line_compares(tmp_path: Path) -> None:
+    """Also where a config has names of its own for sizes, and an attention that is chosen."""
+    tiny_model_of("gpt2", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    options = ["--prompt", "hello " * 100, "--no-chat", "--ignore-eos", "--json", "-n", "4"]
+    options += ["--budget-tokens", "256"]
+    result = CliRunner().invoke(app, ["generate", str(tmp_path), *options, "--compare"])
+    assert result.exit_code == 0, result.output
+    assert [run["policy"] for run in json.loads(result.stdout)["runs"]] == ["auto", "sketch"]
+
+
 def test_bfloat16(folders: dict[str, Path]) -> None:
     model = load(folders["gemma3_text"], dtype="bfloat16")
     assert tokens(model, IDS, MASK).shape == (2, 60)

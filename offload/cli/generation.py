@@ -49,11 +49,12 @@ def check_context(model: str, context_tokens: int) -> None:
     from transformers import AutoConfig
 
     from offload.loading.names import resolve_folder
-    from offload.models.base import context_limit
+    from offload.models import is_generic
+    from offload.models.base import context_limit, stock_context_limit
 
-    limit, reason = context_limit(
-        AutoConfig.from_pretrained(resolve_folder(model), trust_remote_code=False)
-    )
+    config = AutoConfig.from_pretrained(resolve_folder(model), trust_remote_code=False)
+    limit_of = stock_context_limit if is_generic(config.to_dict()) else context_limit
+    limit, reason = limit_of(config)
     if context_tokens > limit:
         raise ValueError(
             f"--context {context_tokens} exceeds the {limit} tokens of this model ({reason}); "

@@ -6,6 +6,8 @@ and save as transformers does it. `offload/prefill` and `offload/decode` compute
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -207,6 +209,17 @@ def context_limit(config: Any) -> tuple[int, str]:
     if window is not None and slides and window < positions:
         return int(window), f"sliding_window={window}; sliding-window layers are not supported yet"
     return positions, reason
+
+
+def stock_context_limit(config: Any) -> tuple[int, str]:
+    """`context_limit` of a model that runs on transformers' own modules: they compute windows, and
+    their rotary embeddings. Types without a number of positions have no bound: sys.maxsize."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if type(positions) is not int:
+        return sys.maxsize, "it has no number of positions"
+    with contextlib.suppress(NotImplementedError, ValueError):
+        return rope_context(config)
+    return positions, f"max_position_embeddings={positions}"
 
 
 def norm_of(module: Any) -> Norm:

@@ -25,6 +25,7 @@ from offload.loading.checkpoint import Checkpoint
 from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import load_delimiter_classes, load_generic_model
 from offload.models import FAMILIES, ModelShape
+from offload.models.base import stock_context_limit
 from offload.models.missing_features import unsupported_generic
 from offload.policies.auto import Auto
 from offload.policies.full import Full
@@ -177,6 +178,7 @@ class GenericRuntime:
         """Refuse a generation that could not come to its end.
 
         Raises:
+            ValueError: it is longer than the model's positions.
             HostBudgetError: the host budget does not suffice for KV cache and policy state.
         """
         store, states = self.store, self.attention.states
@@ -194,6 +196,12 @@ class GenericRuntime:
                 f"of host KV cache, but {format_bytes(free)} of its budget of "
                 f"{format_bytes(store.host_budget_bytes)} are free; raise "
                 "max_memory={'cpu': ...}, or lower the batch size or max_new_tokens"
+            )
+        most, reason = stock_context_limit(self.stock.config)
+        if max(ends) > most:
+            raise ValueError(
+                f"a context of {max(ends)} tokens exceeds the {most} tokens of this model "
+                f"({reason}); shorten the prompt or lower max_new_tokens"
             )
 
 

@@ -137,6 +137,21 @@ def test_the_command_line_compares(tmp_path: Path) -> None:
     assert [run["policy"] for run in json.loads(result.stdout)["runs"]] == ["auto", "sketch"]
 
 
+def test_a_context_beyond_the_positions_is_refused(folders: dict[str, Path]) -> None:
+    """And not one beyond a sliding window, which is transformers' own."""
+    folder = folders["gemma3_text"]
+    model = load(folder)
+    most = model.config.max_position_embeddings
+    message = f"a context of {most + 1} tokens exceeds the {most} tokens of this model"
+    with pytest.raises(ValueError, match=message):
+        tokens(model, IDS, MASK, max_new_tokens=most - 38)
+    byte_tokenizer().save_pretrained(folder)
+    options = ["--prompt", "hello", "--no-chat", "-n", "2", "--json"]
+    for context, code in ((most // 2, 0), (most + 1, 1)):
+        command = ["generate", str(folder), *options, "--context", str(context)]
+        assert CliRunner().invoke(app, command).exit_code == code
+
+
 def test_bfloat16(folders: dict[str, Path]) -> None:
     model = load(folders["gemma3_text"], dtype="bfloat16")
     assert tokens(model, IDS, MASK).shape == (2, 60)

@@ -13,10 +13,10 @@ import torch
 
 from cpu_ops.packed import FORMATS
 from offload.loading.bars import passing_bars
-from offload.loading.checkpoint import Checkpoint, check_loaded
+from offload.loading.checkpoint import GGUF_FILE, Checkpoint, check_loaded
 from offload.loading.gguf import CONVERTED_MARK, weights_folder
 from offload.loading.one_at_a_time import loading
-from offload.loading.packing import pack_weights, packed_from_gguf
+from offload.loading.packing import model_from_parts, pack_weights
 from offload.models import ModelShape
 from offload.models.base import check_computation, context_limit
 from offload.models.missing_features import unsupported_generic
@@ -126,8 +126,9 @@ def _loaded(
     except Exception as error:  # or transformers raises without naming the file
         raise ValueError(f"{source}: {error}") from error
     loaded_dtype = checkpoint.loaded_dtype(dtype)  # what budgets were checked with
-    if packing and checkpoint.gguf_types:
-        model = packed_from_gguf(checkpoint, config, loaded_dtype, packing)
+    is_gguf = (checkpoint.folder / GGUF_FILE).is_file()
+    if checkpoint.stored_types and (packing or not is_gguf):
+        model = model_from_parts(checkpoint, config, loaded_dtype, packing)
         model.generation_config = generation
         _override(model.generation_config, _GENERATION, source)
         return model

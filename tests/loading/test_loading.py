@@ -171,7 +171,7 @@ DAMAGES = {
     "quantised": (
         lambda f: change_config(f, quantization_config={"quant_method": "bitsandbytes"}),
         NotImplementedError,
-        "quantised with 'awq'",
+        "quantised with 'bitsandbytes'",
     ),
     "odd quantisation": (
         lambda f: change_config(f, quantization_config=5),

@@ -39,7 +39,7 @@ class PlannedModel:
         weight_bytes: of all weights in that dtype, or packed; tied ones count once.
         folder: where its weights are or will be on this machine; None: it has none.
         weights: as `RuntimeConfig` has them.
-        packs_weights: whether matrices of the layers are packed.
+        weight_share: of the bytes that all weights would have in that dtype; below 1: packed.
     """
 
     name: str
@@ -49,7 +49,7 @@ class PlannedModel:
     weight_bytes: int
     folder: Path | None = None
     weights: str = "auto"
-    packs_weights: bool = False
+    weight_share: float = 1.0
 
     @property
     def checkpoint(self) -> str:
@@ -110,7 +110,7 @@ def planned_model(
             chosen,
             num_bytes,
             weights=weights,
-            packs_weights=weights in FORMATS,
+            weight_share=num_bytes / (weight_elements(shape) * chosen.itemsize),
         )
     config, stored, folder, types = _config(name_or_path, path)
     lean_model_maker(config.model_type, config.to_dict())
@@ -123,8 +123,8 @@ def planned_model(
         types = dict.fromkeys(of_layers, how.kind)
     if weights in FORMATS or (weights == "auto" and device == "cpu"):
         num_bytes = packed_weight_bytes(shapes, chosen, weights, types)
-        packs = num_bytes < planned.weight_bytes
-        planned = replace(planned, weight_bytes=num_bytes, packs_weights=packs)
+        share = num_bytes / planned.weight_bytes
+        planned = replace(planned, weight_bytes=num_bytes, weight_share=share)
     return replace(planned, folder=folder, weights=weights)
 
 

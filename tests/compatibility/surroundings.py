@@ -198,7 +198,11 @@ _YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 
 LOADING = [
     *(Feature(f"`{name}`", generates(name)) for name in TINY_MODELS),
-    Feature("another model type (gpt2)", unsupported, "on a CPU, by the modules of transformers (docs/models.md)"),
+    Feature(
+        "another model type (gpt2)",
+        unsupported,
+        "on a CPU, by the modules of transformers (docs/models.md)",
+    ),
     Feature("rope type `linear`", rope("linear", factor=4.0)),
     Feature("rope type `dynamic`", rope("dynamic", max_positions=64, factor=4.0)),
     Feature("rope type `yarn`", rope("yarn", **_YARN)),

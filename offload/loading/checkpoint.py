@@ -165,8 +165,9 @@ def check_config_file(path: Path, *, takes_generic: bool = True) -> dict[str, An
     Raises: as `check_checkpoint`.
     """
     config = check_model_type(path, takes_generic=takes_generic)
+    text = config.get("text_config")
     for name in (*_SIZES, *_OPTIONAL_SIZES):
-        size = config.get(name)
+        size = (text if isinstance(text, dict) else config).get(name)
         if size is None and (name in _OPTIONAL_SIZES or is_generic(config)):
             continue
         if type(size) is not int or not 0 < size <= _MAX_SIZE:

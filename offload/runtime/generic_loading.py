@@ -76,11 +76,17 @@ class GenericRuntime:
             config = replace(config, policy=Full())
             self.policy_reason = "without lean layers auto attends to everything in this version"
         self.config, self.policy = config, config.policy
-        spec = next(iter(specs.values()))
+        # Without a layer in the store it still counts the tokens of sequences.
+        layers = [*specs.values()] or [AttentionSpec(1, 1, 16, 16, 1.0)]
+        if not specs and config.policy.selects:
+            raise NotImplementedError(
+                f"policy {config.policy.name!r} has nothing to select: no layer attends to all "
+                "tokens; available: 'auto' and 'full'"
+            )
         self.store = KVStore(
-            num_layers=len(specs),
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            num_layers=len(layers),
+            num_kv_heads=[spec.num_kv_heads for spec in layers],
+            head_dim=[spec.head_dim for spec in layers],
             dtype=stock.dtype,
             host_budget_bytes=kv_budget_bytes(config, weight_bytes_of(stock), loaded=True),
             page_tokens=config.page_tokens,
@@ -89,9 +95,10 @@ class GenericRuntime:
         self.attention = DecodeAttention(
             self.policy,
             self.store,
-            num_qo_heads=spec.num_qo_heads,
+            num_qo_heads=[spec.num_qo_heads for spec in layers],
             pool=self.pool,
-            sm_scale=[spec.sm_scale for spec in specs.values()],
+            sm_scale=[spec.sm_scale for spec in layers],
+            softcap=[spec.softcap for spec in layers],
         )
         classes = None
         if self.policy.state.reads_text and folder is not None:

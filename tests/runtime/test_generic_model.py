@@ -22,7 +22,7 @@ from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import POLICIES, generic_runtime
 from offload.system.errors import HostBudgetError
 
-TYPES = ["qwen3_moe", "qwen3_5_text", "gemma3_text", "gpt_oss", "phi3", "deepseek_v3"]
+TYPES = ["qwen3_moe", "qwen3_5_text", "gemma2", "gpt_oss", "phi3", "deepseek_v3", "ministral"]
 IDS = torch.randint(3, 250, (2, 40), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
 MASK[0, :11] = 0
@@ -127,9 +127,27 @@ def test_the_command_line_generates(folders: dict[str, Path]) -> None:
 
 
 def test_bfloat16(folders: dict[str, Path]) -> None:
-    model = load(folders["gemma3_text"], dtype="bfloat16")
+    model = load(folders["gemma2"], dtype="bfloat16")
     assert tokens(model, IDS, MASK).shape == (2, 60)
     assert model.kv_store.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5"])
+def test_the_text_part_of_a_multi_modal_model(
+    tmp_path: Path, model_type: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = tiny_model_of(model_type)
+    whole.save_pretrained(tmp_path)
+    caplog.set_level("INFO")
+    model = load(tmp_path)
+    assert "only the text part is loaded, a " in caplog.text
+    assert tokens(model, IDS, MASK).tolist() == tokens(whole, IDS, MASK).tolist()
+    assert model.num_parameters() < whole.num_parameters()
+
+
+def test_a_model_that_only_sees_windows_selects_nothing(folders: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="policy 'quest' has nothing to select: no layer attends"):
+        load(folders["ministral"], policy="quest")
 
 
 def test_a_budget_is_refused_before_anything_is_computed(folders: dict[str, Path]) -> None:
@@ -190,6 +208,7 @@ def test_a_failed_pass_leaves_nothing(folders: dict[str, Path]) -> None:
 
 def test_the_gate_refuses_other_logits() -> None:
     """Types whose attention is not what passes through the attention function."""
-    for model_type, reason in (("doge", "hides more than padding"), ("gemma2", "softcap")):
+    refused = {"doge": "hides more than padding", "deepseek_v32": "attention asks for indices"}
+    for model_type, reason in refused.items():
         with pytest.raises(ValueError, match=f"unsupported model type '{model_type}': .*{reason}"):
             generic_runtime(tiny_model_of(model_type), runtime_config(num_threads=1), None)

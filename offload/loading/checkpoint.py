@@ -143,6 +143,11 @@ def check_checkpoint(folder: Path, *, takes_generic: bool = False) -> Checkpoint
         stored = [tensor.dtype for tensor in tensors]
         dtype = _TORCH_DTYPES[next((x for x in stored if x in _FLOATS), stored[0])]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
+    if "text_config" in config:  # of which the text part is loaded
+        of_text = ("language_model", "lm_head")
+        shapes = {
+            name: x for name, x in shapes.items() if any(part in name for part in of_text)
+        } or shapes
     return Checkpoint(folder, config, shapes, dtype)
 
 

@@ -36,7 +36,8 @@ _HEAD = """\
 
 *lean*: native layers, on a CPU and with a GPU, with every feature. *generic*: transformers' own
 modules on a CPU. Attention of the layers that attend to all tokens is ours, their keys and values
-are in the host store; layers with a window or a recurrent state keep transformers' cache. A generic
+are in the host store; layers with a window or a recurrent state keep transformers' cache, whose bytes
+count in `max_memory`. A generic
 model does `generate()`, greedy or sampled, with left padding and several turns, and `forward()`,
 under `auto` (exact), `full`, `exact_topk`, `quest`, `lychee_cluster`, `lfps`, `sketch` and
 `streaming_llm`. Beams, drafts, engine, server, sessions, eval, GPUs, ranks, packed weights and

@@ -144,6 +144,11 @@ def check_checkpoint(folder: Path, *, takes_generic: bool = False) -> Checkpoint
         stored = [tensor.dtype for tensor in tensors]
         dtype = _TORCH_DTYPES[next((x for x in stored if x in _FLOATS), stored[0])]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
+    if "text_config" in config:  # of which the text part is loaded
+        of_text = ("language_model", "lm_head")
+        shapes = {
+            name: x for name, x in shapes.items() if any(part in name for part in of_text)
+        } or shapes
     types: dict[str, str] = {}
     quantised = quantised_format(config, folder / "config.json")
     if quantised is not None:
@@ -171,8 +176,9 @@ def check_config_file(path: Path, *, takes_generic: bool = True) -> dict[str, An
     Raises: as `check_checkpoint`.
     """
     config = check_model_type(path, takes_generic=takes_generic)
+    text = config.get("text_config")
     for name in (*_SIZES, *_OPTIONAL_SIZES):
-        size = config.get(name)
+        size = (text if isinstance(text, dict) else config).get(name)
         if size is None and (name in _OPTIONAL_SIZES or is_generic(config)):
             continue
         if type(size) is not int or not 0 < size <= _MAX_SIZE:

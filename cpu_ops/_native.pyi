@@ -156,7 +156,7 @@ class DecodeAttention:
         self,
         pool: WorkerPool,
         isa: str,
-        layers: Sequence[tuple[int, int, int, float]],
+        layers: Sequence[tuple[int, int, int, float, float]],
         page_shift: int,
         dtype: int,
     ) -> None: ...

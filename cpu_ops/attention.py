@@ -34,6 +34,7 @@ class NativeAttention:
         page_tokens: tokens of a page; a power of two.
         dtype: of queries, keys and values.
         sm_scale: softmax scale, or that of each layer; None takes head_dim ** -0.5.
+        softcap: scores are softcap * tanh(score / softcap), or that of each layer; 0: not capped.
         isa: an ISA other than the process's (tests).
 
     Attributes:
@@ -63,6 +64,7 @@ class NativeAttention:
         page_tokens: int,
         dtype: torch.dtype,
         sm_scale: float | Sequence[float] | None = None,
+        softcap: float | Sequence[float] = 0.0,
         isa: str | None = None,
     ) -> None:
         heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
@@ -76,6 +78,7 @@ class NativeAttention:
         self.dtype = dtype
         scale = [dim**-0.5 for dim in columns[2]] if sm_scale is None else sm_scale
         self.sm_scales = of_layers(num_layers, "sm_scale", scale)
+        caps = of_layers(num_layers, "softcap", softcap)
         self.sparse_layers = np.zeros(num_layers, bool)
         self.window: tuple[int, int] | None = None
         self.budget_tokens = 0
@@ -85,7 +88,10 @@ class NativeAttention:
         self.native = _native.DecodeAttention(
             pool.native,
             isa or isa_name(),
-            [(*of, scale) for of, scale in zip(self.layer_heads, self.sm_scales, strict=True)],
+            [
+                (*of_layer, scale, cap)
+                for of_layer, scale, cap in zip(self.layer_heads, self.sm_scales, caps, strict=True)
+            ],
             page_shift(page_tokens),
             dtype_code(dtype),
         )

@@ -21,6 +21,7 @@ AttendArgs Attender::args_of(int r, int u, int split) {
   args.keys = pass_.row(r).keys(setup_.shape, kv_head);
   args.values = pass_.row(r).values(setup_.shape, kv_head);
   args.scale = setup_.sm_scale(pass_.layer_idx);
+  args.cap = setup_.cap(pass_.layer_idx);
   args.acc = parts_.data() + (pass_.unit(r, u).first_part + split) * group * (head_dim + 2);
   args.row_max = args.acc + group * head_dim;
   args.row_sum = args.row_max + group;

@@ -76,11 +76,13 @@ struct AttentionSetup {
     return policy.member(static_cast<size_t>(layer_idx * units() + unit));
   }
 
+  float cap(int64_t layer_idx) const { return shape_of(layer_idx).cap; }
   float sm_scale(int64_t layer_idx) const { return shape_of(layer_idx).sm_scale; }
   // Scaled scores [num_heads, stride] of tokens, for neighbouring query heads of one KV head.
   void score(int64_t layer_idx, const float* query, int num_heads, const RowSource& keys, const TokenSpan& tokens,
              float* scores, int64_t stride) const {
-    kernels.score[dtype()]({query, num_heads, shape.head_dim, keys, tokens, sm_scale(layer_idx), scores, stride});
+    const float scale = sm_scale(layer_idx);
+    kernels.score[dtype()]({query, num_heads, shape.head_dim, keys, tokens, scale, scores, stride, cap(layer_idx)});
   }
 
   WorkerProfile* profile_of(int worker) { return profiles.empty() ? nullptr : &profiles[static_cast<size_t>(worker)]; }

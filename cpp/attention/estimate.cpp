@@ -142,12 +142,14 @@ bool Estimate::attend(int r, int u, float* part) const {
   args.values = rows_at(&values, dim);
   args.tokens = {nullptr, 0, clusters};
   args.scale = setup_.sm_scale(pass_.layer_idx);
+  args.cap = setup_.cap(pass_.layer_idx);
   args.scored = scores;
   args.acc = part;
   args.row_max = part + group * dim;
   args.row_sum = args.row_max + group;
   args.ends = true;
-  setup_.kernels.score[kFloat]({args.query, group, dim, args.keys, args.tokens, args.scale, scores, kScoreTile});
+  setup_.kernels.score[kFloat](
+      {args.query, group, dim, args.keys, args.tokens, args.scale, scores, kScoreTile, args.cap});
   for (int g = 0; g < group; ++g) {
     for (int c = 0; c < clusters; ++c) {
       float& score = scores[g * kScoreTile + c];

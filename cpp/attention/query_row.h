@@ -13,7 +13,8 @@ struct AttentionShape {
   int head_dim;
   int page_shift;  // log2 of the tokens of a page
   DType dtype;
-  float sm_scale;  // of a layer
+  float sm_scale;    // of a layer
+  float cap = 0.0f;  // of its scores, as of ScoreArgs
 
   int group_size() const { return num_qo_heads / num_kv_heads; }
   bool has_heads_of(const AttentionShape& other) const {

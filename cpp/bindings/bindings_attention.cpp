@@ -24,14 +24,14 @@ KeptRows kept_rows(const Int64s& page_tables, const Int64s& table_strides, const
           {page_tables, table_strides, kv_lens, arrays, text_marks, starts, budgets}};
 }
 
-// (num_qo_heads, num_kv_heads, head_dim, sm_scale) of a layer.
-using Heads = std::tuple<int, int, int, float>;
+// (num_qo_heads, num_kv_heads, head_dim, sm_scale, softcap) of a layer.
+using Heads = std::tuple<int, int, int, float, float>;
 
 std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::string& isa,
                                                 const std::vector<Heads>& layers, int page_shift, int dtype) {
   std::vector<AttentionShape> shapes;
-  for (const auto& [num_qo_heads, num_kv_heads, head_dim, sm_scale] : layers) {
-    shapes.push_back({num_qo_heads, num_kv_heads, head_dim, page_shift, static_cast<DType>(dtype), sm_scale});
+  for (const auto& [num_qo_heads, num_kv_heads, head_dim, sm_scale, cap] : layers) {
+    shapes.push_back({num_qo_heads, num_kv_heads, head_dim, page_shift, static_cast<DType>(dtype), sm_scale, cap});
   }
   return std::make_unique<DecodeAttention>(std::move(shapes), kernels_for(isa), pool);
 }

@@ -37,9 +37,25 @@ struct QueryBlock {
   }
 };
 
+// cap * tanh(x / cap), by 1 - 2 / (exp(2 |x / cap|) + 1) with the sign of x.
+static void cap_scores(float* scores, int count, float cap) {
+  const F one = f_set1(1.0f), two = f_set1(2.0f);
+  for (int i = 0; i < count; i += W) {
+    alignas(64) float last[W] = {};
+    const int n = count - i < W ? count - i : W;
+    float* row = n == W ? scores + i : last;
+    if (n < W) std::memcpy(last, scores + i, static_cast<size_t>(n) * sizeof(float));
+    const F x = f_mul(f_load(row), f_set1(2.0f / cap));
+    const F small = f_exp(f_sub(f_zero(), f_max(x, f_sub(f_zero(), x))));  // exp(-2 |x|) <= 1
+    const F magnitude = f_mul(f_sub(f_div(two, f_add(one, small)), one), f_set1(cap));
+    f_store(last, magnitude);
+    for (int j = 0; j < n; ++j) scores[i + j] = std::copysign(last[j], scores[i + j]);
+  }
+}
+
 template <class T, class Rows>
 static inline void score_tile(const typename TileOps<T>::Query* query, int group_size, int64_t head_dim,
-                              const Rows& rows, int count, const Prefetch<T>& ahead, float scale, float* out,
+                              const Rows& rows, int count, const Prefetch<T>& ahead, float scale, float cap, float* out,
                               int64_t stride) {
   for (int g = 0; g < group_size; g += kHeadBlock) {
     const Prefetch<T> once = g == 0 ? ahead : Prefetch<T>();
@@ -59,6 +75,7 @@ static inline void score_tile(const typename TileOps<T>::Query* query, int group
         TileOps<T>::template score<4>(q, head_dim, rows, count, once, scale, o, stride);
     }
   }
+  for (int g = 0; cap > 0.0f && g < group_size; ++g) cap_scores(out + g * stride, count, cap);
 }
 
 template <class T, class Rows>
@@ -150,13 +167,13 @@ static void score(const ScoreArgs& args) {
     int count = tile_size(args.keys, args.tokens, 0);
     for (int64_t begin = 0; begin < n; begin += count, count = tile_size(args.keys, args.tokens, begin)) {
       score_tile<T>(query.packed, args.group_size, args.head_dim, rows_from<T>(args.keys, args.tokens.first + begin),
-                    count, Prefetch<T>::stream(), args.scale, args.scores + begin, args.score_stride);
+                    count, Prefetch<T>::stream(), args.scale, args.cap, args.scores + begin, args.score_stride);
     }
     return;
   }
   for (GatherStream<T> keys(args.keys, args.tokens); keys.count() > 0; keys.advance()) {
     score_tile<T>(query.packed, args.group_size, args.head_dim, keys.now(), keys.count(), keys.ahead(), args.scale,
-                  args.scores + keys.begin(), args.score_stride);
+                  args.cap, args.scores + keys.begin(), args.score_stride);
   }
 }
 
@@ -193,7 +210,7 @@ static inline void attend_tile(const AttendArgs& args, const typename TileOps<T>
       for (int i = 0; i < count; ++i) p[g * kScoreTile + i] = weights[i];
     }
   } else {
-    score_tile<T>(query, args.group_size, head_dim, keys, count, after_keys, args.scale, p, kScoreTile);
+    score_tile<T>(query, args.group_size, head_dim, keys, count, after_keys, args.scale, args.cap, p, kScoreTile);
     for (int g = 0; g < args.group_size; ++g) {
       const float* row = p + g * kScoreTile;
       if (args.scores != nullptr) {

@@ -11,7 +11,7 @@ namespace offload {
 enum class DType : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
 inline constexpr int kNumDTypes = 3;
 inline constexpr int kMaxGroupSize = 32;  // query heads that share one KV head
-inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kMaxHeadDim = 512;
 inline constexpr int kHeadDimMultiple = 16;
 inline constexpr int kScoreTile = 256;  // tokens whose scores are held at once
 
@@ -98,6 +98,7 @@ struct ScoreArgs {
   float scale;
   float* scores;
   int64_t score_stride;
+  float cap = 0.0f;  // scores are cap * tanh(score / cap); 0: as they are
 };
 
 // A partial softmax over the tokens: acc = Σ exp(s - max) v, row_sum = Σ exp(s - max).
@@ -123,6 +124,7 @@ struct AttendArgs {
   // Tokens may come in several calls: all but the first continue, and acc is in order only after the last.
   bool continues;
   bool ends;
+  float cap = 0.0f;  // as of ScoreArgs
 };
 
 inline constexpr int64_t kCausalKeys = 256;  // keys that attend_causal() works on at once

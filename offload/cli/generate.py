@@ -39,8 +39,8 @@ from offload.system.stdlib_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NE
 from offload.system.text_file import argument_text, decoded, read_text_file
 
 if TYPE_CHECKING:
-    from offload.models.shape import ModelShape
     from offload.policies import Policy
+    from offload.policies.auto import Auto
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,6 @@ def generate(
 
             from offload.loading.names import load_tokenizer
             from offload.policies.auto import Auto
-            from offload.runtime.auto_policy import beyond_crossover
             from offload.runtime.model import OffloadedModel
 
             with quiet_transformers(verbose=verbose):
@@ -323,8 +322,8 @@ def generate(
                     )
                 runs.append(run | {"label": label})
                 if policies and isinstance(made, Auto) and is_exact:
-                    sparse = beyond_crossover(made, _shape(loaded, most), most)
-                    policies = [sparse] if most > sparse.dense_tokens else []
+                    sparse = _beyond_crossover(made, loaded, most)
+                    policies = [sparse] if sparse.selects and most > sparse.dense_tokens else []
                     beside = _beside(sparse, resolved, loaded.policy_reason, most)
                     stderr().print(beside, style="dim", soft_wrap=True)
                 del loaded  # before the next is loaded: its weights and cache leave the memory
@@ -339,19 +338,26 @@ def generate(
         raise typer.Exit(3)
 
 
-def _shape(loaded: Any, most: int) -> ModelShape:
-    """The model's, for `most` tokens; other types than lean ones name sizes as they like."""
+def _beyond_crossover(auto: Auto, loaded: Any, most: int) -> Policy:
+    """What `auto` takes in longer contexts than `most`; Full where nothing selects."""
     from offload.models.shape import ModelShape
+    from offload.runtime.auto_policy import beyond_crossover
     from offload.runtime.generic_loading import GenericRuntime
 
     runtime = loaded._offload
-    if isinstance(runtime, GenericRuntime):
-        return replace(runtime.shape, max_context=most)
-    return ModelShape.of_config(loaded.config.to_dict(), most)
+    if not isinstance(runtime, GenericRuntime):
+        shape = ModelShape.of_config(loaded.config.to_dict(), most)
+    elif runtime.hosted.specs:  # configs of these types name sizes as they like
+        shape = replace(runtime.shape, max_context=most)
+    else:
+        return make_policy("full")
+    return beyond_crossover(auto, shape, most)
 
 
 def _beside(sparse: Policy, resolved: Policy, reason: str, most: int) -> str:
     """What is compared with `auto`, which has attended to all of at most `most` tokens, and why."""
+    if not sparse.selects:
+        return "nothing beside it: no other policy takes this model"
     if most <= sparse.dense_tokens:
         return (
             f"nothing beside it: {sparse.name} attends to all of {most:,} tokens, too, with "

@@ -360,7 +360,7 @@ def _with_policy(
 def _print(found: Plan) -> None:
     request, console = found.request, stdout()
     where, weights = found.profile.cpu, request.model.weights
-    packed = f" with weights {weights}" if request.model.packs_weights else ""
+    packed = f" with weights {weights}" if request.model.weight_share < 1.0 else ""
     if found.profile.device is not None and request.on_gpu:
         where = f"{found.profile.device.name}, {where}"
     console.print(

@@ -51,7 +51,7 @@ class DecodeAttention(NativeAttention):
     Args:
         policy: what to attend to.
         store: the host KV store; its layout, dtype and head_dim are used.
-        num_qo_heads, sm_scale, isa: as `NativeAttention` takes them.
+        num_qo_heads, sm_scale, softcap, isa: as `NativeAttention` takes them.
 
     Attributes:
         on_attended: called after each `attend` with (layer_idx, step, query, out); for benches.
@@ -85,6 +85,7 @@ class DecodeAttention(NativeAttention):
         num_qo_heads: int | Sequence[int],
         pool: WorkerPool,
         sm_scale: float | Sequence[float] | None = None,
+        softcap: float | Sequence[float] = 0.0,
         isa: str | None = None,
     ) -> None:
         heads = [*map(store.heads_of, range(store.num_layers))]
@@ -97,6 +98,7 @@ class DecodeAttention(NativeAttention):
             page_tokens=store.page_tokens,
             dtype=store.dtype,
             sm_scale=sm_scale,
+            softcap=softcap,
             isa=isa,
         )
         for qo_heads, kv_heads, head_dim in set(self.layer_heads):

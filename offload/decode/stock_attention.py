@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from cpu_ops.native import MAX_GROUP_SIZE, MAX_HEAD_DIM
 
 OFFLOAD = "offload"  # the attention's name in transformers
+_CAPPED_QUERIES = 64  # at a time
 _HEAD_DIM_MULTIPLE = 16  # narrower heads are padded with zeros, which changes no product
 # Cache layers whose keys and values can be kept elsewhere; the second has other states, too.
 _TAKEN_CLASSES = (cache_utils.DynamicLayer, cache_utils.LinearAttentionAndFullAttentionLayer)
@@ -41,6 +42,7 @@ class AttentionSpec:
     Attributes:
         k_dim, v_dim: of the keys and values that the modules have.
         sm_scale: multiplies q @ k.
+        softcap: scores are softcap * tanh(score / softcap); 0: not capped.
     """
 
     num_qo_heads: int
@@ -48,16 +50,12 @@ class AttentionSpec:
     k_dim: int
     v_dim: int
     sm_scale: float
+    softcap: float = 0.0
 
     @property
     def head_dim(self) -> int:
         """What keys and values are padded to in the store."""
         return -(-max(self.k_dim, self.v_dim) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """num_qo_heads, num_kv_heads, head_dim."""
-        return self.num_qo_heads, self.num_kv_heads, self.head_dim
 
 
 @dataclass
@@ -70,7 +68,7 @@ class AttentionCall:
         mask: [batch_size, 1 or num_qo_heads, n, kv_len], True or 0 where a query attends; None:
             causal, or a single query that attends to all.
         sinks: logits [num_qo_heads] that take part in the softmax and have no value; or None.
-        others: further arguments, None and False left out.
+        softcap: as of `AttentionSpec`.
     """
 
     module: nn.Module
@@ -81,10 +79,12 @@ class AttentionCall:
     sm_scale: float
     sinks: Tensor | None
     is_causal: bool | None
-    others: dict[str, Any]
+    softcap: float = 0.0
 
     def in_torch(self) -> Tensor:
         """[batch_size, n, num_qo_heads, v_dim]."""
+        if self.softcap:
+            return self._capped()
         if self.sinks is None:
             out: Tensor = sdpa_attention_forward(
                 self.module,
@@ -106,6 +106,30 @@ class AttentionCall:
             self.query, k, v, 0.0, causal, attn_mask=mask, scale=self.sm_scale
         )
         return without_sinks(o.transpose(1, 2), lse.transpose(1, 2), self.sinks)
+
+    def _capped(self) -> Tensor:
+        """Some queries at a time, so that there is never a score of each query for each key."""
+        if self.sinks is not None:
+            raise NotImplementedError("attention asks for sinks beside softcap")
+        n, kv_len = self.query.shape[2], self.key.shape[2]
+        group_size = self.query.shape[1] // self.key.shape[1]
+        k, v = (x.repeat_interleave(group_size, 1) for x in (self.key, self.value))
+        mask = self.mask
+        if mask is None:
+            mask = torch.ones(n, kv_len, dtype=torch.bool).tril(kv_len - n)[None, None]
+        outs = []
+        for first in range(0, n, _CAPPED_QUERIES):
+            some = slice(first, first + _CAPPED_QUERIES)
+            scores = self.query[:, :, some] @ k.transpose(2, 3) * self.sm_scale
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+            attended = mask[:, :, some]
+            if attended.dtype == torch.bool:
+                scores = scores.masked_fill(~attended, torch.finfo(scores.dtype).min)
+            else:
+                scores = scores + attended
+            weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+            outs.append((weights @ v).transpose(1, 2))
+        return torch.cat(outs, dim=1)
 
 
 def without_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -140,6 +164,7 @@ def _attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it."""
@@ -151,7 +176,7 @@ def _attention(
             f"attention asks for {', '.join(sorted(asked))}, which is not supported yet"
         )
     call = AttentionCall(
-        module, query, key, value, attention_mask, sm_scale, s_aux, is_causal, others
+        module, query, key, value, attention_mask, sm_scale, s_aux, is_causal, softcap or 0.0
     )
     taker = _TAKER.get()
     out = None if taker is None else taker(call)
@@ -209,17 +234,21 @@ class _Recorder(DynamicCache):
             reason = f"head_dim={call.key.shape[3]}; at most {MAX_HEAD_DIM} is supported"
         self.reasons[layer_idx] = reason
         self.specs[layer_idx] = AttentionSpec(
-            call.query.shape[1], num_kv_heads, call.key.shape[3], call.value.shape[3], call.sm_scale
+            num_qo_heads=call.query.shape[1],
+            num_kv_heads=num_kv_heads,
+            k_dim=call.key.shape[3],
+            v_dim=call.value.shape[3],
+            sm_scale=call.sm_scale,
+            softcap=call.softcap,
         )
 
 
 def attention_specs(stock: Any) -> dict[int, AttentionSpec]:
     """What attention is in each cache layer that attends to everything, by a forward pass of three
-    tokens. Layers that see a window only, or have other states, are left to transformers.
+    tokens; {} if all see a window only, or have other states: those are left to transformers.
 
     Raises:
-        NotImplementedError: a layer that attends to everything cannot be taken over, there is
-            none, or their heads differ; says which and why.
+        NotImplementedError: a layer that attends to everything cannot be taken over; says why.
     """
     use_offload_attention(stock)
     recorder = _Recorder(stock.config)
@@ -235,13 +264,4 @@ def attention_specs(stock: Any) -> dict[int, AttentionSpec]:
         if reason:
             raise NotImplementedError(f"layer {layer_idx} cannot be taken over: {reason}")
         specs[layer_idx] = recorder.specs[layer_idx]
-    if not specs:
-        raise NotImplementedError("no layer attends to all tokens: there is no KV cache to offload")
-    first_idx, first = next(iter(specs.items()))
-    for layer_idx, spec in specs.items():
-        if spec.heads != first.heads:
-            raise NotImplementedError(
-                f"layer {layer_idx} has {spec.heads} query heads, KV heads and head_dim, layer "
-                f"{first_idx} has {first.heads}: layers that attend to all tokens must be alike"
-            )
     return specs

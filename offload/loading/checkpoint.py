@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from offload.loading.quantised_checkpoint import quantised_format
 from offload.models import ModelShape, is_generic, lean_model_maker
 from offload.models.dtypes import DTYPES
-from offload.models.missing_features import quantised_weights
 from offload.models.shape import matrix_sizes
 from offload.system.json_file import read_json_object
 
@@ -55,14 +55,15 @@ class Checkpoint:
         stored_shapes: of the tensors in its files, by name.
         own_dtype: that its weights get in memory where none is asked for: the one that config.json
             names, or that of the first weight.
-        gguf_types: of the tensors where they are in a GGUF file, such as "Q4_1", by the same names.
+        stored_types: of the tensors of a GGUF file, such as "Q4_1", and of quantised ones elsewhere
+            (`quantised_checkpoint`), by the same names.
     """
 
     folder: Path
     config: dict[str, Any]
     stored_shapes: Mapping[str, tuple[int, ...]]
     own_dtype: torch.dtype
-    gguf_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stored_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def shape(self) -> ModelShape:
@@ -129,12 +130,12 @@ def check_checkpoint(folder: Path, *, takes_generic: bool = False) -> Checkpoint
         FileNotFoundError: a missing file.
         ValueError: an unsupported model type, sizes that make no sense, a truncated or damaged
             file, an index that names files outside of the folder.
-        NotImplementedError: quantised weights.
+        NotImplementedError: weights quantised in a way that is not supported.
     """
     config = check_config_file(folder / "config.json", takes_generic=takes_generic)
     if (folder / GGUF_FILE).is_file():
         return _of_gguf(folder, config)
-    files = _weight_files(folder)
+    files = weight_files(folder)
     tensors = [tensor for path in files for tensor in check_safetensors(path)]
     if not any(tensor.stop for tensor in tensors):
         raise ValueError(f"{files[0]} has no weights: there is no element in its tensors")
@@ -143,7 +144,17 @@ def check_checkpoint(folder: Path, *, takes_generic: bool = False) -> Checkpoint
         stored = [tensor.dtype for tensor in tensors]
         dtype = _TORCH_DTYPES[next((x for x in stored if x in _FLOATS), stored[0])]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    return Checkpoint(folder, config, shapes, dtype)
+    if "text_config" in config:  # of which the text part is loaded
+        of_text = ("language_model", "lm_head")
+        shapes = {
+            name: x for name, x in shapes.items() if any(part in name for part in of_text)
+        } or shapes
+    types: dict[str, str] = {}
+    quantised = quantised_format(config, folder / "config.json")
+    if quantised is not None:
+        shapes, matrices = quantised.logical(shapes, folder)
+        types = dict.fromkeys(matrices, quantised.kind)
+    return Checkpoint(folder, config, shapes, dtype, types)
 
 
 def _of_gguf(folder: Path, config: dict[str, Any]) -> Checkpoint:
@@ -165,8 +176,9 @@ def check_config_file(path: Path, *, takes_generic: bool = True) -> dict[str, An
     Raises: as `check_checkpoint`.
     """
     config = check_model_type(path, takes_generic=takes_generic)
+    text = config.get("text_config")
     for name in (*_SIZES, *_OPTIONAL_SIZES):
-        size = config.get(name)
+        size = (text if isinstance(text, dict) else config).get(name)
         if size is None and (name in _OPTIONAL_SIZES or is_generic(config)):
             continue
         if type(size) is not int or not 0 < size <= _MAX_SIZE:
@@ -174,15 +186,12 @@ def check_config_file(path: Path, *, takes_generic: bool = True) -> dict[str, An
     config_dtype(config, path)
     if "transformers_weights" in config:  # then transformers would not read those checked here
         raise ValueError(f"{path} names other weight files, in transformers_weights")
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        if not isinstance(quantization, dict):
-            raise ValueError(
-                f"{path}: quantization_config must be an object with quant_method, got "
-                f"{quantization!r}"
-            )
-        method = quantization.get("quant_method", "unknown")
-        raise NotImplementedError(f"{path.parent} holds {quantised_weights(str(method))}")
+    if quantised_format(config, path) is not None and is_generic(config):
+        method = str(config["quantization_config"]["quant_method"])
+        raise NotImplementedError(
+            f"{path.parent} holds weights quantised with {method!r}, which models without native "
+            "layers (docs/models.md) do not support; take one in bfloat16"
+        )
     return config
 
 
@@ -317,7 +326,7 @@ def check_loaded(info: dict[str, Any], source: Path, description: str) -> None:
             )
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files that transformers will read: a single one goes before an index."""
     index_path = folder / INDEX_FILE
     if (folder / SINGLE_FILE).is_file():

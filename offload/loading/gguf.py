@@ -115,7 +115,7 @@ def unchanged_source(folder: Path) -> Path | None:
 
 
 def kept_source(folder: Path) -> Path:
-    """The GGUF file that keeps the weights of a checkpoint's folder (`Checkpoint.gguf_types`).
+    """The GGUF file that keeps the weights of a checkpoint's folder (`Checkpoint.stored_types`).
 
     Raises:
         FileNotFoundError: it is not there, or not as it was.

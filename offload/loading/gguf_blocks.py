@@ -10,6 +10,7 @@ import torch
 
 from cpu_ops.packed import GROUP, PackedWeight, quantise
 from offload.loading.gguf_header import PLAIN_TYPES, GgufHeader
+from offload.loading.quantised_checkpoint import INT4, INT8
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 # Types whose numbers are on the grid of a format. Scales and minimums of Q4_K and IQ4_XS are
@@ -17,6 +18,7 @@ _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _ON_GRID = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "q4") | dict.fromkeys(
     ("Q8_0", "Q5_0", "IQ4_NL", "IQ4_XS", "MXFP4"), "q8"
 )
+_ON_GRID |= {INT4: "q4", INT8: "q8"}  # of safetensors files
 _NOT_FINITE = 0x7C00  # the bits of float16's exponent
 _ELEMENTS = 2**22  # of the rows that are read at a time
 

@@ -10,10 +10,11 @@ import torch
 from cpu_ops.packed import GROUP, GROUP_BYTES
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.gguf_blocks import format_of
+from offload.loading.quantised_checkpoint import FP8, INT8, UINT8
 
 _HEAD, _EMBEDDING, _LAYERS = "lm_head.weight", "model.embed_tokens.weight", "model.layers."
-# Types of GGUF files with more than four bits: their matrices are q8 among those of q4, too.
-_FINER_THAN_Q4 = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
+# Types with more than four bits: their matrices are q8 among those of q4, too.
+_FINER_THAN_Q4 = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", INT8, UINT8, FP8)
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one product in a step
 
 
@@ -27,7 +28,7 @@ def kept_formats(
         types: in the model's GGUF file, by the same names; without one empty.
         weights: "auto": what the file has, where a format holds that, and matrices of one product
             packed all or none. "q8" or "q4": all matrices of layers, "q4" but for those that have
-            more bits in the file; and the head as "q8".
+            more bits in the file; and the head as "q8". "": none.
     """
     head = _HEAD if _HEAD in shapes else _EMBEDDING
     kept = dict.fromkeys(shapes, "")
@@ -36,6 +37,8 @@ def kept_formats(
         if weights == "auto":
             may_be = in_layers or name in (_HEAD, _EMBEDDING)
             kept[name] = format_of(kind) if may_be and kind else ""
+        elif not weights:
+            continue
         elif name == head:
             kept[name] = "q8"
         elif in_layers:
@@ -76,4 +79,4 @@ def checkpoint_packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, weights:
         name if name.startswith(("model.", "lm_head.")) else f"model.{name}": shape
         for name, shape in checkpoint.stored_shapes.items()
     }
-    return packed_weight_bytes(shapes, dtype, weights, checkpoint.gguf_types)
+    return packed_weight_bytes(shapes, dtype, weights, checkpoint.stored_types)

@@ -1,8 +1,9 @@
 """The layers and the head of a model get packed weights, one matrix after the other.
 
 What each is kept as, `packed_bytes.kept_formats` says. Of a GGUF file's matrices, those of types
-with the same groups are taken as the file has them (`gguf_blocks`); others go to the nearest points
-of the grid (`cpu_ops.packed.quantise`).
+with the same groups are taken as the file has them (`gguf_blocks`), and so are those that other
+tools have quantised (`quantised_checkpoint`); others go to the nearest points of the grid
+(`cpu_ops.packed.quantise`).
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cpu_ops.packed import PackedWeight, quantise
-from offload.loading.checkpoint import Checkpoint
+from offload.loading.checkpoint import GGUF_FILE, Checkpoint, check_safetensors, weight_files
 from offload.loading.gguf import dequantised, in_halves, kept_source
 from offload.loading.gguf_blocks import is_exact, read_packed
 from offload.loading.gguf_config import empty_model, gguf_names
 from offload.loading.gguf_header import PLAIN_TYPES, read_gguf_header
 from offload.loading.one_at_a_time import loading
 from offload.loading.packed_bytes import kept_formats
+from offload.loading.quantised_checkpoint import quantised_format
 from offload.models.packed_embedding import PackedEmbedding
 from offload.models.packed_linear import PackedModule
 
@@ -44,50 +47,132 @@ def pack_weights(stock: Any, weights: str) -> None:
     _log(weights, Counter(f"{kept} rounded" for kept in formats.values() if kept))
 
 
+class Source(Protocol):
+    """What a model's parameters are read of, by their names in the stock model."""
+
+    @property
+    def types(self) -> Mapping[str, str]:
+        """How each is stored, as `Checkpoint.stored_types` has it."""
+
+    def plain(self, name: str) -> Tensor:
+        """A parameter in the model's dtype, dequantised."""
+
+    def packed(self, name: str, kept: str) -> PackedWeight:
+        """A matrix in a format; rounded to nearest unless `is_exact`."""
+
+
 @loading()
-def packed_from_gguf(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, weights: str) -> Any:
-    """The stock model of a checkpoint whose weights a GGUF file keeps, packed as `pack_weights`
-    does it. Memory holds what is packed and one matrix.
+def model_from_parts(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, weights: str) -> Any:
+    """The stock model of a checkpoint whose matrices are quantised, packed as `pack_weights` does
+    it. Memory holds what is packed and one matrix.
 
     Args:
         config: transformers', of the checkpoint.
         dtype: of what is not packed, and of what packed weights are multiplied with.
-        weights: "auto", "q8" or "q4".
+        weights: "auto", "q8", "q4"; "": nothing is packed.
 
     Raises:
-        FileNotFoundError: the file is not there as it was.
-        ValueError: numbers in it that are not finite.
+        FileNotFoundError: the GGUF file is not there as it was.
+        ValueError: numbers that are not finite.
+        NotImplementedError: a matrix in a layout that only its numbers tell.
     """
-    header = read_gguf_header(kept_source(checkpoint.folder))
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # of the file, not of this model
     stock = empty_model(config, dtype)
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config)
-    config, names = stock.config, gguf_names(stock)
-    types = {name: header.tensors[of_file].type_name for name, of_file in names.items()}
-    formats = kept_formats(_shapes(stock), types, weights)
+    source: Source
+    if (checkpoint.folder / GGUF_FILE).is_file():
+        source = _GgufSource(kept_source(checkpoint.folder), stock, dtype)
+    else:
+        source = _SafetensorsSource(checkpoint, dtype)
+    formats = kept_formats(_shapes(stock), source.types, weights)
     kinds: Counter[str] = Counter()
 
-    def plain(name: str) -> Tensor:
-        return dequantised(header, config, name, names[name], dtype)
-
     def packed(name: str, kept: str) -> PackedWeight:
-        how = "as in the file" if is_exact(types[name], kept) else "rounded"
-        kinds[f"{types[name]} to {kept} ({how})"] += 1
-        weight = read_packed(header, names[name], kept)
-        minimums = weight.minimums
-        return PackedWeight(
-            in_halves(weight.codes, config, name).contiguous(),
-            in_halves(weight.scales, config, name).contiguous(),
-            None if minimums is None else in_halves(minimums, config, name).contiguous(),
-            weight.in_features,
-        )
+        kind = source.types[name]
+        kinds[f"{kind} to {kept} ({'as in the file' if is_exact(kind, kept) else 'rounded'})"] += 1
+        return source.packed(name, kept)
 
-    others = {name: plain(name) for name, kept in formats.items() if not kept}
+    others = {name: source.plain(name) for name, kept in formats.items() if not kept}
     stock.load_state_dict(others, strict=False, assign=True)
     stock.tie_weights()  # a head that is not packed
     _replace(stock, formats, packed)
-    kinds.update(f"{types[name]} dequantised" for name in others if types[name] not in PLAIN_TYPES)
-    _log(weights, kinds)
+    kinds.update(
+        f"{kind} dequantised"
+        for name in others
+        if (kind := source.types.get(name, "")) and kind not in PLAIN_TYPES
+    )
+    _log(weights or "auto", kinds)
     return stock
+
+
+class _GgufSource:
+    def __init__(self, path: Path, stock: Any, dtype: torch.dtype) -> None:
+        self._header, self._config, self._dtype = read_gguf_header(path), stock.config, dtype
+        self._names = gguf_names(stock)
+        tensors = self._header.tensors
+        self.types = {name: tensors[of_file].type_name for name, of_file in self._names.items()}
+
+    def plain(self, name: str) -> Tensor:
+        return dequantised(self._header, self._config, name, self._names[name], self._dtype)
+
+    def packed(self, name: str, kept: str) -> PackedWeight:
+        weight = read_packed(self._header, self._names[name], kept)
+        minimums = weight.minimums
+        return PackedWeight(
+            in_halves(weight.codes, self._config, name).contiguous(),
+            in_halves(weight.scales, self._config, name).contiguous(),
+            None if minimums is None else in_halves(minimums, self._config, name).contiguous(),
+            weight.in_features,
+        )
+
+
+class _SafetensorsSource:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        config_path = checkpoint.folder / "config.json"
+        self._format = quantised_format(checkpoint.config, config_path)
+        self._dtype, self.types = dtype, checkpoint.stored_types
+        self._files = {
+            tensor.name: path
+            for path in weight_files(checkpoint.folder)
+            for tensor in check_safetensors(path)
+        }
+
+    def plain(self, name: str) -> Tensor:
+        if name not in self.types:
+            return self._tensor(name).to(self._dtype)
+        made = self._matrix(name)
+        return (made.dequantise() if isinstance(made, PackedWeight) else made).to(self._dtype)
+
+    def packed(self, name: str, kept: str) -> PackedWeight:
+        if name not in self.types:
+            return quantise(self._tensor(name), kept)
+        made = self._matrix(name)
+        if isinstance(made, PackedWeight):
+            return made if made.format == kept else quantise(made.dequantise(), kept)
+        return quantise(made, kept)
+
+    def _matrix(self, name: str) -> PackedWeight | Tensor:
+        assert self._format is not None
+        prefix = name.removesuffix("weight")
+        suffixes = (self._format.marks, *self._format.others)
+        where = f"{self._files[prefix + suffixes[0]]}: {name}"
+        parts = {s: self._tensor(prefix + s) for s in suffixes if prefix + s in self._files}
+        try:
+            made = self._format.read(parts)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{where}: {error}") from None
+        numbers = [made] if isinstance(made, Tensor) else [made.scales, made.minimums]
+        if not all(each is None or each.isfinite().all() for each in numbers):
+            raise ValueError(f"{where} has numbers that are not finite in float16")
+        return made
+
+    def _tensor(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], framework="pt") as file:
+            found: Tensor = file.get_tensor(name)
+        return found
 
 
 def _shapes(stock: Any) -> dict[str, tuple[int, ...]]:

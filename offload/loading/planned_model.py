@@ -19,6 +19,7 @@ from offload.loading.gguf_config import empty_model, gguf_config, gguf_names
 from offload.loading.gguf_header import read_gguf_header
 from offload.loading.names import check_has_owner, check_not_empty, checkpoint_name
 from offload.loading.packed_bytes import packed_weight_bytes
+from offload.loading.quantised_checkpoint import quantised_format
 from offload.models import lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import DTYPES, WEIGHTS
@@ -38,7 +39,7 @@ class PlannedModel:
         weight_bytes: of all weights in that dtype, or packed; tied ones count once.
         folder: where its weights are or will be on this machine; None: it has none.
         weights: as `RuntimeConfig` has them.
-        packs_weights: whether matrices of the layers are packed.
+        weight_share: of the bytes that all weights would have in that dtype; below 1: packed.
     """
 
     name: str
@@ -48,7 +49,7 @@ class PlannedModel:
     weight_bytes: int
     folder: Path | None = None
     weights: str = "auto"
-    packs_weights: bool = False
+    weight_share: float = 1.0
 
     @property
     def checkpoint(self) -> str:
@@ -109,17 +110,21 @@ def planned_model(
             chosen,
             num_bytes,
             weights=weights,
-            packs_weights=weights in FORMATS,
+            weight_share=num_bytes / (weight_elements(shape) * chosen.itemsize),
         )
     config, stored, folder, types = _config(name_or_path, path)
     lean_model_maker(config.model_type, config.to_dict())
     check_computation(config)
     chosen = wanted or stored or _dtype_of(config, name_or_path)
     planned, shapes = _of_config(name_or_path, config, chosen)
+    if not types and (how := quantised_format(config.to_dict(), folder / "config.json")):
+        # On the hub: that its layers' matrices are, nothing but its files would tell.
+        of_layers = (name for name, size in shapes.items() if ".layers." in name and len(size) == 2)
+        types = dict.fromkeys(of_layers, how.kind)
     if weights in FORMATS or (weights == "auto" and device == "cpu"):
         num_bytes = packed_weight_bytes(shapes, chosen, weights, types)
-        packs = num_bytes < planned.weight_bytes
-        planned = replace(planned, weight_bytes=num_bytes, packs_weights=packs)
+        share = num_bytes / planned.weight_bytes
+        planned = replace(planned, weight_bytes=num_bytes, weight_share=share)
     return replace(planned, folder=folder, weights=weights)
 
 
@@ -134,7 +139,7 @@ def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, Mapping[str, str]]:
     """transformers' config, the dtype of converted weights where there is one, their folder, and
-    the types of those that a GGUF file keeps (`Checkpoint.gguf_types`)."""
+    the types of those that a GGUF file keeps (`Checkpoint.stored_types`)."""
     from transformers import AutoConfig
 
     changed: dict[str, Any] = {}
@@ -156,9 +161,9 @@ def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, Mappi
             types = {of: header.tensors[name].type_name for of, name in names.items()}
         return config, torch.bfloat16, made_folder(path, embedded), types
     if path.is_dir():
-        check_config_file(path / "config.json")
-        if (path / GGUF_FILE).is_file():
-            types = check_checkpoint(path).gguf_types
+        found = check_config_file(path / "config.json")
+        if (path / GGUF_FILE).is_file() or "quantization_config" in found:
+            types = check_checkpoint(path).stored_types
     else:
         path = _hub_config(name).parent
     return AutoConfig.from_pretrained(path, trust_remote_code=False), None, path, types

@@ -13,10 +13,10 @@ import torch
 
 from cpu_ops.packed import FORMATS
 from offload.loading.bars import passing_bars
-from offload.loading.checkpoint import Checkpoint, check_loaded
+from offload.loading.checkpoint import GGUF_FILE, Checkpoint, check_loaded
 from offload.loading.gguf import CONVERTED_MARK, weights_folder
 from offload.loading.one_at_a_time import loading
-from offload.loading.packing import pack_weights, packed_from_gguf
+from offload.loading.packing import model_from_parts, pack_weights
 from offload.models import ModelShape
 from offload.models.base import check_computation, context_limit
 from offload.models.missing_features import unsupported_generic
@@ -32,6 +32,11 @@ _TOKENIZER_FILES = (
 # One of them has the vocabulary, of all but tokenizers that need none.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "tekken.json")
 logger = logging.getLogger(__name__)
+# Names of a text model within a multi-modal one, and by itself.
+_TEXT_NAMES = {
+    r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(?:model\.)?language_model\.(?:model\.)?": "model.",
+}
 
 # What files may ask an offloaded model for, first what it does. Its KV cache is the host store, it
 # keeps no attention weights or hidden states, and its layers run all or none.
@@ -76,28 +81,44 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing:
 
 @loading()
 def load_generic_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
-    """As `load_stock_model`, of a type without lean layers, whose own modules will compute.
+    """As `load_stock_model`, of a type without lean layers, whose own modules will compute; of a
+    multi-modal checkpoint the text part alone.
 
     Raises:
         ValueError: as there; before weights are read, for a class whose attention cannot be
-            replaced, or without layers that attend to all tokens.
+            replaced, or a text part without a class of its own.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
     path = checkpoint.folder / "config.json"
-    config = _config(checkpoint, path)
-    reason = ""
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    whole = _config(checkpoint, path)
+    config, kind = text_part(whole)
     if not kind._can_set_attn_implementation():
         reason = "its class does not use transformers' AttentionInterface"
-    layers = DynamicCache(config=config).layers
-    if layers and not any(isinstance(x, DynamicLayer) and not x.is_sliding for x in layers):
-        reason = "no layer attends to all tokens"
-    if reason:
         raise ValueError(unsupported_generic(config.model_type, reason))
+    is_part = config is not whole
+    if is_part:
+        has_head = any("lm_head" in name for name in checkpoint.stored_shapes)
+        if not has_head and getattr(whole, "tie_word_embeddings", False):
+            config.tie_word_embeddings = True
+        logger.info("%s: only the text part is loaded, a %s", path, kind.__name__)
     _override(config, {"output_attentions": (False, None)}, path)
-    return _loaded(checkpoint, config, dtype, path)
+    return _loaded(checkpoint, config, dtype, path, text_class=kind if is_part else None)
+
+
+def text_part(config: Any) -> tuple[Any, Any]:
+    """The config of the text model of `config`, which may be itself, and its causal class.
+
+    Raises:
+        ValueError: transformers has no such class.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config(decoder=True)
+    for key in (text, config):
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(key), None)
+        if kind is not None and issubclass(type(text), kind.config_class):
+            return text, kind
+    reason = "transformers has no causal class for its text part alone"
+    raise ValueError(unsupported_generic(config.model_type, reason))
 
 
 def _config(checkpoint: Checkpoint, path: Path) -> Any:
@@ -113,9 +134,19 @@ def _config(checkpoint: Checkpoint, path: Path) -> Any:
 
 
 def _loaded(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype | None, path: Path, packing: str = ""
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: torch.dtype | None,
+    path: Path,
+    packing: str = "",
+    *,
+    text_class: Any = None,
 ) -> Any:
-    """The model of a config, with the checkpoint's weights."""
+    """The model of a config, with the checkpoint's weights.
+
+    Args:
+        text_class: of a text model, where the checkpoint has others beside it.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     own = checkpoint.folder / "generation_config.json"
@@ -126,23 +157,28 @@ def _loaded(
     except Exception as error:  # or transformers raises without naming the file
         raise ValueError(f"{source}: {error}") from error
     loaded_dtype = checkpoint.loaded_dtype(dtype)  # what budgets were checked with
-    if packing and checkpoint.gguf_types:
-        model = packed_from_gguf(checkpoint, config, loaded_dtype, packing)
+    is_gguf = (checkpoint.folder / GGUF_FILE).is_file()
+    if checkpoint.stored_types and (packing or not is_gguf):
+        model = model_from_parts(checkpoint, config, loaded_dtype, packing)
         model.generation_config = generation
         _override(model.generation_config, _GENERATION, source)
         return model
     folder = weights_folder(checkpoint.folder, loaded_dtype)
     with passing_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = (text_class or AutoModelForCausalLM).from_pretrained(
             folder,
             config=config,
             dtype=loaded_dtype,
             trust_remote_code=False,
+            key_mapping=_TEXT_NAMES if text_class else None,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # or transformers raises without naming the file
             output_loading_info=True,
         )
     model, info = loaded
+    if text_class:  # what is left of the others
+        of_layers = [name for name in info["unexpected_keys"] if ".layers." in str(name)]
+        info["unexpected_keys"] = [x for x in of_layers if str(x).startswith("model.layers.")]
     check_loaded(info, checkpoint.folder, "its config.json")
     _override(model.generation_config, _GENERATION, source)
     if packing in FORMATS:

@@ -25,15 +25,19 @@ __all__ = [
 
 def is_generic(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a type that has no lean layers here, but a causal language model
-    of text in transformers, whose own modules can be tried (`offload.runtime.generic_loading`)."""
+    of text in transformers, maybe beside other models, whose own modules can be tried
+    (`offload.runtime.generic_loading`)."""
     model_type = config.get("model_type")
     if model_type in FAMILIES or model_type in NEVER_GENERIC:
         return False
-    if config.get("is_encoder_decoder") or any(name in config for name in ("text_config", *MEDIA)):
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        text = None
+    if config.get("is_encoder_decoder") or (text is None and any(x in config for x in MEDIA)):
         return False
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
-    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return model_type in TYPES or (text is not None and text.get("model_type") in TYPES)
 
 
 def lean_model_maker(

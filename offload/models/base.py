@@ -214,6 +214,7 @@ def context_limit(config: Any) -> tuple[int, str]:
 def stock_context_limit(config: Any) -> tuple[int, str]:
     """`context_limit` of a model that runs on transformers' own modules: they compute windows, and
     their rotary embeddings. Types without a number of positions have no bound: sys.maxsize."""
+    config = config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if type(positions) is not int:
         return sys.maxsize, "it has no number of positions"

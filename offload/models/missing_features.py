@@ -113,11 +113,7 @@ def unsupported_generic(model_type: str, reason: str) -> str:
 
 _DEQUANTISE = {
     "bitsandbytes": "transformers' model.dequantize() and save_pretrained() write them",
-    "fp8": "transformers' FineGrainedFP8Config(dequantize=True) reads them, save_pretrained() "
-    "writes them",
     "mxfp4": "transformers' Mxfp4Config(dequantize=True) reads them, save_pretrained() writes them",
-    "compressed-tensors": "transformers' CompressedTensorsConfig(dequantize=True) reads them, "
-    "save_pretrained() writes them",
 }
 
 
@@ -126,6 +122,6 @@ def quantised_weights(method: str) -> str:
     remedy = _DEQUANTISE.get(method, "often the repository without the method in its name")
     return (
         f"weights quantised with {method!r}, which are not supported yet; available: plain "
-        f"safetensors in bfloat16, float16 or float32 ({remedy}), and GGUF files, which are "
-        "dequantised"
+        f"safetensors in bfloat16, float16 or float32 ({remedy}), those of gptq, awq, fp8 and "
+        "compressed-tensors, and GGUF files"
     )

@@ -166,6 +166,7 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
         dtype=model.dtype,
         page_tokens=request.page_tokens,
         head_state_bytes=head_state_bytes(request.policy, shape, model.dtype, request.context),
+        weight_share=model.weight_share,
     )
     step_model = StepModel(profile, work, on_gpu=request.on_gpu)
     limit: int | None = None
@@ -195,11 +196,6 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
     step = step_model.step(placement)
     prompt = replace(work, kv_len=request.prompt_tokens or request.context)
     notes += slow_here(model.dtype, on_cpu=not request.on_gpu) if request.on_this_machine else []
-    if model.packs_weights:
-        notes.append(
-            f"weights={model.weights!r}: bytes are counted as they are packed, but times are those "
-            f"of weights in {model.dtype_name}: no step with packed ones was measured"
-        )
     host_bytes, host_limit = _host(request, work, placement, memory, notes)
     return Plan(
         request=request,

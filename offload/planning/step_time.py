@@ -155,6 +155,11 @@ class StepModel:
         # Most layers are alike, and so are most placements that are compared.
         self._top_k_times: dict[tuple[bytes, bytes], float] = {}
         self._layer_times: dict[tuple[bytes, bytes, bytes, float, bool], LayerTime] = {}
+        if work.weight_share < 1.0:
+            self._assume(
+                f"packed weights: {work.weight_share:.0%} of the time of those in "
+                f"{str(work.dtype).removeprefix('torch.')}, as of their bytes"
+            )
         if self._device is not None:
             self.linear_us = self._layer_linear_us(self._device)
             if not self._device.gather_measured:
@@ -473,15 +478,15 @@ class StepModel:
         measured = self._of_this_batch(measured_us)
         if measured is None:
             self._assume(f"{what} on the CPU: reading the weights from memory stands for it")
-            return 1e6 * num_weights * self.work.item_bytes / self.profile.read_bandwidth
-        return measured
+            measured = 1e6 * num_weights * self.work.item_bytes / self.profile.read_bandwidth
+        return measured * self.work.weight_share
 
     def _layer_linear_us(self, device: DeviceProfile) -> float:
         """Time of one layer for this batch: measured, or else by the bytes of its matrices."""
         shape = self.work.shape
         measured = self._of_this_batch(device.layer_linear_us)
         if measured is not None:
-            return measured
+            return measured * self.work.weight_share
         self._assume("linear layers: the bytes of their weights at the speed of other shapes stand")
         width, up_width = shape.num_qo_heads * shape.head_dim, shape.intermediate_size
         of_one = self._matrices_us(device, shape.qkv_width, width, 2 * up_width, up_width)
@@ -490,7 +495,7 @@ class StepModel:
     def _lm_head_us(self, device: DeviceProfile) -> float:
         measured = self._of_this_batch(device.lm_head_us)
         if measured is not None:
-            return measured
+            return measured * self.work.weight_share
         return self._matrices_us(device, self.work.shape.vocab_size)
 
     def _of_this_batch(self, measured_us: dict[str, dict[int, float]]) -> float | None:
@@ -504,7 +509,7 @@ class StepModel:
 
     def _matrices_us(self, device: DeviceProfile, *widths: int) -> float:
         """Time of products with matrices [width, hidden_size]."""
-        row_bytes = self.work.shape.hidden_size * self.work.item_bytes
+        row_bytes = self.work.shape.hidden_size * self.work.item_bytes * self.work.weight_share
         return sum(device.gemv.us(width * row_bytes) for width in widths)
 
     def _assume(self, what: str) -> None:

@@ -27,6 +27,7 @@ class Workload:
         kv_len: tokens of each sequence.
         dtype: of weights and cache.
         page_tokens: of a page of the host store.
+        weight_share: bytes of the weights, of those that they would have in `dtype`.
         head_state_bytes: what each of the policy's members keeps of a KV head of one sequence and
             layer; (): nothing that is known.
     """
@@ -38,6 +39,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     page_tokens: int = 256
     head_state_bytes: tuple[float, ...] = ()
+    weight_share: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("kv_len", "batch_size", "page_tokens"):

@@ -76,9 +76,9 @@ def add_mlp(
         down = layer.down.on_cpu()(pool, layer.gate_up(normed, pool), silu_mul=True)
     else:
         gate_proj, up_proj = layer.gate_up.parts
-        gate = gate_proj(normed)
-        activate(gate, up_proj(normed))
-        down = layer.down(gate)
+        gate = gate_proj(normed, pool)
+        activate(gate, up_proj(normed, pool))
+        down = layer.down(gate, pool)
     x += sum_over_ranks(down)
 
 

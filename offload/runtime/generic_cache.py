@@ -9,9 +9,10 @@ a module does with them in between (expanding latents, repeating heads) is done 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -22,10 +23,56 @@ from transformers import DynamicCache
 from cpu_ops.step_rows import DecodeStep
 from offload.decode.attention import DecodeAttention
 from offload.decode.stock_attention import AttentionCall, AttentionSpec, taking, without_sinks
-from offload.kv.store import KVStore
+from offload.kv.store import HostBudgetError, KVStore
 from offload.models.batch import pack
 from offload.runtime.runner import Pass
 from offload.runtime.sequences import Sequences
+from offload.system.memory import format_bytes
+
+
+@dataclass
+class LayerStates:
+    """Host memory of what caches keep outside of the store: windows, and recurrent states.
+
+    Attributes:
+        fixed_bytes: of a sequence of any length.
+        windows: columns that a layer keeps at most, and bytes of each of them.
+        caches: those that are alive.
+    """
+
+    fixed_bytes: int = 0
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    caches: weakref.WeakSet[GenericCache] = field(default_factory=weakref.WeakSet)
+
+    def measure(self, cache: GenericCache) -> None:
+        """Take the sizes from a cache that has read something."""
+        self.fixed_bytes, self.windows, rows = 0, [], len(cache.seqs)
+        for layer in cache.layers:
+            tensors = dict(vars(layer))
+            keys, values = tensors.pop("keys", None), tensors.pop("values", None)
+            if isinstance(keys, Tensor) and keys.numel() and not isinstance(layer, _HostedLayer):
+                of_column = (keys.nbytes + values.nbytes) // keys.shape[2] // rows
+                self.windows.append((getattr(layer, "sliding_window", sys.maxsize), of_column))
+            self.fixed_bytes += sum(x.nbytes for x in tensors_in(tensors)) // rows
+
+    def at(self, columns: int) -> int:
+        """Bytes of a sequence that has read so many columns; 0 of an empty one."""
+        if columns == 0:
+            return 0
+        return self.fixed_bytes + sum(min(columns, n) * size for n, size in self.windows)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(cache.state_bytes for cache in self.caches)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in containers of containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for x in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(x)
 
 
 @dataclass(frozen=True)
@@ -41,6 +88,7 @@ class HostedLayers:
     specs: dict[int, AttentionSpec]
     sequences: Sequences
     attention: DecodeAttention
+    others: LayerStates = field(default_factory=LayerStates)
 
     @property
     def store(self) -> KVStore:
@@ -84,6 +132,7 @@ class GenericCache(DynamicCache):
         self._seqs: list[int] = []
         self._num_columns = 0
         self._has_failed = False
+        hosted.others.caches.add(self)
         self._updated: list[_HostedLayer] = []  # the last one, until it attends
         self._host_layers()
         self._forget_pass()
@@ -119,6 +168,36 @@ class GenericCache(DynamicCache):
     def kv_lens(self) -> list[int]:
         """Tokens in the store of each row, without padding."""
         return [self.store.kv_len(seq) for seq in self._seqs]
+
+    @property
+    def state_bytes(self) -> int:
+        """Host memory of the layers that are not in the store."""
+        return len(self._seqs) * self._hosted.others.at(self._num_columns)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """As the stock one; what a window keeps of a prompt is not a view of all of it."""
+        rows = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer: Any = self.layers[layer_idx]
+        if getattr(layer, "is_sliding", False) and key_states.shape[2] > 1:
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        return rows
+
+    def check_room(self, need: int, num_pages: int, what: str) -> None:
+        """Refuse what does not fit the host budget beside what is there.
+
+        Raises:
+            HostBudgetError: `what` needs `need` bytes, pages included.
+        """
+        store = self.store
+        if need > store.left_bytes(num_pages):
+            store.trim()
+        free = max(0, store.left_bytes(num_pages))
+        if need > free:
+            raise HostBudgetError(
+                f"{what} need {format_bytes(need)} more of host KV cache, but {format_bytes(free)} "
+                f"of its budget of {format_bytes(store.host_budget_bytes)} are free; raise "
+                "max_memory={'cpu': ...}, or lower the batch size or max_new_tokens"
+            )
 
     def reset(self) -> None:
         """Forget all tokens and give their memory back."""
@@ -161,6 +240,11 @@ class GenericCache(DynamicCache):
         pads = self._checked_pads(shape, mask)
         sequences, (batch_size, n), past = self._hosted.sequences, shape, self._num_columns
         sequences.collect()
+        others = self._hosted.others
+        more = batch_size * others.at(past + n) - self.state_bytes
+        if more > 0:
+            what = f"windows and recurrent states of {batch_size} sequences"
+            self.check_room(more, 0, what)
         is_new = not self._seqs
         if is_new:
             self._seqs.extend(sequences.new() for _ in range(batch_size))
@@ -171,8 +255,10 @@ class GenericCache(DynamicCache):
         num_new = batch.num_new_tokens
         this = Pass(sequences, self._seqs, num_new)
         try:
+            self._num_columns += n  # their states count from now on
             this.reserve()
         except BaseException:
+            self._num_columns -= n
             if is_new:
                 self.reset()
             raise
@@ -190,7 +276,6 @@ class GenericCache(DynamicCache):
             this.commit()
             this.end()
             states.commit(self._seqs)
-            self._num_columns += n
         except BaseException:  # transformers' own layers cannot go back
             self.reset()
             self._has_failed = True

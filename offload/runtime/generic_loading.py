@@ -77,11 +77,17 @@ class GenericRuntime:
             config = replace(config, policy=Full())
             self.policy_reason = "without lean layers auto attends to everything in this version"
         self.config, self.policy = config, config.policy
-        spec = next(iter(specs.values()))
+        # Without a layer in the store it still counts the tokens of sequences.
+        layers = [*specs.values()] or [AttentionSpec(1, 1, 16, 16, 1.0)]
+        if not specs and config.policy.selects:
+            raise NotImplementedError(
+                f"policy {config.policy.name!r} has nothing to select: no layer attends to all "
+                "tokens; available: 'auto' and 'full'"
+            )
         self.store = KVStore(
-            num_layers=len(specs),
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            num_layers=len(layers),
+            num_kv_heads=[spec.num_kv_heads for spec in layers],
+            head_dim=[spec.head_dim for spec in layers],
             dtype=stock.dtype,
             host_budget_bytes=kv_budget_bytes(config, weight_bytes_of(stock), loaded=True),
             page_tokens=config.page_tokens,
@@ -90,15 +96,18 @@ class GenericRuntime:
         self.attention = DecodeAttention(
             self.policy,
             self.store,
-            num_qo_heads=spec.num_qo_heads,
+            num_qo_heads=[spec.num_qo_heads for spec in layers],
             pool=self.pool,
-            sm_scale=[spec.sm_scale for spec in specs.values()],
+            sm_scale=[spec.sm_scale for spec in layers],
+            softcap=[spec.softcap for spec in layers],
         )
         classes = None
         if self.policy.state.reads_text and folder is not None:
             classes = load_delimiter_classes(folder, stock.config.vocab_size)
         self.sequences = Sequences(self.store, self.attention, _NoPart(), None, classes)
         self.hosted = HostedLayers(stock.config, specs, self.sequences, self.attention)
+        held = self.hosted.others
+        self.store.ledger.add("windows and recurrent states", lambda: held.held_bytes)
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
         self.on_tokens: Any = None
@@ -186,17 +195,10 @@ class GenericRuntime:
         pages = sum(-(-end // store.page_tokens) for end in ends)
         pages = store.num_page_rows * (pages - sum(map(store.num_own_pages, cache.seqs)))
         state = sum(2 * states.bytes.at(end) + states.bytes.of_queries for end in ends)
-        need = pages * store.page_bytes + max(0, state - states.bytes_of(cache.seqs))
-        if need > store.left_bytes(pages):
-            store.trim()
-        free = max(0, store.left_bytes(pages))
-        if need > free:
-            raise HostBudgetError(
-                f"{len(ends)} sequences of up to {max(ends)} tokens need {format_bytes(need)} more "
-                f"of host KV cache, but {format_bytes(free)} of its budget of "
-                f"{format_bytes(store.host_budget_bytes)} are free; raise "
-                "max_memory={'cpu': ...}, or lower the batch size or max_new_tokens"
-            )
+        columns = request.prompt_columns + request.max_new_tokens
+        others = len(ends) * self.hosted.others.at(columns) - cache.state_bytes
+        need = pages * store.page_bytes + max(0, state - states.bytes_of(cache.seqs)) + others
+        cache.check_room(need, pages, f"{len(ends)} sequences of up to {max(ends)} tokens")
         most, reason = stock_context_limit(self.stock.config)
         if max(ends) > most:
             raise ValueError(
@@ -300,7 +302,10 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
         specs = attention_specs(stock)
         runtime = GenericRuntime(stock, specs, config, folder)
         runtime.use_pool()
-        _check_logits(_logits(stock, runtime.new_cache(), runtime), expected, stock.dtype)
+        cache = runtime.new_cache()
+        _check_logits(_logits(stock, cache, runtime), expected, stock.dtype)
+        runtime.hosted.others.measure(cache)
+        cache.reset()
     except (HostBudgetError, MemoryError):
         raise
     except Exception as error:  # of any kind: 150 model types

@@ -113,7 +113,7 @@ def load_model(
     check_before_loading(checkpoint, config, ranks)
     if ranks is not None:  # one converts for all
         ranks.once(partial(weights_folder, folder, checkpoint.loaded_dtype(config.dtype)))
-    if checkpoint.gguf_types and config.weights == "auto" and not config.packing:
+    if checkpoint.stored_types and config.weights == "auto" and not config.packing:
         logger.info(
             "weights=auto: %s is dequantised; on a CPU, in one process and with its own backend, "
             "its matrices would stay packed",

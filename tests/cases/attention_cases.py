@@ -79,6 +79,7 @@ class Cache:
         layer_idx: int,
         selection: list[np.ndarray] | None = None,
         kv_len: int | None = None,
+        softcap: float = 0.0,
     ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """float64 o, lse and weights of one query row over a layer above 0, or over -keys in 0."""
         keys = np.roll(self.keys, layer_idx - 1, 1) if layer_idx else -self.keys
@@ -88,14 +89,19 @@ class Cache:
             keys[:, :kv_len],
             self.values[:, :kv_len],
             sm_scale=head_dim**-0.5,
+            softcap=softcap,
             selection=selection,
         )
 
     def expected(
-        self, queries: torch.Tensor, kv_len: int, selection: list[np.ndarray] | None = None
+        self,
+        queries: torch.Tensor,
+        kv_len: int,
+        selection: list[np.ndarray] | None = None,
+        softcap: float = 0.0,
     ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """`reference` of layer 1 with so many tokens."""
-        return self.reference(queries, 1, selection, kv_len)
+        return self.reference(queries, 1, selection, kv_len, softcap)
 
     def attention(
         self,
@@ -103,12 +109,14 @@ class Cache:
         group_size: int,
         policy: Policy | None = None,
         isa: str | None = None,
+        softcap: float = 0.0,
     ) -> DecodeAttention:
         return DecodeAttention(
             policy or Full(),
             self.store,
             num_qo_heads=self.store.num_kv_heads * group_size,
             pool=pool,
+            softcap=softcap,
             isa=isa,
         )
 

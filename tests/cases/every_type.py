@@ -79,6 +79,7 @@ _FIELDS |= dict.fromkeys(
     0.0,
 )
 _FIELDS |= {"initializer_range": 0.15, "use_mamba_kernels": False, "moe_latent_size": None}
+_FIELDS["attn_logit_softcapping"] = 1.0  # near enough to scores to change tokens
 _FIELDS |= {"ffn_config": None, "image_token_id": None}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 _SLIDING = ["sliding_attention", "full_attention"] * 2
@@ -120,6 +121,11 @@ _OF_TYPES: dict[str, dict[str, Any]] = {
     "zamba": _MAMBA,
     "zamba2": _MAMBA | {"mamba_headdim": 16, "n_mamba_heads": 8, "hybrid_layer_ids": [1, 3]},
 }
+# Sizes of the models beside a text model.
+_MEDIA_SIZES = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+_MEDIA_SIZES |= dict.fromkeys(("num_attention_heads", "num_heads"), 2)
+_MEDIA_SIZES |= dict.fromkeys(("num_hidden_layers", "depth", "num_global_layers"), 1)
+_MEDIA_SIZES["out_hidden_size"] = _HIDDEN
 _BY_LAYER = re.compile(r".*layer.*|block_types|full_attn_idxs|kv_sharing_modes|hybrid_override.*")
 
 
@@ -158,20 +164,31 @@ def tiny_config(model_type: str) -> Any:
     if text is config:
         with contextlib.suppress(Exception):  # some take no such arguments, but can be written to
             config = text = kind(**changes)
+    else:
+        with contextlib.suppress(Exception):
+            text = type(text)(**changes)
+            config.text_config = text
     for name, value in changes.items():
         with contextlib.suppress(Exception):
             setattr(text, name, value)
+    for media in ("vision_config", "audio_config"):
+        for name, value in _MEDIA_SIZES.items():
+            if hasattr(getattr(config, media, None), name):
+                setattr(getattr(config, media), name, value)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     return config
 
 
 def tiny_model_of(model_type: str, **changes: Any) -> Any:
-    """A stock model of `model_type` in float32 with random weights."""
-    from transformers import AutoModelForCausalLM
+    """A stock model of `model_type` in float32 with random weights; of a multi-modal type the whole
+    model, if transformers has a class of it."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = tiny_config(model_type)
     for name, value in changes.items():
         setattr(config, name, value)
-    return AutoModelForCausalLM.from_config(config).eval().float()
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    make: Any = AutoModelForCausalLM.from_config if whole is None else whole._from_config
+    return make(config).eval().float()

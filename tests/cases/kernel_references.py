@@ -17,6 +17,7 @@ def attention(
     values: Float64s,
     *,
     sm_scale: float,
+    softcap: float = 0.0,
     selection: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Float64s, Float64s, list[Float64s]]:
     """Decode attention of one query token.
@@ -45,6 +46,8 @@ def attention(
                 weights.append(np.zeros(0))
                 continue
         scores = keys[kv_head, rows] @ query[head] * sm_scale
+        if softcap:
+            scores = softcap * np.tanh(scores / softcap)
         highest = scores.max()
         exp = np.exp(scores - highest)
         lse[head] = highest + np.log(exp.sum())

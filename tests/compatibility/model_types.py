@@ -9,6 +9,7 @@ import functools
 import re
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from cases.every_type import tiny_model_of
 from transformers import CONFIG_MAPPING, logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from offload import OffloadedModel
 from offload.models import FAMILIES, is_generic
 from offload.models.missing_features import NEVER_GENERIC, missing_features
 from offload.runtime.config import runtime_config
@@ -34,12 +36,15 @@ _HEAD = """\
 
 *lean*: native layers, on a CPU and with a GPU, with every feature. *generic*: transformers' own
 modules on a CPU. Attention of the layers that attend to all tokens is ours, their keys and values
-are in the host store; layers with a window or a recurrent state keep transformers' cache. A generic
+are in the host store; layers with a window or a recurrent state keep transformers' cache, whose
+bytes count in `max_memory`. A generic
 model does `generate()`, greedy or sampled, with left padding and several turns, and `forward()`,
 under `auto` (exact), `full`, `exact_topk`, `quest`, `lychee_cluster`, `lfps`, `sketch` and
 `streaming_llm`. Beams, drafts, engine, server, sessions, eval, GPUs, ranks, packed weights and
 `host_bytes_per_sequence` are refused. Before it is used, each model must give the logits of the
-stock path for a padded prompt and three steps; it is refused if it does not.
+stock path for a padded prompt and three steps; it is refused if it does not. Of a multi-modal
+checkpoint the text part is loaded, if transformers has a causal class for it; that is so for types
+that are not in this table, too, such as `mistral3` and `llava`.
 
 Of the {total} types of transformers {version} whose class is a causal language model, {lean} are
 lean, {generic} generic, {refused} refused, and {not_tried} were not tried. *generic* in the table
@@ -66,14 +71,26 @@ def judged(model_type: str) -> Row:
     except Exception as error:  # of any kind
         return NOT_TRIED, f"no tiny model of it runs: {_short(error)}"
     options = {"num_threads": 1, "page_tokens": 16, "max_memory": {"cpu": "1GiB"}}
+    is_text = stock.config is stock.config.get_text_config(decoder=True)
     try:
-        runtime = _in_time(lambda: generic_runtime(stock, runtime_config(**options), None))
+        if is_text:
+            runtime = _in_time(lambda: generic_runtime(stock, runtime_config(**options), None))
+            model = generic_model(runtime)
+        else:
+            model = _in_time(lambda: _loaded_text_part(stock, options))
     except ValueError as error:
         return REFUSED, _short(error)
-    model = generic_model(runtime)
     found = _in_time(lambda: _tokens(model))
-    runtime.close()
-    return (GENERIC, "") if found == expected else (REFUSED, "other tokens than the stock model's")
+    model._offload.close()
+    if found != expected:
+        return REFUSED, "other tokens than the stock model's"
+    return GENERIC, "" if is_text else f"its text part, {type(model).__name__}"
+
+
+def _loaded_text_part(whole: Any, options: dict[str, Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        whole.save_pretrained(folder)
+        return OffloadedModel.from_pretrained(folder, **options)
 
 
 def _early_reason(model_type: str, config: dict[str, Any]) -> str:

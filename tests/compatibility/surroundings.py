@@ -105,7 +105,7 @@ def quantised(side: Side) -> None:
         make_tiny_model("llama").save_pretrained(name)
         path = Path(name) / "config.json"
         config = json.loads(path.read_text())
-        config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+        config["quantization_config"] = {"quant_method": "bitsandbytes"}
         path.write_text(json.dumps(config))
         side.load(Path(name))
 
@@ -198,7 +198,11 @@ _YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 
 LOADING = [
     *(Feature(f"`{name}`", generates(name)) for name in TINY_MODELS),
-    Feature("another model type (gpt2)", unsupported, "each has lean layers of its own"),
+    Feature(
+        "another model type (gpt2)",
+        unsupported,
+        "on a CPU, by the modules of transformers (docs/models.md)",
+    ),
     Feature("rope type `linear`", rope("linear", factor=4.0)),
     Feature("rope type `dynamic`", rope("dynamic", max_positions=64, factor=4.0)),
     Feature("rope type `yarn`", rope("yarn", **_YARN)),

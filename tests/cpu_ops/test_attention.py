@@ -28,19 +28,24 @@ def queries_of(cache: Cache, rng: np.random.Generator, group_size: int, n: int =
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "head_dim", "group_size"),
-    pairwise(ISAS, DTYPES, [32, 48, 64, 96, 128, 256], [1, 2, 3, 4, 7, 8], together=2),
+    ("isa", "dtype", "head_dim", "group_size", "softcap"),
+    pairwise(
+        ISAS, DTYPES, [32, 48, 64, 96, 128, 256, 512], [1, 2, 3, 4, 7, 8], [0.0, 1.5], together=2
+    ),
     ids=str,
 )
-def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
+def test_dense_matches_reference(isa, dtype, head_dim, group_size, softcap, pool):
     rng = new_rng()
     for kv_len in LENGTHS:
         cache = Cache.random(rng, kv_len=kv_len, head_dim=head_dim, dtype=dtype)
         queries = queries_of(cache, rng, group_size)
         out, lse = attend(
-            cache.attention(pool, group_size, isa=isa), [cache.seq], [kv_len], queries
+            cache.attention(pool, group_size, isa=isa, softcap=softcap),
+            [cache.seq],
+            [kv_len],
+            queries,
         )
-        expected, expected_lse, _ = cache.expected(queries, kv_len)
+        expected, expected_lse, _ = cache.expected(queries, kv_len, softcap=softcap)
         assert relative_error(out[0], expected) < TOLERANCE[dtype], kv_len
         np.testing.assert_allclose(lse[0], expected_lse, atol=2e-4)
 
@@ -52,6 +57,7 @@ def attend_to(
     selection: list[np.ndarray],
     *,
     isa: str | None = None,
+    softcap: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """o, lse and weights of one query row that attends to a list of tokens per head."""
     num_qo_heads = queries.shape[1] // cache.store.head_dim
@@ -59,7 +65,9 @@ def attend_to(
     policy = (Chosen if per_kv_head else ChosenPerQueryHead)(
         budget_tokens=cache.kv_len - 1, dense_layers=1, selection=selection
     )
-    attention = cache.attention(pool, num_qo_heads // cache.store.num_kv_heads, policy, isa)
+    attention = cache.attention(
+        pool, num_qo_heads // cache.store.num_kv_heads, policy, isa, softcap
+    )
     out, lse = attend(attention, [cache.seq], [cache.kv_len], queries)
     state = attention.states.arrays_of(cache.seq)
     assert state is not None
@@ -70,11 +78,15 @@ def attend_to(
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "head_dim", "group_size", "per_query_head"),
-    pairwise(ISAS, DTYPES, [48, 64, 128, 256], [1, 3, 4, 8], [False, True], together=2),
+    ("isa", "dtype", "head_dim", "group_size", "per_query_head", "softcap"),
+    pairwise(
+        ISAS, DTYPES, [48, 64, 128, 256, 512], [1, 3, 4, 8], [False, True], [0.0, 1.5], together=2
+    ),
     ids=str,
 )
-def test_chosen_tokens_match_reference(isa, dtype, head_dim, group_size, per_query_head, pool):
+def test_chosen_tokens_match_reference(
+    isa, dtype, head_dim, group_size, per_query_head, softcap, pool
+):
     rng = new_rng()
     kv_len = 1500
     cache = Cache.random(rng, kv_len=kv_len, head_dim=head_dim, dtype=dtype, page_tokens=64)
@@ -85,8 +97,8 @@ def test_chosen_tokens_match_reference(isa, dtype, head_dim, group_size, per_que
         for n in rng.permutation(lengths[:num_units])
     ]
     queries = queries_of(cache, rng, group_size)
-    out, lse, weights = attend_to(cache, pool, queries, selection, isa=isa)
-    expected, expected_lse, expected_weights = cache.expected(queries, kv_len, selection)
+    out, lse, weights = attend_to(cache, pool, queries, selection, isa=isa, softcap=softcap)
+    expected, expected_lse, expected_weights = cache.expected(queries, kv_len, selection, softcap)
     assert relative_error(out, expected) < TOLERANCE[dtype]
     np.testing.assert_allclose(lse, expected_lse, atol=2e-4)
     for actual, weight in zip(weights, expected_weights, strict=True):
@@ -201,7 +213,7 @@ def test_bad_input_is_refused(pool):
         DecodeAttention(Full(), cache.store, num_qo_heads=3, pool=pool)
     with pytest.raises(ValueError, match="at most 32 query heads may share a KV head, got 33"):
         cache.attention(pool, 33)
-    with pytest.raises(ValueError, match="head_dim must be a multiple of 16 up to 256, got 24"):
+    with pytest.raises(ValueError, match="head_dim must be a multiple of 16 up to 512, got 24"):
         Cache.random(rng, kv_len=4, head_dim=24).attention(pool, 1)
     attention = cache.attention(pool, 2)
     with pytest.raises(ValueError, match=r"kv_len of sequence .* must be in \[1, 512\]"):

@@ -41,7 +41,7 @@ def parts_of(query: np.ndarray, levels: np.ndarray, codes: np.ndarray) -> np.nda
 
 
 @pytest.mark.parametrize(
-    ("isa", "bits", "head_dim"), combinations(ISAS, [1, 2], [16, 48, 64, 128, 256])
+    ("isa", "bits", "head_dim"), combinations(ISAS, [1, 2], [16, 48, 64, 128, 256, 512])
 )
 def test_score_codes(isa, bits, head_dim):
     """In the steps of the tables scores are exact, and those are small."""

@@ -71,7 +71,7 @@ def expected_rotation(x, cos, sin, dtype, norm_weight=None):
 
 @pytest.mark.parametrize(
     ("isa", "dtype", "head_dim", "with_norm"),
-    pairwise(ISAS, DTYPES, [16, 48, 64, 96, 128, 256], [False, True], together=2),
+    pairwise(ISAS, DTYPES, [16, 48, 64, 96, 128, 256, 512], [False, True], together=2),
     ids=str,
 )
 def test_rows_of_several_sequences(isa, dtype, head_dim, with_norm):
@@ -107,7 +107,7 @@ def test_rows_of_several_sequences(isa, dtype, head_dim, with_norm):
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "head_dim"), pairwise(ISAS, DTYPES, [16, 48, 64, 96, 128, 256]), ids=str
+    ("isa", "dtype", "head_dim"), pairwise(ISAS, DTYPES, [16, 48, 64, 96, 128, 256, 512]), ids=str
 )
 def test_heads_of_a_prompt(isa, dtype, head_dim, pool):
     """The same for many tokens, whose heads come out first in memory, on both sides of a task's."""

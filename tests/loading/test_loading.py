@@ -169,9 +169,9 @@ DAMAGES = {
         "unsupported model type 'bloom': .*; available: llama, mistral, qwen2, qwen3",
     ),
     "quantised": (
-        lambda f: change_config(f, quantization_config={"quant_method": "awq"}),
+        lambda f: change_config(f, quantization_config={"quant_method": "bitsandbytes"}),
         NotImplementedError,
-        "quantised with 'awq'",
+        "quantised with 'bitsandbytes'",
     ),
     "odd quantisation": (
         lambda f: change_config(f, quantization_config=5),

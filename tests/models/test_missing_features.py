@@ -80,12 +80,9 @@ def test_odd_configs_are_read() -> None:
 @pytest.mark.parametrize(
     ("method", "remedy"),
     [
-        ("awq", "often the repository without the method in its name"),
-        ("gptq", "often the repository without the method in its name"),
-        ("fp8", r"FineGrainedFP8Config\(dequantize=True\)"),
+        ("hqq", "often the repository without the method in its name"),
         ("mxfp4", r"Mxfp4Config\(dequantize=True\)"),
         ("bitsandbytes", r"model.dequantize\(\)"),
-        ("compressed-tensors", r"CompressedTensorsConfig\(dequantize=True\)"),
     ],
 )
 def test_quantised_weights(method: str, remedy: str, tmp_path: Path) -> None:

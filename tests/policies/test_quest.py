@@ -127,7 +127,7 @@ def test_no_key_beats_the_bound_of_its_page(dtype, head_dim):
 
 
 # Wide heads take two products.
-@pytest.mark.parametrize(("dtype", "head_dim"), combinations(DTYPES, [64, 128, 192, 256]))
+@pytest.mark.parametrize(("dtype", "head_dim"), combinations(DTYPES, [64, 128, 192, 256, 512]))
 def test_selection_is_the_reference(head_dim, dtype, pool):
     policy = Quest(**OPTIONS)
     cache, queries = make_case(dtype, head_dim=head_dim)

@@ -19,10 +19,11 @@ from offload.engine.engine import Engine
 from offload.policies.exact_topk import ExactTopK
 from offload.policies.registry import make_policy
 from offload.runtime.config import runtime_config
+from offload.runtime.generic_cache import tensors_in
 from offload.runtime.generic_loading import POLICIES, generic_runtime
 from offload.system.errors import HostBudgetError
 
-TYPES = ["qwen3_moe", "qwen3_5_text", "gemma3_text", "gpt_oss", "phi3", "deepseek_v3"]
+TYPES = ["qwen3_moe", "qwen3_5_text", "gemma2", "gpt_oss", "phi3", "deepseek_v3", "ministral"]
 IDS = torch.randint(3, 250, (2, 40), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
 MASK[0, :11] = 0
@@ -84,7 +85,13 @@ def test_turns_go_on_from_the_cache(folders: dict[str, Path], model_type: str) -
     assert cache.kv_lens == [len(found[1][0]) - 10 - pad for pad in (11, 0)]
 
 
-@pytest.mark.parametrize("policy", POLICIES[1:])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, marks=[pytest.mark.slow] * (policy in ("lfps", "lychee_cluster")))
+        for policy in POLICIES[1:]
+    ],
+)
 def test_policies(folders: dict[str, Path], policy: str) -> None:
     """A budget of all tokens is exact; a small one is attended to, and changes tokens."""
     for model_type in ("qwen3_5_text", "deepseek_v3"):
@@ -126,20 +133,21 @@ def test_the_command_line_generates(folders: dict[str, Path]) -> None:
         assert runs[-1]["resolved_policy"] == "full"
 
 
-def test_the_command_line_compares(tmp_path: Path) -> None:
-    """Also where a config has names of its own for sizes, and an attention that is chosen."""
-    tiny_model_of("gpt2", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("model_type", "beside"), [("gpt2", ["sketch"]), ("ministral", [])])
+def test_the_command_line_compares(tmp_path: Path, model_type: str, beside: list[str]) -> None:
+    """Also where a config has names of its own for sizes, or no layer attends to all tokens."""
+    tiny_model_of(model_type, vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     options = ["--prompt", "hello " * 100, "--no-chat", "--ignore-eos", "--json", "-n", "4"]
     options += ["--budget-tokens", "256"]
     result = CliRunner().invoke(app, ["generate", str(tmp_path), *options, "--compare"])
     assert result.exit_code == 0, result.output
-    assert [run["policy"] for run in json.loads(result.stdout)["runs"]] == ["auto", "sketch"]
+    assert [run["policy"] for run in json.loads(result.stdout)["runs"]] == ["auto", *beside]
 
 
 def test_a_context_beyond_the_positions_is_refused(folders: dict[str, Path]) -> None:
     """And not one beyond a sliding window, which is transformers' own."""
-    folder = folders["gemma3_text"]
+    folder = folders["gemma2"]
     model = load(folder)
     most = model.config.max_position_embeddings
     message = f"a context of {most + 1} tokens exceeds the {most} tokens of this model"
@@ -153,9 +161,27 @@ def test_a_context_beyond_the_positions_is_refused(folders: dict[str, Path]) -> 
 
 
 def test_bfloat16(folders: dict[str, Path]) -> None:
-    model = load(folders["gemma3_text"], dtype="bfloat16")
+    model = load(folders["gemma2"], dtype="bfloat16")
     assert tokens(model, IDS, MASK).shape == (2, 60)
     assert model.kv_store.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5"])
+def test_the_text_part_of_a_multi_modal_model(
+    tmp_path: Path, model_type: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = tiny_model_of(model_type)
+    whole.save_pretrained(tmp_path)
+    caplog.set_level("INFO")
+    model = load(tmp_path)
+    assert "only the text part is loaded, a " in caplog.text
+    assert tokens(model, IDS, MASK).tolist() == tokens(whole, IDS, MASK).tolist()
+    assert model.num_parameters() < whole.num_parameters()
+
+
+def test_a_model_that_only_sees_windows_selects_nothing(folders: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="policy 'quest' has nothing to select: no layer attends"):
+        load(folders["ministral"], policy="quest")
 
 
 def test_a_budget_is_refused_before_anything_is_computed(folders: dict[str, Path]) -> None:
@@ -163,6 +189,29 @@ def test_a_budget_is_refused_before_anything_is_computed(folders: dict[str, Path
     with pytest.raises(HostBudgetError, match="2 sequences of up to 10039 tokens need"):
         tokens(model, IDS, MASK, max_new_tokens=10000)
     assert tokens(model, IDS, MASK).shape == (2, 60)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "ministral"])
+def test_windows_and_recurrent_states_are_in_the_budget(
+    folders: dict[str, Path], model_type: str
+) -> None:
+    model = load(folders[model_type])
+    cache, ledger = model.new_cache(), model.kv_store.ledger
+    model(input_ids=IDS, past_key_values=cache)
+    tensors = [x for layer in cache.layers for x in tensors_in(vars(layer))]
+    held = sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+    assert held <= cache.state_bytes <= 1.1 * held
+    assert ledger.by_tenant()["windows and recurrent states"] == cache.state_bytes
+    cache.reset()
+    of_two = 2 * model._offload.hosted.others.at(40)
+    model.kv_store.trim()
+    limit, ledger.limit_bytes = ledger.limit_bytes, of_two - 1
+    for read in (lambda: tokens(model, IDS, MASK), lambda: model(input_ids=IDS)):
+        with pytest.raises(HostBudgetError, match=r"2 sequences .*need .* more of host KV cache"):
+            read()
+    assert model.kv_store.num_sequences == 0
+    ledger.limit_bytes = limit
+    assert tokens(model, IDS, MASK, max_new_tokens=1).shape == (2, 41)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +265,7 @@ def test_a_failed_pass_leaves_nothing(folders: dict[str, Path]) -> None:
 
 def test_the_gate_refuses_other_logits() -> None:
     """Types whose attention is not what passes through the attention function."""
-    for model_type, reason in (("doge", "hides more than padding"), ("gemma2", "softcap")):
+    refused = {"doge": "hides more than padding", "deepseek_v32": "attention asks for indices"}
+    for model_type, reason in refused.items():
         with pytest.raises(ValueError, match=f"unsupported model type '{model_type}': .*{reason}"):
             generic_runtime(tiny_model_of(model_type), runtime_config(num_threads=1), None)

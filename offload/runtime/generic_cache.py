@@ -223,7 +223,12 @@ class GenericCache(DynamicCache):
 
     @contextlib.contextmanager
     def forward_pass(
-        self, shape: tuple[int, int], mask: Tensor | None, tokens: Tensor | None
+        self,
+        shape: tuple[int, int],
+        mask: Tensor | None,
+        tokens: Tensor | None,
+        *,
+        is_decode: bool,
     ) -> Iterator[None]:
         """Around a stock forward pass: room before it, and the tokens are cached after it.
 
@@ -231,6 +236,7 @@ class GenericCache(DynamicCache):
             shape: (batch_size, seq_len) of what is new.
             mask: [batch_size, cached columns + seq_len], 0 at padding; or None.
             tokens: int64 [batch_size, seq_len], where they are known.
+            is_decode: as `would_decode` has it; False: a part of a prompt.
 
         Raises:
             ValueError: shapes that do not continue the cache, or padding behind a token.
@@ -248,7 +254,6 @@ class GenericCache(DynamicCache):
         is_new = not self._seqs
         if is_new:
             self._seqs.extend(sequences.new() for _ in range(batch_size))
-        is_decode = self.would_decode(shape)
         states = self._hosted.attention.states
         attended = torch.arange(past, past + n) >= torch.tensor(pads)[:, None]
         batch = pack(shape, attended, torch.arange(past, past + n)[None], None)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
-from cpu_ops.linear import Linear
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.stock_attention import AttentionSpec, attention_specs
@@ -33,6 +31,7 @@ from offload.runtime.budgets import kv_budget_bytes, pool_threads, weight_bytes_
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.generic_cache import GenericCache, HostedLayers
+from offload.runtime.pooled_modules import pooled_forward
 from offload.runtime.sequences import Sequences
 from offload.system.memory import format_bytes
 from offload.system.torch_threads import torch_threads
@@ -58,6 +57,7 @@ class GenericRuntime:
         stock: the model, on which `use_offload_attention` was called.
         hosted: its layers whose keys and values are in the store.
         decodes: whether the forward pass that runs is a decode step.
+        reads_prompt: whether what runs is a part of a prompt, even if it is a token.
         current_generation: what counts forward passes.
         policy: what `config` asks for, or "auto" came to.
         policy_reason: why "auto" came to the policy; "" if that was asked for.
@@ -111,7 +111,7 @@ class GenericRuntime:
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
         self.on_tokens: Any = None
-        self.decodes = False
+        self.decodes = self.reads_prompt = False
 
     @property
     def lean(self) -> Any:
@@ -150,11 +150,12 @@ class GenericRuntime:
         self.store.close()
 
     def use_pool(self) -> None:
-        """Let the linear layers of decode steps run on the threads of the attention, too: those of
+        """Let matrices of decode steps be multiplied on the threads of the attention, too: those of
         torch would spin beside them."""
         for module in self.stock.modules():
-            if type(module) is nn.Linear and module.weight.is_contiguous():
-                module.forward = _PooledForward(module, self)  # type: ignore[assignment, method-assign]
+            kind = pooled_forward(module)
+            if kind is not None:
+                module.forward = kind(module, self.pool, lambda: self.decodes)
 
     def run(self, forward: Callable[[], T], cache: GenericCache | None, *inputs: Any) -> T:
         """A stock forward pass on this model's threads, as `GenericCache.forward_pass` has it.
@@ -164,12 +165,14 @@ class GenericRuntime:
         """
         counter = self.current_generation
         counter.begin_pass()
-        decodes = cache is not None and cache.would_decode(inputs[0])
+        decodes = not self.reads_prompt and cache is not None and cache.would_decode(inputs[0])
         if decodes and cache is not None:
             with torch_threads(counter.prefill_threads):
                 seconds = self.attention.build_states(cache.seqs, [n + 1 for n in cache.kv_lens])
             counter.count_index(seconds)
-        in_cache = nullcontext() if cache is None else cache.forward_pass(*inputs)
+        in_cache: AbstractContextManager[None] = nullcontext()
+        if cache is not None:
+            in_cache = cache.forward_pass(*inputs, is_decode=decodes)
         with torch_threads(1 if decodes else counter.prefill_threads), in_cache:
             try:
                 self.decodes = decodes
@@ -209,31 +212,6 @@ class GenericRuntime:
 
 class _NoPart(SequencePart):
     """Nothing beside the policy has state of sequences."""
-
-
-class _PooledForward:
-    """In the place of `forward` of an `nn.Linear`."""
-
-    def __init__(self, module: nn.Linear, runtime: GenericRuntime) -> None:
-        self._module, self._runtime = module, runtime
-        self._linear: Linear | None = None
-        self._address = 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        module = self._module
-        num_rows = x.numel() // x.shape[-1]
-        if not (
-            self._runtime.decodes
-            and 0 < num_rows <= Linear.max_rows
-            and x.dtype == module.weight.dtype
-        ):
-            return F.linear(x, module.weight, module.bias)
-        if self._linear is None or self._address != module.weight.data_ptr():
-            bias = None if module.bias is None else module.bias.detach()
-            self._linear = Linear([module.weight.detach()], [bias])
-            self._address = module.weight.data_ptr()
-        rows = x.reshape(num_rows, x.shape[-1]).contiguous()
-        return self._linear(self._runtime.pool, rows).view(*x.shape[:-1], module.out_features)
 
 
 def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:

@@ -151,6 +151,14 @@ class GenericModel(FixedModel):
         generation.cache, generation.owns_cache = used, cache is None
         model_kwargs["past_key_values"] = used
 
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock one; a prompt, or the last chunk of it, may be a single token."""
+        self._offload.reads_prompt = True
+        try:
+            return super()._prefill(*args, **kwargs)
+        finally:
+            self._offload.reads_prompt = False
+
     def _prepare_generated_length(
         self, generation_config: Any, input_ids_length: int, **given: Any
     ) -> Any:

@@ -37,14 +37,13 @@ _HEAD = """\
 *lean*: native layers, on a CPU and with a GPU, with every feature. *generic*: transformers' own
 modules on a CPU. Attention of the layers that attend to all tokens is ours, their keys and values
 are in the host store; layers with a window or a recurrent state keep transformers' cache, whose
-bytes count in `max_memory`. A generic
-model does `generate()`, greedy or sampled, with left padding and several turns, and `forward()`,
-under `auto` (exact), `full`, `exact_topk`, `quest`, `lychee_cluster`, `lfps`, `sketch` and
-`streaming_llm`. Beams, drafts, engine, server, sessions, eval, GPUs, ranks, packed weights and
-`host_bytes_per_sequence` are refused. Before it is used, each model must give the logits of the
-stock path for a padded prompt and three steps; it is refused if it does not. Of a multi-modal
-checkpoint the text part is loaded, if transformers has a causal class for it; that is so for types
-that are not in this table, too, such as `mistral3` and `llava`.
+bytes count in `max_memory`, too. A generic model does `generate()`, greedy or sampled, with left
+padding and several turns, and `forward()`, under `auto` (exact), `full`, `exact_topk`, `quest`,
+`lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. Beams, drafts, engine, server, sessions,
+eval, GPUs, ranks, packed weights and `host_bytes_per_sequence` are refused. Before it is used, each
+model must give the logits of the stock path for a padded prompt and three steps; it is refused if
+it does not. Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class
+for it; that is so for types that are not in this table, too, such as `mistral3` and `llava`.
 
 Of the {total} types of transformers {version} whose class is a causal language model, {lean} are
 lean, {generic} generic, {refused} refused, and {not_tried} were not tried. *generic* in the table

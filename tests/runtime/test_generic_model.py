@@ -85,6 +85,16 @@ def test_turns_go_on_from_the_cache(folders: dict[str, Path], model_type: str) -
     assert cache.kv_lens == [len(found[1][0]) - 10 - pad for pad in (11, 0)]
 
 
+def test_a_turn_of_one_token_is_a_prompt(folders: dict[str, Path]) -> None:
+    model = load(folders["qwen3_moe"])
+    cache = model.new_cache()
+    told = tokens(model, IDS, MASK, past_key_values=cache)  # the last token is not cached
+    mask = torch.nn.functional.pad(MASK, (0, 20), value=1)
+    tokens(model, told, mask, past_key_values=cache, max_new_tokens=3)
+    stats = model.offload_stats()
+    assert (stats.prefill_tokens, stats.decode_tokens) == (2, 4)
+
+
 @pytest.mark.parametrize(
     "policy",
     [

@@ -1,0 +1,100 @@
+"""Modules of a stock model whose matrices a decode step multiplies on the worker pool.
+
+Each is called in the place of a module's `forward`; passes that are no decode step, and inputs that
+the kernels do not take, go to the stock one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpu_ops.linear import Linear
+from cpu_ops.worker_pool import WorkerPool
+
+
+class _PooledLinear:
+    """A matrix, and maybe its bias; made anew where the module's weights are replaced."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._linear: Linear | None = None
+        self._address = 0
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self._linear is None or self._address != weight.data_ptr():
+            self._linear = Linear([weight.detach()], [None if bias is None else bias.detach()])
+            self._address = weight.data_ptr()
+        return self._linear(self._pool, x)
+
+
+class _PooledForward:
+    """In the place of `forward` of an `nn.Linear`."""
+
+    def __init__(self, module: Any, pool: WorkerPool, decodes: Callable[[], bool]) -> None:
+        self._module, self._decodes = module, decodes
+        self._stock, self._linear = module.forward, _PooledLinear(pool)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, num_rows = self._module.weight, x.numel() // x.shape[-1]
+        if not (self._decodes() and 0 < num_rows <= Linear.max_rows and x.dtype == weight.dtype):
+            out: Tensor = self._stock(x)
+            return out
+        rows = x.reshape(num_rows, x.shape[-1]).contiguous()
+        return self._linear(rows, weight, self._module.bias).view(*x.shape[:-1], len(weight))
+
+
+class _PooledExperts:
+    """In the place of `forward` of experts whose matrices are one parameter: those that tokens are
+    routed to are multiplied one after the other."""
+
+    def __init__(self, module: Any, pool: WorkerPool, decodes: Callable[[], bool]) -> None:
+        self._module, self._decodes, self._stock = module, decodes, module.forward
+        self._up = "gate_up_proj" if module.has_gate else "up_proj"
+        experts = range(module.num_experts)
+        self._linears = {
+            name: [_PooledLinear(pool) for _ in experts] for name in (self._up, "down_proj")
+        }
+
+    def __call__(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        module = self._module
+        dtype = module.down_proj.dtype
+        if not (self._decodes() and 0 < len(x) <= Linear.max_rows and x.dtype == dtype):
+            out: Tensor = self._stock(x, top_k_index, top_k_weights)
+            return out
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        chosen = top_k_index.tolist()
+        for expert in sorted({expert for row in chosen for expert in row}):
+            if expert >= module.num_experts:  # stands for none
+                continue
+            where = [(i, row.index(expert)) for i, row in enumerate(chosen) if expert in row]
+            tokens, places = (torch.tensor(column) for column in zip(*where, strict=True))
+            inner = self._multiply(self._up, expert, x[tokens])
+            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+            found = self._multiply("down_proj", expert, inner)
+            if module.has_post_expert_norm:
+                found = module.post_expert_norm(found)
+            out.index_add_(0, tokens, (found * top_k_weights[tokens, places, None]).float())
+        return out.to(x.dtype)
+
+    def _multiply(self, name: str, expert: int, x: Tensor) -> Tensor:
+        weight = getattr(self._module, name)[expert]
+        bias = getattr(self._module, f"{name}_bias")[expert] if self._module.has_bias else None
+        return self._linears[name][expert](x.contiguous(), weight, bias)
+
+
+def pooled_forward(module: Any) -> type[_PooledForward | _PooledExperts] | None:
+    """What can stand in for the `forward` of a module; None: nothing."""
+    if type(module) is nn.Linear:
+        return _PooledForward if module.weight.is_contiguous() else None
+    down = getattr(module, "down_proj", None)
+    names = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
+    if not isinstance(down, Tensor) or not all(hasattr(module, name) for name in names):
+        return None
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+    if module.is_transposed or down.dim() != 3 or not (down.is_contiguous() and up.is_contiguous()):
+        return None
+    return _PooledExperts

@@ -225,6 +225,11 @@ static inline KernelTable make_table(const char* name) {
   fill_dtype<float>(&table, DType::f32);
   fill_dtype<Half>(&table, DType::f16);
   fill_dtype<Bf16>(&table, DType::bf16);
+  const int i8 = static_cast<int>(DType::i8);
+  table.score[i8] = score<Int8>;
+  table.attend[i8] = attend<Int8>;
+  table.to_float[i8] = int8_to_float;
+  table.from_float[i8] = int8_from_float;
   table.exp_shifted = exp_shifted;
   table.scale_add = scale_add;
   table.extremes = extremes;

@@ -10,6 +10,7 @@ import torch
 
 from offload.decode.gpu.placement import UInt8Array, kv_head_roles
 from offload.decode.gpu.resident_kv import window_of
+from offload.kv.format import KVFormat
 from offload.models.shape import ModelShape
 from offload.selection.estimate import estimate_bytes
 from offload.selection.policy import DENSE, RETRIEVE, REUSE, SELECT, Policy
@@ -29,6 +30,7 @@ class Workload:
         page_tokens: of a page of the host store.
         head_state_bytes: what each of the policy's members keeps of a KV head of one sequence and
             layer; (): nothing that is known.
+        kv_dtype: of keys and values, as in `RuntimeConfig`.
     """
 
     shape: ModelShape
@@ -38,6 +40,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     page_tokens: int = 256
     head_state_bytes: tuple[float, ...] = ()
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("kv_len", "batch_size", "page_tokens"):
@@ -46,7 +49,7 @@ class Workload:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element of weights and cache."""
+        """Bytes of an element of weights."""
         return self.dtype.itemsize
 
     @property
@@ -57,7 +60,7 @@ class Workload:
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of a key of one KV head."""
-        return self.shape.head_dim * self.item_bytes
+        return KVFormat.of(self.kv_dtype, self.dtype).row_bytes(self.shape.head_dim)
 
     @cached_property
     def is_sparse(self) -> bool:

@@ -1,0 +1,136 @@
+// TileOps of int8 rows (see Int8): codes become floats in registers, and their scales multiply what comes of a group.
+// And how such rows are written and read. Included inside a per-ISA namespace after tile_ops-inl.h.
+
+static inline const Half* scales_of(const Int8* row, int64_t head_dim) {
+  return reinterpret_cast<const Half*>(row + head_dim);
+}
+
+template <>
+inline F f_exp_fast<Int8>(F x) {
+  return f_exp_fast<Bf16>(x);
+}
+
+template <>
+struct TileOps<Int8> {
+  using Session = NoSession;
+  using Query = float;
+  static constexpr int64_t block_stride(int64_t head_dim) { return kHeadBlock * head_dim; }
+  static void pack_heads(const float* query, int group_size, int64_t head_dim, Query* packed) {
+    for (int64_t i = 0; i < group_size * head_dim; ++i) packed[i] = query[i];
+  }
+
+  template <int G, class Rows>
+  static void score(const Query* query, int64_t head_dim, const Rows& rows, int num_rows, const Prefetch<Int8>& ahead,
+                    float scale, float* out, int64_t out_stride) {
+    int r = 0;
+    for (; r + kRowTile <= num_rows; r += kRowTile) {
+      score_rows<G, kRowTile>(query, head_dim, rows.from(r), ahead.from(r), scale, out + r, out_stride);
+    }
+    for (; r < num_rows; ++r) score_rows<G, 1>(query, head_dim, rows.from(r), ahead.from(r), scale, out + r, out_stride);
+  }
+
+  template <int G, class Rows>
+  static void accumulate(const float* weights, int64_t weight_stride, const Rows& rows, int num_rows,
+                         const Prefetch<Int8>& ahead, int64_t head_dim, float* acc, int64_t acc_stride) {
+    constexpr bool kWhole = G * kGroupVectors <= kAccumulators;  // one pass over whole groups
+    constexpr int kHeads = kWhole || G < kValueHeads ? G : kValueHeads;
+    constexpr int kTiles = kWhole ? kGroupVectors : kValueTiles[kHeads - 1];
+    constexpr int V = kTiles < kGroupVectors ? kTiles : kGroupVectors;
+    for (int64_t d = 0; d < head_dim; d += V * W) {
+      accumulate_block<kHeads, V>(weights, weight_stride, rows, num_rows, ahead, d, head_dim, acc, acc_stride);
+    }
+    if constexpr (G > kHeads) {
+      accumulate<G - kHeads>(weights + kHeads * weight_stride, weight_stride, rows, num_rows, Prefetch<Int8>(), head_dim,
+                             acc + kHeads * acc_stride, acc_stride);
+    }
+  }
+
+  static void finish(float*, int, int64_t) {}
+
+ private:
+  static constexpr int kGroupVectors = static_cast<int>(kRowGroup) / W;
+  static constexpr int kAccumulators = kValueTiles[kValueHeads - 1] * kValueHeads;
+
+  template <int G, int R, class Rows>
+  static void score_rows(const Query* query, int64_t head_dim, const Rows& rows, const Prefetch<Int8>& ahead,
+                         float scale, float* out, int64_t out_stride) {
+    F sums[R * G];
+    for (int r = 0; r < R; ++r) {
+      ahead.row(r, row_bytes(head_dim, DType::i8));
+      ahead.next_in_stream(rows[r] + stream_ahead_bytes, head_dim);
+      const Half* scales = scales_of(rows[r], head_dim);
+      F row[G];
+      for (int g = 0; g < G; ++g) row[g] = f_zero();
+      for (int64_t first = 0; first < head_dim; first += kRowGroup) {
+        F part[G];
+        for (int g = 0; g < G; ++g) part[g] = f_zero();
+        for (int64_t d = first; d < first + kRowGroup; d += W) {
+          const F key = f_load_as(rows[r] + d);
+          for (int g = 0; g < G; ++g) part[g] = f_fma(f_load(query + g * head_dim + d), key, part[g]);
+        }
+        const F of_group = f_set1_as(scales + first / kRowGroup);
+        for (int g = 0; g < G; ++g) row[g] = f_fma(part[g], of_group, row[g]);
+      }
+      for (int g = 0; g < G; ++g) sums[g * R + r] = row[g];
+    }
+    f_store_sums<G, R>(sums, scale, out, out_stride);
+  }
+
+  template <int G, int V, class Rows>
+  static void accumulate_block(const float* weights, int64_t weight_stride, const Rows& rows, int num_rows,
+                               const Prefetch<Int8>& ahead, int64_t d, int64_t head_dim, float* acc,
+                               int64_t acc_stride) {
+    F sums[G * V];
+    for (int g = 0; g < G; ++g) {
+      for (int v = 0; v < V; ++v) sums[g * V + v] = f_load(acc + g * acc_stride + d + v * W);
+    }
+    const int64_t bytes = row_bytes(head_dim, DType::i8);
+    for (int r = 0; r < num_rows; ++r) {
+      if (d == 0) ahead.row(r, bytes);
+      ahead.next_in_stream(rows[0] + num_rows * bytes + d * num_rows + r * V * W, V * W);
+      const F of_group = f_set1_as(scales_of(rows[r], head_dim) + d / kRowGroup);
+      F value[V];
+      for (int v = 0; v < V; ++v) value[v] = f_load_as(rows[r] + d + v * W);
+      for (int g = 0; g < G; ++g) {
+        const F w = f_mul(f_set1(weights[g * weight_stride + r]), of_group);
+        for (int v = 0; v < V; ++v) sums[g * V + v] = f_fma(w, value[v], sums[g * V + v]);
+      }
+    }
+    for (int g = 0; g < G; ++g) {
+      for (int v = 0; v < V; ++v) f_store(acc + g * acc_stride + d + v * W, sums[g * V + v]);
+    }
+  }
+};
+
+static void int8_to_float(const void* row, int64_t head_dim, float* out) {
+  const Int8* codes = static_cast<const Int8*>(row);
+  const Half* scales = scales_of(codes, head_dim);
+  for (int64_t d = 0; d < head_dim; d += W) {
+    f_store(out + d, f_mul(f_load_as(codes + d), f_set1_as(scales + d / kRowGroup)));
+  }
+}
+
+// A group that has a NaN or an infinity, or numbers beyond the scale's float16, gets a scale that is not finite.
+static void int8_from_float(const float* x, int64_t head_dim, void* row) {
+  Int8* codes = static_cast<Int8*>(row);
+  for (int64_t first = 0; first < head_dim; first += kRowGroup) {
+    F top = f_zero(), zeros = f_zero();
+    for (int64_t d = first; d < first + kRowGroup; d += W) {
+      const F v = f_load(x + d);
+      top = f_max(f_max(v, f_sub(f_zero(), v)), top);
+      zeros = f_fma(v, f_zero(), zeros);  // NaN of what is not finite
+    }
+    const Half scale = from_float<Half>(f_max_lane(top) / 127.0f + f_sum(zeros));
+    std::memcpy(static_cast<char*>(row) + head_dim + first / kRowGroup * 2, &scale, sizeof scale);
+    const float of_group = to_float(scale);
+    const F inverse = f_set1(of_group > 0.0f && std::isfinite(of_group) ? 1.0f / of_group : 0.0f);
+    for (int64_t d = first; d < first + kRowGroup; d += W) {
+      float rounded[W];
+      f_store(rounded, f_round(f_mul(f_load(x + d), inverse)));
+      for (int i = 0; i < W; ++i) {
+        const float code = rounded[i] > 127.0f ? 127.0f : rounded[i] < -127.0f ? -127.0f : rounded[i];
+        codes[d + i].code = code == code ? static_cast<int8_t>(code) : int8_t{0};
+      }
+    }
+  }
+}

@@ -21,13 +21,13 @@ void score_tokens(const PolicyContext* context, const int32_t* indices, int64_t 
     context->profile->scored_tokens += n;
   }
   kernels_of(context).score[static_cast<int>(context->keys.format)]({context->query,
-                                             static_cast<int>(context->group_size),
-                                             static_cast<int>(context->head_dim),
-                                             context->keys,
-                                             {indices, 0, n},
-                                             static_cast<float>(context->sm_scale),
-                                             scores,
-                                             n});
+                                                                     static_cast<int>(context->group_size),
+                                                                     static_cast<int>(context->head_dim),
+                                                                     context->keys,
+                                                                     {indices, 0, n},
+                                                                     static_cast<float>(context->sm_scale),
+                                                                     scores,
+                                                                     n});
 }
 
 int64_t top_k_for_policy(const PolicyContext* context, const float* x, int64_t n, int64_t k, int32_t* positions) {

@@ -122,7 +122,8 @@ void StepServer::store_row(size_t row, int64_t end_layer) {
   const int64_t position = of_step.kv_len - 1;
   for (int64_t layer_idx = num_stored_[row]; layer_idx < end_layer; ++layer_idx) {
     const int64_t* pages = of_step.page_table + layer_idx * of_step.table_stride;
-    const char* key = mailbox_.kv + (layer_idx * mailbox_.max_rows + of_step.slot) * 2 * shape.num_kv_heads * head_bytes;
+    const char* key =
+        mailbox_.kv + (layer_idx * mailbox_.max_rows + of_step.slot) * 2 * shape.num_kv_heads * head_bytes;
     const char* value = key + shape.num_kv_heads * head_bytes;
     for (int h = 0; h < shape.num_kv_heads; ++h, key += head_bytes, value += head_bytes) {
       shape.write(attention_.kernels(), shape.keys(pages, h), position, key);

@@ -32,7 +32,8 @@ struct Bf16 {
 };
 
 inline constexpr int64_t kRowGroup = 64;  // dimensions of an int8 row that share a scale
-// A row is its codes, [head_dim], then the scales of their groups, float16: element d is scale[d / kRowGroup] * code[d].
+// A row is its codes, [head_dim], then the scales of their groups, float16: element d is scale[d / kRowGroup] *
+// code[d].
 struct Int8 {
   int8_t code;
 };

@@ -1,6 +1,5 @@
-// What TileOps of int8 rows (see Int8) are made of. Keys are multiplied as whole numbers with a query of 15 bits; values
-// become floats in registers. And how such rows are written and read. Included inside a per-ISA namespace after
-// tile_ops-inl.h.
+// What TileOps of int8 rows (see Int8) are made of. Keys are multiplied as whole numbers with a query of 15 bits;
+// values become floats in registers. Included inside a per-ISA namespace after tile_ops-inl.h.
 
 static inline const Half* scales_of(const Int8* row, int64_t head_dim) {
   return reinterpret_cast<const Half*>(row + head_dim);
@@ -68,8 +67,8 @@ struct Int8Ops {
       accumulate_block<kHeads, V>(weights, weight_stride, rows, num_rows, ahead, d, head_dim, acc, acc_stride);
     }
     if constexpr (G > kHeads) {
-      accumulate<G - kHeads>(weights + kHeads * weight_stride, weight_stride, rows, num_rows, Prefetch<Int8>(), head_dim,
-                             acc + kHeads * acc_stride, acc_stride);
+      accumulate<G - kHeads>(weights + kHeads * weight_stride, weight_stride, rows, num_rows, Prefetch<Int8>(),
+                             head_dim, acc + kHeads * acc_stride, acc_stride);
     }
   }
 
@@ -88,7 +87,8 @@ struct Int8Ops {
     for (; r + kRowTile <= num_rows; r += kRowTile) {
       score_rows<G, kRowTile>(query, head_dim, rows.from(r), ahead.from(r), scale, out + r, out_stride);
     }
-    for (; r < num_rows; ++r) score_rows<G, 1>(query, head_dim, rows.from(r), ahead.from(r), scale, out + r, out_stride);
+    for (; r < num_rows; ++r)
+      score_rows<G, 1>(query, head_dim, rows.from(r), ahead.from(r), scale, out + r, out_stride);
   }
 
   template <int G, int R, class Rows>
@@ -146,30 +146,3 @@ struct Int8Ops {
     }
   }
 };
-
-static void int8_to_float(const void* row, int64_t head_dim, float* out) {
-  const Int8* codes = static_cast<const Int8*>(row);
-  const Half* scales = scales_of(codes, head_dim);
-  for (int64_t d = 0; d < head_dim; d += W) {
-    f_store(out + d, f_mul(f_load_as(codes + d), f_set1_as(scales + d / kRowGroup)));
-  }
-}
-
-// A group that has a NaN or an infinity, or numbers beyond the scale's float16, gets a scale that is not finite.
-static void int8_from_float(const float* x, int64_t head_dim, void* row) {
-  Int8* codes = static_cast<Int8*>(row);
-  for (int64_t first = 0; first < head_dim; first += kRowGroup) {
-    const Half scale = from_float<Half>(Int8Ops::top_of(x + first) / 127.0f);
-    std::memcpy(static_cast<char*>(row) + head_dim + first / kRowGroup * 2, &scale, sizeof scale);
-    const float of_group = to_float(scale);
-    const F inverse = f_set1(of_group > 0.0f && std::isfinite(of_group) ? 1.0f / of_group : 0.0f);
-    for (int64_t d = first; d < first + kRowGroup; d += W) {
-      float rounded[W];
-      f_store(rounded, f_round(f_mul(f_load(x + d), inverse)));
-      for (int i = 0; i < W; ++i) {
-        const float code = rounded[i] > 127.0f ? 127.0f : rounded[i] < -127.0f ? -127.0f : rounded[i];
-        codes[d + i].code = code == code ? static_cast<int8_t>(code) : int8_t{0};
-      }
-    }
-  }
-}

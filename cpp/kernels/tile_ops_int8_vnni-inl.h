@@ -1,9 +1,44 @@
-// Values of int8 rows as whole numbers, too, where AVX-512 has VNNI: two rows interleave lane by lane, and so do their
+// Int8 rows where AVX-512 has VNNI, values as whole numbers, too: two rows interleave lane by lane, and so do their
 // weights, times the rows' scales, rounded to 15 bits of the largest of a tile and head. Included inside a per-ISA
 // namespace after tile_ops_int8-inl.h.
 
 template <>
 struct TileOps<Int8> : Int8Ops {
+  // A group alone is all of a row: four rows' sums are reduced as whole numbers, then meet their scales.
+  template <int G, class Rows>
+  static void score(const Query* query, int64_t head_dim, const Rows& rows, int num_rows, const Prefetch<Int8>& ahead,
+                    float scale, float* out, int64_t out_stride) {
+    if (head_dim != kRowGroup) {
+      return Int8Ops::score<G>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
+    }
+    float of_query[kHeadBlock * kMostGroups];
+    std::memcpy(of_query, query + kHeadBlock * head_dim, sizeof of_query);
+    I held[G * 2];
+    for (int i = 0; i < G * 2; ++i) held[i] = _mm512_loadu_si512(query + i * 32);
+    for (int r = 0; r < num_rows; r += 4) {
+      I sums[G * 4];
+      alignas(16) uint16_t halves[8];
+      for (int j = 0; j < 4; ++j) {
+        const int at = r + j < num_rows ? r + j : num_rows - 1;  // a short last group repeats its last row
+        ahead.row(at, row_bytes(head_dim, DType::i8));
+        ahead.next_in_stream(rows[at] + stream_ahead_bytes, head_dim);
+        const I low = i_load_pairs(&rows[at]->code), high = i_load_pairs(&rows[at][32].code);
+        halves[j] = scales_of(rows[at], head_dim)->bits;
+        for (int g = 0; g < G; ++g) {
+          const I half = _mm512_dpwssd_epi32(i_zero(), low, held[g * 2]);
+          sums[g * 4 + j] = _mm512_dpwssd_epi32(half, high, held[g * 2 + 1]);
+        }
+      }
+      const __m128 of_rows = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(halves)));
+      const __mmask8 live = num_rows - r >= 4 ? 0xf : static_cast<__mmask8>((1 << (num_rows - r)) - 1);
+      for (int g = 0; g < G; ++g) {
+        const __m128 factors = _mm_mul_ps(of_rows, _mm_set1_ps(scale * of_query[g * kMostGroups]));
+        const __m128 scores = _mm_mul_ps(_mm_cvtepi32_ps(sum_quads(sums + g * 4)), factors);
+        _mm_mask_storeu_ps(out + g * out_stride + r, live, scores);
+      }
+    }
+  }
+
   template <int G, class Rows>
   static void accumulate(const float* weights, int64_t weight_stride, const Rows& rows, int num_rows,
                          const Prefetch<Int8>& ahead, int64_t head_dim, float* acc, int64_t acc_stride) {
@@ -29,19 +64,20 @@ struct TileOps<Int8> : Int8Ops {
   static void accumulate_group(const float* weights, int64_t weight_stride, const Rows& rows, int num_rows,
                                const Prefetch<Int8>& ahead, int64_t first, int64_t head_dim, float* acc,
                                int64_t acc_stride) {
-    alignas(64) float scales[kSubTile];
+    alignas(64) uint16_t halves[kSubTile] = {};
     const int64_t bytes = row_bytes(head_dim, DType::i8);
     for (int r = 0; r < num_rows; ++r) {
-      scales[r] = to_float_of(scales_of(rows[r], head_dim) + first / kRowGroup);
+      halves[r] = scales_of(rows[r], head_dim)[first / kRowGroup].bits;
       if (first == 0) ahead.row(r, bytes);
       ahead.next_in_stream(rows[0] + num_rows * bytes + first * num_rows + r * kRowGroup, kRowGroup);
     }
-    for (int r = num_rows; r < kSubTile; ++r) scales[r] = 0.0f;
+    const F low_scales = f_load_as(reinterpret_cast<const Half*>(halves)),
+            high_scales = f_load_as(reinterpret_cast<const Half*>(halves + 16));
     alignas(64) uint32_t pairs[G][kSubTile / 2];
     float units[G];
     for (int g = 0; g < G; ++g) {
       const float* w = weights + g * weight_stride;
-      const F low = f_mul(f_load(w), f_load(scales)), high = f_mul(f_load(w + 16), f_load(scales + 16));
+      const F low = f_mul(f_load(w), low_scales), high = f_mul(f_load(w + 16), high_scales);
       const F zeros = f_fma(low, f_zero(), f_mul(high, f_zero()));
       const float top = f_max_lane(f_max(_mm512_abs_ps(low), _mm512_abs_ps(high))) + f_sum(zeros);
       units[g] = top / 32767.0f;  // NaN where a weight or a scale is no number
@@ -74,5 +110,12 @@ struct TileOps<Int8> : Int8Ops {
     }
   }
 
-  static float to_float_of(const Half* scale) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(scale->bits))); }
+  // Of four vectors the sum of each.
+  static __m128i sum_quads(const I* x) {
+    const I a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+    const I b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+    const I lanes = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    const __m256i halved = _mm256_add_epi32(_mm512_castsi512_si256(lanes), _mm512_extracti64x4_epi64(lanes, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(halved), _mm256_extracti128_si256(halved, 1));
+  }
 };

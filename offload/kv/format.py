@@ -93,8 +93,8 @@ class KVFormat:
             pages.copy_(rows)
             return
         head_dim, size = rows.shape[-1], _block_size(rows)
-        for x, out in zip(rows.split(size), pages.split(size), strict=True):
-            groups = x.float().unflatten(-1, (-1, INT8_GROUP))
+        for x, out in zip(torch.split(rows, size), torch.split(pages, size), strict=True):
+            groups = x.float().reshape(*x.shape[:-1], head_dim // INT8_GROUP, INT8_GROUP)
             scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
             inverse = scales.float().reciprocal_()
             inverse[scales == 0] = 0.0
@@ -108,8 +108,9 @@ class KVFormat:
             rows.copy_(pages)
             return
         head_dim, size = rows.shape[-1], _block_size(rows)
-        for x, out in zip(pages.split(size), rows.split(size), strict=True):
-            codes = x[..., :head_dim].float().unflatten(-1, (-1, INT8_GROUP))
+        for x, out in zip(torch.split(pages, size), torch.split(rows, size), strict=True):
+            codes = x[..., :head_dim].float()
+            codes = codes.reshape(*x.shape[:-1], head_dim // INT8_GROUP, INT8_GROUP)
             scales = x[..., head_dim:].view(torch.float16).float()
             out.copy_((codes * scales[..., None]).flatten(-2))
 

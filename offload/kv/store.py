@@ -5,10 +5,11 @@ one layer of one sequence:
 
     page: dtype [K|V][num_kv_heads][page_tokens][row], contiguous
 
-with rows of head_dim numbers, or of int8 with their scales (`format`), so that a page moves in one copy, and a scan of the keys of all heads reads half a page in one run.
-(Runs of 64 KiB with gaps between them read about a fifth slower than one run, measured apart from
-attention; `exact_topk` as a whole did not get measurably faster by it.) Token `t` of a
-sequence is in page `t // page_tokens` of its page table, and its row is at
+with rows of head_dim numbers, or of int8 and their scales (`format`), so that a page moves in one
+copy, and a scan of the keys of all heads reads half a page in one run. (Runs of 64 KiB with gaps
+between them read about a fifth slower than one run, measured apart from attention; `exact_topk` as
+a whole did not get measurably faster by it.) Token `t` of a sequence is in page `t // page_tokens`
+of its page table, and its row is at
 
     page_table[layer_idx, t // page_tokens]
         + ((is_value * num_kv_heads + kv_head) * page_tokens + t % page_tokens) * row_bytes

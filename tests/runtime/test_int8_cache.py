@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def log_probabilities(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Te
     """[steps, vocabulary] of decode steps that read given tokens, after two turns of a prompt."""
     cache, logits = None, []
     bounds = [0, prompt // 2, *range(prompt, tokens.shape[1] + 1)]
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         output = model(tokens[:, first:last], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         logits.append(output.logits[0, -1].float())
@@ -65,7 +66,7 @@ def test_a_cache_takes_half(folder: Path) -> None:
             PlanRequest(
                 planned_model(folder), make_policy("full"), 400, 1, "cpu", {}, kv_dtype=kv_dtype
             ),
-            typical_profile(torch.device("cpu"), 2),
+            typical_profile(2),
         )
         for kv_dtype in ("auto", "int8")
     ]

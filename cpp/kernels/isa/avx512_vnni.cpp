@@ -1,4 +1,5 @@
-// VNNI on top of AVX-512: only the dot products of bytes, and of int8 keys and values, change. Cascade Lake and Ice Lake have it without bf16.
+// VNNI on top of AVX-512: only the dot products of bytes, and of int8 keys and values, change. Cascade Lake and Ice
+// Lake have it without bf16.
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
 

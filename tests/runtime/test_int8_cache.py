@@ -39,7 +39,7 @@ def log_probabilities(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Te
     return torch.stack(logits).log_softmax(-1)
 
 
-@pytest.mark.parametrize("policy", ["full", "exact_topk", "sketch", "lychee_cluster", "quest"])
+@pytest.mark.parametrize("policy", ["full", "exact_topk", "sketch", "lychee_cluster"])
 @torch.inference_mode()
 def test_answers_are_close_to_those_of_the_models_dtype(folder: Path, policy: str) -> None:
     tokens = random_tokens(1, 320)
@@ -64,7 +64,14 @@ def test_a_cache_takes_half(folder: Path) -> None:
     plans = [
         make_plan(
             PlanRequest(
-                planned_model(folder), make_policy("full"), 400, 1, "cpu", {}, kv_dtype=kv_dtype
+                planned_model("llama-3.1-8b"),
+                make_policy("full"),
+                131072,
+                1,
+                "cpu",
+                {},
+                on_this_machine=False,
+                kv_dtype=kv_dtype,
             ),
             typical_profile(2),
         )

@@ -159,6 +159,7 @@ class DecodeAttention:
         layers: Sequence[tuple[int, int, int, float, float]],
         page_shift: int,
         dtype: int,
+        row_format: int,
     ) -> None: ...
     def set_policy(
         self,

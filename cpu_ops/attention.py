@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cpu_ops import _native
 from cpu_ops.native import (
+    INT8_ROWS,
     MAX_GROUP_SIZE,
     check_head_dim,
     check_tensor,
@@ -33,6 +34,8 @@ class NativeAttention:
             multiple of KV heads.
         page_tokens: tokens of a page; a power of two.
         dtype: of queries, keys and values.
+        int8_rows: keys and values are int8 with a float16 scale of each 64, as the KV store has
+            them; head_dim is a multiple of 64.
         sm_scale: softmax scale, or that of each layer; None takes head_dim ** -0.5.
         softcap: scores are softcap * tanh(score / softcap), or that of each layer; 0: not capped.
         isa: an ISA other than the process's (tests).
@@ -65,6 +68,7 @@ class NativeAttention:
         dtype: torch.dtype,
         sm_scale: float | Sequence[float] | None = None,
         softcap: float | Sequence[float] = 0.0,
+        int8_rows: bool = False,
         isa: str | None = None,
     ) -> None:
         heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
@@ -72,6 +76,10 @@ class NativeAttention:
         self.layer_heads: list[tuple[int, int, int]] = [*zip(*columns, strict=True)]
         for heads_of_layer in set(self.layer_heads):
             _check_heads(*heads_of_layer)
+            if int8_rows and heads_of_layer[2] % 64:
+                raise ValueError(
+                    f"int8 rows need a head_dim that is a multiple of 64, got {heads_of_layer[2]}"
+                )
         self.heads_differ = len(set(self.layer_heads)) > 1
         self.num_layers = num_layers
         self.num_qo_heads, self.num_kv_heads, self.head_dim = map(max, columns)
@@ -94,6 +102,7 @@ class NativeAttention:
             ],
             page_shift(page_tokens),
             dtype_code(dtype),
+            INT8_ROWS if int8_rows else dtype_code(dtype),
         )
 
     def query_features(self, layer_idx: int) -> int:

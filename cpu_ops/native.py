@@ -21,6 +21,7 @@ from cpu_ops import _native
 T = TypeVar("T")
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+INT8_ROWS = 3  # the kernels' code of int8 keys and values
 MAX_GROUP_SIZE = _native.MAX_GROUP_SIZE
 MAX_HEAD_DIM = _native.MAX_HEAD_DIM
 MAX_LINEAR_ROWS = _native.MAX_LINEAR_ROWS

@@ -46,7 +46,7 @@ void Attender::attend_dense(const Piece& piece, int worker) {
       args.scored = scores.data() + u * group * kScoreTile;
       args.continues = done > 0;
       args.ends = done + n == piece.n;
-      setup_.kernels.attend[setup_.dtype()](args);
+      setup_.kernels.attend[static_cast<int>(args.values.format)](args);
     }
     done += n;
   }
@@ -76,7 +76,7 @@ void Attender::attend(const Piece& piece, int worker) {
     args.scores = unit.scores.data() + piece.begin;
     args.score_stride = unit.n;
   }
-  setup_.kernels.attend[setup_.dtype()](args);
+  setup_.kernels.attend[static_cast<int>(args.values.format)](args);
 }
 
 // The neutral element of the merge: zero output, lse of -inf.

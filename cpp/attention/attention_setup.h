@@ -81,8 +81,8 @@ struct AttentionSetup {
   // Scaled scores [num_heads, stride] of tokens, for neighbouring query heads of one KV head.
   void score(int64_t layer_idx, const float* query, int num_heads, const RowSource& keys, const TokenSpan& tokens,
              float* scores, int64_t stride) const {
-    const float scale = sm_scale(layer_idx);
-    kernels.score[dtype()]({query, num_heads, shape.head_dim, keys, tokens, scale, scores, stride, cap(layer_idx)});
+    kernels.score[static_cast<int>(keys.format)](
+        {query, num_heads, shape.head_dim, keys, tokens, sm_scale(layer_idx), scores, stride, cap(layer_idx)});
   }
 
   WorkerProfile* profile_of(int worker) { return profiles.empty() ? nullptr : &profiles[static_cast<size_t>(worker)]; }

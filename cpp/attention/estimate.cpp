@@ -60,7 +60,7 @@ int Estimate::nearest(const EstimateArrays& arrays, const float* key) const {
 
 void Estimate::add(const EstimateArrays& arrays, const QueryRow& row, int kv_head, int64_t token) {
   const int64_t dim = setup_.shape.head_dim;
-  const auto to_float = setup_.kernels.to_float[setup_.dtype()];
+  const auto to_float = setup_.kernels.to_float[static_cast<int>(setup_.shape.format)];
   float key[kMaxHeadDim], value[kMaxHeadDim];
   to_float(row.keys(setup_.shape, kv_head).row(token), dim, key);
   to_float(row.values(setup_.shape, kv_head).row(token), dim, value);

@@ -66,7 +66,7 @@ std::string LayerPass::find_non_finite() const {
     for (int h = 0; h < shape.num_kv_heads; ++h) {
       const int64_t newest = row(r).num_tokens(h) - 1;
       for (const RowSource& source : {row(r).keys(shape, h), row(r).values(shape, h)}) {
-        if (!all_finite(source.row(newest), shape.row_bytes(), shape.dtype)) {
+        if (!row_is_finite(source.row(newest), shape.head_dim, source.format)) {
           return setup.non_finite(layer_idx, r, h * setup.units_per_head());
         }
       }

@@ -20,14 +20,14 @@ void score_tokens(const PolicyContext* context, const int32_t* indices, int64_t 
     context->profile->bytes += n * context->keys.row_bytes;
     context->profile->scored_tokens += n;
   }
-  kernels_of(context).score[context->dtype]({context->query,
-                                             static_cast<int>(context->group_size),
-                                             static_cast<int>(context->head_dim),
-                                             context->keys,
-                                             {indices, 0, n},
-                                             static_cast<float>(context->sm_scale),
-                                             scores,
-                                             n});
+  kernels_of(context).score[static_cast<int>(context->keys.format)]({context->query,
+                                                                     static_cast<int>(context->group_size),
+                                                                     static_cast<int>(context->head_dim),
+                                                                     context->keys,
+                                                                     {indices, 0, n},
+                                                                     static_cast<float>(context->sm_scale),
+                                                                     scores,
+                                                                     n});
 }
 
 int64_t top_k_for_policy(const PolicyContext* context, const float* x, int64_t n, int64_t k, int32_t* positions) {
@@ -102,8 +102,14 @@ int64_t top_codes(const PolicyContext* context, const float* query, const float*
 }
 
 void load_keys(const PolicyContext* context, int64_t first, int64_t n, float* out) {
+  const KernelTable& kernels = kernels_of(context);
+  const auto format = static_cast<int>(context->keys.format);
+  alignas(64) char rounded[kMaxHeadDim * sizeof(float)];
   for (int64_t t = first; t < first + n; ++t, out += context->head_dim) {
-    kernels_of(context).to_float[context->dtype](context->keys.row(t), context->head_dim, out);
+    kernels.to_float[format](context->keys.row(t), context->head_dim, out);
+    if (format == context->dtype) continue;  // else as KVStore.gather has them: a policy's build sees the same
+    kernels.from_float[context->dtype](out, context->head_dim, rounded);
+    kernels.to_float[context->dtype](rounded, context->head_dim, out);
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "kernels/kernels.h"
 
@@ -11,21 +12,34 @@ struct AttentionShape {
   int num_qo_heads;
   int num_kv_heads;
   int head_dim;
-  int page_shift;  // log2 of the tokens of a page
-  DType dtype;
+  int page_shift;    // log2 of the tokens of a page
+  DType dtype;       // of queries and outputs
   float sm_scale;    // of a layer
+  DType format;      // of keys and values in pages
   float cap = 0.0f;  // of its scores, as of ScoreArgs
 
   int group_size() const { return num_qo_heads / num_kv_heads; }
   bool has_heads_of(const AttentionShape& other) const {
     return num_qo_heads == other.num_qo_heads && num_kv_heads == other.num_kv_heads && head_dim == other.head_dim;
   }
-  int64_t row_bytes() const { return head_dim * dtype_bytes(dtype); }
+  int64_t head_bytes() const { return head_dim * dtype_bytes(dtype); }
+  int64_t row_bytes() const { return offload::row_bytes(head_dim, format); }
   RowSource keys(const int64_t* pages, int kv_head) const {
-    return {pages, (row_bytes() << page_shift) * kv_head, row_bytes(), page_shift};
+    return {pages, (row_bytes() << page_shift) * kv_head, row_bytes(), page_shift, format};
   }
   RowSource values(const int64_t* pages, int kv_head) const {
-    return {pages, (row_bytes() << page_shift) * (num_kv_heads + kv_head), row_bytes(), page_shift};
+    return {pages, (row_bytes() << page_shift) * (num_kv_heads + kv_head), row_bytes(), page_shift, format};
+  }
+  // x, [head_dim] of `dtype`, becomes a token's key or value.
+  void write(const KernelTable& kernels, const RowSource& to, int64_t token, const void* x) const {
+    void* row = const_cast<void*>(to.row(token));
+    if (format == dtype) {
+      std::memcpy(row, x, static_cast<size_t>(head_bytes()));
+      return;
+    }
+    alignas(64) float values[kMaxHeadDim];
+    kernels.to_float[static_cast<int>(dtype)](x, head_dim, values);
+    kernels.from_float[static_cast<int>(format)](values, head_dim, row);
   }
 };
 
@@ -58,11 +72,12 @@ struct QueryRow {
   int64_t num_tokens(int kv_head) const { return starts == nullptr ? kv_len : kv_len - starts[kv_head]; }
   RowSource keys(const AttentionShape& shape, int kv_head) const {
     if (starts == nullptr) return shape.keys(pages, kv_head);
-    return {pages_of(shape, kv_head), 0, shape.row_bytes(), shape.page_shift};
+    return {pages_of(shape, kv_head), 0, shape.row_bytes(), shape.page_shift, shape.format};
   }
   RowSource values(const AttentionShape& shape, int kv_head) const {
     if (starts == nullptr) return shape.values(pages, kv_head);
-    return {pages_of(shape, kv_head), shape.row_bytes() << shape.page_shift, shape.row_bytes(), shape.page_shift};
+    return {pages_of(shape, kv_head), shape.row_bytes() << shape.page_shift, shape.row_bytes(), shape.page_shift,
+            shape.format};
   }
 
  private:

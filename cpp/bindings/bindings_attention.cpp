@@ -28,10 +28,12 @@ KeptRows kept_rows(const Int64s& page_tables, const Int64s& table_strides, const
 using Heads = std::tuple<int, int, int, float, float>;
 
 std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::string& isa,
-                                                const std::vector<Heads>& layers, int page_shift, int dtype) {
+                                                const std::vector<Heads>& layers, int page_shift, int dtype,
+                                                int format) {
   std::vector<AttentionShape> shapes;
   for (const auto& [num_qo_heads, num_kv_heads, head_dim, sm_scale, cap] : layers) {
-    shapes.push_back({num_qo_heads, num_kv_heads, head_dim, page_shift, static_cast<DType>(dtype), sm_scale, cap});
+    shapes.push_back({num_qo_heads, num_kv_heads, head_dim, page_shift, static_cast<DType>(dtype), sm_scale,
+                      static_cast<DType>(format), cap});
   }
   return std::make_unique<DecodeAttention>(std::move(shapes), kernels_for(isa), pool);
 }
@@ -193,7 +195,7 @@ py::dict as_dict(const WorkerProfile& sum) {
 py::list time_layers(DecodeAttention& attention, const std::vector<int64_t>& queries, int64_t output,
                      const KeptRows& step, const std::vector<bool>& sparse_layers, bool prepares, bool chooses_only) {
   using Clock = std::chrono::steady_clock;
-  const int64_t row_bytes = attention.shape().num_qo_heads * attention.shape().row_bytes();
+  const int64_t row_bytes = attention.shape().num_qo_heads * attention.shape().head_bytes();
   std::vector<std::pair<double, WorkerProfile>> measured;
   {
     const py::gil_scoped_release release;

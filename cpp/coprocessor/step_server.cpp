@@ -118,15 +118,16 @@ void StepServer::prepare(int request) {
 void StepServer::store_row(size_t row, int64_t end_layer) {
   const AttentionShape& shape = attention_.shape();
   const StepRow& of_step = step_->rows[row];
-  const int64_t row_bytes = shape.row_bytes();
+  const int64_t head_bytes = shape.head_bytes();
   const int64_t position = of_step.kv_len - 1;
   for (int64_t layer_idx = num_stored_[row]; layer_idx < end_layer; ++layer_idx) {
     const int64_t* pages = of_step.page_table + layer_idx * of_step.table_stride;
-    const char* key = mailbox_.kv + (layer_idx * mailbox_.max_rows + of_step.slot) * 2 * shape.num_kv_heads * row_bytes;
-    const char* value = key + shape.num_kv_heads * row_bytes;
-    for (int h = 0; h < shape.num_kv_heads; ++h, key += row_bytes, value += row_bytes) {
-      std::memcpy(const_cast<void*>(shape.keys(pages, h).row(position)), key, static_cast<size_t>(row_bytes));
-      std::memcpy(const_cast<void*>(shape.values(pages, h).row(position)), value, static_cast<size_t>(row_bytes));
+    const char* key =
+        mailbox_.kv + (layer_idx * mailbox_.max_rows + of_step.slot) * 2 * shape.num_kv_heads * head_bytes;
+    const char* value = key + shape.num_kv_heads * head_bytes;
+    for (int h = 0; h < shape.num_kv_heads; ++h, key += head_bytes, value += head_bytes) {
+      shape.write(attention_.kernels(), shape.keys(pages, h), position, key);
+      shape.write(attention_.kernels(), shape.values(pages, h), position, value);
     }
   }
   num_stored_[row] = std::max(num_stored_[row], end_layer);
@@ -232,7 +233,7 @@ void StepServer::send_rest(const StepRow& of_step, int64_t at, const int32_t* ho
 void StepServer::keep_queries(int request) {
   const int64_t layer_idx = layer_of(request);
   const AttentionShape& shape = attention_.shape();
-  const int64_t bytes = shape.num_qo_heads * shape.row_bytes();
+  const int64_t bytes = shape.num_qo_heads * shape.head_bytes();
   const auto num_rows = static_cast<int64_t>(step_->rows.size());
   for (size_t i = 0; i < rows_.size(); ++i) {
     const int64_t row = step_->query_rows[first_ + i];
@@ -278,7 +279,7 @@ void StepServer::warm_up(int request, int32_t* stop) {
 
 std::string StepServer::find_non_finite(size_t first, size_t last, int64_t first_layer, int64_t end_layer) const {
   const AttentionShape& shape = attention_.shape();
-  const int64_t bytes = 2 * shape.num_kv_heads * shape.row_bytes();
+  const int64_t bytes = 2 * shape.num_kv_heads * shape.head_bytes();
   for (int64_t layer_idx = first_layer; layer_idx < end_layer; ++layer_idx) {
     for (size_t row = first; row < last; ++row) {
       const char* kv = mailbox_.kv + (layer_idx * mailbox_.max_rows + step_->rows[row].slot) * bytes;

@@ -44,7 +44,7 @@ static void cap_scores(float* scores, int count, float cap) {
     alignas(64) float last[W] = {};
     const int n = count - i < W ? count - i : W;
     float* row = n == W ? scores + i : last;
-    if (n < W) std::memcpy(last, scores + i, static_cast<size_t>(n) * sizeof(float));
+    for (int j = 0; n < W && j < n; ++j) last[j] = scores[i + j];
     const F x = f_mul(f_load(row), f_set1(2.0f / cap));
     const F small = f_exp(f_sub(f_zero(), f_max(x, f_sub(f_zero(), x))));  // exp(-2 |x|) <= 1
     const F magnitude = f_mul(f_sub(f_div(two, f_add(one, small)), one), f_set1(cap));

@@ -203,6 +203,34 @@ static uint64_t read_rows(const void* data, const int32_t* rows, int64_t num_row
   return sum.total();
 }
 
+// A row of int8.
+static void int8_to_float(const void* row, int64_t head_dim, float* out) {
+  const Int8* codes = static_cast<const Int8*>(row);
+  const Half* scales = scales_of(codes, head_dim);
+  for (int64_t d = 0; d < head_dim; d += W) {
+    f_store(out + d, f_mul(f_load_as(codes + d), f_set1_as(scales + d / kRowGroup)));
+  }
+}
+
+// A group that has a NaN or an infinity, or numbers beyond the scale's float16, gets a scale that is not finite.
+static void int8_from_float(const float* x, int64_t head_dim, void* row) {
+  Int8* codes = static_cast<Int8*>(row);
+  for (int64_t first = 0; first < head_dim; first += kRowGroup) {
+    const Half scale = from_float<Half>(Int8Ops::top_of(x + first) / 127.0f);
+    std::memcpy(static_cast<char*>(row) + head_dim + first / kRowGroup * 2, &scale, sizeof scale);
+    const float of_group = to_float(scale);
+    const F inverse = f_set1(of_group > 0.0f && std::isfinite(of_group) ? 1.0f / of_group : 0.0f);
+    for (int64_t d = first; d < first + kRowGroup; d += W) {
+      float rounded[W];
+      f_store(rounded, f_round(f_mul(f_load(x + d), inverse)));
+      for (int i = 0; i < W; ++i) {
+        const float code = rounded[i] > 127.0f ? 127.0f : rounded[i] < -127.0f ? -127.0f : rounded[i];
+        codes[d + i].code = code == code ? static_cast<int8_t>(code) : int8_t{0};
+      }
+    }
+  }
+}
+
 // Fills the entries that depend on the dtype; an ISA that improves only one dtype calls this for that one.
 template <class T>
 static void fill_dtype(KernelTable* table, DType dtype) {
@@ -225,6 +253,11 @@ static inline KernelTable make_table(const char* name) {
   fill_dtype<float>(&table, DType::f32);
   fill_dtype<Half>(&table, DType::f16);
   fill_dtype<Bf16>(&table, DType::bf16);
+  const int i8 = static_cast<int>(DType::i8);
+  table.score[i8] = score<Int8>;
+  table.attend[i8] = attend<Int8>;
+  table.to_float[i8] = int8_to_float;
+  table.from_float[i8] = int8_from_float;
   table.exp_shifted = exp_shifted;
   table.scale_add = scale_add;
   table.extremes = extremes;

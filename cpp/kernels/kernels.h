@@ -8,8 +8,10 @@
 
 namespace offload {
 
-enum class DType : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
+// The dtypes of a model; i8 is a format of cached rows alone (see Int8).
+enum class DType : int32_t { f32 = 0, f16 = 1, bf16 = 2, i8 = 3 };
 inline constexpr int kNumDTypes = 3;
+inline constexpr int kNumRowFormats = 4;  // of keys and values in pages
 inline constexpr int kMaxGroupSize = 32;  // query heads that share one KV head
 inline constexpr int kMaxHeadDim = 512;
 inline constexpr int kHeadDimMultiple = 16;
@@ -27,6 +29,13 @@ struct Half {
 };
 struct Bf16 {
   uint16_t bits;
+};
+
+inline constexpr int64_t kRowGroup = 64;  // dimensions of an int8 row that share a scale
+// A row is its codes, [head_dim], then the scales of their groups, float16: element d is scale[d / kRowGroup] *
+// code[d].
+struct Int8 {
+  int8_t code;
 };
 
 // How far ahead of a contiguous stream kernels prefetch into L2; 0 leaves it to the hardware. Intel's (Sapphire
@@ -68,12 +77,19 @@ inline constexpr bool gathers_into_l1 = false;
 
 inline int64_t dtype_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
+// Of one key or value in a page.
+inline int64_t row_bytes(int64_t head_dim, DType format) {
+  if (format == DType::i8) return head_dim + head_dim / kRowGroup * static_cast<int64_t>(sizeof(Half));
+  return head_dim * dtype_bytes(format);
+}
+
 // Row t lies at pages[t >> page_shift] + offset + (t & page_mask) * row_bytes.
 struct RowSource {
   const int64_t* pages;  // page addresses of one (sequence, layer)
   int64_t offset;        // of this KV head's keys or values inside a page
   int64_t row_bytes;
   int32_t page_shift;
+  DType format = DType::f32;
 
   const void* row(int64_t t) const {
     const int64_t in_page = t & ((int64_t{1} << page_shift) - 1);
@@ -235,11 +251,11 @@ struct RankArgs {
   float* ranks;  // of the rows of all ranges, one after the other
 };
 
-// One instruction set's kernels. Arrays are indexed by DType.
+// One instruction set's kernels. Arrays are indexed by DType; those of row formats by RowSource::format.
 struct KernelTable {
   const char* name;
-  void (*score[kNumDTypes])(const ScoreArgs&);
-  void (*attend[kNumDTypes])(const AttendArgs&);
+  void (*score[kNumRowFormats])(const ScoreArgs&);
+  void (*attend[kNumRowFormats])(const AttendArgs&);
 
   // The queries [first, last) of one KV head's group; null where torch's way is as fast.
   void (*attend_causal[kNumDTypes])(const CausalArgs&, int64_t kv_head, int64_t first, int64_t last, float* scratch);
@@ -257,8 +273,9 @@ struct KernelTable {
   void (*extremes)(const float* x, int64_t n, float* lowest, float* highest);
 
   // Elementwise, float32 in and out with the value rounded to the dtype at the points where transformers rounds.
-  void (*to_float[kNumDTypes])(const void* x, int64_t n, float* out);
-  void (*from_float[kNumDTypes])(const float* x, int64_t n, void* out);
+  // Of i8: a whole row, n = head_dim.
+  void (*to_float[kNumRowFormats])(const void* x, int64_t n, float* out);
+  void (*from_float[kNumRowFormats])(const float* x, int64_t n, void* out);
   void (*rms_norm[kNumDTypes])(const void* x, const void* weight, float eps, int64_t n, float* out);
   void (*silu_mul[kNumDTypes])(const void* gate, const void* up, int64_t n, float* out);
   // out = round(round(x) + residual): the sum of a rounded projection and the residual stream

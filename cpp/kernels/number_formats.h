@@ -86,4 +86,10 @@ inline bool all_finite(const void* x, int64_t bytes, DType dtype) {
   return !any_has_all<uint16_t>(first, bytes, dtype == DType::f16 ? 0x7c00 : 0x7f80);
 }
 
+// The same of a row of keys or values in a page: of int8 the scales tell.
+inline bool row_is_finite(const void* row, int64_t head_dim, DType format) {
+  if (format != DType::i8) return all_finite(row, row_bytes(head_dim, format), format);
+  return all_finite(static_cast<const char*>(row) + head_dim, row_bytes(head_dim, format) - head_dim, DType::f16);
+}
+
 }  // namespace offload

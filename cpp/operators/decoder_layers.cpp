@@ -8,7 +8,7 @@ void rope_append(const DecodeAttention& attention, int64_t layer_idx, const Step
                  const char* sin, const HeadNorms& norms) {
   const AttentionShape& shape = attention.shape(layer_idx);
   const auto rope_head = attention.kernels().rope_head[static_cast<int>(shape.dtype)];
-  const int64_t head_bytes = shape.row_bytes();
+  const int64_t head_bytes = shape.head_bytes();
   char* head = qkv;
   for (int64_t r = 0; r < rows.num_rows; ++r, cos += head_bytes, sin += head_bytes) {
     const QueryRow row = rows.row(r, layer_idx, shape.num_kv_heads);
@@ -19,8 +19,8 @@ void rope_append(const DecodeAttention& attention, int64_t layer_idx, const Step
     for (int h = 0; h < shape.num_kv_heads; ++h, head += head_bytes, value += head_bytes) {
       rope_head(head, cos, sin, norms.key, norms.eps, shape.head_dim);
       const int64_t newest = row.num_tokens(h) - 1;
-      std::memcpy(const_cast<void*>(row.keys(shape, h).row(newest)), head, static_cast<size_t>(head_bytes));
-      std::memcpy(const_cast<void*>(row.values(shape, h).row(newest)), value, static_cast<size_t>(head_bytes));
+      shape.write(attention.kernels(), row.keys(shape, h), newest, head);
+      shape.write(attention.kernels(), row.values(shape, h), newest, value);
     }
     head += shape.num_kv_heads * head_bytes;  // past the values
   }
@@ -52,8 +52,8 @@ void DecoderLayers::project(int64_t layer_idx, const DecoderStep& step) {
 std::string DecoderLayers::attend(int64_t layer_idx, const DecoderStep& step) {
   const bool sparse = layers_[static_cast<size_t>(layer_idx)].sparse;
   const AttentionShape& shape = attention_.shape(layer_idx);
-  const int64_t query_bytes = shape.num_qo_heads * shape.row_bytes();
-  const int64_t qkv_bytes = query_bytes + 2 * shape.num_kv_heads * shape.row_bytes();
+  const int64_t query_bytes = shape.num_qo_heads * shape.head_bytes();
+  const int64_t qkv_bytes = query_bytes + 2 * shape.num_kv_heads * shape.head_bytes();
   step.rows.of_layer(layer_idx, shape.num_kv_heads, rows_);
   for (int64_t r = 0; r < step.rows.num_rows; ++r) {
     QueryRow& row = rows_[static_cast<size_t>(r)];

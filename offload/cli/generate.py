@@ -22,6 +22,7 @@ from offload.cli.options import (
     DEFAULT_MODEL,
     Device,
     DType,
+    KVDtype,
     MaxMemory,
     ModelName,
     Placement,
@@ -135,6 +136,7 @@ class Loading:
     panel: ClassVar[str] = "How it runs"
     dtype: DType = "auto"
     weights: Weights = "auto"
+    kv_dtype: KVDtype = "auto"
     device: Device = "cpu"
     backend: Annotated[
         str | None,

@@ -24,6 +24,7 @@ from offload.cli.console import (
 from offload.cli.options import (
     AnyDevice,
     DType,
+    KVDtype,
     MaxMemory,
     PolicyChoice,
     Threads,
@@ -107,6 +108,7 @@ def plan(
     max_memory: MaxMemory = None,
     dtype: DType = "auto",
     weights: Weights = "auto",
+    kv_dtype: KVDtype = "auto",
     placement: Annotated[
         Path | None,
         typer.Option(
@@ -232,6 +234,7 @@ def plan(
             on_this_machine=profile is None,
             placement=places,
             prompt_tokens=prompt_tokens,
+            kv_dtype=kv_dtype,
         )
         found = make_plan(request, measured)
         if as_json:

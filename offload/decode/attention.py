@@ -97,6 +97,7 @@ class DecodeAttention(NativeAttention):
             head_dim=[head_dim for _, head_dim in heads],
             page_tokens=store.page_tokens,
             dtype=store.dtype,
+            int8_rows=store.format.is_int8,
             sm_scale=sm_scale,
             softcap=softcap,
             isa=isa,

@@ -263,17 +263,17 @@ def _give_back(registration: HostRegistration | None, slabs: dict[int, torch.Ten
     slabs.clear()  # the mapping goes with the last tensor over it
 
 
-def page_shape(num_heads: int, page_tokens: int, head_dim: int) -> tuple[int, int, int, int]:
+def page_shape(num_heads: int, page_tokens: int, row_items: int) -> tuple[int, int, int, int]:
     """Shape of a page of KV cache: keys and values of `num_heads` heads."""
-    return 2, num_heads, page_tokens, head_dim
+    return 2, num_heads, page_tokens, row_items
 
 
 def slots_of(heads: Iterable[tuple[int, int]], page_tokens: int) -> list[Slot]:
-    """Where each layer is in a page of all, by (num_kv_heads, head_dim) of each."""
+    """Where each layer is in a page of all, by (num_kv_heads, elements of a row) of each."""
     slots: list[Slot] = []
     offset = 0
-    for num_kv_heads, head_dim in heads:
-        slots.append((offset, page_shape(num_kv_heads, page_tokens, head_dim)))
+    for num_kv_heads, row_items in heads:
+        slots.append((offset, page_shape(num_kv_heads, page_tokens, row_items)))
         offset += math.prod(slots[-1][1])
     return slots
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from offload.kv.format import KVFormat
 from offload.kv.page_pool import Int64Array, PagePool
 from offload.kv.sequence_pages import SequencePages
 from offload.kv.transfer import Rows, all_finite, fill_pages
@@ -64,7 +65,7 @@ def _replace_layer(
     for head, (keys, values) in enumerate(of_layer):
         start, row = kv_len - len(keys), table_rows.start + head
         by_token = keys.detach()[:, None], values.detach()[:, None]
-        fill_pages(by_token, sequence.pieces(row, start, kv_len))
+        fill_pages(by_token, sequence.pieces(row, start, kv_len), KVFormat(pool.dtype))
 
 
 def _check_rows(pool: PagePool, of_layer: Sequence[Rows], lens: Int64Array, layer_idx: int) -> None:

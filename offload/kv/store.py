@@ -3,12 +3,13 @@
 Layout (stated here, nowhere else). A page holds `page_tokens` consecutive tokens of all KV heads of
 one layer of one sequence:
 
-    page: dtype [K|V][num_kv_heads][page_tokens][head_dim], contiguous
+    page: dtype [K|V][num_kv_heads][page_tokens][row], contiguous
 
-so that a page moves in one copy, and a scan of the keys of all heads reads half a page in one run.
-(Runs of 64 KiB with gaps between them read about a fifth slower than one run, measured apart from
-attention; `exact_topk` as a whole did not get measurably faster by it.) Token `t` of a
-sequence is in page `t // page_tokens` of its page table, and its row of `head_dim` elements is at
+with rows of head_dim numbers, or of int8 and their scales (`format`), so that a page moves in one
+copy, and a scan of the keys of all heads reads half a page in one run. (Runs of 64 KiB with gaps
+between them read about a fifth slower than one run, measured apart from attention; `exact_topk` as
+a whole did not get measurably faster by it.) Token `t` of a sequence is in page `t // page_tokens`
+of its page table, and its row is at
 
     page_table[layer_idx, t // page_tokens]
         + ((is_value * num_kv_heads + kv_head) * page_tokens + t % page_tokens) * row_bytes
@@ -18,7 +19,7 @@ The page table of a sequence is int64 [num_layers, capacity_pages], C-contiguous
 
 With `per_head_pages` a page is of one KV head, so that heads may have different numbers of tokens:
 
-    page: dtype [K|V][1][page_tokens][head_dim], contiguous
+    page: dtype [K|V][1][page_tokens][row], contiguous
     page table: int64 [num_layers * num_kv_heads, capacity_pages], row layer_idx * num_kv_heads +
         kv_head
 
@@ -53,6 +54,7 @@ from offload.kv.arguments import (
     check_sizes,
     check_writable,
 )
+from offload.kv.format import KVFormat
 from offload.kv.ledger import MemoryLedger
 from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape, slots_of
 from offload.kv.rewriting import RowsOfLayer, rewrite
@@ -72,6 +74,8 @@ class KVStore:
         num_layers: of the model.
         num_kv_heads, head_dim: of all layers, or of each; head_dim a multiple of 8.
         dtype: torch.float32, torch.float16 or torch.bfloat16.
+        kv_dtype: what keys and values are kept as: "auto", that dtype, or "int8" (see `KVFormat`;
+            not with per_head_pages).
         host_budget_bytes: hard limit on host memory; default: what `host_memory()` leaves a model.
         page_tokens: tokens in a page.
         per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`);
@@ -91,6 +95,7 @@ class KVStore:
         num_kv_heads: int | Sequence[int],
         head_dim: int | Sequence[int],
         dtype: torch.dtype,
+        kv_dtype: str = "auto",
         host_budget_bytes: int | None = None,
         page_tokens: int = 256,
         per_head_pages: bool = False,
@@ -102,9 +107,12 @@ class KVStore:
         self._heads = [*zip(num_kv_heads, of_layers(num_layers, "head_dim", head_dim), strict=True)]
         for heads, dim in self._heads:
             check_sizes(num_kv_heads=heads, head_dim=dim)
-        are_alike = len(set(self._heads)) == 1
-        self._slots = [] if are_alike else slots_of(self._heads, page_tokens)
         check_dtype(dtype)
+        self.format = KVFormat.of(kv_dtype, dtype, [dim for _, dim in self._heads])
+        if self.format.is_int8 and per_head_pages:
+            raise NotImplementedError("kv_dtype='int8' is not for pages of each KV head yet")
+        in_rows = [(heads, self.format.row_items(dim)) for heads, dim in self._heads]
+        self._slots = [] if len(set(self._heads)) == 1 else slots_of(in_rows, page_tokens)
         if host_budget_bytes is None:
             host_budget_bytes = host_memory().model_bytes()
         if host_budget_bytes < 0:
@@ -121,10 +129,12 @@ class KVStore:
                 (sum(math.prod(shape) for _, shape in self._slots),)
                 if self._slots and not per_head_pages
                 else page_shape(
-                    1 if per_head_pages else self.num_kv_heads, page_tokens, self.head_dim
+                    1 if per_head_pages else self.num_kv_heads,
+                    page_tokens,
+                    self.format.row_items(self.head_dim),
                 )
             ),
-            dtype=dtype,
+            dtype=self.format.page_dtype,
             budget_bytes=host_budget_bytes,
             slab_bytes=slab_bytes,
             registration=registration,
@@ -310,16 +320,17 @@ class KVStore:
 
         Raises:
             ValueError: before anything is written, for a wrong shape or dtype, a NaN or infinity,
-                positions that are not reserved, that a head lacks, or whose page is shared with a
-                fork.
+                numbers beyond the format's, positions that are not reserved, that a head lacks, or
+                whose page is shared with a fork.
         """
         parts = self._writable(seq, layer_idx, keys, values, start)
         keys, values = keys.detach(), values.detach()
         for name, rows in (("keys", keys), ("values", values)):
             if not all_finite(rows):
                 raise ValueError(f"non-finite {name} in layer {layer_idx} of sequence {seq}")
+            self.format.check(f"{name} in layer {layer_idx} of sequence {seq}", rows)
 
-        write_rows((keys, values), parts)
+        write_rows((keys, values), parts, self.format)
 
     def append_async(
         self,
@@ -336,7 +347,7 @@ class KVStore:
         to know it here would be to wait.
         """
         parts = self._writable(seq, layer_idx, keys, values, start)
-        write_rows((keys.detach(), values.detach()), parts, waits=False)
+        write_rows((keys.detach(), values.detach()), parts, self.format, waits=False)
 
     def commit(self, seqs: Sequence[int], num_new_tokens: Sequence[int]) -> None:
         """Add num_new_tokens[i] reserved tokens, written in every layer, to the kv_len of seqs[i].
@@ -368,7 +379,7 @@ class KVStore:
         Each is [num_kv_heads, stop - start, head_dim], contiguous unless given as `out`. `stop` may
         exceed kv_len up to what is reserved; those rows are what `append` wrote, or undefined. Rows
         that a head lacks are 0. `out` may be on a CUDA device: it is filled in the order of the
-        current stream.
+        current stream. Of int8 they are rounded to the dtype.
         """
         sequence = self._sequence(seq)
         self._check_layer(layer_idx)
@@ -383,13 +394,13 @@ class KVStore:
         if out is None:
             out = (torch.empty(expected, dtype=self.dtype), torch.empty(expected, dtype=self.dtype))
         check_out(out, expected, self.dtype)
-        read_rows(out, sequence.parts(layer_idx, start, stop))
+        read_rows(out, sequence.parts(layer_idx, start, stop), self.format)
         return out
 
     def page_views(self, seq: int, layer_idx: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The committed tokens of one layer where they are, not copied.
 
-        Yields (first, last + 1, [n, K|V, num_kv_heads, tokens, head_dim]): runs of n adjoining
+        Yields (first, last + 1, [n, K|V, num_kv_heads, tokens, row]): runs of n adjoining
         whole pages, and part of the last page (n = 1). ValueError if heads are apart.
         """
         if self.per_head_pages:

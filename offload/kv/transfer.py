@@ -22,6 +22,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from offload.kv.format import KVFormat
+
 # Device memory of a run of pages under way, at least one page, and how many there are at a time.
 STAGING_BYTES, STAGINGS = 32 * 2**20, 2
 
@@ -32,7 +34,9 @@ Rows = tuple[Tensor, Tensor]  # keys, values: each [num_tokens, num_kv_heads, he
 Part = tuple[slice, int, Iterator[Piece]]
 
 
-def write_rows(rows: Rows, parts: Iterable[Part], *, waits: bool = True) -> None:
+def write_rows(
+    rows: Rows, parts: Iterable[Part], kv_format: KVFormat, *, waits: bool = True
+) -> None:
     """Keys and values [num_tokens, num_kv_heads, head_dim], which no head lacks, into pages.
 
     Args:
@@ -40,10 +44,14 @@ def write_rows(rows: Rows, parts: Iterable[Part], *, waits: bool = True) -> None
     """
     keys, values = rows
     for heads, _, pieces in parts:
-        (fill_pages if waits else copy_to_pages)((keys[:, heads], values[:, heads]), pieces)
+        of_heads = keys[:, heads], values[:, heads]
+        if waits:
+            fill_pages(of_heads, pieces, kv_format)
+        else:
+            copy_to_pages(of_heads, pieces)
 
 
-def read_rows(out: Rows, parts: Iterable[Part]) -> None:
+def read_rows(out: Rows, parts: Iterable[Part], kv_format: KVFormat) -> None:
     """Keys and values [num_kv_heads, num_tokens, head_dim], 0 where a head lacks the token. On a
     CUDA device they are filled in the order of the current stream."""
     for heads, num_lacking, pieces in parts:
@@ -56,14 +64,14 @@ def read_rows(out: Rows, parts: Iterable[Part]) -> None:
             continue
         for sides, pages in runs_of((keys, values), pieces):
             for side, of_side in enumerate(sides):
-                of_side.copy_(pages[:, side])
+                kv_format.read(pages[:, side], of_side)
 
 
-def fill_pages(rows: Rows, pieces: Iterable[Piece]) -> None:
+def fill_pages(rows: Rows, pieces: Iterable[Piece], kv_format: KVFormat) -> None:
     """Write keys and values [num_tokens, num_kv_heads, head_dim]; who calls waits for it."""
     for sides, pages in runs_of(rows, pieces):
         for side, of_side in enumerate(sides):
-            pages[:, side].copy_(of_side)
+            kv_format.write(of_side, pages[:, side])
 
 
 def copy_to_pages(rows: Rows, pieces: Iterable[Piece]) -> None:

@@ -160,9 +160,9 @@ def step_device_bytes(
 def store_bytes(work: Workload, slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
     """Bytes of the host store's slabs with sequences that share nothing."""
     shape = work.shape
-    elements = math.prod(page_shape(shape.num_kv_heads, work.page_tokens, shape.head_dim))
+    page_bytes = math.prod(page_shape(shape.num_kv_heads, work.page_tokens, work.row_bytes))
     num_pages = shape.num_layers * work.pages_per_layer
-    return pool_bytes(num_pages, elements * work.item_bytes, slab_bytes)
+    return pool_bytes(num_pages, page_bytes, slab_bytes)
 
 
 def prefill_bytes(work: Workload, slice_tokens: int, read_tokens: int | None = None) -> int:

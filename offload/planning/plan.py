@@ -16,6 +16,7 @@ import torch
 
 from gpu_ops.layout import layout_bytes
 from offload.decode.gpu.placement import HeadPlacement, Place, check_dense_until
+from offload.kv.format import KVFormat
 from offload.kv.page_pool import page_shape
 from offload.loading.planned_model import PlannedModel
 from offload.planning.choose import DeviceRoom, choose_beside_prefill
@@ -49,6 +50,7 @@ class PlanRequest:
         on_this_machine: memory that is not named is what this machine has left; a plan that needs
             more on the host says so.
         placement: a given one; None: the best is chosen.
+        kv_dtype: of keys and values, as in `RuntimeConfig`.
     """
 
     model: PlannedModel
@@ -62,6 +64,7 @@ class PlanRequest:
     on_this_machine: bool = True
     placement: HeadPlacement | None = None
     prompt_tokens: int | None = None
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         self.model.check_context(self.context)
@@ -78,6 +81,12 @@ class PlanRequest:
                     f"max_memory names {key!r}, but device is {self.device!r}; it may name {named}"
                 )
         self.policy.check_model(**self.model.shape.heads)
+        KVFormat.of(self.kv_dtype, self.model.dtype, [self.model.shape.head_dim])
+        if self.kv_dtype == "int8" and self.on_gpu:
+            raise NotImplementedError(
+                f"kv_dtype='int8' is for a CPU in this version, not with device={self.device!r}; "
+                "give --device cpu or --kv-dtype auto"
+            )
         if self.on_gpu:
             check_dense_until(self.policy)
 
@@ -122,6 +131,7 @@ class Plan:
             "model_type": model.model_type,
             "dtype": model.dtype_name,
             "weights": model.weights,
+            "kv_dtype": request.kv_dtype,
             "policy": request.policy.name,
             "max_tokens": request.policy.budget_tokens if request.policy.selects else None,
             "context": request.context,
@@ -167,6 +177,7 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
         page_tokens=request.page_tokens,
         head_state_bytes=head_state_bytes(request.policy, shape, model.dtype, request.context),
         weight_share=model.weight_share,
+        kv_dtype=request.kv_dtype,
     )
     step_model = StepModel(profile, work, on_gpu=request.on_gpu)
     limit: int | None = None

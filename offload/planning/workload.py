@@ -10,6 +10,7 @@ import torch
 
 from offload.decode.gpu.placement import UInt8Array, kv_head_roles
 from offload.decode.gpu.resident_kv import window_of
+from offload.kv.format import KVFormat
 from offload.models.shape import ModelShape
 from offload.selection.estimate import estimate_bytes
 from offload.selection.policy import DENSE, RETRIEVE, REUSE, SELECT, Policy
@@ -30,6 +31,7 @@ class Workload:
         weight_share: bytes of the weights, of those that they would have in `dtype`.
         head_state_bytes: what each of the policy's members keeps of a KV head of one sequence and
             layer; (): nothing that is known.
+        kv_dtype: of keys and values, as in `RuntimeConfig`.
     """
 
     shape: ModelShape
@@ -40,6 +42,7 @@ class Workload:
     page_tokens: int = 256
     head_state_bytes: tuple[float, ...] = ()
     weight_share: float = 1.0
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("kv_len", "batch_size", "page_tokens"):
@@ -48,7 +51,7 @@ class Workload:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element of weights and cache."""
+        """Bytes of an element of weights."""
         return self.dtype.itemsize
 
     @property
@@ -59,7 +62,7 @@ class Workload:
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of a key of one KV head."""
-        return self.shape.head_dim * self.item_bytes
+        return KVFormat.of(self.kv_dtype, self.dtype).row_bytes(self.shape.head_dim)
 
     @cached_property
     def is_sparse(self) -> bool:

@@ -157,6 +157,10 @@ class LayerStream:
             for sequence, seq in enumerate(self._seqs):
                 keys, values = self.rows(sequence, self._past[sequence])
                 self._store.append(seq, layer_idx, keys.transpose(0, 1), values.transpose(0, 1))
+                if self._store.format.is_int8:  # who reads the layer now sees what is stored
+                    first = self._past[sequence]
+                    stop = first + keys.shape[1]
+                    self._store.gather(seq, layer_idx, first, stop, out=(keys, values))
             return
         with torch.cuda.stream(self._side):
             for sequence, seq in enumerate(self._seqs):

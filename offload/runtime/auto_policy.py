@@ -115,7 +115,14 @@ def resolved_config(
     host_kv_bytes = kv_budget_bytes(config, weight_bytes, loaded=False)
     named = shape if shape.max_context else replace(shape, max_context=sys.maxsize)
     tokens = longest_context(config, named, dtype, host_kv_bytes)
-    work = Workload(shape, auto, tokens, dtype=dtype, page_tokens=config.page_tokens)
+    work = Workload(
+        shape,
+        auto,
+        tokens,
+        dtype=dtype,
+        page_tokens=config.page_tokens,
+        kv_dtype=config.kv_dtype,
+    )
     room = replace(_room_of(config, work, weight_bytes, ranks), model=model)
 
     def resolve() -> tuple[Policy, str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from offload.kv.format import KVFormat
 from offload.loading.checkpoint import Checkpoint
 from offload.planning.profile import cached_profile
 from offload.planning.step_cap import StepPredictor, in_tokens, step_predictor
@@ -54,7 +55,7 @@ def with_cap_in_tokens(
                 f"{policy.step_cap} is of steps at the longest context, which the model's "
                 "config.json does not name (max_position_embeddings); give max_tokens"
             )
-        token_bytes = shape.kv_token_bytes * item_bytes // 2
+        token_bytes = KVFormat.of(config.kv_dtype, dtype).token_bytes(**shape.kv_heads)
         room = kv_budget_bytes(config, weight_bytes, loaded=False)
         kv_len = min(shape.max_context, max(config.page_tokens, room // token_bytes))
         profile = cached_profile(device, threads)

@@ -88,6 +88,7 @@ class OffloadedModel(FixedModel):
         condensed_share: float = CONDENSED_SHARE,
         cache_correction_every: int | None = None,
         weights: str = "auto",
+        kv_dtype: str = "auto",
         cache_dir: str | None = None,
         force_download: bool = False,
         local_files_only: bool = False,
@@ -112,7 +113,8 @@ class OffloadedModel(FixedModel):
                 {0: "20GiB", "cpu": "96GiB"} with a GPU.
             num_threads: CPU threads; default: all this process may use.
             prefill_slice_tokens: see `RuntimeConfig`, which describes all options from this one to
-                `weights`: "auto" (as a GGUF file has them), "q8", "q4" or a name of a dtype.
+                `kv_dtype`. `weights`: "auto" (as a GGUF file has them), "q8", "q4" or a name of a
+                dtype; `kv_dtype`: "auto" (the model's), "bfloat16" or "int8".
             cache_dir: as of transformers; so are the options from this one to `gguf_file`.
             unknown: nothing else is taken.
 
@@ -133,6 +135,7 @@ class OffloadedModel(FixedModel):
             max_memory=max_memory,
             num_threads=num_threads,
             weights=weights,
+            kv_dtype=kv_dtype,
             prefill_slice_tokens=prefill_slice_tokens,
             page_tokens=page_tokens,
             backend=backend,

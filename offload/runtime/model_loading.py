@@ -16,6 +16,7 @@ import torch
 from cpu_ops.native import isa_name
 from offload.decode.attention import needs_alike_layers
 from offload.decode.gpu.placement import HeadPlacement
+from offload.kv.format import KVFormat
 from offload.loading.checkpoint import Checkpoint, check_checkpoint
 from offload.loading.gguf import weights_folder
 from offload.loading.huge_pages import move_to_huge_pages
@@ -129,13 +130,14 @@ def load_model(
         move_to_device(stock, config)
     opened = replace(prepare_loaded(stock, config, folder, ranks), policy_reason=reason)
     logger.info(
-        "loaded %s in %.1f s: %d threads, ISA %s, policy %s; %s of host KV cache; %s",
+        "loaded %s in %.1f s: %d threads, ISA %s, policy %s; %s of host KV cache%s; %s",
         name_or_path,
         time.perf_counter() - start,
         opened.num_threads,
         isa_name(),
         _described(opened.config.policy),
         format_bytes(opened.host_kv_bytes),
+        " in int8" if opened.config.kv_dtype == "int8" else "",
         f"max_memory['cpu'] is {format_bytes(limit)}"
         if (limit := config.max_memory.get("cpu")) is not None
         else memory.explained(),
@@ -240,14 +242,15 @@ def check_before_loading(
         HostBudgetError, DeviceMemoryError: weights beyond max_memory. What one rank's GPU will hold
             is known when it has its part (`keep_own_part`).
         ValueError, NotImplementedError: a policy that is not for this model, or not for ranks; more
-            ranks than KV heads.
+            ranks than KV heads; a kv_dtype that does not fit the model.
     """
     weight_bytes = weight_bytes_before_loading(checkpoint, config)
     kv_budget_bytes(config, weight_bytes, loaded=False)
     shape = checkpoint.shape
     config.policy.check_model(**shape.heads)
-    item_bytes = checkpoint.loaded_dtype(config.dtype).itemsize
-    check_bound(config, shape, checkpoint.config, item_bytes)
+    dtype = checkpoint.loaded_dtype(config.dtype)
+    KVFormat.of(config.kv_dtype, dtype, [shape.head_dim])
+    check_bound(config, shape, checkpoint.config, dtype.itemsize)
     if config.placement is not None:
         config.placement.check_model(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads)
     if ranks is None:

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.kv.format import KVFormat
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_beside_prefill, least_placement
@@ -207,7 +208,7 @@ def longest_context(
     config: RuntimeConfig, shape: ModelShape, dtype: torch.dtype, host_kv_bytes: int
 ) -> int:
     """Tokens of a sequence that the model and the host's budget allow."""
-    token_bytes = shape.kv_token_bytes * dtype.itemsize // 2
+    token_bytes = KVFormat.of(config.kv_dtype, dtype).token_bytes(**shape.kv_heads)
     of_sequence = host_kv_bytes
     if config.host_bytes_per_sequence is not None:
         of_sequence = min(of_sequence, config.host_bytes_per_sequence)

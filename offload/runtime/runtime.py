@@ -58,6 +58,7 @@ class Runtime:
             num_kv_heads=self.lean.each("num_kv_heads"),
             head_dim=self.lean.each("head_dim"),
             dtype=opened.stock.dtype,
+            kv_dtype=config.kv_dtype,
             host_budget_bytes=opened.host_kv_bytes,
             page_tokens=page_tokens_of(config, shape),
             pinned=self.device.type == "cuda",

@@ -12,6 +12,7 @@ from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
+from offload.kv.format import KVFormat
 from offload.kv.store import KVStore
 from offload.policies import Full, Policy
 from offload.selection.layer_state import BuildContext, State
@@ -42,6 +43,7 @@ class Cache:
         dtype: torch.dtype = torch.float32,
         page_tokens: int = 256,
         num_layers: int = 2,
+        kv_dtype: str = "auto",
     ) -> Cache:
         """Layer 1 has the returned keys, 0 their negatives, others hold them rotated."""
         store = KVStore(
@@ -49,6 +51,7 @@ class Cache:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             page_tokens=page_tokens,
         )
         seq = store.new_sequence()
@@ -62,6 +65,8 @@ class Cache:
             of_layer = torch.roll(keys, layer_idx - 1, 0) if layer_idx else -keys
             store.append(seq, layer_idx, of_layer, values)
         store.commit([seq], [kv_len])
+        if store.format.is_int8:
+            keys, values = stored_numbers(store, seq)
         return cls(
             store,
             seq,
@@ -119,6 +124,19 @@ class Cache:
             softcap=softcap,
             isa=isa,
         )
+
+
+def stored_numbers(store: KVStore, seq: int, layer_idx: int = 1) -> list[torch.Tensor]:
+    """Keys and values of int8 rows, not rounded: float32 [kv_len, num_kv_heads, head_dim] each."""
+    of_rows = KVFormat(torch.float32, is_int8=True)
+    shape = (store.kv_len(seq), store.num_kv_heads, store.head_dim)
+    out = [torch.empty(shape) for _ in range(2)]
+    for first, last, pages in store.page_views(seq, layer_idx):
+        for side, rows in enumerate(out):
+            paged = torch.empty(*pages[:, side].shape[:-1], store.head_dim)
+            of_rows.read(pages[:, side], paged)
+            rows[first:last] = paged.transpose(1, 2).flatten(0, 1)
+    return out
 
 
 def random_queries(

@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kNumLayers = 3;
 constexpr int64_t kMaxRows = 3;
 constexpr int64_t kMaxTokens = 512;
-constexpr AttentionShape kShape{4, 2, 16, 4, DType::bf16, 0.25f};
+constexpr AttentionShape kShape{4, 2, 16, 4, DType::bf16, 0.25f, DType::bf16};
 constexpr int64_t kRow = int64_t{kShape.num_qo_heads} * kShape.head_dim;
 constexpr int64_t kKv = 2 * int64_t{kShape.num_kv_heads} * kShape.head_dim;  // K and V of a token of a layer
 

@@ -454,10 +454,12 @@ int main(int argc, char**) {
   using namespace offload::test;
   const int rounds = argc > 1 ? 200 : 12;  // any argument: a long run
   for (const int page_shift : {0, 4, 8}) {
-    for (const int heads : {1, 3, 8}) check_page_layout({heads * 2, heads, 48, page_shift, DType::bf16, 1.0f});
+    for (const int heads : {1, 3, 8})
+      check_page_layout({heads * 2, heads, 48, page_shift, DType::bf16, 1.0f, DType::bf16});
   }
-  const AttentionShape shapes[] = {
-      {6, 2, 32, 4, DType::bf16, 0.2f}, {4, 4, 16, 8, DType::bf16, 0.25f}, {5, 1, 48, 8, DType::bf16, 0.15f}};
+  const AttentionShape shapes[] = {{6, 2, 32, 4, DType::bf16, 0.2f, DType::bf16},
+                                   {4, 4, 16, 8, DType::bf16, 0.25f, DType::bf16},
+                                   {5, 1, 48, 8, DType::bf16, 0.15f, DType::bf16}};
   for (const AttentionShape& shape : shapes) {
     stress(shape, rounds);
     check_failures(shape);

@@ -2,7 +2,9 @@
 // usage: kernel_parity [isa ...]; without names, all that run here, the scalar one included (for its own reads).
 // One file, longer than others: a check for each kernel, called by one loop over dtypes and ISAs.
 #include <algorithm>
+#include <cstring>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
@@ -20,11 +22,15 @@ template <>
 constexpr DType kTypeOf<Half> = DType::f16;
 template <>
 constexpr DType kTypeOf<Bf16> = DType::bf16;
+template <>
+constexpr DType kTypeOf<Int8> = DType::i8;
 
 template <class T>
 constexpr double kTolerance = 1e-5;  // relative L2 of what was summed in another order
 template <>
 constexpr double kTolerance<Bf16> = 6e-3;  // weights of values may be rounded to bf16
+template <>
+constexpr double kTolerance<Int8> = 2e-4;  // or to 15 bits
 
 template <class T>
 constexpr double kStep = 0.0;  // of neighbouring values, relative: a rounding may fall to the other side
@@ -38,6 +44,21 @@ T random_value() {
   return from_float<T>(normal());
 }
 
+// A query as the dtype has it; of int8 rows it is of any.
+template <class T>
+float rounded(float x) {
+  return to_float(from_float<T>(x));
+}
+template <>
+float rounded<Int8>(float x) {
+  return x;
+}
+
+template <>
+Int8 random_value<Int8>() {
+  return {static_cast<int8_t>(uniform(-127, 127))};
+}
+
 // Keys or values of one head: one allocation per page, the last one cut off after the last token.
 template <class T>
 class Rows {
@@ -45,17 +66,26 @@ class Rows {
   Rows(int64_t n, int head_dim, int page_shift, int64_t skip) : skip_(skip), head_dim_(head_dim), shift_(page_shift) {
     const int64_t page_tokens = int64_t{1} << page_shift;
     for (int64_t first = 0; first < n; first += page_tokens) {
-      pages_.emplace_back(std::min(page_tokens, n - first) * head_dim, skip);
+      const int64_t rows = std::min(page_tokens, n - first);
+      pages_.emplace_back(rows * row_items(), skip);
       pages_.back().fill(random_value<T>);
+      for (int64_t r = 0; std::is_same_v<T, Int8> && r < rows; ++r) {
+        for (int64_t group = 0; group < head_dim / kRowGroup; ++group) {
+          const Half scale = from_float<Half>(0.005f + 0.02f * std::fabs(normal()));
+          std::memcpy(&pages_.back()[r * row_items() + head_dim + group * 2], &scale, sizeof scale);
+        }
+      }
       addresses_.push_back(reinterpret_cast<int64_t>(pages_.back().data() - skip));
     }
   }
   RowSource source() const {
     const auto item = static_cast<int64_t>(sizeof(T));
-    return {addresses_.data(), skip_ * item, head_dim_ * item, shift_};
+    return {addresses_.data(), skip_ * item, row_items() * item, shift_};
   }
 
  private:
+  int64_t row_items() const { return row_bytes(head_dim_, kTypeOf<T>) / static_cast<int64_t>(sizeof(T)); }
+
   int64_t skip_;
   int head_dim_;
   int shift_;
@@ -167,7 +197,7 @@ void check_attention(const KernelTable& table, int group, int head_dim, int64_t 
   constexpr DType type = kTypeOf<T>;
   const Rows<T> keys(n, head_dim, page_shift, skip), values(n, head_dim, page_shift, skip);
   Exact<float> query(group * head_dim, skip);
-  query.fill([] { return to_float(from_float<T>(2.0f * normal())); });
+  query.fill([] { return rounded<T>(2.0f * normal()); });
   const Problem problem{group, head_dim, query.data(), keys.source(), values.source()};
 
   Exact<int32_t> indices(n / 2 + 1);
@@ -485,7 +515,39 @@ void check_dtype(const KernelTable& table) {
   for (const int64_t n : {1, 7, 8, 15, 16, 17, 31, 32, 48, 64, 80, 100, 256, 300}) check_elementwise<T>(table, n);
 }
 
+// Rows that were written must be the same bytes; read, they are what they stand for.
+void check_int8(const KernelTable& table) {
+  constexpr int type = static_cast<int>(DType::i8);
+  const std::vector<int64_t> lengths{1, 2, 31, 32, 33, 255, 257, 515};
+  int i = 0;
+  for (const int head_dim : {64, 128, 192, 256}) {
+    for (const int group : {1, 2, 3, 4, 5, 8, kMaxGroupSize}) {
+      for (int more = 0; more < 3; ++more, ++i) {
+        check_attention<Int8>(table, group, head_dim, lengths[static_cast<size_t>(i) % lengths.size()],
+                              i % 3 == 0 ? 4 : 8, i % 2 * 2);
+      }
+    }
+    for (const float factor : {0.0f, 1e-7f, 1e-3f, 1.0f, 1e6f}) {
+      Exact<float> x(head_dim, 1), read(head_dim), expected_read(head_dim);
+      x.fill([&] { return factor * normal(); });
+      const int64_t bytes = row_bytes(head_dim, DType::i8);
+      Exact<Int8> row(bytes, 2), expected(bytes, 2);
+      table.from_float[type](x.data(), head_dim, row.data());
+      scalar_table()->from_float[type](x.data(), head_dim, expected.data());
+      CHECK(std::memcmp(row.data(), expected.data(), static_cast<size_t>(bytes)) == 0, "%s: a row of %g", table.name,
+            static_cast<double>(factor));
+      table.to_float[type](row.data(), head_dim, read.data());
+      for (int d = 0; d < head_dim; ++d) {
+        const float allowed = 0.51f * 5.0f * factor / 127.0f + 4e-6f;
+        CHECK(std::fabs(read[d] - x[d]) <= allowed, "%s: %g for %g", table.name, static_cast<double>(read[d]),
+              static_cast<double>(x[d]));
+      }
+    }
+  }
+}
+
 void check_isa(const KernelTable& table) {
+  check_int8(table);
   check_dtype<float>(table);
   check_dtype<Half>(table);
   check_dtype<Bf16>(table);

@@ -1,4 +1,5 @@
-// VNNI on top of AVX-512: only the dot products of bytes change. Cascade Lake and Ice Lake have it without bf16.
+// VNNI on top of AVX-512: only the dot products of bytes, and of int8 keys and values, change. Cascade Lake and Ice
+// Lake have it without bf16.
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
 
@@ -23,6 +24,9 @@ static inline I i_dot_bytes(C w, const int8_t* x) {
 #include "kernels/ranking-inl.h"
 #include "kernels/ranking_bytes-inl.h"
 #include "kernels/packed-inl.h"
+#include "kernels/tile_ops_int8-inl.h"
+#include "kernels/tile_ops_int8_vnni-inl.h"
+#include "kernels/attention-inl.h"
 // clang-format on
 
 }  // namespace offload::avx512_vnni
@@ -34,6 +38,8 @@ const offload::KernelTable* offload::avx512_vnni_table() {
     improved.name = "avx512_vnni";
     improved.rank_rows = avx512_vnni::rank_rows<avx512_vnni::ByteBoxes>;
     avx512_vnni::add_packed(&improved);
+    improved.score[static_cast<int>(DType::i8)] = avx512_vnni::score<Int8>;
+    improved.attend[static_cast<int>(DType::i8)] = avx512_vnni::attend<Int8>;
     return improved;
   }();
   return &table;

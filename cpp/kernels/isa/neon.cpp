@@ -34,6 +34,12 @@ static inline F f_load_as(const Bf16* p) {
 static inline F f_load_as(const Half* p) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
 }
+static inline F f_load_as(const Int8* p) {
+  int32_t codes;
+  std::memcpy(&codes, p, sizeof codes);
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(static_cast<uint32_t>(codes))))));
+}
+static inline F f_set1_as(const Half* p) { return f_set1(to_float(*p)); }
 static inline void f_store_as(Half* p, F x) {
   vst1_u16(reinterpret_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(x)));
 }

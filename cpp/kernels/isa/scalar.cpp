@@ -30,6 +30,8 @@ template <class T>
 static inline F f_load_as(const T* p) {
   return to_float(*p);
 }
+static inline F f_load_as(const Int8* p) { return static_cast<float>(p->code); }
+static inline F f_set1_as(const Half* p) { return to_float(*p); }
 template <class T>
 static inline void f_store_as(T* p, F x) {
   *p = from_float<T>(x);

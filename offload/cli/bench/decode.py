@@ -31,8 +31,10 @@ from offload.cli.console import (
     stdout,
 )
 from offload.cli.options import (
+    KV_DTYPE_NAMES,
     WEIGHT_NAMES,
     AnyDevice,
+    KVDtype,
     MaxMemory,
     Placement,
     Text,
@@ -147,6 +149,7 @@ def decode(
         ),
     ] = None,
     weights: Weights = "auto",
+    kv_dtype: KVDtype = "auto",
     seed: Annotated[
         int,
         typer.Option(min=0, callback=torch_seed, help="Of --shape's weights, keys and queries."),
@@ -220,6 +223,7 @@ def decode(
     check_name(shape, MODEL_SHAPE_NAMES, option="--shape")
     check_name(dtype, DTYPE_NAMES, option="--dtype")
     check_name(weights, WEIGHT_NAMES, option="--weights")
+    check_name(kv_dtype, KV_DTYPE_NAMES, option="--kv-dtype")
     check_name(backend, BACKEND_NAMES, option="--backend")
     if model is not None and (batch_size > 1 or distinct_layers is not None or layers is not None):
         raise typer.BadParameter(
@@ -269,6 +273,11 @@ def decode(
                 )
         if on_cpu and backend is not None:
             raise ValueError(f"--backend {backend} needs a GPU, but the device is the CPU")
+        if kv_dtype == "int8" and (engine_names != ["offload"] or model is None):
+            raise ValueError(
+                "--kv-dtype int8 is of our engine and of a model's own keys; give a model and "
+                "--engines offload"
+            )
         if weights in ("q8", "q4") and not {"offload", "graph"}.issuperset(engine_names):
             raise ValueError(
                 f"--weights {weights} is ours alone, and all engines share one set of weights; "
@@ -281,6 +290,7 @@ def decode(
                 num_threads=threads,
                 dtype=dtype or ("bfloat16" if model is None else "auto"),
                 weights=weights,
+                kv_dtype=kv_dtype,
                 max_memory=budgets,
                 policy=policies[0],  # each has its turn
                 placement=placement,
@@ -307,7 +317,7 @@ def decode(
         with quiet_transformers(verbose=False), no_loading_bars():
             document = _measure(
                 plan,
-                weights,
+                {"weights": weights, "kv_dtype": kv_dtype},
                 lambda: _model(model, shape or defaults[0], text, config, plan, of_keys),
                 trace,
             )
@@ -324,7 +334,7 @@ def decode(
 
 def _measure(
     plan: DecodePlan,
-    weights: str,
+    kept_as: dict[str, str],
     load: Callable[[], tuple[DecodeModel, dict[str, Any]]],
     trace: Path | None,
 ) -> dict[str, Any]:
@@ -360,7 +370,7 @@ def _measure(
             progress.update(whole, advance=1, description="engines")
         settings["dtype"] = str(subject.stock.dtype).removeprefix("torch.")
     settings |= {
-        "weights": weights,
+        **kept_as,
         "contexts": list(plan.kv_lens),
         "steps": plan.num_steps,
         "repeats": plan.repeats,
@@ -404,9 +414,10 @@ def _model(
 
 
 def _weights_of(settings: dict[str, Any]) -> str:
-    """The dtype, and the packed weights beside it."""
-    packed = settings.get("weights", "auto")
-    return f"{settings['dtype']}" + (f" with weights {packed}" if packed in ("q8", "q4") else "")
+    """The dtype, and what weights and KV cache are kept as instead."""
+    packed, kv_dtype = settings.get("weights", "auto"), settings.get("kv_dtype", "auto")
+    told = f" with weights {packed}" if packed in ("q8", "q4") else ""
+    return f"{settings['dtype']}{told}" + (", KV int8" if kv_dtype == "int8" else "")
 
 
 def _print_table(document: dict[str, Any]) -> None:

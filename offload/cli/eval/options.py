@@ -12,6 +12,7 @@ import typer
 from offload.cli.bench.options import PolicyOptions, option_values, policy_grid
 from offload.cli.options import (
     Device,
+    KVDtype,
     PageTokens,
     Scalar,
     Threads,
@@ -235,6 +236,7 @@ class Runs:
     threads: Threads = None
     page_tokens: PageTokens = 256
     weights: Weights = "auto"
+    kv_dtype: KVDtype = "auto"
 
     def check_batch(self, bounds: Sequence[Bound]) -> None:
         """Refuse what is for one prompt at a time, with a usage error."""

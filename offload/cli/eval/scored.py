@@ -100,6 +100,7 @@ class Setup:
         return runtime_config(
             dtype=runs.dtype,
             weights=runs.weights,
+            kv_dtype=runs.kv_dtype,
             device=runs.device,
             num_threads=runs.threads,
             page_tokens=runs.page_tokens,

@@ -1,0 +1,119 @@
+"""How keys and values lie in pages: what a row takes, and how numbers become rows and rows numbers.
+
+A row of the model's dtype is its numbers. An int8 row is [head_dim] codes, then a float16 scale of
+each `INT8_GROUP` of them: number d is scale[d // INT8_GROUP] * code[d], code -127 .. 127. A row so
+has all that it needs, and moves as one piece; head_dim 64 takes 66 bytes, 0.516 of bfloat16.
+cpp/kernels/tile_ops_int8-inl.h writes and reads the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+INT8_GROUP = 64
+KV_DTYPES = ("auto", "bfloat16", "int8")
+_LARGEST = 127 * torch.finfo(torch.float16).max  # that a scale can stand for
+_BLOCK_ITEMS = 2**20  # numbers that are converted at one time
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """The format of rows in pages.
+
+    Attributes:
+        dtype: of the numbers that are written and read: the model's.
+        is_int8: whether rows are int8 with scales.
+    """
+
+    dtype: torch.dtype
+    is_int8: bool = False
+
+    @classmethod
+    def of(cls, kv_dtype: str, dtype: torch.dtype, head_dims: Iterable[int] = ()) -> KVFormat:
+        """The format that `kv_dtype` names for a model of `dtype`.
+
+        Raises:
+            ValueError: an unknown kv_dtype.
+            NotImplementedError: another one than the model's dtype or int8, or a head_dim that has
+                no whole groups.
+        """
+        if kv_dtype not in KV_DTYPES:
+            available = ", ".join(KV_DTYPES)
+            raise ValueError(f"unknown kv_dtype {kv_dtype!r}; available: {available}")
+        if kv_dtype == "bfloat16" and dtype != torch.bfloat16:
+            name = str(dtype).removeprefix("torch.")
+            raise NotImplementedError(
+                f"kv_dtype='bfloat16' needs a model in bfloat16, but its dtype is {name}; "
+                "give kv_dtype='auto' or 'int8'"
+            )
+        if kv_dtype != "int8":
+            return cls(dtype)
+        for head_dim in head_dims:
+            if head_dim % INT8_GROUP:
+                raise NotImplementedError(
+                    f"kv_dtype='int8' needs a head_dim that is a multiple of {INT8_GROUP}, "
+                    f"got {head_dim}; give kv_dtype='auto'"
+                )
+        return cls(dtype, is_int8=True)
+
+    @property
+    def page_dtype(self) -> torch.dtype:
+        """Type of the elements of pages."""
+        return torch.int8 if self.is_int8 else self.dtype
+
+    def row_items(self, head_dim: int) -> int:
+        """Elements of a row in a page."""
+        return head_dim + head_dim // INT8_GROUP * 2 if self.is_int8 else head_dim
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of a key or a value of one KV head."""
+        return self.row_items(head_dim) * self.page_dtype.itemsize
+
+    def token_bytes(self, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return num_layers * 2 * num_kv_heads * self.row_bytes(head_dim)
+
+    def check(self, name: str, rows: Tensor) -> None:
+        """ValueError for finite rows that have numbers beyond the format's."""
+        if self.is_int8 and rows.numel():
+            least, largest = (float(x) for x in torch.aminmax(rows))
+            if max(-least, largest) > _LARGEST:
+                raise ValueError(
+                    f"{name} of up to {max(-least, largest):.3g} are beyond what kv_dtype='int8' "
+                    f"holds, {_LARGEST:.3g}"
+                )
+
+    def write(self, rows: Tensor, pages: Tensor) -> None:
+        """`rows` [n, .., head_dim] of `dtype`, any strides, into [n, .., row_items] of pages."""
+        if not self.is_int8:
+            pages.copy_(rows)
+            return
+        head_dim, size = rows.shape[-1], _block_size(rows)
+        for x, out in zip(torch.split(rows, size), torch.split(pages, size), strict=True):
+            groups = x.float().reshape(*x.shape[:-1], head_dim // INT8_GROUP, INT8_GROUP)
+            scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
+            inverse = scales.float().reciprocal_()
+            inverse[scales == 0] = 0.0
+            codes = (groups * inverse).round_().clamp_(-127, 127)
+            out[..., :head_dim].copy_(codes.flatten(-2))
+            out[..., head_dim:].view(torch.float16).copy_(scales.squeeze(-1))
+
+    def read(self, pages: Tensor, rows: Tensor) -> None:
+        """The reverse of `write`, rounded to the dtype of `rows`."""
+        if not self.is_int8:
+            rows.copy_(pages)
+            return
+        head_dim, size = rows.shape[-1], _block_size(rows)
+        for x, out in zip(torch.split(pages, size), torch.split(rows, size), strict=True):
+            codes = x[..., :head_dim].float()
+            codes = codes.reshape(*x.shape[:-1], head_dim // INT8_GROUP, INT8_GROUP)
+            scales = x[..., head_dim:].view(torch.float16).float()
+            out.copy_((codes * scales[..., None]).flatten(-2))
+
+
+def _block_size(rows: Tensor) -> int:
+    return max(1, _BLOCK_ITEMS * len(rows) // max(1, rows.numel()))

@@ -153,6 +153,7 @@ class GenericCache(DynamicCache):
         self._step: DecodeStep | None = None
         self._pads: list[int] = []  # columns of padding before each row's first token
         self._known_mask: Tensor | None = None
+        self._no_rotation: tuple[Tensor, Tensor] | None = None  # cos, sin of a step
 
     @property
     def store(self) -> KVStore:
@@ -393,8 +394,10 @@ class GenericCache(DynamicCache):
         parts = (call.query, call.key, call.value) if appends else (call.query,)
         rows = torch.cat([_widened(x, width).reshape(batch_size, -1) for x in parts], dim=1)
         if appends:  # rotated by the module already
-            ones = rows.new_ones(batch_size, width)
-            attention.rope_append(layer.number, step, rows, (ones, torch.zeros_like(ones)))
+            if self._no_rotation is None or self._no_rotation[0].shape[1] != width:
+                ones = rows.new_ones(batch_size, width)
+                self._no_rotation = ones, torch.zeros_like(ones)
+            attention.rope_append(layer.number, step, rows, self._no_rotation)
         out = rows.new_empty(batch_size, spec.num_qo_heads * width)
         lse = None if call.sinks is None else torch.empty(batch_size, spec.num_qo_heads)
         attention.attend(layer.number, step, rows, out, lse)

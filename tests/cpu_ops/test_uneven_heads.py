@@ -18,6 +18,7 @@ from cpu_ops import native
 from cpu_ops.attention import attend_csr_rows
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention, DecodedUnits
+from offload.kv.format import KVFormat
 from offload.policies import Policy
 from offload.policies.base import SparsePolicy
 from offload.policies.exact_topk import ExactTopK
@@ -50,7 +51,7 @@ class ApartPages:
         return NUM_KV_HEADS, HEAD_DIM
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype, self.format = dtype, KVFormat(dtype)
         self.keys: list[list[list[torch.Tensor]]] = []
         self.values: list[list[list[torch.Tensor]]] = []
         self._tables: list[np.ndarray] = []

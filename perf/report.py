@@ -59,6 +59,8 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prefill": ("decode", tables.prefill_table),
     "decode-avx2": ("decode-avx2", tables.decode_table),
     "prefill-avx2": ("decode-avx2", tables.prefill_table),
+    "decode-q4": ("decode-q4", tables.decode_table),
+    "prefill-q4": ("decode-q4", tables.prefill_table),
     "latency": ("latency", latency_tables.latency_table),
     "latency-phases": ("latency", latency_tables.latency_phases_table),
     "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 Columns = Mapping[str, str | Callable[[Any], str]]
 DEFAULT_BUDGET_TOKENS = 1024  # of results that do not say it
 TIMES = "\N{MULTIPLICATION SIGN}"
-LLAMA_CPP_NOTE = "llama.cpp runs the GGUF's Q4_1 weights, the others bfloat16 unless they name Q4_1."
+LLAMA_CPP_NOTE = "llama.cpp runs the GGUF's Q4_1 weights, the others bfloat16, or what they name."
 FLOAT32_NOTE = "With float32 in its name, an engine has its weights and KV cache in float32."
 
 

@@ -16,6 +16,7 @@ from perf import plots, report, results_file
 from perf.results_file import read_results, write_results
 from perf.tables.latency_tables import latency_phases_table, latency_table
 from perf.tables.loss_tables import loss_rows, loss_table, packaged_losses
+from perf.tables.markdown import LLAMA_CPP_NOTE
 from perf.tables.tables import (
     decode_table,
     policy_speed_table,
@@ -119,7 +120,7 @@ def test_llama_cpp_never_stands_beside_us_without_its_weights() -> None:
     captions = [table(DECODE) for table in (decode_table, prefill_table)]
     captions.append(plots.time_per_token_caption(gpu, read_results("decode")))
     for caption in captions:
-        assert "llama.cpp runs the GGUF's Q4_1 weights, the others bfloat16 unless they name Q4_1." in caption
+        assert LLAMA_CPP_NOTE in caption
 
 
 def test_policy_speed_is_held_against_exact_topk() -> None:

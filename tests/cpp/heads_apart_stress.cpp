@@ -171,8 +171,8 @@ int main(int argc, char**) {
   WorkerPool alone(1);
   for (int num_threads = 1; num_threads <= 4; ++num_threads) {
     WorkerPool pool(num_threads, 30);
-    stress({6, 3, 32, 4, DType::bf16, 0.2f}, pool, alone, rounds);
-    stress({4, 4, 16, 8, DType::bf16, 0.25f}, pool, alone, rounds);
+    stress({6, 3, 32, 4, DType::bf16, 0.2f, DType::bf16}, pool, alone, rounds);
+    stress({4, 4, 16, 8, DType::bf16, 0.25f, DType::bf16}, pool, alone, rounds);
   }
   std::puts("ok");
 }

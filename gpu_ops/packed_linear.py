@@ -135,6 +135,7 @@ def packed_product_kernel(
     out: tl.tensor,
     num_out: tl.tensor,
     stride: tl.tensor,
+    num_rows: tl.tensor,
     NUM_GROUPS: tl.constexpr,
     IS_Q4: tl.constexpr,
     GLU: tl.constexpr,
@@ -148,8 +149,8 @@ def packed_product_kernel(
     Neighbouring programs are of different rows: weights come from the cache for all but one.
     """
     dtype = out.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = (tl.program_id(0) % num_rows).to(tl.int64)
+    n = (tl.program_id(0) // num_rows).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = n < num_out
     codes += row * NUM_GROUPS * 8
     scales += row * NUM_GROUPS
@@ -372,8 +373,8 @@ class GpuPackedLinear(GpuLinear):
             last = out.shape[1] if glu else first + part.num_out
             bias = None if self._bias is None else self._bias[first : first + part.num_out]
             block_n, groups, warps = launch_shape(part.num_groups, is_q4=part.is_q4)
-            grid = len(x), -(-(last - first) // block_n)
-            packed_product_kernel[grid](
+            programs = len(x) * -(-(last - first) // block_n)  # in one dimension: there may be 2^17
+            packed_product_kernel[(programs,)](
                 part.words,
                 part.scales,
                 codes.view(torch.int32),
@@ -384,6 +385,7 @@ class GpuPackedLinear(GpuLinear):
                 out[:, first:last],
                 last - first,
                 out.shape[1],
+                len(x),
                 part.num_groups,
                 part.is_q4,
                 glu,

@@ -165,6 +165,17 @@ def test_non_finite_rows_are_not_hidden(device: str, format: str, bad: float) ->
     assert not y.isfinite().any()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_vocabulary_of_more_outputs_than_a_grid_is_high(format: str, num_rows: int) -> None:
+    rng = new_rng()
+    parts = made(rng, 70_001, 32, format, "cuda")
+    x = random(rng, num_rows, 32, dtype=torch.bfloat16, device="cuda")
+    expected = expected_of(x, parts, None, None, False, None, is_rounded=True)
+    assert_close(GpuPackedLinear(parts, torch.bfloat16)(x), expected, 1e-2)
+
+
 def test_a_summand_in_float32(device: str) -> None:
     """Of several ranks', rounded later."""
     rng = new_rng()

@@ -12,6 +12,7 @@ import torch
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload import OffloadedModel
+from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.models import LayerSpec, ModelFamily, families, lean_model_maker
 from offload.policies import Policy, make_policy
 from offload.policies.exact_topk import ExactTopK
@@ -162,9 +163,13 @@ def attend_to_top_k(
 )
 @torch.inference_mode()
 def test_tokens_are_those_of_a_sequential_reference(
-    stock: Any, policy: Policy, where: dict[str, str], tmp_path: Path, monkeypatch: Any
+    stock: Any, policy: Policy, where: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
     expected = reference_tokens(stock, policy, prompt := random_tokens(1, 61, seed=3))
+    if where["device"] == "cuda" and policy.selects:  # else the GPU attends to all it has room for
+        config = stock.config
+        heads = config.num_hidden_layers, config.num_key_value_heads
+        where = {**where, "placement": HeadPlacement.filled(*heads, Place.CPU)}
     model = load(stock, tmp_path, monkeypatch, policy=policy, **where)
     made = model.generate(
         prompt.to(model.device), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None

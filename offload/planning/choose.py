@@ -97,7 +97,7 @@ def choose_beside_prefill(
     """The best placement that leaves a prefill its bytes, and the room without them.
 
     The best placement, and all of the room, where that one has no room even for the dense layers,
-    or several sequences would decode much slower. The first prompts are read before anything stays
+    or sequences would decode much slower. The first prompts are read before anything stays
     on the GPU; others take their room from heads (`Decoder.give_heads_back`).
 
     Raises:
@@ -110,10 +110,12 @@ def choose_beside_prefill(
         placement = choose_placement(model, beside)
     except DeviceMemoryError:
         return choose_placement(model, room), room
-    if model is not None and room.work.batch_size > 1:
+    if model is not None:
         whole = choose_placement(model, room)
         slower, faster = (model.step(places).milliseconds for places in (placement, whole))
-        if slower > _MUCH_SLOWER * faster:
+        # One alone only where its tokens are found there: the CPU's scan is what takes so long.
+        is_worth = room.work.batch_size > 1 or any(whole.counts(Place.FOUND))
+        if is_worth and slower > _MUCH_SLOWER * faster:
             return whole, room
     return placement, beside
 

@@ -45,6 +45,9 @@ class DecodedUnits:
     gathered: int = 0
 
 
+MakeCompression = Callable[["DecodeAttention", WorkerPool], KVCompression[Any] | None]
+
+
 class DecodeAttention(NativeAttention):
     """Attention of decode steps: dense, or sparse under `policy`.
 
@@ -63,7 +66,8 @@ class DecodeAttention(NativeAttention):
         estimate_clusters: the policy's; 0 where KV heads have pages of their own.
         has_state: whether the policy remembers anything of a sequence.
         top_p_controller: of the mean of tokens that are attended to; None: the policy names none.
-        compression: what wants queries to condense sequences by; None: none of them has a bound.
+        compression: of `make_compression`, wants queries to condense sequences by; None: none of
+            them has a bound.
         decoded: units of decode steps so far, as `count_rows` is told of them.
 
     Raises:
@@ -74,7 +78,6 @@ class DecodeAttention(NativeAttention):
     on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
     left_to_device: tuple[int, int, npt.NDArray[np.bool_]] | None = None
     ahead_layers: frozenset[int] = frozenset()
-    compression: KVCompression[Any] | None = None
     roles: npt.NDArray[np.uint8] | None = None
 
     def __init__(
@@ -87,6 +90,7 @@ class DecodeAttention(NativeAttention):
         sm_scale: float | Sequence[float] | None = None,
         softcap: float | Sequence[float] = 0.0,
         isa: str | None = None,
+        make_compression: MakeCompression = lambda attention, pool: None,
     ) -> None:
         heads = [*map(store.heads_of, range(store.num_layers))]
         super().__init__(
@@ -166,6 +170,7 @@ class DecodeAttention(NativeAttention):
         self._selecting_heads = self._gathered_heads = 0
         self._count_heads(None, None)
         self._observes_queries = policy.selects and policy.state.observed_queries > 0
+        self.compression = make_compression(self, pool)
 
     def leave_to_device(
         self,

@@ -46,7 +46,7 @@ def _examples(text: str) -> list[list[str]]:
         (["generate"], ["--policy", "--needle", "--max-memory", "offload generate --demo", "| jq"]),
         (["plan"], ["--profile", "--remeasure", "--budget-tokens", "--json", "offload plan"]),
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
-        (["bench"], ["decode", "latency", "serve"]),
+        (["bench"], ["decode", "latency"]),
         (["eval"], ["ruler", "needle", "structured", "perplexity"]),
         (["inspect"], ["heads"]),
         (["train-heads"], ["--target-heads", "--method", "--resume", "offload train-heads"]),

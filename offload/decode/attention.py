@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cpu_ops._native import StepRows
 from cpu_ops.attention import NativeAttention
 from cpu_ops.native import NO_ARRAYS
 from cpu_ops.step_rows import ATTENDS_TO_ALL, DecodeStep
@@ -365,16 +366,19 @@ class DecodeAttention(NativeAttention):
                 text_marks = np.array(
                     [self.states.marks_address(seq, longest[seq]) for seq in seqs], np.int64
                 )
+        page_tables = np.array([table.ctypes.data for table in tables], np.int64)
+        strides = np.array([table.size // self.num_layers for table in tables], np.int64)
+        first_slots = np.array([of_seq.ctypes.data for of_seq in starts], np.int64)
+        budgets = self._budgets_of(seqs)
+        of_rows = page_tables, strides, lens, arrays, text_marks, first_slots, budgets
         return DecodeStep(
             seqs=tuple(seqs),
             kv_lens=lens,
             positions=lens - 1,
-            page_tables=np.array([table.ctypes.data for table in tables], np.int64),
-            table_strides=np.array([table.size // self.num_layers for table in tables], np.int64),
-            arrays=arrays,
-            text_marks=text_marks,
-            starts=np.array([of_seq.ctypes.data for of_seq in starts], np.int64),
-            budgets=self._budgets_of(seqs),
+            page_tables=page_tables,
+            table_strides=strides,
+            starts=first_slots,
+            native=StepRows(*of_rows),
             kept=tuple(kept),
             in_turns=self.has_state and len(set(seqs)) < len(seqs),
             keeps_queries=self.states.records_rows

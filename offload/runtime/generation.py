@@ -15,7 +15,7 @@ from typing import Any
 from offload.kv.store import HostBudgetError
 from offload.prefill.forward import OnTokens
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.stats import PassCounter
+from offload.runtime.runner import PassCounter
 from offload.selection.state import PolicyStates
 from offload.system.memory import format_bytes
 

@@ -117,7 +117,7 @@ report: $(PERF_STAMP) $(TEST_STAMP)  ## Write the tables and plots of README and
 
 peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks compare with; PEERS_ISA=avx2 forces an ISA.
 
-load-generator: $(LOAD_STAMP)  ## Make .venv-load with aiperf, which sends the requests of bench serve.
+load-generator: $(LOAD_STAMP)  ## Make .venv-load with aiperf, which measures servers.
 
 clients: $(CLIENTS_STAMP) $(OLDER_CLIENTS_STAMP)  ## Make .venv-clients*, with clients that slow tests try at the server.
 

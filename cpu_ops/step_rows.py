@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +26,12 @@ class DecodeStep:
         positions: int64 [n], kv_lens - 1: the slot of the row's own key and value.
         page_tables, table_strides: int64 [n], address of and pages per layer in the page table, of
             all KV heads where they have pages of their own.
-        arrays: int64 [n], address of the policy's pointer table [num_layers, 8], or empty.
-        text_marks: int64 [n], address of the text marks of the row's sequence, or empty.
         starts: where KV heads have pages of their own, int64 [n], address of the first slot that
             each has [num_layers, num_kv_heads], a multiple of page_tokens below all kv_lens of the
             sequence; else empty. What a policy calls token t of a head is its slot
             starts + t.
-        budgets: int64 [n], tokens that a row's KV heads attend to where the policy selects, no more
-            than the policy's budget, or ATTENDS_TO_ALL; or empty: the policy's budget.
+        native: the rows as the C++ side takes them: these, the address of each row's policy arrays
+            and text marks, and its budget in tokens or ATTENDS_TO_ALL.
         kept: what the addresses point into; a step's memory lives as long as the step.
         in_turns: rows must run one after the other, as they share their sequence's policy state.
         keeps_queries: somebody wants the queries of its sparse layers when they have attended.
@@ -46,24 +43,9 @@ class DecodeStep:
     positions: Int64Array
     page_tables: Int64Array
     table_strides: Int64Array
-    arrays: Int64Array
-    text_marks: Int64Array
     starts: Int64Array
-    budgets: Int64Array
+    native: _native.StepRows
     kept: tuple[Any, ...]
     in_turns: bool
     keeps_queries: bool
     prepared: set[int]
-
-    @functools.cached_property
-    def native(self) -> _native.StepRows:
-        """The rows as the C++ side takes them."""
-        return _native.StepRows(
-            self.page_tables,
-            self.table_strides,
-            self.kv_lens,
-            self.arrays,
-            self.text_marks,
-            self.starts,
-            self.budgets,
-        )

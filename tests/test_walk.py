@@ -19,7 +19,7 @@ from offload.policies.registry import make_policy
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("offload", "cpu_ops")
-MOST = {"CPU": 21, "GPU": 28}
+MOST = {"CPU": 16, "GPU": 22}
 
 
 class Steps:

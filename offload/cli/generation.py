@@ -183,13 +183,15 @@ def answer(
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             screen.text(text)
 
+        def on_tokens(self, num_tokens: int) -> None:
+            # Each layer reads the prompt in turn: a token is read when it went through all.
+            screen.read(num_tokens / num_layers)
+
+    num_layers = model._offload.store.num_layers
     if seed is not None:
         torch.manual_seed(seed)
     input_ids = input_ids.to(model.device)
     streamer: Any = CallbackStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    # Each layer reads the prompt in turn: a token is read when it went through all of them.
-    num_layers = model._offload.store.num_layers
-    model._offload.on_tokens = lambda num_tokens: screen.read(num_tokens / num_layers)
     has_bound = model._offload.config.host_bytes_per_sequence is not None
     cache = model.new_cache() if has_bound else None
     ranks = model._offload.ranks

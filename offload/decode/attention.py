@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cpu_ops._native import StepRows
 from cpu_ops.attention import NativeAttention
 from cpu_ops.native import NO_ARRAYS
 from cpu_ops.step_rows import ATTENDS_TO_ALL, DecodeStep
@@ -45,6 +46,9 @@ class DecodedUnits:
     gathered: int = 0
 
 
+MakeCompression = Callable[["DecodeAttention", WorkerPool], KVCompression[Any] | None]
+
+
 class DecodeAttention(NativeAttention):
     """Attention of decode steps: dense, or sparse under `policy`.
 
@@ -63,7 +67,8 @@ class DecodeAttention(NativeAttention):
         estimate_clusters: the policy's; 0 where KV heads have pages of their own.
         has_state: whether the policy remembers anything of a sequence.
         top_p_controller: of the mean of tokens that are attended to; None: the policy names none.
-        compression: what wants queries to condense sequences by; None: none of them has a bound.
+        compression: of `make_compression`, wants queries to condense sequences by; None: none of
+            them has a bound.
         decoded: units of decode steps so far, as `count_rows` is told of them.
 
     Raises:
@@ -74,7 +79,6 @@ class DecodeAttention(NativeAttention):
     on_attended: Callable[[int, DecodeStep, Tensor, Tensor], None] | None = None
     left_to_device: tuple[int, int, npt.NDArray[np.bool_]] | None = None
     ahead_layers: frozenset[int] = frozenset()
-    compression: KVCompression[Any] | None = None
     roles: npt.NDArray[np.uint8] | None = None
 
     def __init__(
@@ -87,6 +91,7 @@ class DecodeAttention(NativeAttention):
         sm_scale: float | Sequence[float] | None = None,
         softcap: float | Sequence[float] = 0.0,
         isa: str | None = None,
+        make_compression: MakeCompression = lambda attention, pool: None,
     ) -> None:
         heads = [*map(store.heads_of, range(store.num_layers))]
         super().__init__(
@@ -166,6 +171,7 @@ class DecodeAttention(NativeAttention):
         self._selecting_heads = self._gathered_heads = 0
         self._count_heads(None, None)
         self._observes_queries = policy.selects and policy.state.observed_queries > 0
+        self.compression = make_compression(self, pool)
 
     def leave_to_device(
         self,
@@ -360,16 +366,19 @@ class DecodeAttention(NativeAttention):
                 text_marks = np.array(
                     [self.states.marks_address(seq, longest[seq]) for seq in seqs], np.int64
                 )
+        page_tables = np.array([table.ctypes.data for table in tables], np.int64)
+        strides = np.array([table.size // self.num_layers for table in tables], np.int64)
+        first_slots = np.array([of_seq.ctypes.data for of_seq in starts], np.int64)
+        budgets = self._budgets_of(seqs)
+        of_rows = page_tables, strides, lens, arrays, text_marks, first_slots, budgets
         return DecodeStep(
             seqs=tuple(seqs),
             kv_lens=lens,
             positions=lens - 1,
-            page_tables=np.array([table.ctypes.data for table in tables], np.int64),
-            table_strides=np.array([table.size // self.num_layers for table in tables], np.int64),
-            arrays=arrays,
-            text_marks=text_marks,
-            starts=np.array([of_seq.ctypes.data for of_seq in starts], np.int64),
-            budgets=self._budgets_of(seqs),
+            page_tables=page_tables,
+            table_strides=strides,
+            starts=first_slots,
+            native=StepRows(*of_rows),
             kept=tuple(kept),
             in_turns=self.has_state and len(set(seqs)) < len(seqs),
             keeps_queries=self.states.records_rows

@@ -17,7 +17,7 @@ from cpu_ops.decoder_layers import DecoderLayers, LayersStep
 from cpu_ops.linear import Linear
 from cpu_ops.step_rows import DecodeStep
 from cpu_ops.worker_pool import WorkerPool
-from offload.decode.attention import DecodeAttention
+from offload.decode.attention import DecodeAttention, MakeCompression
 from offload.decode.sampling import Draws
 from offload.kv.sequence_part import SequencePart
 from offload.kv.store import KVStore
@@ -44,7 +44,14 @@ class NativeDecoder(SequencePart):
     device_bytes = 0
     setup_seconds = 0.0
 
-    def __init__(self, model: LeanModel, store: KVStore, policy: Policy, num_threads: int) -> None:
+    def __init__(
+        self,
+        model: LeanModel,
+        store: KVStore,
+        policy: Policy,
+        num_threads: int,
+        make_compression: MakeCompression = lambda attention, pool: None,
+    ) -> None:
         self.model = model
         self.store = store
         self.pool = WorkerPool(num_threads)
@@ -54,6 +61,7 @@ class NativeDecoder(SequencePart):
             num_qo_heads=model.each("num_qo_heads"),
             pool=self.pool,
             sm_scale=model.sm_scales,
+            make_compression=make_compression,
         )
         self.stack = DecoderLayers([layer.on_cpu() for layer in model.layers], self.attention)
         self.after_projection: Callable[[int, int, torch.Tensor, torch.Tensor], None] | None = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -65,19 +63,6 @@ def check_lens(
             f"lens must be multiples of page_tokens={page_tokens}, at least one, got {wrong[0]}"
         )
     return lens.astype(np.int64)
-
-
-def check_batch(seqs: Sequence[int], num_new_tokens: Sequence[int]) -> None:
-    """Lists of `reserve` and `commit`."""
-    if len(seqs) != len(num_new_tokens):
-        raise ValueError(
-            f"seqs and num_new_tokens must have the same length, "
-            f"got {len(seqs)} and {len(num_new_tokens)}"
-        )
-    if len(set(seqs)) != len(seqs):
-        raise ValueError(f"seqs must be distinct, got {list(seqs)}")
-    if len(num_new_tokens) and min(num_new_tokens) < 0:
-        raise ValueError(f"num_new_tokens must not be negative, got {list(num_new_tokens)}")
 
 
 def check_out(out: Rows, expected: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -42,6 +42,7 @@ class PagePool:
     unmapped.
 
     Attributes:
+        num_used: pages with at least one owner.
         ledger: of the budget, whose tenants are others than the pages.
         addresses, refcounts: int64 and int32 [most ids there were], of each page.
     """
@@ -69,17 +70,12 @@ class PagePool:
         self._slab_of_page: Int64Array = np.empty(0, np.int64)  # its key
         # A stack: pages freed last are used first, while they may still be in a cache.
         self._free_ids: Int64Array = np.empty(0, np.int64)
-        self._num_free = self._num_pages = 0
+        self._num_free = self.num_used = 0
         self._registration = registration
         # A pool that is dropped without close() must not leave the driver with addresses that the
         # system will give to others. Not at exit: the driver may be gone by then.
         self._release = weakref.finalize(self, _give_back, registration, self._slabs)
         self._release.atexit = False
-
-    @property
-    def num_used(self) -> int:
-        """Pages with at least one owner."""
-        return self._num_pages - self._num_free
 
     @property
     def num_free(self) -> int:
@@ -109,6 +105,7 @@ class PagePool:
         """
         self.make_room(num_pages)
         self._num_free -= num_pages
+        self.num_used += num_pages
         page_ids = np.sort(self._free_ids[self._num_free : self._num_free + num_pages])
         self.refcounts[page_ids] = 1
         return page_ids
@@ -132,6 +129,7 @@ class PagePool:
         freed = page_ids[self.refcounts[page_ids] == 0]
         self._free_ids[self._num_free : self._num_free + len(freed)] = freed
         self._num_free += len(freed)
+        self.num_used -= len(freed)
 
     def page(self, page_id: int) -> torch.Tensor:
         """The page itself, not a copy: [*page_shape]."""
@@ -158,7 +156,6 @@ class PagePool:
             return
         free_ids = self._free_ids[: self._num_free]
         kept = free_ids[~np.isin(self._slab_of_page[free_ids], empty)]
-        self._num_pages -= self._num_free - len(kept)
         self._num_free = len(kept)
         self._free_ids[: len(kept)] = kept
         for first_id in empty.tolist():
@@ -171,7 +168,7 @@ class PagePool:
         """Give every slab back to the system. No page may be used afterwards."""
         self._release()
         self.reserved_bytes = 0
-        self._num_free = self._num_pages = 0
+        self._num_free = self.num_used = 0
         self._free_ids = self.addresses = self._slab_of_page = np.empty(0, np.int64)
         self.refcounts = np.empty(0, np.int32)
 
@@ -192,7 +189,7 @@ class PagePool:
 
         num_pages = pages_of_slabs(missing_pages, self.page_bytes, self._slab_bytes)
         if self._fitted_pages is not None:
-            held = self._num_pages
+            held = self.num_used + self._num_free
             end = -(-(held + missing_pages) // self._fitted_pages) * self._fitted_pages
             num_pages = min(num_pages, end - held)
         # Pages that no sequence asked for are taken from those who share the budget.
@@ -230,7 +227,6 @@ class PagePool:
         self._free_ids[: self._num_free + num_pages] = np.concatenate([page_ids, free_ids])
         self._slabs[first_id] = slab
         self._num_free += num_pages
-        self._num_pages += num_pages
         self.reserved_bytes += slab_bytes
 
     def _first_gap(self, num_pages: int) -> int:

@@ -259,7 +259,8 @@ def make_room(pool: PagePool, batch: Sequence[tuple[SequencePages, int]]) -> Non
     for sequence, num_new in batch:
         may_be_copied = num_new > 0 and sequence.shared_tail_id() is not None
         num_pages += sequence.num_rows * (sequence.num_missing_pages(num_new) + may_be_copied)
-    pool.make_room(num_pages)
+    if num_pages:
+        pool.make_room(num_pages)
 
 
 def reserve(pool: PagePool, batch: Sequence[tuple[SequencePages, int]]) -> None:
@@ -276,7 +277,8 @@ def reserve(pool: PagePool, batch: Sequence[tuple[SequencePages, int]]) -> None:
             copied[i] = num_owners > 1
             owners[page_id] -= copied[i]
 
-    page_ids = pool.allocate(num_rows * (sum(missing) + sum(copied)))
+    num_pages = num_rows * (sum(missing) + sum(copied))
+    page_ids = pool.allocate(num_pages) if num_pages else np.empty(0, np.int64)
     for i, (sequence, num_new) in enumerate(batch):
         if copied[i]:
             tail_ids, page_ids = np.split(page_ids, [num_rows])

@@ -46,7 +46,6 @@ import torch
 
 from cpu_ops.native import of_layers
 from offload.kv.arguments import (
-    check_batch,
     check_dtype,
     check_lens,
     check_new_rows,
@@ -547,5 +546,13 @@ class KVStore:
     def _batch(
         self, seqs: Sequence[int], num_new_tokens: Sequence[int]
     ) -> list[tuple[SequencePages, int]]:
-        check_batch(seqs, num_new_tokens)
+        if len(seqs) != len(num_new_tokens):
+            raise ValueError(
+                f"seqs and num_new_tokens must have the same length, "
+                f"got {len(seqs)} and {len(num_new_tokens)}"
+            )
+        if len(set(seqs)) != len(seqs):
+            raise ValueError(f"seqs must be distinct, got {list(seqs)}")
+        if len(num_new_tokens) and min(num_new_tokens) < 0:
+            raise ValueError(f"num_new_tokens must not be negative, got {list(num_new_tokens)}")
         return [(self._sequence(seq), int(n)) for seq, n in zip(seqs, num_new_tokens, strict=True)]

@@ -10,7 +10,6 @@ not with slots times runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -81,18 +80,12 @@ def condense(
     values: Tensor,
     queries: Tensor,
     split: Split,
-    *,
-    fits: bool = True,
-    scores: Callable[[Tensor, Tensor, Split], Tensor] | None = None,
 ) -> Condensed:
     """KV heads of one layer, all in float32.
 
     Args:
         keys, values: [num_heads, num_slots, head_dim].
         queries: [num_heads, n, head_dim] of their query heads, rotated, times the softmax scale.
-        fits: False leaves the keys of runs at their weighted means (to compare).
-        scores: of keys and queries of one head, and split: [num_slots], of which the highest stay
-            (to compare).
     """
     masses = keys @ queries.mT  # [num_heads, num_slots, n]
     most = masses.amax(dim=1, keepdim=True)
@@ -100,11 +93,7 @@ def condense(
     of_query = (masses.sum(dim=1) * queries.shape[1]).reciprocal_()
     # Head by head, as a product of all is not bit for bit that of one.
     weights = torch.stack([x @ of for x, of in zip(masses, of_query, strict=True)])
-    if scores is None:
-        of_slots = weights * values.norm(dim=2)
-    else:
-        of_slots = torch.stack([scores(k, q, split) for k, q in zip(keys, queries, strict=True)])
-    goes = _goes(of_slots, split)
+    goes = _goes(weights * values.norm(dim=2), split)
     kept = _slots(~goes).int()
     if not split.new:
         empty = keys.new_empty(len(keys), 0, keys.shape[2])
@@ -116,9 +105,8 @@ def condense(
     weights += _LEAST_WEIGHT
     of_runs = runs.sum(weights[:, :, None])
     means, run_values = (runs.sum(x, weights).div_(of_runs) for x in (keys, values))
-    if fits:
-        missing = (run_lse - means @ queries.mT).masked_fill_(is_nothing, 0.0)
-        means += _correction(queries, missing)
+    missing = (run_lse - means @ queries.mT).masked_fill_(is_nothing, 0.0)
+    means += _correction(queries, missing)
     return Condensed(kept, means, run_values)
 
 

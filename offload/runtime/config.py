@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -260,11 +259,6 @@ def runtime_config(**options: Any) -> RuntimeConfig:
     for name in options:
         if name not in known:
             raise TypeError(f"unknown option {name!r}; available: {', '.join(known)}")
-    if options.get("condense_by") == "rereading":
-        message = "condense_by='rereading' is called 'reconstruction' now"
-        # Of the caller of `OffloadedModel.from_pretrained`, which torch wraps.
-        warnings.warn(message, DeprecationWarning, stacklevel=4)
-        options["condense_by"] = "reconstruction"
     if "policy" in options:
         options["policy"] = make_policy(options["policy"])
     if "dtype" in options:

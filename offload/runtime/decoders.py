@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from offload.decode.cpu import NativeDecoder
 from offload.decode.decoder import Decoder
 from offload.kv.store import KVStore
+from offload.runtime.compressing import compression_for
 from offload.runtime.model_loading import LoadedModel
 
 
@@ -17,8 +19,10 @@ def make_decoder(opened: LoadedModel, store: KVStore, make_room: Callable[[], bo
         make_room: as of `DeviceDecoder`.
     """
     config = opened.config
+    make_compression = partial(compression_for, config, opened.lean)
     if opened.backend is None:
-        return NativeDecoder(opened.lean, store, config.policy, opened.num_threads)
+        of_model = opened.lean, store, config.policy, opened.num_threads
+        return NativeDecoder(*of_model, make_compression)
     from offload.decode.gpu.decoder import DeviceDecoder
 
     return DeviceDecoder(
@@ -35,4 +39,5 @@ def make_decoder(opened: LoadedModel, store: KVStore, make_room: Callable[[], bo
         keeps_placement=config.placement is not None,
         choose=opened.choose,
         make_room=make_room,
+        make_compression=make_compression,
     )

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.kv.store import HostBudgetError
+from offload.prefill.forward import OnTokens
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.stats import PassCounter
+from offload.runtime.runner import PassCounter
 from offload.selection.state import PolicyStates
 from offload.system.memory import format_bytes
 
@@ -28,12 +29,14 @@ class Generation(PassCounter):
         owns_cache: no other code has `cache`.
         prompt_columns: where the prompt ends in `cache`; what comes later is decoded.
         gives_all: the columns that are given begin with those that are cached.
+        on_tokens: of its prefills, as of `prefill_by_layer`.
     """
 
     cache: Any = None  # OffloadedCache, or GenericCache
     owns_cache: bool = False
     prompt_columns: int = 0
     gives_all: bool = False
+    on_tokens: OnTokens | None = None
 
     def num_new_columns(self, given_columns: int) -> int | None:
         """How many of the first columns given are new, from the last; None: all are, or the caller

@@ -243,15 +243,19 @@ class OffloadedModel(FixedModel):
 
         A thread at a time; others wait. A logits processor, stopping criterion or streamer may call
         the model itself, but must not wait for another thread that does: both would wait for ever.
-        A call that fails frees its KV cache at once.
+        A call that fails frees its KV cache at once. A streamer may have `on_tokens`, which is told
+        how many tokens of the prompt have gone through one more layer.
         """
+        on_tokens = getattr(kwargs.get("streamer"), "on_tokens", None)
         assistant, run_lock = kwargs.get("assistant_model"), self._offload.run_lock
         of_assistant = (
             assistant._offload.run_lock if isinstance(assistant, OffloadedModel) else run_lock
         )
         # In one order, or two threads that want the same two would wait for each other.
         first, second = sorted((run_lock, of_assistant), key=lambda run_lock: run_lock.number)
-        generation = self._offload.generation(has_assistant=assistant is not None)
+        generation = self._offload.generation(
+            has_assistant=assistant is not None, on_tokens=on_tokens
+        )
         with first.lock, second.lock, generation:
             return super().generate(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from offload.models.batch import RaggedBatch
 from offload.prefill.forward import OnTokens
 from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.compressing import compression_for, page_tokens_of, reconstructs
+from offload.runtime.compressing import page_tokens_of, reconstructs
 from offload.runtime.correcting import BackgroundCorrection, corrections_for
 from offload.runtime.decoders import make_decoder
 from offload.runtime.fingerprint import fingerprint
@@ -69,8 +69,6 @@ class Runtime:
         )
         self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self.decoder.attention
-        compression = compression_for(config, self.lean, self.attention, self.decoder.pool)
-        self.attention.compression = compression
         corrections = corrections_for(opened, self.store, decoder)
         if corrections is not None:
             config.policy.state.compile_revise()
@@ -79,7 +77,7 @@ class Runtime:
             self.store,
             self.attention,
             decoder,
-            compression,
+            self.attention.compression,
             opened.delimiter_classes,
             corrections,
             has_ranks=self.ranks is not None,
@@ -88,7 +86,6 @@ class Runtime:
         self.runner = Runner(opened, self.sequences, decoder, lambda: self.current_generation)
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
-        self.on_tokens: OnTokens | None = None  # of each prefill, as of `prefill_by_layer`
         self._floor: FloorWatch | None = None
         if config.quality_probe:
             self.attention.start_probe(config.quality_probe, seed=_PROBE_SEED)
@@ -147,7 +144,7 @@ class Runtime:
             inputs = torch.tensor(batch.num_new_tokens) if tokens is None else tokens
             self.ranks.check_same("the input", inputs)
         if cache is None:
-            hidden = self.runner.prefill(hidden, batch, [], on_tokens=self.on_tokens)
+            hidden = self.runner.prefill(hidden, batch, [], on_tokens=generation.on_tokens)
             self._record("prefill", batch.num_tokens)
             return hidden, "prefill"
         if prompt_columns is None:
@@ -197,7 +194,7 @@ class Runtime:
                 self.attention.states.begin_draft(of_part)
             x = hidden[part.tokens]
             if part.phase == "prefill":
-                x = self.runner.prefill(x, part.batch, of_part, on_tokens=self.on_tokens)
+                x = self.runner.prefill(x, part.batch, of_part, on_tokens=generation.on_tokens)
             else:
                 x = self.runner.decode(x, part.batch, of_part)
             self._record(part.phase, part.batch.num_tokens)
@@ -322,7 +319,9 @@ class Runtime:
         return contextlib.nullcontext() if self.ranks is None else self.ranks.together()
 
     @contextlib.contextmanager
-    def generation(self, *, has_assistant: bool) -> Iterator[None]:
+    def generation(
+        self, *, has_assistant: bool, on_tokens: OnTokens | None = None
+    ) -> Iterator[None]:
         """Around one `generate()`: new statistics, and no cache left behind by an error. One within
         another (a model may be its own assistant) leaves the outer one's as they were.
 
@@ -333,7 +332,7 @@ class Runtime:
         with shielded() as exposed:
             outer = self.current_generation
             threads = outer.prefill_threads or torch.get_num_threads()
-            generation = Generation(threads, is_running=True)
+            generation = Generation(threads, is_running=True, on_tokens=on_tokens)
             try:
                 self.current_generation = generation
                 with torch_threads(None if has_assistant else 1), exposed(), self.together():

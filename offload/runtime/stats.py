@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass
@@ -42,62 +41,3 @@ class OffloadStats:
     @property
     def decode_tokens_per_second(self) -> float:
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-
-@dataclass
-class PassCounter:
-    """Counts forward passes, those of a `generate()` or others.
-
-    Attributes:
-        prefill_threads: of torch while a prompt is prefilled; None: as torch has it.
-        is_running: they are those of a `generate()`.
-        stats: what is counted; outside of a `generate()` also what the last one has counted.
-    """
-
-    prefill_threads: int | None
-    is_running: bool = False
-    stats: OffloadStats = field(default_factory=OffloadStats)
-    _start: float = 0.0
-    _last_end: float | None = None
-
-    def restart_watch(self) -> None:
-        """The next decode step counts from its own start: something else ran in between."""
-        self._last_end = None
-
-    def begin_pass(self, seconds: float = 0.0) -> None:
-        """A pass begins, or something that counts as one has, so many seconds ago."""
-        self._start = time.perf_counter() - seconds
-
-    def count_index(self, seconds: float) -> None:
-        """`seconds` of building what the policy keeps, which do not count as decoding."""
-        self.stats.index_seconds += seconds
-        self._leave_out(seconds)
-
-    def count_setup(self, seconds: float) -> None:
-        """`seconds` of the decoder's set-up, which do not count as decoding."""
-        self.stats.setup_seconds += seconds
-        self._leave_out(seconds)
-
-    def _leave_out(self, seconds: float) -> None:
-        self._start += seconds
-        if self._last_end is not None:
-            self._last_end += seconds
-
-    def count_correction(self, num_tokens: int) -> None:
-        """So many were read again, which the thread that decodes had to do with from `begin_pass`
-        to now."""
-        self.stats.corrected_tokens += num_tokens
-        self.stats.correction_seconds += time.perf_counter() - self._start
-        self.count_pass("decode", 0)
-
-    def count_pass(self, phase: str, num_tokens: int) -> None:
-        """A forward pass of `num_tokens` tokens from `begin_pass` to now."""
-        stats, end = self.stats, time.perf_counter()
-        if phase != "prefill":
-            stats.decode_tokens += num_tokens
-            stats.decode_seconds += end - (self._last_end or self._start)
-        else:
-            stats.prefill_tokens += num_tokens
-            stats.prefill_seconds += end - self._start
-        # Between the passes of a generation tokens are chosen; between others, anything may happen.
-        self._last_end = end if self.is_running else None

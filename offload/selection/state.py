@@ -136,6 +136,13 @@ class PolicyStates:
         """What has been built for a sequence."""
         return self._known[seq].arrays
 
+    def _has_room(self, seq: int) -> bool:
+        """Whether a step of one token makes nothing that was not there."""
+        if not self.has_arrays:
+            return True
+        arrays = self._known[seq].arrays
+        return arrays is not None and self._store.kv_len(seq) < arrays.capacity_tokens
+
     def begin(
         self,
         seqs: Sequence[int],
@@ -157,7 +164,7 @@ class PolicyStates:
         need = sum(
             of_pass(self._known[seq], self._store.kv_len(seq), n)
             for seq, n in news
-            if seq not in self.unasked
+            if seq not in self.unasked and (prefill or n != 1 or not self._has_room(seq))
         )
         if need:
             self.bytes.check_room(need)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 CONFIG = runtime_config(device="cpu", num_threads=1)
 runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-FAST = ["--steps", "6", "-r", "1", "--peer-steps", "2", "--threads", "1", "--device", "cpu"]
+FAST = ["--steps", "6", "-r", "1", "--baseline-steps", "2", "--threads", "1", "--device", "cpu"]
 SMALL = ["bench", "decode", "--shape", "tiny", "--budget-tokens", "256", *FAST]
 
 

@@ -79,8 +79,8 @@ def test_grid() -> None:
 # calibrate's policy is whose heads or layers it chooses: it has no options.
 WITH_POLICY = {
     *("generate", "plan", "serve"),
-    *(f"bench {x}" for x in ("decode", "latency", "serve")),
-    *(f"eval {x}" for x in ("needle", "perplexity", "ruler", "structured")),
+    *(f"bench {x}" for x in ("decode", "latency")),
+    *(f"eval {x}" for x in ("needle", "perplexity", "ruler")),
 }
 
 
@@ -107,8 +107,7 @@ def _options(name: str) -> list[Any]:
 def test_each_has_its_one_spelling(name: str) -> None:
     spellings = [spelling for option in _options(name) for spelling in option.opts]
     has_cpu = name != "env"
-    # Prompts and answers of servers have lengths.
-    has_context = has_cpu and name not in ("serve", "bench serve")
+    has_context = has_cpu and name != "serve"  # its prompts and answers have lengths
     assert ("--context" in spellings) == has_context
     assert ("--threads" in spellings) == has_cpu
     assert ("--option" in spellings) == (name in WITH_POLICY)

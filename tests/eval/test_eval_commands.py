@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from offload.bench.eval.perplexity import text_tokens, windows_of
 from offload.bench.eval.record_file import RecordFile
-from offload.bench.eval.structured import FIELDS, STRUCTURED_TASKS
 from offload.cli import app
 
 runner = CliRunner(env={"COLUMNS": "250", "TERM": "dumb"})
@@ -205,22 +204,6 @@ def test_needle(roomy_folder: Path, tmp_path: Path) -> None:
     assert by_depth[0][0] != by_depth[0][1]
 
 
-def test_structured(roomy_folder: Path, tmp_path: Path) -> None:
-    answers = tmp_path / "answers.jsonl"
-    arguments = ["--context", "700", "--samples", "1", "--policy", "quest", "--json"]
-    arguments += ["--fields", "2", "--resume", str(answers)]
-    result = runner.invoke(app, command("structured", roomy_folder, *arguments))
-    assert result.exit_code == 0, result.output
-    assert [cell["task"] for cell in json.loads(result.stdout)["cells"]] == [*STRUCTURED_TASKS]
-    records = [json.loads(line) for line in answers.read_text().splitlines()[1:]]
-    assert [len(record["outputs"]) for record in records] == [2] * len(STRUCTURED_TASKS)
-    result = runner.invoke(
-        app, command("structured", roomy_folder, "--fields", str(len(FIELDS) + 1))
-    )
-    assert result.exit_code == 2
-    assert f"less than or equal to {len(FIELDS)}" in result.stderr
-
-
 def test_truncated_prompts_are_counted_and_said(roomy_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "templated"
     shutil.copytree(roomy_folder, folder)
@@ -370,7 +353,6 @@ def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:
         ("ruler", ["--haystack", "/no/such"], 1, "No such file or directory: '/no/such'"),
         ("needle", ["--depths", "101"], 2, "at most 100, got 101"),
         ("needle", ["--plot", "a.gif"], 1, "must end in one of .png, .svg, .pdf"),
-        ("structured", ["--context", "100"], 1, "json: 100 tokens leave no room"),
         ("perplexity", ["--context", "2000"], 1, "2,256 tokens are more than the 2,048 positions"),
         (
             "perplexity",
@@ -417,7 +399,7 @@ def test_an_empty_haystack(roomy_folder: Path, tmp_path: Path) -> None:
     assert "the haystack's 2 words are too few for 900 tokens" in flat(result.stderr)
 
 
-@pytest.mark.parametrize("kind", ["ruler", "needle", "structured", "perplexity"])
+@pytest.mark.parametrize("kind", ["ruler", "needle", "perplexity"])
 def test_help_teaches(kind: str) -> None:
     result = runner.invoke(app, ["eval", kind, "--help"])
     assert result.exit_code == 0

@@ -15,7 +15,6 @@ from offload.bench.eval.needle import depth_samples
 from offload.bench.eval.prompt import prompt_counter, prompt_text, prompt_tokens
 from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS, ruler_samples
 from offload.bench.eval.sample import Sample, string_match_all
-from offload.bench.eval.structured import FIELDS, STRUCTURED_TASKS, structured_samples
 from offload.bench.eval.summary import cell_rows, summaries
 from offload.bench.eval.words import NeedleWords, word_list
 from offload.cli.eval.options import Compared
@@ -158,24 +157,6 @@ def test_a_needle_stands_where_it_shall() -> None:
         assert 800 < count_words(sample.text) <= 1000 - sample.max_new_tokens
 
 
-@pytest.mark.parametrize("num_fields", [1, 3, len(FIELDS)])
-@pytest.mark.parametrize("task", STRUCTURED_TASKS)
-def test_structured_samples(task: str, num_fields: int) -> None:
-    samples = structured_samples(
-        task, 900, 4, num_fields=num_fields, seed=0, count_prompt=count_prompt
-    )
-    assert len({sample.outputs for sample in samples}) == 4
-    for sample in samples:
-        assert len(sample.outputs) == num_fields
-        # The answer goes on where its beginning stands in the text, and in no other place.
-        assert sample.text.count(sample.answer_prefix) == 1
-        answer = sample.text.split(sample.answer_prefix)[1].lstrip(" |")
-        assert answer.startswith(sample.outputs[0])
-        assert string_match_all(answer[: 40 * num_fields], sample.outputs) == 1
-        assert all(sample.text.count(output) == 1 for output in sample.outputs)
-        assert 800 < count_prompt(sample) + sample.max_new_tokens <= 900
-
-
 @pytest.mark.parametrize("depth", [0, 100])
 def test_a_prompt_of_the_full_length_keeps_its_beginning(depth: int) -> None:
     tokenizer = byte_tokenizer()
@@ -185,8 +166,6 @@ def test_a_prompt_of_the_full_length_keeps_its_beginning(depth: int) -> None:
     )
     length, count = 1500, prompt_counter(tokenizer, chat=True)
     samples = depth_samples(depth, length, 2, seed=0, count_prompt=count, prose=PROSE)
-    for task in STRUCTURED_TASKS:
-        samples += structured_samples(task, length, 2, seed=0, count_prompt=count)
     for sample in samples:
         text = prompt_text(sample, tokenizer, chat=True)
         assert text.startswith("<|user, as")

@@ -328,14 +328,6 @@ def test_the_bytes_that_an_error_names_are_enough(reconstruction: Load) -> None:
     assert generate(model, random_tokens(1, 150), 20).shape == (1, 170)
 
 
-def test_the_former_name(long_folder: Path) -> None:
-    options = {"host_bytes_per_sequence": "4MiB", "condense_by": "rereading"}
-    with pytest.warns(DeprecationWarning, match="'rereading' is .* 'reconstruction' now") as caught:
-        model = OffloadedModel.from_pretrained(long_folder, **options)
-    assert caught[0].filename == __file__
-    assert isinstance(compression_of(model), CompressionByReconstruction)
-
-
 def test_auto(bounded: Load) -> None:
     for policy, kind in (
         ("full", CompressionByReconstruction),

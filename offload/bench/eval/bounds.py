@@ -10,11 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offload.bench.eval.evictions import AUTO, eviction_options, use_eviction
+from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.loading.checkpoint import Checkpoint
 from offload.runtime.compressing import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.shared_model import BoundedModel, ReadPrompt, SharedModel
+
+AUTO = "auto"
+# What becomes of the tokens of a full sequence, as options of `RuntimeConfig`.
+EVICTIONS: dict[str, dict[str, Any]] = {
+    AUTO: {},
+    "reread": {"condense_by": "reconstruction", "condensed_share": CONDENSED_SHARE},
+    "fitted": {"condense_by": "attention"},
+    "dropped": {"condense_by": "attention", "condensed_share": 0.0},
+}
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,7 @@ class Bound:
 
     Attributes:
         share: of the bytes that the keys and values of prompt and answer take, in (0, 1).
-        eviction: one of `EVICTIONS`, or AUTO: what becomes of the tokens beyond.
+        eviction: one of `EVICTIONS`: what becomes of the tokens beyond.
     """
 
     share: float
@@ -84,8 +93,7 @@ def read_within(
     store = model.runtimes[index].store
     store.trim()  # its slabs are of no use to the other store, and both have the host's budget
     host_bytes = int(bound.share * store.token_bytes * (len(tokens) + num_further))
-    bounded = model.bounded(index, host_bytes, **eviction_options(bound.eviction))
-    use_eviction(bounded.runtimes[0], bound.eviction)
+    bounded = model.bounded(index, host_bytes, **EVICTIONS[bound.eviction])
     with contextlib.closing(bounded), bounded.read(tokens) as prompt:
         yield BoundedPrompt(bounded, prompt, host_bytes)
 
@@ -106,7 +114,7 @@ def check_text_bound(
     """Refuse a share of the bytes of `num_tokens` that is too little, before weights are read.
 
     Args:
-        eviction: one of `EVICTIONS`, or AUTO; some are not for every policy.
+        eviction: one of `EVICTIONS`; some are not for every policy.
 
     Raises:
         ValueError: as `check_bound`, with the share.
@@ -116,8 +124,7 @@ def check_text_bound(
     of_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes
     bound = int(share * of_token * num_tokens)
     try:
-        options = eviction_options(eviction)
-        bounded = replace(config, host_bytes_per_sequence=bound, **options)
+        bounded = replace(config, host_bytes_per_sequence=bound, **EVICTIONS[eviction])
         check_bound(bounded, shape, checkpoint.config, item_bytes)
     except ValueError as error:
         raise ValueError(

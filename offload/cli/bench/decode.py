@@ -132,12 +132,7 @@ def decode(
     ] = 2,
     baseline_steps: Annotated[
         int,
-        typer.Option(
-            "--baseline-steps",
-            "--peer-steps",
-            min=1,
-            help="Tokens that transformers decodes: it is slow.",
-        ),
+        typer.Option(min=1, help="Tokens that transformers decodes: it is slow."),
     ] = 8,
     threads: Threads = None,
     max_memory: MaxMemory = None,

@@ -6,12 +6,11 @@ from offload.cli.commands import add_command, command_group
 from offload.cli.eval.needle import needle
 from offload.cli.eval.perplexity import perplexity
 from offload.cli.eval.ruler import ruler
-from offload.cli.eval.structured import structured
 
 app = command_group(
     help="Score policies against full attention: what do I lose?\n\n"
     "Each prompt is read once, with exact attention, and then continued under full attention and "
     "under every policy. Nothing is downloaded."
 )
-for command in (ruler, needle, structured, perplexity):
+for command in (ruler, needle, perplexity):
     add_command(app, command)

@@ -116,8 +116,7 @@ class Bounds:
             "reread: tokens that are looked up when the text is read again, of all heads together "
             "(condense_by=reconstruction; full, exact_topk and others that keep nothing but the "
             "cache). By attention, as many in each head: fitted (condense_by=attention: others are "
-            "merged), means (merged without fitting), dropped (nothing is merged). By other "
-            "scores: snapkv, rkv, snapkv-fitted, rkv-fitted.",
+            "merged), dropped (nothing is merged).",
         ),
     ] = _ANY_EVICTION
 
@@ -132,12 +131,10 @@ class Bounds:
                 f"bounds are scored on the CPU, but --device is {device}; leave one of them out",
                 param_hint="--host-share",
             )
-        from offload.bench.eval.bounds import Bound, check_share
-        from offload.bench.eval.evictions import AUTO, EVICTIONS
+        from offload.bench.eval.bounds import EVICTIONS, Bound, check_share
 
         found = shares(self.host_share, option="--host-share")
-        available = (AUTO, *EVICTIONS)
-        names = comma_separated(self.evictions, option="--evictions", available=available)
+        names = comma_separated(self.evictions, option="--evictions", available=tuple(EVICTIONS))
         try:
             for share in found:
                 check_share(share)

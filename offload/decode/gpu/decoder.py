@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cpu_ops.coprocessor import Coprocessor
 from cpu_ops.worker_pool import WorkerPool
-from offload.decode.attention import DecodeAttention
+from offload.decode.attention import DecodeAttention, MakeCompression
 from offload.decode.gpu.captured_steps import CapturedSteps
 from offload.decode.gpu.free_room import FreeRoom
 from offload.decode.gpu.linear import DeviceWeights, linear_path
@@ -67,6 +67,7 @@ class DeviceDecoder(SequencePart):
         keeps_placement: bool = True,
         choose: PlacementChooser | None = None,
         make_room: Callable[[], bool] = lambda: False,
+        make_compression: MakeCompression = lambda attention, pool: None,
     ) -> None:
         self.model, self.store, self.device = model, store, device
         self.pool = WorkerPool(num_threads)
@@ -76,6 +77,7 @@ class DeviceDecoder(SequencePart):
             num_qo_heads=model.shape.num_qo_heads,
             pool=self.pool,
             sm_scale=model.sm_scales,
+            make_compression=make_compression,
         )
         self._weights = weights = DeviceWeights.of(model)
         self.placed = PlacedHeads(

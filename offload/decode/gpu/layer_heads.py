@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -48,12 +48,12 @@ class LayerHeads:
     finds: bool = False
     predicts: bool = False
 
-    @property
+    @cached_property
     def is_resident(self) -> bool:
         """All tokens of all heads are on the GPU, and no layer waits for a selection."""
         return not (self.gathered or self.host or self.hot or self.publishing)
 
-    @property
+    @cached_property
     def asks_ahead(self) -> bool:
         """The CPU chooses hot rows."""
         return bool(self.hot) and not self.finds

@@ -1,1 +1,0 @@
-"""`offload bench serve`: many requests at once, to our engine and to others."""

@@ -34,6 +34,7 @@ class Admission:
     Args:
         corrections: of one sequence at a time; None: there are none.
         overcommit: as of `Engine`.
+        bytes_at: of a sequence of so many tokens, beside pages and policy.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Admission:
         states: PolicyStates,
         corrections: Corrections | None,
         overcommit: float,
+        bytes_at: Callable[[int], int] = lambda kv_len: 0,
     ) -> None:
         self._store, self._policy_states, self._overcommit = store, states, overcommit
+        self._bytes_at = bytes_at
         self._corrections = corrections
 
     def most_bytes(self, num_tokens: int) -> int:
@@ -94,6 +97,7 @@ class Admission:
             if own is not None:
                 pages -= self._store.num_own_pages(own) * self._store.num_page_rows
                 states -= self._policy_states.bytes_of([own])
+                states -= self._bytes_at(self._store.kv_len(own))
         pages += corrected
         need = pages * self._store.page_bytes + max(0, states) + grows
         freed = freed_pages * self._store.page_bytes
@@ -117,7 +121,7 @@ class Admission:
 
     def _states(self, num_tokens: int) -> int:
         num_bytes = self._policy_states.bytes
-        return num_bytes.most_at(num_tokens) + num_bytes.of_queries
+        return num_bytes.most_at(num_tokens) + num_bytes.of_queries + self._bytes_at(num_tokens)
 
 
 class Scheduler:

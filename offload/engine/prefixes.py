@@ -94,10 +94,12 @@ class Prefixes:
         request.seq = None
 
     @property
-    def num_pages(self) -> int:
-        """Pages, at least, that would be free without what is kept."""
-        store = self._sequences.store
-        return sum(map(store.num_unshared_pages, self._tree.seqs()))
+    def num_bytes(self) -> int:
+        """Bytes, at least, that would be free without what is kept."""
+        store, seqs = self._sequences.store, self._tree.seqs()
+        num_pages = sum(map(store.num_unshared_pages, seqs))
+        states = sum(self._sequences.bytes_at(store.kv_len(seq)) for seq in seqs)
+        return num_pages * store.page_bytes + states
 
     def drop(self) -> bool:
         """Free what has been unused for the longest time; False: there is nothing."""

@@ -57,8 +57,11 @@ class RequestMaker:
             raise ValueError(f"{name} a tokenizer: Engine(model, tokenizer)")
         runtime = self._model._offload
         runtime.attention.check_budget(params.exact, params.budget_tokens)
-        if params.prompt_logprobs is not None:
-            _ = runtime.lean  # whose prompts are scored, or that is refused
+        if params.prompt_logprobs is not None and not runtime.scores_prompts:
+            raise ValueError(
+                "prompt_logprobs is not for models without native layers; leave it out, and echo "
+                "with logprobs of a server, too"
+            )
         room = runtime.max_context - len(prompt) + 1
         max_tokens = params.max_tokens or max(1, room)
         runtime.check_context(len(prompt) + max_tokens - 1)

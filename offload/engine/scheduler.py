@@ -72,13 +72,13 @@ class Admission:
         return few
 
     def fits(
-        self, requests: Sequence[Request], seq: int | None = None, freed_pages: int = 0
+        self, requests: Sequence[Request], seq: int | None = None, freed_bytes: int = 0
     ) -> bool:
         """Whether all of them can go on to their ends together.
 
         Args:
             seq: that the last one goes on from; None: from nothing.
-            freed_pages: that others could give back.
+            freed_bytes: that others could give back.
         """
         pages = states = grows = corrected = 0
         for request in requests:
@@ -100,8 +100,7 @@ class Admission:
                 states -= self._bytes_at(self._store.kv_len(own))
         pages += corrected
         need = pages * self._store.page_bytes + max(0, states) + grows
-        freed = freed_pages * self._store.page_bytes
-        return need <= self._store.left_bytes(pages) + freed
+        return need <= self._store.left_bytes(pages) + freed_bytes
 
     def _expected_tokens(self, request: Request) -> int:
         """That it has at its end, or in its next pages if it has more than was expected."""
@@ -121,7 +120,9 @@ class Admission:
 
     def _states(self, num_tokens: int) -> int:
         num_bytes = self._policy_states.bytes
-        return num_bytes.most_at(num_tokens) + num_bytes.of_queries + self._bytes_at(num_tokens)
+        # Beside the state itself a copy of where a prompt ends, and one while a batch changes.
+        of_parts = 3 * self._bytes_at(num_tokens)
+        return num_bytes.most_at(num_tokens) + num_bytes.of_queries + of_parts
 
 
 class Scheduler:

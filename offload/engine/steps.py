@@ -140,7 +140,7 @@ class Steps:
                 return False  # until one is written
             # Prefixes are kept until they are all that is in the way.
             if len(requests) > 1 and not self.admission.fits(
-                requests, seq, self.prefixes.num_pages
+                requests, seq, self.prefixes.num_bytes
             ):
                 return False
             if not self.prefixes.drop():

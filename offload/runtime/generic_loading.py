@@ -71,6 +71,7 @@ class GenericRuntime:
 
     ranks = None
     device = torch.device("cpu")
+    scores_prompts = False
 
     def __init__(
         self,
@@ -138,8 +139,8 @@ class GenericRuntime:
         """
         raise NotImplementedError(
             f"a model of type {self.stock.config.model_type!r} has no lean layers: generate(), "
-            "forward(), Engine and `offload serve` run it; scores of prompts, saved caches, eval "
-            "and calibrations need one of "
+            "forward(), Engine and `offload serve` run it; saved caches, eval and "
+            "calibrations need one of "
             f"{', '.join(sorted(FAMILIES))}"
         )
 

@@ -48,6 +48,8 @@ class Runtime:
             does not run, with the statistics of the last.
     """
 
+    scores_prompts = True  # an engine can have logits of every token of a prompt
+
     def __init__(self, opened: LoadedModel, store: KVStore | None = None) -> None:
         self.config = config = opened.config
         self.lean, self.device = opened.lean, opened.device

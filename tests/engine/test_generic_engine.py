@@ -81,17 +81,19 @@ def test_others_decode_in_the_middle_of_a_prompt(model: Any) -> None:
     """Between layers of the store; a prompt that is cancelled there leaves nothing."""
     if not model._offload.hosted.specs:
         pytest.skip("no layer is in the store")
-    expected = solo(model, IDS[0], 12)
+    expected = solo(model, IDS[0], 60)
     engine = Engine(model, prefix_caching=False)
-    engine.add_request(IDS[0], GREEDY, "decodes")
-    while not engine.num_running or not engine._requests["decodes"].answer:
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    engine.add_request(IDS[0], params, "decodes")
+    decoding = engine._requests["decodes"]
+    while not decoding.answer:
         engine.step()
     steps, passes = engine._steps, engine._steps._passes
     lengths: list[int] = []
     before = steps._pause
 
     def pause() -> None:
-        lengths.append(len(engine._requests["decodes"].answer))
+        lengths.append(len(decoding.answer))
         steps._decode()
         if len(lengths) == 2:
             engine.cancel("read")

@@ -279,7 +279,7 @@ def prepare(
     policy = make_policy(chosen.policy, **options)
 
     def load_served() -> Served:
-        tokenizer = load_tokenizer(model, takes_generic=False)
+        tokenizer = load_tokenizer(model)
         loaded = OffloadedModel.from_pretrained(model, policy=policy, **arguments)
         is_auto = chosen.generation_config == "auto"
         defaults = sampling_defaults(loaded.generation_config) if is_auto else {}

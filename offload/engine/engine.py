@@ -20,12 +20,13 @@ from offload.engine.checks import check_model, check_options
 from offload.engine.prefixes import Prefixes
 from offload.engine.request import Request, RequestOutput
 from offload.engine.request_maker import RequestMaker
-from offload.engine.runner import Passes
+from offload.engine.runner import GenericPasses, Passes
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Scheduler
 from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
 from offload.engine.steps import EngineStats, Steps
 from offload.runtime.cache import check_offloaded
+from offload.runtime.runtime import Runtime
 from offload.system.interrupts import shielded
 from offload.system.memory import format_bytes
 
@@ -84,7 +85,7 @@ class Engine:
         overcommit: float = 1.0,
     ) -> None:
         check_options(max_num_seqs, max_queued, slice_seconds, read_share, overcommit)
-        check_offloaded(model)
+        check_offloaded(model, takes_generic=True)
         self._runtime = runtime = model._offload
         check_model(runtime)
         self.model, self.tokenizer = model, tokenizer
@@ -96,7 +97,8 @@ class Engine:
             most_slice_tokens=runtime.config.prefill_slice_tokens,
             reads_on_gpu=runtime.device.type == "cuda",
         )
-        passes, prefixes = Passes(runtime), Prefixes(runtime, is_enabled=prefix_caching)
+        passes = Passes(runtime) if isinstance(runtime, Runtime) else GenericPasses(runtime)
+        prefixes = Prefixes(runtime, is_enabled=prefix_caching)
         if sessions is not None:
             sessions.open(runtime)
         self._steps = Steps(
@@ -248,7 +250,7 @@ class Engine:
     @property
     def max_context(self) -> int:
         """Tokens of prompt and answer together that the model can have."""
-        return int(self._runtime.lean.shape.max_context)
+        return int(self._runtime.max_context)
 
     @property
     def num_running(self) -> int:

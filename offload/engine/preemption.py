@@ -40,7 +40,7 @@ class Preempted:
         Raises:
             SessionMiss: it does not fit into memory, or the file was damaged.
         """
-        most_tokens = self._runtime.lean.shape.max_context
+        most_tokens = self._runtime.max_context
         (row,), _ = yield from read_in_parts(
             self._runtime.sequences, self._path(request), most_tokens
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,12 +21,14 @@ class _Node:
     seq: int | None = None
     used: int = 0
 
-    def any_seq(self) -> _Node:
-        """A node at or below this one that has a sequence."""
-        node = self
-        while node.seq is None:
-            node = next(iter(node.children.values()))
-        return node
+    def with_seq(self) -> Iterator[tuple[_Node, int]]:
+        """The nodes at or below this one that have a sequence, and these sequences."""
+        nodes = [self]
+        while nodes:
+            node = nodes.pop()
+            if node.seq is not None:
+                yield node, node.seq
+            nodes.extend(node.children.values())
 
 
 class PrefixTree:
@@ -39,27 +41,44 @@ class PrefixTree:
     def __len__(self) -> int:
         return sum(1 for _ in self._with_seq())
 
-    def longest(self, tokens: Sequence[int] | Tokens) -> tuple[int, int] | None:
+    def longest(
+        self,
+        tokens: Sequence[int] | Tokens,
+        cut: Callable[[int, int], int] = lambda seq, shared: shared,
+    ) -> tuple[int, int] | None:
         """(a sequence, how many of its first tokens are the first of `tokens`); None: no token.
 
         The sequence counts as used now.
+
+        Args:
+            cut: of a sequence, and how many tokens it shares: how many of these can be used.
         """
         ids = np.asarray(tokens, np.int64)
         node, shared = self._root, 0
+        path = list[tuple[_Node, int]]()
         while shared < len(ids):
             child = node.children.get(int(ids[shared]))
             if child is None:
                 break
             same = num_equal(child.tokens, ids[shared:])
             node, shared = child, shared + same
+            path.append((node, shared))
             if same < len(child.tokens):
                 break
-        if shared == 0:
+        best, used, most = None, self._root, 0
+        for node, shared in reversed(path):
+            if shared <= most:
+                break
+            for leaf, seq in node.with_seq():
+                kept = cut(seq, shared)
+                if kept > most:
+                    best, used, most = seq, leaf, kept
+                if most == shared:
+                    break
+        if best is None:
             return None
-        found = node.any_seq()
-        found.used = next(self._clock)
-        assert found.seq is not None
-        return found.seq, shared
+        used.used = next(self._clock)
+        return best, most
 
     def add(self, tokens: Sequence[int], seq: int) -> list[int]:
         """Keep a sequence of these tokens; those that are not needed besides leave the tree.

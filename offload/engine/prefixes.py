@@ -10,6 +10,9 @@ from offload.runtime.runtime import Runtime
 from offload.system.errors import HostBudgetError
 
 _LEAST_SHARED = 16  # tokens: to read fewer is as quick
+# A chat's next prompt may differ in what introduces the answer, which is shorter. To read that by
+# itself is worth it in prompts of more than the second number.
+_INTRODUCTION, _LEAST_MARKED = 16, 64
 
 
 class Prefixes:
@@ -33,7 +36,7 @@ class Prefixes:
     def num_left(self, request: Request) -> int:
         """Tokens of its prompt that have to be read."""
         if request.seq is not None:
-            return len(request.prompt) - request.num_read
+            return self.next_stop(request) - request.num_read
         shared = self._shared(request)
         return len(request.prompt) - (0 if shared is None else shared[1])
 
@@ -42,9 +45,33 @@ class Prefixes:
         shared = self._shared(request)
         if shared is None:
             request.seq = self._sequences.new()
+        else:
+            request.seq = self._sequences.fork_prefix(*shared)
+            request.num_read = request.num_cached = shared[1]
+
+    def next_stop(self, request: Request) -> int:
+        """The last token of its prompt that its next slice may have."""
+        self._choose_marks(request)
+        places = (place for place in request.marks if place > request.num_read)
+        return min(places, default=len(request.prompt))
+
+    def _choose_marks(self, request: Request) -> None:
+        """Where another prompt leaves this one, as far as it is known, and before its last
+        tokens."""
+        if request.marks or not self._sequences.is_cut_at_marks:
             return
-        request.seq = self._sequences.fork_prefix(*shared)
-        request.num_read = request.num_cached = shared[1]
+        size, found = len(request.prompt), self._tree.longest(request.prompt)
+        leaves = 0 if found is None else found[1]
+        if _LEAST_SHARED <= leaves < size:
+            request.marks.append(leaves)
+        if size - request.num_read > _LEAST_MARKED:
+            request.marks.append(size - _INTRODUCTION)
+        request.marks.append(size)
+
+    def mark(self, request: Request) -> None:
+        """So much of its prompt is read."""
+        if request.seq is not None and request.num_read in request.marks:
+            self._sequences.mark(request.seq)
 
     def keep(self, request: Request) -> None:
         """Its prompt, which was just read."""
@@ -67,10 +94,12 @@ class Prefixes:
         request.seq = None
 
     @property
-    def num_pages(self) -> int:
-        """Pages, at least, that would be free without what is kept."""
-        store = self._sequences.store
-        return sum(map(store.num_unshared_pages, self._tree.seqs()))
+    def num_bytes(self) -> int:
+        """Bytes, at least, that would be free without what is kept."""
+        store, seqs = self._sequences.store, self._tree.seqs()
+        num_pages = sum(map(store.num_unshared_pages, seqs))
+        states = sum(self._sequences.bytes_at(store.kv_len(seq)) for seq in seqs)
+        return num_pages * store.page_bytes + states
 
     def drop(self) -> bool:
         """Free what has been unused for the longest time; False: there is nothing."""
@@ -84,9 +113,10 @@ class Prefixes:
         if request.params.prompt_logprobs is not None:
             return None  # all of it is read
         prompt = request.prompt
-        found = self._tree.longest(prompt)
-        if found is None:
-            return None
-        seq, shared = found
-        shared = min(shared, len(prompt) - self._least_read)
-        return None if shared < _LEAST_SHARED else (seq, shared)
+        most = len(prompt) - self._least_read
+
+        def cut(seq: int, shared: int) -> int:
+            return self._sequences.longest_cut(seq, min(shared, most))
+
+        found = self._tree.longest(prompt, cut)
+        return None if found is None or found[1] < _LEAST_SHARED else found

@@ -63,6 +63,7 @@ class Request:
         seq: its sequence of the KV store; None: it waits, or is finished.
         num_read: tokens of `prompt` in the cache.
         queued_seconds: before it was first admitted; None: it waits for that.
+        marks: tokens of the prompt at which later prompts may leave it.
         answer: tokens chosen so far; the last one is not in the cache.
         sampler: its random numbers; they do not depend on what runs at the same time.
         prompt_scores: that no output has had.
@@ -85,6 +86,7 @@ class Request:
     seq: int | None = None
     num_read: int = 0
     num_cached: int = 0
+    marks: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     arrived: float = field(default_factory=time.monotonic)

@@ -57,7 +57,12 @@ class RequestMaker:
             raise ValueError(f"{name} a tokenizer: Engine(model, tokenizer)")
         runtime = self._model._offload
         runtime.attention.check_budget(params.exact, params.budget_tokens)
-        room = runtime.lean.shape.max_context - len(prompt) + 1
+        if params.prompt_logprobs is not None and not runtime.scores_prompts:
+            raise ValueError(
+                "prompt_logprobs is not for models without native layers; leave it out, and echo "
+                "with logprobs of a server, too"
+            )
+        room = runtime.max_context - len(prompt) + 1
         max_tokens = params.max_tokens or max(1, room)
         runtime.check_context(len(prompt) + max_tokens - 1)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -177,6 +178,29 @@ class Passes:
                 yield
         finally:  # passes in the middle of this one are part of it
             self.seconds = before + time.perf_counter() - start
+
+
+class GenericPasses(Passes):
+    """Those of a model that runs on its own stock modules. What reading a prompt leaves for
+    `logits` are the last token's logits themselves.
+    """
+
+    def read(
+        self,
+        parts: Sequence[tuple[int, Sequence[int]]],
+        *,
+        builds: bool,
+        between: Callable[[], None],
+    ) -> tuple[Tensor, ...]:
+        """As of `Passes`, but [1, vocab_size]; `between` is called behind layers of the store."""
+        with self._running():
+            runner: Any = self.runtime.runner
+            logits: tuple[Tensor, ...] = runner.read(parts, between)
+        return logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits that were read."""
+        return hidden
 
 
 def _batch_of(firsts: Sequence[int], sizes: Sequence[int]) -> RaggedBatch:

@@ -34,6 +34,7 @@ class Admission:
     Args:
         corrections: of one sequence at a time; None: there are none.
         overcommit: as of `Engine`.
+        bytes_at: of a sequence of so many tokens, beside pages and policy.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Admission:
         states: PolicyStates,
         corrections: Corrections | None,
         overcommit: float,
+        bytes_at: Callable[[int], int] = lambda kv_len: 0,
     ) -> None:
         self._store, self._policy_states, self._overcommit = store, states, overcommit
+        self._bytes_at = bytes_at
         self._corrections = corrections
 
     def most_bytes(self, num_tokens: int) -> int:
@@ -69,13 +72,13 @@ class Admission:
         return few
 
     def fits(
-        self, requests: Sequence[Request], seq: int | None = None, freed_pages: int = 0
+        self, requests: Sequence[Request], seq: int | None = None, freed_bytes: int = 0
     ) -> bool:
         """Whether all of them can go on to their ends together.
 
         Args:
             seq: that the last one goes on from; None: from nothing.
-            freed_pages: that others could give back.
+            freed_bytes: that others could give back.
         """
         pages = states = grows = corrected = 0
         for request in requests:
@@ -94,10 +97,10 @@ class Admission:
             if own is not None:
                 pages -= self._store.num_own_pages(own) * self._store.num_page_rows
                 states -= self._policy_states.bytes_of([own])
+                states -= self._bytes_at(self._store.kv_len(own))
         pages += corrected
         need = pages * self._store.page_bytes + max(0, states) + grows
-        freed = freed_pages * self._store.page_bytes
-        return need <= self._store.left_bytes(pages) + freed
+        return need <= self._store.left_bytes(pages) + freed_bytes
 
     def _expected_tokens(self, request: Request) -> int:
         """That it has at its end, or in its next pages if it has more than was expected."""
@@ -117,7 +120,9 @@ class Admission:
 
     def _states(self, num_tokens: int) -> int:
         num_bytes = self._policy_states.bytes
-        return num_bytes.most_at(num_tokens) + num_bytes.of_queries
+        # Beside the state itself a copy of where a prompt ends, and one while a batch changes.
+        of_parts = 3 * self._bytes_at(num_tokens)
+        return num_bytes.most_at(num_tokens) + num_bytes.of_queries + of_parts
 
 
 class Scheduler:

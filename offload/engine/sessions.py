@@ -174,7 +174,7 @@ class Sessions:
             rows, _ = yield from read_in_parts(
                 self._runtime.sequences,
                 self.folder.path(session_id),
-                self._runtime.lean.shape.max_context,
+                self._runtime.max_context,
                 self._fingerprint,
             )
         except SessionMiss as miss:
@@ -274,9 +274,11 @@ class Sessions:
         kept = min(
             num_equal(np.asarray(session.tokens, np.int64), request.ids), len(request.prompt) - 1
         )
+        shared, kept = kept, self._runtime.sequences.longest_cut(session.seq, kept)
         if kept < min(_LEAST_KEPT, len(session.tokens)):
             self._runtime.sequences.free([session.seq])
-            return f"the prompt shares {kept} tokens with it"
+            cut = "" if kept == shared else f", and it can be cut to {kept}"
+            return f"the prompt shares {shared} tokens with it{cut}"
         if kept < len(session.tokens):
             self._runtime.sequences.truncate(session.seq, kept)
         kept = self._without_sparse(session, kept)
@@ -324,5 +326,7 @@ class Sessions:
 
     def _bytes_of(self, seq: int) -> int:
         store = self._runtime.store
-        num_pages = -(-store.kv_len(seq) // store.page_tokens) * store.num_page_rows
-        return num_pages * store.page_bytes + self._runtime.sequences.states.bytes_of([seq])
+        sequences, kv_len = self._runtime.sequences, store.kv_len(seq)
+        num_pages = -(-kv_len // store.page_tokens) * store.num_page_rows
+        of_parts = sequences.states.bytes_of([seq]) + sequences.bytes_at(kv_len)
+        return num_pages * store.page_bytes + of_parts

@@ -85,7 +85,11 @@ class Steps:
         self.scheduler, self.prefixes, self.stats = scheduler, prefixes, EngineStats()
         runtime = passes.runtime
         self.admission = Admission(
-            runtime.store, runtime.attention.states, runtime.sequences.corrections, overcommit
+            runtime.store,
+            runtime.attention.states,
+            runtime.sequences.corrections,
+            overcommit,
+            runtime.sequences.bytes_at,
         )
         self._preempted = Preempted(runtime)
         self._passes, self._sessions, self._on_finished = passes, sessions, on_finished
@@ -136,7 +140,7 @@ class Steps:
                 return False  # until one is written
             # Prefixes are kept until they are all that is in the way.
             if len(requests) > 1 and not self.admission.fits(
-                requests, seq, self.prefixes.num_pages
+                requests, seq, self.prefixes.num_bytes
             ):
                 return False
             if not self.prefixes.drop():
@@ -399,7 +403,7 @@ class Steps:
         try:
             for request, size in parts:
                 self._begin(request)
-                stop = min(len(request.prompt), request.num_read + size)
+                stop = min(request.num_read + size, self.prefixes.next_stop(request))
                 spans.append((request, request.num_read, stop))
             self._in_slice = [request for request, _, _ in spans]
             try:
@@ -439,6 +443,7 @@ class Steps:
     def _was_read(self, request: Request, start: int, stop: int, hidden: torch.Tensor) -> None:
         request.num_read = stop
         self.stats.prompt_tokens += stop - start
+        self.prefixes.mark(request)
         try:
             if request.params.prompt_logprobs is not None:
                 following = request.prompt[start + 1 : stop + 1]

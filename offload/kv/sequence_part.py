@@ -115,6 +115,23 @@ class SequencePart(Protocol):
         """`seq` is gone, or was changed in a way that no other method tells of."""
         return
 
+    @property
+    def is_cut_at_marks(self) -> bool:
+        """Whether `truncate` takes only lengths at which a sequence was marked, and its own."""
+        return False
+
+    def mark(self, seq: int) -> None:
+        """Let `truncate` go back to where `seq` is now, as long as there is room for that."""
+        return
+
+    def longest_cut(self, seq: int, kv_len: int) -> int:
+        """The most of its first `kv_len` tokens that `truncate` can leave."""
+        return kv_len
+
+    def bytes_at(self, kv_len: int) -> int:
+        """Host bytes of a sequence with so many tokens, beside what its policy remembers."""
+        return 0
+
     def save(self, seq: int, row: RowToSave) -> None:
         """Add what `load` needs. Arrays may be the part's own: `seq` stays as it is until they are
         written."""

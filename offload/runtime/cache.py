@@ -29,8 +29,11 @@ from offload.runtime.sequences import Sequences
 from offload.system.interrupts import shielded
 
 
-def check_offloaded(model: Any) -> None:
+def check_offloaded(model: Any, *, takes_generic: bool = False) -> None:
     """Refuse what `OffloadedModel.from_pretrained` has not made, or without lean layers.
+
+    Args:
+        takes_generic: without them, too.
 
     Raises:
         TypeError, NotImplementedError: names it.
@@ -40,7 +43,8 @@ def check_offloaded(model: Any) -> None:
             "the model must come from OffloadedModel.from_pretrained, got "
             f"{'None' if model is None else type(model).__name__}"
         )
-    _ = model._offload.lean  # or that is refused
+    if not takes_generic:
+        _ = model._offload.lean  # or that is refused
 
 
 class OffloadedCache(Cache):

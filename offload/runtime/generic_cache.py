@@ -9,9 +9,10 @@ a module does with them in between (expanding latents, repeating heads) is done 
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -29,6 +30,27 @@ from offload.runtime.runner import Pass
 from offload.runtime.sequences import Sequences
 from offload.system.memory import format_bytes
 
+_WINDOW = ("keys", "values")  # tensors of a layer that have a column for each token
+# Attributes of layers that are of a cache, or of its length.
+_OF_CACHE = frozenset(("updated", "number", "spec", "seen", "cumulative_length"))
+
+
+@dataclass(frozen=True, eq=False)
+class RowState:
+    """What the layers outside of the store keep of one sequence. Nobody writes to it.
+
+    Attributes:
+        tensors: by "LAYER.NAME" or "LAYER.NAME.KEY"; [1, ...], or of a window
+            [1, num_kv_heads, columns, head_dim].
+    """
+
+    kv_len: int
+    tensors: dict[str, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors.values())
+
 
 @dataclass
 class LayerStates:
@@ -37,16 +59,29 @@ class LayerStates:
     Attributes:
         fixed_bytes: of a sequence of any length.
         windows: columns that a layer keeps at most, and bytes of each of them.
-        caches: those that are alive.
+        flags: what else attributes of each layer are that has read something.
+        shapes: by the names of `RowState`: dtype and shape [1, ...] of each tensor; columns of a
+            window are as many as it keeps at most.
+        caches, rows: those that are alive.
     """
 
     fixed_bytes: int = 0
     windows: list[tuple[int, int]] = field(default_factory=list)
+    flags: list[dict[str, Any]] = field(default_factory=list)
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     caches: weakref.WeakSet[GenericCache] = field(default_factory=weakref.WeakSet)
+    rows: weakref.WeakSet[RowState] = field(default_factory=weakref.WeakSet)
 
     def measure(self, cache: GenericCache) -> None:
         """Take the sizes from a cache that has read something."""
         self.fixed_bytes, self.windows, rows = 0, [], len(cache.seqs)
+        self.flags, self.shapes = [_flags(layer) for layer in cache.layers], {}
+        for number, layer in enumerate(cache.layers):
+            for name, x in _row_tensors(layer):
+                shape = [1, *x.shape[1:]]
+                if name in _WINDOW:
+                    shape[2] = getattr(layer, "sliding_window", sys.maxsize) - 1
+                self.shapes[f"{number}.{name}"] = x.dtype, tuple(shape)
         for layer in cache.layers:
             tensors = dict(vars(layer))
             keys, values = tensors.pop("keys", None), tensors.pop("values", None)
@@ -63,7 +98,24 @@ class LayerStates:
 
     @property
     def held_bytes(self) -> int:
-        return sum(cache.state_bytes for cache in self.caches)
+        of_caches = sum(cache.state_bytes for cache in self.caches)
+        return of_caches + sum(row.num_bytes for row in self.rows)
+
+
+def _row_tensors(layer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Tensors [batch_size, ...] of a cache layer by their names; a key of a dict comes last."""
+    for name, value in vars(layer).items():
+        if name not in _OF_CACHE:
+            items = value.items() if isinstance(value, dict) else [("", value)]
+            for key, x in items:
+                if isinstance(x, Tensor) and x.dim() > 1 and x.numel():
+                    yield f"{name}.{key}".rstrip("."), x
+
+
+def _flags(layer: Any) -> dict[str, Any]:
+    """The attributes of a cache layer without any tensor."""
+    named = {name: x for name, x in vars(layer).items() if name not in _OF_CACHE}
+    return {name: x for name, x in named.items() if not any(True for _ in tensors_in(x))}
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -124,19 +176,26 @@ class GenericCache(DynamicCache):
     Make it by `model.new_cache()`, and pass it as `past_key_values` to go on from it. The sequences
     go with the object, or at once by `reset()`. After a forward pass that failed it is empty and
     refuses to be continued.
+
+    Args:
+        seqs: of somebody else, who frees them; after a pass that failed they have the tokens in the
+            store that they had before. None: new ones, of this cache.
     """
 
-    def __init__(self, hosted: HostedLayers) -> None:
+    def __init__(self, hosted: HostedLayers, seqs: Sequence[int] | None = None) -> None:
         super().__init__(config=hosted.config)
-        self._hosted = hosted
-        self._seqs: list[int] = []
+        self._hosted, self._owns = hosted, seqs is None
+        self._seqs: list[int] = [*(seqs or ())]
+        # Called between two layers that read a prompt.
+        self.between: Callable[[], None] | None = None
         self._num_columns = 0
         self._has_failed = False
         hosted.others.caches.add(self)
         self._updated: list[_HostedLayer] = []  # the last one, until it attends
         self._host_layers()
         self._forget_pass()
-        weakref.finalize(self, hosted.sequences.free_later, self._seqs)
+        if self._owns:
+            weakref.finalize(self, hosted.sequences.free_later, self._seqs)
 
     def _host_layers(self) -> None:
         for number, (layer_idx, spec) in enumerate(self._hosted.specs.items()):
@@ -174,6 +233,52 @@ class GenericCache(DynamicCache):
     def state_bytes(self) -> int:
         """Host memory of the layers that are not in the store."""
         return len(self._seqs) * self._hosted.others.at(self._num_columns)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a pass ended in its middle: what layers outside of the store keep is lost."""
+        return self._has_failed
+
+    def row_state(self, row: int) -> RowState:
+        """A copy of what the layers outside of the store keep of a row."""
+        kv_len, tensors = self.store.kv_len(self._seqs[row]), dict[str, Tensor]()
+        for number, layer in enumerate(self.layers):
+            for name, x in _row_tensors(layer):
+                of_row = x[row : row + 1]
+                if name in _WINDOW:
+                    of_row = of_row[:, :, max(0, x.shape[2] - kv_len) :]
+                tensors[f"{number}.{name}"] = of_row.clone()
+        state = RowState(kv_len, tensors)
+        self._hosted.others.rows.add(state)
+        return state
+
+    def take_rows(self, states: Sequence[RowState]) -> None:
+        """Be a batch of sequences with these states, padded on the left to the longest.
+
+        Raises:
+            HostBudgetError: there is no room for the copies.
+        """
+        columns, others = max(state.kv_len for state in states), self._hosted.others
+        if columns == 0:
+            return
+        what = f"windows and recurrent states of {len(states)} sequences"
+        self.check_room(len(states) * others.at(columns), 0, what)
+        self._num_columns = columns
+        for layer, flags in zip(self.layers, others.flags, strict=True):
+            vars(layer).update(copy.deepcopy(flags))
+            for name in vars(layer).keys() & {"seen", "cumulative_length"}:
+                setattr(layer, name, columns)
+        for path in others.shapes:
+            number, name, *keys = path.split(".")
+            rows = [state.tensors[path] for state in states]
+            if name in _WINDOW:
+                most = max(x.shape[2] for x in rows)
+                rows = [F.pad(x, (0, 0, most - x.shape[2], 0)) for x in rows]
+            layer, joined = self.layers[int(number)], torch.cat(rows)
+            if keys:
+                vars(layer)[name][int(keys[0])] = joined
+            else:
+                setattr(layer, name, joined)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As the stock one; what a window keeps of a prompt is not a view of all of it."""
@@ -268,6 +373,7 @@ class GenericCache(DynamicCache):
             if is_new:
                 self.reset()
             raise
+        began = False
         try:
             states.begin(self._seqs, num_new, prefill=not is_decode, builds=False)
             text = None if tokens is None else tokens.flatten()[batch.columns]
@@ -277,14 +383,20 @@ class GenericCache(DynamicCache):
             if is_decode:
                 lens = [past + 1 - pad for pad in pads]
                 self._step = self._hosted.attention.begin_step(self._seqs, lens)
+            began = True
             with taking(self._attend):
                 yield
             this.commit()
             this.end()
             states.commit(self._seqs)
         except BaseException:  # transformers' own layers cannot go back
-            self.reset()
-            self._has_failed = True
+            if self._owns:
+                self.reset()
+                self._has_failed = True
+            else:
+                self._has_failed = began
+                self._num_columns -= n
+                this.roll_back()
             raise
         finally:
             self._forget_pass()
@@ -341,7 +453,10 @@ class GenericCache(DynamicCache):
         if layer.seen > call.query.shape[2]:
             keys, values = self._gathered(layer)
             call = replace(call, key=keys, value=values)
-        return call.in_torch()
+        out = call.in_torch()
+        if self.between is not None:
+            self.between()
+        return out
 
     def _check_mask(self, call: AttentionCall, layer: _HostedLayer) -> None:
         """Refuse a decode step's mask that hides anything but padding."""

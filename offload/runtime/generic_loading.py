@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +19,6 @@ from transformers import DynamicCache
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.stock_attention import AttentionSpec, attention_specs
-from offload.kv.sequence_part import SequencePart
 from offload.kv.store import HostBudgetError, KVStore
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.one_at_a_time import loading
@@ -29,8 +30,11 @@ from offload.policies.auto import Auto
 from offload.policies.full import Full
 from offload.runtime.budgets import kv_budget_bytes, pool_threads, weight_bytes_of
 from offload.runtime.config import RuntimeConfig
+from offload.runtime.fingerprint import fingerprint
 from offload.runtime.generation import Generation, GenerationRequest
-from offload.runtime.generic_cache import GenericCache, HostedLayers
+from offload.runtime.generic_cache import GenericCache, HostedLayers, LayerStates
+from offload.runtime.generic_runner import GenericRunner
+from offload.runtime.generic_states import SequenceStates
 from offload.runtime.pooled_modules import pooled_forward
 from offload.runtime.sequences import Sequences
 from offload.system.memory import format_bytes
@@ -61,9 +65,13 @@ class GenericRuntime:
         current_generation: what counts forward passes.
         policy: what `config` asks for, or "auto" came to.
         policy_reason: why "auto" came to the policy; "" if that was asked for.
+        states: of sequences, outside of the store.
+        decoder, runner: as an engine uses those of a `Runtime`.
     """
 
     ranks = None
+    device = torch.device("cpu")
+    scores_prompts = False
 
     def __init__(
         self,
@@ -104,10 +112,19 @@ class GenericRuntime:
         classes = None
         if self.policy.state.reads_text and folder is not None:
             classes = load_delimiter_classes(folder, stock.config.vocab_size)
-        self.sequences = Sequences(self.store, self.attention, _NoPart(), None, classes)
-        self.hosted = HostedLayers(stock.config, specs, self.sequences, self.attention)
-        held = self.hosted.others
+        held, weights = LayerStates(), dict(stock.named_parameters())
+        self.states = self.decoder = SequenceStates(self.store, held)
+        self.sequences = Sequences(
+            self.store,
+            self.attention,
+            self.states,
+            None,
+            classes,
+            fingerprint=partial(fingerprint, weights, stock.config, self.policy, self.store),
+        )
+        self.hosted = HostedLayers(stock.config, specs, self.sequences, self.attention, held)
         self.store.ledger.add("windows and recurrent states", lambda: held.held_bytes)
+        self.runner = GenericRunner(self, [*signature(stock.forward).parameters])
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
         self.on_tokens: Any = None
@@ -121,8 +138,9 @@ class GenericRuntime:
             NotImplementedError: always; names what runs without.
         """
         raise NotImplementedError(
-            f"a model of type {self.stock.config.model_type!r} has no lean layers: generate() and "
-            "forward() run it; engine, server, sessions, eval and calibrations need one of "
+            f"a model of type {self.stock.config.model_type!r} has no lean layers: generate(), "
+            "forward(), Engine and `offload serve` run it; saved caches, eval and "
+            "calibrations need one of "
             f"{', '.join(sorted(FAMILIES))}"
         )
 
@@ -141,8 +159,16 @@ class GenericRuntime:
             max_context=0,
         )
 
-    def new_cache(self) -> GenericCache:
-        return GenericCache(self.hosted)
+    @property
+    def max_context(self) -> int:
+        """Tokens that a sequence may have; without a number of positions as many as there is room
+        for."""
+        most, _ = stock_context_limit(self.stock.config)
+        return min(most, max(1, self.store.host_budget_bytes // self.store.token_bytes))
+
+    def new_cache(self, seqs: Sequence[int] | None = None) -> GenericCache:
+        """Of the caller's sequences, or of new ones."""
+        return GenericCache(self.hosted, seqs)
 
     def close(self) -> None:
         """Give its threads and the memory of its store back."""
@@ -202,16 +228,16 @@ class GenericRuntime:
         others = len(ends) * self.hosted.others.at(columns) - cache.state_bytes
         need = pages * store.page_bytes + max(0, state - states.bytes_of(cache.seqs)) + others
         cache.check_room(need, pages, f"{len(ends)} sequences of up to {max(ends)} tokens")
+        self.check_context(max(ends))
+
+    def check_context(self, num_tokens: int) -> None:
+        """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
         most, reason = stock_context_limit(self.stock.config)
-        if max(ends) > most:
+        if num_tokens > most:
             raise ValueError(
-                f"a context of {max(ends)} tokens exceeds the {most} tokens of this model "
+                f"a context of {num_tokens} tokens exceeds the {most} tokens of this model "
                 f"({reason}); shorten the prompt or lower max_new_tokens"
             )
-
-
-class _NoPart(SequencePart):
-    """Nothing beside the policy has state of sequences."""
 
 
 def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:

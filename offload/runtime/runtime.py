@@ -48,6 +48,8 @@ class Runtime:
             does not run, with the statistics of the last.
     """
 
+    scores_prompts = True  # an engine can have logits of every token of a prompt
+
     def __init__(self, opened: LoadedModel, store: KVStore | None = None) -> None:
         self.config = config = opened.config
         self.lean, self.device = opened.lean, opened.device
@@ -305,9 +307,14 @@ class Runtime:
         self.decoder.close()
         self.store.close()
 
+    @property
+    def max_context(self) -> int:
+        """Tokens that a sequence of the model may have."""
+        return int(self.lean.shape.max_context)
+
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
-        most = self.lean.shape.max_context
+        most = self.max_context
         if num_tokens > most:
             raise ValueError(
                 f"a context of {num_tokens} tokens exceeds the {most} tokens of this model "

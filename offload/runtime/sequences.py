@@ -279,6 +279,24 @@ class Sequences:
             if finish_part is not None:
                 finish_part()
 
+    @property
+    def is_cut_at_marks(self) -> bool:
+        """Whether `truncate` takes only what `longest_cut` gives."""
+        return any(part.is_cut_at_marks for part in self.parts)
+
+    def mark(self, seq: int) -> None:
+        """As `SequencePart.mark`."""
+        for part in self.parts:
+            part.mark(seq)
+
+    def longest_cut(self, seq: int, kv_len: int) -> int:
+        """The most of its first `kv_len` tokens that `truncate` can leave."""
+        return min(part.longest_cut(seq, kv_len) for part in self.parts)
+
+    def bytes_at(self, kv_len: int) -> int:
+        """Host bytes of a sequence of so many tokens, beside pages and policy."""
+        return sum(part.bytes_at(kv_len) for part in self.parts)
+
     def roll_back(self, seq: int, kv_len: int) -> None:
         """As before a forward pass that failed, with `kv_len` tokens."""
         for part in reversed(self.parts):

@@ -39,9 +39,12 @@ modules on a CPU. Attention of the layers that attend to all tokens is ours, the
 are in the host store; layers with a window or a recurrent state keep transformers' cache, whose
 bytes count in `max_memory`, too. A generic model does `generate()`, greedy or sampled, with left
 padding and several turns, and `forward()`, under `auto` (exact), `full`, `exact_topk`, `quest`,
-`lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. Beams, drafts, engine, server, sessions,
-eval, GPUs, ranks, packed weights and `host_bytes_per_sequence` are refused. Before it is used, each
-model must give the logits of the stock path for a padded prompt and three steps; it is refused if
+`lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The engine and `offload serve` run it, with
+shared prompts and sessions on disk: each sequence has its own windows and recurrent states
+([which prompts go on from them](how-to/many-requests.md#models-without-native-layers)). Beams,
+drafts, saved caches of `generate()`, scores of prompts, eval, GPUs, ranks, packed weights and
+`host_bytes_per_sequence` are refused. Before it is used, each model must give the logits of the
+stock path for a padded prompt and three steps; it is refused if
 it does not. Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class
 for it; that is so for types that are not in this table, too, such as `mistral3` and `llava`.
 

@@ -1,0 +1,228 @@
+"""Engine and server with model types that have no lean layers: windows, recurrent states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.every_type import tiny_model_of
+from cases.tiny_models import VOCAB_SIZE
+
+from offload.engine.engine import Engine
+from offload.engine.sampling_params import SamplingParams
+from offload.engine.sessions import Sessions
+from offload.runtime.config import runtime_config
+from offload.runtime.generic_loading import generic_runtime
+from offload.runtime.generic_model import generic_model
+
+TYPES = ["qwen3_5_text", "gemma3_text", "gpt_oss", "lfm2"]
+IDS = torch.randint(3, 250, (8, 200), generator=torch.Generator().manual_seed(1)).tolist()
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def model(request: pytest.FixtureRequest) -> Any:
+    stock = tiny_model_of(request.param, vocab_size=VOCAB_SIZE)
+    options = runtime_config(num_threads=1, page_tokens=16, max_memory={"cpu": "64MiB"})
+    return generic_model(generic_runtime(stock, options, None))
+
+
+def solo(model: Any, prompt: list[int], max_tokens: int = 12) -> list[int]:
+    """What the stock loop generates."""
+    out = model.generate(
+        input_ids=torch.tensor([prompt]),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def drain(engine: Engine) -> dict[str, Any]:
+    """Steps to the end: of each request its answer, its last output and how many there were."""
+    found: dict[str, Any] = {}
+    while engine.has_work:
+        for output in engine.step():
+            answer, _, count = found.get(output.request_id, ([], None, 0))
+            tokens = [chosen.token for chosen in output.tokens]
+            found[output.request_id] = [*answer, *tokens], output, count + 1
+    return found
+
+
+def ask(engine: Engine, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+    """An answer, and the tokens of the prompt that were not read."""
+    name = engine.add_request(prompt, GREEDY, **options)
+    answer, output, _ = drain(engine)[name]
+    assert output.error is None
+    return answer, output.num_cached
+
+
+def test_answers_are_those_alone(model: Any) -> None:
+    """Requests of different lengths join and leave; prompts are read in slices."""
+    prompts = [IDS[i][: 20 + 23 * i] for i in range(6)]
+    with torch.no_grad():
+        expected = [solo(model, prompt, 6 + 5 * i) for i, prompt in enumerate(prompts)]
+    engine = Engine(model, slice_seconds=1e-6, prefix_caching=False, max_num_seqs=4)
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=6 + 5 * i, temperature=0.0, ignore_eos=True)
+        engine.add_request(prompt, params, f"{i}")
+    found = drain(engine)
+    assert [found[f"{i}"][0] for i in range(6)] == expected
+    assert all(count >= 6 + 5 * i for i, (_, _, count) in sorted(found.items()) for i in [int(i)])
+    engine.stop()
+    assert model.kv_store.num_sequences == 0
+    assert model._offload.hosted.others.held_bytes == 0
+
+
+def test_others_decode_in_the_middle_of_a_prompt(model: Any) -> None:
+    """Between layers of the store; a prompt that is cancelled there leaves nothing."""
+    if not model._offload.hosted.specs:
+        pytest.skip("no layer is in the store")
+    expected = solo(model, IDS[0], 60)
+    engine = Engine(model, prefix_caching=False)
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    engine.add_request(IDS[0], params, "decodes")
+    decoding = engine._requests["decodes"]
+    while not decoding.answer:
+        engine.step()
+    steps, passes = engine._steps, engine._steps._passes
+    lengths: list[int] = []
+    before = steps._pause
+
+    def pause() -> None:
+        lengths.append(len(decoding.answer))
+        steps._decode()
+        if len(lengths) == 2:
+            engine.cancel("read")
+        before()
+
+    steps._pause = pause
+    engine.add_request(IDS[1], GREEDY, "read")
+    found = drain(engine)
+    assert found["decodes"][0] == expected[-len(found["decodes"][0]) :]
+    assert len(lengths) >= 2
+    assert lengths[0] < lengths[1]
+    assert found["read"][1].finish_reason == "cancelled"
+    assert passes.runtime.store.num_sequences == 0
+    engine.stop()
+
+
+def test_a_conversation_goes_on(model: Any) -> None:
+    """From where it was, from before the introduction of an answer, and from where others left."""
+    engine = Engine(model)
+    first, second = IDS[0][:120], IDS[1][:30]
+    answer, cached = ask(engine, first)
+    assert (answer, cached) == (solo(model, first), 0)
+    is_cut = model._offload.sequences.is_cut_at_marks
+    for prompt, expected in (
+        ([*first, *answer[:-1], *second], 131),
+        ([*first[:110], *second, *IDS[2][:90]], 104 if is_cut else 110),
+        ([*first[:60], *IDS[3]], 0 if is_cut else 60),
+        ([*first[:60], *IDS[4]], 60),
+        ([*first, *answer[:5], *second], 120 if is_cut else 125),
+    ):
+        answer_of, cached = ask(engine, prompt)
+        assert (answer_of, cached) == (solo(model, prompt), expected)
+    engine.stop()
+    assert model._offload.hosted.others.held_bytes == 0
+
+
+def test_sessions_come_back_from_disk(model: Any, tmp_path: Path) -> None:
+    first, told = IDS[0][:120], list[int]()
+    for turn in range(3):
+        engine = Engine(model, sessions=Sessions(tmp_path), prefix_caching=False)
+        prompt = [*told, *(first if turn == 0 else IDS[turn][:9])]
+        answer, cached = ask(engine, prompt, session_id="s")
+        assert (answer, cached) == (solo(model, prompt), max(0, len(told)))
+        told = [*prompt, *answer[:-1]]
+        engine.stop()
+    engine = Engine(model, sessions=Sessions(tmp_path), prefix_caching=False)
+    prompt = [*first[:110], *IDS[5][:20]]
+    is_cut = model._offload.sequences.is_cut_at_marks
+    assert ask(engine, prompt, session_id="s") == (solo(model, prompt), 104 if is_cut else 110)
+    engine.stop()
+    assert model.kv_store.num_sequences == 0
+
+
+def test_a_request_makes_room_and_goes_on(model: Any) -> None:
+    engine = Engine(model, overcommit=4.0, prefix_caching=False)
+    prompts = [IDS[i][: 60 + i] for i in range(3)]
+    expected = [solo(model, prompt, 30) for prompt in prompts]
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(prompt, params, f"{i}")
+    for _ in range(10):
+        engine.step()
+    assert engine._steps._make_room()  # as where memory runs out
+    found = drain(engine)
+    assert engine.stats.preempted == 1
+    tails = [found[f"{i}"][0] for i in range(3)]
+    assert tails == [expected[i][-len(tail) :] for i, tail in enumerate(tails)]
+    engine.stop()
+
+
+def test_a_failed_step_ends_what_it_lost(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of the store go back; states of others cannot."""
+    head = model.get_output_embeddings()
+    engine = Engine(model, prefix_caching=False)
+    engine.add_request(IDS[0][:40], GREEDY, "a")
+    while not engine._requests["a"].answer:
+        engine.step()
+    calls: list[int] = []
+    stock = head.forward
+
+    def fail(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise FloatingPointError("once")
+        return stock(*args)
+
+    monkeypatch.setattr(head, "forward", fail)
+    found = drain(engine)
+    error = found["a"][1].error
+    assert isinstance(error, FloatingPointError)
+    answer, _ = ask(engine, IDS[0][:40])
+    assert answer == solo(model, IDS[0][:40])
+    engine.stop()
+    assert model.kv_store.num_sequences == 0
+
+
+def test_what_needs_lean_layers_is_refused(model: Any) -> None:
+    with (
+        Engine(model) as engine,
+        pytest.raises(ValueError, match="prompt_logprobs is not for models"),
+    ):
+        engine.add_request(IDS[0], SamplingParams(prompt_logprobs=1))
+
+
+def test_memory_runs_out_and_comes_back(model: Any) -> None:
+    """Kept prefixes and their states go when requests need the room; nothing is taken beyond."""
+    ledger, store = model.kv_store.ledger, model.kv_store
+    engine = Engine(model, max_num_seqs=3)
+    store.trim()
+    of_one = engine._steps.admission.most_bytes(120 + 12)
+    limit, ledger.limit_bytes = ledger.limit_bytes, 3 * of_one
+    try:
+        expected = []
+        for prompt in IDS[:5]:
+            answer, _ = ask(engine, prompt[:120])
+            expected.append(answer)
+        for prompt in IDS[:5]:
+            engine.add_request(prompt[:120], GREEDY)
+        found, most = dict[str, list[int]](), 0
+        while engine.has_work:
+            for output in engine.step():
+                assert output.error is None
+                tokens = [chosen.token for chosen in output.tokens]
+                found.setdefault(output.request_id, []).extend(tokens)
+            assert ledger.left_bytes >= 0
+            most = max(most, engine.num_running)
+        assert sorted(found.values()) == sorted(expected)
+        assert most > 1
+    finally:
+        ledger.limit_bytes = limit
+    engine.stop()
+    assert store.num_sequences == 0

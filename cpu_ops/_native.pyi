@@ -325,6 +325,7 @@ class Linear:
         codes: list[int],
         scales: list[int],
         minimums: list[int],
+        tables: list[int],
         biases: list[int],
         out_features: list[int],
     ) -> None: ...

@@ -170,6 +170,7 @@ class PackedLinear(Linear):
             [weight.codes.data_ptr() for weight in weights],
             [weight.scales.data_ptr() for weight in weights],
             [0 if w.minimums is None else w.minimums.data_ptr() for w in weights],
+            [0 if w.table is None else w.table.data_ptr() for w in weights],
             [0 if bias is None else bias.data_ptr() for bias in biases],
             sizes,
         )
@@ -190,8 +191,15 @@ def _check_packed(name: str, weight: PackedWeight, in_features: int) -> None:
     if weight.in_features != in_features:
         raise ValueError(f"{name} must have {in_features} inputs, got {weight.in_features}")
     shape = (weight.out_features, -(-in_features // GROUP))
-    width, dtype = (GROUP, torch.int8) if weight.minimums is None else (GROUP // 2, torch.uint8)
+    dtype = torch.int8 if weight.codes.dtype == torch.int8 else torch.uint8
+    width = GROUP if dtype == torch.int8 else GROUP // 2
     check_tensor(f"{name}.codes", weight.codes, (*shape, width), dtype)
-    check_tensor(f"{name}.scales", weight.scales, shape, torch.float16)
+    format = weight.format
+    if format not in FORMAT_CODES:
+        raise ValueError(f"{name} has no format: {format!r}; available: {', '.join(FORMAT_CODES)}")
+    each = 2 if format.endswith("x16") else 1
+    check_tensor(f"{name}.scales", weight.scales, (shape[0], each * shape[1]), torch.float16)
     if weight.minimums is not None:
         check_tensor(f"{name}.minimums", weight.minimums, shape, torch.float16)
+    if weight.table is not None:
+        check_tensor(f"{name}.table", weight.table, (16,), torch.int8)

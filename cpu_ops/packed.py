@@ -1,7 +1,9 @@
 """Packed weights: whole numbers of 8 or 4 bits in groups of 32, with a scale to each group.
 
 Groups lie along the input. An element is scale * code, of `q8`, an int8; or scale * code + minimum,
-of `q4`, a code of 0 to 15 (Q4_1's grid in GGUF files).
+of `q4`, a code of 0 to 15 (Q4_1's grid in GGUF files). Files have weights on other grids, too, to
+which nothing is rounded: `q8m` is q8 with minimums, `t4` has scale * table[code] with 16 numbers in
+the table, and `q8x16` and `t4x16` have a scale to each half of a group.
 """
 
 from __future__ import annotations
@@ -16,8 +18,17 @@ from cpu_ops import _native
 
 GROUP = _native.PACKED_GROUP
 FORMATS = ("q8", "q4")
-GROUP_BYTES = {"q8": GROUP + 2, "q4": GROUP // 2 + 4}  # codes, scale and minimum
-FORMAT_CODES = {"q8": 1, "q4": 2}  # WeightFormat of cpp/kernels/kernels.h
+# WeightFormat of cpp/kernels/kernels.h: all that there are.
+FORMAT_CODES = {"q8": 1, "q4": 2, "q8x16": 3, "q8m": 4, "t4": 5, "t4x16": 6}
+GROUP_BYTES = {  # codes, scales and minimum
+    "q8": GROUP + 2,
+    "q8x16": GROUP + 4,
+    "q8m": GROUP + 4,
+    "q4": GROUP // 2 + 4,
+    "t4": GROUP // 2 + 2,
+    "t4x16": GROUP // 2 + 4,
+}
+TABLE_BYTES = {format: 16 if format.startswith("t4") else 0 for format in FORMAT_CODES}
 _ROWS = 2**22  # elements that are quantised at a time: their float32 copies are a few times 16 MiB
 
 
@@ -26,21 +37,29 @@ class PackedWeight:
     """A matrix [out_features, in_features]; the last group of a row is padded with zero codes.
 
     Attributes:
-        codes: q8: int8 [out_features, num_groups, 32]. q4: uint8 [out_features, num_groups, 16],
-            the first half of a group in the low halves of its bytes, the second in the high ones.
-        scales: float16 [out_features, num_groups].
-        minimums: the same of q4, None of q8.
+        codes: of 8 bits int8 [out_features, num_groups, 32]; of 4 uint8 [out_features, num_groups,
+            16], the first half of a group in the low halves of its bytes, the second in the high
+            ones.
+        scales: float16 [out_features, num_groups], or twice as many where each half of a group has
+            one.
+        minimums: float16 [out_features, num_groups] of q4 and q8m, else None.
+        table: int8 [16] of t4 and t4x16, else None.
     """
 
     codes: Tensor
     scales: Tensor
     minimums: Tensor | None
     in_features: int
+    table: Tensor | None = None
 
     @property
     def format(self) -> str:
-        """One of `FORMATS`."""
-        return "q8" if self.minimums is None else "q4"
+        """One of `FORMAT_CODES`."""
+        if self.codes.dtype == torch.int8:
+            format = "q8" if self.minimums is None else "q8m"
+        else:
+            format = "t4" if self.minimums is None else "q4"
+        return format if self.scales.shape[1] <= self.codes.shape[1] else f"{format}x16"
 
     @property
     def out_features(self) -> int:
@@ -51,14 +70,24 @@ class PackedWeight:
     ) -> Tensor:
         """The rows from `first` to before `last`, in `dtype`."""
         part = slice(first, last)
-        codes = self.codes[part]
-        if self.minimums is None:
-            values = codes.float() * self.scales[part].float().unsqueeze(-1)
-        else:
-            both = torch.cat([codes & 15, codes >> 4], dim=-1).float()
-            minimums = self.minimums[part].float().unsqueeze(-1)
-            values = both * self.scales[part].float().unsqueeze(-1) + minimums
+        codes, scales = self.codes[part], self.scales[part].float()
+        if codes.dtype == torch.uint8:
+            codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+        values = (codes if self.table is None else self.table[codes.int()]).float()
+        of_scale = values.view(*scales.shape, -1)  # elements that share one
+        of_scale *= scales.unsqueeze(-1)
+        if self.minimums is not None:
+            values += self.minimums[part].float().unsqueeze(-1)
         return values.flatten(1)[:, : self.in_features].to(dtype)
+
+    def rows(self, which: Tensor | slice) -> PackedWeight:
+        """Some of its rows, by their numbers (int64 [n]) or a slice."""
+
+        def of(values: Tensor) -> Tensor:
+            return values[which] if isinstance(which, slice) else values.index_select(0, which)
+
+        minimums = None if self.minimums is None else of(self.minimums)
+        return PackedWeight(of(self.codes), of(self.scales), minimums, self.in_features, self.table)
 
 
 def quantise(weight: Tensor, format: str) -> PackedWeight:

@@ -19,13 +19,14 @@ std::unique_ptr<Linear> make_linear(int dtype, int64_t in_features, const std::v
 
 std::unique_ptr<Linear> make_packed_linear(int dtype, int64_t in_features, const std::vector<int>& formats,
                                            const std::vector<int64_t>& codes, const std::vector<int64_t>& scales,
-                                           const std::vector<int64_t>& minimums, const std::vector<int64_t>& biases,
+                                           const std::vector<int64_t>& minimums, const std::vector<int64_t>& tables,
+                                           const std::vector<int64_t>& biases,
                                            const std::vector<int64_t>& out_features) {
   std::vector<WeightBlock> blocks;
   for (size_t i = 0; i < codes.size(); ++i) {
     blocks.push_back({pointer<const void>(codes[i]), pointer<const void>(biases[i]), out_features[i],
                       pointer<const Half>(scales[i]), pointer<const Half>(minimums[i]),
-                      static_cast<WeightFormat>(formats[i])});
+                      static_cast<WeightFormat>(formats[i]), pointer<const int8_t>(tables[i])});
   }
   return std::make_unique<Linear>(static_cast<DType>(dtype), in_features, std::move(blocks));
 }

@@ -18,9 +18,9 @@ inline constexpr int kHeadDimMultiple = 16;
 inline constexpr int kScoreTile = 256;  // tokens whose scores are held at once
 
 // How a weight matrix lies in memory: as numbers of the model's dtype, or as packed groups (see PackedWeights).
-enum class WeightFormat : int32_t { dense = 0, q8 = 1, q4 = 2 };
-inline constexpr int kNumWeightFormats = 3;
-inline constexpr int64_t kPackedGroup = 32;      // elements of a row that share a scale
+enum class WeightFormat : int32_t { dense = 0, q8 = 1, q4 = 2, q8_of_16 = 3, q8_min = 4, table4 = 5, table4_of_16 = 6 };
+inline constexpr int kNumWeightFormats = 7;
+inline constexpr int64_t kPackedGroup = 32;      // elements of a row that share a scale, but where 16 do (.._of_16)
 inline constexpr int64_t kPackedScales = 16;     // groups whose scales are converted at once
 inline constexpr float kSmallestInput = 1e-30f;  // a group of nothing larger counts as zero: 127 / x is finite
 
@@ -197,11 +197,14 @@ struct ProductArgs {
 
 // Rows of weights in groups of kPackedGroup, the last one of a row padded. Element i of q8 is scale * code, an int8; of
 // q4 scale * code + minimum, with a code of 0 to 15: the first half of a group in the low halves of its 16 bytes.
+// q8_min is q8 with minimums; table4 has scale * table[code], its codes as those of q4. Each half of a group has a
+// scale of its own in q8_of_16 and table4_of_16.
 struct PackedWeights {
   const uint8_t* codes;  // [out_features, num_groups, 32 or 16]
-  const Half* scales;    // [out_features, num_groups]
-  const Half* minimums;  // the same; null for q8
+  const Half* scales;    // [out_features, num_groups], or [out_features, num_groups, 2]
+  const Half* minimums;  // [out_features, num_groups] of q4 and q8_min, else null
   int64_t num_groups;    // of a row
+  const int8_t* table;   // [16] of table4 and table4_of_16, else null
 };
 
 // Rows of inputs in the same groups, as scale * code; padded with groups of zeros to whole kPackedScales.

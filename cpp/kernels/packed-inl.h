@@ -1,10 +1,9 @@
 // Products of a few rows with packed weights: whole numbers in groups of kPackedGroup, a scale to each, and to those of
-// four bits a minimum. Rows of x become whole numbers, too, so a group is one integer dot product; sums of groups are
-// float32. Included inside a per-ISA namespace after vector_math-inl.h. The ISA has f_store_sums, and C, the codes of
-// kDotGroups groups: c_load and c_load_nibbles load one, i_dot_nibbles and i_dot_bytes give W sums that together are
-// their products with int8, i_zero and f_from_ints go with those; f_spread gives each group's lanes its factor.
-
-inline constexpr int kScaleVectors = static_cast<int>(kPackedScales) / W;
+// some formats a minimum. Rows of x become whole numbers, too, so a group is one integer dot product; sums of groups
+// are float32. Included inside a per-ISA namespace after vector_math-inl.h. The ISA has f_store_sums, and C, the codes
+// of kDotGroups groups: c_load and c_load_nibbles load one, c_look_up has nibbles looked up in a T; i_dot_nibbles and
+// i_dot_bytes give W sums that together are their products with int8, i_zero and f_from_ints go with those; f_spread
+// gives each group's lanes its factor. f_add_halves adds products where each half of a group has a factor of its own.
 
 // Groups of int8 with a scale to each, of one row; the rest of whole kPackedScales is zero. A group that holds NaN or
 // infinity has a NaN for a scale.
@@ -46,29 +45,55 @@ static void quantise_row(const float* x, int64_t n, const PackedInput& to, int64
   }
 }
 
-struct PackedQ8 {
+template <bool HasMinimum, int Scales>
+struct PackedBytes {
   static constexpr int64_t kGroupBytes = kPackedGroup;
-  static constexpr bool kHasMinimum = false;
-  [[gnu::always_inline]] static inline C load(const uint8_t* p) { return c_load(reinterpret_cast<const int8_t*>(p)); }
+  static constexpr bool kHasMinimum = HasMinimum;
+  static constexpr int kScales = Scales;  // of a group
+  explicit PackedBytes(const PackedWeights&) {}
+  [[gnu::always_inline]] inline C load(const uint8_t* p) const { return c_load(reinterpret_cast<const int8_t*>(p)); }
   [[gnu::always_inline]] static inline I dot(const C& w, const int8_t* x) { return i_dot_bytes(w, x); }
+  static int number(const PackedWeights&, const uint8_t* codes, int64_t i) { return static_cast<int8_t>(codes[i]); }
 };
 
 // The low halves of 16 bytes are the first 16 elements, the high ones the rest.
+[[gnu::always_inline]] static inline int nibble(const uint8_t* codes, int64_t i) {
+  return i < kPackedGroup / 2 ? codes[i] & 15 : codes[i - kPackedGroup / 2] >> 4;
+}
+
 struct PackedQ4 {
   static constexpr int64_t kGroupBytes = kPackedGroup / 2;
   static constexpr bool kHasMinimum = true;
-  [[gnu::always_inline]] static inline C load(const uint8_t* p) { return c_load_nibbles(p); }
+  static constexpr int kScales = 1;
+  explicit PackedQ4(const PackedWeights&) {}
+  [[gnu::always_inline]] inline C load(const uint8_t* p) const { return c_load_nibbles(p); }
   [[gnu::always_inline]] static inline I dot(const C& w, const int8_t* x) { return i_dot_nibbles(w, x); }
+  static int number(const PackedWeights&, const uint8_t* codes, int64_t i) { return nibble(codes, i); }
 };
 
-// kPackedScales halves as float32, zero beyond the n that there are.
+template <int Scales>
+struct PackedTable {
+  static constexpr int64_t kGroupBytes = kPackedGroup / 2;
+  static constexpr bool kHasMinimum = false;
+  static constexpr int kScales = Scales;
+  explicit PackedTable(const PackedWeights& weights) : table(t_load(weights.table)) {}
+  [[gnu::always_inline]] inline C load(const uint8_t* p) const { return c_look_up(table, c_load_nibbles(p)); }
+  [[gnu::always_inline]] static inline I dot(const C& w, const int8_t* x) { return i_dot_bytes(w, x); }
+  static int number(const PackedWeights& weights, const uint8_t* codes, int64_t i) {
+    return weights.table[nibble(codes, i)];
+  }
+  const T table;
+};
+
+// N halves as float32, zero beyond the n that there are.
+template <int64_t N>
 [[gnu::always_inline]] static inline void load_scales(const Half* from, int64_t n, F* to) {
-  Half padded[kPackedScales];
-  if (n < kPackedScales) {
-    for (int64_t i = 0; i < kPackedScales; ++i) padded[i] = i < n ? from[i] : Half{0};
+  Half padded[N];
+  if (n < N) {
+    for (int64_t i = 0; i < N; ++i) padded[i] = i < n ? from[i] : Half{0};
     from = padded;
   }
-  for (int v = 0; v < kScaleVectors; ++v) to[v] = f_load_as(from + v * W);
+  for (int v = 0; v < N / W; ++v) to[v] = f_load_as(from + v * W);
 }
 
 // Zeros, then ones: from kFrom + kPackedScales - n on, the first n of kPackedScales are zero.
@@ -76,17 +101,22 @@ alignas(64) inline constexpr float kFrom[2 * kPackedScales] = {0, 0, 0, 0, 0, 0,
                                                                1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 // The factors of kPackedScales groups, and zeros for those that a load has beyond them.
-inline constexpr int64_t kFactors = kPackedScales + (kDotGroups > 1 ? W : 0);
+template <class P>
+inline constexpr int64_t kFactors = kPackedScales * P::kScales + (kDotGroups > 1 ? W : 0);
 
 // part[g] += the products of kDotGroups groups of one row of weights with those of input row g
 template <class P, int G>
-[[gnu::always_inline]] static inline void add_groups(const uint8_t* codes, const int8_t* x_codes, int64_t x_stride,
-                                                     const float* factors, F* part) {
-  const C w = P::load(codes);
+[[gnu::always_inline]] static inline void add_groups(const P& format, const uint8_t* codes, const int8_t* x_codes,
+                                                     int64_t x_stride, const float* factors, F* part) {
+  const C w = format.load(codes);
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g) {
-    const I dot = P::dot(w, x_codes + g * x_stride);
-    part[g] = f_fma(f_from_ints(dot), f_spread(factors + g * kFactors), part[g]);
+    if constexpr (P::kScales == 2) {
+      part[g] = f_add_halves(w, x_codes + g * x_stride, factors + g * kFactors<P>, part[g]);
+    } else {
+      const I dot = P::dot(w, x_codes + g * x_stride);
+      part[g] = f_fma(f_from_ints(dot), f_spread(factors + g * kFactors<P>), part[g]);
+    }
   }
 }
 
@@ -96,12 +126,15 @@ template <class P, int G, int R, int S>
 [[gnu::always_inline]] static inline void project_packed(const PackedInput& x, int64_t first_row,
                                                          const PackedWeights& weights, int64_t o, F* sums) {
   const int64_t num_groups = weights.num_groups;
+  constexpr int64_t kBlockScales = kPackedScales * P::kScales;
+  constexpr int kVectors = static_cast<int>(kBlockScales) / W;
+  const P format(weights);
   F part[R][G];
-  alignas(64) float factors[R][G][kFactors];
+  alignas(64) float factors[R][G][kFactors<P>];
   for (int r = 0; r < R; ++r) {
     for (int g = 0; g < G; ++g) {
       part[r][g] = f_zero();
-      if (kDotGroups > 1) f_store(factors[r][g] + kPackedScales, f_zero());  // of no group
+      if (kDotGroups > 1) f_store(factors[r][g] + kBlockScales, f_zero());  // of no group
     }
   }
   for (int64_t done = 0; done < num_groups; done += kPackedScales) {
@@ -110,21 +143,30 @@ template <class P, int G, int R, int S>
         num_groups < kPackedScales || done + kPackedScales <= num_groups ? done : num_groups - kPackedScales;
     const int64_t used = done - begin;
     const int64_t n = num_groups - begin < kPackedScales ? num_groups - begin : kPackedScales;
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      F of_weights[kScaleVectors];
-      load_scales(weights.scales + (o + r) * num_groups + begin, n, of_weights);
+    alignas(64) float twice[G][kBlockScales];  // where a group has two scales, that of x for each
+    if constexpr (P::kScales == 2) {
       for (int g = 0; g < G; ++g) {
         const float* scales = x.scales + (first_row + g) * x.padded_groups + begin;
-        for (int v = 0; v < kScaleVectors; ++v) {
+        for (int64_t i = 0; i < kPackedScales; ++i) twice[g][2 * i] = twice[g][2 * i + 1] = scales[i];
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      F of_weights[kVectors];
+      load_scales<kBlockScales>(weights.scales + ((o + r) * num_groups + begin) * P::kScales, n * P::kScales,
+                                of_weights);
+      for (int g = 0; g < G; ++g) {
+        const float* scales = P::kScales == 2 ? twice[g] : x.scales + (first_row + g) * x.padded_groups + begin;
+        for (int v = 0; v < kVectors; ++v) {
           f_store(factors[r][g] + v * W, f_mul(of_weights[v], f_load(scales + v * W)));
         }
       }
       if constexpr (P::kHasMinimum) {
-        load_scales(weights.minimums + (o + r) * num_groups + begin, n, of_weights);
+        static_assert(P::kScales == 1);
+        load_scales<kBlockScales>(weights.minimums + (o + r) * num_groups + begin, n, of_weights);
         for (int g = 0; g < G; ++g) {
           const float* of_x = x.sums + (first_row + g) * x.padded_groups + begin;
-          for (int v = 0; v < kScaleVectors; ++v) {
+          for (int v = 0; v < kVectors; ++v) {
             F sum = f_load(of_x + v * W);
             if (used > 0) sum = f_mul(sum, f_load(kFrom + kPackedScales - used + v * W));
             part[r][g] = f_fma(of_weights[v], sum, part[r][g]);
@@ -147,8 +189,8 @@ template <class P, int G, int R, int S>
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        add_groups<P, G>(codes + (r * num_groups + i) * P::kGroupBytes, x_codes + i * kPackedGroup, x.codes_stride(),
-                         factors[r][0] + i, part[r]);
+        add_groups<P, G>(format, codes + (r * num_groups + i) * P::kGroupBytes, x_codes + i * kPackedGroup,
+                         x.codes_stride(), factors[r][0] + i * P::kScales, part[r]);
       }
     }
     if (kDotGroups > 1 && whole < n) {
@@ -157,7 +199,8 @@ template <class P, int G, int R, int S>
         alignas(64) uint8_t padded[kBytes] = {};
         std::memcpy(padded, codes + (r * num_groups + whole) * P::kGroupBytes,
                     static_cast<size_t>((n - whole) * P::kGroupBytes));
-        add_groups<P, G>(padded, x_codes + whole * kPackedGroup, x.codes_stride(), factors[r][0] + whole, part[r]);
+        add_groups<P, G>(format, padded, x_codes + whole * kPackedGroup, x.codes_stride(),
+                         factors[r][0] + whole * P::kScales, part[r]);
       }
     }
   }
@@ -211,16 +254,12 @@ static void unpack_row(const PackedWeights& weights, int64_t o, int64_t n, float
   alignas(64) float values[kPackedGroup];
   for (int64_t g = 0; g * kPackedGroup < n; ++g) {
     const uint8_t* codes = weights.codes + (begin + g) * P::kGroupBytes;
-    const float scale = to_float(weights.scales[begin + g]);
-    if constexpr (P::kHasMinimum) {
-      const float minimum = to_float(weights.minimums[begin + g]);
-      for (int64_t i = 0; i < kPackedGroup / 2; ++i) {
-        values[i] = scale * static_cast<float>(codes[i] & 15) + minimum;
-        values[i + kPackedGroup / 2] = scale * static_cast<float>(codes[i] >> 4) + minimum;
-      }
-    } else {
-      for (int64_t i = 0; i < kPackedGroup; ++i) {
-        values[i] = scale * static_cast<float>(static_cast<int8_t>(codes[i]));
+    const float minimum = P::kHasMinimum ? to_float(weights.minimums[begin + g]) : 0.0f;
+    constexpr int64_t kSame = kPackedGroup / P::kScales;
+    for (int64_t s = 0; s < P::kScales; ++s) {
+      const float scale = to_float(weights.scales[(begin + g) * P::kScales + s]);
+      for (int64_t i = s * kSame; i < (s + 1) * kSame; ++i) {
+        values[i] = scale * static_cast<float>(P::number(weights, codes, i)) + minimum;
       }
     }
     const int64_t count = n - g * kPackedGroup < kPackedGroup ? n - g * kPackedGroup : kPackedGroup;
@@ -228,11 +267,18 @@ static void unpack_row(const PackedWeights& weights, int64_t o, int64_t n, float
   }
 }
 
+template <class P>
+static void add_format(KernelTable* table, WeightFormat format) {
+  table->packed_linear[static_cast<int>(format)] = packed_linear<P>;
+  table->unpack_row[static_cast<int>(format)] = unpack_row<P>;
+}
+
 static inline void add_packed(KernelTable* table) {
-  const int q8 = static_cast<int>(WeightFormat::q8), q4 = static_cast<int>(WeightFormat::q4);
   table->quantise_row = quantise_row;
-  table->packed_linear[q8] = packed_linear<PackedQ8>;
-  table->packed_linear[q4] = packed_linear<PackedQ4>;
-  table->unpack_row[q8] = unpack_row<PackedQ8>;
-  table->unpack_row[q4] = unpack_row<PackedQ4>;
+  add_format<PackedBytes<false, 1>>(table, WeightFormat::q8);
+  add_format<PackedBytes<false, 2>>(table, WeightFormat::q8_of_16);
+  add_format<PackedBytes<true, 1>>(table, WeightFormat::q8_min);
+  add_format<PackedQ4>(table, WeightFormat::q4);
+  add_format<PackedTable<1>>(table, WeightFormat::table4);
+  add_format<PackedTable<2>>(table, WeightFormat::table4_of_16);
 }

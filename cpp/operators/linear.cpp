@@ -44,8 +44,8 @@ Linear::Linear(DType dtype, int64_t in_features, std::vector<WeightBlock> blocks
 }
 
 PackedWeights Linear::packed(const WeightBlock& block) const {
-  return {static_cast<const uint8_t*>(block.weight), block.scales, block.minimums,
-          parts_of(in_features_, kPackedGroup)};
+  return {static_cast<const uint8_t*>(block.weight), block.scales, block.minimums, parts_of(in_features_, kPackedGroup),
+          block.table};
 }
 
 void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,

@@ -21,6 +21,7 @@ struct WeightBlock {
   const Half* scales = nullptr;  // of packed codes, as PackedWeights has them
   const Half* minimums = nullptr;
   WeightFormat format = WeightFormat::dense;
+  const int8_t* table = nullptr;
 };
 
 struct LinearInput {

@@ -152,9 +152,21 @@ def check_checkpoint(folder: Path, *, takes_generic: bool = False) -> Checkpoint
     types: dict[str, str] = {}
     quantised = quantised_format(config, folder / "config.json")
     if quantised is not None:
-        shapes, matrices = quantised.logical(shapes, folder)
+        shapes, matrices = quantised.logical(shapes, folder, functools.partial(_tensor, files))
         types = dict.fromkeys(matrices, quantised.kind)
     return Checkpoint(folder, config, shapes, dtype, types)
+
+
+def _tensor(files: list[Path], name: str) -> torch.Tensor:
+    """A tensor of safetensors files that have it."""
+    from safetensors import safe_open
+
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                found: torch.Tensor = file.get_tensor(name)
+                return found
+    raise KeyError(name)
 
 
 def _of_gguf(folder: Path, config: dict[str, Any]) -> Checkpoint:
@@ -186,7 +198,8 @@ def check_config_file(path: Path, *, takes_generic: bool = True) -> dict[str, An
     config_dtype(config, path)
     if "transformers_weights" in config:  # then transformers would not read those checked here
         raise ValueError(f"{path} names other weight files, in transformers_weights")
-    if quantised_format(config, path) is not None and is_generic(config):
+    quantised = quantised_format(config, path)
+    if quantised is not None and is_generic(config) and config["model_type"] != "gpt_oss":
         method = str(config["quantization_config"]["quant_method"])
         raise NotImplementedError(
             f"{path.parent} holds weights quantised with {method!r}, which models without native "

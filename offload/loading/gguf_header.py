@@ -6,6 +6,7 @@ they fail in many ways, or read on for ever. They see a file after this has acce
 
 from __future__ import annotations
 
+import functools
 import mmap
 import struct
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     Raises:
         FileNotFoundError: no such file.
         ValueError: not GGUF, truncated or damaged: names the file and what is wrong.
+        NotImplementedError: a tensor of a type that nothing here reads.
     """
     check_gguf_magic(path)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -84,7 +86,26 @@ def read_gguf_header(path: Path) -> GgufHeader:
             raise ValueError(
                 f"{path} is truncated or damaged ({len(data)} bytes), at byte {reader.at}: {error}"
             ) from error
+    for name, tensor in tensors.items():
+        if not _can_dequantise(tensor.type_name):
+            raise NotImplementedError(
+                f"{path}: {name!r} has the type {tensor.type_name}, which the package gguf cannot "
+                "dequantise; install a newer gguf, or take a file of another type, such as Q4_K"
+            )
     return GgufHeader(path, metadata, tensors)
+
+
+@functools.cache
+def _can_dequantise(type_name: str) -> bool:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[type_name]
+    try:
+        with np.errstate(all="ignore"):
+            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return type_name in PLAIN_TYPES
+    return True
 
 
 def check_gguf_magic(path: Path) -> None:

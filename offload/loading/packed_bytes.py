@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from cpu_ops.packed import GROUP, GROUP_BYTES
+from cpu_ops.packed import GROUP, GROUP_BYTES, TABLE_BYTES
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.gguf_blocks import format_of
 from offload.loading.quantised_checkpoint import FP8, INT8, UINT8
@@ -34,8 +34,8 @@ def kept_formats(
     kept = dict.fromkeys(shapes, "")
     for name, shape in shapes.items():
         in_layers, kind = name.startswith(_LAYERS) and len(shape) == 2, types.get(name, "")
-        if weights == "auto":
-            may_be = in_layers or name in (_HEAD, _EMBEDDING)
+        if weights == "auto":  # all experts' matrices are one parameter
+            may_be = in_layers or name in (_HEAD, _EMBEDDING) or len(shape) == 3
             kept[name] = format_of(kind) if may_be and kind else ""
         elif not weights:
             continue
@@ -67,7 +67,8 @@ def packed_weight_bytes(
     for name, kept in kept_formats(shapes, types or {}, weights).items():
         shape = shapes[name]
         if kept:
-            total += shape[0] * -(-shape[1] // GROUP) * GROUP_BYTES[kept]
+            rows = math.prod(shape) // shape[1]  # of experts [num_experts, in, out]
+            total += rows * -(-shape[1] // GROUP) * GROUP_BYTES[kept] + TABLE_BYTES[kept]
         else:
             total += math.prod(shape) * dtype.itemsize
     return total

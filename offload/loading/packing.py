@@ -8,6 +8,7 @@ tools have quantised (`quantised_checkpoint`); others go to the nearest points o
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -18,7 +19,13 @@ import torch
 from torch import Tensor
 
 from cpu_ops.packed import PackedWeight, quantise
-from offload.loading.checkpoint import GGUF_FILE, Checkpoint, check_safetensors, weight_files
+from offload.loading.checkpoint import (
+    GGUF_FILE,
+    Checkpoint,
+    check_loaded,
+    check_safetensors,
+    weight_files,
+)
 from offload.loading.gguf import dequantised, in_halves, kept_source
 from offload.loading.gguf_blocks import is_exact, read_packed
 from offload.loading.gguf_config import empty_model, gguf_names
@@ -27,6 +34,7 @@ from offload.loading.one_at_a_time import loading
 from offload.loading.packed_bytes import kept_formats
 from offload.loading.quantised_checkpoint import quantised_format
 from offload.models.packed_embedding import PackedEmbedding
+from offload.models.packed_experts import PackedExperts
 from offload.models.packed_linear import PackedModule
 
 logger = logging.getLogger(__name__)
@@ -85,6 +93,7 @@ def model_from_parts(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, we
         source = _GgufSource(kept_source(checkpoint.folder), stock, dtype)
     else:
         source = _SafetensorsSource(checkpoint, dtype)
+        source.check(stock)
     formats = kept_formats(_shapes(stock), source.types, weights)
     kinds: Counter[str] = Counter()
 
@@ -124,6 +133,7 @@ class _GgufSource:
             in_halves(weight.scales, self._config, name).contiguous(),
             None if minimums is None else in_halves(minimums, self._config, name).contiguous(),
             weight.in_features,
+            weight.table,
         )
 
 
@@ -131,12 +141,23 @@ class _SafetensorsSource:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         config_path = checkpoint.folder / "config.json"
         self._format = quantised_format(checkpoint.config, config_path)
-        self._dtype, self.types = dtype, checkpoint.stored_types
+        self._checkpoint, self._dtype, self.types = checkpoint, dtype, checkpoint.stored_types
         self._files = {
             tensor.name: path
             for path in weight_files(checkpoint.folder)
             for tensor in check_safetensors(path)
         }
+
+    def check(self, stock: Any) -> None:
+        """ValueError unless the stock model's parameters are those of the files."""
+        wanted, stored = _shapes(stock), self._checkpoint.stored_shapes
+        tied = stock.state_dict().keys()
+        info = {
+            "missing_keys": wanted.keys() - stored.keys(),
+            "mismatched_keys": [n for n, shape in wanted.items() if stored.get(n, shape) != shape],
+            "unexpected_keys": stored.keys() - tied,
+        }
+        check_loaded(info, self._checkpoint.folder, "its config.json")
 
     def plain(self, name: str) -> Tensor:
         if name not in self.types:
@@ -149,12 +170,14 @@ class _SafetensorsSource:
             return quantise(self._tensor(name), kept)
         made = self._matrix(name)
         if isinstance(made, PackedWeight):
+            if kept == "q8m" and made.minimums is None:  # another matrix has zero points
+                made = dataclasses.replace(made, minimums=torch.zeros_like(made.scales))
             return made if made.format == kept else quantise(made.dequantise(), kept)
         return quantise(made, kept)
 
     def _matrix(self, name: str) -> PackedWeight | Tensor:
         assert self._format is not None
-        prefix = name.removesuffix("weight")
+        prefix = self._format.prefix(name)
         suffixes = (self._format.marks, *self._format.others)
         where = f"{self._files[prefix + suffixes[0]]}: {name}"
         parts = {s: self._tensor(prefix + s) for s in suffixes if prefix + s in self._files}
@@ -189,6 +212,14 @@ def _replace(
         if not kept:
             continue
         path = name.removesuffix(".weight")
+        if path == name:  # of experts
+            owner, _, projection = path.rpartition(".")
+            experts = stock.get_submodule(owner)
+            if not isinstance(experts, PackedExperts):
+                experts = PackedExperts(experts)
+                stock.set_submodule(owner, experts)
+            experts.pack(projection, packed(name, kept), stock.dtype)
+            continue
         if path == "model.embed_tokens":
             weight, dtype = packed(name, kept), embedding.weight.dtype
             stock.model.embed_tokens = PackedEmbedding(weight, dtype)

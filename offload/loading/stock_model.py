@@ -101,7 +101,7 @@ def load_generic_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any
             config.tie_word_embeddings = True
         logger.info("%s: only the text part is loaded, a %s", path, kind.__name__)
     _override(config, {"output_attentions": (False, None)}, path)
-    return _loaded(checkpoint, config, dtype, path, text_class=kind if is_part else None)
+    return _loaded(checkpoint, config, dtype, path, "auto", text_class=kind if is_part else None)
 
 
 def text_part(config: Any) -> tuple[Any, Any]:

@@ -111,17 +111,11 @@ def unsupported_generic(model_type: str, reason: str) -> str:
     )
 
 
-_DEQUANTISE = {
-    "bitsandbytes": "transformers' model.dequantize() and save_pretrained() write them",
-    "mxfp4": "transformers' Mxfp4Config(dequantize=True) reads them, save_pretrained() writes them",
-}
-
-
 def quantised_weights(method: str) -> str:
     """What is said of weights that are quantised by `method`: what is missing, and what to do."""
-    remedy = _DEQUANTISE.get(method, "often the repository without the method in its name")
     return (
         f"weights quantised with {method!r}, which are not supported yet; available: plain "
-        f"safetensors in bfloat16, float16 or float32 ({remedy}), those of gptq, awq, fp8 and "
-        "compressed-tensors, and GGUF files"
+        "safetensors in bfloat16, float16 or float32 (often the repository without the method in "
+        "its name), those of gptq, awq, fp8, compressed-tensors, mxfp4 and bitsandbytes with 4 "
+        "bits, and GGUF files"
     )

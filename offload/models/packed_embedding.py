@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from cpu_ops.packed import PackedWeight
 from offload.models.packed_linear import PackedMatrix
 
 
@@ -16,17 +15,11 @@ class PackedEmbedding(PackedMatrix):
     def tie(self, head: PackedMatrix) -> None:
         """Take the head's parameters, as transformers ties them: memory holds the rows once."""
         self.codes, self.scales, self.minimums = head.codes, head.scales, head.minimums
+        self.table = head.table
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [...] of any shape -> their rows [..., embedding_dim] in `dtype`."""
-        ids, weight = tokens.flatten(), self.packed
-        minimums = weight.minimums
-        rows = PackedWeight(
-            weight.codes.index_select(0, ids),
-            weight.scales.index_select(0, ids),
-            None if minimums is None else minimums.index_select(0, ids),
-            self.in_features,
-        )
+        rows = self.packed.rows(tokens.flatten())
         return rows.dequantise(self.dtype).view(*tokens.shape, self.in_features)
 
     def extra_repr(self) -> str:
@@ -40,10 +33,10 @@ def dequantised_state(model: Any) -> dict[str, Tensor] | None:
     for path, module in model.named_modules():
         if not isinstance(module, PackedMatrix):
             continue
-        for name in ("codes", "scales", "minimums"):
+        for name in ("codes", "scales", "minimums", "table"):
             state.pop(f"{path}.{name}", None)
         place = module.codes.data_ptr()
         if place not in made:
-            made[place] = module.packed.dequantise(module.dtype)
-        state[f"{path}.weight"] = made[place]
+            made[place] = module.of_stock()
+        state[module.stock_name(path)] = made[place]
     return state if made else None

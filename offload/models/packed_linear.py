@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cpu_ops.linear import Linear as CpuLinear
 from cpu_ops.linear import PackedLinear as PackedCpuLinear
 from cpu_ops.linear import has_products
-from cpu_ops.packed import PackedWeight
+from cpu_ops.packed import FORMATS, PackedWeight
 from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.packed_linear import GpuPackedLinear, PackedRows
 from offload.models.linear import Linear
@@ -38,6 +38,7 @@ class PackedMatrix(nn.Module):
     """
 
     minimums: nn.Parameter | None
+    table: nn.Parameter | None
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -47,6 +48,15 @@ class PackedMatrix(nn.Module):
         self.scales = _fixed(weight.scales.view(torch.int16))
         minimums = weight.minimums
         self.minimums = None if minimums is None else _fixed(minimums.view(torch.int16))
+        self.table = None if weight.table is None else _fixed(weight.table)
+
+    def stock_name(self, path: str) -> str:
+        """The name of the stock model's parameter; `path` is this module's."""
+        return f"{path}.weight"
+
+    def of_stock(self) -> Tensor:
+        """Its value, dequantised."""
+        return self.packed.dequantise(self.dtype)
 
     @property
     def packed(self) -> PackedWeight:
@@ -57,6 +67,7 @@ class PackedMatrix(nn.Module):
             scales,
             None if minimums is None else minimums.detach().view(torch.float16),
             self.in_features,
+            None if self.table is None else self.table.detach(),
         )
 
 
@@ -137,7 +148,17 @@ class PackedLinear(Linear):
 
     def on_gpu(self) -> GpuPackedLinear:
         """Kernels over the weights, of neighbours of one format in one piece, which the modules'
-        parameters become parts of."""
+        parameters become parts of.
+
+        Raises:
+            NotImplementedError: a format that only the CPU's kernels read.
+        """
+        for module in self._modules:
+            if module.packed.format not in FORMATS:
+                raise NotImplementedError(
+                    f"weights kept as {module.packed.format} are multiplied on the CPU only; load "
+                    'the model with weights="q8", "q4" or a dtype for a GPU'
+                )
         of_first = _on_gpu.setdefault(self._modules[0], {})
         known = of_first.get(len(self._modules))
         if known is not None and known.reads(self._modules[0].codes):
@@ -185,8 +206,11 @@ def _in_one_piece(modules: Sequence[PackedModule]) -> PackedRows:
     computed by references, they stay as the CPU's own read them.
     """
     packed = [module.packed for module in modules]
-    if len(packed) == 1 and (known := PackedRows.over(**vars(packed[0]))) is not None:
-        return known  # a part of what was made before
+    if len(packed) == 1:
+        one = packed[0]
+        known = PackedRows.over(one.codes, one.scales, one.minimums, one.in_features)
+        if known is not None:
+            return known  # a part of what was made before
     minimums = [each.minimums for each in packed if each.minimums is not None]
     rows = PackedRows.of(
         torch.cat([each.codes for each in packed]) if len(packed) > 1 else packed[0].codes,

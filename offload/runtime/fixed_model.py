@@ -6,13 +6,17 @@ back is seen by `module_watch`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from offload.models.packed_embedding import dequantised_state
 from offload.runtime.config import RuntimeConfig
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     _StockModel = Any  # transformers' PreTrainedModel, in the subclasses
@@ -68,6 +72,13 @@ class FixedModel(_StockModel):  # type: ignore[misc]
                 "max_memory to OffloadedModel.from_pretrained"
             )
         super().__setattr__(name, value)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the stock one; packed weights are saved as they are dequantised."""
+        if kwargs.get("state_dict") is None and (state := dequantised_state(self)) is not None:
+            logger.info("packed weights are saved as they are dequantised, in %s", self.dtype)
+            kwargs["state_dict"] = state
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Behind `to()`, `half()`, `cuda()` …: the KV store and the kernels are made for one dtype

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -24,7 +23,6 @@ from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.loading.checkpoint import check_model_type
 from offload.loading.names import HubOptions
 from offload.models import is_generic
-from offload.models.packed_embedding import dequantised_state
 from offload.ranks.group import connect
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import RuntimeConfig, runtime_config
@@ -54,8 +52,6 @@ if TYPE_CHECKING:
     from offload.decode.gpu.placement import HeadPlacement
     from offload.kv.store import KVStore
     from offload.policies import Policy
-
-logger = logging.getLogger(__name__)
 
 
 class OffloadedModel(FixedModel):
@@ -418,9 +414,6 @@ class OffloadedModel(FixedModel):
                 "save_pretrained with tensor_parallel_size: each rank has a part of the weights; "
                 "load the model without it and save that"
             )
-        if kwargs.get("state_dict") is None and (state := dequantised_state(self)) is not None:
-            logger.info("packed weights are saved as they are dequantised, in %s", self.dtype)
-            kwargs["state_dict"] = state
         saved = super().save_pretrained(save_directory, *args, **kwargs)
         if (folder := Path(save_directory)).is_dir():
             share_by_umask(folder, "*.safetensors")

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cpu_ops.linear import Linear
 from cpu_ops.worker_pool import WorkerPool
+from offload.models.packed_experts import PackedExperts, routed_sum
 
 
 class _PooledLinear:
@@ -53,10 +53,9 @@ class _PooledExperts:
 
     def __init__(self, module: Any, pool: WorkerPool, decodes: Callable[[], bool]) -> None:
         self._module, self._decodes, self._stock = module, decodes, module.forward
-        self._up = "gate_up_proj" if module.has_gate else "up_proj"
-        experts = range(module.num_experts)
         self._linears = {
-            name: [_PooledLinear(pool) for _ in experts] for name in (self._up, "down_proj")
+            name: [_PooledLinear(pool) for _ in range(module.num_experts)]
+            for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         }
 
     def __call__(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -65,20 +64,7 @@ class _PooledExperts:
         if not (self._decodes() and 0 < len(x) <= Linear.max_rows and x.dtype == dtype):
             out: Tensor = self._stock(x, top_k_index, top_k_weights)
             return out
-        out = torch.zeros(x.shape, dtype=torch.float32)
-        chosen = top_k_index.tolist()
-        for expert in sorted({expert for row in chosen for expert in row}):
-            if expert >= module.num_experts:  # stands for none
-                continue
-            where = [(i, row.index(expert)) for i, row in enumerate(chosen) if expert in row]
-            tokens, places = (torch.tensor(column) for column in zip(*where, strict=True))
-            inner = self._multiply(self._up, expert, x[tokens])
-            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-            found = self._multiply("down_proj", expert, inner)
-            if module.has_post_expert_norm:
-                found = module.post_expert_norm(found)
-            out.index_add_(0, tokens, (found * top_k_weights[tokens, places, None]).float())
-        return out.to(x.dtype)
+        return routed_sum(module, x, top_k_index, top_k_weights, self._multiply)
 
     def _multiply(self, name: str, expert: int, x: Tensor) -> Tensor:
         weight = getattr(self._module, name)[expert]
@@ -86,8 +72,22 @@ class _PooledExperts:
         return self._linears[name][expert](x.contiguous(), weight, bias)
 
 
-def pooled_forward(module: Any) -> type[_PooledForward | _PooledExperts] | None:
+class _PooledPackedExperts:
+    """In the place of `forward` of packed experts, of prompts, too: torch cannot read them."""
+
+    def __init__(self, module: PackedExperts, pool: WorkerPool, _: Callable[[], bool]) -> None:
+        self._module, self._pool = module, pool
+
+    def __call__(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return self._module.run(self._pool, x, top_k_index, top_k_weights)
+
+
+def pooled_forward(
+    module: Any,
+) -> type[_PooledForward | _PooledExperts | _PooledPackedExperts] | None:
     """What can stand in for the `forward` of a module; None: nothing."""
+    if isinstance(module, PackedExperts):
+        return _PooledPackedExperts
     if type(module) is nn.Linear:
         return _PooledForward if module.weight.is_contiguous() else None
     down = getattr(module, "down_proj", None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from cpu_ops.packed import FORMATS, GROUP, PackedWeight, quantise
+
 KINDS = ["plain", "bias", "norm", "silu_mul", "residual"]
 OUT_FEATURES = [1, 63, 64, 65, 190]  # one weight block each, so that every tile edge occurs
 
@@ -19,3 +21,23 @@ def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 def wide(x: torch.Tensor) -> np.ndarray:
     return x.double().numpy()
+
+
+def packed(rng: np.random.Generator, format: str, num_out: int, width: int) -> PackedWeight:
+    """Weights of any format: of those that nothing is rounded to, codes and scales at random."""
+    if format in FORMATS:
+        return quantise(
+            random(rng, torch.float32, num_out, width, scale=width**-0.5) + 0.01, format
+        )
+    shape, has_table = (num_out, -(-width // GROUP)), format.startswith("t4")
+    dtype, size = (np.uint8, GROUP // 2) if has_table else (np.int8, GROUP)
+    limits = np.iinfo(dtype)
+    codes = rng.integers(limits.min, limits.max, (*shape, size), dtype, endpoint=True)
+    if width % GROUP and not has_table:
+        codes[:, -1, width % GROUP :] = 0
+    sizes = (num_out, shape[1] * 2) if format.endswith("x16") else shape
+    scales = (random(rng, torch.float32, *sizes) * 0.01).half()
+    minimums = random(rng, torch.float16, *shape) if format == "q8m" else None
+    table = rng.integers(-128, 127, 16, np.int8, endpoint=True) if has_table else None
+    tensor = None if table is None else torch.from_numpy(table)
+    return PackedWeight(torch.from_numpy(codes), scales, minimums, width, tensor)

@@ -105,7 +105,7 @@ def quantised(side: Side) -> None:
         make_tiny_model("llama").save_pretrained(name)
         path = Path(name) / "config.json"
         config = json.loads(path.read_text())
-        config["quantization_config"] = {"quant_method": "bitsandbytes"}
+        config["quantization_config"] = {"quant_method": "hqq"}
         path.write_text(json.dumps(config))
         side.load(Path(name))
 

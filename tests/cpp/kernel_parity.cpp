@@ -460,15 +460,21 @@ void check_nearest(const KernelTable& table, int64_t num_points, int64_t num_cen
 
 void check_packed(const KernelTable& table, WeightFormat format, int num_rows, int64_t in_features,
                   int64_t out_features) {
-  const bool is_q8 = format == WeightFormat::q8;
+  const bool has_table = format == WeightFormat::table4 || format == WeightFormat::table4_of_16;
+  const bool has_nibbles = has_table || format == WeightFormat::q4;
+  const bool has_minimums = format == WeightFormat::q4 || format == WeightFormat::q8_min;
+  const int scales_each = format == WeightFormat::q8_of_16 || format == WeightFormat::table4_of_16 ? 2 : 1;
   const int type = static_cast<int>(format);
   const int64_t groups = (in_features + kPackedGroup - 1) / kPackedGroup, first = out_features / 3;
   const int64_t padded = (groups + kPackedScales - 1) / kPackedScales * kPackedScales;
-  Exact<uint8_t> codes(out_features * groups * (is_q8 ? kPackedGroup : kPackedGroup / 2));
+  Exact<uint8_t> codes(out_features * groups * (has_nibbles ? kPackedGroup / 2 : kPackedGroup));
   codes.fill([] { return static_cast<uint8_t>(uniform(0, 255)); });
-  Exact<Half> scales(out_features * groups), minimums(is_q8 ? 0 : out_features * groups);
+  Exact<Half> scales(out_features * groups * scales_each), minimums(has_minimums ? out_features * groups : 0);
   for (Exact<Half>* given : {&scales, &minimums}) given->fill([] { return from_float<Half>(normal()); });
-  const PackedWeights weights{codes.data(), scales.data(), is_q8 ? nullptr : minimums.data(), groups};
+  Exact<int8_t> table_of_codes(has_table ? 16 : 0);
+  table_of_codes.fill([] { return static_cast<int8_t>(uniform(-128, 127)); });
+  const PackedWeights weights{codes.data(), scales.data(), has_minimums ? minimums.data() : nullptr, groups,
+                              has_table ? table_of_codes.data() : nullptr};
   Exact<float> x(num_rows * in_features);
   x.fill(normal);
   const auto run = [&](const KernelTable& kernels) {
@@ -566,8 +572,8 @@ void check_isa(const KernelTable& table) {
   }
   for (const int rows : {1, 2, 3, 4, 5, 16}) {
     for (const int64_t width : {1, 31, 32, 64, 96, 480, 512, 545, 576, 1120}) {
-      for (const WeightFormat format : {WeightFormat::q8, WeightFormat::q4}) {
-        check_packed(table, format, rows, width, 1 + uniform(0, 12));
+      for (int format = 1; format < kNumWeightFormats; ++format) {
+        check_packed(table, static_cast<WeightFormat>(format), rows, width, 1 + uniform(0, 12));
       }
     }
   }

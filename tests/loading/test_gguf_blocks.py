@@ -44,6 +44,16 @@ def blocks_of(name: str, seed: int = 0) -> np.ndarray[Any, Any]:
     return np.concatenate(found)[:needed].reshape(ROWS, -1)
 
 
+EXACT = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "q4"),
+    **dict.fromkeys(("Q8_0", "Q5_0"), "q8"),
+    **dict.fromkeys(("Q5_1", "Q5_K"), "q8m"),
+    **dict.fromkeys(("Q3_K", "Q6_K"), "q8x16"),
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS", "MXFP4"), "t4"),
+    "NVFP4": "t4x16",
+}
+
+
 def written(path: Path, name: str, blocks: np.ndarray[Any, Any]) -> GgufHeader:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("w", blocks, raw_dtype=gguf.GGMLQuantizationType[name])
@@ -62,17 +72,23 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_every_type(name: str, tmp_path: Path, pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, and products of a step, against `gguf.dequantize`."""
     header = written(tmp_path / "x.gguf", name, blocks_of(name))
+    assert format_of(name) == EXACT.get(name, "q8")
+    assert is_exact(name, format_of(name)) == (name in EXACT)
     monkeypatch.setattr(gguf_blocks, "_ELEMENTS", 5 * COLUMNS)  # the last part has other rows
     packed = read_packed(header, "w", format_of(name))
     expected = torch.from_numpy(header.float32("w")).double()
     limit = 0.01
     if is_exact(name, packed.format):
-        limit = 5e-4 if name in ("Q4_K", "IQ4_XS") else 1e-7
+        products = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "NVFP4")  # their scales are
+        limit = 5e-4 if name in products else 1e-7
     assert relative(packed.dequantise().double(), expected) < limit
     torch.manual_seed(0)
     x = torch.randn(3, COLUMNS)
     y = PackedLinear([packed], torch.float32)(pool, x)
     assert relative(y.double(), x.double() @ expected.T) < 0.01
+    if packed.table is not None and packed.format == "t4":  # the same numbers, if they must be q8
+        as_bytes = read_packed(header, "w", "q8").dequantise()
+        assert as_bytes.equal(packed.dequantise())
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q4_K", "IQ4_NL", "Q6_K"])
@@ -108,3 +124,10 @@ def test_types_and_block_counts_that_are_refused(kind: int, message: str, tmp_pa
     path.write_bytes(content[:at] + kind.to_bytes(4, "little") + content[at + 4 :])
     with pytest.raises(ValueError, match=rf"x.gguf is truncated or damaged .*{message}"):
         read_gguf_header(path)
+
+
+def test_a_type_that_nothing_reads_is_named(tmp_path: Path) -> None:
+    num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_1][1]
+    blocks = np.zeros((ROWS, COLUMNS // 32 * num_bytes), np.uint8)
+    with pytest.raises(NotImplementedError, match="'w' has the type Q8_1, which the package gguf"):
+        written(tmp_path / "x.gguf", "Q8_1", blocks)

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import make_tiny_model, random_tokens
+from cases.every_type import tiny_model_of
+from cases.tiny_models import VOCAB_SIZE, make_tiny_model, random_tokens
 from safetensors.torch import save_file
 from torch import Tensor
 
 from offload import OffloadedModel
 from offload.loading.checkpoint import check_checkpoint
+from offload.loading.packed_bytes import checkpoint_packed_bytes
 from offload.loading.planned_model import planned_model
+from offload.models.packed_experts import PackedExperts
 from offload.models.packed_linear import PackedModule
 from offload.runtime.budgets import weight_bytes_of
 
@@ -103,6 +106,78 @@ def fp8(weight: Tensor, *, block: int = 0) -> Any:
     return {"weight": codes, "weight_scale_inv": scales}, codes.float() * whole
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+# fmt: off
+NF4 = torch.tensor([
+    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+])
+# fmt: on
+
+
+def nearest(values: Tensor, table: Tensor) -> Tensor:
+    return (values.unsqueeze(-1) - table).abs().argmin(-1).to(torch.uint8)
+
+
+def nvfp4(weight: Tensor) -> Any:
+    groups = weight.unflatten(1, (-1, 16))
+    of_all = 6 * 448 / weight.abs().max().view(1)
+    scales = (groups.abs().amax(-1) / 6 * of_all).to(torch.float8_e4m3fn)
+    units = (scales.float() / of_all).unsqueeze(-1)
+    codes = nearest(groups / units, E2M1)
+    pairs = codes.flatten(1).unflatten(1, (-1, 2))
+    parts = {
+        "weight_packed": pairs[..., 0] | pairs[..., 1] << 4,
+        "weight_scale": scales,
+        "weight_global_scale": of_all,
+        "input_global_scale": torch.ones(1),
+    }
+    return parts, (E2M1[codes.int()] * units).flatten(1)
+
+
+def mxfp4(weight: Tensor) -> Any:
+    """weight [experts, out, in]."""
+    groups = weight.unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1).log2().floor() - 2
+    codes = nearest(groups / torch.exp2(exponents).unsqueeze(-1), E2M1)
+    pairs = codes.unflatten(-1, (-1, 2))
+    parts = {
+        "blocks": pairs[..., 0] | pairs[..., 1] << 4,
+        "scales": (exponents + 127).to(torch.uint8),
+    }
+    return parts, (E2M1[codes.int()] * torch.exp2(exponents).unsqueeze(-1)).flatten(-2)
+
+
+def nf4(weight: Tensor, *, nested: bool, block: int = 64) -> Any:
+    blocks = weight.reshape(-1, block)
+    absmax = blocks.abs().amax(-1)
+    state = {"quant_type": "nf4", "blocksize": block, "shape": [*weight.shape], "dtype": "float32"}
+    parts = {"weight.quant_map": NF4, "weight.absmax": absmax}
+    if nested:
+        of_codes = torch.linspace(-1, 1, 256)
+        padded = torch.nn.functional.pad(absmax - absmax.mean(), (0, -len(absmax) % 256))
+        largest = padded.view(-1, 256).abs().amax(-1)
+        scaled = (absmax - absmax.mean()) / largest.repeat_interleave(256)[: len(absmax)]
+        codes = torch.cat([nearest(part, of_codes) for part in scaled.split(999)])
+        absmax = of_codes[codes.int()] * largest.repeat_interleave(256)[: len(codes)]
+        state |= {
+            "nested_blocksize": 256,
+            "nested_offset": (offset := float(blocks.abs().amax(-1).mean())),
+        }
+        absmax += offset
+        parts |= {
+            "weight.absmax": codes,
+            "weight.nested_absmax": largest,
+            "weight.nested_quant_map": of_codes,
+        }
+    codes = nearest(blocks / absmax.unsqueeze(-1), NF4)
+    pairs = codes.flatten().unflatten(0, (-1, 2))
+    parts["weight"] = (pairs[:, :1] << 4) | pairs[:, 1:]
+    written = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts["weight.quant_state.bitsandbytes__nf4"] = written
+    return parts, (NF4[codes.int()] * absmax.unsqueeze(-1)).view(weight.shape)
+
+
 def of_compressed(format: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"type": "int", "group_size": GROUP} | weights}
     return {
@@ -115,13 +190,28 @@ def of_compressed(format: str, **weights: Any) -> dict[str, Any]:
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+NF4_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 PACKED = of_compressed("pack-quantized", num_bits=4)
 # What writes a matrix, the quantization_config, what a matrix is kept as, and how exactly.
 METHODS: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], str, float]] = {
     "gptq": (gptq, GPTQ, "q4", 1e-3),
     "gptq_v2": (lambda w: gptq(w, offset=0), GPTQ | {"checkpoint_format": "gptq_v2"}, "q4", 1e-3),
-    "gptq 8": (lambda w: gptq(w, 8), GPTQ | {"bits": 8}, "q8", 1e-2),
-    "gptq 8 symmetric": (lambda w: gptq(w, 8, symmetric=True), GPTQ | {"bits": 8}, "q8", 1e-6),
+    "gptq 8": (lambda w: gptq(w, 8), GPTQ | {"bits": 8}, "q8m", 1e-3),
+    "gptq 8 symmetric": (
+        lambda w: gptq(w, 8, symmetric=True),
+        GPTQ | {"bits": 8, "sym": True},
+        "q8",
+        1e-6,
+    ),
+    "gptq 8 around 0": (lambda w: gptq(w, 8, symmetric=True), GPTQ | {"bits": 8}, "q8m", 1e-6),
+    "nvfp4": (
+        nvfp4,
+        of_compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
+        "t4x16",
+        1e-3,
+    ),
+    "nf4": (lambda w: nf4(w, nested=False), NF4_CONFIG, "t4", 1e-2),
+    "nf4 nested": (lambda w: nf4(w, nested=True), NF4_CONFIG, "t4", 1e-2),
     "awq": (awq, AWQ, "q4", 1e-3),
     "pack": (lambda w: pack_quantised(w, symmetric=True), PACKED, "q4", 1e-6),
     "pack asymmetric": (lambda w: pack_quantised(w, symmetric=False), PACKED, "q4", 1e-3),
@@ -203,6 +293,60 @@ def test_what_is_packed_is_saved_dequantised(tmp_path: Path) -> None:
     assert relative(weight, expected.model.layers[0].mlp.down_proj.weight) < 1e-3
 
 
+def write_experts(folder: Path, dtype: torch.dtype) -> Any:
+    """A tiny gpt-oss with MXFP4 experts in `folder`; returns the model with what it stands for."""
+    model = tiny_model_of("gpt_oss", vocab_size=VOCAB_SIZE).to(dtype).eval()
+    model.save_pretrained(folder)
+    tensors: Parts = {}
+    for name, weight in model.state_dict().items():
+        if name.endswith("_proj") and weight.dim() == 3:
+            # Inputs of experts are rounded to 8 bits: with smaller outputs few tokens turn by that.
+            parts, numbers = mxfp4(weight.float().transpose(1, 2) / 4)
+            tensors |= {f"{name}_{suffix}": part for suffix, part in parts.items()}
+            weight.copy_(numbers.transpose(1, 2))
+        else:
+            tensors[name] = weight.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_stay_packed(dtype: torch.dtype, tmp_path: Path) -> None:
+    stock = write_experts(tmp_path / "made", dtype)
+    stock.save_pretrained(tmp_path / "dense")
+    model = OffloadedModel.from_pretrained(tmp_path / "made", num_threads=1)
+    dense = OffloadedModel.from_pretrained(tmp_path / "dense", num_threads=1)
+    experts = [x for x in model.modules() if isinstance(x, PackedExperts)]
+    assert len(experts) == model.config.num_hidden_layers
+    for name in ("gate_up_proj", "down_proj"):
+        matrix = getattr(experts[0], name)
+        assert matrix.packed.format == "t4"
+        expected = getattr(stock.model.layers[0].mlp.experts, name)
+        assert matrix.of_stock().equal(expected)
+    checkpoint = check_checkpoint(tmp_path / "made", takes_generic=True)
+    assert checkpoint_packed_bytes(checkpoint, dtype, "auto") == weight_bytes_of(model)
+    assert weight_bytes_of(model) < weight_bytes_of(dense)
+    ids = random_tokens(30, seed=1).unsqueeze(0)
+    expected, found = (
+        each.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)
+        for each in (dense, model)
+    )
+    assert expected.tolist() == found.tolist()
+    cache, wanted = model.new_cache(), dense(found).logits[0]
+    steps = [
+        model(part, past_key_values=cache).logits[0] for part in found.split([30, *[1] * 24], 1)
+    ]
+    assert relative(torch.cat(steps), wanted) < 0.03
+    model.save_pretrained(tmp_path / "saved")
+    again = OffloadedModel.from_pretrained(tmp_path / "saved", num_threads=1)
+    assert again.state_dict().keys() == dense.state_dict().keys()
+    for name, value in dense.state_dict().items():
+        assert again.state_dict()[name].equal(value), name
+
+
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
@@ -213,7 +357,8 @@ def test_what_is_packed_is_saved_dequantised(tmp_path: Path) -> None:
         (of_compressed("marlin-24", num_bits=4), NotImplementedError, "format='marlin-24'"),
         ({"quant_method": "compressed-tensors"}, ValueError, "config_groups"),
         ({"quant_method": "fp8", "weight_block_size": [64, 128]}, NotImplementedError, "64, 128"),
-        ({"quant_method": "bitsandbytes"}, NotImplementedError, "'bitsandbytes', which are not"),
+        (NF4_CONFIG | {"load_in_4bit": False}, NotImplementedError, "8 bits .load_in_8bit"),
+        ({"quant_method": "hqq"}, NotImplementedError, "'hqq', which are not"),
         (5, ValueError, "quantization_config must be an object"),
         # A config that lies about the file.
         (GPTQ | {"bits": 8}, ValueError, "is no matrix of gptq with 8 bits"),

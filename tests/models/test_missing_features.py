@@ -77,20 +77,12 @@ def test_odd_configs_are_read() -> None:
     assert missing_features(odd) == []
 
 
-@pytest.mark.parametrize(
-    ("method", "remedy"),
-    [
-        ("hqq", "often the repository without the method in its name"),
-        ("mxfp4", r"Mxfp4Config\(dequantize=True\)"),
-        ("bitsandbytes", r"model.dequantize\(\)"),
-    ],
-)
-def test_quantised_weights(method: str, remedy: str, tmp_path: Path) -> None:
+def test_quantised_weights(tmp_path: Path) -> None:
     make_tiny_model("llama").config.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "hqq"}}
     path.write_text(json.dumps(config))
-    said = f"quantised with '{method}', which are not supported yet; available: .*{remedy}.*GGUF"
+    said = "quantised with 'hqq', which are not supported yet; available: .* without the method"
     with pytest.raises(NotImplementedError, match=said):
         check_config_file(path)
 

@@ -187,6 +187,15 @@ static inline I i_dot_bytes(C w, const int8_t* x) {
   return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 static inline F f_spread(const float* factor) { return _mm256_broadcast_ss(factor); }
+static inline F f_add_halves(C w, const int8_t* x, const float* factors, F part) {
+  const F of_halves = _mm256_set_m128(_mm_broadcast_ss(factors + 1), _mm_broadcast_ss(factors));
+  return f_fma(f_from_ints(i_dot_bytes(w, x)), of_halves, part);
+}
+using T = __m256i;
+static inline T t_load(const int8_t* table) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+}
+static inline C c_look_up(T table, C w) { return _mm256_shuffle_epi8(table, w); }
 
 // A word has two bf16, either of which is the upper half of a float: cheaper than widening.
 template <class T>

@@ -46,6 +46,9 @@ static inline void b_store_sums(const ByteSums& sums, uint16_t* out) {
 static inline I i_dot(C w, __m512i x) { return _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)); }
 static inline I i_dot_nibbles(C w, const int8_t* x) { return i_dot(w, _mm512_loadu_si512(x)); }
 static inline I i_dot_bytes(C w, const int8_t* x) { return i_dot(_mm512_abs_epi8(w), i_signed(w, x)); }
+static inline F f_add_halves(C w, const int8_t* x, const float* factors, F part) {
+  return f_fma(f_from_ints(i_dot_bytes(w, x)), f_spread_halves(factors), part);
+}
 
 static inline void f_transpose(F* x) {
   __m512i words[16];

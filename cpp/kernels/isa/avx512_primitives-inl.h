@@ -69,6 +69,16 @@ static inline F f_spread(const float* factors) {
   const __m512i group = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
   return _mm512_permutexvar_ps(group, _mm512_castsi512_ps(_mm512_set1_epi64(both)));
 }
+// Lanes 4i to 4i + 3 <- factors[i]: a factor to each half of a group.
+static inline F f_spread_halves(const float* factors) {
+  const __m512i half = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  return _mm512_permutexvar_ps(half, _mm512_broadcast_f32x4(_mm_loadu_ps(factors)));
+}
+using T = __m512i;
+static inline T t_load(const int8_t* table) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+}
+static inline C c_look_up(T table, C w) { return _mm512_shuffle_epi8(table, w); }
 // x with the sign of w turned around, for i_dot_nibbles(|w|, x).
 static inline __m512i i_signed(C w, const int8_t* x) {
   const __m512i of_x = _mm512_loadu_si512(x);

@@ -18,6 +18,9 @@ static inline I i_dot_nibbles(C w, const int8_t* x) { return _mm512_dpbusd_epi32
 static inline I i_dot_bytes(C w, const int8_t* x) {
   return _mm512_dpbusd_epi32(i_zero(), _mm512_abs_epi8(w), i_signed(w, x));
 }
+static inline F f_add_halves(C w, const int8_t* x, const float* factors, F part) {
+  return f_fma(f_from_ints(i_dot_bytes(w, x)), f_spread_halves(factors), part);
+}
 
 #include "kernels/tile_ops-inl.h"
 // clang-format off

@@ -141,6 +141,16 @@ static inline I i_dot_bytes(const C& w, const int8_t* x) {
 }
 static inline I i_dot_nibbles(const C& w, const int8_t* x) { return i_dot_bytes(w, x); }
 static inline F f_spread(const float* factor) { return vdupq_n_f32(*factor); }
+static inline F f_add_halves(const C& w, const int8_t* x, const float* factors, F part) {
+  const I first = vpaddlq_s16(i_pair_products(w.val[0], vld1q_s8(x)));
+  const I second = vpaddlq_s16(i_pair_products(w.val[1], vld1q_s8(x + 16)));
+  return vfmaq_n_f32(vfmaq_n_f32(part, f_from_ints(first), factors[0]), f_from_ints(second), factors[1]);
+}
+using T = int8x16_t;
+static inline T t_load(const int8_t* table) { return vld1q_s8(table); }
+static inline C c_look_up(T table, const C& w) {
+  return {{vqtbl1q_s8(table, vreinterpretq_u8_s8(w.val[0])), vqtbl1q_s8(table, vreinterpretq_u8_s8(w.val[1]))}};
+}
 
 #include "kernels/bodies-inl.h"
 

@@ -106,6 +106,19 @@ static inline I i_dot_bytes(const C& w, const int8_t* x) {
 }
 static inline I i_dot_nibbles(const C& w, const int8_t* x) { return i_dot_bytes(w, x); }
 static inline F f_spread(const float* factor) { return *factor; }
+static inline F f_add_halves(const C& w, const int8_t* x, const float* factors, F part) {
+  constexpr int kHalf = kPackedGroup / 2;
+  I first = 0, second = 0;
+  for (int i = 0; i < kHalf; ++i) first += w.codes[i] * x[i];
+  for (int i = kHalf; i < kPackedGroup; ++i) second += w.codes[i] * x[i];
+  return part + static_cast<F>(first) * factors[0] + static_cast<F>(second) * factors[1];
+}
+using T = const int8_t*;
+static inline T t_load(const int8_t* table) { return table; }
+static inline C c_look_up(T table, C w) {
+  for (int8_t& code : w.codes) code = table[code];
+  return w;
+}
 
 #include "kernels/bodies-inl.h"
 

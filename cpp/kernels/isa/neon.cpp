@@ -142,6 +142,10 @@ static inline I i_dot_bytes(const C& w, const int8_t* x) {
 static inline I i_dot_nibbles(const C& w, const int8_t* x) { return i_dot_bytes(w, x); }
 static inline F f_spread(const float* factor) { return vdupq_n_f32(*factor); }
 
+#include "kernels/tile_ops-inl.h"
+#include "kernels/tile_ops_int8-inl.h"
+template <>
+struct TileOps<Int8> : Int8Ops {};
 #include "kernels/bodies-inl.h"
 
 }  // namespace offload::neon

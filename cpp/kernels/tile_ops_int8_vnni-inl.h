@@ -7,9 +7,12 @@ struct TileOps<Int8> : Int8PairOps {
   static constexpr float kLargest = 127 * 256;
   // A head of a block: [groups, 2, kRowGroup] bytes, of high digits and low ones. Behind the heads, of each group: its
   // scale, and 128 times its sum.
-  static constexpr int64_t block_stride(int64_t head_dim) { return kHeadBlock * head_dim + 2 * kScaleItems; }
+  static constexpr int64_t block_stride(int64_t head_dim) {
+    return Int8Ops::block_stride(head_dim) + (head_dim == kRowGroup ? kScaleItems : 0);
+  }
 
   static void pack_heads(const float* query, int group_size, int64_t head_dim, Query* packed) {
+    if (head_dim != kRowGroup) return Int8Ops::pack_heads(query, group_size, head_dim, packed);
     for (int g = 0; g < group_size; ++g) {
       Query* block = packed + g / kHeadBlock * block_stride(head_dim);
       for (int64_t first = 0; first < head_dim; first += kRowGroup) {
@@ -28,10 +31,14 @@ struct TileOps<Int8> : Int8PairOps {
     }
   }
 
-  // Four rows at a time are transposed in 128-bit lanes, so that a lane of 32 bits has four columns of one row.
+  // Of rows of one group; longer ones come sooner from DRAM by Int8Ops. Four at a time are transposed in 128-bit lanes,
+  // so that a lane of 32 bits has four columns of one row.
   template <int G, class Rows>
   static void score(const Query* query, int64_t head_dim, const Rows& rows, int num_rows, const Prefetch<Int8>& ahead,
                     float scale, float* out, int64_t out_stride) {
+    if (head_dim != kRowGroup) {
+      return Int8Ops::score<G>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
+    }
     OfGroup of_query[kHeadBlock * kMostGroups];
     std::memcpy(of_query, query + kHeadBlock * head_dim, sizeof of_query);
     const int64_t num_groups = head_dim / kRowGroup;

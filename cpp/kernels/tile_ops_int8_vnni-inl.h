@@ -1,121 +1,151 @@
-// Int8 rows where AVX-512 has VNNI, values as whole numbers, too: two rows interleave lane by lane, and so do their
-// weights, times the rows' scales, rounded to 15 bits of the largest of a tile and head. Included inside a per-ISA
-// namespace after tile_ops_int8-inl.h.
+// Scores of int8 rows where AVX-512 has VNNI: products of bytes, four to a lane. Queries are rounded to 15 bits, in two
+// digits with a sign; rows lose theirs by 128 on top, which is taken off the sums. Included inside a per-ISA namespace
+// after tile_ops_int8_pairs-inl.h.
 
 template <>
-struct TileOps<Int8> : Int8Ops {
-  // A group alone is all of a row: four rows' sums are reduced as whole numbers, then meet their scales.
+struct TileOps<Int8> : Int8PairOps {
+  static constexpr float kLargest = 127 * 256;
+  // A head of a block: [groups, 2, kRowGroup] bytes, of high digits and low ones. Behind the heads, of each group: its
+  // scale, and 128 times its sum.
+  static constexpr int64_t block_stride(int64_t head_dim) {
+    return Int8Ops::block_stride(head_dim) + (head_dim == kRowGroup ? kScaleItems : 0);
+  }
+
+  static void pack_heads(const float* query, int group_size, int64_t head_dim, Query* packed) {
+    if (head_dim != kRowGroup) return Int8Ops::pack_heads(query, group_size, head_dim, packed);
+    for (int g = 0; g < group_size; ++g) {
+      Query* block = packed + g / kHeadBlock * block_stride(head_dim);
+      for (int64_t first = 0; first < head_dim; first += kRowGroup) {
+        const float* x = query + g * head_dim + first;
+        const float top = top_of(x);
+        const F inverse = f_set1(top > kSmallestInput ? kLargest / top : 0.0f);
+        auto* digits = reinterpret_cast<int8_t*>(block + g % kHeadBlock * head_dim + first);
+        I sum = i_zero();
+        for (int64_t d = 0; d < kRowGroup; d += W) {
+          sum = _mm512_add_epi32(sum, store_digits(f_mul(f_load(x + d), inverse), digits + d, digits + kRowGroup + d));
+        }
+        const OfGroup of_group{top / kLargest, 128 * _mm512_reduce_add_epi32(sum)};
+        std::memcpy(block + kHeadBlock * head_dim + (g % kHeadBlock * kMostGroups + first / kRowGroup) * 4, &of_group,
+                    sizeof of_group);
+      }
+    }
+  }
+
+  // Of rows of one group; longer ones come sooner from DRAM by Int8Ops. Four at a time are transposed in 128-bit lanes,
+  // so that a lane of 32 bits has four columns of one row.
   template <int G, class Rows>
   static void score(const Query* query, int64_t head_dim, const Rows& rows, int num_rows, const Prefetch<Int8>& ahead,
                     float scale, float* out, int64_t out_stride) {
     if (head_dim != kRowGroup) {
       return Int8Ops::score<G>(query, head_dim, rows, num_rows, ahead, scale, out, out_stride);
     }
-    float of_query[kHeadBlock * kMostGroups];
+    OfGroup of_query[kHeadBlock * kMostGroups];
     std::memcpy(of_query, query + kHeadBlock * head_dim, sizeof of_query);
-    I held[G * 2];
-    for (int i = 0; i < G * 2; ++i) held[i] = _mm512_loadu_si512(query + i * 32);
-    for (int r = 0; r < num_rows; r += 4) {
-      I sums[G * 4];
-      alignas(16) uint16_t halves[8];
-      for (int j = 0; j < 4; ++j) {
-        const int at = r + j < num_rows ? r + j : num_rows - 1;  // a short last group repeats its last row
-        ahead.row(at, row_bytes(head_dim, DType::i8));
-        ahead.next_in_stream(rows[at] + stream_ahead_bytes, head_dim);
-        const I low = i_load_pairs(&rows[at]->code), high = i_load_pairs(&rows[at][32].code);
-        halves[j] = scales_of(rows[at], head_dim)->bits;
+    const int64_t num_groups = head_dim / kRowGroup;
+    I high[kMostGroups][G][4], low[kMostGroups][G][4];
+    for (int64_t i = 0; i < num_groups; ++i) {
+      for (int g = 0; g < G; ++g) {
+        spread(query + g * head_dim + i * kRowGroup, high[i][g]);
+        spread(query + g * head_dim + i * kRowGroup + kRowGroup / 2, low[i][g]);
+      }
+    }
+    for (int r = 0; r < num_rows; r += W) {
+      const int left = num_rows - r < W ? num_rows - r : W;
+      const Int8* at[W];
+      for (int j = 0; j < left; ++j) at[j] = rows[r + j];
+      for (int j = left; j < W; ++j) at[j] = at[left - 1];
+      for (int j = 0; ahead.rows != nullptr && j < left; ++j) ahead.row(r + j, row_bytes(head_dim, DType::i8));
+      for (int j = 0; ahead.streams && j < left; ++j) ahead.next_in_stream(at[j] + stream_ahead_bytes, head_dim);
+      F scores[G];
+      for (int g = 0; g < G; ++g) scores[g] = f_zero();
+      for (int64_t i = 0; i < num_groups; ++i) {
+        I sums[G][4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          I x[4];
+          for (int k = 0; k < 4; ++k) x[k] = load_above(at[j * 4 + k] + i * kRowGroup);
+          transpose_quads(x);
+          for (int g = 0; g < G; ++g) {
+            sums[g][j] = i_zero();
+            for (int c = 0; c < 4; ++c) add_products(sums[g][j], x[c], high[i][g][c]);
+            sums[g][j] = _mm512_slli_epi32(sums[g][j], 8);
+            for (int c = 0; c < 4; ++c) add_products(sums[g][j], x[c], low[i][g][c]);
+          }
+        }
+        const F of_rows = load_scales(at, head_dim, i);
         for (int g = 0; g < G; ++g) {
-          const I half = _mm512_dpwssd_epi32(i_zero(), low, held[g * 2]);
-          sums[g * 4 + j] = _mm512_dpwssd_epi32(half, high, held[g * 2 + 1]);
+          const OfGroup& of_group = of_query[g * kMostGroups + i];
+          const I whole = _mm512_sub_epi32(sum_lanes(sums[g]), _mm512_set1_epi32(of_group.excess));
+          scores[g] = f_fma(f_from_ints(whole), f_mul(of_rows, f_set1(scale * of_group.scale)), scores[g]);
         }
       }
-      const __m128 of_rows = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(halves)));
-      const __mmask8 live = num_rows - r >= 4 ? 0xf : static_cast<__mmask8>((1 << (num_rows - r)) - 1);
-      for (int g = 0; g < G; ++g) {
-        const __m128 factors = _mm_mul_ps(of_rows, _mm_set1_ps(scale * of_query[g * kMostGroups]));
-        const __m128 scores = _mm_mul_ps(_mm_cvtepi32_ps(sum_quads(sums + g * 4)), factors);
-        _mm_mask_storeu_ps(out + g * out_stride + r, live, scores);
-      }
-    }
-  }
-
-  template <int G, class Rows>
-  static void accumulate(const float* weights, int64_t weight_stride, const Rows& rows, int num_rows,
-                         const Prefetch<Int8>& ahead, int64_t head_dim, float* acc, int64_t acc_stride) {
-    for (int64_t first = 0; first < head_dim; first += kRowGroup) {
-      accumulate_group<G>(weights, weight_stride, rows, num_rows, ahead, first, head_dim, acc + first, acc_stride);
-    }
-  }
-
-  // accumulate() leaves each 32 columns as (low halves, high halves) of the 128-bit lanes; put them back in order.
-  static void finish(float* acc, int group_size, int64_t head_dim) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int64_t i = 0; i < group_size * head_dim; i += 32) {
-      const __m512 low = _mm512_loadu_ps(acc + i);
-      const __m512 high = _mm512_loadu_ps(acc + i + 16);
-      _mm512_storeu_ps(acc + i, _mm512_permutex2var_ps(low, first, high));
-      _mm512_storeu_ps(acc + i + 16, _mm512_permutex2var_ps(low, second, high));
+      const auto live = static_cast<__mmask16>((1 << left) - 1);
+      for (int g = 0; g < G; ++g) _mm512_mask_storeu_ps(out + g * out_stride + r, live, scores[g]);
     }
   }
 
  private:
-  template <int G, class Rows>
-  static void accumulate_group(const float* weights, int64_t weight_stride, const Rows& rows, int num_rows,
-                               const Prefetch<Int8>& ahead, int64_t first, int64_t head_dim, float* acc,
-                               int64_t acc_stride) {
-    alignas(64) uint16_t halves[kSubTile] = {};
-    const int64_t bytes = row_bytes(head_dim, DType::i8);
-    for (int r = 0; r < num_rows; ++r) {
-      halves[r] = scales_of(rows[r], head_dim)[first / kRowGroup].bits;
-      if (first == 0) ahead.row(r, bytes);
-      ahead.next_in_stream(rows[0] + num_rows * bytes + first * num_rows + r * kRowGroup, kRowGroup);
-    }
-    const F low_scales = f_load_as(reinterpret_cast<const Half*>(halves)),
-            high_scales = f_load_as(reinterpret_cast<const Half*>(halves + 16));
-    alignas(64) uint32_t pairs[G][kSubTile / 2];
-    float units[G];
-    for (int g = 0; g < G; ++g) {
-      const float* w = weights + g * weight_stride;
-      const F low = f_mul(f_load(w), low_scales), high = f_mul(f_load(w + 16), high_scales);
-      const F zeros = f_fma(low, f_zero(), f_mul(high, f_zero()));
-      const float top = f_max_lane(f_max(_mm512_abs_ps(low), _mm512_abs_ps(high))) + f_sum(zeros);
-      units[g] = top / 32767.0f;  // NaN where a weight or a scale is no number
-      const F inverse = f_set1(top > kSmallestInput ? 32767.0f / top : 0.0f);
-      const __m256i first_half = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(f_mul(low, inverse)));
-      const __m256i second_half = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(f_mul(high, inverse)));
-      _mm512_store_si512(pairs[g], _mm512_inserti64x4(_mm512_castsi256_si512(first_half), second_half, 1));
-    }
-    I sums[G * 4];
-    for (int i = 0; i < G * 4; ++i) sums[i] = i_zero();
-    for (int r = 0; r < num_rows; r += 2) {
-      const Int8* even = rows[r] + first;
-      const Int8* odd = (r + 1 < num_rows ? rows[r + 1] : rows[r]) + first;  // at weight zero
-      I columns[4];
-      for (int v = 0; v < 2; ++v) {
-        const I a = i_load_pairs(&even[v * 32].code), b = i_load_pairs(&odd[v * 32].code);
-        columns[v * 2] = _mm512_unpacklo_epi16(a, b);
-        columns[v * 2 + 1] = _mm512_unpackhi_epi16(a, b);
-      }
-      for (int g = 0; g < G; ++g) {
-        const I w = _mm512_set1_epi32(static_cast<int>(pairs[g][r / 2]));
-        for (int v = 0; v < 4; ++v) sums[g * 4 + v] = _mm512_dpwssd_epi32(sums[g * 4 + v], w, columns[v]);
-      }
-    }
-    for (int g = 0; g < G; ++g) {
-      for (int v = 0; v < 4; ++v) {
-        float* to = acc + g * acc_stride + v * 16;
-        f_store(to, f_fma(f_from_ints(sums[g * 4 + v]), f_set1(units[g]), f_load(to)));
-      }
-    }
-  }
+  struct OfGroup {
+    float scale;
+    int32_t excess;
+  };
 
-  // Of four vectors the sum of each.
-  static __m128i sum_quads(const I* x) {
-    const I a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
-    const I b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
-    const I lanes = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-    const __m256i halved = _mm256_add_epi32(_mm512_castsi512_si256(lanes), _mm512_extracti64x4_epi64(lanes, 1));
-    return _mm_add_epi32(_mm256_castsi256_si128(halved), _mm256_extracti128_si256(halved, 1));
+  // 64 codes, each with 128 added.
+  static I load_above(const Int8* row) {
+    I x = _mm512_loadu_si512(row);
+    asm volatile("" : "+v"(x));  // in the order of memory: see PairOps
+    return _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80)));
+  }
+  // Of 16 rows the scale of a group. Inserted one by one: a vector does not load what words have just stored.
+  static F load_scales(const Int8* const* at, int64_t head_dim, int64_t group) {
+    __m128i halves[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i, at += 8) {
+      __m128i x = _mm_setzero_si128();
+      x = _mm_insert_epi16(x, scales_of(at[0], head_dim)[group].bits, 0);
+      x = _mm_insert_epi16(x, scales_of(at[1], head_dim)[group].bits, 1);
+      x = _mm_insert_epi16(x, scales_of(at[2], head_dim)[group].bits, 2);
+      x = _mm_insert_epi16(x, scales_of(at[3], head_dim)[group].bits, 3);
+      x = _mm_insert_epi16(x, scales_of(at[4], head_dim)[group].bits, 4);
+      x = _mm_insert_epi16(x, scales_of(at[5], head_dim)[group].bits, 5);
+      x = _mm_insert_epi16(x, scales_of(at[6], head_dim)[group].bits, 6);
+      halves[i] = _mm_insert_epi16(x, scales_of(at[7], head_dim)[group].bits, 7);
+    }
+    return _mm512_cvtph_ps(_mm256_set_m128i(halves[1], halves[0]));
+  }
+  // Four codes of a lane times four digits. By the intrinsic GCC 12 copies every sum, twice.
+  [[gnu::always_inline]] static void add_products(I& sums, I codes, I digits) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "vm"(digits));
+  }
+  // Of the 64 digits of a group, every fourth four of them in all lanes of their 128 bits.
+  static void spread(const Query* digits, I* out) {
+    const I all = _mm512_loadu_si512(digits);
+    out[0] = _mm512_shuffle_epi32(all, _MM_PERM_AAAA);
+    out[1] = _mm512_shuffle_epi32(all, _MM_PERM_BBBB);
+    out[2] = _mm512_shuffle_epi32(all, _MM_PERM_CCCC);
+    out[3] = _mm512_shuffle_epi32(all, _MM_PERM_DDDD);
+  }
+  // Of each 128 bits: x[i], lane j <-> x[j], lane i
+  static void transpose_quads(I* x) {
+    const I a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    const I c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm512_unpacklo_epi64(a, c);
+    x[1] = _mm512_unpackhi_epi64(a, c);
+    x[2] = _mm512_unpacklo_epi64(b, d);
+    x[3] = _mm512_unpackhi_epi64(b, d);
+  }
+  // The sum of the 128-bit lanes of each of four vectors.
+  static I sum_lanes(const I* x) {
+    const I a = _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x44), _mm512_shuffle_i32x4(x[0], x[1], 0xee));
+    const I b = _mm512_add_epi32(_mm512_shuffle_i32x4(x[2], x[3], 0x44), _mm512_shuffle_i32x4(x[2], x[3], 0xee));
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+  }
+  // x, at most kLargest, rounded to 256 * high + low; returns it so.
+  static I store_digits(F x, int8_t* high, int8_t* low) {
+    const I whole = _mm512_cvtps_epi32(x);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8(whole));
+    const I rounded = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(rounded));
+    return whole;
   }
 };

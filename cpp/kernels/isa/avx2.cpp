@@ -71,6 +71,23 @@ static inline I i_add_products(I sums, I row, const int16_t* query) {
   const __m256i q = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(query));
   return _mm256_add_epi32(sums, _mm256_madd_epi16(row, q));
 }
+static inline I i_add_products(I sums, I pairs, int32_t pair) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi32(pair)));
+}
+// Of two vectors of whole numbers of 16 bits, lane by lane of 128 bits: pairs of their first halves, and of the others;
+// and two vectors of what became of these, in order.
+static inline I i_pair_low(I a, I b) { return _mm256_unpacklo_epi16(a, b); }
+static inline I i_pair_high(I a, I b) { return _mm256_unpackhi_epi16(a, b); }
+static inline void f_unpair(F* low, F* high) {
+  const F first = _mm256_permute2f128_ps(*low, *high, 0x20);
+  *high = _mm256_permute2f128_ps(*low, *high, 0x31);
+  *low = first;
+}
+static inline void i_store_short(int16_t* p, F x) {
+  const __m256i words = _mm256_cvtps_epi32(x);
+  const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), shorts);
+}
 static inline I i_low_nibbles(I pairs) { return _mm256_srai_epi16(_mm256_slli_epi16(pairs, 12), 12); }
 static inline I i_high_squares(I pairs) {
   const I high = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), _mm256_set1_epi16(15));
@@ -211,6 +228,11 @@ struct Columns<Bf16> {
 };
 
 // clang-format off
+#include "kernels/tile_ops-inl.h"
+#include "kernels/tile_ops_int8-inl.h"
+#include "kernels/tile_ops_int8_pairs-inl.h"
+template <>
+struct TileOps<Int8> : Int8PairOps {};
 #include "kernels/bodies-inl.h"
 #include "kernels/causal_attention-inl.h"
 #include "kernels/products-inl.h"

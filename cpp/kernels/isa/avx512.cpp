@@ -13,6 +13,9 @@ namespace offload::avx512 {
 static inline I i_add_products(I sums, I row, const int16_t* query) {
   return _mm512_add_epi32(sums, _mm512_madd_epi16(row, _mm512_loadu_si512(query)));
 }
+static inline I i_add_products(I sums, I pairs, int32_t pair) {
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi32(pair)));
+}
 
 // Codes of kByteLanes tokens, entries looked up by their nibbles, and 16-bit sums of those: `odd` of the odd tokens,
 // `all` of the even ones and, 256 times, of the odd ones.
@@ -58,6 +61,11 @@ static inline void f_transpose(F* x) {
 }
 
 // clang-format off
+#include "kernels/tile_ops-inl.h"
+#include "kernels/tile_ops_int8-inl.h"
+#include "kernels/tile_ops_int8_pairs-inl.h"
+template <>
+struct TileOps<Int8> : Int8PairOps {};
 #include "kernels/bodies-inl.h"
 #include "kernels/causal_attention-inl.h"
 #include "kernels/products-inl.h"

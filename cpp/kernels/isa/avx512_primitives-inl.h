@@ -44,6 +44,19 @@ static inline I i_zero() { return _mm512_setzero_si512(); }
 static inline I i_load_pairs(const int8_t* p) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+// Of two vectors of whole numbers of 16 bits, lane by lane of 128 bits: pairs of their first halves, and of the others;
+// and two vectors of what became of these, in order.
+static inline I i_pair_low(I a, I b) { return _mm512_unpacklo_epi16(a, b); }
+static inline I i_pair_high(I a, I b) { return _mm512_unpackhi_epi16(a, b); }
+static inline void f_unpair(F* low, F* high) {
+  const __m512i to_low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const F first = _mm512_permutex2var_ps(*low, to_low, *high);
+  *high = _mm512_permutex2var_ps(*low, _mm512_add_epi32(to_low, _mm512_set1_epi32(8)), *high);
+  *low = first;
+}
+static inline void i_store_short(int16_t* p, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+}
 static inline I i_low_nibbles(I pairs) { return _mm512_srai_epi16(_mm512_slli_epi16(pairs, 12), 12); }
 static inline I i_high_squares(I pairs) {
   const I high = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), _mm512_set1_epi16(15));

@@ -14,6 +14,9 @@ namespace offload::avx512_vnni {
 static inline I i_add_products(I sums, I row, const int16_t* query) {
   return _mm512_dpwssd_epi32(sums, row, _mm512_loadu_si512(query));
 }
+static inline I i_add_products(I sums, I pairs, int32_t pair) {
+  return _mm512_dpwssd_epi32(sums, pairs, _mm512_set1_epi32(pair));
+}
 static inline I i_dot_nibbles(C w, const int8_t* x) { return _mm512_dpbusd_epi32(i_zero(), w, _mm512_loadu_si512(x)); }
 static inline I i_dot_bytes(C w, const int8_t* x) {
   return _mm512_dpbusd_epi32(i_zero(), _mm512_abs_epi8(w), i_signed(w, x));
@@ -28,6 +31,7 @@ static inline F f_add_halves(C w, const int8_t* x, const float* factors, F part)
 #include "kernels/ranking_bytes-inl.h"
 #include "kernels/packed-inl.h"
 #include "kernels/tile_ops_int8-inl.h"
+#include "kernels/tile_ops_int8_pairs-inl.h"
 #include "kernels/tile_ops_int8_vnni-inl.h"
 #include "kernels/attention-inl.h"
 // clang-format on

@@ -152,6 +152,10 @@ static inline C c_look_up(T table, const C& w) {
   return {{vqtbl1q_s8(table, vreinterpretq_u8_s8(w.val[0])), vqtbl1q_s8(table, vreinterpretq_u8_s8(w.val[1]))}};
 }
 
+#include "kernels/tile_ops-inl.h"
+#include "kernels/tile_ops_int8-inl.h"
+template <>
+struct TileOps<Int8> : Int8Ops {};
 #include "kernels/bodies-inl.h"
 
 }  // namespace offload::neon

@@ -120,6 +120,10 @@ static inline C c_look_up(T table, C w) {
   return w;
 }
 
+#include "kernels/tile_ops-inl.h"
+#include "kernels/tile_ops_int8-inl.h"
+template <>
+struct TileOps<Int8> : Int8Ops {};
 #include "kernels/bodies-inl.h"
 
 }  // namespace offload::scalar

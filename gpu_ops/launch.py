@@ -13,6 +13,8 @@ variable alone changes nothing for CPU tensors.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +38,9 @@ except ModuleNotFoundError as error:
 __all__ = [
     "compiled_ahead",
     "compiles",
+    "gl",
+    "gluon_jit",
+    "has_gluon",
     "has_triton",
     "interpreted",
     "interprets",
@@ -50,6 +55,15 @@ __all__ = [
 
 # Fixed by now: triton's own device functions (tl.sum, …) are either compiled or interpreted.
 _interprets = has_triton and bool(triton.knobs.runtime.interpret)
+
+# Triton's language with layouts, of which its interpreter has nothing.
+gl: Any = None
+gluon: Any = None
+if has_triton and not _interprets:
+    with contextlib.suppress(ImportError):  # an older triton
+        gluon = importlib.import_module("triton.experimental.gluon")
+        gl = importlib.import_module("triton.experimental.gluon.language")
+has_gluon = gl is not None
 _on_cpu: ContextVar[bool] = ContextVar("kernels run on CPU tensors", default=False)
 
 # While there is one kernels are compiled instead of launched, and it gets what triton made of each
@@ -92,21 +106,30 @@ def jit_for_any(*sizes: str) -> Callable[[Callable[..., None]], Any]:
 
     def decorate(function: Callable[..., None]) -> Any:
         names = [name for name in _ANY_ALIGNMENT if name in inspect.signature(function).parameters]
-        kernel = triton.jit(
-            function, do_not_specialize=list(sizes), do_not_specialize_on_alignment=names
+        return _launched_or_ahead(
+            triton.jit(
+                function, do_not_specialize=list(sizes), do_not_specialize_on_alignment=names
+            )
         )
 
-        def run(*args: Any, warmup: bool, **options: Any) -> Any:
-            ahead = compiled_ahead.get()
-            launched = type(kernel).run(
-                kernel, *args, warmup=warmup or ahead is not None, **options
-            )
-            return launched if ahead is None else ahead(launched)
-
-        kernel.run = run
-        return kernel
-
     return decorate
+
+
+def gluon_jit(function: Callable[..., Any]) -> Any:
+    """`gluon.jit`, or the function as it is where there is no Gluon."""
+    return _launched_or_ahead(gluon.jit(function)) if has_gluon else function
+
+
+def _launched_or_ahead(kernel: Any) -> Any:
+    """The kernel, which is compiled instead of launched while something is `compiled_ahead`."""
+
+    def run(*args: Any, warmup: bool, **options: Any) -> Any:
+        ahead = compiled_ahead.get()
+        launched = type(kernel).run(kernel, *args, warmup=warmup or ahead is not None, **options)
+        return launched if ahead is None else ahead(launched)
+
+    kernel.run = run
+    return kernel
 
 
 def interprets() -> bool:

@@ -1,8 +1,9 @@
 """A linear layer of packed weights (`cpu_ops.packed`) on a GPU.
 
 A few rows are whole numbers alone: they are quantised in groups of 32, as the weights are, and
-`dp4a` multiplies four of them at a time; scales meet the sums of groups. That reads 4.5 or 8.5 bits
-a weight. Many rows meet weights that are unpacked, a block of outputs at a time.
+`dp4a` multiplies four of them at a time; scales meet the sums of groups. That reads 5 or 8.5 bits
+a weight. Several rows meet on tensor cores (`packed_rows`). Many meet weights that are unpacked, a
+block of outputs at a time.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch.nn import functional
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.launch import interprets, jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.linear import GpuLinear
+from gpu_ops.packed_rows import MOST_ROWS, UNROLLED, few_rows, has_tensor_cores
 from gpu_ops.rms_norm import rms_norm_reference
 
 GROUP = 32  # weights with a scale of their own
 _PER_PROGRAM = 1024  # elements of a row that is unpacked
 _GROUPS_PER_PROGRAM = 32  # of a row that is quantised
-_MOST_ROWS = 8  # that meet packed weights; more are worth unpacking
+_MOST_ROWS = 8  # that meet packed weights without tensor cores; more are worth unpacking
 _BLOCK_BYTES = 128 * 2**20  # of weights that are unpacked at one time
 
 
@@ -36,10 +38,12 @@ def quantise_rows_kernel(
     eps: tl.tensor,
     K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,  # of scales and sums; so with the next
+    GROUP_STRIDE: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ) -> None:
-    """One program per GROUPS groups of a row."""
+    """One program per GROUPS groups of a row; those behind its end are zeros."""
     dtype = x.dtype.element_ty
     r = tl.program_id(1).to(tl.int64)
     inverse = 1.0
@@ -60,7 +64,7 @@ def quantise_rows_kernel(
     tl.store(codes + r * NUM_GROUPS * 32 + k, whole_numbers, mask=inside[:, None])
     # NaN and infinity stay what they are in the scale, and so in each output.
     bad = tl.sum(row * 0.0, 1)
-    at = r * NUM_GROUPS + group
+    at = r * ROW_STRIDE + group * GROUP_STRIDE
     tl.store(scales + at, largest * (1.0 / 127.0) + bad, mask=inside)
     tl.store(sums + at, tl.sum(row, 1), mask=inside)
 
@@ -321,6 +325,41 @@ class GpuPackedLinear(GpuLinear):
         bias = None if self._bias is None else self._bias[:out_features]
         return GpuPackedLinear(parts, self.dtype, bias)
 
+    def __call__(
+        self,
+        x: Tensor,
+        out: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        glu: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        is_few = 1 < len(x) <= MOST_ROWS and runs_kernel(x) and has_tensor_cores(x.device)
+        if not is_few or (glu and len(self._parts) > 1):  # gate and up of two formats
+            return super().__call__(x, out, norm=norm, glu=glu, residual=residual)
+        check_dtype("x", x)
+        check_tensor("x", x, (len(x), self.in_features), self.dtype, x.device)
+        width = self.out_features // (2 if glu else 1)
+        out = x.new_empty(len(x), width) if out is None else out
+        check_tensor("out", out, (len(x), width), self.dtype, x.device)
+        if residual is not None:
+            check_tensor("residual", residual, out.shape, self.dtype, x.device)
+        rows = quantise_rows(x, norm, most_rows=8 if len(x) <= 8 else MOST_ROWS)
+        first = 0
+        for part in self._parts:
+            last = width if glu else first + part.num_out
+            few_rows(
+                part.codes,
+                part.scales[..., 0],
+                rows,
+                out[:, first:last],
+                bias=None if self._bias is None else self._bias[first : first + part.num_out],
+                residual=None if residual is None else residual[:, first:last],
+                glu=glu,
+            )
+            first = last
+        return out
+
     def _row(
         self,
         x: Tensor,
@@ -436,21 +475,30 @@ def launch_shape(num_groups: int, *, is_q4: bool) -> tuple[int, int, int]:
 
 
 def quantise_rows(
-    x: Tensor, norm: tuple[Tensor, float] | None = None
+    x: Tensor, norm: tuple[Tensor, float] | None = None, *, most_rows: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [n, k] on a grid of 255 points per group of 32, after an RMSNorm (weight [k], eps).
+
+    Args:
+        most_rows: as `few_rows` reads them: groups are rounded up to a multiple of UNROLLED, by
+            zeros, and scales and sums are [num_groups, most_rows], of which n columns are set.
 
     Returns int8 codes [n, num_groups * 32], and of each group the scale and the sum of what was
     quantised, float32 [n, num_groups].
     """
     num_rows, num_in = x.shape
     num_groups = -(-num_in // GROUP)
+    if most_rows is None:
+        shape, strides = (num_rows, num_groups), (num_groups, 1)
+    else:
+        num_groups = -(-num_groups // UNROLLED) * UNROLLED
+        shape, strides = (num_groups, most_rows), (1, most_rows)
     codes = x.new_empty(num_rows, num_groups * GROUP, dtype=torch.int8)
-    scales, sums = x.new_empty(2, num_rows, num_groups, dtype=torch.float32)
+    scales, sums = x.new_empty(2, *shape, dtype=torch.float32)
     norm_weight, eps = (None, 0.0) if norm is None else norm
     groups = min(_GROUPS_PER_PROGRAM, next_power_of_2(num_groups))
     quantise_rows_kernel[(-(-num_groups // groups), num_rows)](
-        x, norm_weight, codes, scales, sums, eps, num_in, num_groups, groups,
+        x, norm_weight, codes, scales, sums, eps, num_in, num_groups, *strides, groups,
         next_power_of_2(num_in), num_warps=4,
     )  # fmt: skip
     return codes, scales, sums

@@ -107,6 +107,7 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
         linear = GpuPackedLinear(packed, dtype, zeros(hidden_size * len(packed)))
         linear(row, norm=(zeros(hidden_size), 1e-5))
         linear(row, glu=len(packed) == 1)
+        linear(zeros(4, hidden_size), glu=len(packed) == 1)
         linear(zeros(16, hidden_size))
         linear(zeros(128, hidden_size))
 

@@ -52,6 +52,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "code_query_kernel",
         "digit_kernel",
         "fetch_rows_kernel",
+        "few_rows_kernel",
         "fill_empty_kernel",
         "gather_rows_kernel",
         "gathered_attention_kernel",
@@ -75,6 +76,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "select_scored_kernel",
         "select_tokens_kernel",
         "silu_mul_kernel",
+        "sum_splits_kernel",
         "window_attention_kernel",
     }
     for name, registers, stack_bytes, shared_bytes in kernels:

@@ -11,6 +11,7 @@ from cases.slowly import combinations
 from cpu_ops.packed import FORMATS, quantise
 from gpu_ops.launch import runs_kernel
 from gpu_ops.packed_linear import GpuPackedLinear, PackedRows, quantise_rows, unpack
+from gpu_ops.packed_rows import has_tensor_cores
 
 EPS = 1e-5
 OF_CODES = 2e-2  # relative L2 of a row's int8 codes, of which the largest sets the grid
@@ -78,7 +79,7 @@ def expected_of(x, parts, bias, norm, glu, residual, *, is_rounded):
         ["", "bias", "norm", "glu", "residual", "norm glu", "all"],
     ),
 )
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, 3, pytest.param(12, marks=pytest.mark.cuda)])
 def test_rows(
     device: str,
     dtype: torch.dtype,
@@ -109,7 +110,7 @@ def test_rows(
     assert_close(out, expected, neighbours + 16 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 65])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16, 65])
 @pytest.mark.parametrize("format", FORMATS)
 def test_numbers_of_rows(device: str, format: str, num_rows: int) -> None:
     rng = new_rng()
@@ -117,7 +118,7 @@ def test_numbers_of_rows(device: str, format: str, num_rows: int) -> None:
     parts = made(rng, 70, 200, format, device)
     linear = GpuPackedLinear(parts, torch.bfloat16)
     assert (linear.out_features, linear.in_features) == (70, 200)
-    is_rounded = runs_kernel(x) and num_rows <= 8
+    is_rounded = runs_kernel(x) and num_rows <= (16 if has_tensor_cores(x.device) else 8)
     expected = expected_of(x, parts, None, None, False, None, is_rounded=is_rounded)
     assert_close(linear(x), expected, 1e-2)
     assert_close(linear.first(33)(x), expected[:, :33], 1e-2)
@@ -155,24 +156,28 @@ def test_a_row_is_on_the_nearest_points(device: str) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("format", FORMATS)
-def test_non_finite_rows_are_not_hidden(device: str, format: str, bad: float) -> None:
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_non_finite_rows_are_not_hidden(
+    device: str, format: str, bad: float, num_rows: int
+) -> None:
     rng = new_rng()
     parts = made(rng, 8, 96, format, device)
-    x = random(rng, 1, 96, dtype=torch.float32, device=device)
+    x = random(rng, num_rows, 96, dtype=torch.float32, device=device)
     x[0, 40] = bad
     with quiet_numpy():
         y = GpuPackedLinear(parts, torch.float32)(x)
-    assert not y.isfinite().any()
+    assert not y[0].isfinite().any()
+    assert y[1:].isfinite().all()
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_vocabulary_of_more_outputs_than_a_grid_is_high(format: str, num_rows: int) -> None:
     rng = new_rng()
     parts = made(rng, 70_001, 32, format, "cuda")
     x = random(rng, num_rows, 32, dtype=torch.bfloat16, device="cuda")
-    expected = expected_of(x, parts, None, None, False, None, is_rounded=True)
+    expected = expected_of(x, parts, None, None, False, None, is_rounded=num_rows < 17)
     assert_close(GpuPackedLinear(parts, torch.bfloat16)(x), expected, 1e-2)
 
 

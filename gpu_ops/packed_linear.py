@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cpu_ops.packed import PackedWeight
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.launch import interprets, jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.linear import GpuLinear
@@ -22,6 +23,7 @@ from gpu_ops.packed_rows import MOST_ROWS, UNROLLED, few_rows, has_tensor_cores
 from gpu_ops.rms_norm import rms_norm_reference
 
 GROUP = 32  # weights with a scale of their own
+GPU_FORMATS = ("q8", "q4", "q8m", "q8x16")  # of `cpu_ops.packed`
 _PER_PROGRAM = 1024  # elements of a row that is unpacked
 _GROUPS_PER_PROGRAM = 32  # of a row that is quantised
 _MOST_ROWS = 8  # that meet packed weights without tensor cores; more are worth unpacking
@@ -91,13 +93,15 @@ def _products(
     n: tl.tensor,
     inside_n: tl.tensor,
     NUM_GROUPS: tl.constexpr,
-    IS_Q4: tl.constexpr,
+    FORMAT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     DP4A: tl.constexpr,
 ) -> tl.tensor:
     """Products of rows n [BLOCK_N] of the weights and one row: float32 [BLOCK_N]."""
-    WORDS: tl.constexpr = 4 if IS_Q4 else 8  # of four bytes, in a group
+    IN_HALVES: tl.constexpr = FORMAT == "q4" or FORMAT == "q8x16"
+    WORDS: tl.constexpr = 4 if IN_HALVES else 8  # of four bytes, of a half or a group
+    GROUP_WORDS: tl.constexpr = 4 if FORMAT == "q4" else 8
     shape: tl.constexpr = (BLOCK_N, GROUPS, WORDS)
     word = tl.arange(0, WORDS)[None, None, :]
     totals = tl.zeros((BLOCK_N, GROUPS), tl.float32)
@@ -107,22 +111,30 @@ def _products(
         inside_g = g < NUM_GROUPS
         inside = inside_n[:, None] & inside_g[None, :]
         of_group = n[:, None] * NUM_GROUPS + g[None, :]
-        at = weight_codes + of_group[:, :, None] * WORDS + word
+        at = weight_codes + of_group[:, :, None] * GROUP_WORDS + word
         w = tl.load(at, mask=inside[:, :, None], other=0, eviction_policy="evict_first")
         x = codes + g[None, :, None] * 8 + word
         low = tl.broadcast_to(tl.load(x, mask=inside_g[None, :, None], other=0), shape)
         scale = tl.load(scales + g, mask=inside_g, other=0.0)[None, :]
-        if IS_Q4:
+        numbers = tl.load(weight_scales + of_group, mask=inside, other=0)
+        if FORMAT == "q8":
+            of_weight = numbers.to(tl.float32)
+        else:  # two float16: scale and minimum, or a scale of each half
+            of_weight = (numbers & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            other = (numbers >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        if IN_HALVES:
             high = tl.broadcast_to(tl.load(x + 4, mask=inside_g[None, :, None], other=0), shape)
-            both = tl.load(weight_scales + of_group, mask=inside, other=0)  # scale and minimum
-            of_weight = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            least = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        if FORMAT == "q4":
             dots = _dot4(w & 0x0F0F0F0F, low, zero, DP4A)
             dots = _dot4((w >> 4) & 0x0F0F0F0F, high, dots, DP4A)
-            totals += least * tl.load(sums + g, mask=inside_g, other=0.0)[None, :]
         else:
-            of_weight = tl.load(weight_scales + of_group, mask=inside, other=0.0).to(tl.float32)
             dots = _dot4(w, low, zero, DP4A)
+        if FORMAT == "q8x16":
+            w = tl.load(at + 4, mask=inside[:, :, None], other=0, eviction_policy="evict_first")
+            of_high = tl.sum(_dot4(w, high, zero, DP4A), 2)
+            totals += of_high.to(tl.float32) * (other * scale)
+        elif FORMAT != "q8":
+            totals += other * tl.load(sums + g, mask=inside_g, other=0.0)[None, :]
         totals += tl.sum(dots, 2).to(tl.float32) * (of_weight * scale)
     return tl.sum(totals, 1)
 
@@ -141,7 +153,7 @@ def packed_product_kernel(
     stride: tl.tensor,
     num_rows: tl.tensor,
     NUM_GROUPS: tl.constexpr,
-    IS_Q4: tl.constexpr,
+    FORMAT: tl.constexpr,
     GLU: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -161,7 +173,7 @@ def packed_product_kernel(
     sums += row * NUM_GROUPS
     y = _products(
         weight_codes, weight_scales, codes, scales, sums, n, inside_n,
-        NUM_GROUPS, IS_Q4, BLOCK_N, GROUPS, DP4A,
+        NUM_GROUPS, FORMAT, BLOCK_N, GROUPS, DP4A,
     )  # fmt: skip
     if bias is not None:
         y += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)
@@ -169,7 +181,7 @@ def packed_product_kernel(
     if GLU:
         up = _products(
             weight_codes, weight_scales, codes, scales, sums, n + num_out, inside_n,
-            NUM_GROUPS, IS_Q4, BLOCK_N, GROUPS, DP4A,
+            NUM_GROUPS, FORMAT, BLOCK_N, GROUPS, DP4A,
         )  # fmt: skip
         if bias is not None:
             up += tl.load(bias + num_out + n, mask=inside_n, other=0.0).to(tl.float32)
@@ -190,7 +202,7 @@ def unpack_kernel(
     out: tl.tensor,
     K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    IS_Q4: tl.constexpr,
+    FORMAT: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
     """One program per row and BLOCK_K elements of it."""
@@ -199,16 +211,21 @@ def unpack_kernel(
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = k < K
     group = n * NUM_GROUPS + k // 32
-    if IS_Q4:
+    if FORMAT == "q4":
         byte = tl.load(weight_codes + group * 16 + k % 16, mask=inside, other=0)
         code = (tl.where(k % 32 < 16, byte, byte >> 4) & 15).to(tl.float32)
-        both = tl.load(weight_scales + group, mask=inside, other=0)
-        scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        least = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        value = code * scale + least
     else:
         code = tl.load(weight_codes + group * 32 + k % 32, mask=inside, other=0).to(tl.float32)
-        value = code * tl.load(weight_scales + group, mask=inside, other=0.0).to(tl.float32)
+    numbers = tl.load(weight_scales + group, mask=inside, other=0)
+    if FORMAT == "q8":
+        value = code * numbers.to(tl.float32)
+    else:
+        scale = (numbers & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        other = (numbers >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        if FORMAT == "q8x16":
+            value = code * tl.where(k % 32 < 16, scale, other)
+        else:
+            value = code * scale + other
     tl.store(out + n * K + k, value.to(dtype), mask=inside)
 
 
@@ -217,42 +234,44 @@ class PackedRows:
     """Neighbouring outputs of one format, as the kernels read them.
 
     Attributes:
-        codes: as `cpu_ops.packed.PackedWeight` has them: q8 int8 [num_out, num_groups, 32], q4
+        format: one of `GPU_FORMATS`.
+        codes: as `cpu_ops.packed.PackedWeight` has them: int8 [num_out, num_groups, 32], of q4
             uint8 [num_out, num_groups, 16].
-        numbers: float16 [num_out, num_groups, 1 or 2], contiguous: a group's scale, and of q4 its
-            minimum.
+        numbers: float16 [num_out, num_groups, 1 or 2], contiguous: a group's scale; its scale and
+            minimum (q4, q8m); or a scale of each half (q8x16).
         in_features: of which the last group may lack some.
     """
 
+    format: str
     codes: Tensor
     numbers: Tensor
     in_features: int
 
     @classmethod
-    def of(
-        cls, codes: Tensor, scales: Tensor, minimums: Tensor | None, in_features: int
-    ) -> PackedRows:
-        """Those of a `PackedWeight`'s attributes; scales and minimums are copied."""
-        numbers = [scales] if minimums is None else [scales, minimums]
-        return cls(codes, torch.stack(numbers, -1), in_features)
+    def of(cls, packed: PackedWeight) -> PackedRows:
+        """Scales and minimums are copied, if there are both."""
+        scales, minimums = packed.scales, packed.minimums
+        shape = *packed.codes.shape[:2], -1
+        numbers = scales.view(shape) if minimums is None else torch.stack([scales, minimums], -1)
+        return cls(packed.format, packed.codes, numbers, packed.in_features)
 
     @classmethod
-    def over(
-        cls, codes: Tensor, scales: Tensor, minimums: Tensor | None, in_features: int
-    ) -> PackedRows | None:
+    def over(cls, packed: PackedWeight) -> PackedRows | None:
         """The same over the memory of some outputs that `of` has made; None: it has not."""
-        num_out, num_groups = scales.shape
-        per_group = 1 if minimums is None else 2
-        strides = num_groups * per_group, per_group
-        follows = minimums is None or minimums.data_ptr() - scales.data_ptr() == 2
-        if scales.stride() != strides or not follows or not codes.is_contiguous():
+        codes, scales, minimums = packed.codes, packed.scales, packed.minimums
+        num_out, num_groups = codes.shape[:2]
+        if minimums is None:
+            per_group = scales.shape[1] // num_groups
+            follows = scales.is_contiguous()
+        else:
+            per_group = 2
+            follows = scales.stride() == (2 * num_groups, 2)
+            follows &= minimums.data_ptr() - scales.data_ptr() == scales.itemsize
+        if not follows or not codes.is_contiguous():
             return None
-        sizes = num_out, num_groups, per_group
-        return cls(codes, scales.as_strided(sizes, (*strides, 1)), in_features)
-
-    @property
-    def is_q4(self) -> bool:
-        return self.numbers.shape[2] == 2
+        strides = num_groups * per_group, per_group, 1
+        numbers = scales.as_strided((num_out, num_groups, per_group), strides)
+        return cls(packed.format, codes, numbers, packed.in_features)
 
     @property
     def num_out(self) -> int:
@@ -273,21 +292,25 @@ class PackedRows:
 
     @property
     def scales(self) -> Tensor:
-        """[num_out, num_groups, 1]: float16, or of q4 scale and minimum in an int32."""
-        return self.numbers.view(torch.int32) if self.is_q4 else self.numbers
+        """[num_out, num_groups, 1]: float16, or a group's two numbers in an int32."""
+        return self.numbers if self.format == "q8" else self.numbers.view(torch.int32)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """As the CPU has it, over the same memory."""
+        has_minimums = self.format in ("q4", "q8m")
+        scales = self.numbers[..., 0] if has_minimums else self.numbers.flatten(1)
+        minimums = self.numbers[..., 1] if has_minimums else None
+        return PackedWeight(self.codes, scales, minimums, self.in_features)
 
     def part(self, first: int, last: int) -> PackedRows:
         """Some of the outputs, over the same memory."""
-        return PackedRows(self.codes[first:last], self.numbers[first:last], self.in_features)
+        codes, numbers = self.codes[first:last], self.numbers[first:last]
+        return PackedRows(self.format, codes, numbers, self.in_features)
 
     def dequantise(self) -> Tensor:
         """float32 [num_out, in_features], by torch."""
-        codes, numbers = self.codes, self.numbers.float()
-        if self.is_q4:
-            codes = torch.cat([codes & 15, codes >> 4], -1)
-        values = codes.float() * numbers[..., :1]
-        values += numbers[..., 1:] if self.is_q4 else 0.0
-        return values.flatten(1)[:, : self.in_features]
+        return self.packed.dequantise()
 
 
 class GpuPackedLinear(GpuLinear):
@@ -349,8 +372,9 @@ class GpuPackedLinear(GpuLinear):
         for part in self._parts:
             last = width if glu else first + part.num_out
             few_rows(
+                part.format,
                 part.codes,
-                part.scales[..., 0],
+                part.scales,
                 rows,
                 out[:, first:last],
                 bias=None if self._bias is None else self._bias[first : first + part.num_out],
@@ -411,7 +435,7 @@ class GpuPackedLinear(GpuLinear):
         for part in self._parts:
             last = out.shape[1] if glu else first + part.num_out
             bias = None if self._bias is None else self._bias[first : first + part.num_out]
-            block_n, groups, warps = launch_shape(part.num_groups, is_q4=part.is_q4)
+            block_n, groups, warps = launch_shape(part.num_groups, part.format)
             programs = len(x) * -(-(last - first) // block_n)  # in one dimension: there may be 2^17
             packed_product_kernel[(programs,)](
                 part.words,
@@ -426,7 +450,7 @@ class GpuPackedLinear(GpuLinear):
                 out.shape[1],
                 len(x),
                 part.num_groups,
-                part.is_q4,
+                part.format,
                 glu,
                 block_n,
                 groups,
@@ -468,9 +492,11 @@ class GpuPackedLinear(GpuLinear):
         return y if residual is None else y + residual
 
 
-def launch_shape(num_groups: int, *, is_q4: bool) -> tuple[int, int, int]:
+def launch_shape(num_groups: int, format: str) -> tuple[int, int, int]:
     """Outputs of a program, groups of each that it reads at a time, and its warps."""
-    groups, warps = ((64, 2) if num_groups > 256 else (128, 4)) if is_q4 else (32, 1)
+    groups, warps = 32, 1
+    if format == "q4":
+        groups, warps = (64, 2) if num_groups > 256 else (128, 4)
     return 1, min(groups, next_power_of_2(num_groups)), warps
 
 
@@ -515,7 +541,7 @@ def unpack(rows: PackedRows, dtype: torch.dtype) -> Tensor:
         out,
         rows.in_features,
         rows.num_groups,
-        rows.is_q4,
+        rows.format,
         _PER_PROGRAM,
         num_warps=4,
     )

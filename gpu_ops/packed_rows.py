@@ -37,14 +37,15 @@ def _add_group(
     codes: gl.tensor,
     row_scales: gl.tensor,
     row_sums: gl.tensor,
+    k: gl.tensor,
     x_inside: gl.tensor,
-    IS_Q4: gl.constexpr,
+    FORMAT: gl.constexpr,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,
     MMA: gl.constexpr,
     WEIGHTS: gl.constexpr,
 ) -> gl.tensor:
-    if IS_Q4:
+    if FORMAT == "q4":
         low = gl.inline_asm_elementwise(
             "and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [w], dtype=gl.int8, is_pure=True, pack=4
         )
@@ -59,13 +60,23 @@ def _add_group(
         both = gl.permute(gl.join(low, high), (0, 2, 1))
         w = gl.convert_layout(gl.reshape(both, (BLOCK_N, 32)), WEIGHTS)  # the same registers
     x = gl.load(codes, mask=x_inside, other=0)
-    dots = gl.nvidia.ampere.mma_v2(w, x, gl.zeros((BLOCK_N, ROWS), gl.int32, MMA))
-    if IS_Q4:
-        least = (scale >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-        acc += least[:, None] * gl.load(row_sums)[None, :]
-        scale = (scale & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True)
-    of_group = scale.to(gl.float32)[:, None] * gl.load(row_scales)[None, :]
-    return acc + dots.to(gl.float32) * of_group
+    none = gl.zeros((BLOCK_N, ROWS), gl.int32, MMA)
+    row_scale = gl.load(row_scales)[None, :]
+    if FORMAT == "q8":
+        of_weight = scale.to(gl.float32)[:, None]
+    else:  # two float16: scale and minimum, or a scale of each half
+        of_weight = (scale & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True)
+        of_weight = of_weight.to(gl.float32)[:, None]
+        other = (scale >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)[:, None]
+    if FORMAT == "q8x16":
+        is_high = (k >= 16)[:, None]
+        of_high = gl.nvidia.ampere.mma_v2(w, gl.where(is_high, x, 0), none)
+        acc += of_high.to(gl.float32) * (other * row_scale)
+        x = gl.where(is_high, 0, x)
+    elif FORMAT != "q8":
+        acc += other * gl.load(row_sums)[None, :]
+    dots = gl.nvidia.ampere.mma_v2(w, x, none)
+    return acc + dots.to(gl.float32) * (of_weight * row_scale)
 
 
 @gluon_jit
@@ -81,7 +92,7 @@ def few_rows_kernel(
     groups_per_split: gl.tensor,
     NUM_GROUPS: gl.constexpr,
     ROW_GROUPS: gl.constexpr,
-    IS_Q4: gl.constexpr,
+    FORMAT: gl.constexpr,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,
     WARPS: gl.constexpr,
@@ -90,7 +101,7 @@ def few_rows_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     CODES: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
-    BYTES: gl.constexpr = 16 if IS_Q4 else 32
+    BYTES: gl.constexpr = 16 if FORMAT == "q4" else 32
     HALVES: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0]] + ([[64, 0]] if BLOCK_N == 128 else []),
         lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
@@ -98,7 +109,7 @@ def few_rows_kernel(
         block_bases=[],
         shape=[BLOCK_N, 16],
     )
-    LOADED: gl.constexpr = HALVES if IS_Q4 else WEIGHTS
+    LOADED: gl.constexpr = HALVES if FORMAT == "q4" else WEIGHTS
     n = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADED))
     inside = (n < num_out)[:, None]
     byte = gl.arange(0, BYTES, gl.SliceLayout(0, LOADED))
@@ -125,20 +136,20 @@ def few_rows_kernel(
         s2 = gl.load(s + g + 2, mask=out_inside & (g + 2 < NUM_GROUPS), other=0)
         s3 = gl.load(s + g + 3, mask=out_inside & (g + 3 < NUM_GROUPS), other=0)
         acc = _add_group(
-            acc, w0, s0, x + g * 32, scales + g * ROWS, sums + g * ROWS, x_inside,
-            IS_Q4, BLOCK_N, ROWS, MMA, WEIGHTS,
+            acc, w0, s0, x + g * 32, scales + g * ROWS, sums + g * ROWS, k, x_inside,
+            FORMAT, BLOCK_N, ROWS, MMA, WEIGHTS,
         )  # fmt: skip
         acc = _add_group(
-            acc, w1, s1, x + (g + 1) * 32, scales + (g + 1) * ROWS, sums + (g + 1) * ROWS, x_inside,
-            IS_Q4, BLOCK_N, ROWS, MMA, WEIGHTS,
+            acc, w1, s1, x + (g + 1) * 32, scales + (g + 1) * ROWS, sums + (g + 1) * ROWS, k,
+            x_inside, FORMAT, BLOCK_N, ROWS, MMA, WEIGHTS,
         )  # fmt: skip
         acc = _add_group(
-            acc, w2, s2, x + (g + 2) * 32, scales + (g + 2) * ROWS, sums + (g + 2) * ROWS, x_inside,
-            IS_Q4, BLOCK_N, ROWS, MMA, WEIGHTS,
+            acc, w2, s2, x + (g + 2) * 32, scales + (g + 2) * ROWS, sums + (g + 2) * ROWS, k,
+            x_inside, FORMAT, BLOCK_N, ROWS, MMA, WEIGHTS,
         )  # fmt: skip
         acc = _add_group(
-            acc, w3, s3, x + (g + 3) * 32, scales + (g + 3) * ROWS, sums + (g + 3) * ROWS, x_inside,
-            IS_Q4, BLOCK_N, ROWS, MMA, WEIGHTS,
+            acc, w3, s3, x + (g + 3) * 32, scales + (g + 3) * ROWS, sums + (g + 3) * ROWS, k,
+            x_inside, FORMAT, BLOCK_N, ROWS, MMA, WEIGHTS,
         )  # fmt: skip
     of_split = (gl.program_id(1) * ROWS + row)[None, :].to(gl.int64) * num_out
     gl.store(partial + (of_split + out_n[:, None]), acc, mask=out_inside[:, None])
@@ -193,6 +204,7 @@ def sum_splits_kernel(
 
 
 def few_rows(
+    format: str,
     weight_codes: Tensor,
     weight_scales: Tensor,
     rows: tuple[Tensor, Tensor, Tensor],
@@ -205,7 +217,7 @@ def few_rows(
     """Products of 2 to 16 rows and packed weights.
 
     Args:
-        weight_codes, weight_scales: `PackedRows.codes` and `.scales`.
+        format, weight_codes, weight_scales: `PackedRows.format`, `.codes` and `.scales`.
         rows: int8 codes [n, whole groups * 32], scales and sums float32 [whole groups, 8 or 16]:
             `quantise_few_rows`.
         out: [n, outputs], half as many with `glu`; may be some columns of a tensor.
@@ -224,7 +236,7 @@ def few_rows(
     partial = scales.new_empty(num_splits, most_rows, width)
     few_rows_kernel[(num_blocks, num_splits)](
         weight_codes, weight_scales, codes, scales, sums, partial, width, num_rows, per_split,
-        num_groups, scales.shape[0], weight_scales.dtype == torch.int32, block_n, most_rows, _WARPS,
+        num_groups, scales.shape[0], format, block_n, most_rows, _WARPS,
         num_warps=_WARPS,
     )  # fmt: skip
     block = min(_BLOCK, next_power_of_2(num_out))

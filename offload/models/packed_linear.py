@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from cpu_ops.linear import Linear as CpuLinear
 from cpu_ops.linear import PackedLinear as PackedCpuLinear
 from cpu_ops.linear import has_products
-from cpu_ops.packed import FORMATS, PackedWeight
+from cpu_ops.packed import PackedWeight
 from cpu_ops.worker_pool import WorkerPool
-from gpu_ops.packed_linear import GpuPackedLinear, PackedRows
+from gpu_ops.packed_linear import GPU_FORMATS, GpuPackedLinear, PackedRows
 from offload.models.linear import Linear
 
 _BLOCK_BYTES = 4 * 2**20  # of weights that are unpacked at one time: they stay in a CPU's cache
@@ -154,7 +154,7 @@ class PackedLinear(Linear):
             NotImplementedError: a format that only the CPU's kernels read.
         """
         for module in self._modules:
-            if module.packed.format not in FORMATS:
+            if module.packed.format not in GPU_FORMATS:
                 raise NotImplementedError(
                     f"weights kept as {module.packed.format} are multiplied on the CPU only; load "
                     'the model with weights="q8", "q4" or a dtype for a GPU'
@@ -206,18 +206,16 @@ def _in_one_piece(modules: Sequence[PackedModule]) -> PackedRows:
     computed by references, they stay as the CPU's own read them.
     """
     packed = [module.packed for module in modules]
-    if len(packed) == 1:
-        one = packed[0]
-        known = PackedRows.over(one.codes, one.scales, one.minimums, one.in_features)
-        if known is not None:
-            return known  # a part of what was made before
+    if len(packed) == 1 and (known := PackedRows.over(packed[0])) is not None:
+        return known  # a part of what was made before
     minimums = [each.minimums for each in packed if each.minimums is not None]
-    rows = PackedRows.of(
+    together = PackedWeight(
         torch.cat([each.codes for each in packed]) if len(packed) > 1 else packed[0].codes,
         torch.cat([each.scales for each in packed]),
         torch.cat(minimums) if minimums else None,
         packed[0].in_features,
     )
+    rows = PackedRows.of(together)
     if rows.codes.is_cuda:
         _move_into(rows, modules)
     return rows
@@ -227,11 +225,11 @@ def _move_into(rows: PackedRows, modules: Sequence[PackedModule]) -> None:
     """The modules' parameters become parts of it."""
     first = 0
     for module in modules:
-        part = rows.part(first, first + module.out_features)
+        part = rows.part(first, first + module.out_features).packed
         module.codes.data = part.codes
-        module.scales.data = part.numbers[..., 0].view(torch.int16)
-        if module.minimums is not None:
-            module.minimums.data = part.numbers[..., 1].view(torch.int16)
+        module.scales.data = part.scales.view(torch.int16)
+        if module.minimums is not None and part.minimums is not None:
+            module.minimums.data = part.minimums.view(torch.int16)
         first += module.out_features
 
 

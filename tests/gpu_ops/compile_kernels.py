@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,9 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
     gemv(row, zeros(2 * hidden_size, hidden_size), row, norm=(zeros(hidden_size), 1e-5), glu=True)
 
     made = [quantise(square, name) for name in FORMATS]
-    parts = [PackedRows.of(p.codes, p.scales, p.minimums, p.in_features) for p in made]
-    for packed in ([parts[0], parts[1]], [parts[0]], [parts[1]]):
+    halves = replace(made[0], scales=made[0].scales.repeat_interleave(2, 1))
+    parts = [PackedRows.of(p) for p in (*made, replace(made[0], minimums=made[0].scales), halves)]
+    for packed in (parts[:2], *([part] for part in parts)):
         linear = GpuPackedLinear(packed, dtype, zeros(hidden_size * len(packed)))
         linear(row, norm=(zeros(hidden_size), 1e-5))
         linear(row, glu=len(packed) == 1)

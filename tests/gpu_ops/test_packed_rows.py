@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases.operands import DTYPES, TOLERANCE, assert_close, poisoned, quiet_numpy, random
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
-from cpu_ops.packed import FORMATS, quantise
+from cpu_ops.packed import FORMATS, PackedWeight, quantise
 from gpu_ops.launch import runs_kernel
-from gpu_ops.packed_linear import GpuPackedLinear, PackedRows, quantise_rows, unpack
+from gpu_ops.packed_linear import (
+    GPU_FORMATS,
+    GpuPackedLinear,
+    PackedRows,
+    quantise_rows,
+    unpack,
+)
 from gpu_ops.packed_rows import has_tensor_cores
 
 EPS = 1e-5
@@ -28,10 +36,20 @@ def made(rng, rows: int, num_in: int, formats: str, device: str) -> list[PackedR
 
 
 def rows_of(dense: torch.Tensor, format: str) -> PackedRows:
-    packed = quantise(dense, format)
-    rows = PackedRows.of(packed.codes, packed.scales, packed.minimums, packed.in_features)
+    packed = quantise(dense, format) if format in FORMATS else random_packed(dense, format)
+    rows = PackedRows.of(packed)
     assert torch.equal(rows.dequantise(), packed.dequantise())
     return rows
+
+
+def random_packed(dense: torch.Tensor, format: str) -> PackedWeight:
+    """q8 codes with minimums, or with a scale to each half of a group."""
+    q8 = quantise(dense, "q8")
+    if format == "q8m":
+        minimums = (q8.scales.float() * torch.randn_like(q8.scales.float()) * 40).half()
+        return replace(q8, minimums=minimums)
+    scales = torch.stack([q8.scales, (q8.scales.float() * 0.7).half()], -1).flatten(1)
+    return replace(q8, scales=scales)
 
 
 def dense_of(parts: list[PackedRows]) -> torch.Tensor:
@@ -47,10 +65,11 @@ def on_grid(x: torch.Tensor) -> torch.Tensor:
 
 def minimums_of(parts: list[PackedRows]) -> torch.Tensor:
     """The least of each weight's group, 0 where there are none."""
-    least = [
-        part.numbers[..., 1:] if part.is_q4 else torch.zeros_like(part.numbers) for part in parts
-    ]
-    numbers = torch.cat(least).double().expand(-1, -1, 32)
+    least = []
+    for part in parts:
+        found = part.packed.minimums
+        least.append(torch.zeros_like(part.numbers[..., 0]) if found is None else found)
+    numbers = torch.cat(least)[..., None].double().expand(-1, -1, 32)
     return numbers.flatten(1)[:, : parts[0].in_features]
 
 
@@ -74,7 +93,7 @@ def expected_of(x, parts, bias, norm, glu, residual, *, is_rounded):
     ("dtype", "formats", "num_out", "num_in", "fused"),
     combinations(
         DTYPES,
-        [*FORMATS, "q4 q8", "q8 q4"],
+        [*GPU_FORMATS, "q4 q8", "q8 q8x16"],
         [(5, 16), (7, 576), (33, 1000), (24, 2048)],
         ["", "bias", "norm", "glu", "residual", "norm glu", "all"],
     ),
@@ -111,7 +130,7 @@ def test_rows(
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16, 65])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", GPU_FORMATS)
 def test_numbers_of_rows(device: str, format: str, num_rows: int) -> None:
     rng = new_rng()
     x = random(rng, num_rows, 200, dtype=torch.bfloat16, device=device)
@@ -135,7 +154,7 @@ def test_the_first_outputs_end_in_a_part(device: str) -> None:
     assert linear.num_bytes == 16 * 2 * (34 + 2 * 20)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", GPU_FORMATS)
 def test_weights_are_unpacked_exactly(device: str, format: str) -> None:
     (part,) = made(new_rng(), 9, 100, format, device)
     unpacked = unpack(part.part(2, 9), torch.float32)
@@ -155,7 +174,7 @@ def test_a_row_is_on_the_nearest_points(device: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", GPU_FORMATS)
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_non_finite_rows_are_not_hidden(
     device: str, format: str, bad: float, num_rows: int
@@ -172,7 +191,7 @@ def test_non_finite_rows_are_not_hidden(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", GPU_FORMATS)
 def test_a_vocabulary_of_more_outputs_than_a_grid_is_high(format: str, num_rows: int) -> None:
     rng = new_rng()
     parts = made(rng, 70_001, 32, format, "cuda")
@@ -191,15 +210,15 @@ def test_a_summand_in_float32(device: str) -> None:
     assert_close(out, x.double() @ dense_of(parts).T, OF_CODES)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", GPU_FORMATS)
 def test_rows_over_what_is_there(format: str) -> None:
     """Parts of one piece are found again; separate arrays are not."""
     rows = rows_of(torch.randn(12, 64), format).part(3, 9)
-    numbers = [rows.numbers[..., i] for i in range(rows.numbers.shape[2])]
-    known = PackedRows.over(rows.codes, numbers[0], numbers[-1] if rows.is_q4 else None, 64)
+    known = PackedRows.over(rows.packed)
     assert known is not None
     assert torch.equal(known.dequantise(), rows.dequantise())
     assert known.numbers.data_ptr() == rows.numbers.data_ptr()
-    copies = [each.clone() for each in numbers]
-    other = PackedRows.over(rows.codes, copies[0], copies[-1] if rows.is_q4 else None, 64)
-    assert (other is None) == rows.is_q4
+    minimums = rows.packed.minimums
+    if minimums is not None:
+        apart = replace(rows.packed, minimums=minimums.clone(), scales=rows.packed.scales.clone())
+        assert PackedRows.over(apart) is None

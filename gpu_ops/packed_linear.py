@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cpu_ops.packed import PackedWeight
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.launch import interprets, jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.linear import GpuLinear
@@ -248,17 +247,30 @@ class PackedRows:
     in_features: int
 
     @classmethod
-    def of(cls, packed: PackedWeight) -> PackedRows:
-        """Scales and minimums are copied, if there are both."""
-        scales, minimums = packed.scales, packed.minimums
-        shape = *packed.codes.shape[:2], -1
+    def of(
+        cls,
+        format: str,
+        codes: Tensor,
+        scales: Tensor,
+        minimums: Tensor | None,
+        in_features: int,
+    ) -> PackedRows:
+        """Those of a `PackedWeight`'s attributes; scales and minimums are copied, if there are
+        both."""
+        shape = *codes.shape[:2], -1
         numbers = scales.view(shape) if minimums is None else torch.stack([scales, minimums], -1)
-        return cls(packed.format, packed.codes, numbers, packed.in_features)
+        return cls(format, codes, numbers, in_features)
 
     @classmethod
-    def over(cls, packed: PackedWeight) -> PackedRows | None:
+    def over(
+        cls,
+        format: str,
+        codes: Tensor,
+        scales: Tensor,
+        minimums: Tensor | None,
+        in_features: int,
+    ) -> PackedRows | None:
         """The same over the memory of some outputs that `of` has made; None: it has not."""
-        codes, scales, minimums = packed.codes, packed.scales, packed.minimums
         num_out, num_groups = codes.shape[:2]
         if minimums is None:
             per_group = scales.shape[1] // num_groups
@@ -271,7 +283,7 @@ class PackedRows:
             return None
         strides = num_groups * per_group, per_group, 1
         numbers = scales.as_strided((num_out, num_groups, per_group), strides)
-        return cls(packed.format, codes, numbers, packed.in_features)
+        return cls(format, codes, numbers, in_features)
 
     @property
     def num_out(self) -> int:
@@ -296,12 +308,11 @@ class PackedRows:
         return self.numbers if self.format == "q8" else self.numbers.view(torch.int32)
 
     @property
-    def packed(self) -> PackedWeight:
-        """As the CPU has it, over the same memory."""
-        has_minimums = self.format in ("q4", "q8m")
-        scales = self.numbers[..., 0] if has_minimums else self.numbers.flatten(1)
-        minimums = self.numbers[..., 1] if has_minimums else None
-        return PackedWeight(self.codes, scales, minimums, self.in_features)
+    def scales_and_minimums(self) -> tuple[Tensor, Tensor | None]:
+        """As a `PackedWeight` has them, over the same memory."""
+        if self.format in ("q4", "q8m"):
+            return self.numbers[..., 0], self.numbers[..., 1]
+        return self.numbers.flatten(1), None
 
     def part(self, first: int, last: int) -> PackedRows:
         """Some of the outputs, over the same memory."""
@@ -310,7 +321,13 @@ class PackedRows:
 
     def dequantise(self) -> Tensor:
         """float32 [num_out, in_features], by torch."""
-        return self.packed.dequantise()
+        codes, (scales, minimums) = self.codes, self.scales_and_minimums
+        if self.format == "q4":
+            codes = torch.cat([codes & 15, codes >> 4], -1)
+        values = (codes.float().view(*scales.shape, -1) * scales.float()[..., None]).view_as(codes)
+        if minimums is not None:
+            values += minimums.float()[..., None]
+        return values.flatten(1)[:, : self.in_features]
 
 
 class GpuPackedLinear(GpuLinear):

@@ -11,10 +11,12 @@ from cpu_ops.packed import GROUP, GROUP_BYTES, TABLE_BYTES
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.gguf_blocks import format_of
 from offload.loading.quantised_checkpoint import FP8, INT8, UINT8
+from offload.models.dtypes import AUTO_ON_GPU
 
 _HEAD, _EMBEDDING, _LAYERS = "lm_head.weight", "model.embed_tokens.weight", "model.layers."
 # Types with more than four bits: their matrices are q8 among those of q4, too.
 _FINER_THAN_Q4 = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", INT8, UINT8, FP8)
+_ON_GPU = {"t4": "q8", "t4x16": ""}  # what its kernels multiply instead
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one product in a step
 
 
@@ -27,16 +29,19 @@ def kept_formats(
         shapes: by their names in the stock model; tied ones once, under either name.
         types: in the model's GGUF file, by the same names; without one empty.
         weights: "auto": what the file has, where a format holds that, and matrices of one product
-            packed all or none. "q8" or "q4": all matrices of layers, "q4" but for those that have
-            more bits in the file; and the head as "q8". "": none.
+            packed all or none; AUTO_ON_GPU: the same of what its kernels multiply. "q8" or "q4":
+            all matrices of layers, "q4" but for those that have more bits in the file; and the
+            head as "q8". "": none.
     """
     head = _HEAD if _HEAD in shapes else _EMBEDDING
     kept = dict.fromkeys(shapes, "")
     for name, shape in shapes.items():
         in_layers, kind = name.startswith(_LAYERS) and len(shape) == 2, types.get(name, "")
-        if weights == "auto":  # all experts' matrices are one parameter
-            may_be = in_layers or name in (_HEAD, _EMBEDDING) or len(shape) == 3
-            kept[name] = format_of(kind) if may_be and kind else ""
+        if weights in ("auto", AUTO_ON_GPU):
+            may_be = in_layers or name in (_HEAD, _EMBEDDING)
+            may_be |= len(shape) == 3 and weights == "auto"  # all experts' matrices
+            format = format_of(kind) if may_be and kind else ""
+            kept[name] = format if weights == "auto" else _ON_GPU.get(format, format)
         elif not weights:
             continue
         elif name == head:

@@ -77,7 +77,7 @@ def model_from_parts(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, we
     Args:
         config: transformers', of the checkpoint.
         dtype: of what is not packed, and of what packed weights are multiplied with.
-        weights: "auto", "q8", "q4"; "": nothing is packed.
+        weights: "auto", AUTO_ON_GPU, "q8", "q4"; "": nothing is packed.
 
     Raises:
         FileNotFoundError: the GGUF file is not there as it was.

@@ -22,7 +22,7 @@ from offload.loading.packed_bytes import packed_weight_bytes
 from offload.loading.quantised_checkpoint import quantised_format
 from offload.models import lean_model_maker
 from offload.models.base import check_computation, context_limit
-from offload.models.dtypes import DTYPES, WEIGHTS
+from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
 from offload.models.shape import MODEL_SHAPES, ModelShape, matrix_sizes, weight_elements
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def planned_model(
     Args:
         dtype: a name, or "auto" for the checkpoint's own.
         weights: as `RuntimeConfig` has them.
-        device: where the linear layers would run; "auto" packs none on a GPU.
+        device: where the linear layers would run.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: as `from_pretrained`.
@@ -121,8 +121,9 @@ def planned_model(
         # On the hub: that its layers' matrices are, nothing but its files would tell.
         of_layers = (name for name, size in shapes.items() if ".layers." in name and len(size) == 2)
         types = dict.fromkeys(of_layers, how.kind)
-    if weights in FORMATS or (weights == "auto" and device == "cpu"):
-        num_bytes = packed_weight_bytes(shapes, chosen, weights, types)
+    if weights in FORMATS or weights == "auto":
+        packing = AUTO_ON_GPU if weights == "auto" and device != "cpu" else weights
+        num_bytes = packed_weight_bytes(shapes, chosen, packing, types)
         share = num_bytes / planned.weight_bytes
         planned = replace(planned, weight_bytes=num_bytes, weight_share=share)
     return replace(planned, folder=folder, weights=weights)

@@ -206,7 +206,7 @@ def _in_one_piece(modules: Sequence[PackedModule]) -> PackedRows:
     computed by references, they stay as the CPU's own read them.
     """
     packed = [module.packed for module in modules]
-    if len(packed) == 1 and (known := PackedRows.over(packed[0])) is not None:
+    if len(packed) == 1 and (known := PackedRows.over(*_attributes(packed[0]))) is not None:
         return known  # a part of what was made before
     minimums = [each.minimums for each in packed if each.minimums is not None]
     together = PackedWeight(
@@ -215,21 +215,26 @@ def _in_one_piece(modules: Sequence[PackedModule]) -> PackedRows:
         torch.cat(minimums) if minimums else None,
         packed[0].in_features,
     )
-    rows = PackedRows.of(together)
+    rows = PackedRows.of(*_attributes(together))
     if rows.codes.is_cuda:
         _move_into(rows, modules)
     return rows
+
+
+def _attributes(packed: PackedWeight) -> tuple[str, Tensor, Tensor, Tensor | None, int]:
+    return packed.format, packed.codes, packed.scales, packed.minimums, packed.in_features
 
 
 def _move_into(rows: PackedRows, modules: Sequence[PackedModule]) -> None:
     """The modules' parameters become parts of it."""
     first = 0
     for module in modules:
-        part = rows.part(first, first + module.out_features).packed
+        part = rows.part(first, first + module.out_features)
+        scales, minimums = part.scales_and_minimums
         module.codes.data = part.codes
-        module.scales.data = part.scales.view(torch.int16)
-        if module.minimums is not None and part.minimums is not None:
-            module.minimums.data = part.minimums.view(torch.int16)
+        module.scales.data = scales.view(torch.int16)
+        if module.minimums is not None and minimums is not None:
+            module.minimums.data = minimums.view(torch.int16)
         first += module.out_features
 
 

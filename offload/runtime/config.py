@@ -16,7 +16,7 @@ from cpu_ops.worker_pool import MAX_THREADS
 from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.kv.format import KV_DTYPES
 from offload.kv_compression.bound import CONDENSED_SHARE
-from offload.models.dtypes import DTYPES, WEIGHTS
+from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
 from offload.policies import Policy
 from offload.policies.auto import Auto
 from offload.policies.registry import make_policy
@@ -175,10 +175,17 @@ class RuntimeConfig:
 
     @property
     def packing(self) -> str:
-        """`weights` if they may be packed here, else ""; "auto" packs what a GGUF file has so."""
-        on_cpu = self.device == "cpu" and self.backend is None and self.tensor_parallel_size == 1
-        is_dense = self.weights in DTYPES or (self.weights == "auto" and not on_cpu)
-        return "" if is_dense else self.weights
+        """`weights` if they may be packed here, else ""; "auto" and AUTO_ON_GPU pack what a file
+        has so."""
+        if self.weights in DTYPES:
+            return ""
+        if self.weights != "auto":
+            return self.weights
+        if self.tensor_parallel_size > 1:
+            return ""
+        if self.device == "cpu":
+            return "" if self.backend is not None else "auto"
+        return AUTO_ON_GPU
 
     def under(self, policy: Policy) -> RuntimeConfig:
         """The same with another policy; without corrections where it attends to everything."""

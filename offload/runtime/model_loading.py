@@ -116,7 +116,7 @@ def load_model(
         ranks.once(partial(weights_folder, folder, checkpoint.loaded_dtype(config.dtype)))
     if checkpoint.stored_types and config.weights == "auto" and not config.packing:
         logger.info(
-            "weights=auto: %s is dequantised; on a CPU, in one process and with its own backend, "
+            "weights=auto: %s is dequantised; in one process, and on a CPU with its own backend, "
             "its matrices would stay packed",
             name_or_path,
         )

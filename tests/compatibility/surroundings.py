@@ -225,7 +225,7 @@ LOADING = [
     Feature(
         "GGUF",
         from_gguf,
-        "on a CPU packed matrices stay as they are; else all is dequantised once into bfloat16, "
+        "in one process packed matrices stay as they are; else all is dequantised once into bfloat16, "
         "and once more for `dtype` float16 or float32: the file's weights, rounded once",
     ),
     Feature('`dtype="bfloat16"`: logits within 5 %', in_dtype("bfloat16"), tolerance=0.5),

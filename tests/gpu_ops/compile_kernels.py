@@ -104,7 +104,10 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
 
     made = [quantise(square, name) for name in FORMATS]
     halves = replace(made[0], scales=made[0].scales.repeat_interleave(2, 1))
-    parts = [PackedRows.of(p) for p in (*made, replace(made[0], minimums=made[0].scales), halves)]
+    parts = [
+        PackedRows.of(p.format, p.codes, p.scales, p.minimums, p.in_features)
+        for p in (*made, replace(made[0], minimums=made[0].scales), halves)
+    ]
     for packed in (parts[:2], *([part] for part in parts)):
         linear = GpuPackedLinear(packed, dtype, zeros(hidden_size * len(packed)))
         linear(row, norm=(zeros(hidden_size), 1e-5))

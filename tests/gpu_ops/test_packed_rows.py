@@ -37,9 +37,13 @@ def made(rng, rows: int, num_in: int, formats: str, device: str) -> list[PackedR
 
 def rows_of(dense: torch.Tensor, format: str) -> PackedRows:
     packed = quantise(dense, format) if format in FORMATS else random_packed(dense, format)
-    rows = PackedRows.of(packed)
+    rows = PackedRows.of(*attributes_of(packed))
     assert torch.equal(rows.dequantise(), packed.dequantise())
     return rows
+
+
+def attributes_of(packed: PackedWeight) -> tuple:
+    return packed.format, packed.codes, packed.scales, packed.minimums, packed.in_features
 
 
 def random_packed(dense: torch.Tensor, format: str) -> PackedWeight:
@@ -67,7 +71,7 @@ def minimums_of(parts: list[PackedRows]) -> torch.Tensor:
     """The least of each weight's group, 0 where there are none."""
     least = []
     for part in parts:
-        found = part.packed.minimums
+        _, found = part.scales_and_minimums
         least.append(torch.zeros_like(part.numbers[..., 0]) if found is None else found)
     numbers = torch.cat(least)[..., None].double().expand(-1, -1, 32)
     return numbers.flatten(1)[:, : parts[0].in_features]
@@ -214,11 +218,11 @@ def test_a_summand_in_float32(device: str) -> None:
 def test_rows_over_what_is_there(format: str) -> None:
     """Parts of one piece are found again; separate arrays are not."""
     rows = rows_of(torch.randn(12, 64), format).part(3, 9)
-    known = PackedRows.over(rows.packed)
+    scales, minimums = rows.scales_and_minimums
+    known = PackedRows.over(format, rows.codes, scales, minimums, 64)
     assert known is not None
     assert torch.equal(known.dequantise(), rows.dequantise())
     assert known.numbers.data_ptr() == rows.numbers.data_ptr()
-    minimums = rows.packed.minimums
     if minimums is not None:
-        apart = replace(rows.packed, minimums=minimums.clone(), scales=rows.packed.scales.clone())
-        assert PackedRows.over(apart) is None
+        apart = PackedRows.over(format, rows.codes, scales.clone(), minimums.clone(), 64)
+        assert apart is None

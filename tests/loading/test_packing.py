@@ -245,14 +245,36 @@ def test_auto_dequantises_where_packed_weights_cannot_be(
     write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=TYPES)
     with caplog.at_level("INFO"):
         model = OffloadedModel.from_pretrained(path, num_threads=1, backend="inline")
-    assert "is dequantised; on a CPU, in one process" in caplog.text
+    assert "is dequantised; in one process" in caplog.text
     assert not packed_modules(model)
     dense = OffloadedModel.from_pretrained(path, num_threads=1, weights="bfloat16")
     assert not packed_modules(dense)
     for name, weight in plain_model(path).state_dict().items():
         assert torch.equal(dense.state_dict()[name], weight.bfloat16())
     planned = planned_model(str(path), device="cuda")
-    assert planned.weight_bytes == weight_bytes_of(dense)
+    assert planned.weight_bytes == planned_model(str(path)).weight_bytes < weight_bytes_of(dense)
+
+
+@pytest.mark.cuda
+@torch.inference_mode()
+def test_auto_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks as they are, of one number a group and of two; tables as q8."""
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    types = {**TYPES, "attn_q.weight": "Q5_1", "attn_k.weight": "Q5_1", "attn_v.weight": "Q5_1"}
+    write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=types)
+    model = OffloadedModel.from_pretrained(path, policy="full", device="cuda", dtype="float32")
+    packed = packed_modules(model).values()
+    assert {module.packed.format for module in packed} == {"q4", "q8", "q8m"}
+    assert planned_model(str(path), "float32", device="cuda").weight_bytes == weight_bytes_of(model)
+    plain, tokens = plain_model(path), random_tokens(41, seed=1).unsqueeze(0)
+    whole = plain(tokens).logits
+    cache = model.new_cache()
+    prompt = model(tokens[:, :31].cuda(), past_key_values=cache).logits.cpu()
+    assert relative(prompt[0, -1], whole[0, 30]) < 1e-4
+    for position in range(31, 41):
+        step = model(tokens[:, position : position + 1].cuda(), past_key_values=cache).logits
+        assert relative(step[0, 0].cpu(), whole[0, position]) < 0.15
 
 
 def test_they_are_counted_as_they_are(tiny_folders: dict[str, Path]) -> None:

@@ -30,6 +30,7 @@ from offload.models.packed_experts import PackedExperts
 from offload.policies.auto import Auto
 from offload.policies.full import Full
 from offload.runtime.budgets import (
+    device_kv_budget_bytes,
     kv_budget_bytes,
     pool_threads,
     weight_bytes_before_loading,
@@ -41,8 +42,11 @@ from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.generic_cache import GenericCache, HostedLayers, LayerStates
 from offload.runtime.generic_runner import GenericRunner
 from offload.runtime.generic_states import SequenceStates
+from offload.runtime.modules_device import ModulesDevice, check_weights_fit
 from offload.runtime.pooled_modules import pooled_forward
 from offload.runtime.sequences import Sequences
+from offload.system.autocast import current_device
+from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
 from offload.system.torch_threads import torch_threads
 
@@ -52,7 +56,7 @@ logger = logging.getLogger(__name__)
 POLICIES = ("full", "exact_topk", "lfps", "lychee_cluster", "quest", "sketch", "streaming_llm")
 # Options that need lean layers; other values than these are refused.
 _TAKEN = {"policy", "dtype", "device", "max_memory", "num_threads", "page_tokens"}
-_UNUSED = {"deadline_seconds"}  # without a GPU
+_UNUSED = {"deadline_seconds"}  # a step's: here no side waits for the other
 _DEFAULTS = {x.name: x.default for x in fields(RuntimeConfig) if x.name not in _TAKEN | _UNUSED}
 # Of logits, over their standard deviation. Wrong attention has more than 1; rounding, to bfloat16
 # or of inputs of packed experts, changes which experts a token gets: single logits differ by much.
@@ -76,7 +80,6 @@ class GenericRuntime:
     """
 
     ranks = None
-    device = torch.device("cpu")
     scores_prompts = False
 
     def __init__(
@@ -87,6 +90,7 @@ class GenericRuntime:
         folder: Path | None,
     ) -> None:
         self.stock, self.policy_reason = stock, ""
+        self.device = torch.device(config.device)
         if isinstance(config.policy, Auto):
             config = replace(config, policy=Full())
             self.policy_reason = "without lean layers auto attends to everything in this version"
@@ -105,6 +109,7 @@ class GenericRuntime:
             dtype=stock.dtype,
             host_budget_bytes=kv_budget_bytes(config, weight_bytes_of(stock), loaded=True),
             page_tokens=config.page_tokens,
+            pinned=self.device.type == "cuda",
         )
         self.pool = WorkerPool(pool_threads(config))
         self.attention = DecodeAttention(
@@ -129,7 +134,12 @@ class GenericRuntime:
             fingerprint=partial(fingerprint, weights, stock.config, self.policy, self.store),
         )
         self.hosted = HostedLayers(stock.config, specs, self.sequences, self.attention, held)
-        self.store.ledger.add("windows and recurrent states", lambda: held.held_bytes)
+        if is_on_device(config):
+            row_bytes = max(2 * spec.num_kv_heads * spec.head_dim for spec in layers)
+            row_bytes *= self.store.dtype.itemsize
+            held.modules = ModulesDevice(stock, config, row_bytes, lambda: held.held_bytes)
+        else:
+            self.store.ledger.add("windows and recurrent states", lambda: held.held_bytes)
         self.runner = GenericRunner(self, [*signature(stock.forward).parameters])
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
@@ -183,7 +193,9 @@ class GenericRuntime:
 
     def use_pool(self) -> None:
         """Let matrices of decode steps be multiplied on the threads of the attention, too: those of
-        torch would spin beside them."""
+        torch would spin beside them. On a device they are its own."""
+        if self.hosted.others.modules is not None:
+            return
         for module in self.stock.modules():
             kind = pooled_forward(module)
             if kind is not None:
@@ -218,12 +230,14 @@ class GenericRuntime:
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         return result
 
-    def check_room(self, cache: GenericCache, request: GenerationRequest) -> None:
-        """Refuse a generation that could not come to its end.
+    def check_room(self, cache: GenericCache, request: GenerationRequest) -> int:
+        """Refuse a generation that could not come to its end; columns of a prompt that may be read
+        at a time.
 
         Raises:
             ValueError: it is longer than the model's positions.
             HostBudgetError: the host budget does not suffice for KV cache and policy state.
+            DeviceMemoryError: the modules' device has no room for states and a part of the prompt.
         """
         store, states = self.store, self.attention.states
         ends = [n + request.max_new_tokens for n in request.prompt_lens]
@@ -232,9 +246,14 @@ class GenericRuntime:
         state = sum(2 * states.bytes.at(end) + states.bytes.of_queries for end in ends)
         columns = request.prompt_columns + request.max_new_tokens
         others = len(ends) * self.hosted.others.at(columns) - cache.state_bytes
-        need = pages * store.page_bytes + max(0, state - states.bytes_of(cache.seqs)) + others
+        modules = self.hosted.others.modules
+        need = pages * store.page_bytes + max(0, state - states.bytes_of(cache.seqs))
+        need += others if modules is None else 0
         cache.check_room(need, pages, f"{len(ends)} sequences of up to {max(ends)} tokens")
         self.check_context(max(ends))
+        if modules is None:
+            return request.prompt_columns
+        return modules.slice_tokens(len(ends), request.prompt_columns, others)
 
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
@@ -254,9 +273,11 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
         HostBudgetError: the weights do not fit.
     """
     model_type = checkpoint.config["model_type"]
-    for name, default in {**_DEFAULTS, "device": "cpu"}.items():
+    for name, default in _DEFAULTS.items():
         value = getattr(config, name)
-        if value != default:
+        is_taken = name == "backend" and value == "inline"
+        is_taken = is_taken or (name == "prefill_slice_tokens" and is_on_device(config))
+        if value != default and not is_taken:
             raise NotImplementedError(
                 f"{name}={value!r} with a model of type {model_type!r}, which has no lean layers "
                 f"and runs with {name}={default!r} only; types with lean layers: "
@@ -268,7 +289,15 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
             f"policy {policy.name!r} with type {model_type!r}, which has no lean layers; "
             f"available: {', '.join(('auto', *POLICIES))}"
         )
-    kv_budget_bytes(config, weight_bytes_before_loading(checkpoint, config), loaded=False)
+    weight_bytes = weight_bytes_before_loading(checkpoint, config)
+    kv_budget_bytes(config, weight_bytes, loaded=False)
+    device_kv_budget_bytes(config, weight_bytes)
+    check_weights_fit(config, weight_bytes)
+
+
+def is_on_device(config: RuntimeConfig) -> bool:
+    """Whether modules and decode attention are apart; on a CPU for tests."""
+    return config.device != "cpu" or config.backend == "inline"
 
 
 @loading()
@@ -280,15 +309,18 @@ def load_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> GenericRuntim
     """
     start = time.perf_counter()
     check_generic(checkpoint, config)
-    stock = load_generic_model(checkpoint, config.dtype).eval()
-    with torch_threads(config.num_threads):
+    stock = load_generic_model(checkpoint, config.dtype, config.packing).eval()
+    if config.device != "cpu":
+        stock.to(config.device)
+    with torch_threads(config.num_threads), current_device(torch.device(config.device)):
         runtime = generic_runtime(stock, config, checkpoint.folder)
     layers = len(runtime.hosted.specs)
     logger.info(
-        "loaded %s in %.1f s: transformers' own modules, %d layers in the host store, policy %s; "
-        "%s of host KV cache",
+        "loaded %s in %.1f s: transformers' own modules on %s, %d layers in the host store, "
+        "policy %s; %s of host KV cache",
         checkpoint.folder,
         time.perf_counter() - start,
+        config.device,
         layers,
         runtime.policy.name,
         format_bytes(runtime.store.host_budget_bytes),
@@ -319,7 +351,7 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
         _check_logits(_logits(stock, cache, runtime), expected, is_exact=is_exact)
         runtime.hosted.others.measure(cache)
         cache.reset()
-    except (HostBudgetError, MemoryError):
+    except (HostBudgetError, DeviceMemoryError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of any kind: 150 model types
         if runtime is not None:
@@ -332,7 +364,7 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
 
 def _logits(stock: Any, cache: Any, runtime: GenericRuntime | None) -> Tensor:
     """Of a padded prompt of two rows and three steps, [4, 2, vocab_size]."""
-    columns = torch.arange(22).view(2, 11)
+    columns = torch.arange(22, device=stock.device).view(2, 11)
     ids = columns * 7 % min(61, stock.config.get_text_config().vocab_size - 5) + 5
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -349,7 +381,7 @@ def _logits(stock: Any, cache: Any, runtime: GenericRuntime | None) -> Tensor:
             else:
                 shape = (2, last - first)
                 out = runtime.run(forward, cache, shape, *reversed(inputs.values()))
-        logits.append(out.logits[:, -1].float())
+        logits.append(out.logits[:, -1].float().cpu())
     return torch.stack(logits)
 
 

@@ -346,6 +346,8 @@ class GenericCache(DynamicCache):
             "in this version; make a new one and read the text again"
         )
 
+    is_compileable = False  # or generate() compiles what it runs on a GPU
+
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
     __deepcopy__ = __copy__ = __reduce_ex__ = _refuse
 
@@ -463,12 +465,9 @@ class GenericCache(DynamicCache):
                 )
             attended = mask != 0
             pads = (columns - attended.sum(1)).tolist()
-            starts = attended.int().argmax(1)
-            if not all(attended.any(1)) or starts.tolist() != pads:
-                raise ValueError(
-                    "attention_mask must have padding on the left of each row only, and a token in "
-                    "each row"
-                )
+            is_behind = torch.arange(columns) >= torch.tensor(pads)[:, None]
+            if not torch.equal(attended, is_behind):
+                raise ValueError("attention_mask must have padding on the left of each row only")
         for row, (seq, pad) in enumerate(zip(self._seqs, pads, strict=False)):
             if self.store.kv_len(seq) != past - min(pad, past):
                 raise ValueError(
@@ -559,8 +558,8 @@ class GenericCache(DynamicCache):
             if skip == n:
                 continue
             if before:
-                shape = (2, spec.num_kv_heads, before + n - skip, spec.head_dim)
-                keys, values = past = call.query.new_zeros(shape).unbind()
+                shape = (spec.num_kv_heads, before + n - skip, spec.head_dim)
+                keys, values = past = call.query.new_zeros(shape), call.query.new_zeros(shape)
                 of_store = keys[:, :before], values[:, :before]
                 store.gather(seq, layer.number, 0, before, out=of_store)
             of_row = (x[row : row + 1, :, skip:] for x in (call.query, call.key, call.value))

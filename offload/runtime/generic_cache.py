@@ -389,8 +389,7 @@ class GenericCache(DynamicCache):
             self._seqs.extend(sequences.new() for _ in range(batch_size))
         states = self._hosted.attention.states
         attended = torch.arange(past, past + n) >= torch.tensor(pads)[:, None]
-        batch = pack(shape, attended, torch.arange(past, past + n)[None], None)
-        num_new = batch.num_new_tokens
+        num_new = attended.sum(dim=1).tolist()
         this = Pass(sequences, self._seqs, num_new)
         try:
             self._num_columns += n  # their states count from now on
@@ -403,8 +402,10 @@ class GenericCache(DynamicCache):
         began = False
         try:
             states.begin(self._seqs, num_new, prefill=not is_decode, builds=False)
-            text = None if tokens is None else tokens.cpu().flatten()[batch.columns]
-            sequences.note_text(batch, self._seqs, text)
+            if attended.any():  # or a slice has only padding
+                batch = pack(shape, attended, torch.arange(past, past + n)[None], None)
+                text = None if tokens is None else tokens.cpu().flatten()[batch.columns]
+                sequences.note_text(batch, self._seqs, text)
             self._forget_pass()
             self._pads = pads
             if is_decode:

@@ -132,6 +132,12 @@ class AttentionCall:
         if self.softcap:
             keys, values = keys[None, ..., :k_dim], values[None, ..., :v_dim]
             return replace(self, key=keys, value=values, mask=None)._capped()[0]
+        if q.shape[1] == 1 and self.sinks is None:
+            whole = keys[None, ..., :k_dim], values[None, ..., :v_dim]
+            out = F.scaled_dot_product_attention(
+                self.query, *whole, scale=self.sm_scale, enable_gqa=True
+            )
+            return out[0].transpose(0, 1)
         width = -(-max(k_dim, v_dim) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
         q, keys, values = (widened(x, width) for x in (q, keys, values))
         out, lse = attend_with_lse(q, None, (keys, values), self.sm_scale)

@@ -152,6 +152,8 @@ class HostedLayers:
     Attributes:
         config: the model's, of transformers.
         specs: of each by its number in the model; their order is that in the store.
+        is_resident: keys and values stay with the modules, and are attended to there; the store
+            only counts tokens.
     """
 
     config: Any
@@ -159,6 +161,7 @@ class HostedLayers:
     sequences: Sequences
     attention: DecodeAttention
     others: LayerStates = field(default_factory=LayerStates)
+    is_resident: bool = False
 
     @property
     def store(self) -> KVStore:
@@ -186,6 +189,17 @@ class _HostedLayer:
 
     def get_max_length(self) -> int:
         return -1
+
+
+class _ResidentLayer:
+    """As `_HostedLayer`, but keys and values stay those of the stock layer."""
+
+    updated: list[Any]
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rows: tuple[Tensor, Tensor] = super().update(*args, **kwargs)  # type: ignore[misc]
+        self.updated[:] = [self]
+        return rows
 
 
 class GenericCache(DynamicCache):
@@ -217,10 +231,14 @@ class GenericCache(DynamicCache):
 
     def _host_layers(self) -> None:
         for number, (layer_idx, spec) in enumerate(self._hosted.specs.items()):
-            stock = self.layers[layer_idx]
-            kind = type(f"Hosted{type(stock).__name__}", (_HostedLayer, type(stock)), {})
+            stock: Any = self.layers[layer_idx]
+            of_layer: dict[str, Any] = {"updated": self._updated}
+            mixin: type = _ResidentLayer
+            if not self._hosted.is_resident:
+                mixin = _HostedLayer
+                of_layer |= {"number": number, "spec": spec, "seen": 0}
+            kind = type(f"{mixin.__name__}{type(stock).__name__}", (mixin, type(stock)), {})
             layer: Any = object.__new__(kind)
-            of_layer = {"updated": self._updated, "number": number, "spec": spec, "seen": 0}
             layer.__dict__.update(stock.__dict__ | of_layer)
             self.layers[layer_idx] = layer
 
@@ -252,6 +270,11 @@ class GenericCache(DynamicCache):
     def state_bytes(self) -> int:
         """Memory of the layers that are not in the store."""
         return len(self._seqs) * self._hosted.others.at(self._num_columns)
+
+    @property
+    def others(self) -> LayerStates:
+        """Sizes of the layers that are not in the store."""
+        return self._hosted.others
 
     @property
     def has_failed(self) -> bool:
@@ -488,15 +511,17 @@ class GenericCache(DynamicCache):
             self._layer_of[id(call.key)] = call.key, layer
         else:
             return None
-        modules = self._hosted.others.modules
+        modules, seen = self._hosted.others.modules, layer.get_seq_length()
         if self._step is not None or modules is not None:
-            self._check_mask(call, layer)
+            self._check_mask(call, seen)
+        if self._hosted.is_resident:
+            return self._attend_rows(seen, call, None)
         if self._step is not None:
             return self._decode(layer, call, self._step, appends=is_new)
         if is_new:
             self._append(layer, call)
         if modules is not None:
-            out = self._attend_rows(layer, call)
+            out = self._attend_rows(seen, call, layer)
         else:
             if layer.seen > call.query.shape[2]:
                 keys, values = self._gathered(layer)
@@ -506,7 +531,7 @@ class GenericCache(DynamicCache):
             self.between()
         return out
 
-    def _check_mask(self, call: AttentionCall, layer: _HostedLayer) -> None:
+    def _check_mask(self, call: AttentionCall, seen: int) -> None:
         """Refuse a mask that hides anything but padding, and what comes later, from a decode step,
         or from the first, the middle one and the last of a prompt's columns."""
         mask = call.mask
@@ -514,10 +539,10 @@ class GenericCache(DynamicCache):
             return
         n, device = call.query.shape[2], mask.device
         some = sorted({0, n // 2, n - 1})
-        rows = mask[:, 0, some, : layer.seen]  # [batch_size, len(some), columns]
+        rows = mask[:, 0, some, :seen]  # [batch_size, len(some), columns]
         attended = rows if rows.dtype == torch.bool else rows == 0
-        columns = torch.arange(layer.seen, device=device)
-        queries = columns[layer.seen - n :][some][:, None]
+        columns = torch.arange(seen, device=device)
+        queries = columns[seen - n :][some][:, None]
         pads = torch.tensor(self._pads, device=device)[:, None, None]
         expected = (columns >= pads) & (columns <= queries)
         if mask.shape[1] != 1 or not bool(((attended == expected) | (queries < pads)).all()):
@@ -548,23 +573,31 @@ class GenericCache(DynamicCache):
                 queries = widened(call.query[row, :, max(skip, n - most) :], width).cpu()
                 on_queries(seq, layer.number, queries, layer.seen - pad)
 
-    def _attend_rows(self, layer: _HostedLayer, call: AttentionCall) -> Tensor:
-        """A part of a prompt on the modules' device, which gets one row's keys and values of this
-        layer at a time; zeros at padding."""
-        n, spec, store = call.query.shape[2], layer.spec, self.store
-        out = call.query.new_zeros(len(self._seqs), n, spec.num_qo_heads, spec.v_dim)
+    def _attend_rows(self, seen: int, call: AttentionCall, hosted: _HostedLayer | None) -> Tensor:
+        """Attention on the modules' device; zeros at padding.
+
+        Args:
+            seen: columns, the new ones included.
+            hosted: keys and values before the new ones are in the store: the device gets those of
+                one row and layer at a time. None: the call has them all.
+        """
+        n = call.query.shape[2]
+        num_qo_heads, v_dim = call.query.shape[1], call.value.shape[3]
+        out = call.query.new_zeros(len(self._seqs), n, num_qo_heads, v_dim)
         for row, (seq, pad) in enumerate(zip(self._seqs, self._pads, strict=True)):
-            before = max(0, layer.seen - n - pad)
-            skip, past = max(0, pad - (layer.seen - n)), None
+            before = max(0, seen - n - pad)
+            skip, past = max(0, pad - (seen - n)), None
             if skip == n:
                 continue
-            if before:
+            if before and hosted is not None:
+                spec = hosted.spec
                 shape = (spec.num_kv_heads, before + n - skip, spec.head_dim)
                 keys, values = past = call.query.new_zeros(shape), call.query.new_zeros(shape)
                 of_store = keys[:, :before], values[:, :before]
-                store.gather(seq, layer.number, 0, before, out=of_store)
-            of_row = (x[row : row + 1, :, skip:] for x in (call.query, call.key, call.value))
-            query, key, value = of_row
+                self.store.gather(seq, hosted.number, 0, before, out=of_store)
+            query = call.query[row : row + 1, :, skip:]
+            first = skip if hosted is not None else pad
+            key, value = (x[row : row + 1, :, first:] for x in (call.key, call.value))
             out[row, skip:] = replace(call, query=query, key=key, value=value).behind(past)
         return out
 

@@ -70,6 +70,7 @@ class GenericRuntime:
     Attributes:
         stock: the model, on which `use_offload_attention` was called.
         hosted: its layers whose keys and values are in the store.
+        resident: the same, where a device attends to all; None if the CPU does, or selects.
         decodes: whether the forward pass that runs is a decode step.
         reads_prompt: whether what runs is a part of a prompt, even if it is a token.
         current_generation: what counts forward passes.
@@ -140,11 +141,46 @@ class GenericRuntime:
             held.modules = ModulesDevice(stock, config, row_bytes, lambda: held.held_bytes)
         else:
             self.store.ledger.add("windows and recurrent states", lambda: held.held_bytes)
+        self.resident: HostedLayers | None = None
+        if is_on_device(config) and specs and not self.policy.selects:
+            self.resident = self._resident(specs, held.modules)
         self.runner = GenericRunner(self, [*signature(stock.forward).parameters])
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
         self.on_tokens: Any = None
         self.decodes = self.reads_prompt = False
+
+    def _resident(self, specs: dict[int, AttentionSpec], modules: Any) -> HostedLayers:
+        """Layers of caches without keys and values on the host."""
+        store = KVStore(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=16,
+            dtype=self.store.dtype,
+            host_budget_bytes=self.store.host_budget_bytes,
+            page_tokens=self.config.page_tokens,
+        )
+        attention = DecodeAttention(self.policy, store, num_qo_heads=1, pool=self.pool)
+        sequences = Sequences(store, attention, SequenceStates(store, LayerStates()), None, None)
+        others = LayerStates(modules=modules)
+        return HostedLayers(
+            self.stock.config, specs, sequences, attention, others, is_resident=True
+        )
+
+    def has_cache(self, cache: GenericCache) -> bool:
+        """Whether this runtime made it."""
+        stores = [self.store] if self.resident is None else [self.store, self.resident.store]
+        return any(cache.store is store for store in stores)
+
+    def cache_for(self, request: GenerationRequest) -> GenericCache:
+        """A new cache of a generation: on the modules' device if there is room for all of it."""
+        modules, resident = self.hosted.others.modules, self.resident
+        if modules is not None and resident is not None:
+            columns = request.prompt_columns + request.max_new_tokens
+            rows = len(request.prompt_lens)
+            if modules.has_room(rows, columns, rows * resident.others.at(columns)):
+                return GenericCache(resident)
+        return self.new_cache()
 
     @property
     def lean(self) -> Any:
@@ -190,6 +226,8 @@ class GenericRuntime:
         """Give its threads and the memory of its store back."""
         self.pool.close()
         self.store.close()
+        if self.resident is not None:
+            self.resident.store.close()
 
     def use_pool(self) -> None:
         """Let matrices of decode steps be multiplied on the threads of the attention, too: those of
@@ -227,6 +265,8 @@ class GenericRuntime:
         counter.count_pass("decode" if decodes else "prefill", batch_size * n)
         stats = counter.stats
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
+        if cache is not None and cache.others.modules is not None:
+            stats.kv_device_bytes = max(stats.kv_device_bytes, cache.state_bytes)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         return result
 
@@ -239,13 +279,13 @@ class GenericRuntime:
             HostBudgetError: the host budget does not suffice for KV cache and policy state.
             DeviceMemoryError: the modules' device has no room for states and a part of the prompt.
         """
-        store, states = self.store, self.attention.states
+        store, states = cache.store, self.attention.states
         ends = [n + request.max_new_tokens for n in request.prompt_lens]
         pages = sum(-(-end // store.page_tokens) for end in ends)
         pages = store.num_page_rows * (pages - sum(map(store.num_own_pages, cache.seqs)))
         state = sum(2 * states.bytes.at(end) + states.bytes.of_queries for end in ends)
         columns = request.prompt_columns + request.max_new_tokens
-        others = len(ends) * self.hosted.others.at(columns) - cache.state_bytes
+        others = len(ends) * cache.others.at(columns) - cache.state_bytes
         modules = self.hosted.others.modules
         need = pages * store.page_bytes + max(0, state - states.bytes_of(cache.seqs))
         need += others if modules is None else 0
@@ -344,13 +384,15 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
         specs = attention_specs(stock)
         runtime = GenericRuntime(stock, specs, config, folder)
         runtime.use_pool()
-        cache = runtime.new_cache()
         is_exact = stock.dtype == torch.float32 and not any(
             isinstance(module, PackedExperts) for module in stock.modules()
         )
-        _check_logits(_logits(stock, cache, runtime), expected, is_exact=is_exact)
-        runtime.hosted.others.measure(cache)
-        cache.reset()
+        for layers in (runtime.hosted, runtime.resident):
+            if layers is not None:
+                cache = GenericCache(layers)
+                _check_logits(_logits(stock, cache, runtime), expected, is_exact=is_exact)
+                layers.others.measure(cache)
+                cache.reset()
     except (HostBudgetError, DeviceMemoryError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of any kind: 150 model types

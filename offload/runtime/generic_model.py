@@ -127,7 +127,7 @@ class GenericModel(FixedModel):
         return self._offload.store
 
     def _check_cache(self, cache: Any) -> None:
-        if not isinstance(cache, GenericCache) or cache.store is not self._offload.store:
+        if not isinstance(cache, GenericCache) or not self._offload.has_cache(cache):
             raise ValueError(
                 f"past_key_values must be a cache of this model, got {type(cache).__name__}; make "
                 "it by model.new_cache()"
@@ -153,7 +153,7 @@ class GenericModel(FixedModel):
             cache._is_user_defined = True  # generate() asks for it
         self._offload.sequences.collect()
         request = GenerationRequest.of(generation_config, model_kwargs, batch_size, drafts=False)
-        used = self.new_cache() if cache is None else cache
+        used = self._offload.cache_for(request) if cache is None else cache
         slice_tokens = self._offload.check_room(used, request)
         if model_kwargs.get("inputs_embeds") is None and slice_tokens < request.prompt_columns:
             asked = generation_config.prefill_chunk_size

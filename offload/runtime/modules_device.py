@@ -58,6 +58,13 @@ class ModulesDevice:
         masks = 4 * batch_size * n * columns
         return batch_size * n * self._token_bytes + of_layer + masks + STAGINGS * STAGING_BYTES
 
+    def has_room(self, batch_size: int, columns: int, kv_bytes: int) -> bool:
+        """Whether all keys and values, and states, of `kv_bytes` fit beside whole slices; one layer
+        is there twice where a step makes it longer."""
+        n = min(self._most_tokens, columns)
+        longer = batch_size * columns * self._kv_bytes
+        return self._need(batch_size, n, columns, kv_bytes + longer) <= self.left_bytes()
+
     def slice_tokens(self, batch_size: int, columns: int, state_bytes: int) -> int:
         """How many columns of a prompt that ends at `columns` fit the memory at a time.
 

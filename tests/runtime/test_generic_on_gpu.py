@@ -62,17 +62,25 @@ def stock_tokens(folder: Path, device: str) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
-def test_tokens_are_those_of_the_stock_model(folder: Path, device: str) -> None:
-    """Alone and in a padded batch, also where a prompt is read in slices, some of padding alone."""
+def test_tokens_are_those_of_the_stock_model(
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and in a padded batch, also where a prompt is read in slices, some of padding alone;
+    keys and values on the device where there is room, and on the host."""
     expected = stock_tokens(folder, device)
     for policy in POLICIES:
-        for slices in ({}, {"prefill_slice_tokens": 32}):
+        for slices, stays in (({}, True), ({"prefill_slice_tokens": 32}, True), ({}, False)):
+            if not stays:
+                monkeypatch.setattr(ModulesDevice, "has_room", lambda *_: False)
             model = load(folder, device, policy=policy, **slices)
             assert model.device.type == device
             for row, of_rows in zip((slice(1, 2), slice(0, 2)), expected, strict=True):
                 assert tokens(model, IDS[row], MASK[row]) == of_rows, (policy.name, slices)
             assert model.offload_stats().prefill_tokens == 180
+            on_host = policy.selects or not stays
+            assert (model.offload_stats().kv_host_bytes > 0) == on_host
             assert model.kv_store.num_sequences == 0
+            monkeypatch.undo()
 
 
 @pytest.mark.cuda

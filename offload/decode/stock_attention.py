@@ -11,16 +11,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, cache_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from cpu_ops.native import MAX_GROUP_SIZE, MAX_HEAD_DIM
+from offload.prefill.attention import attend_with_lse
 
 OFFLOAD = "offload"  # the attention's name in transformers
 _CAPPED_QUERIES = 64  # at a time
@@ -98,14 +100,48 @@ class AttentionCall:
             return out
         group_size = self.query.shape[1] // self.key.shape[1]
         k, v = (x.repeat_interleave(group_size, 1) for x in (self.key, self.value))
-        mask = self.mask
+        mask, n = self.mask, self.query.shape[2]
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=k.dtype).masked_fill_(~mask, -torch.inf)
-        causal = mask is None and self.query.shape[2] > 1
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            self.query, k, v, 0.0, causal, attn_mask=mask, scale=self.sm_scale
-        )
+            # Not infinity: a query of padding attends to nothing.
+            least = -torch.inf if mask.is_cpu else torch.finfo(k.dtype).min
+            mask = torch.zeros_like(mask, dtype=k.dtype).masked_fill_(~mask, least)
+        causal = mask is None and n > 1
+        if self.query.is_cuda:
+            o, lse = _on_cuda(self.query, k, v, mask, causal, self.sm_scale)
+        else:
+            o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                self.query, k, v, 0.0, causal, attn_mask=mask, scale=self.sm_scale
+            )
         return without_sinks(o.transpose(1, 2), lse.transpose(1, 2), self.sinks)
+
+    def behind(self, past: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[n, num_qo_heads, v_dim] of one sequence without padding: causal attention to its tokens
+        `past` and the new ones of this call, which has a batch of one.
+
+        Args:
+            past: keys and values [num_kv_heads, kv_len, head_dim], zeros behind k_dim and v_dim,
+                of whom the last n are for the new ones: they are written here. None: there is
+                nothing before the new ones.
+        """
+        k_dim, v_dim = self.key.shape[-1], self.value.shape[-1]
+        q, keys, values = self.query[0], self.key[0], self.value[0]
+        if past is not None:
+            for out, rows in zip(past, (keys, values), strict=True):
+                out[:, -q.shape[1] :, : rows.shape[-1]] = rows
+            keys, values = past
+        if self.softcap:
+            keys, values = keys[None, ..., :k_dim], values[None, ..., :v_dim]
+            return replace(self, key=keys, value=values, mask=None)._capped()[0]
+        if q.shape[1] == 1 and self.sinks is None:
+            whole = keys[None, ..., :k_dim], values[None, ..., :v_dim]
+            out = F.scaled_dot_product_attention(
+                self.query, *whole, scale=self.sm_scale, enable_gqa=True
+            )
+            return out[0].transpose(0, 1)
+        width = -(-max(k_dim, v_dim) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
+        q, keys, values = (widened(x, width) for x in (q, keys, values))
+        out, lse = attend_with_lse(q, None, (keys, values), self.sm_scale)
+        return (out if self.sinks is None else without_sinks(out, lse, self.sinks))[..., :v_dim]
 
     def _capped(self) -> Tensor:
         """Some queries at a time, so that there is never a score of each query for each key."""
@@ -114,15 +150,16 @@ class AttentionCall:
         n, kv_len = self.query.shape[2], self.key.shape[2]
         group_size = self.query.shape[1] // self.key.shape[1]
         k, v = (x.repeat_interleave(group_size, 1) for x in (self.key, self.value))
-        mask = self.mask
-        if mask is None:
-            mask = torch.ones(n, kv_len, dtype=torch.bool).tril(kv_len - n)[None, None]
+        columns, mask = torch.arange(kv_len, device=k.device), self.mask
         outs = []
         for first in range(0, n, _CAPPED_QUERIES):
             some = slice(first, first + _CAPPED_QUERIES)
             scores = self.query[:, :, some] @ k.transpose(2, 3) * self.sm_scale
             scores = torch.tanh(scores / self.softcap) * self.softcap
-            attended = mask[:, :, some]
+            if mask is None:
+                attended = columns <= (columns[kv_len - n :][some])[:, None]
+            else:
+                attended = mask[:, :, some]
             if attended.dtype == torch.bool:
                 scores = scores.masked_fill(~attended, torch.finfo(scores.dtype).min)
             else:
@@ -137,6 +174,25 @@ def without_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     float32 [..., num_qo_heads] is of the tokens alone: exp(lse) / (exp(lse) + exp(sink)) is left.
     """
     return out * torch.sigmoid(lse - sinks.float()).to(out.dtype)[..., None]
+
+
+def _on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Out [batch_size, num_heads, n, v_dim], and the log-sum-exp [batch_size, num_heads, n]."""
+    if bias is not None:  # its rows begin at multiples of 16 bytes
+        kv_len = bias.shape[-1]
+        bias = F.pad(bias, (0, -kv_len % _HEAD_DIM_MULTIPLE))[..., :kv_len]
+        bias = bias.expand(*q.shape[:3], kv_len)
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, is_causal, scale=sm_scale
+    )
+    return o, lse[..., : q.shape[2]]
+
+
+def widened(x: Tensor, width: int) -> Tensor:
+    """[..., dim] with zeros up to `width`."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 # Answers a call, or leaves it to torch.
@@ -252,8 +308,9 @@ def attention_specs(stock: Any) -> dict[int, AttentionSpec]:
     """
     use_offload_attention(stock)
     recorder = _Recorder(stock.config)
+    ids = torch.tensor([[1, 2, 3]], device=stock.device)
     with torch.no_grad(), taking(recorder.record):
-        stock(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=recorder, use_cache=True)
+        stock(input_ids=ids, past_key_values=recorder, use_cache=True)
     specs: dict[int, AttentionSpec] = {}
     for layer_idx, reason in sorted(recorder.reasons.items()):
         layer = recorder.layers[layer_idx]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,6 +69,14 @@ class Source(Protocol):
         """A matrix in a format; rounded to nearest unless `is_exact`."""
 
 
+def _of_experts(weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """Matrices [num_experts * out, in] of a file as `shape` [num_experts, in, out] of transformers;
+    any other weight as it is."""
+    if len(shape) != 3 or weight.dim() != 2:
+        return weight
+    return weight.view(shape[0], -1, weight.shape[1]).transpose(1, 2).contiguous()
+
+
 @loading()
 def model_from_parts(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, weights: str) -> Any:
     """The stock model of a checkpoint whose matrices are quantised, packed as `pack_weights` does
@@ -102,7 +110,12 @@ def model_from_parts(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, we
         kinds[f"{kind} to {kept} ({'as in the file' if is_exact(kind, kept) else 'rounded'})"] += 1
         return source.packed(name, kept)
 
-    others = {name: source.plain(name) for name, kept in formats.items() if not kept}
+    shapes = {name: weight.shape for name, weight in stock.named_parameters()}
+    others = {
+        name: _of_experts(source.plain(name), shapes.get(name, ()))
+        for name, kept in formats.items()
+        if not kept
+    }
     stock.load_state_dict(others, strict=False, assign=True)
     stock.tie_weights()  # a head that is not packed
     _replace(stock, formats, packed)

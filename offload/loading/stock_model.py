@@ -80,7 +80,9 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing:
 
 
 @loading()
-def load_generic_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any:
+def load_generic_model(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, packing: str = "auto"
+) -> Any:
     """As `load_stock_model`, of a type without lean layers, whose own modules will compute; of a
     multi-modal checkpoint the text part alone.
 
@@ -101,7 +103,7 @@ def load_generic_model(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Any
             config.tie_word_embeddings = True
         logger.info("%s: only the text part is loaded, a %s", path, kind.__name__)
     _override(config, {"output_attentions": (False, None)}, path)
-    return _loaded(checkpoint, config, dtype, path, "auto", text_class=kind if is_part else None)
+    return _loaded(checkpoint, config, dtype, path, packing, text_class=kind if is_part else None)
 
 
 def text_part(config: Any) -> tuple[Any, Any]:

@@ -76,12 +76,19 @@ def attend(
         [n, num_qo_heads, head_dim].
     """
     num_kv_heads, num_new, _ = new[0].shape
-    num_before = num_new - q.shape[1]
     kernel = attention_kernel(q, num_kv_heads, pool, num_new)
     assert past is None or kernel in (CPU, EFFICIENT), "takes_all_keys"
     if kernel == NATIVE:
         assert pool is not None
         return causal_attention(pool, q, *new, sm_scale)
+    return attend_with_lse(q, past, new, sm_scale)[0]
+
+
+def attend_with_lse(q: Tensor, past: KV | None, new: KV, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """`attend` without threads of ours; also the log-sum-exp, float32 [n, num_qo_heads]."""
+    num_kv_heads, num_new, _ = new[0].shape
+    num_before = num_new - q.shape[1]
+    kernel = attention_kernel(q, num_kv_heads, None, num_new)
     q = q.reshape(num_kv_heads, -1, *q.shape[1:])  # the group's query heads together
     if kernel in (FLASH, PIECES):
         return _attend_by_flash(q, new, sm_scale, _grouped if kernel == FLASH else _cudnn)
@@ -92,7 +99,7 @@ def attend(
     for part in (before, past):
         if part is not None:
             o, lse = merge_softmax(o, lse, *_unmasked(q, part, sm_scale))
-    return o.flatten(0, 1).transpose(0, 1)
+    return o.flatten(0, 1).transpose(0, 1), lse.flatten(0, 1).transpose(0, 1)
 
 
 def attention_kernel(
@@ -197,7 +204,7 @@ def key_pieces(n: int, num_keys: int) -> list[tuple[int, int]]:
     return [*pieces, (first, num_keys)] if first < num_keys else pieces
 
 
-def _attend_by_flash(q: Tensor, new: KV, sm_scale: float, whole: Attend) -> Tensor:
+def _attend_by_flash(q: Tensor, new: KV, sm_scale: float, whole: Attend) -> tuple[Tensor, Tensor]:
     """`attend` of queries [num_kv_heads, group_size, n, head_dim], whole pieces by `whole`."""
     begins = range(0, max(1, new[0].shape[1] - q.shape[2]), _PIECE_KEYS)
     o, lse = _grouped(q, (new[0][:, begins[-1] :], new[1][:, begins[-1] :]), True, sm_scale)
@@ -210,7 +217,7 @@ def _attend_by_flash(q: Tensor, new: KV, sm_scale: float, whole: Attend) -> Tens
     )
 
 
-def _attend_by_cudnn(q: Tensor, new: KV, sm_scale: float) -> Tensor:
+def _attend_by_cudnn(q: Tensor, new: KV, sm_scale: float) -> tuple[Tensor, Tensor]:
     """`attend` of queries [num_kv_heads, group_size, n, head_dim]."""
     n, keys, values = q.shape[2], *new
     num_before = keys.shape[1] - n
@@ -223,16 +230,18 @@ def _attend_by_cudnn(q: Tensor, new: KV, sm_scale: float) -> Tensor:
     return _merged(own, itertools.starmap(unmasked, key_pieces(n, num_before)))
 
 
-def _merged(own: tuple[Tensor, Tensor], parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """[n, num_qo_heads, head_dim] of parts (o [num_kv_heads, group_size, n, head_dim], lse), in
-    float32 until all are there."""
+def _merged(
+    own: tuple[Tensor, Tensor], parts: Iterable[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """[n, num_qo_heads, head_dim] and the log-sum-exp of parts, each o [num_kv_heads, group_size,
+    n, head_dim] and lse, in float32 until all are there."""
     o, lse = (x.flatten(0, 1) for x in own)
     whole, lse = o, lse.contiguous()
     for part, part_lse in parts:
         if whole is o:
             whole = o.float()
         merge_parts(whole, lse, part.flatten(0, 1), part_lse.flatten(0, 1).contiguous())
-    return whole.to(o.dtype).transpose(0, 1)
+    return whole.to(o.dtype).transpose(0, 1), lse.transpose(0, 1)
 
 
 def _causal(q: Tensor, kv: KV, sm_scale: float) -> tuple[Tensor, Tensor]:

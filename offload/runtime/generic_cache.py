@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,9 +24,16 @@ from transformers import DynamicCache
 
 from cpu_ops.step_rows import DecodeStep
 from offload.decode.attention import DecodeAttention
-from offload.decode.stock_attention import AttentionCall, AttentionSpec, taking, without_sinks
+from offload.decode.stock_attention import (
+    AttentionCall,
+    AttentionSpec,
+    taking,
+    widened,
+    without_sinks,
+)
 from offload.kv.store import HostBudgetError, KVStore
 from offload.models.batch import pack
+from offload.runtime.modules_device import ModulesDevice
 from offload.runtime.runner import Pass
 from offload.runtime.sequences import Sequences
 from offload.system.memory import format_bytes
@@ -54,7 +62,7 @@ class RowState:
 
 @dataclass
 class LayerStates:
-    """Host memory of what caches keep outside of the store: windows, and recurrent states.
+    """Memory of what caches keep outside of the store: windows, and recurrent states.
 
     Attributes:
         fixed_bytes: of a sequence of any length.
@@ -63,6 +71,7 @@ class LayerStates:
         shapes: by the names of `RowState`: dtype and shape [1, ...] of each tensor; columns of a
             window are as many as it keeps at most.
         caches, rows: those that are alive.
+        modules: where they are, if not in the host's memory.
     """
 
     fixed_bytes: int = 0
@@ -71,6 +80,7 @@ class LayerStates:
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     caches: weakref.WeakSet[GenericCache] = field(default_factory=weakref.WeakSet)
     rows: weakref.WeakSet[RowState] = field(default_factory=weakref.WeakSet)
+    modules: ModulesDevice | None = None
 
     def measure(self, cache: GenericCache) -> None:
         """Take the sizes from a cache that has read something."""
@@ -95,6 +105,14 @@ class LayerStates:
         if columns == 0:
             return 0
         return self.fixed_bytes + sum(min(columns, n) * size for n, size in self.windows)
+
+    def host_bytes_at(self, columns: int) -> int:
+        """What `at` takes of the host's memory."""
+        return self.at(columns) if self.modules is None else 0
+
+    def left_bytes(self, store: KVStore) -> int:
+        """Room for more, beside a store on the host."""
+        return store.left_bytes() if self.modules is None else self.modules.left_bytes()
 
     @property
     def held_bytes(self) -> int:
@@ -134,6 +152,8 @@ class HostedLayers:
     Attributes:
         config: the model's, of transformers.
         specs: of each by its number in the model; their order is that in the store.
+        is_resident: keys and values stay with the modules, and are attended to there; the store
+            only counts tokens.
     """
 
     config: Any
@@ -141,6 +161,7 @@ class HostedLayers:
     sequences: Sequences
     attention: DecodeAttention
     others: LayerStates = field(default_factory=LayerStates)
+    is_resident: bool = False
 
     @property
     def store(self) -> KVStore:
@@ -168,6 +189,17 @@ class _HostedLayer:
 
     def get_max_length(self) -> int:
         return -1
+
+
+class _ResidentLayer:
+    """As `_HostedLayer`, but keys and values stay those of the stock layer."""
+
+    updated: list[Any]
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rows: tuple[Tensor, Tensor] = super().update(*args, **kwargs)  # type: ignore[misc]
+        self.updated[:] = [self]
+        return rows
 
 
 class GenericCache(DynamicCache):
@@ -199,10 +231,14 @@ class GenericCache(DynamicCache):
 
     def _host_layers(self) -> None:
         for number, (layer_idx, spec) in enumerate(self._hosted.specs.items()):
-            stock = self.layers[layer_idx]
-            kind = type(f"Hosted{type(stock).__name__}", (_HostedLayer, type(stock)), {})
+            stock: Any = self.layers[layer_idx]
+            of_layer: dict[str, Any] = {"updated": self._updated}
+            mixin: type = _ResidentLayer
+            if not self._hosted.is_resident:
+                mixin = _HostedLayer
+                of_layer |= {"number": number, "spec": spec, "seen": 0}
+            kind = type(f"{mixin.__name__}{type(stock).__name__}", (mixin, type(stock)), {})
             layer: Any = object.__new__(kind)
-            of_layer = {"updated": self._updated, "number": number, "spec": spec, "seen": 0}
             layer.__dict__.update(stock.__dict__ | of_layer)
             self.layers[layer_idx] = layer
 
@@ -213,6 +249,7 @@ class GenericCache(DynamicCache):
         self._pads: list[int] = []  # columns of padding before each row's first token
         self._known_mask: Tensor | None = None
         self._no_rotation: tuple[Tensor, Tensor] | None = None  # cos, sin of a step
+        self._are_finite: list[tuple[int, Tensor]] = []  # layers, of whose rows all are; or not
 
     @property
     def store(self) -> KVStore:
@@ -231,8 +268,13 @@ class GenericCache(DynamicCache):
 
     @property
     def state_bytes(self) -> int:
-        """Host memory of the layers that are not in the store."""
+        """Memory of the layers that are not in the store."""
         return len(self._seqs) * self._hosted.others.at(self._num_columns)
+
+    @property
+    def others(self) -> LayerStates:
+        """Sizes of the layers that are not in the store."""
+        return self._hosted.others
 
     @property
     def has_failed(self) -> bool:
@@ -261,8 +303,7 @@ class GenericCache(DynamicCache):
         columns, others = max(state.kv_len for state in states), self._hosted.others
         if columns == 0:
             return
-        what = f"windows and recurrent states of {len(states)} sequences"
-        self.check_room(len(states) * others.at(columns), 0, what)
+        self._check_states(len(states), 1, columns, len(states) * others.at(columns))
         self._num_columns = columns
         for layer, flags in zip(self.layers, others.flags, strict=True):
             vars(layer).update(copy.deepcopy(flags))
@@ -305,6 +346,15 @@ class GenericCache(DynamicCache):
                 "max_memory={'cpu': ...}, or lower the batch size or max_new_tokens"
             )
 
+    def _check_states(self, batch_size: int, n: int, columns: int, more: int) -> None:
+        """Refuse a pass over n more columns, up to `columns`, with `more` bytes of states."""
+        modules = self._hosted.others.modules
+        if modules is not None:
+            modules.check(batch_size, n, columns, more)
+        elif more > 0:
+            what = f"windows and recurrent states of {batch_size} sequences"
+            self.check_room(more, 0, what)
+
     def reset(self) -> None:
         """Forget all tokens and give their memory back."""
         self._hosted.sequences.free(self._seqs)
@@ -318,6 +368,8 @@ class GenericCache(DynamicCache):
             "a cache of a model without lean layers cannot be cropped, copied, reordered or split "
             "in this version; make a new one and read the text again"
         )
+
+    is_compileable = False  # or generate() compiles what it runs on a GPU
 
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
     __deepcopy__ = __copy__ = __reduce_ex__ = _refuse
@@ -349,21 +401,18 @@ class GenericCache(DynamicCache):
             HostBudgetError: before anything is computed; the cache is as it was.
             RuntimeError: an earlier pass has failed.
         """
-        pads = self._checked_pads(shape, mask)
+        pads = self._checked_pads(shape, None if mask is None else mask.cpu())
         sequences, (batch_size, n), past = self._hosted.sequences, shape, self._num_columns
         sequences.collect()
         others = self._hosted.others
         more = batch_size * others.at(past + n) - self.state_bytes
-        if more > 0:
-            what = f"windows and recurrent states of {batch_size} sequences"
-            self.check_room(more, 0, what)
+        self._check_states(batch_size, n, past + n, more)
         is_new = not self._seqs
         if is_new:
             self._seqs.extend(sequences.new() for _ in range(batch_size))
         states = self._hosted.attention.states
         attended = torch.arange(past, past + n) >= torch.tensor(pads)[:, None]
-        batch = pack(shape, attended, torch.arange(past, past + n)[None], None)
-        num_new = batch.num_new_tokens
+        num_new = attended.sum(dim=1).tolist()
         this = Pass(sequences, self._seqs, num_new)
         try:
             self._num_columns += n  # their states count from now on
@@ -376,8 +425,10 @@ class GenericCache(DynamicCache):
         began = False
         try:
             states.begin(self._seqs, num_new, prefill=not is_decode, builds=False)
-            text = None if tokens is None else tokens.flatten()[batch.columns]
-            sequences.note_text(batch, self._seqs, text)
+            if attended.any():  # or a slice has only padding
+                batch = pack(shape, attended, torch.arange(past, past + n)[None], None)
+                text = None if tokens is None else tokens.cpu().flatten()[batch.columns]
+                sequences.note_text(batch, self._seqs, text)
             self._forget_pass()
             self._pads = pads
             if is_decode:
@@ -386,10 +437,13 @@ class GenericCache(DynamicCache):
             began = True
             with taking(self._attend):
                 yield
+            self._wait_for_rows()
             this.commit()
             this.end()
             states.commit(self._seqs)
         except BaseException:  # transformers' own layers cannot go back
+            if others.modules is not None:
+                others.modules.wait()  # what it writes to pages is dropped next
             if self._owns:
                 self.reset()
                 self._has_failed = True
@@ -400,6 +454,21 @@ class GenericCache(DynamicCache):
             raise
         finally:
             self._forget_pass()
+
+    def _wait_for_rows(self) -> None:
+        """Until the device has written all that it was given to pages.
+
+        Raises:
+            ValueError: some of it is not finite.
+        """
+        modules = self._hosted.others.modules
+        if modules is None or not self._are_finite:
+            return
+        modules.wait()
+        finite = torch.stack([x for _, x in self._are_finite]).tolist()
+        for (layer_idx, _), is_finite in zip(self._are_finite, finite, strict=True):
+            if not is_finite:
+                raise ValueError(f"non-finite keys or values in layer {layer_idx} of the KV store")
 
     def _checked_pads(self, shape: tuple[int, int], mask: Tensor | None) -> list[int]:
         (batch_size, n), past = shape, self._num_columns
@@ -420,12 +489,9 @@ class GenericCache(DynamicCache):
                 )
             attended = mask != 0
             pads = (columns - attended.sum(1)).tolist()
-            starts = attended.int().argmax(1)
-            if not all(attended.any(1)) or starts.tolist() != pads:
-                raise ValueError(
-                    "attention_mask must have padding on the left of each row only, and a token in "
-                    "each row"
-                )
+            is_behind = torch.arange(columns) >= torch.tensor(pads)[:, None]
+            if not torch.equal(attended, is_behind):
+                raise ValueError("attention_mask must have padding on the left of each row only")
         for row, (seq, pad) in enumerate(zip(self._seqs, pads, strict=False)):
             if self.store.kv_len(seq) != past - min(pad, past):
                 raise ValueError(
@@ -445,28 +511,41 @@ class GenericCache(DynamicCache):
             self._layer_of[id(call.key)] = call.key, layer
         else:
             return None
+        modules, seen = self._hosted.others.modules, layer.get_seq_length()
+        if self._step is not None or modules is not None:
+            self._check_mask(call, seen)
+        if self._hosted.is_resident:
+            return self._attend_rows(seen, call, None)
         if self._step is not None:
-            self._check_mask(call, layer)
             return self._decode(layer, call, self._step, appends=is_new)
         if is_new:
             self._append(layer, call)
-        if layer.seen > call.query.shape[2]:
-            keys, values = self._gathered(layer)
-            call = replace(call, key=keys, value=values)
-        out = call.in_torch()
+        if modules is not None:
+            out = self._attend_rows(seen, call, layer)
+        else:
+            if layer.seen > call.query.shape[2]:
+                keys, values = self._gathered(layer)
+                call = replace(call, key=keys, value=values)
+            out = call.in_torch()
         if self.between is not None:
             self.between()
         return out
 
-    def _check_mask(self, call: AttentionCall, layer: _HostedLayer) -> None:
-        """Refuse a decode step's mask that hides anything but padding."""
+    def _check_mask(self, call: AttentionCall, seen: int) -> None:
+        """Refuse a mask that hides anything but padding, and what comes later, from a decode step,
+        or from the first, the middle one and the last of a prompt's columns."""
         mask = call.mask
         if mask is None or mask is self._known_mask:
             return
-        row = mask[:, 0, -1, : layer.seen]
-        attended = row if row.dtype == torch.bool else row == 0
-        padding = torch.arange(layer.seen) < torch.tensor(self._pads)[:, None]
-        if mask.shape[1] != 1 or not bool((attended == ~padding).all()):
+        n, device = call.query.shape[2], mask.device
+        some = sorted({0, n // 2, n - 1})
+        rows = mask[:, 0, some, :seen]  # [batch_size, len(some), columns]
+        attended = rows if rows.dtype == torch.bool else rows == 0
+        columns = torch.arange(seen, device=device)
+        queries = columns[seen - n :][some][:, None]
+        pads = torch.tensor(self._pads, device=device)[:, None, None]
+        expected = (columns >= pads) & (columns <= queries)
+        if mask.shape[1] != 1 or not bool(((attended == expected) | (queries < pads)).all()):
             raise NotImplementedError(
                 "its attention mask hides more than padding from a layer that attends to all tokens"
             )
@@ -478,15 +557,49 @@ class GenericCache(DynamicCache):
         past = layer.seen - n
         attention = self._hosted.attention
         on_queries, most = attention.on_prefill_queries, attention.policy.state.observed_queries
-        keys, values = (_widened(x, width).transpose(1, 2) for x in (call.key, call.value))
+        keys, values = (widened(x, width).transpose(1, 2) for x in (call.key, call.value))
+        on_host = self._hosted.others.modules is None
+        append = self.store.append if on_host else self.store.append_async
         for row, (seq, pad) in enumerate(zip(self._seqs, self._pads, strict=True)):
             skip, start = max(0, pad - past), max(past, pad) - pad
             if skip == n:
                 continue
-            self.store.append(seq, layer.number, keys[row, skip:], values[row, skip:], start=start)
+            rows = keys[row, skip:], values[row, skip:]
+            if not on_host:
+                is_finite = rows[0].isfinite().all() & rows[1].isfinite().all()
+                self._are_finite.append((layer.number, is_finite))
+            append(seq, layer.number, *rows, start=start)
             if on_queries is not None:
-                queries = _widened(call.query[row, :, max(skip, n - most) :], width)
+                queries = widened(call.query[row, :, max(skip, n - most) :], width).cpu()
                 on_queries(seq, layer.number, queries, layer.seen - pad)
+
+    def _attend_rows(self, seen: int, call: AttentionCall, hosted: _HostedLayer | None) -> Tensor:
+        """Attention on the modules' device; zeros at padding.
+
+        Args:
+            seen: columns, the new ones included.
+            hosted: keys and values before the new ones are in the store: the device gets those of
+                one row and layer at a time. None: the call has them all.
+        """
+        n = call.query.shape[2]
+        num_qo_heads, v_dim = call.query.shape[1], call.value.shape[3]
+        out = call.query.new_zeros(len(self._seqs), n, num_qo_heads, v_dim)
+        for row, (seq, pad) in enumerate(zip(self._seqs, self._pads, strict=True)):
+            before = max(0, seen - n - pad)
+            skip, past = max(0, pad - (seen - n)), None
+            if skip == n:
+                continue
+            if before and hosted is not None:
+                spec = hosted.spec
+                shape = (spec.num_kv_heads, before + n - skip, spec.head_dim)
+                keys, values = past = call.query.new_zeros(shape), call.query.new_zeros(shape)
+                of_store = keys[:, :before], values[:, :before]
+                self.store.gather(seq, hosted.number, 0, before, out=of_store)
+            query = call.query[row : row + 1, :, skip:]
+            first = skip if hosted is not None else pad
+            key, value = (x[row : row + 1, :, first:] for x in (call.key, call.value))
+            out[row, skip:] = replace(call, query=query, key=key, value=value).behind(past)
+        return out
 
     def _gathered(self, layer: _HostedLayer) -> tuple[Tensor, Tensor]:
         """All keys and values as stock modules have them, zeros at padding."""
@@ -507,21 +620,25 @@ class GenericCache(DynamicCache):
         attention, spec, width = self._hosted.attention, layer.spec, layer.spec.head_dim
         batch_size = call.query.shape[0]
         parts = (call.query, call.key, call.value) if appends else (call.query,)
-        rows = torch.cat([_widened(x, width).reshape(batch_size, -1) for x in parts], dim=1)
+        rows = torch.cat([widened(x, width).reshape(batch_size, -1) for x in parts], dim=1)
+        modules = self._hosted.others.modules
+        if modules is not None:
+            rows = modules.to_host(rows)
         if appends:  # rotated by the module already
             if self._no_rotation is None or self._no_rotation[0].shape[1] != width:
                 ones = rows.new_ones(batch_size, width)
                 self._no_rotation = ones, torch.zeros_like(ones)
             attention.rope_append(layer.number, step, rows, self._no_rotation)
-        out = rows.new_empty(batch_size, spec.num_qo_heads * width)
-        lse = None if call.sinks is None else torch.empty(batch_size, spec.num_qo_heads)
+        shape, lse = (batch_size, spec.num_qo_heads * width), None
+        empty = torch.empty if modules is None else partial(modules.host_rows, "from")
+        out = empty(shape, dtype=rows.dtype)
+        if call.sinks is not None:
+            lse = torch.empty(batch_size, spec.num_qo_heads)
         attention.attend(layer.number, step, rows, out, lse)
+        if modules is not None:
+            out = modules.to_device(out)
+            lse = None if lse is None else lse.to(modules.device)
         out = out.view(batch_size, 1, spec.num_qo_heads, width)[..., : spec.v_dim]
         if lse is not None and call.sinks is not None:
             out = without_sinks(out, lse[:, None], call.sinks)
         return out
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    """[..., dim] with zeros up to `width`."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -30,6 +30,7 @@ from offload.models.packed_experts import PackedExperts
 from offload.policies.auto import Auto
 from offload.policies.full import Full
 from offload.runtime.budgets import (
+    device_kv_budget_bytes,
     kv_budget_bytes,
     pool_threads,
     weight_bytes_before_loading,
@@ -41,8 +42,11 @@ from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.generic_cache import GenericCache, HostedLayers, LayerStates
 from offload.runtime.generic_runner import GenericRunner
 from offload.runtime.generic_states import SequenceStates
+from offload.runtime.modules_device import ModulesDevice, check_weights_fit
 from offload.runtime.pooled_modules import pooled_forward
 from offload.runtime.sequences import Sequences
+from offload.system.autocast import current_device
+from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
 from offload.system.torch_threads import torch_threads
 
@@ -52,7 +56,7 @@ logger = logging.getLogger(__name__)
 POLICIES = ("full", "exact_topk", "lfps", "lychee_cluster", "quest", "sketch", "streaming_llm")
 # Options that need lean layers; other values than these are refused.
 _TAKEN = {"policy", "dtype", "device", "max_memory", "num_threads", "page_tokens"}
-_UNUSED = {"deadline_seconds"}  # without a GPU
+_UNUSED = {"deadline_seconds"}  # a step's: here no side waits for the other
 _DEFAULTS = {x.name: x.default for x in fields(RuntimeConfig) if x.name not in _TAKEN | _UNUSED}
 # Of logits, over their standard deviation. Wrong attention has more than 1; rounding, to bfloat16
 # or of inputs of packed experts, changes which experts a token gets: single logits differ by much.
@@ -66,6 +70,7 @@ class GenericRuntime:
     Attributes:
         stock: the model, on which `use_offload_attention` was called.
         hosted: its layers whose keys and values are in the store.
+        resident: the same, where a device attends to all; None if the CPU does, or selects.
         decodes: whether the forward pass that runs is a decode step.
         reads_prompt: whether what runs is a part of a prompt, even if it is a token.
         current_generation: what counts forward passes.
@@ -76,7 +81,6 @@ class GenericRuntime:
     """
 
     ranks = None
-    device = torch.device("cpu")
     scores_prompts = False
 
     def __init__(
@@ -87,6 +91,7 @@ class GenericRuntime:
         folder: Path | None,
     ) -> None:
         self.stock, self.policy_reason = stock, ""
+        self.device = torch.device(config.device)
         if isinstance(config.policy, Auto):
             config = replace(config, policy=Full())
             self.policy_reason = "without lean layers auto attends to everything in this version"
@@ -105,6 +110,7 @@ class GenericRuntime:
             dtype=stock.dtype,
             host_budget_bytes=kv_budget_bytes(config, weight_bytes_of(stock), loaded=True),
             page_tokens=config.page_tokens,
+            pinned=self.device.type == "cuda",
         )
         self.pool = WorkerPool(pool_threads(config))
         self.attention = DecodeAttention(
@@ -129,12 +135,52 @@ class GenericRuntime:
             fingerprint=partial(fingerprint, weights, stock.config, self.policy, self.store),
         )
         self.hosted = HostedLayers(stock.config, specs, self.sequences, self.attention, held)
-        self.store.ledger.add("windows and recurrent states", lambda: held.held_bytes)
+        if is_on_device(config):
+            row_bytes = max(2 * spec.num_kv_heads * spec.head_dim for spec in layers)
+            row_bytes *= self.store.dtype.itemsize
+            held.modules = ModulesDevice(stock, config, row_bytes, lambda: held.held_bytes)
+        else:
+            self.store.ledger.add("windows and recurrent states", lambda: held.held_bytes)
+        self.resident: HostedLayers | None = None
+        if is_on_device(config) and specs and not self.policy.selects:
+            self.resident = self._resident(specs, held.modules)
         self.runner = GenericRunner(self, [*signature(stock.forward).parameters])
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
         self.on_tokens: Any = None
         self.decodes = self.reads_prompt = False
+
+    def _resident(self, specs: dict[int, AttentionSpec], modules: Any) -> HostedLayers:
+        """Layers of caches without keys and values on the host."""
+        store = KVStore(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=16,
+            dtype=self.store.dtype,
+            host_budget_bytes=self.store.host_budget_bytes,
+            page_tokens=self.config.page_tokens,
+        )
+        attention = DecodeAttention(self.policy, store, num_qo_heads=1, pool=self.pool)
+        sequences = Sequences(store, attention, SequenceStates(store, LayerStates()), None, None)
+        others = LayerStates(modules=modules)
+        return HostedLayers(
+            self.stock.config, specs, sequences, attention, others, is_resident=True
+        )
+
+    def has_cache(self, cache: GenericCache) -> bool:
+        """Whether this runtime made it."""
+        stores = [self.store] if self.resident is None else [self.store, self.resident.store]
+        return any(cache.store is store for store in stores)
+
+    def cache_for(self, request: GenerationRequest) -> GenericCache:
+        """A new cache of a generation: on the modules' device if there is room for all of it."""
+        modules, resident = self.hosted.others.modules, self.resident
+        if modules is not None and resident is not None:
+            columns = request.prompt_columns + request.max_new_tokens
+            rows = len(request.prompt_lens)
+            if modules.has_room(rows, columns, rows * resident.others.at(columns)):
+                return GenericCache(resident)
+        return self.new_cache()
 
     @property
     def lean(self) -> Any:
@@ -180,10 +226,14 @@ class GenericRuntime:
         """Give its threads and the memory of its store back."""
         self.pool.close()
         self.store.close()
+        if self.resident is not None:
+            self.resident.store.close()
 
     def use_pool(self) -> None:
         """Let matrices of decode steps be multiplied on the threads of the attention, too: those of
-        torch would spin beside them."""
+        torch would spin beside them. On a device they are its own."""
+        if self.hosted.others.modules is not None:
+            return
         for module in self.stock.modules():
             kind = pooled_forward(module)
             if kind is not None:
@@ -215,26 +265,35 @@ class GenericRuntime:
         counter.count_pass("decode" if decodes else "prefill", batch_size * n)
         stats = counter.stats
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
+        if cache is not None and cache.others.modules is not None:
+            stats.kv_device_bytes = max(stats.kv_device_bytes, cache.state_bytes)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         return result
 
-    def check_room(self, cache: GenericCache, request: GenerationRequest) -> None:
-        """Refuse a generation that could not come to its end.
+    def check_room(self, cache: GenericCache, request: GenerationRequest) -> int:
+        """Refuse a generation that could not come to its end; columns of a prompt that may be read
+        at a time.
 
         Raises:
             ValueError: it is longer than the model's positions.
             HostBudgetError: the host budget does not suffice for KV cache and policy state.
+            DeviceMemoryError: the modules' device has no room for states and a part of the prompt.
         """
-        store, states = self.store, self.attention.states
+        store, states = cache.store, self.attention.states
         ends = [n + request.max_new_tokens for n in request.prompt_lens]
         pages = sum(-(-end // store.page_tokens) for end in ends)
         pages = store.num_page_rows * (pages - sum(map(store.num_own_pages, cache.seqs)))
         state = sum(2 * states.bytes.at(end) + states.bytes.of_queries for end in ends)
         columns = request.prompt_columns + request.max_new_tokens
-        others = len(ends) * self.hosted.others.at(columns) - cache.state_bytes
-        need = pages * store.page_bytes + max(0, state - states.bytes_of(cache.seqs)) + others
+        others = len(ends) * cache.others.at(columns) - cache.state_bytes
+        modules = self.hosted.others.modules
+        need = pages * store.page_bytes + max(0, state - states.bytes_of(cache.seqs))
+        need += others if modules is None else 0
         cache.check_room(need, pages, f"{len(ends)} sequences of up to {max(ends)} tokens")
         self.check_context(max(ends))
+        if modules is None:
+            return request.prompt_columns
+        return modules.slice_tokens(len(ends), request.prompt_columns, others)
 
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""
@@ -254,9 +313,11 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
         HostBudgetError: the weights do not fit.
     """
     model_type = checkpoint.config["model_type"]
-    for name, default in {**_DEFAULTS, "device": "cpu"}.items():
+    for name, default in _DEFAULTS.items():
         value = getattr(config, name)
-        if value != default:
+        is_taken = name == "backend" and value == "inline"
+        is_taken = is_taken or (name == "prefill_slice_tokens" and is_on_device(config))
+        if value != default and not is_taken:
             raise NotImplementedError(
                 f"{name}={value!r} with a model of type {model_type!r}, which has no lean layers "
                 f"and runs with {name}={default!r} only; types with lean layers: "
@@ -268,7 +329,15 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
             f"policy {policy.name!r} with type {model_type!r}, which has no lean layers; "
             f"available: {', '.join(('auto', *POLICIES))}"
         )
-    kv_budget_bytes(config, weight_bytes_before_loading(checkpoint, config), loaded=False)
+    weight_bytes = weight_bytes_before_loading(checkpoint, config)
+    kv_budget_bytes(config, weight_bytes, loaded=False)
+    device_kv_budget_bytes(config, weight_bytes)
+    check_weights_fit(config, weight_bytes)
+
+
+def is_on_device(config: RuntimeConfig) -> bool:
+    """Whether modules and decode attention are apart; on a CPU for tests."""
+    return config.device != "cpu" or config.backend == "inline"
 
 
 @loading()
@@ -280,15 +349,18 @@ def load_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> GenericRuntim
     """
     start = time.perf_counter()
     check_generic(checkpoint, config)
-    stock = load_generic_model(checkpoint, config.dtype).eval()
-    with torch_threads(config.num_threads):
+    stock = load_generic_model(checkpoint, config.dtype, config.packing).eval()
+    if config.device != "cpu":
+        stock.to(config.device)
+    with torch_threads(config.num_threads), current_device(torch.device(config.device)):
         runtime = generic_runtime(stock, config, checkpoint.folder)
     layers = len(runtime.hosted.specs)
     logger.info(
-        "loaded %s in %.1f s: transformers' own modules, %d layers in the host store, policy %s; "
-        "%s of host KV cache",
+        "loaded %s in %.1f s: transformers' own modules on %s, %d layers in the host store, "
+        "policy %s; %s of host KV cache",
         checkpoint.folder,
         time.perf_counter() - start,
+        config.device,
         layers,
         runtime.policy.name,
         format_bytes(runtime.store.host_budget_bytes),
@@ -312,14 +384,16 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
         specs = attention_specs(stock)
         runtime = GenericRuntime(stock, specs, config, folder)
         runtime.use_pool()
-        cache = runtime.new_cache()
         is_exact = stock.dtype == torch.float32 and not any(
             isinstance(module, PackedExperts) for module in stock.modules()
         )
-        _check_logits(_logits(stock, cache, runtime), expected, is_exact=is_exact)
-        runtime.hosted.others.measure(cache)
-        cache.reset()
-    except (HostBudgetError, MemoryError):
+        for layers in (runtime.hosted, runtime.resident):
+            if layers is not None:
+                cache = GenericCache(layers)
+                _check_logits(_logits(stock, cache, runtime), expected, is_exact=is_exact)
+                layers.others.measure(cache)
+                cache.reset()
+    except (HostBudgetError, DeviceMemoryError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of any kind: 150 model types
         if runtime is not None:
@@ -332,7 +406,7 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
 
 def _logits(stock: Any, cache: Any, runtime: GenericRuntime | None) -> Tensor:
     """Of a padded prompt of two rows and three steps, [4, 2, vocab_size]."""
-    columns = torch.arange(22).view(2, 11)
+    columns = torch.arange(22, device=stock.device).view(2, 11)
     ids = columns * 7 % min(61, stock.config.get_text_config().vocab_size - 5) + 5
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -349,7 +423,7 @@ def _logits(stock: Any, cache: Any, runtime: GenericRuntime | None) -> Tensor:
             else:
                 shape = (2, last - first)
                 out = runtime.run(forward, cache, shape, *reversed(inputs.values()))
-        logits.append(out.logits[:, -1].float())
+        logits.append(out.logits[:, -1].float().cpu())
     return torch.stack(logits)
 
 

@@ -23,7 +23,7 @@ from offload.runtime.generic_loading import GenericRuntime, load_generic
 from offload.runtime.inputs import refuse_unsupported
 from offload.runtime.run_lock import locked
 from offload.runtime.stats import OffloadStats
-from offload.system.autocast import without_autocast
+from offload.system.autocast import current_device, without_autocast
 from offload.system.torch_threads import torch_threads
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class GenericModel(FixedModel):
             threads = outer.prefill_threads or torch.get_num_threads()
             generation = runtime.current_generation = Generation(threads, is_running=True)
             try:
+                args, kwargs = self._on_device(args), self._on_device(kwargs)
                 with torch_threads(1):  # in its passes a prompt has more
                     return super().generate(*args, **kwargs)
             except BaseException:
@@ -67,6 +68,12 @@ class GenericModel(FixedModel):
                 if not outer.is_running:
                     outer = Generation(runtime.config.num_threads, stats=generation.stats)
                 runtime.current_generation = outer
+
+    def _on_device(self, given: Any) -> Any:
+        """Arguments, tensors on the device of the modules."""
+        if isinstance(given, dict):
+            return dict(zip(given, self._on_device([*given.values()]), strict=True))
+        return [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in given]
 
     @locked
     def _run_pass(self, forward: Any, given: dict[str, Any]) -> Any:
@@ -90,7 +97,8 @@ class GenericModel(FixedModel):
         if cache is not None:
             self._check_cache(cache)
             given["use_cache"] = True
-        with without_autocast(self.device):
+        given = self._on_device(given)
+        with without_autocast(self.device), current_device(self.device):
             return self._offload.run(partial(forward, self, **given), cache, shape, mask, ids)
 
     def new_cache(self) -> GenericCache:
@@ -119,7 +127,7 @@ class GenericModel(FixedModel):
         return self._offload.store
 
     def _check_cache(self, cache: Any) -> None:
-        if not isinstance(cache, GenericCache) or cache.store is not self._offload.store:
+        if not isinstance(cache, GenericCache) or not self._offload.has_cache(cache):
             raise ValueError(
                 f"past_key_values must be a cache of this model, got {type(cache).__name__}; make "
                 "it by model.new_cache()"
@@ -145,8 +153,11 @@ class GenericModel(FixedModel):
             cache._is_user_defined = True  # generate() asks for it
         self._offload.sequences.collect()
         request = GenerationRequest.of(generation_config, model_kwargs, batch_size, drafts=False)
-        used = self.new_cache() if cache is None else cache
-        self._offload.check_room(used, request)
+        used = self._offload.cache_for(request) if cache is None else cache
+        slice_tokens = self._offload.check_room(used, request)
+        if model_kwargs.get("inputs_embeds") is None and slice_tokens < request.prompt_columns:
+            asked = generation_config.prefill_chunk_size
+            generation_config.prefill_chunk_size = min(slice_tokens, asked or slice_tokens)
         generation = self._offload.current_generation
         generation.cache, generation.owns_cache = used, cache is None
         model_kwargs["past_key_values"] = used

@@ -51,7 +51,8 @@ class GenericRunner:
                 for seq, tokens in parts:
                     before = runtime.store.kv_len(seq)
                     with self._phase(reads_prompt=True):
-                        logits.append(self._run([seq], torch.tensor([tokens]), between))
+                        of_last = self._run([seq], torch.tensor([tokens]), between)
+                    logits.append(of_last.cpu())
                     read.append((seq, before))
                 return tuple(logits)
             except BaseException:
@@ -68,7 +69,7 @@ class GenericRunner:
             sequences, if layers have some: later passes of these are refused.
         """
         with self._phase(reads_prompt=False):
-            return self._run(this.seqs, tokens[:, None])
+            return self._run(this.seqs, tokens[:, None]).cpu()
 
     def choose_tokens(
         self,
@@ -82,7 +83,10 @@ class GenericRunner:
     ) -> None:
         """One step to the likeliest tokens, as `Runner.choose_tokens`."""
         batch = tokens_each(len(seqs))
-        take(likeliest(self.decode_tokens(begin(batch), batch, tokens))[:, None], 0)
+        this = begin(batch)
+        with self._phase(reads_prompt=False):
+            logits = self._run(this.seqs, tokens[:, None])
+        take(likeliest(logits).cpu()[:, None], 0)
 
     def first_tokens(self, logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
         """The likeliest of logits [n, vocab_size]."""
@@ -115,9 +119,13 @@ class GenericRunner:
             "attention_mask": mask,
         }
         given = {name: x for name, x in given.items() if name in self._arguments}
+        given |= {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+        given = {
+            name: x.to(runtime.device) if isinstance(x, Tensor) else x for name, x in given.items()
+        }
         cache.between = between
         try:
-            out = runtime.stock(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+            out = runtime.stock(**given)
         finally:
             cache.between = None
         logits: Tensor = out.logits[:, -1]

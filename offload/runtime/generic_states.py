@@ -29,7 +29,6 @@ class SequenceStates(SequencePart):
     """
 
     samples = False
-    device_bytes = 0
 
     def __init__(self, store: KVStore, layers: LayerStates) -> None:
         self._store, self._layers = store, layers
@@ -39,7 +38,7 @@ class SequenceStates(SequencePart):
     def begin_generation(
         self, num_sequences: int, kv_len: int, read_tokens: int | None = None
     ) -> None:
-        """Nothing, as on any CPU."""
+        """Nothing."""
 
     def end_generation(self) -> None:
         """Nothing, either."""
@@ -49,7 +48,13 @@ class SequenceStates(SequencePart):
         return bool(self._layers.shapes)
 
     def bytes_at(self, kv_len: int) -> int:
-        return self._layers.at(kv_len)
+        return self._layers.host_bytes_at(kv_len)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of states on the device of the model's modules."""
+        modules = self._layers.modules
+        return 0 if modules is None else modules.device_bytes
 
     def cache_of(
         self, seqs: Sequence[int], new_cache: Callable[[Sequence[int]], GenericCache]
@@ -57,7 +62,8 @@ class SequenceStates(SequencePart):
         """A cache whose rows are these sequences, for their next pass.
 
         Raises:
-            HostBudgetError: there is no room to put them together; all are as they were.
+            HostBudgetError, DeviceMemoryError: there is no room to put them together; all are as
+                they were.
             RuntimeError: a pass of one has failed before.
         """
         found = [self._rows.get(seq) for seq in seqs]
@@ -112,7 +118,7 @@ class SequenceStates(SequencePart):
     def mark(self, seq: int) -> None:
         if not self.is_cut_at_marks or self._marked(seq, self._store.kv_len(seq)) is not None:
             return
-        if self._layers.at(self._store.kv_len(seq)) > self._store.left_bytes():
+        if self._layers.at(self._store.kv_len(seq)) > self._layers.left_bytes(self._store):
             return  # what is cut there later is read again
         marks = *self._marks.get(seq, ()), self.current(seq)
         first = [] if len(marks) <= _MOST_MARKS else [marks[0]]
@@ -128,8 +134,11 @@ class SequenceStates(SequencePart):
         """`current`, if there is room."""
         kv_len = self._store.kv_len(seq)
         if isinstance(self._rows.get(seq), tuple) and self._marked(seq, kv_len) is None:
-            what = "a copy of windows and recurrent states"
-            self._store.check_room(self._layers.at(kv_len), what, "serve fewer requests at a time")
+            what, need = "a copy of windows and recurrent states", self._layers.at(kv_len)
+            if self._layers.modules is not None:
+                self._layers.modules.check(1, 1, kv_len, need)
+            else:
+                self._store.check_room(need, what, "serve fewer requests at a time")
         return self.current(seq)
 
     def fork(self, seq: int, child: int) -> None:
@@ -169,14 +178,14 @@ class SequenceStates(SequencePart):
         row.numbers["marks"] = [state.kv_len for state in states]
         for number, state in enumerate(states):
             for name, tensor in state.tensors.items():
-                row.add(f"layers.{number}.{name}", tensor)
+                row.add(f"layers.{number}.{name}", tensor.cpu())
 
     def load(self, row: RowToLoad) -> Callable[[int], None]:
         lens = [int(n) for n in row.numbers["marks"]]
         if lens[0] != int(row.numbers["kv_len"]) or not all(0 <= n <= lens[0] for n in lens):
             raise SessionMiss(f"states of {lens} tokens are of another sequence")
         need = sum(map(self._layers.at, lens))
-        if need > self._store.left_bytes():
+        if need > self._layers.left_bytes(self._store):
             raise HostBudgetError("no room for windows and recurrent states")
         states = [
             RowState(n, self._tensors(row, f"layers.{number}", n)) for number, n in enumerate(lens)
@@ -190,7 +199,8 @@ class SequenceStates(SequencePart):
             if name.endswith((".keys", ".values")):
                 shape = *shape[:2], min(shape[2], kv_len), *shape[3:]
             row.check(f"{prefix}.{name}", dtype, shape)
-            tensors[name] = row.read_tensor(f"{prefix}.{name}", dtype)
+            tensor, modules = row.read_tensor(f"{prefix}.{name}", dtype), self._layers.modules
+            tensors[name] = tensor if modules is None else tensor.to(modules.device)
         return tensors
 
     def _give(self, states: Sequence[RowState], seq: int) -> None:

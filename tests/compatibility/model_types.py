@@ -35,18 +35,27 @@ _HEAD = """\
 # Model types
 
 *lean*: native layers, on a CPU and with a GPU, with every feature. *generic*: transformers' own
-modules on a CPU. Attention of the layers that attend to all tokens is ours, their keys and values
-are in the host store; layers with a window or a recurrent state keep transformers' cache, whose
-bytes count in `max_memory`, too. A generic model does `generate()`, greedy or sampled, with left
-padding and several turns, and `forward()`, under `auto` (exact), `full`, `exact_topk`, `quest`,
-`lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The engine and `offload serve` run it, with
-shared prompts and sessions on disk: each sequence has its own windows and recurrent states
-([which prompts go on from them](how-to/many-requests.md#models-without-native-layers)). Beams,
-drafts, saved caches of `generate()`, scores of prompts, eval, GPUs, ranks, packed weights and
-`host_bytes_per_sequence` are refused. Before it is used, each model must give the logits of the
-stock path for a padded prompt and three steps; it is refused if
-it does not. Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class
-for it; that is so for types that are not in this table, too, such as `mistral3` and `llava`.
+modules, on a CPU or, with `device="cuda"`, on a GPU. Attention of the layers that attend to all
+tokens is ours, their keys and values are in the host store; layers with a window or a recurrent
+state keep transformers' cache, whose bytes count in `max_memory`, too. A generic model does
+`generate()`, greedy or sampled, with left padding and several turns, and `forward()`, under `auto`
+(exact), `full`, `exact_topk`, `quest`, `lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The
+engine and `offload serve` run it, with shared prompts and sessions on disk: each sequence has its
+own windows and recurrent states ([which prompts go on from
+them](how-to/many-requests.md#models-without-native-layers)). Beams, drafts, saved caches of
+`generate()`, scores of prompts, eval, ranks, packed weights and `host_bytes_per_sequence` are
+refused. Before it is used, each model must give the logits of the stock path for a padded prompt
+and three steps; it is refused if it does not. Of a multi-modal checkpoint the text part is loaded,
+if transformers has a causal class for it; that is so for types that are not in this table, too,
+such as `mistral3` and `llava`.
+
+With `device="cuda"` modules, windows and recurrent states are on the GPU, in `max_memory` of that
+GPU, and weights must fit it whole. A generation under `auto` or `full` whose keys and values fit
+beside them has them there, too. Else, and in the engine, those of the layers that attend to all
+tokens are in the host store: a prompt is read in slices, for which the GPU gets one layer's keys
+and values of one sequence at a time, and in a decode step each of these layers sends its new query,
+key and value to the CPU, which attends. Cost: one wait of the GPU per such layer and token, and
+transformers' eager launches.
 
 Of the {total} types of transformers {version} whose class is a causal language model, {lean} are
 lean, {generic} generic, {refused} refused, and {not_tried} were not tried. *generic* in the table

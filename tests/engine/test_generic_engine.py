@@ -22,10 +22,17 @@ IDS = torch.randint(3, 250, (8, 200), generator=torch.Generator().manual_seed(1)
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=TYPES)
+@pytest.fixture(scope="module", params=[*TYPES, "gpt_oss inline"])
 def model(request: pytest.FixtureRequest) -> Any:
-    stock = tiny_model_of(request.param, vocab_size=VOCAB_SIZE)
-    options = runtime_config(num_threads=1, page_tokens=16, max_memory={"cpu": "64MiB"})
+    """The last one with its modules as on a GPU, apart from the attention of decode steps."""
+    model_type, *backend = request.param.split()
+    stock = tiny_model_of(model_type, vocab_size=VOCAB_SIZE)
+    options = runtime_config(
+        num_threads=1,
+        page_tokens=16,
+        max_memory={"cpu": "64MiB"},
+        backend=backend[0] if backend else None,
+    )
     return generic_model(generic_runtime(stock, options, None))
 
 

@@ -329,12 +329,15 @@ def test_experts_stay_packed(dtype: torch.dtype, tmp_path: Path) -> None:
     checkpoint = check_checkpoint(tmp_path / "made", takes_generic=True)
     assert checkpoint_packed_bytes(checkpoint, dtype, "auto") == weight_bytes_of(model)
     assert weight_bytes_of(model) < weight_bytes_of(dense)
+    # As on a GPU, where they are dequantised.
+    unpacked = OffloadedModel.from_pretrained(tmp_path / "made", num_threads=1, backend="inline")
+    assert weight_bytes_of(unpacked) == weight_bytes_of(dense)
     ids = random_tokens(30, seed=1).unsqueeze(0)
-    expected, found = (
+    expected, found, of_unpacked = (
         each.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)
-        for each in (dense, model)
+        for each in (dense, model, unpacked)
     )
-    assert expected.tolist() == found.tolist()
+    assert expected.tolist() == found.tolist() == of_unpacked.tolist()
     cache, wanted = model.new_cache(), dense(found).logits[0]
     steps = [
         model(part, past_key_values=cache).logits[0] for part in found.split([30, *[1] * 24], 1)

@@ -50,12 +50,16 @@ def tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) ->
     return model.generate(input_ids=ids, attention_mask=mask, **settings)
 
 
+@pytest.mark.parametrize("backend", [None, "inline"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_tokens_are_those_of_the_stock_model(folders: dict[str, Path], model_type: str) -> None:
-    stock, model = stock_of(folders[model_type]), load(folders[model_type])
+def test_tokens_are_those_of_the_stock_model(
+    folders: dict[str, Path], model_type: str, backend: str | None
+) -> None:
+    """Inline, too: modules as on a GPU, apart from the attention of decode steps."""
+    stock, model = stock_of(folders[model_type]), load(folders[model_type], backend=backend)
     assert type(model).__name__ == type(stock).__name__
     assert isinstance(model, type(stock))
-    for options in ({}, {"do_sample": True}, {"prefill_chunk_size": 16}):
+    for options in ({}, {"do_sample": True}, {"prefill_chunk_size": 8}):
         for rows in (slice(1, 2), slice(0, 2)):
             found = []
             for each in (stock, model):
@@ -65,13 +69,16 @@ def test_tokens_are_those_of_the_stock_model(folders: dict[str, Path], model_typ
     stats = model.offload_stats()
     assert stats.prefill_tokens == 80
     assert stats.decode_tokens == 2 * 19
-    assert stats.kv_host_bytes > 0
+    assert (stats.kv_host_bytes if backend is None else stats.kv_device_bytes) > 0
     assert model.kv_store.num_sequences == 0
 
 
+@pytest.mark.parametrize("backend", [None, "inline"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_turns_go_on_from_the_cache(folders: dict[str, Path], model_type: str) -> None:
-    stock, model = stock_of(folders[model_type]), load(folders[model_type])
+def test_turns_go_on_from_the_cache(
+    folders: dict[str, Path], model_type: str, backend: str | None
+) -> None:
+    stock, model = stock_of(folders[model_type]), load(folders[model_type], backend=backend)
     found = []
     for each, cache in ((stock, DynamicCache(config=stock.config)), (model, model.new_cache())):
         told, mask = IDS, MASK
@@ -226,7 +233,7 @@ def test_windows_and_recurrent_states_are_in_the_budget(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"backend": "inline"}, "backend='inline'"),
+        ({"prefill_slice_tokens": 64}, "prefill_slice_tokens=64"),
         ({"weights": "q8"}, "weights='q8'"),
         ({"quality_probe": 0.1}, "quality_probe=0.1"),
         ({"host_bytes_per_sequence": "1MiB"}, "host_bytes_per_sequence=1048576"),

@@ -1,0 +1,167 @@
+"""The device that a stock model's own modules are on, where that is not where attention decodes.
+
+Modules, windows and recurrent states are there; keys and values of the layers in the host store are
+on the host. With `backend="inline"` it is the CPU: the same copies, from host memory to host
+memory, so that tests pass through this code without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.kv.transfer import STAGING_BYTES, STAGINGS
+from offload.prefill.memory import available_bytes
+from offload.runtime.config import RuntimeConfig
+from offload.system.errors import DeviceMemoryError
+from offload.system.memory import format_bytes
+
+_LEAST_SLICE = 256  # tokens
+_MARGIN_BYTES = 256 * 2**20  # workspaces of cuBLAS, and what torch's allocator rounds up
+_FLOAT32 = 4
+
+
+class ModulesDevice:
+    """Room on the modules' device, and what a decode step copies from it and to it.
+
+    Args:
+        stock: the model, on the device.
+        kv_bytes: of a token, the most that one layer of the store has.
+        held_bytes: what caches have on the device now.
+    """
+
+    def __init__(
+        self, stock: Any, config: RuntimeConfig, kv_bytes: int, held_bytes: Callable[[], int]
+    ) -> None:
+        self.device = torch.device(config.device)
+        self._is_cuda = self.device.type == "cuda"
+        self._key = self.device.index or 0
+        self._limit = config.max_memory.get(self._key) if self._is_cuda else None
+        self._most_tokens = config.prefill_slice_tokens
+        self._held_bytes, self._kv_bytes = held_bytes, kv_bytes
+        self._token_bytes = _token_bytes(stock)
+        self._host: dict[str, Tensor] = {}
+
+    def left_bytes(self) -> int:
+        """What may still be allocated."""
+        return available_bytes(self.device, self._limit) if self._is_cuda else sys.maxsize
+
+    def slice_bytes(self, batch_size: int, n: int, columns: int) -> int:
+        """Memory of a pass over n new columns, the last of `columns`: activations, masks of a byte
+        for each query and key, one layer's keys and values of a row, and pages under way."""
+        of_layer = columns * self._kv_bytes
+        masks = 4 * batch_size * n * columns
+        return batch_size * n * self._token_bytes + of_layer + masks + STAGINGS * STAGING_BYTES
+
+    def has_room(self, batch_size: int, columns: int, kv_bytes: int) -> bool:
+        """Whether all keys and values, and states, of `kv_bytes` fit beside whole slices; one layer
+        is there twice where a step makes it longer."""
+        n = min(self._most_tokens, columns)
+        longer = batch_size * columns * self._kv_bytes
+        return self._need(batch_size, n, columns, kv_bytes + longer) <= self.left_bytes()
+
+    def slice_tokens(self, batch_size: int, columns: int, state_bytes: int) -> int:
+        """How many columns of a prompt that ends at `columns` fit the memory at a time.
+
+        Args:
+            state_bytes: of windows and recurrent states that come beside them.
+
+        Raises:
+            DeviceMemoryError: not even few do.
+        """
+        n, left = self._most_tokens, self.left_bytes()
+        while n > _LEAST_SLICE and self._need(batch_size, n, columns, state_bytes) > left:
+            n //= 2
+        self.check(batch_size, min(n, columns), columns, state_bytes)
+        return n
+
+    def check(self, batch_size: int, n: int, columns: int, state_bytes: int) -> None:
+        """Refuse a pass that does not fit the memory; a decode step (n = 1) has its activations.
+
+        Raises:
+            DeviceMemoryError: names the sizes, and the options that change them.
+        """
+        need = self._need(batch_size, n, columns, state_bytes) if n > 1 else state_bytes
+        left = self.left_bytes()
+        if need > left:
+            raise DeviceMemoryError(
+                f"{n} new columns of {batch_size} sequences behind {columns - n} cached ones need "
+                f"{format_bytes(need)} more of device memory ({format_bytes(max(0, state_bytes))} "
+                f"of it for windows and recurrent states), but {format_bytes(left)} are left "
+                f"beside the weights; raise max_memory={{{self._key}: ...}}, or lower the batch "
+                "size, prefill_slice_tokens or the prompt's length"
+            )
+
+    def _need(self, batch_size: int, n: int, columns: int, state_bytes: int) -> int:
+        return self.slice_bytes(batch_size, n, columns) + state_bytes + _MARGIN_BYTES
+
+    @property
+    def device_bytes(self) -> int:
+        """Of windows and recurrent states now."""
+        return self._held_bytes()
+
+    def to_host(self, rows: Tensor) -> Tensor:
+        """A copy that is there when this returns, in memory that the next call writes to."""
+        host = self.host_rows("to", rows.shape, rows.dtype)
+        host.copy_(rows, non_blocking=True)
+        self.wait()
+        return host
+
+    def host_rows(self, name: str, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        """Pinned memory of the host, [*shape], the same for each call with a name."""
+        shape = tuple(shape)
+        size, key = math.prod(shape), f"{name} {dtype}"
+        buffer = self._host.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=dtype, pin_memory=self._is_cuda)
+            self._host[key] = buffer
+        return buffer[:size].view(shape)
+
+    def to_device(self, rows: Tensor) -> Tensor:
+        """A copy, in the order of the current stream; of `host_rows`, which may be written to again
+        after the next `to_host`."""
+        if not self._is_cuda:
+            return rows.clone()
+        return rows.to(self.device, non_blocking=True)
+
+    def wait(self) -> None:
+        """For all that the current stream was given."""
+        if self._is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def _token_bytes(stock: Any) -> int:
+    """Activations of a token at one time, an upper bound by the widest matrices of a layer."""
+    config = stock.config.get_text_config()
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    widest = hidden = int(config.hidden_size)
+    vocab_size = int(config.vocab_size)
+    for weight in stock.parameters():
+        if weight.dim() > 1 and vocab_size not in weight.shape:
+            times = experts if weight.dim() == 3 else 1
+            widest = max(widest, times * max(weight.shape[-2:]))
+    return int((6 * widest + 4 * hidden) * stock.dtype.itemsize + 4 * _FLOAT32 * hidden)
+
+
+def check_weights_fit(config: RuntimeConfig, weight_bytes: int) -> None:
+    """Refuse weights for which a GPU has no room, before they are read.
+
+    Raises:
+        DeviceMemoryError: names both sizes.
+    """
+    device = torch.device(config.device)
+    if device.type == "cpu":
+        return
+    left = available_bytes(device, config.max_memory.get(device.index or 0))
+    if weight_bytes + _MARGIN_BYTES > left:
+        raise DeviceMemoryError(
+            f"the weights need {format_bytes(weight_bytes)} and {format_bytes(_MARGIN_BYTES)} for "
+            f"workspaces, but {format_bytes(left)} of {config.device} are left; raise "
+            f"max_memory={{{device.index or 0}: ...}}, choose a smaller dtype or model, or "
+            "device='cpu'"
+        )

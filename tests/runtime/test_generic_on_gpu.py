@@ -1,0 +1,122 @@
+"""Generic models whose modules are on a GPU, and inline: the stock model's tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.device_cases import NO_GPU
+from cases.every_type import tiny_model_of
+from cases.tiny_models import VOCAB_SIZE, byte_tokenizer
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from offload import OffloadedModel
+from offload.cli import app
+from offload.engine.engine import Engine
+from offload.engine.sampling_params import SamplingParams
+from offload.policies.registry import make_policy
+from offload.runtime.modules_device import ModulesDevice
+from offload.system.errors import DeviceMemoryError
+
+TYPES = ["qwen3_5_text", "gemma3_text", "gpt_oss", "lfm2", "gemma2"]
+CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])
+IDS = torch.randint(3, 250, (2, 90), generator=torch.Generator().manual_seed(1))
+MASK = torch.ones_like(IDS)
+MASK[0, :37] = 0
+POLICIES = [
+    make_policy("full"),
+    make_policy("exact_topk", budget_tokens=4096, sink_tokens=2, recent_tokens=4, dense_layers=0),
+]
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    tiny_model_of(request.param, vocab_size=VOCAB_SIZE).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def load(folder: Path, device: str, **options: Any) -> Any:
+    backend = "inline" if device == "cpu" else None
+    given = {"num_threads": 1, "page_tokens": 16, "device": device, "backend": backend}
+    return OffloadedModel.from_pretrained(folder, **given | options)
+
+
+def tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> list[list[int]]:
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0} | options
+    found = model.generate(input_ids=ids, attention_mask=mask, **settings)
+    assert isinstance(found, torch.Tensor)
+    return found.tolist()
+
+
+def stock_tokens(folder: Path, device: str) -> list[list[list[int]]]:
+    """Of the second row alone, and of both."""
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    rows = (slice(1, 2), slice(0, 2))
+    return [tokens(stock, IDS[row].to(device), MASK[row].to(device)) for row in rows]
+
+
+@pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
+def test_tokens_are_those_of_the_stock_model(
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and in a padded batch, also where a prompt is read in slices, some of padding alone;
+    keys and values on the device where there is room, and on the host."""
+    expected = stock_tokens(folder, device)
+    for policy in POLICIES:
+        for slices, stays in (({}, True), ({"prefill_slice_tokens": 32}, True), ({}, False)):
+            if not stays:
+                monkeypatch.setattr(ModulesDevice, "has_room", lambda *_: False)
+            model = load(folder, device, policy=policy, **slices)
+            assert model.device.type == device
+            for row, of_rows in zip((slice(1, 2), slice(0, 2)), expected, strict=True):
+                assert tokens(model, IDS[row], MASK[row]) == of_rows, (policy.name, slices)
+            assert model.offload_stats().prefill_tokens == 180
+            on_host = policy.selects or not stays
+            assert (model.offload_stats().kv_host_bytes > 0) == on_host
+            assert model.kv_store.num_sequences == 0
+            monkeypatch.undo()
+
+
+@pytest.mark.cuda
+@NO_GPU
+def test_an_engine_and_the_command_line_on_a_gpu(folder: Path) -> None:
+    alone = stock_tokens(folder, "cuda")[0][0][90:]
+    model = load(folder, "cuda")
+    engine, found = Engine(model), list[int]()
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    first = engine.add_request(IDS[1].tolist(), params)
+    engine.add_request(IDS[0].tolist(), params)
+    while engine.has_work:
+        for output in engine.step():
+            if output.request_id == first:
+                found += [chosen.token for chosen in output.tokens]
+    assert found == alone
+    options = ["--prompt", "hello", "--no-chat", "--ignore-eos", "--json", "-n", "4"]
+    result = CliRunner().invoke(app, ["generate", str(folder), *options, "--device", "cuda"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["runs"][0]["new_tokens"] == 4
+    half = load(folder, "cuda", dtype="bfloat16")
+    assert len(tokens(half, IDS, MASK)[0]) == 110
+    with pytest.raises(DeviceMemoryError, match=r"raise max_memory=\{0: \.\.\.\}"):
+        load(folder, "cuda", max_memory={0: "64MiB"})
+
+
+def test_a_prompt_without_room_on_the_device_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices get shorter before; what is refused names sizes and options."""
+    model = load(folder, "cpu")
+    modules = model._offload.hosted.others.modules
+    room = modules.slice_bytes(2, 300, 4000) + 2**28 + 2 * model._offload.hosted.others.at(4000)
+    monkeypatch.setattr(ModulesDevice, "left_bytes", lambda self: room)
+    assert modules.slice_tokens(2, 4000, 2 * model._offload.hosted.others.at(4000)) == 256
+    monkeypatch.setattr(ModulesDevice, "left_bytes", lambda self: 1000)
+    with pytest.raises(DeviceMemoryError, match=r"90 new columns of 2 sequences .*1000 B are left"):
+        tokens(model, IDS, MASK)
+    assert model.kv_store.num_sequences == 0

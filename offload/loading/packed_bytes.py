@@ -34,9 +34,8 @@ def kept_formats(
     kept = dict.fromkeys(shapes, "")
     for name, shape in shapes.items():
         in_layers, kind = name.startswith(_LAYERS) and len(shape) == 2, types.get(name, "")
-        if weights == "auto":  # all experts' matrices are one parameter
-            may_be = in_layers or name in (_HEAD, _EMBEDDING) or len(shape) == 3
-            kept[name] = format_of(kind) if may_be and kind else ""
+        if weights == "auto":  # all experts' matrices may be one parameter
+            kept[name] = format_of(kind) if len(shape) > 1 and kind else ""
         elif not weights:
             continue
         elif name == head:
@@ -76,8 +75,10 @@ def packed_weight_bytes(
 
 def checkpoint_packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, weights: str) -> int:
     """`packed_weight_bytes` of a checkpoint, whose files may leave the prefix of names out."""
-    shapes = {
-        name if name.startswith(("model.", "lm_head.")) else f"model.{name}": shape
-        for name, shape in checkpoint.stored_shapes.items()
-    }
-    return packed_weight_bytes(shapes, dtype, weights, checkpoint.stored_types)
+
+    def named(name: str) -> str:
+        return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+    shapes = {named(name): shape for name, shape in checkpoint.stored_shapes.items()}
+    types = {named(name): kind for name, kind in checkpoint.stored_types.items()}
+    return packed_weight_bytes(shapes, dtype, weights, types)

@@ -34,7 +34,6 @@ from offload.loading.one_at_a_time import loading
 from offload.loading.packed_bytes import kept_formats
 from offload.loading.quantised_checkpoint import quantised_format
 from offload.models.packed_embedding import PackedEmbedding
-from offload.models.packed_experts import PackedExperts
 from offload.models.packed_linear import PackedModule
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ def pack_weights(stock: Any, weights: str) -> None:
     """
     formats = kept_formats(_shapes(stock), {}, weights)
     _replace(stock, formats, lambda name, kept: quantise(stock.get_parameter(name).detach(), kept))
-    _log(weights, Counter(f"{kept} rounded" for kept in formats.values() if kept))
+    log_formats(weights, Counter(f"{kept} rounded" for kept in formats.values() if kept))
 
 
 class Source(Protocol):
@@ -92,7 +91,7 @@ def model_from_parts(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, we
     if (checkpoint.folder / GGUF_FILE).is_file():
         source = _GgufSource(kept_source(checkpoint.folder), stock, dtype)
     else:
-        source = _SafetensorsSource(checkpoint, dtype)
+        source = SafetensorsSource(checkpoint, dtype)
         source.check(stock)
     formats = kept_formats(_shapes(stock), source.types, weights)
     kinds: Counter[str] = Counter()
@@ -111,7 +110,7 @@ def model_from_parts(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, we
         for name in others
         if (kind := source.types.get(name, "")) and kind not in PLAIN_TYPES
     )
-    _log(weights or "auto", kinds)
+    log_formats(weights or "auto", kinds)
     return stock
 
 
@@ -137,7 +136,9 @@ class _GgufSource:
         )
 
 
-class _SafetensorsSource:
+class SafetensorsSource:
+    """Matrices that other tools have quantised, and what is beside them."""
+
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         config_path = checkpoint.folder / "config.json"
         self._format = quantised_format(checkpoint.config, config_path)
@@ -212,14 +213,6 @@ def _replace(
         if not kept:
             continue
         path = name.removesuffix(".weight")
-        if path == name:  # of experts
-            owner, _, projection = path.rpartition(".")
-            experts = stock.get_submodule(owner)
-            if not isinstance(experts, PackedExperts):
-                experts = PackedExperts(experts)
-                stock.set_submodule(owner, experts)
-            experts.pack(projection, packed(name, kept), stock.dtype)
-            continue
         if path == "model.embed_tokens":
             weight, dtype = packed(name, kept), embedding.weight.dtype
             stock.model.embed_tokens = PackedEmbedding(weight, dtype)
@@ -233,6 +226,7 @@ def _replace(
         stock.set_submodule(path, made)
 
 
-def _log(weights: str, kinds: Counter[str]) -> None:
+def log_formats(weights: str, kinds: Counter[str]) -> None:
+    """Tell how many matrices are kept in which way."""
     described = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     logger.info("weights=%s: %s", weights, described)

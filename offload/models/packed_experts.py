@@ -46,16 +46,18 @@ def routed_sum(
 class _ExpertMatrix(PackedMatrix):
     """The matrices of one projection, [num_experts * out_features, in_features]."""
 
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype, num_experts: int) -> None:
+    def __init__(
+        self, weight: PackedWeight, dtype: torch.dtype, num_experts: int, *, is_transposed: bool
+    ) -> None:
         super().__init__(weight, dtype)
-        self.num_experts = num_experts
+        self.num_experts, self.is_transposed = num_experts, is_transposed
 
     def stock_name(self, path: str) -> str:
         return path
 
     def of_stock(self) -> Tensor:
         values = super().of_stock().view(self.num_experts, -1, self.in_features)
-        return values.transpose(1, 2).contiguous()
+        return values.transpose(1, 2).contiguous() if self.is_transposed else values
 
     def of(self, expert: int) -> PackedWeight:
         size = self.out_features // self.num_experts
@@ -63,7 +65,8 @@ class _ExpertMatrix(PackedMatrix):
 
 
 class PackedExperts(nn.Module):
-    """In the place of transformers' experts with transposed matrices, [num_experts, in, out]."""
+    """In the place of transformers' experts, whose matrices are [num_experts, out, in] or, if they
+    are transposed, [num_experts, in, out]."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__()
@@ -75,7 +78,10 @@ class PackedExperts(nn.Module):
     def pack(self, name: str, weight: PackedWeight, dtype: torch.dtype) -> None:
         """The matrices of the projection `name` become packed."""
         del self._parameters[name]
-        self.add_module(name, _ExpertMatrix(weight, dtype, self._of[0].num_experts))
+        stock = self._of[0]
+        made = _ExpertMatrix(weight, dtype, stock.num_experts, is_transposed=stock.is_transposed)
+        delattr(stock, name)  # which is kept for its activation
+        self.add_module(name, made)
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return self.run(None, x, top_k_index, top_k_weights)

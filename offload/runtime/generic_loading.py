@@ -26,7 +26,7 @@ from offload.loading.stock_model import load_delimiter_classes, load_generic_mod
 from offload.models import FAMILIES, ModelShape
 from offload.models.base import stock_context_limit
 from offload.models.missing_features import unsupported_generic
-from offload.models.packed_experts import PackedExperts
+from offload.models.packed_linear import PackedMatrix
 from offload.policies.auto import Auto
 from offload.policies.full import Full
 from offload.runtime.budgets import (
@@ -41,7 +41,7 @@ from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.generic_cache import GenericCache, HostedLayers, LayerStates
 from offload.runtime.generic_runner import GenericRunner
 from offload.runtime.generic_states import SequenceStates
-from offload.runtime.pooled_modules import pooled_forward
+from offload.runtime.pooled_modules import use_pool
 from offload.runtime.sequences import Sequences
 from offload.system.memory import format_bytes
 from offload.system.torch_threads import torch_threads
@@ -85,6 +85,7 @@ class GenericRuntime:
         specs: dict[int, AttentionSpec],
         config: RuntimeConfig,
         folder: Path | None,
+        pool: WorkerPool,
     ) -> None:
         self.stock, self.policy_reason = stock, ""
         if isinstance(config.policy, Auto):
@@ -106,7 +107,7 @@ class GenericRuntime:
             host_budget_bytes=kv_budget_bytes(config, weight_bytes_of(stock), loaded=True),
             page_tokens=config.page_tokens,
         )
-        self.pool = WorkerPool(pool_threads(config))
+        self.pool = pool
         self.attention = DecodeAttention(
             self.policy,
             self.store,
@@ -180,14 +181,6 @@ class GenericRuntime:
         """Give its threads and the memory of its store back."""
         self.pool.close()
         self.store.close()
-
-    def use_pool(self) -> None:
-        """Let matrices of decode steps be multiplied on the threads of the attention, too: those of
-        torch would spin beside them."""
-        for module in self.stock.modules():
-            kind = pooled_forward(module)
-            if kind is not None:
-                module.forward = kind(module, self.pool, lambda: self.decodes)
 
     def run(self, forward: Callable[[], T], cache: GenericCache | None, *inputs: Any) -> T:
         """A stock forward pass on this model's threads, as `GenericCache.forward_pass` has it.
@@ -307,23 +300,27 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
             says why.
     """
     model_type, runtime = stock.config.model_type, None
+    pool = WorkerPool(pool_threads(config))
     try:
+        use_pool(stock, pool, None)  # packed weights, here and below: nothing is dequantised
         expected = _logits(stock, DynamicCache(config=stock.config), None)
         specs = attention_specs(stock)
-        runtime = GenericRuntime(stock, specs, config, folder)
-        runtime.use_pool()
+        runtime = made = GenericRuntime(stock, specs, config, folder, pool)
+        use_pool(stock, pool, lambda: made.decodes)
         cache = runtime.new_cache()
         is_exact = stock.dtype == torch.float32 and not any(
-            isinstance(module, PackedExperts) for module in stock.modules()
+            isinstance(module, PackedMatrix) for module in stock.modules()
         )
         _check_logits(_logits(stock, cache, runtime), expected, is_exact=is_exact)
         runtime.hosted.others.measure(cache)
         cache.reset()
     except (HostBudgetError, MemoryError):
+        pool.close()
         raise
     except Exception as error:  # of any kind: 150 model types
+        pool.close()
         if runtime is not None:
-            runtime.close()
+            runtime.store.close()
         reason = str(error) or type(error).__name__
         raise ValueError(unsupported_generic(model_type, reason)) from error
     runtime.current_generation = Generation(config.num_threads)

@@ -125,7 +125,7 @@ def _generic_packed(
     empty = skeleton(kind, config, loaded_dtype)
     parts = safetensors_parts(checkpoint, empty, loaded_dtype, names)
     model, info = generic_from_parts(kind, config, loaded_dtype, empty, parts, names)
-    _check_loaded(info, checkpoint, is_part=is_part)
+    _check_loaded(model, info, checkpoint, is_part=is_part)
     model.generation_config = generation
     _override(model.generation_config, _GENERATION, source)
     return model
@@ -197,7 +197,7 @@ def _loaded(
             output_loading_info=True,
         )
     model, info = loaded
-    _check_loaded(info, checkpoint, is_part=text_class is not None)
+    _check_loaded(model, info, checkpoint, is_part=text_class is not None)
     _override(model.generation_config, _GENERATION, source)
     if packing in FORMATS:
         pack_weights(model, packing)
@@ -216,8 +216,11 @@ def _generation_config(checkpoint: Checkpoint, path: Path) -> tuple[Any, Path]:
         raise ValueError(f"{source}: {error}") from error
 
 
-def _check_loaded(info: dict[str, Any], checkpoint: Checkpoint, *, is_part: bool) -> None:
+def _check_loaded(
+    model: Any, info: dict[str, Any], checkpoint: Checkpoint, *, is_part: bool
+) -> None:
     if is_part:  # what is left of the other models
+        model._weight_conversions = None  # or it would be saved by their names
         of_layers = [name for name in info["unexpected_keys"] if ".layers." in str(name)]
         info["unexpected_keys"] = [x for x in of_layers if str(x).startswith("model.layers.")]
     check_loaded(info, checkpoint.folder, "its config.json")

@@ -12,6 +12,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from cpu_ops.packed import PackedWeight
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.gguf_blocks import format_of, is_exact
+from offload.loading.gguf_generic import GenericTensors
+from offload.loading.gguf_header import PLAIN_TYPES, read_gguf_header
 from offload.loading.one_at_a_time import loading
 from offload.loading.packing import SafetensorsSource, log_formats
 from offload.models.packed_embedding import PackedEmbedding, embedding_scale
@@ -78,7 +82,6 @@ def generic_from_parts(
     if not info["missing_keys"] and not info["mismatched_keys"]:
         for name, make in parts.packed.items():
             _replace(model, name, make())
-        model.tie_weights()
         log_formats("auto", parts.kinds)
     return model, info
 
@@ -170,11 +173,38 @@ def safetensors_parts(
             return joined([source.packed(part, kept) for part in parts], parts[0])
 
         packed[target] = make
-        stored = source.types[parts[0]]
-        kinds[
-            f"{stored} to {kept} ({'as in the file' if is_exact(stored, kept) else 'rounded'})"
-        ] += 1
+        kinds[_told(source.types[parts[0]], kept)] += 1
     return GenericParts(plain, packed, kinds)
+
+
+@loading()
+def gguf_parts(path: Path, empty: Any, dtype: torch.dtype) -> GenericParts:
+    """The parts of a GGUF file.
+
+    Args:
+        empty: the `skeleton` of the stock model.
+
+    Raises:
+        ValueError: tensors that do not fit the model, or numbers that are not finite.
+    """
+    tensors = GenericTensors(read_gguf_header(path), empty)
+    kinds: Counter[str] = Counter()
+    plain: dict[str, Tensor] = {}
+    packed: dict[str, Callable[[], PackedWeight]] = {}
+    for name, stored in tensors.types.items():
+        kept = tensors.format(name)
+        if kept and may_pack(empty, name):
+            packed[name] = partial(tensors.packed, name, kept)
+            kinds[_told(stored, kept)] += 1
+        else:
+            plain[name] = tensors.plain(name, dtype)
+            if stored not in PLAIN_TYPES:
+                kinds[f"{stored} dequantised"] += 1
+    return GenericParts(plain, packed, kinds)
+
+
+def _told(stored: str, kept: str) -> str:
+    return f"{stored} to {kept} ({'as in the file' if is_exact(stored, kept) else 'rounded'})"
 
 
 class _Renamed:

@@ -14,8 +14,13 @@ import torch
 from cpu_ops.packed import FORMATS
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import GGUF_FILE, Checkpoint, check_loaded
-from offload.loading.generic_packing import generic_from_parts, safetensors_parts, skeleton
-from offload.loading.gguf import CONVERTED_MARK, weights_folder
+from offload.loading.generic_packing import (
+    generic_from_parts,
+    gguf_parts,
+    safetensors_parts,
+    skeleton,
+)
+from offload.loading.gguf import CONVERTED_MARK, kept_source, weights_folder
 from offload.loading.one_at_a_time import loading
 from offload.loading.packing import model_from_parts, pack_weights
 from offload.models import ModelShape
@@ -123,7 +128,10 @@ def _generic_packed(
         del config.quantization_config  # of the file, not of this model
     loaded_dtype, names = checkpoint.loaded_dtype(dtype), _TEXT_NAMES if is_part else None
     empty = skeleton(kind, config, loaded_dtype)
-    parts = safetensors_parts(checkpoint, empty, loaded_dtype, names)
+    if (checkpoint.folder / GGUF_FILE).is_file():
+        parts = gguf_parts(kept_source(checkpoint.folder), empty, loaded_dtype)
+    else:
+        parts = safetensors_parts(checkpoint, empty, loaded_dtype, names)
     model, info = generic_from_parts(kind, config, loaded_dtype, empty, parts, names)
     _check_loaded(model, info, checkpoint, is_part=is_part)
     model.generation_config = generation

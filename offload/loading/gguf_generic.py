@@ -135,7 +135,7 @@ def _by_keys(
 
     model_type = _BY_KEYS[architecture]
     of_table = model_type.removesuffix("_text")
-    all_keys: dict[str, dict[str, Any]] = ggml.GGUF_CONFIG_MAPPING
+    all_keys: Any = ggml.GGUF_CONFIG_MAPPING
     table = {key: name for key, name in all_keys[of_table].items() if name}
     names = _MORE_KEYS | table
     if model_type == "gpt_oss":  # whose experts have the one size

@@ -198,13 +198,7 @@ def check_config_file(path: Path, *, takes_generic: bool = True) -> dict[str, An
     config_dtype(config, path)
     if "transformers_weights" in config:  # then transformers would not read those checked here
         raise ValueError(f"{path} names other weight files, in transformers_weights")
-    quantised = quantised_format(config, path)
-    if quantised is not None and is_generic(config) and config["model_type"] != "gpt_oss":
-        method = str(config["quantization_config"]["quant_method"])
-        raise NotImplementedError(
-            f"{path.parent} holds weights quantised with {method!r}, which models without native "
-            "layers (docs/models.md) do not support; take one in bfloat16"
-        )
+    quantised_format(config, path)
     return config
 
 

@@ -32,7 +32,8 @@ from offload.loading.embedded_package import (
     download_command,
     embedded_gguf,
 )
-from offload.loading.gguf_config import empty_model, gguf_config, gguf_names
+from offload.loading.gguf_config import ARCHITECTURES, empty_model, gguf_config, gguf_names
+from offload.loading.gguf_generic import GenericTensors
 from offload.loading.gguf_header import GgufHeader, check_gguf_magic, read_gguf_header
 from offload.loading.gguf_tokenizer import end_tokens, gguf_tokenizer
 from offload.system.cache_folder import cache_folder
@@ -326,7 +327,8 @@ def _convert(gguf_path: Path, folder: Path, dtype: torch.dtype | None) -> None:
         config.eos_token_id = ends
     tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.save_pretrained(folder)
-    if dtype is None and any(of.is_quantised for of in header.tensors.values()):
+    is_lean = header.metadata["general.architecture"] in ARCHITECTURES
+    if not is_lean or (dtype is None and any(of.is_quantised for of in header.tensors.values())):
         _save_without_weights(header, config, folder)
         return
     dtype = dtype or torch.bfloat16
@@ -343,8 +345,12 @@ def _save_without_weights(header: GgufHeader, config: Any, folder: Path) -> None
     model.config.dtype = "bfloat16"
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    tensors = {name: header.tensors[of_file] for name, of_file in gguf_names(model).items()}
-    described = {name: [of.type_name, list(of.shape)] for name, of in tensors.items()}
+    if header.metadata["general.architecture"] in ARCHITECTURES:
+        tensors = {name: header.tensors[of_file] for name, of_file in gguf_names(model).items()}
+        described = {name: [of.type_name, list(of.shape)] for name, of in tensors.items()}
+    else:
+        found = GenericTensors(header, model)
+        described = {name: [kind, list(found.shapes[name])] for name, kind in found.types.items()}
     digest = file_digest(header.path)
     content = {"file_digest": digest, "tensors": described}
     (folder / GGUF_FILE).write_text(json.dumps(content))
@@ -420,7 +426,7 @@ def _is_complete(folder: Path) -> bool:
     """It has all that its mark says, tokenizer included, as far as `checkpoint_digest` tells."""
     try:
         mark = json.loads((folder / CONVERTED_MARK).read_bytes())
-        check_checkpoint(folder)
+        check_checkpoint(folder, takes_generic=True)
         digest = checkpoint_digest(folder)
         return bool(mark["format"] == _MARK_FORMAT and mark["digest"] == digest)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

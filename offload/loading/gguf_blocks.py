@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +41,7 @@ def is_exact(type_name: str, format: str) -> bool:
 
 
 def read_packed(header: GgufHeader, name: str, format: str) -> PackedWeight:
-    """A matrix of the file in a format; rounded to nearest unless `is_exact`.
+    """A matrix, or all of a tensor, in a format; rounded to nearest unless `is_exact`.
 
     Raises:
         ValueError: numbers that are not finite, or scales that float16 has not.
@@ -58,7 +59,7 @@ def read_packed(header: GgufHeader, name: str, format: str) -> PackedWeight:
                 if not np.isfinite(values).all():
                     part.scales.fill_(torch.nan)
         if made is None:
-            made = _room_for(tensor.shape[0], part)
+            made = _room_for(math.prod(tensor.shape[:-1]), part)
         last = first + part.out_features
         # NumPy works on this thread; torch would wake a team of threads for each part.
         made.codes[first:last].numpy()[:] = part.codes.numpy()
@@ -80,7 +81,7 @@ def _row_blocks(header: GgufHeader, name: str) -> Iterator[_Bytes]:
     import gguf
 
     tensor = header.tensors[name]
-    num_rows, columns = tensor.shape
+    num_rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     kind = gguf.GGMLQuantizationType[tensor.type_name]
     elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     row_bytes = columns // elements * block_bytes
@@ -106,7 +107,11 @@ def _as_in_file(header: GgufHeader, name: str, blocks: _Bytes, format: str) -> P
     """The numbers of blocks [rows, blocks, bytes] of a tensor, of a type that `is_exact`."""
     from gguf import quants
 
-    kind, rows, columns = header.tensors[name].type_name, len(blocks), header.tensors[name].shape[1]
+    kind, rows, columns = (
+        header.tensors[name].type_name,
+        len(blocks),
+        header.tensors[name].shape[-1],
+    )
 
     def half(at: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         numbers = np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)

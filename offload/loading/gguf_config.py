@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.loading.gguf_generic import GENERIC_ARCHITECTURES, GenericTensors, generic_config
 from offload.loading.gguf_header import GgufHeader
 from offload.loading.gguf_rope import ROPE_FREQS, rope_parameters
 from offload.models.missing_features import unsupported_type
@@ -50,7 +51,8 @@ def gguf_config(header: GgufHeader) -> Any:
 
     try:
         config = _config(header)
-        _check_tensors(header, config)
+        if header.metadata["general.architecture"] in ARCHITECTURES:
+            _check_tensors(header, config)
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{header.path}: {error}") from error
     return config
@@ -65,9 +67,13 @@ def _config(header: GgufHeader) -> Any:
             "the file is one part of several; merge them first (llama-gguf-split --merge)"
         )
     architecture = metadata.get("general.architecture")
+    if architecture in GENERIC_ARCHITECTURES:
+        return _generic(header, str(architecture))
     if architecture not in ARCHITECTURES:
-        named = _as_config(metadata, str(architecture))
-        raise ValueError(unsupported_type(str(architecture), named, [*ARCHITECTURES]))
+        named, known = _as_config(metadata, str(architecture)), [*ARCHITECTURES]
+        raise ValueError(
+            unsupported_type(str(architecture), named, known + sorted(GENERIC_ARCHITECTURES))
+        )
     num_heads = _size(metadata, f"{architecture}.attention.head_count")
     hidden_size = _size(metadata, f"{architecture}.embedding_length")
     max_context = _size(metadata, f"{architecture}.context_length")
@@ -102,6 +108,23 @@ def _config(header: GgufHeader) -> Any:
             f"{len(tensors)} tensors"
         )
     return AutoConfig.for_model(architecture, **config)
+
+
+def _generic(header: GgufHeader, architecture: str) -> Any:
+    """The config of a type without lean layers, whose tensors the file holds."""
+    metadata = header.metadata
+    vocab_size = _vocab_size(metadata, architecture)
+    num_layers = _size(metadata, f"{architecture}.block_count")
+    if num_layers > len(header.tensors):
+        raise ValueError(
+            f"{architecture}.block_count={num_layers}, but the file holds "
+            f"{len(header.tensors)} tensors"
+        )
+    tokens = {name: _token(metadata, f"tokenizer.ggml.{of_file}_token_id", vocab_size)
+              for name, of_file in _SPECIAL_TOKENS.items()}  # fmt: skip
+    config = generic_config(header, architecture, vocab_size, tokens)
+    GenericTensors(header, empty_model(config, torch.bfloat16))
+    return config
 
 
 def _check_attention(

@@ -42,6 +42,17 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # Letters with case, of the Unicode version that DeepSeek's tokenizer was made with.
 _CASED = (
@@ -94,7 +105,9 @@ _SPLITS = {
     "deepseek-r1-qwen": _OF_QWEN2,
     "falcon3": _OF_LLAMA3,
     "gpt-2": _OF_GPT2,
+    "gpt-4o": _Split((_GPT4O,)),
     "gpt2": _OF_GPT2,
+    "lfm2": _OF_LLAMA3,
     "llama-bpe": _OF_LLAMA3,
     "llama-v3": _OF_LLAMA3,
     "llama3": _OF_LLAMA3,
@@ -103,9 +116,12 @@ _SPLITS = {
     "minerva-7b": _OF_SMOLLM,
     "pixtral": _OF_LLAMA3,
     "qwen2": _OF_QWEN2,
+    "qwen35": _Split((_QWEN35,), normalizes=True),
     "seed-coder": _Split((_SEED_CODER,)),
     "smaug-bpe": _Split((_LLAMA3,)),
     "smollm": _OF_SMOLLM,
+    "stablelm2": _OF_QWEN2,
+    "starcoder": _OF_SMOLLM,
     "tekken": _Split((_TEKKEN,), ignore_merges=True, adds_bos=True),
 }
 

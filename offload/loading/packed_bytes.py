@@ -20,6 +20,18 @@ _ON_GPU = {"t4": "q8", "t4x16": ""}  # what its kernels multiply instead
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one product in a step
 
 
+def kept_as(format: str, packing: str, *, of_experts: bool) -> str:
+    """What a matrix whose file has a format is kept as; "" for the dtype.
+
+    Args:
+        packing: "auto", AUTO_ON_GPU; "": nothing is packed.
+        of_experts: several in one, which only the CPU multiplies.
+    """
+    if packing == AUTO_ON_GPU:
+        return "" if of_experts else _ON_GPU.get(format, format)
+    return format if packing else ""
+
+
 def kept_formats(
     shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, str], weights: str
 ) -> dict[str, str]:
@@ -37,11 +49,9 @@ def kept_formats(
     kept = dict.fromkeys(shapes, "")
     for name, shape in shapes.items():
         in_layers, kind = name.startswith(_LAYERS) and len(shape) == 2, types.get(name, "")
-        if weights in ("auto", AUTO_ON_GPU):
-            may_be = in_layers or name in (_HEAD, _EMBEDDING)
-            may_be |= len(shape) == 3 and weights == "auto"  # all experts' matrices
-            format = format_of(kind) if may_be and kind else ""
-            kept[name] = format if weights == "auto" else _ON_GPU.get(format, format)
+        if weights in ("auto", AUTO_ON_GPU):  # all experts' matrices may be one parameter
+            format = format_of(kind) if len(shape) > 1 and kind else ""
+            kept[name] = kept_as(format, weights, of_experts=len(shape) == 3)
         elif not weights:
             continue
         elif name == head:
@@ -81,8 +91,10 @@ def packed_weight_bytes(
 
 def checkpoint_packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, weights: str) -> int:
     """`packed_weight_bytes` of a checkpoint, whose files may leave the prefix of names out."""
-    shapes = {
-        name if name.startswith(("model.", "lm_head.")) else f"model.{name}": shape
-        for name, shape in checkpoint.stored_shapes.items()
-    }
-    return packed_weight_bytes(shapes, dtype, weights, checkpoint.stored_types)
+
+    def named(name: str) -> str:
+        return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+    shapes = {named(name): shape for name, shape in checkpoint.stored_shapes.items()}
+    types = {named(name): kind for name, kind in checkpoint.stored_types.items()}
+    return packed_weight_bytes(shapes, dtype, weights, types)

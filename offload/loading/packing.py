@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +34,6 @@ from offload.loading.one_at_a_time import loading
 from offload.loading.packed_bytes import kept_formats
 from offload.loading.quantised_checkpoint import quantised_format
 from offload.models.packed_embedding import PackedEmbedding
-from offload.models.packed_experts import PackedExperts
 from offload.models.packed_linear import PackedModule
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ def pack_weights(stock: Any, weights: str) -> None:
     """
     formats = kept_formats(_shapes(stock), {}, weights)
     _replace(stock, formats, lambda name, kept: quantise(stock.get_parameter(name).detach(), kept))
-    _log(weights, Counter(f"{kept} rounded" for kept in formats.values() if kept))
+    log_formats(weights, Counter(f"{kept} rounded" for kept in formats.values() if kept))
 
 
 class Source(Protocol):
@@ -67,14 +66,6 @@ class Source(Protocol):
 
     def packed(self, name: str, kept: str) -> PackedWeight:
         """A matrix in a format; rounded to nearest unless `is_exact`."""
-
-
-def _of_experts(weight: Tensor, shape: Sequence[int]) -> Tensor:
-    """Matrices [num_experts * out, in] of a file as `shape` [num_experts, in, out] of transformers;
-    any other weight as it is."""
-    if len(shape) != 3 or weight.dim() != 2:
-        return weight
-    return weight.view(shape[0], -1, weight.shape[1]).transpose(1, 2).contiguous()
 
 
 @loading()
@@ -100,7 +91,7 @@ def model_from_parts(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, we
     if (checkpoint.folder / GGUF_FILE).is_file():
         source = _GgufSource(kept_source(checkpoint.folder), stock, dtype)
     else:
-        source = _SafetensorsSource(checkpoint, dtype)
+        source = SafetensorsSource(checkpoint, dtype)
         source.check(stock)
     formats = kept_formats(_shapes(stock), source.types, weights)
     kinds: Counter[str] = Counter()
@@ -110,12 +101,7 @@ def model_from_parts(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, we
         kinds[f"{kind} to {kept} ({'as in the file' if is_exact(kind, kept) else 'rounded'})"] += 1
         return source.packed(name, kept)
 
-    shapes = {name: weight.shape for name, weight in stock.named_parameters()}
-    others = {
-        name: _of_experts(source.plain(name), shapes.get(name, ()))
-        for name, kept in formats.items()
-        if not kept
-    }
+    others = {name: source.plain(name) for name, kept in formats.items() if not kept}
     stock.load_state_dict(others, strict=False, assign=True)
     stock.tie_weights()  # a head that is not packed
     _replace(stock, formats, packed)
@@ -124,7 +110,7 @@ def model_from_parts(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, we
         for name in others
         if (kind := source.types.get(name, "")) and kind not in PLAIN_TYPES
     )
-    _log(weights or "auto", kinds)
+    log_formats(weights or "auto", kinds)
     return stock
 
 
@@ -150,7 +136,9 @@ class _GgufSource:
         )
 
 
-class _SafetensorsSource:
+class SafetensorsSource:
+    """Matrices that other tools have quantised, and what is beside them."""
+
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         config_path = checkpoint.folder / "config.json"
         self._format = quantised_format(checkpoint.config, config_path)
@@ -225,14 +213,6 @@ def _replace(
         if not kept:
             continue
         path = name.removesuffix(".weight")
-        if path == name:  # of experts
-            owner, _, projection = path.rpartition(".")
-            experts = stock.get_submodule(owner)
-            if not isinstance(experts, PackedExperts):
-                experts = PackedExperts(experts)
-                stock.set_submodule(owner, experts)
-            experts.pack(projection, packed(name, kept), stock.dtype)
-            continue
         if path == "model.embed_tokens":
             weight, dtype = packed(name, kept), embedding.weight.dtype
             stock.model.embed_tokens = PackedEmbedding(weight, dtype)
@@ -246,6 +226,7 @@ def _replace(
         stock.set_submodule(path, made)
 
 
-def _log(weights: str, kinds: Counter[str]) -> None:
+def log_formats(weights: str, kinds: Counter[str]) -> None:
+    """Tell how many matrices are kept in which way."""
     described = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     logger.info("weights=%s: %s", weights, described)

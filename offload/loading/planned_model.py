@@ -156,6 +156,7 @@ def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, Mappi
         # bfloat16 is what `converted_folder` stores.
         header = read_gguf_header(path)
         config = gguf_config(header)
+        lean_model_maker(config.model_type, config.to_dict())
         config.update(changed)
         if embedded != LONG_CONTEXT_MODEL:
             names = gguf_names(empty_model(config, torch.bfloat16))

@@ -527,13 +527,13 @@ def _on_grid(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> PackedW
     """
     num_out, num_in = codes.shape
     repeats = num_in // GROUP // scales.shape[1]
-    scales = scales.half().repeat_interleave(repeats, 1)
+    scales = scales.half().repeat_interleave(repeats, 1).contiguous()
     zeros = zeros.repeat_interleave(repeats, 1)
-    groups = codes.view(num_out, -1, GROUP)
+    groups = codes.contiguous().view(num_out, -1, GROUP)
     least = 0 if bits == 4 else 128  # of the file's codes, what is 0 in ours
-    minimums = ((least - zeros.float()) * scales.float()).half()
+    minimums = ((least - zeros.float()) * scales.float()).half().contiguous()
     if bits == 4:
         low, high = groups.to(torch.uint8).chunk(2, -1)
-        return PackedWeight(low | high << 4, scales.contiguous(), minimums, num_in)
-    made = PackedWeight((groups - 128).to(torch.int8), scales.contiguous(), minimums, num_in)
+        return PackedWeight(low | high << 4, scales, minimums, num_in)
+    made = PackedWeight((groups - 128).to(torch.int8), scales, minimums, num_in)
     return dataclasses.replace(made, minimums=None) if (zeros == 128).all() else made

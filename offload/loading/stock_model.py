@@ -14,7 +14,13 @@ import torch
 from cpu_ops.packed import FORMATS
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import GGUF_FILE, Checkpoint, check_loaded
-from offload.loading.gguf import CONVERTED_MARK, weights_folder
+from offload.loading.generic_packing import (
+    generic_from_parts,
+    gguf_parts,
+    safetensors_parts,
+    skeleton,
+)
+from offload.loading.gguf import CONVERTED_MARK, kept_source, weights_folder
 from offload.loading.one_at_a_time import loading
 from offload.loading.packing import model_from_parts, pack_weights
 from offload.models import ModelShape
@@ -103,7 +109,37 @@ def load_generic_model(
             config.tie_word_embeddings = True
         logger.info("%s: only the text part is loaded, a %s", path, kind.__name__)
     _override(config, {"output_attentions": (False, None)}, path)
-    return _loaded(checkpoint, config, dtype, path, packing, text_class=kind if is_part else None)
+    if checkpoint.stored_types:
+        config._attn_implementation = config._experts_implementation = None
+        return _generic_packed(checkpoint, config, kind, dtype, path, packing, is_part=is_part)
+    return _loaded(checkpoint, config, dtype, path, text_class=kind if is_part else None)
+
+
+def _generic_packed(
+    checkpoint: Checkpoint,
+    config: Any,
+    kind: Any,
+    dtype: torch.dtype | None,
+    path: Path,
+    packing: str,
+    *,
+    is_part: bool,
+) -> Any:
+    """The model of a class whose checkpoint has quantised weights."""
+    generation, source = _generation_config(checkpoint, path)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # of the file, not of this model
+    loaded_dtype, names = checkpoint.loaded_dtype(dtype), _TEXT_NAMES if is_part else None
+    empty = skeleton(kind, config, loaded_dtype)
+    if (checkpoint.folder / GGUF_FILE).is_file():
+        parts = gguf_parts(kept_source(checkpoint.folder), empty, loaded_dtype, packing)
+    else:
+        parts = safetensors_parts(checkpoint, empty, loaded_dtype, names, packing)
+    model, info = generic_from_parts(kind, config, loaded_dtype, empty, parts, names)
+    _check_loaded(model, info, checkpoint, is_part=is_part)
+    model.generation_config = generation
+    _override(model.generation_config, _GENERATION, source)
+    return model
 
 
 def text_part(config: Any) -> tuple[Any, Any]:
@@ -149,15 +185,9 @@ def _loaded(
     Args:
         text_class: of a text model, where the checkpoint has others beside it.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
-    own = checkpoint.folder / "generation_config.json"
-    source = own if own.exists() else path
-    try:
-        # Checks it, as below.
-        generation = GenerationConfig.from_pretrained(checkpoint.folder, source.name)
-    except Exception as error:  # or transformers raises without naming the file
-        raise ValueError(f"{source}: {error}") from error
+    generation, source = _generation_config(checkpoint, path)
     loaded_dtype = checkpoint.loaded_dtype(dtype)  # what budgets were checked with
     is_gguf = (checkpoint.folder / GGUF_FILE).is_file()
     if checkpoint.stored_types and (packing or not is_gguf):
@@ -178,14 +208,33 @@ def _loaded(
             output_loading_info=True,
         )
     model, info = loaded
-    if text_class:  # what is left of the others
-        of_layers = [name for name in info["unexpected_keys"] if ".layers." in str(name)]
-        info["unexpected_keys"] = [x for x in of_layers if str(x).startswith("model.layers.")]
-    check_loaded(info, checkpoint.folder, "its config.json")
+    _check_loaded(model, info, checkpoint, is_part=text_class is not None)
     _override(model.generation_config, _GENERATION, source)
     if packing in FORMATS:
         pack_weights(model, packing)
     return model
+
+
+def _generation_config(checkpoint: Checkpoint, path: Path) -> tuple[Any, Path]:
+    """The settings of generations, and the file that has them."""
+    from transformers import GenerationConfig
+
+    own = checkpoint.folder / "generation_config.json"
+    source = own if own.exists() else path
+    try:
+        return GenerationConfig.from_pretrained(checkpoint.folder, source.name), source
+    except Exception as error:  # or transformers raises without naming the file
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _check_loaded(
+    model: Any, info: dict[str, Any], checkpoint: Checkpoint, *, is_part: bool
+) -> None:
+    if is_part:  # what is left of the other models
+        model._weight_conversions = None  # or it would be saved by their names
+        of_layers = [name for name in info["unexpected_keys"] if ".layers." in str(name)]
+        info["unexpected_keys"] = [x for x in of_layers if str(x).startswith("model.layers.")]
+    check_loaded(info, checkpoint.folder, "its config.json")
 
 
 def _override(settings: Any, available: dict[str, tuple[Any, ...]], path: Path) -> None:

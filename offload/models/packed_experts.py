@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,23 +40,31 @@ def routed_sum(
         found = multiply("down_proj", expert, inner)
         if module.has_post_expert_norm:
             found = module.post_expert_norm(found)
-        out.index_add_(0, tokens, (found * top_k_weights[tokens, places, None]).float())
+        part = (found * top_k_weights[tokens, places, None]).float()
+        # NumPy works on this thread; torch's index_add_ wakes a team beside those of the pool.
+        at, sums = tokens.numpy(), out.numpy()
+        if len(at) == 1 or bool((at[1:] > at[:-1]).all()):  # as it is, unless an expert comes twice
+            sums[at] += part.detach().numpy()
+        else:
+            np.add.at(sums, at, part.detach().numpy())
     return out.to(x.dtype)
 
 
 class _ExpertMatrix(PackedMatrix):
     """The matrices of one projection, [num_experts * out_features, in_features]."""
 
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype, num_experts: int) -> None:
+    def __init__(
+        self, weight: PackedWeight, dtype: torch.dtype, num_experts: int, *, is_transposed: bool
+    ) -> None:
         super().__init__(weight, dtype)
-        self.num_experts = num_experts
+        self.num_experts, self.is_transposed = num_experts, is_transposed
 
     def stock_name(self, path: str) -> str:
         return path
 
     def of_stock(self) -> Tensor:
         values = super().of_stock().view(self.num_experts, -1, self.in_features)
-        return values.transpose(1, 2).contiguous()
+        return values.transpose(1, 2).contiguous() if self.is_transposed else values
 
     def of(self, expert: int) -> PackedWeight:
         size = self.out_features // self.num_experts
@@ -63,7 +72,8 @@ class _ExpertMatrix(PackedMatrix):
 
 
 class PackedExperts(nn.Module):
-    """In the place of transformers' experts with transposed matrices, [num_experts, in, out]."""
+    """In the place of transformers' experts, whose matrices are [num_experts, out, in] or, if they
+    are transposed, [num_experts, in, out]."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__()
@@ -75,7 +85,10 @@ class PackedExperts(nn.Module):
     def pack(self, name: str, weight: PackedWeight, dtype: torch.dtype) -> None:
         """The matrices of the projection `name` become packed."""
         del self._parameters[name]
-        self.add_module(name, _ExpertMatrix(weight, dtype, self._of[0].num_experts))
+        stock = self._of[0]
+        made = _ExpertMatrix(weight, dtype, stock.num_experts, is_transposed=stock.is_transposed)
+        delattr(stock, name)  # which is kept for its activation
+        self.add_module(name, made)
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return self.run(None, x, top_k_index, top_k_weights)

@@ -26,7 +26,7 @@ from offload.loading.stock_model import load_delimiter_classes, load_generic_mod
 from offload.models import FAMILIES, ModelShape
 from offload.models.base import stock_context_limit
 from offload.models.missing_features import unsupported_generic
-from offload.models.packed_experts import PackedExperts
+from offload.models.packed_linear import PackedMatrix
 from offload.policies.auto import Auto
 from offload.policies.full import Full
 from offload.runtime.budgets import (
@@ -43,7 +43,7 @@ from offload.runtime.generic_cache import GenericCache, HostedLayers, LayerState
 from offload.runtime.generic_runner import GenericRunner
 from offload.runtime.generic_states import SequenceStates
 from offload.runtime.modules_device import ModulesDevice, check_weights_fit
-from offload.runtime.pooled_modules import pooled_forward
+from offload.runtime.pooled_modules import use_pool
 from offload.runtime.sequences import Sequences
 from offload.system.autocast import current_device
 from offload.system.errors import DeviceMemoryError
@@ -89,6 +89,7 @@ class GenericRuntime:
         specs: dict[int, AttentionSpec],
         config: RuntimeConfig,
         folder: Path | None,
+        pool: WorkerPool,
     ) -> None:
         self.stock, self.policy_reason = stock, ""
         self.device = torch.device(config.device)
@@ -112,7 +113,7 @@ class GenericRuntime:
             page_tokens=config.page_tokens,
             pinned=self.device.type == "cuda",
         )
-        self.pool = WorkerPool(pool_threads(config))
+        self.pool = pool
         self.attention = DecodeAttention(
             self.policy,
             self.store,
@@ -228,16 +229,6 @@ class GenericRuntime:
         self.store.close()
         if self.resident is not None:
             self.resident.store.close()
-
-    def use_pool(self) -> None:
-        """Let matrices of decode steps be multiplied on the threads of the attention, too: those of
-        torch would spin beside them. On a device they are its own."""
-        if self.hosted.others.modules is not None:
-            return
-        for module in self.stock.modules():
-            kind = pooled_forward(module)
-            if kind is not None:
-                module.forward = kind(module, self.pool, lambda: self.decodes)
 
     def run(self, forward: Callable[[], T], cache: GenericCache | None, *inputs: Any) -> T:
         """A stock forward pass on this model's threads, as `GenericCache.forward_pass` has it.
@@ -379,13 +370,17 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
             says why.
     """
     model_type, runtime = stock.config.model_type, None
+    pool = WorkerPool(pool_threads(config))
     try:
+        if not is_on_device(config):  # packed weights, here and below: nothing is dequantised
+            use_pool(stock, pool, None)
         expected = _logits(stock, DynamicCache(config=stock.config), None)
         specs = attention_specs(stock)
-        runtime = GenericRuntime(stock, specs, config, folder)
-        runtime.use_pool()
+        runtime = made = GenericRuntime(stock, specs, config, folder, pool)
+        if not is_on_device(config):
+            use_pool(stock, pool, lambda: made.decodes)
         is_exact = stock.dtype == torch.float32 and not any(
-            isinstance(module, PackedExperts) for module in stock.modules()
+            isinstance(module, PackedMatrix) for module in stock.modules()
         )
         for layers in (runtime.hosted, runtime.resident):
             if layers is not None:
@@ -394,10 +389,12 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
                 layers.others.measure(cache)
                 cache.reset()
     except (HostBudgetError, DeviceMemoryError, MemoryError, torch.OutOfMemoryError):
+        pool.close()
         raise
     except Exception as error:  # of any kind: 150 model types
+        pool.close()
         if runtime is not None:
-            runtime.close()
+            runtime.store.close()
         reason = str(error) or type(error).__name__
         raise ValueError(unsupported_generic(model_type, reason)) from error
     runtime.current_generation = Generation(config.num_threads)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cpu_ops.linear import Linear
 from cpu_ops.worker_pool import WorkerPool
 from offload.models.packed_experts import PackedExperts, routed_sum
+from offload.models.packed_linear import PackedLinear, PackedModule
 
 
 class _PooledLinear:
@@ -72,6 +73,25 @@ class _PooledExperts:
         return self._linears[name][expert](x.contiguous(), weight, bias)
 
 
+class _PooledPacked:
+    """In the place of `forward` of packed weights, of prompts, too: torch cannot read them."""
+
+    def __init__(self, module: PackedModule, pool: WorkerPool, _: Callable[[], bool]) -> None:
+        self._module, self._pool, self._address = module, pool, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._address != self._module.codes.data_ptr():
+            self._linear = PackedLinear([self._module])
+            self._kernels = self._linear.on_cpu()
+            self._address = self._module.codes.data_ptr()
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        if self._linear.prefers_cpu_ops(rows):
+            out = self._kernels(self._pool, rows)
+        else:
+            out = self._linear(rows, self._pool)
+        return out.view(*x.shape[:-1], self._module.out_features)
+
+
 class _PooledPackedExperts:
     """In the place of `forward` of packed experts, of prompts, too: torch cannot read them."""
 
@@ -82,10 +102,23 @@ class _PooledPackedExperts:
         return self._module.run(self._pool, x, top_k_index, top_k_weights)
 
 
-def pooled_forward(
+def use_pool(model: Any, pool: WorkerPool, decodes: Callable[[], bool] | None) -> None:
+    """Let a stock model multiply on the pool: packed weights always, and if `decodes` is given all
+    others where it says so. Threads of torch would spin beside those of the attention."""
+    for module in model.modules():
+        kind = _pooled_forward(module)
+        if kind is not None and (kind in (_PooledPacked, _PooledPackedExperts)) == (
+            decodes is None
+        ):
+            module.forward = kind(module, pool, decodes or (lambda: False))
+
+
+def _pooled_forward(
     module: Any,
-) -> type[_PooledForward | _PooledExperts | _PooledPackedExperts] | None:
+) -> type[_PooledForward | _PooledExperts | _PooledPacked | _PooledPackedExperts] | None:
     """What can stand in for the `forward` of a module; None: nothing."""
+    if isinstance(module, PackedModule):
+        return _PooledPacked
     if isinstance(module, PackedExperts):
         return _PooledPackedExperts
     if type(module) is nn.Linear:

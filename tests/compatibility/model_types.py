@@ -43,11 +43,18 @@ state keep transformers' cache, whose bytes count in `max_memory`, too. A generi
 engine and `offload serve` run it, with shared prompts and sessions on disk: each sequence has its
 own windows and recurrent states ([which prompts go on from
 them](how-to/many-requests.md#models-without-native-layers)). Beams, drafts, saved caches of
-`generate()`, scores of prompts, eval, ranks, packed weights and `host_bytes_per_sequence` are
-refused. Before it is used, each model must give the logits of the stock path for a padded prompt
-and three steps; it is refused if it does not. Of a multi-modal checkpoint the text part is loaded,
-if transformers has a causal class for it; that is so for types that are not in this table, too,
-such as `mistral3` and `llava`.
+`generate()`, scores of prompts, eval, ranks and `host_bytes_per_sequence` are refused. Before it is
+used, each model must give the logits of the stock path for a padded prompt and three steps; it is
+refused if it does not. Of a multi-modal checkpoint the text part is loaded, if transformers has a
+causal class for it; that is so for types that are not in this table, too, such as `mistral3` and
+`llava`.
+
+Quantised safetensors of a generic type (GPTQ, AWQ, compressed-tensors, FP8, NVFP4, bitsandbytes
+NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gpt-oss, lfm2, nemotron, phi3, qwen2moe,
+qwen3moe, qwen35, qwen35moe, stablelm and starcoder2 stay packed: linear layers, embeddings and, on
+a CPU, experts. What has a layout of its own is dequantised by itself; memory never holds the dense
+model. `weights="q8"`, `"q4"` or a dtype is refused. GGUF files of other generic types, such as
+gemma4 and falcon, are refused by name, and so is metadata that may change what is computed.
 
 With `device="cuda"` modules, windows and recurrent states are on the GPU, in `max_memory` of that
 GPU, and weights must fit it whole. A generation under `auto` or `full` whose keys and values fit

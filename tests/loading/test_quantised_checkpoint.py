@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from offload.loading.checkpoint import check_checkpoint
 from offload.loading.packed_bytes import checkpoint_packed_bytes
 from offload.loading.planned_model import planned_model
 from offload.models.packed_experts import PackedExperts
-from offload.models.packed_linear import PackedModule
+from offload.models.packed_linear import PackedMatrix, PackedModule
 from offload.runtime.budgets import weight_bytes_of
 
 GROUP = 32
@@ -393,4 +394,96 @@ def test_what_only_the_numbers_tell(tmp_path: Path) -> None:
 
     write(tmp_path, infinite, GPTQ)
     with pytest.raises(ValueError, match=r"proj\.weight has numbers that are not finite"):
+        OffloadedModel.from_pretrained(tmp_path)
+
+
+def write_generic(folder: Path, model_type: str, method: str, prefix: str = "") -> Any:
+    """As `write`, of a type without lean layers, with the experts of a checkpoint on the hub."""
+    quantised, config, _, _ = METHODS[method]
+    model = tiny_model_of(model_type, vocab_size=VOCAB_SIZE).eval()
+    model.save_pretrained(folder)
+    linears = {f"{n}.weight" for n, m in model.named_modules() if type(m) is torch.nn.Linear}
+    tensors: Parts = {}
+    for name, weight in model.state_dict().items():
+        owner, _, kind = name.rpartition(".")
+        matrices = {}
+        if name.endswith("experts.gate_up_proj"):
+            for e, both in enumerate(weight):
+                parts = zip(("gate_proj", "up_proj"), both.chunk(2), strict=True)
+                matrices |= {f"{owner}.{e}.{part}.": part_weight for part, part_weight in parts}
+        elif name.endswith("experts.down_proj"):
+            matrices = {f"{owner}.{e}.{kind}.": each for e, each in enumerate(weight)}
+        elif ".layers." in name and name in linears:
+            matrices = {name.removesuffix("weight"): weight}
+        elif name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            tensors[name] = weight.clone()
+        for path, matrix in matrices.items():
+            # With small outputs of experts few tokens turn by the rounding of their inputs.
+            made, numbers = quantised(matrix.float() / (4 if "experts" in path else 1))
+            tensors |= {path + suffix: part.clone() for suffix, part in made.items()}
+            matrix.copy_(numbers)
+    if prefix:  # of a model with images beside the text
+        tensors = {re.sub(r"^model\.", prefix, name): value for name, value in tensors.items()}
+        tensors["vision_tower.patch.weight"] = torch.zeros(4, 4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    own = json.loads(path.read_text())
+    if prefix:
+        own = {"model_type": "gemma3", "text_config": own, "vision_config": {"hidden_size": 32}}
+    path.write_text(json.dumps(own | {"quantization_config": config}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "prefix"),
+    [
+        ("qwen3_moe", "gptq", ""),
+        ("qwen3_moe", "awq", ""),
+        ("qwen3_moe", "pack", ""),
+        ("qwen3_moe", "fp8 blocks", ""),
+        ("gemma3_text", "pack asymmetric", ""),
+        ("gemma3_text", "gptq", "language_model.model."),
+        ("qwen3_5_text", "nvfp4", ""),
+        ("phi3", "nf4", ""),
+        ("phi3", "fp8 rows", ""),
+    ],
+)
+def test_types_without_lean_layers(
+    model_type: str, method: str, prefix: str, tmp_path: Path
+) -> None:
+    stock = write_generic(tmp_path / "made", model_type, method, prefix)
+    kept, tolerance = METHODS[method][2:]
+    model = OffloadedModel.from_pretrained(tmp_path / "made", num_threads=1)
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedMatrix)}
+    linears = [n for n, m in stock.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"]
+    experts = [n for n, _ in stock.named_parameters() if n.endswith("_proj")]
+    assert packed.keys() == {*linears, *experts}
+    for name, module in packed.items():
+        assert module.packed.format == kept
+        weight = stock.get_parameter(module.stock_name(name))
+        assert relative(module.of_stock(), weight) < tolerance, name
+    for name, weight in model.named_parameters():
+        assert weight.untyped_storage().nbytes() >= weight.nbytes, name
+    checkpoint = check_checkpoint(tmp_path / "made", takes_generic=True)
+    assert checkpoint_packed_bytes(checkpoint, torch.float32, "auto") <= weight_bytes_of(model)
+    ids = random_tokens(30, seed=1).unsqueeze(0)
+    wanted = stock.requires_grad_(False)(ids).logits[0]
+    cache = model.new_cache()
+    steps = [
+        model(part, past_key_values=cache).logits[0] for part in ids.split([26, 1, 1, 1, 1], 1)
+    ]
+    assert relative(torch.cat(steps), wanted) < 0.05
+    model.save_pretrained(tmp_path / "saved")
+    again = OffloadedModel.from_pretrained(tmp_path / "saved", num_threads=1)
+    assert again.state_dict().keys() == stock.state_dict().keys()
+    assert relative(again(ids).logits[0], wanted) < max(10 * tolerance, 1e-5)
+
+
+def test_types_without_lean_layers_are_checked(tmp_path: Path) -> None:
+    write_generic(tmp_path, "qwen3_moe", "gptq")
+    path = tmp_path / "config.json"
+    path.write_text(
+        path.read_text().replace('"moe_intermediate_size": 32', '"moe_intermediate_size": 64')
+    )
+    with pytest.raises(ValueError, match=r"mismatched keys.*experts\.0\.(down|gate)_proj"):
         OffloadedModel.from_pretrained(tmp_path)

@@ -1,0 +1,274 @@
+"""A model type without lean layers gets packed weights where its checkpoint has quantised ones.
+
+Its class loads what is not packed, by transformers' own rules for names. In the place of each
+packed matrix it gets a tensor of that shape whose elements are all the same one, so that memory
+never holds the dense model; then modules with packed weights replace those that have such tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpu_ops.packed import PackedWeight
+from offload.loading.bars import passing_bars
+from offload.loading.checkpoint import Checkpoint
+from offload.loading.gguf_blocks import format_of, is_exact
+from offload.loading.gguf_generic import GenericTensors
+from offload.loading.gguf_header import PLAIN_TYPES, read_gguf_header
+from offload.loading.one_at_a_time import loading
+from offload.loading.packed_bytes import kept_as
+from offload.loading.packing import SafetensorsSource, log_formats
+from offload.models.packed_embedding import PackedEmbedding, embedding_scale
+from offload.models.packed_experts import PackedExperts
+from offload.models.packed_linear import PackedModule
+
+_EXPERTS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
+
+
+@dataclass(frozen=True)
+class GenericParts:
+    """What a stock model's weights are made of.
+
+    Attributes:
+        plain: tensors by name, as the class's `from_pretrained` takes them.
+        packed: what makes a matrix, by the stock model's name of the parameter.
+        kinds: what is told of them.
+    """
+
+    plain: Mapping[str, Tensor]
+    packed: Mapping[str, Callable[[], PackedWeight]]
+    kinds: Counter[str]
+
+
+def skeleton(kind: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The stock model of a class, without memory for its weights."""
+    with torch.device("meta"):
+        return kind._from_config(config, dtype=dtype)
+
+
+@loading()
+def generic_from_parts(
+    kind: Any, config: Any, dtype: torch.dtype, empty: Any, parts: GenericParts, names: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The stock model, and the loading info of `from_pretrained`.
+
+    Args:
+        kind: its class.
+        empty: its `skeleton`.
+        names: `key_mapping` of `from_pretrained`, or None.
+    """
+    shapes = {name: weight.shape for name, weight in empty.named_parameters()}
+    stubs = {name: torch.zeros(1, dtype=dtype).expand(shapes[name]) for name in parts.packed}
+    with passing_bars():
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={**parts.plain, **stubs},
+            dtype=dtype,
+            trust_remote_code=False,
+            key_mapping=names,
+            ignore_mismatched_sizes=True,  # or transformers raises without naming the file
+            output_loading_info=True,
+        )
+    if not info["missing_keys"] and not info["mismatched_keys"]:
+        for name, make in parts.packed.items():
+            _replace(model, name, make())
+        log_formats("auto", parts.kinds)
+    return model, info
+
+
+def may_pack(empty: Any, name: str) -> bool:
+    """Whether a module with packed weights can stand for the one that has the parameter `name`."""
+    path = name.removesuffix(".weight")
+    if path == name:  # of experts, all in one
+        owner = empty.get_submodule(name.rpartition(".")[0])
+        return all(hasattr(owner, field) for field in _EXPERTS) and name.endswith("_proj")
+    module = empty.get_submodule(path)
+    return type(module) is nn.Linear or isinstance(module, nn.Embedding)
+
+
+def _replace(model: Any, name: str, weight: PackedWeight) -> None:
+    path, dtype = name.removesuffix(".weight"), model.dtype
+    if path == name:
+        owner, _, projection = name.rpartition(".")
+        experts = model.get_submodule(owner)
+        if not isinstance(experts, PackedExperts):
+            experts = PackedExperts(experts)
+            model.set_submodule(owner, experts)
+        experts.pack(projection, weight, dtype)
+        return
+    module = model.get_submodule(path)
+    if isinstance(module, nn.Linear):
+        bias = None if module.bias is None else module.bias.detach()
+        model.set_submodule(path, PackedModule(weight, bias, dtype))
+        return
+    head = model.get_output_embeddings()
+    is_tied = head is not None and getattr(head, "weight", None) is module.weight
+    scale = embedding_scale(module)
+    if scale is None:
+        module.weight.data = weight.dequantise(dtype)
+        return
+    embedding = PackedEmbedding(weight, dtype, scale)
+    model.set_submodule(path, embedding)
+    if is_tied:
+        made = PackedModule(weight, None, dtype)
+        model.set_output_embeddings(made)
+        embedding.tie(made)
+
+
+@loading()
+def safetensors_parts(
+    checkpoint: Checkpoint, empty: Any, dtype: torch.dtype, names: Any, packing: str
+) -> GenericParts:
+    """The parts of a checkpoint of quantised safetensors.
+
+    Args:
+        empty: the `skeleton` of the stock model.
+        names: `key_mapping` of `from_pretrained`, or None.
+        packing: see `kept_as`.
+
+    Raises:
+        ValueError: a matrix of another shape, or with numbers that are not finite.
+        NotImplementedError: a matrix in a layout that only its numbers tell.
+    """
+    source = SafetensorsSource(checkpoint, dtype)
+    renamed = _Renamed(empty, names)
+    stored = format_of(next(iter(source.types.values())))
+    plain: dict[str, Tensor] = {}
+    together: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+    for name in checkpoint.stored_shapes:
+        target, order = renamed(name)
+        if name in source.types and target in renamed.shapes and order is not None:
+            together.setdefault(target, []).append((order, name))
+        else:
+            plain[name] = source.plain(name)
+    packed: dict[str, Callable[[], PackedWeight]] = {}
+    kinds: Counter[str] = Counter()
+    for target, ordered in together.items():
+        parts = [name for _, name in sorted(ordered)]
+        shape = checkpoint.stored_shapes[parts[0]]
+        if ordered[0][0]:  # of experts, whose matrices have the same inputs
+            rows = sum(checkpoint.stored_shapes[part][0] for part in parts)
+            num_experts = renamed.shapes[target][0]
+            shape = (num_experts, rows // num_experts, shape[1])
+        kept = kept_as(stored, packing, of_experts=len(renamed.shapes[target]) == 3)
+        if not kept or not may_pack(empty, target):
+            whole = renamed.shapes[target] if len(parts) == 1 else ()
+            plain |= {part: _of_experts(source.plain(part), whole) for part in parts}
+            continue
+        if shape != renamed.shapes[target]:
+            raise ValueError(
+                f"{checkpoint.folder} does not fit its config.json: mismatched keys, such as "
+                f"{parts[0]}: {target} would be {list(shape)} instead of "
+                f"{list(renamed.shapes[target])}"
+            )
+
+        def make(parts: list[str] = parts, kept: str = kept) -> PackedWeight:
+            return joined([source.packed(part, kept) for part in parts], parts[0])
+
+        packed[target] = make
+        kinds[_told(source.types[parts[0]], kept)] += 1
+    return GenericParts(plain, packed, kinds)
+
+
+@loading()
+def gguf_parts(path: Path, empty: Any, dtype: torch.dtype, packing: str) -> GenericParts:
+    """The parts of a GGUF file.
+
+    Args:
+        empty: the `skeleton` of the stock model.
+        packing: see `kept_as`.
+
+    Raises:
+        ValueError: tensors that do not fit the model, or numbers that are not finite.
+    """
+    tensors = GenericTensors(read_gguf_header(path), empty)
+    kinds: Counter[str] = Counter()
+    plain: dict[str, Tensor] = {}
+    packed: dict[str, Callable[[], PackedWeight]] = {}
+    for name, stored in tensors.types.items():
+        is_of_experts = not name.endswith(".weight")
+        kept = kept_as(tensors.format(name), packing, of_experts=is_of_experts)
+        if kept and may_pack(empty, name):
+            packed[name] = partial(tensors.packed, name, kept)
+            kinds[_told(stored, kept)] += 1
+        else:
+            plain[name] = tensors.plain(name, dtype)
+            if stored not in PLAIN_TYPES:
+                kinds[f"{stored} dequantised"] += 1
+    return GenericParts(plain, packed, kinds)
+
+
+def _told(stored: str, kept: str) -> str:
+    return f"{stored} to {kept} ({'as in the file' if is_exact(stored, kept) else 'rounded'})"
+
+
+class _Renamed:
+    """From a checkpoint's names to those of a stock model, by transformers' tables."""
+
+    def __init__(self, empty: Any, names: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self._meta, self._prefix = empty.state_dict(), empty.base_model_prefix
+        self.shapes = {name: tuple(weight.shape) for name, weight in self._meta.items()}
+        mapping = get_model_conversion_mapping(empty, names, None)
+        self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
+
+    def __call__(self, name: str) -> tuple[str, tuple[int, ...] | None]:
+        """The parameter that a tensor is, or is a part of, and its place among its parts: () if it
+        is the whole, (expert, place in the expert) of experts; None: something else is done."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist, rename_source_key
+
+        target, pattern = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._meta
+        )
+        if target not in self._meta and name in self._meta:
+            return name, ()
+        if pattern is None:
+            return target, ()
+        converter = next(each for each in self._converters if pattern in each.source_patterns)
+        done = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
+        merges = done[:1] == [(MergeModulelist, 0)] and done[1:] in ([], [(Concatenate, 1)])
+        expert = re.findall(r"\.(\d+)\.", name)
+        if not merges or not expert or ".experts." not in name:
+            return target, None
+        return target, (int(expert[-1]), converter.source_patterns.index(pattern))
+
+
+def _of_experts(weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """Matrices [num_experts * out, in] of a file as `shape` [num_experts, in, out] of transformers;
+    any other weight as it is."""
+    if len(shape) != 3 or weight.dim() != 2:
+        return weight
+    return weight.view(shape[0], -1, weight.shape[1]).transpose(1, 2).contiguous()
+
+
+def joined(parts: list[PackedWeight], name: str) -> PackedWeight:
+    """The rows of matrices of one format, one after the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(part.format != first.format for part in parts) or not all(
+        part.table is None or (first.table is not None and part.table.equal(first.table))
+        for part in parts
+    ):
+        raise NotImplementedError(f"{name}: its experts have numbers of different tables")
+    minimums = [part.minimums for part in parts if part.minimums is not None]
+    return dataclasses.replace(
+        first,
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        minimums=torch.cat(minimums) if minimums else None,
+    )

@@ -77,6 +77,20 @@ class KVFormat:
         """Bytes of a token's keys and values in all layers."""
         return num_layers * 2 * num_kv_heads * self.row_bytes(head_dim)
 
+    @property
+    def kept(self) -> KVFormat:
+        """That of rows as pages have them: they are copied."""
+        return KVFormat(self.page_dtype)
+
+    def check_kept(self, name: str, rows: Tensor, head_dim: int) -> None:
+        """ValueError for rows [.., row_items] that `write` does not make of finite numbers."""
+        codes, scales = rows[..., :head_dim], rows[..., head_dim:]
+        numbers = scales.contiguous().view(torch.float16) if self.is_int8 else codes
+        if not bool(torch.isfinite(numbers).all()):
+            raise ValueError(f"non-finite {name}")
+        if self.is_int8 and bool((codes == -128).any()):
+            raise ValueError(f"{name} have a code of -128, but int8 rows have -127 to 127")
+
     def check(self, name: str, rows: Tensor) -> None:
         """ValueError for finite rows that have numbers beyond the format's."""
         if self.is_int8 and rows.numel():

@@ -450,7 +450,7 @@ class GenericCache(DynamicCache):
             return self._decode(layer, call, self._step, appends=is_new)
         if is_new:
             self._append(layer, call)
-        if layer.seen > call.query.shape[2]:
+        if layer.seen > call.query.shape[2] or self.store.format.is_int8:
             keys, values = self._gathered(layer)
             call = replace(call, key=keys, value=values)
         out = call.in_torch()

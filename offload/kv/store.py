@@ -73,8 +73,7 @@ class KVStore:
         num_layers: of the model.
         num_kv_heads, head_dim: of all layers, or of each; head_dim a multiple of 8.
         dtype: torch.float32, torch.float16 or torch.bfloat16.
-        kv_dtype: what keys and values are kept as: "auto", that dtype, or "int8" (see `KVFormat`;
-            not with per_head_pages).
+        kv_dtype: what keys and values are kept as: "auto", that dtype, or "int8" (see `KVFormat`).
         host_budget_bytes: hard limit on host memory; default: what `host_memory()` leaves a model.
         page_tokens: tokens in a page.
         per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`);
@@ -108,8 +107,6 @@ class KVStore:
             check_sizes(num_kv_heads=heads, head_dim=dim)
         check_dtype(dtype)
         self.format = KVFormat.of(kv_dtype, dtype, [dim for _, dim in self._heads])
-        if self.format.is_int8 and per_head_pages:
-            raise NotImplementedError("kv_dtype='int8' is not for pages of each KV head yet")
         in_rows = [(heads, self.format.row_items(dim)) for heads, dim in self._heads]
         self._slots = [] if len(set(self._heads)) == 1 else slots_of(in_rows, page_tokens)
         if host_budget_bytes is None:
@@ -470,9 +467,9 @@ class KVStore:
         Args:
             lens: [num_layers, num_kv_heads], tokens of each head, multiples of page_tokens, not 0.
             rows: (layer_idx) -> of every head keys and values, each [lens[layer_idx, kv_head],
-                head_dim], in memory of their own. It is called once for each layer, in an order
-                such that no more pages are needed on the way than at the end, and may `gather`
-                that layer.
+                row], as `gather` gives them with `kept`, in memory of their own. It is called once
+                for each layer, in an order such that no more pages are needed on the way than at
+                the end, and may `gather` that layer.
 
         Raises:
             HostBudgetError: before anything changes, if there is no room beside what forks keep.

@@ -35,7 +35,7 @@ class NativeAttention:
         page_tokens: tokens of a page; a power of two.
         dtype: of queries, keys and values.
         int8_rows: keys and values are int8 with a float16 scale of each 64, as the KV store has
-            them; head_dim is a multiple of 64.
+            them.
         sm_scale: softmax scale, or that of each layer; None takes head_dim ** -0.5.
         softcap: scores are softcap * tanh(score / softcap), or that of each layer; 0: not capped.
         isa: an ISA other than the process's (tests).
@@ -76,10 +76,6 @@ class NativeAttention:
         self.layer_heads: list[tuple[int, int, int]] = [*zip(*columns, strict=True)]
         for heads_of_layer in set(self.layer_heads):
             _check_heads(*heads_of_layer)
-            if int8_rows and heads_of_layer[2] % 64:
-                raise ValueError(
-                    f"int8 rows need a head_dim that is a multiple of 64, got {heads_of_layer[2]}"
-                )
         self.heads_differ = len(set(self.layer_heads)) > 1
         self.num_layers = num_layers
         self.num_qo_heads, self.num_kv_heads, self.head_dim = map(max, columns)

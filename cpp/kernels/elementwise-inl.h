@@ -216,11 +216,12 @@ static void int8_to_float(const void* row, int64_t head_dim, float* out) {
 static void int8_from_float(const float* x, int64_t head_dim, void* row) {
   Int8* codes = static_cast<Int8*>(row);
   for (int64_t first = 0; first < head_dim; first += kRowGroup) {
-    const Half scale = from_float<Half>(Int8Ops::top_of(x + first) / 127.0f);
-    std::memcpy(static_cast<char*>(row) + head_dim + first / kRowGroup * 2, &scale, sizeof scale);
+    const int64_t stop = first + kRowGroup < head_dim ? first + kRowGroup : head_dim;
+    const Half scale = from_float<Half>(Int8Ops::top_of(x + first, stop - first) / 127.0f);
+    std::memcpy(static_cast<char*>(row) + num_codes(head_dim) + first / kRowGroup * 2, &scale, sizeof scale);
     const float of_group = to_float(scale);
     const F inverse = f_set1(of_group > 0.0f && std::isfinite(of_group) ? 1.0f / of_group : 0.0f);
-    for (int64_t d = first; d < first + kRowGroup; d += W) {
+    for (int64_t d = first; d < stop; d += W) {
       float rounded[W];
       f_store(rounded, f_round(f_mul(f_load(x + d), inverse)));
       for (int i = 0; i < W; ++i) {
@@ -229,6 +230,7 @@ static void int8_from_float(const float* x, int64_t head_dim, void* row) {
       }
     }
   }
+  for (int64_t d = head_dim; d < num_codes(head_dim); ++d) codes[d].code = 0;
 }
 
 // Fills the entries that depend on the dtype; an ISA that improves only one dtype calls this for that one.

@@ -31,9 +31,11 @@ struct Bf16 {
   uint16_t bits;
 };
 
-inline constexpr int64_t kRowGroup = 64;  // dimensions of an int8 row that share a scale
-// A row is its codes, [head_dim], then the scales of their groups, float16: element d is scale[d / kRowGroup] *
-// code[d].
+inline constexpr int64_t kRowGroup = 64;  // dimensions of an int8 row that share a scale; the last group may have fewer
+// A row is its codes, [head_dim] and zeros up to a multiple of kCodeMultiple, then the scales of their groups, float16:
+// element d is scale[d / kRowGroup] * code[d].
+inline constexpr int64_t kCodeMultiple = 32;
+inline constexpr int64_t num_codes(int64_t head_dim) { return (head_dim + kCodeMultiple - 1) & -kCodeMultiple; }
 struct Int8 {
   int8_t code;
 };
@@ -79,7 +81,9 @@ inline int64_t dtype_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 // Of one key or value in a page.
 inline int64_t row_bytes(int64_t head_dim, DType format) {
-  if (format == DType::i8) return head_dim + head_dim / kRowGroup * static_cast<int64_t>(sizeof(Half));
+  if (format == DType::i8) {
+    return num_codes(head_dim) + (head_dim + kRowGroup - 1) / kRowGroup * static_cast<int64_t>(sizeof(Half));
+  }
   return head_dim * dtype_bytes(format);
 }
 

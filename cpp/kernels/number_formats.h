@@ -89,7 +89,8 @@ inline bool all_finite(const void* x, int64_t bytes, DType dtype) {
 // The same of a row of keys or values in a page: of int8 the scales tell.
 inline bool row_is_finite(const void* row, int64_t head_dim, DType format) {
   if (format != DType::i8) return all_finite(row, row_bytes(head_dim, format), format);
-  return all_finite(static_cast<const char*>(row) + head_dim, row_bytes(head_dim, format) - head_dim, DType::f16);
+  const int64_t codes = num_codes(head_dim);
+  return all_finite(static_cast<const char*>(row) + codes, row_bytes(head_dim, format) - codes, DType::f16);
 }
 
 }  // namespace offload

@@ -2,7 +2,7 @@
 // values become floats in registers. Included inside a per-ISA namespace after tile_ops-inl.h.
 
 static inline const Half* scales_of(const Int8* row, int64_t head_dim) {
-  return reinterpret_cast<const Half*>(row + head_dim);
+  return reinterpret_cast<const Half*>(row + num_codes(head_dim));
 }
 
 template <>
@@ -15,32 +15,35 @@ struct Int8Ops {
   using Query = int16_t;
   static constexpr int64_t kMostGroups = kMaxHeadDim / kRowGroup;
   static constexpr int64_t kScaleItems = kHeadBlock * kMostGroups * 2;  // floats, behind the heads of a block
-  static constexpr int64_t block_stride(int64_t head_dim) { return kHeadBlock * head_dim + kScaleItems; }
+  static constexpr int64_t block_stride(int64_t head_dim) { return kHeadBlock * num_codes(head_dim) + kScaleItems; }
 
   // To 15 bits: whole numbers take less than half of the time that floats do. NaN where a query is not finite.
   static void pack_heads(const float* query, int group_size, int64_t head_dim, Query* packed) {
+    const int64_t width = num_codes(head_dim);
     for (int g = 0; g < group_size; ++g) {
       Query* block = packed + g / kHeadBlock * block_stride(head_dim);
       for (int64_t first = 0; first < head_dim; first += kRowGroup) {
         const float* x = query + g * head_dim + first;
-        const float scale = top_of(x) / 32767.0f;
+        const int64_t n = head_dim - first < kRowGroup ? head_dim - first : kRowGroup;
+        const float scale = top_of(x, n) / 32767.0f;
         float codes[kRowGroup] = {};
         const F inverse = f_set1(1.0f / scale);
-        for (int64_t d = 0; scale > kSmallestInput && d < kRowGroup; d += W) {
+        for (int64_t d = 0; scale > kSmallestInput && d < n; d += W) {
           f_store(codes + d, f_round(f_mul(f_load(x + d), inverse)));
         }
-        Query* to = block + g % kHeadBlock * head_dim + first;
-        for (int64_t d = 0; d < kRowGroup; ++d) to[d] = static_cast<Query>(static_cast<int32_t>(codes[d]));
-        std::memcpy(block + kHeadBlock * head_dim + (g % kHeadBlock * kMostGroups + first / kRowGroup) * 2, &scale,
+        Query* to = block + g % kHeadBlock * width + first;
+        const int64_t padded = num_codes(n);
+        for (int64_t d = 0; d < padded; ++d) to[d] = static_cast<Query>(static_cast<int32_t>(codes[d]));
+        std::memcpy(block + kHeadBlock * width + (g % kHeadBlock * kMostGroups + first / kRowGroup) * 2, &scale,
                     sizeof scale);
       }
     }
   }
 
-  // Of kRowGroup numbers the largest magnitude; NaN if one is not finite.
-  static float top_of(const float* x) {
+  // Of the numbers of a group the largest magnitude; NaN if one is not finite.
+  static float top_of(const float* x, int64_t n) {
     F top = f_zero(), zeros = f_zero();
-    for (int64_t d = 0; d < kRowGroup; d += W) {
+    for (int64_t d = 0; d < n; d += W) {
       const F v = f_load(x + d);
       top = f_max(f_max(v, f_sub(f_zero(), v)), top);
       zeros = f_fma(v, f_zero(), zeros);
@@ -63,8 +66,12 @@ struct Int8Ops {
     constexpr int kHeads = kWhole || G < kValueHeads ? G : kValueHeads;
     constexpr int kTiles = kWhole ? kGroupVectors : kValueTiles[kHeads - 1];
     constexpr int V = kTiles < kGroupVectors ? kTiles : kGroupVectors;
-    for (int64_t d = 0; d < head_dim; d += V * W) {
+    int64_t d = 0;
+    for (; d + V * W <= head_dim; d += V * W) {
       accumulate_block<kHeads, V>(weights, weight_stride, rows, num_rows, ahead, d, head_dim, acc, acc_stride);
+    }
+    for (; d < head_dim; d += W) {
+      accumulate_block<kHeads, 1>(weights, weight_stride, rows, num_rows, ahead, d, head_dim, acc, acc_stride);
     }
     if constexpr (G > kHeads) {
       accumulate<G - kHeads>(weights + kHeads * weight_stride, weight_stride, rows, num_rows, Prefetch<Int8>(),
@@ -96,8 +103,9 @@ struct Int8Ops {
                                                        const Prefetch<Int8>& ahead, float scale, float* out,
                                                        int64_t out_stride) {
     constexpr int64_t kPairs = W == 1 ? 1 : 2 * W;  // of whole numbers that are loaded at once
+    const int64_t width = num_codes(head_dim);
     float scales_of_query[kHeadBlock * kMostGroups];
-    std::memcpy(scales_of_query, query + kHeadBlock * head_dim, sizeof scales_of_query);
+    std::memcpy(scales_of_query, query + kHeadBlock * width, sizeof scales_of_query);
     F sums[R * G];
     for (int r = 0; r < R; ++r) {
       ahead.row(r, row_bytes(head_dim, DType::i8));
@@ -107,9 +115,10 @@ struct Int8Ops {
       for (int64_t first = 0; first < head_dim; first += kRowGroup) {
         I part[G];
         for (int g = 0; g < G; ++g) part[g] = i_zero();
-        for (int64_t d = first; d < first + kRowGroup; d += kPairs) {
+        const int64_t stop = first + kRowGroup < width ? first + kRowGroup : width;
+        for (int64_t d = first; d < stop; d += kPairs) {
           const auto key = i_load_pairs(&rows[r][d].code);
-          for (int g = 0; g < G; ++g) part[g] = i_add_products(part[g], key, query + g * head_dim + d);
+          for (int g = 0; g < G; ++g) part[g] = i_add_products(part[g], key, query + g * width + d);
         }
         const F of_group = f_set1_as(scales + first / kRowGroup);
         for (int g = 0; g < G; ++g) {

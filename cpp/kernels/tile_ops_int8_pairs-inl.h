@@ -6,13 +6,17 @@ struct Int8PairOps : Int8Ops {
   template <int G, class Rows>
   static void accumulate(const float* weights, int64_t weight_stride, const Rows& rows, int num_rows,
                          const Prefetch<Int8>& ahead, int64_t head_dim, float* acc, int64_t acc_stride) {
+    if (head_dim % kRowGroup != 0) {
+      return Int8Ops::accumulate<G>(weights, weight_stride, rows, num_rows, ahead, head_dim, acc, acc_stride);
+    }
     for (int64_t first = 0; first < head_dim; first += kRowGroup) {
       accumulate_group<G>(weights, weight_stride, rows, num_rows, ahead, first, head_dim, acc + first, acc_stride);
     }
   }
 
-  // accumulate() leaves each 2 * W columns as (low halves, high halves) of the 128-bit lanes.
+  // accumulate() leaves each 2 * W columns of whole groups as (low halves, high halves) of the 128-bit lanes.
   static void finish(float* acc, int group_size, int64_t head_dim) {
+    if (head_dim % kRowGroup != 0) return;
     for (int64_t i = 0; i < group_size * head_dim; i += 2 * W) {
       F low = f_load(acc + i), high = f_load(acc + i + W);
       f_unpair(&low, &high);

@@ -17,7 +17,7 @@ struct TileOps<Int8> : Int8PairOps {
       Query* block = packed + g / kHeadBlock * block_stride(head_dim);
       for (int64_t first = 0; first < head_dim; first += kRowGroup) {
         const float* x = query + g * head_dim + first;
-        const float top = top_of(x);
+        const float top = top_of(x, kRowGroup);
         const F inverse = f_set1(top > kSmallestInput ? kLargest / top : 0.0f);
         auto* digits = reinterpret_cast<int8_t*>(block + g % kHeadBlock * head_dim + first);
         I sum = i_zero();

@@ -1,8 +1,9 @@
 """How keys and values lie in pages: what a row takes, and how numbers become rows and rows numbers.
 
-A row of the model's dtype is its numbers. An int8 row is [head_dim] codes, then a float16 scale of
-each `INT8_GROUP` of them: number d is scale[d // INT8_GROUP] * code[d], code -127 .. 127. A row so
-has all that it needs, and moves as one piece; head_dim 64 takes 66 bytes, 0.516 of bfloat16.
+A row of the model's dtype is its numbers. An int8 row is [head_dim] codes, zeros to a multiple of
+`INT8_MULTIPLE`, then a float16 scale of each `INT8_GROUP` of them, the last group perhaps of fewer:
+number d is scale[d // INT8_GROUP] * code[d], code -127 .. 127. A row so has all that it needs, and
+moves as one piece; head_dim 64 takes 66 bytes, 0.516 of bfloat16, 96 0.52, and 80 0.625.
 cpp/kernels/tile_ops_int8-inl.h writes and reads the same rows.
 """
 
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-INT8_GROUP = 64
+INT8_GROUP, INT8_MULTIPLE = 64, 32
+_LEAST_MULTIPLE = 16  # of head_dim
 KV_DTYPES = ("auto", "bfloat16", "int8")
 _LARGEST = 127 * torch.finfo(torch.float16).max  # that a scale can stand for
 _BLOCK_ITEMS = 2**20  # numbers that are converted at one time
@@ -38,8 +41,8 @@ class KVFormat:
 
         Raises:
             ValueError: an unknown kv_dtype.
-            NotImplementedError: another one than the model's dtype or int8, or a head_dim that has
-                no whole groups.
+            NotImplementedError: another one than the model's dtype or int8, or a head_dim that is
+                no multiple of 16.
         """
         if kv_dtype not in KV_DTYPES:
             available = ", ".join(KV_DTYPES)
@@ -53,9 +56,9 @@ class KVFormat:
         if kv_dtype != "int8":
             return cls(dtype)
         for head_dim in head_dims:
-            if head_dim % INT8_GROUP:
+            if head_dim % _LEAST_MULTIPLE:
                 raise NotImplementedError(
-                    f"kv_dtype='int8' needs a head_dim that is a multiple of {INT8_GROUP}, "
+                    f"kv_dtype='int8' needs a head_dim that is a multiple of {_LEAST_MULTIPLE}, "
                     f"got {head_dim}; give kv_dtype='auto'"
                 )
         return cls(dtype, is_int8=True)
@@ -67,7 +70,9 @@ class KVFormat:
 
     def row_items(self, head_dim: int) -> int:
         """Elements of a row in a page."""
-        return head_dim + head_dim // INT8_GROUP * 2 if self.is_int8 else head_dim
+        if not self.is_int8:
+            return head_dim
+        return _num_codes(head_dim) + -(-head_dim // INT8_GROUP) * 2
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a key or a value of one KV head."""
@@ -76,6 +81,31 @@ class KVFormat:
     def token_bytes(self, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
         """Bytes of a token's keys and values in all layers."""
         return num_layers * 2 * num_kv_heads * self.row_bytes(head_dim)
+
+    @property
+    def largest(self) -> float:
+        """The largest number that is written, and read as `dtype`, as a finite one."""
+        most = torch.finfo(self.dtype).max
+        return min(most, _LARGEST) if self.is_int8 else most
+
+    @property
+    def kept(self) -> KVFormat:
+        """That of rows as pages have them: they are copied."""
+        return KVFormat(self.page_dtype)
+
+    def check_kept(self, name: str, rows: Tensor, head_dim: int) -> None:
+        """ValueError for rows [.., row_items] that `write` does not make of finite numbers."""
+        numbers, width = rows, _num_codes(head_dim)
+        if self.is_int8:
+            numbers = rows[..., width:].contiguous().view(torch.float16)
+        if not bool(torch.isfinite(numbers).all()):
+            raise ValueError(f"non-finite {name}")
+        if not self.is_int8:
+            return
+        if bool((rows[..., :width] == -128).any()):
+            raise ValueError(f"{name} have a code of -128, but int8 rows have -127 to 127")
+        if bool(rows[..., head_dim:width].any()):
+            raise ValueError(f"{name} have codes behind their {head_dim} dimensions")
 
     def check(self, name: str, rows: Tensor) -> None:
         """ValueError for finite rows that have numbers beyond the format's."""
@@ -93,14 +123,15 @@ class KVFormat:
             pages.copy_(rows)
             return
         head_dim, size = rows.shape[-1], _block_size(rows)
+        width = _num_codes(head_dim)
         for x, out in zip(torch.split(rows, size), torch.split(pages, size), strict=True):
-            groups = x.float().reshape(*x.shape[:-1], head_dim // INT8_GROUP, INT8_GROUP)
+            groups = _groups(x)
             scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
             inverse = scales.float().reciprocal_()
             inverse[scales == 0] = 0.0
             codes = (groups * inverse).round_().clamp_(-127, 127)
-            out[..., :head_dim].copy_(codes.flatten(-2))
-            out[..., head_dim:].view(torch.float16).copy_(scales.squeeze(-1))
+            out[..., :width].copy_(codes.flatten(-2)[..., :width])
+            out[..., width:].view(torch.float16).copy_(scales.squeeze(-1))
 
     def read(self, pages: Tensor, rows: Tensor) -> None:
         """The reverse of `write`, rounded to the dtype of `rows`."""
@@ -108,11 +139,22 @@ class KVFormat:
             rows.copy_(pages)
             return
         head_dim, size = rows.shape[-1], _block_size(rows)
+        width = _num_codes(head_dim)
         for x, out in zip(torch.split(pages, size), torch.split(rows, size), strict=True):
-            codes = x[..., :head_dim].float()
-            codes = codes.reshape(*x.shape[:-1], head_dim // INT8_GROUP, INT8_GROUP)
-            scales = x[..., head_dim:].view(torch.float16).float()
-            out.copy_((codes * scales[..., None]).flatten(-2))
+            scales = x[..., width:].view(torch.float16).float()
+            numbers = _groups(x[..., :head_dim]) * scales[..., None]
+            out.copy_(numbers.flatten(-2)[..., :head_dim])
+
+
+def _num_codes(head_dim: int) -> int:
+    return -(-head_dim // INT8_MULTIPLE) * INT8_MULTIPLE
+
+
+def _groups(rows: Tensor) -> Tensor:
+    """float32 [.., groups, INT8_GROUP] of [.., head_dim], with zeros behind them."""
+    *others, head_dim = rows.shape
+    padded = pad(rows.float(), (0, -head_dim % INT8_GROUP))
+    return padded.reshape(*others, -1, INT8_GROUP)
 
 
 def _block_size(rows: Tensor) -> int:

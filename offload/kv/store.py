@@ -73,8 +73,7 @@ class KVStore:
         num_layers: of the model.
         num_kv_heads, head_dim: of all layers, or of each; head_dim a multiple of 8.
         dtype: torch.float32, torch.float16 or torch.bfloat16.
-        kv_dtype: what keys and values are kept as: "auto", that dtype, or "int8" (see `KVFormat`;
-            not with per_head_pages).
+        kv_dtype: what keys and values are kept as: "auto", that dtype, or "int8" (see `KVFormat`).
         host_budget_bytes: hard limit on host memory; default: what `host_memory()` leaves a model.
         page_tokens: tokens in a page.
         per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`);
@@ -108,8 +107,6 @@ class KVStore:
             check_sizes(num_kv_heads=heads, head_dim=dim)
         check_dtype(dtype)
         self.format = KVFormat.of(kv_dtype, dtype, [dim for _, dim in self._heads])
-        if self.format.is_int8 and per_head_pages:
-            raise NotImplementedError("kv_dtype='int8' is not for pages of each KV head yet")
         in_rows = [(heads, self.format.row_items(dim)) for heads, dim in self._heads]
         self._slots = [] if len(set(self._heads)) == 1 else slots_of(in_rows, page_tokens)
         if host_budget_bytes is None:
@@ -310,26 +307,33 @@ class KVStore:
         keys: torch.Tensor,
         values: torch.Tensor,
         start: int | None = None,
+        *,
+        kept: bool = False,
     ) -> None:
         """Write one layer's new tokens at positions `start` .. (default: from kv_len).
 
         Args:
             keys, values: the store's dtype, [num_new_tokens, num_kv_heads, head_dim] of the layer,
                 any strides.
+            kept: they are as `gather` gave them with `kept`, but for the order of dimensions.
 
         Raises:
             ValueError: before anything is written, for a wrong shape or dtype, a NaN or infinity,
                 numbers beyond the format's, positions that are not reserved, that a head lacks, or
                 whose page is shared with a fork.
         """
-        parts = self._writable(seq, layer_idx, keys, values, start)
+        parts = self._writable(seq, layer_idx, keys, values, start, kept=kept)
         keys, values = keys.detach(), values.detach()
         for name, rows in (("keys", keys), ("values", values)):
+            where = f"{name} in layer {layer_idx} of sequence {seq}"
+            if kept:
+                self.format.check_kept(where, rows, self.heads_of(layer_idx)[1])
+                continue
             if not all_finite(rows):
-                raise ValueError(f"non-finite {name} in layer {layer_idx} of sequence {seq}")
-            self.format.check(f"{name} in layer {layer_idx} of sequence {seq}", rows)
+                raise ValueError(f"non-finite {where}")
+            self.format.check(where, rows)
 
-        write_rows((keys, values), parts, self.format)
+        write_rows((keys, values), parts, self.format.kept if kept else self.format)
 
     def append_async(
         self,
@@ -372,13 +376,16 @@ class KVStore:
         start: int = 0,
         stop: int | None = None,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        kept: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies (keys, values) of positions start .. stop (default: kv_len) of one layer.
 
         Each is [num_kv_heads, stop - start, head_dim], contiguous unless given as `out`. `stop` may
         exceed kv_len up to what is reserved; those rows are what `append` wrote, or undefined. Rows
         that a head lacks are 0. `out` may be on a CUDA device: it is filled in the order of the
-        current stream. Of int8 they are rounded to the dtype.
+        current stream. Of int8 they are rounded to the dtype, but with `kept` they are as in pages:
+        int8 [num_kv_heads, stop - start, row].
         """
         sequence = self._sequence(seq)
         self._check_layer(layer_idx)
@@ -389,11 +396,13 @@ class KVStore:
                 f"{start}..{stop}"
             )
         num_kv_heads, head_dim = self.heads_of(layer_idx)
-        expected = (num_kv_heads, stop - start, head_dim)
+        of_rows = self.format.kept if kept else self.format
+        row = self.format.row_items(head_dim) if kept else head_dim
+        expected, dtype = (num_kv_heads, stop - start, row), of_rows.dtype
         if out is None:
-            out = (torch.empty(expected, dtype=self.dtype), torch.empty(expected, dtype=self.dtype))
-        check_out(out, expected, self.dtype)
-        read_rows(out, sequence.parts(layer_idx, start, stop), self.format)
+            out = torch.empty(expected, dtype=dtype), torch.empty(expected, dtype=dtype)
+        check_out(out, expected, dtype)
+        read_rows(out, sequence.parts(layer_idx, start, stop), of_rows)
         return out
 
     def page_views(self, seq: int, layer_idx: int) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -458,9 +467,9 @@ class KVStore:
         Args:
             lens: [num_layers, num_kv_heads], tokens of each head, multiples of page_tokens, not 0.
             rows: (layer_idx) -> of every head keys and values, each [lens[layer_idx, kv_head],
-                head_dim], in memory of their own. It is called once for each layer, in an order
-                such that no more pages are needed on the way than at the end, and may `gather`
-                that layer.
+                row], as `gather` gives them with `kept`, in memory of their own. It is called once
+                for each layer, in an order such that no more pages are needed on the way than at
+                the end, and may `gather` that layer.
 
         Raises:
             HostBudgetError: before anything changes, if there is no room beside what forks keep.
@@ -519,11 +528,17 @@ class KVStore:
         keys: torch.Tensor,
         values: torch.Tensor,
         start: int | None,
+        *,
+        kept: bool = False,
     ) -> Iterator[Part]:
         """Where rows that `append` may write go, counted from the first row."""
         sequence = self._sequence(seq)
         self._check_layer(layer_idx)
-        check_new_rows(keys, values, *self.heads_of(layer_idx), self.dtype)
+        num_kv_heads, row = self.heads_of(layer_idx)
+        dtype, row = (
+            (self.format.page_dtype, self.format.row_items(row)) if kept else (self.dtype, row)
+        )
+        check_new_rows(keys, values, num_kv_heads, row, dtype)
         start = sequence.kv_len if start is None else start
         stop = start + len(keys)
         check_writable(sequence, seq, layer_idx, start, stop)

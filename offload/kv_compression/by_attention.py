@@ -132,25 +132,26 @@ class CompressionByAttention(KVCompression[_Record]):
         store, record = self._store, self._records[seq]
         split = Split.of(self.bound, store.kv_len(seq), record.condensed)
         queries = self.last_queries(seq)
-        shape = (2, store.num_kv_heads, split.num_slots, store.head_dim)
+        row, dtype = store.format.row_items(store.head_dim), store.format.page_dtype
+        shape = (2, store.num_kv_heads, split.num_slots, row)
         logits_of_head = split.num_slots * queries[0, :, :, 0].numel() // store.num_kv_heads
         together = max(logits_of_head, min(logits_of_head * store.num_kv_heads, _MANY_LOGITS))
-        took_bytes = math.prod(shape) * store.dtype.itemsize + 4 * together
+        took_bytes = math.prod(shape) * dtype.itemsize + 4 * together
         self._took_bytes = max(self._took_bytes, took_bytes)
         with exposed(), torch_threads(self._num_threads if logits_of_head > _MANY_LOGITS else 1):
-            rows = torch.empty(shape, dtype=store.dtype)
+            rows = torch.empty(shape, dtype=dtype)
             layers = []
             for layer_idx in range(store.num_layers):
-                store.gather(seq, layer_idx, out=(rows[0], rows[1]))
+                store.gather(seq, layer_idx, out=(rows[0], rows[1]), kept=True)
                 layers.append(self._condense_layer(rows, queries[layer_idx], split))
         left = torch.empty_like(rows[:, :, : split.num_left])
         store.unshare(seq, split.num_left)
         try:
             for layer_idx, condensed in enumerate(layers):
-                store.gather(seq, layer_idx, out=(rows[0], rows[1]))
+                store.gather(seq, layer_idx, out=(rows[0], rows[1]), kept=True)
                 _place(rows, condensed, split.before_new, left)
                 keys, values = left.transpose(1, 2)
-                store.append(seq, layer_idx, keys, values, start=0)
+                store.append(seq, layer_idx, keys, values, start=0, kept=True)
             store.truncate(seq, split.num_left)
         except BaseException:
             record.is_broken = True  # some layers are condensed, and others are not
@@ -170,20 +171,41 @@ class CompressionByAttention(KVCompression[_Record]):
         return self.last_queries(seq)[:, :, -1:], kv_len - after
 
     def _condense_layer(self, rows: Tensor, queries: Tensor, split: Split) -> Condensed:
-        """What becomes of the KV heads of `rows` [K|V, num_kv_heads, num_slots, head_dim], some at
-        a time, with `queries` [num_qo_heads, n, head_dim]."""
+        """What becomes of the KV heads of `rows` [K|V, num_kv_heads, num_slots, row], as the store
+        keeps them, some at a time, with `queries` [num_qo_heads, n, head_dim]. All is computed in
+        float32; keys and values of the result are rows again."""
         keys, values = rows
         if queries.shape[1]:
             of_kv_heads = queries.reshape(len(keys), -1, *queries.shape[1:])
         else:  # taken back: the newest keys ask for what is like them
-            of_kv_heads = keys[:, None, -split.recent :]
+            of_kv_heads = self._numbers(keys[:, -split.recent :])[:, None]
         asked = self._now_or_later(of_kv_heads.float()).flatten(1, 2) * self._sm_scale
         size = max(1, _MANY_LOGITS // (split.num_slots * asked.shape[1]))
         parts = [
-            self.condense_heads(k.float(), v.float(), q, split)
+            self.condense_heads(self._numbers(k), self._numbers(v), q, split)
             for k, v, q in zip(*(x.split(size) for x in (keys, values, asked)), strict=True)
         ]
-        return _storable(parts, self._store.dtype)
+        return Condensed(
+            torch.cat([x.kept for x in parts]),
+            self._storable([x.keys for x in parts]),
+            self._storable([x.values for x in parts]),
+        )
+
+    def _numbers(self, rows: Tensor) -> Tensor:
+        """float32 [.., head_dim] of rows as the store keeps them."""
+        numbers = torch.empty(*rows.shape[:-1], self._store.head_dim)
+        self._store.format.read(rows, numbers)
+        return numbers
+
+    def _storable(self, parts: Sequence[Tensor]) -> Tensor:
+        """float32 [heads, n, head_dim] of all heads as rows that the store keeps, within its
+        range."""
+        of_rows, numbers = self._store.format, torch.cat([*parts])
+        numbers = numbers.nan_to_num().clamp(-of_rows.largest, of_rows.largest)
+        row = of_rows.row_items(self._store.head_dim)
+        rows = torch.empty(*numbers.shape[:-1], row, dtype=of_rows.page_dtype)
+        of_rows.write(numbers, rows)
+        return rows
 
     def _now_or_later(self, queries: Tensor) -> Tensor:
         """Rotated queries [..., n, head_dim], of three neighbours one as it is (so the newest), and
@@ -214,18 +236,8 @@ def _rotations(
     return (cos / scale)[0].float().cpu(), (sin / scale)[0].float().cpu()
 
 
-def _storable(parts: Sequence[Condensed], dtype: torch.dtype) -> Condensed:
-    """All heads, in the store's dtype, within its range."""
-    most = torch.finfo(dtype).max
-    keys, values = (
-        torch.cat(rows).nan_to_num().clamp(-most, most).to(dtype)
-        for rows in ([x.keys for x in parts], [x.values for x in parts])
-    )
-    return Condensed(torch.cat([x.kept for x in parts]), keys, values)
-
-
 def _place(rows: Tensor, condensed: Condensed, before_new: int, out: Tensor) -> None:
-    """The slots [K|V, num_heads, num_left, head_dim] of heads after they were condensed, from those
+    """The slots [K|V, num_heads, num_left, row] of heads after they were condensed, from those
     before."""
     stop = before_new + condensed.keys.shape[1]
     for old, new, left in zip(rows, (condensed.keys, condensed.values), out, strict=True):

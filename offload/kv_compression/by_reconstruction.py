@@ -190,11 +190,11 @@ class CompressionByReconstruction(KVCompression[_Record]):
                 [self._kept(of_head, int(n)) for of_head, n in zip(*of_layer, strict=True)]
                 for of_layer in zip(scores, lens, strict=True)
             ]
-        of_layer = 2 * store.num_kv_heads * kv_len * store.head_dim * store.dtype.itemsize
+        of_layer = 2 * store.num_kv_heads * kv_len * store.format.row_bytes(store.head_dim)
         self._took_bytes = max(self._took_bytes, 2 * of_layer)
 
         def rows(layer_idx: int) -> list[Rows]:
-            keys, values = store.gather(seq, layer_idx)
+            keys, values = store.gather(seq, layer_idx, kept=True)
             slots = [
                 chosen + start
                 for chosen, start in zip(kept[layer_idx], starts[layer_idx].tolist(), strict=True)

@@ -84,6 +84,7 @@ def check_bound(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=torch.float32 if item_bytes >= 4 else torch.bfloat16,
+        kv_dtype=config.kv_dtype,
         host_budget_bytes=0,
         page_tokens=page_tokens_of(config, shape),
         per_head_pages=by_reconstruction,

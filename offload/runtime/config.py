@@ -86,8 +86,7 @@ class RuntimeConfig:
             comes to one does without.
         kv_dtype: what keys and values are kept as. "int8": with a float16 scale per token, head
             and 64 dims, in 0.52 of the bytes of bfloat16, and a little less exact; for one process
-            on a CPU, without host_bytes_per_sequence, corrections or saved caches. "bfloat16": only
-            of a model in bfloat16. "auto": the model's dtype.
+            on a CPU. "bfloat16": only of a model in bfloat16. "auto": the model's dtype.
     """
 
     policy: Policy = field(default_factory=Auto)
@@ -217,8 +216,6 @@ class RuntimeConfig:
             f"device={self.device!r}": self.device != "cpu",
             f"backend={self.backend!r}": self.backend is not None,
             f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1,
-            "host_bytes_per_sequence": self.host_bytes_per_sequence is not None,
-            "cache_correction_every": self.cache_correction_every is not None,
         }
         for what, is_asked in needs.items():
             if is_asked:

@@ -47,6 +47,7 @@ def fingerprint(
         "weights": weights.hexdigest(),
         "config": _digest(json.dumps(facts, sort_keys=True, default=str)),
         "dtype": str(store.dtype).removeprefix("torch."),
+        "kv_dtype": str(store.format.page_dtype).removeprefix("torch."),
         "policy": policy.name,
         "options of the policy": _digest(options),
         "layout": f"{store.num_layers} layers of [K|V, {store.num_kv_heads}, n, {store.head_dim}]",

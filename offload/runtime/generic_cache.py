@@ -523,7 +523,7 @@ class GenericCache(DynamicCache):
         if modules is not None:
             out = self._attend_rows(seen, call, layer)
         else:
-            if layer.seen > call.query.shape[2]:
+            if layer.seen > call.query.shape[2] or self.store.format.is_int8:
                 keys, values = self._gathered(layer)
                 call = replace(call, key=keys, value=values)
             out = call.in_torch()

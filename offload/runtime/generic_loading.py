@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.stock_attention import AttentionSpec, attention_specs
+from offload.kv.format import KVFormat
 from offload.kv.store import HostBudgetError, KVStore
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.one_at_a_time import loading
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 POLICIES = ("full", "exact_topk", "lfps", "lychee_cluster", "quest", "sketch", "streaming_llm")
 # Options that need lean layers; other values than these are refused.
-_TAKEN = {"policy", "dtype", "device", "max_memory", "num_threads", "page_tokens"}
+_TAKEN = {"policy", "dtype", "kv_dtype", "device", "max_memory", "num_threads", "page_tokens"}
 _UNUSED = {"deadline_seconds"}  # a step's: here no side waits for the other
 _DEFAULTS = {x.name: x.default for x in fields(RuntimeConfig) if x.name not in _TAKEN | _UNUSED}
 # Of logits, over their standard deviation. Wrong attention has more than 1; rounding, to bfloat16
@@ -109,6 +110,7 @@ class GenericRuntime:
             num_kv_heads=[spec.num_kv_heads for spec in layers],
             head_dim=[spec.head_dim for spec in layers],
             dtype=stock.dtype,
+            kv_dtype=config.kv_dtype,
             host_budget_bytes=kv_budget_bytes(config, weight_bytes_of(stock), loaded=True),
             page_tokens=config.page_tokens,
             pinned=self.device.type == "cuda",
@@ -300,7 +302,7 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
     """Refuse, before any weight is read, what a model without lean layers does not do yet.
 
     Raises:
-        NotImplementedError: names the option, or the policy.
+        NotImplementedError: names the option, or the policy; a kv_dtype that does not fit.
         HostBudgetError: the weights do not fit.
     """
     model_type = checkpoint.config["model_type"]
@@ -314,6 +316,7 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
                 f"and runs with {name}={default!r} only; types with lean layers: "
                 f"{', '.join(sorted(FAMILIES))}"
             )
+    KVFormat.of(config.kv_dtype, checkpoint.loaded_dtype(config.dtype))
     policy = config.policy
     if not isinstance(policy, Auto) and policy.name not in POLICIES:
         raise NotImplementedError(
@@ -379,7 +382,8 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
         runtime = made = GenericRuntime(stock, specs, config, folder, pool)
         if not is_on_device(config):
             use_pool(stock, pool, lambda: made.decodes)
-        is_exact = stock.dtype == torch.float32 and not any(
+        is_rounded = stock.dtype != torch.float32 or runtime.store.format.is_int8
+        is_exact = not is_rounded and not any(
             isinstance(module, PackedMatrix) for module in stock.modules()
         )
         for layers in (runtime.hosted, runtime.resident):

@@ -3,7 +3,8 @@
 A file has, for each row `r`:
 
     r.tokens                int64 [n], where they are known
-    r.kv.LAYER              the store's dtype [K|V, num_kv_heads, kv_len, head_dim]
+    r.kv.LAYER              the store's dtype [K|V, num_kv_heads, kv_len, head_dim], or int8 with
+                            rows as in pages (`KVFormat`)
     r.marks                 uint8, of the text
     r.queries.LAYER         the store's dtype [num_qo_heads, n, head_dim], the recent ones
     r.state.LAYER.NAME      arrays of the policy; of records their bytes
@@ -39,7 +40,7 @@ from offload.system.checked_file import (
 from offload.system.errors import HostBudgetError, SessionMiss
 from offload.system.torch_threads import torch_threads
 
-FORMAT = "offload-session-1"
+FORMAT = "offload-session-2"
 
 Int64s = npt.NDArray[np.int64]
 
@@ -95,17 +96,23 @@ def file_of(
 
 
 def _pages(store: KVStore, row: int, seq: int) -> Iterator[Entry]:
-    dtype, kv_len = str(store.dtype).removeprefix("torch."), store.kv_len(seq)
-    shape = (2, store.num_kv_heads, kv_len, store.head_dim)
+    dtype, shape = store.format.page_dtype, _kept_shape(store, store.kv_len(seq))
 
     def keys_and_values(layer_idx: int) -> Bytes:
-        both = torch.empty(shape, dtype=store.dtype)
+        both = torch.empty(shape, dtype=dtype)
         with torch_threads(1):
-            store.gather(seq, layer_idx, out=(both[0], both[1]))
+            store.gather(seq, layer_idx, out=(both[0], both[1]), kept=True)
         return bytes_of(both)
 
     for layer_idx in range(store.num_layers):
-        yield Entry(f"{row}.kv.{layer_idx}", dtype, shape, partial(keys_and_values, layer_idx))
+        name = f"{row}.kv.{layer_idx}"
+        yield Entry(
+            name, str(dtype).removeprefix("torch."), shape, partial(keys_and_values, layer_idx)
+        )
+
+
+def _kept_shape(store: KVStore, kv_len: int) -> tuple[int, int, int, int]:
+    return 2, store.num_kv_heads, kv_len, store.format.row_items(store.head_dim)
 
 
 def saved_rows(reader: CheckedReader) -> list[dict[str, Any]]:
@@ -180,7 +187,13 @@ def _check_fingerprint(reader: CheckedReader, expected: dict[str, str]) -> None:
     for name, value in expected.items():
         if found.get(name) != value:
             another = "other" if name in ("weights", "options of the policy") else "another"
-            raise SessionMiss(f"saved with {another} {name}: {found.get(name)}, not {value}")
+            remedy = ""
+            if name == "kv_dtype":
+                option = "int8" if found.get(name) == "int8" else "auto"
+                remedy = f"; load the model with kv_dtype={option!r}"
+            raise SessionMiss(
+                f"saved with {another} {name}: {found.get(name)}, not {value}{remedy}"
+            )
 
 
 def _read_row(
@@ -190,16 +203,16 @@ def _read_row(
     store, kv_len = sequences.store, int(row.numbers["kv_len"])
     if not 0 <= kv_len <= most_tokens:
         raise SessionMiss(f"it has {kv_len} tokens, and the model at most {most_tokens}")
-    shape = (2, store.num_kv_heads, kv_len, store.head_dim)
+    dtype, shape = store.format.page_dtype, _kept_shape(store, kv_len)
     for layer_idx in range(store.num_layers):
-        row.check(f"kv.{layer_idx}", store.dtype, shape)
+        row.check(f"kv.{layer_idx}", dtype, shape)
     of_parts = [part.load(row) for part in sequences.parts]
     store.reserve([seq], [kv_len])
     for layer_idx in range(store.num_layers):
         data = yield from row.reader.read_in_parts(f"{row.row}.kv.{layer_idx}")
-        both = torch.from_numpy(data).view(store.dtype).view(shape)
+        keys, values = torch.from_numpy(data).view(dtype).view(shape).transpose(1, 2)
         with torch_threads(1):  # copies are small: with more they would wait for each other
-            store.append(seq, layer_idx, both[0].transpose(0, 1), both[1].transpose(0, 1))
+            store.append(seq, layer_idx, keys, values, kept=True)
     store.commit([seq], [kv_len])
     for give in of_parts:
         give(seq)

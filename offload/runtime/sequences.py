@@ -88,8 +88,7 @@ class Sequences:
             NotImplementedError: names the option of the model.
         """
         of_ranks = "tensor_parallel_size" if self._has_ranks else None
-        of_rows = "kv_dtype='int8'" if self.store.format.is_int8 else None
-        for name in (of_ranks, of_rows, *(part.unsaved_option for part in self.parts)):
+        for name in (of_ranks, *(part.unsaved_option for part in self.parts)):
             if name is not None:
                 raise NotImplementedError(
                     f"a cache of a model with {name} cannot be saved or loaded; leave it out"

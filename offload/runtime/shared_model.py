@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,10 +68,11 @@ class ContinuesPrompts(Protocol):
 
 
 class BoundedModel:
-    """One runtime whose sequences have host_bytes_per_sequence, which reads its own prompts.
+    """One runtime with a KV store of its own, which reads its own prompts: those of sequences that
+    have host_bytes_per_sequence, or other rows.
 
     What is condensed of a prompt depends on the bound, so that no other bound can continue it.
-    Weights are those of the `SharedModel` that it is from; the KV store is not.
+    Weights are those of the `SharedModel` that it is from.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -208,6 +209,17 @@ class SharedModel:
         opened = self._opened[index]
         config = replace(opened.config, host_bytes_per_sequence=num_bytes, **options)
         return BoundedModel(Runtime(replace(opened, config=config)))
+
+    @contextmanager
+    def unrounded(self) -> Iterator[BoundedModel]:
+        """One runtime without a bound that attends to all, over keys and values in the model's
+        dtype where those of this are int8; its memory is free afterwards."""
+        self.runtimes[0].store.trim()  # both have the host's budget
+        opened = self._opened[0]
+        config = replace(opened.config, policy=Full(), kv_dtype="auto", cache_correction_every=None)
+        model = BoundedModel(Runtime(replace(opened, config=config)))
+        with closing(model):
+            yield model
 
     @contextmanager
     def read(self, tokens: Sequence[int]) -> Iterator[ReadPrompt]:

@@ -21,6 +21,7 @@ from offload.policies import ExactTopK, Full
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = native.available_isas()
+HEAD_DIMS = [16, 32, 64, 80, 96, 112, 128, 192, 256, 272]
 # Queries, and weights where there is VNNI, are rounded to 15 bits; outputs to the dtype.
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
@@ -36,7 +37,7 @@ def queries_of(cache: Cache, rng: np.random.Generator, group_size: int) -> torch
 
 @pytest.mark.parametrize(
     ("isa", "dtype", "head_dim", "group_size"),
-    pairwise(ISAS, DTYPES, [64, 128, 256], [1, 2, 3, 4, 5, 8, 32], together=2),
+    pairwise(ISAS, DTYPES, HEAD_DIMS, [1, 2, 3, 4, 5, 8, 32], together=2),
     ids=str,
 )
 def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
@@ -53,7 +54,7 @@ def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):
 
 @pytest.mark.parametrize(
     ("isa", "dtype", "head_dim", "group_size"),
-    pairwise(ISAS, DTYPES, [64, 128, 256], [1, 3, 4, 8], together=2),
+    pairwise(ISAS, DTYPES, HEAD_DIMS, [1, 3, 4, 8], together=2),
     ids=str,
 )
 def test_chosen_tokens_match_reference(isa, dtype, head_dim, group_size, pool):
@@ -95,7 +96,7 @@ def test_a_scan_of_keys_finds_the_largest(isa, pool):
 def test_a_decode_step_writes_what_append_does(isa, dtype, pool):
     """The same bytes, also of rows that are zero, tiny, or huge."""
     rng = new_rng()
-    for head_dim in (64, 128):
+    for head_dim in HEAD_DIMS:
         store = KVStore(
             num_layers=1, num_kv_heads=2, head_dim=head_dim, dtype=dtype, kv_dtype="int8"
         )
@@ -195,10 +196,10 @@ def test_bytes_and_refusals():
         store.append(seq, 1, good, good * 1e7)
     with pytest.raises(ValueError, match="non-finite keys in layer 1 of sequence 0"):
         store.append(seq, 1, good * torch.nan, good)
-    with pytest.raises(NotImplementedError, match="a multiple of 64, got 96"):
-        KVStore(**sizes, head_dim=96, kv_dtype="int8")
-    with pytest.raises(NotImplementedError, match="is not for pages of each KV head yet"):
-        KVStore(**sizes, head_dim=64, kv_dtype="int8", per_head_pages=True)
+    of_rows = KVFormat.of("int8", torch.bfloat16)
+    assert [of_rows.row_bytes(n) for n in (16, 32, 80, 96)] == [34, 34, 100, 100]
+    with pytest.raises(NotImplementedError, match="a multiple of 16, got 72"):
+        KVStore(**sizes, head_dim=72, kv_dtype="int8")
     with pytest.raises(
         ValueError, match="unknown kv_dtype 'int4'; available: auto, bfloat16, int8"
     ):

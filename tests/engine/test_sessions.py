@@ -235,7 +235,7 @@ def test_damage_is_a_miss_and_the_engine_lives(model: Any, tmp_path: Path) -> No
     path = tmp_path / "s.safetensors"
     good = path.read_bytes()
     absurd = (2**62).to_bytes(8, "little") + good[8:]
-    version = good.replace(b"offload-session-1", b"offload-session-9")
+    version = good.replace(b"offload-session-2", b"offload-session-1")
     damaged = good[:3000] + b"\xff" + good[3001:]
     for bad in (b"", good[:-1], good[:5], damaged, b"\xff" * 100, absurd, version):
         path.write_bytes(bad)

@@ -479,3 +479,20 @@ def test_bounds_that_cannot_be(
         result = runner.invoke(app, [*ruler, *arguments])
         assert result.exit_code == code, result.output
         assert message in flat(result.stderr)
+
+
+def test_perplexity_of_int8_rows(roomy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KL is from keys and values of the model's dtype; one that is not small is warned of."""
+    arguments = ["--context", "300", "--steps", "12", "--windows", "2", "--budget-tokens", "40"]
+    arguments += ["--policy", "exact_topk", "--kv-dtype", "int8"]
+    perplexity = command("perplexity", roomy_folder, *arguments)
+    result = runner.invoke(app, [*perplexity, "--json"])
+    assert result.exit_code == 0, result.output
+    full, chosen = json.loads(result.stdout)["rows"]
+    assert 0 < full["kl"] < min(0.01, chosen["kl"])
+    assert full["change"] == 0
+    assert "warning" not in result.stderr
+    monkeypatch.setattr("offload.bench.eval.perplexity.MOST_INT8_KL", full["kl"] / 2)
+    result = runner.invoke(app, perplexity)
+    assert "warning: keys and values in int8 change this model's next tokens" in result.stderr
+    assert "what int8 alone changes" in result.stdout

@@ -17,11 +17,13 @@ from cases.tiny_models import random_tokens
 import offload.kv_compression.by_attention as by_attention
 from offload.kv.store import HostBudgetError
 from offload.kv_compression.bound import SequenceBound
+from offload.kv_compression.by_reconstruction import CompressionByReconstruction
 from offload.kv_compression.condense import condense
 from offload.policies.registry import make_policy
 
 Load = Callable[..., Any]
 SLOTS = 192
+WINDOW_BYTES = 3 * 16 * 6 * 32 * 4  # as in conftest
 
 
 @pytest.mark.parametrize(
@@ -343,3 +345,39 @@ def test_too_few_bytes() -> None:
         bound(9600, policy=policy)
     with pytest.raises(ValueError, match="need 14600 bytes"):
         bound(9600, other_bytes=lambda slots: 5000)
+
+
+@pytest.mark.parametrize("by", ["attention", "reconstruction"])
+def test_int8_rows(bounded: Load, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same bytes more than three times as many slots as float32; as many are within theirs,
+    and answer nearly as those. What stays keeps its rows."""
+    plain = bounded(SLOTS, condense_by=by)
+    slots = compression_of(plain).bound.slots
+    wide = bounded(SLOTS, condense_by=by, kv_dtype="int8")
+    assert compression_of(wide).bound.slots > 3 * SLOTS
+    beside = WINDOW_BYTES
+    if by == "reconstruction":
+        beside = CompressionByReconstruction.other_bytes(3 * 2, slots, 16)
+    per_sequence = slots * wide.kv_store.token_bytes + beside
+    model = bounded(None, condense_by=by, kv_dtype="int8", host_bytes_per_sequence=per_sequence)
+    assert compression_of(model).bound == compression_of(plain).bound
+    tokens, logits, sinks = random_tokens(1, 360), list[Any](), list[Any]()
+    used = None
+    with torch.no_grad():
+        for each in (plain, model):
+            cache = each.new_cache()
+            if each is model:
+                used = bytes_after_each_pass(model, cache, monkeypatch)
+            for first, last in ((0, 150), (150, 270), (270, 360)):
+                logits.append(each(tokens[:, first:last], past_key_values=cache).logits[0])
+                if each is model and by == "attention":
+                    sinks.append(cache.store.gather(cache.seqs[0], 1, 0, 4, kept=True))
+            assert cache.seen_lens == [360]
+            assert cache.kv_lens[0] < 300
+            cache.reset()
+    assert used is not None
+    assert max(used) <= per_sequence
+    assert all(torch.equal(x, y) for rows in sinks for x, y in zip(rows, sinks[0], strict=True))
+    near = torch.cosine_similarity(torch.cat(logits[:3]), torch.cat(logits[3:]), dim=-1)
+    assert near[:150].min() > 0.999
+    assert near.mean() > 0.97

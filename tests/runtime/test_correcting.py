@@ -237,6 +237,25 @@ def test_a_file_keeps_what_waits(folder: Path, model: Any, tmp_path: Path) -> No
     assert other.offload_stats().corrected_tokens == EVERY
 
 
+def test_int8_rows_are_read_again(folder: Path) -> None:
+    """As a prompt of a model that attends to all has them, but for a code's rounding."""
+    tokens, num_read = random_tokens(1, PROMPT + EVERY + 1), PROMPT + EVERY
+    model = load(folder, small("lychee_cluster"), kv_dtype="int8")
+    cache, _ = read(model, tokens[:, :PROMPT])
+    steps(model, cache, tokens[:, PROMPT:num_read])
+    found = [[x[:, :, :num_read] for x in rows_of(cache)]]
+    steps(model, cache, tokens[:, num_read:])
+    assert model.offload_stats().corrected_tokens == EVERY
+    found += [[x[:, :, :num_read] for x in rows_of(cache)]]
+    exact = rows_of(read(load(folder, "full", None, kv_dtype="int8"), tokens[:, :num_read])[0])
+    drifted, corrected = (
+        max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(rows, exact, strict=True))
+        for rows in found
+    )
+    assert corrected < 0.03
+    assert drifted > 3 * corrected, drifted
+
+
 def test_rows_of_a_batch_are_corrected_apart(model: Any) -> None:
     """Two that are padded otherwise become sparse at other steps, and are as they are alone."""
     tokens = random_tokens(2, DENSE + 60)

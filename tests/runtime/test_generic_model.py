@@ -182,6 +182,27 @@ def test_bfloat16(folders: dict[str, Path]) -> None:
     assert model.kv_store.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("model_type", TYPES)
+def test_int8_rows(folders: dict[str, Path], model_type: str) -> None:
+    """Near the logits of float32 rows, in a prompt of two parts and in steps."""
+    found, used = [], []
+    for kv_dtype in ("auto", "int8"):
+        model = load(folders[model_type], kv_dtype=kv_dtype)
+        cache, logits = model.new_cache(), []
+        for first, last in ((0, 25), (25, 36), *((n, n + 1) for n in range(36, 40))):
+            mask, ids = MASK[:, :last], IDS[:, first:last]
+            output = model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+            logits.append(output.logits[:, -1].log_softmax(-1))
+        found.append(torch.stack(logits))
+        used.append(model.kv_store.host_bytes_used)
+        assert tokens(model, IDS, MASK).shape == (2, 60)
+    exact, int8 = found
+    assert used[1] <= used[0] * 34 / 64  # of a head_dim of 16, less of others
+    divergence = float((exact.exp() * (exact - int8)).sum(-1).mean())
+    assert divergence < 2e-3
+    assert (divergence > 0) == bool(model._offload.hosted.specs)  # or no layer is in the store
+
+
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5"])
 def test_the_text_part_of_a_multi_modal_model(
     tmp_path: Path, model_type: str, caplog: pytest.LogCaptureFixture
@@ -238,6 +259,7 @@ def test_windows_and_recurrent_states_are_in_the_budget(
         ({"quality_probe": 0.1}, "quality_probe=0.1"),
         ({"host_bytes_per_sequence": "1MiB"}, "host_bytes_per_sequence=1048576"),
         ({"policy": "tidal_decode"}, "policy 'tidal_decode'"),
+        ({"kv_dtype": "int8", "cache_correction_every": 8}, "cache_correction_every=8"),
     ],
 )
 def test_what_needs_lean_layers_is_named(

@@ -94,7 +94,7 @@ def saved(
 
 def test_safetensors_reads_it(saved: tuple[Any, Path]) -> None:
     with safe_open(saved[1], "pt") as file:
-        assert file.metadata()["format"] == "offload-session-1"
+        assert file.metadata()["format"] == "offload-session-2"
         assert file.get_tensor("0.kv.0").shape == (2, 2, 41, 32)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from offload.kv.format import KVFormat
 from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.loading.checkpoint import Checkpoint
 from offload.runtime.compressing import check_bound
@@ -121,7 +122,8 @@ def check_text_bound(
     """
     shape = checkpoint.shape
     item_bytes = checkpoint.loaded_dtype(config.dtype).itemsize
-    of_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes
+    of_rows = KVFormat.of(config.kv_dtype, checkpoint.loaded_dtype(config.dtype))
+    of_token = of_rows.token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim)
     bound = int(share * of_token * num_tokens)
     try:
         bounded = replace(config, host_bytes_per_sequence=bound, **EVICTIONS[eviction])

@@ -29,6 +29,10 @@ PERPLEXITY_LEGEND = (
     "change: of the perplexity, relative to full attention's, 95 % interval by Student's t of the "
     "windows' differences. attended: tokens per decode step, layer and KV head."
 )
+INT8_LEGEND = (
+    " KL: from full attention over keys and values in the model's dtype, so that of `full` is what "
+    "int8 alone changes."
+)
 SELECTIONS_LEGEND = (
     " Of layers that no policy has dense: error: relative L2 error of attention's output. overlap: "
     "share of the selected tokens that are among the equally many most important ones. mass: "

@@ -7,7 +7,7 @@ Windows slide over the text: each is read, and then some more tokens are decoded
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from offload.bench.eval.selections import METRICS, SelectionJudge, most_dense_la
 from offload.bench.eval.summary import FULL, bound_means, mean
 from offload.models.batch import tokens_each
 from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
+
+MOST_INT8_KL = 0.01  # nats a token
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def measure_window(
     judged_every: int | None = None,
 ) -> dict[str, Any]:
     """The negative log-likelihood of a window's last tokens under each policy, and its divergence
-    from the first one, full attention, both in nats; then under each within each bound.
+    from the first one, full attention, both in nats; then under each within each bound. Where keys
+    and values are int8, what diverges is measured from full attention over those of the model's
+    dtype: full attention itself then has a divergence, too, that of int8 alone.
 
     Args:
         judged_every: what is attended to is judged at every n-th step, but not within bounds; None:
@@ -94,6 +98,9 @@ def measure_window(
     if judged_every is not None:
         dense = most_dense_layers([runtime.attention.policy for runtime in model.runtimes])
         judges = [SelectionJudge(runtime, judged_every, dense) for runtime in model.runtimes]
+    if model.runtimes[0].store.format.is_int8:
+        with model.unrounded() as unrounded, unrounded.read(context) as prompt:
+            _measure(unrounded, 0, prompt, following, full)
     with model.read(context) as prompt:
         answers = {
             label: _measure(model, index, prompt, following, full, judges[index])
@@ -187,11 +194,23 @@ def kl_divergence(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch
     return (reference.exp() * (reference - other)).sum(-1).clamp_(min=0.0)
 
 
+def int8_warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What to tell of int8 keys and values: lengths where they alone change answers by more than
+    `MOST_INT8_KL`."""
+    return [
+        f"keys and values in int8 change this model's next tokens by a KL of {row['kl']:.3g} nats "
+        f"a token behind {row['length']:,} tokens, above {MOST_INT8_KL}; keep them with "
+        "--kv-dtype auto"
+        for row in rows
+        if row["policy"] == FULL and row["kl"] > MOST_INT8_KL
+    ]
+
+
 def perplexity_rows(records: Sequence[Record], labels: Sequence[str]) -> list[dict[str, Any]]:
     """One row per length and policy.
 
     change is the perplexity's, relative to full attention's; interval 95 % of it, by Student's t
-    of the windows' differences. kl is the mean divergence from full attention, in nats a token.
+    of the windows' differences. kl is the mean divergence of `measure_window`, in nats a token.
     Where steps were judged, METRICS are means over windows.
     """
     rows = []

@@ -11,11 +11,12 @@ import typer
 from offload.bench.eval.haystack import described, prose_text
 from offload.bench.eval.output import (
     BOUND_LEGEND,
+    INT8_LEGEND,
     PERPLEXITY_LEGEND,
     SELECTIONS_LEGEND,
     perplexity_table,
 )
-from offload.cli.console import print_json, running
+from offload.cli.console import print_json, print_marked, running
 from offload.cli.eval import options as opt
 from offload.cli.eval.scored import Setup, measure_all, print_tables
 from offload.cli.options import DEFAULT_MODEL, ModelName, Text, Verbose, counts
@@ -82,6 +83,8 @@ def perplexity(
 
         offload eval perplexity --policy lfps,quest --selections-every 16
 
+        offload eval perplexity --policy full --context 1024 --kv-dtype int8
+
         offload eval perplexity --steps 512 --stride 2048 --resume perplexity.jsonl --json
     """
     all_lengths, steps = counts(read.lengths, option="--context"), read.steps
@@ -138,13 +141,15 @@ def perplexity(
                 "selections_every": judged_every,
             },
         )
-        from offload.bench.eval.perplexity import perplexity_rows
+        from offload.bench.eval.perplexity import int8_warnings, perplexity_rows
 
-        rows = perplexity_rows(records, setup.all_labels)
+        rows, is_int8 = perplexity_rows(records, setup.all_labels), runs.kv_dtype == "int8"
         if output.shown == "json":
             print_json({"machine": describe_machine(), "settings": options, "rows": rows})
         else:
             title = f"perplexity: {model}, {steps} decode steps of {read.windows} windows"
             legend = PERPLEXITY_LEGEND + SELECTIONS_LEGEND * (judged_every is not None)
-            legend += BOUND_LEGEND * bool(setup.bounds)
+            legend += BOUND_LEGEND * bool(setup.bounds) + INT8_LEGEND * is_int8
             print_tables({title: perplexity_table(rows)}, legend, output.shown)
+        for warning in int8_warnings(rows) if is_int8 else ():
+            print_marked("warning:", warning, "yellow")

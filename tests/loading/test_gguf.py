@@ -304,7 +304,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "type": (
         lambda t: t.update({"output_norm.weight": np.ones(96, np.int32)}),
-        "tensors of type I32 cannot be dequantised",
+        "'output_norm.weight' has the type I32, which the package gguf cannot dequantise",
     ),
     "not finite": (
         lambda t: t.update({"output_norm.weight": np.full(96, np.nan, np.float32)}),
@@ -324,7 +324,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("case", EDITS)
 def test_tensors_that_are_refused(case: str, written: Writer, cache: Path) -> None:
     edit, message = EDITS[case]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
         converted_folder(written(edit=edit))
     assert not list(cache.iterdir())
 

@@ -41,7 +41,9 @@ bytes count in `max_memory`, too. A generic model does `generate()`, greedy or s
 padding and several turns, and `forward()`, under `auto` (exact), `full`, `exact_topk`, `quest`,
 `lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The engine and `offload serve` run it, with
 shared prompts and sessions on disk: each sequence has its own windows and recurrent states
-([which prompts go on from them](how-to/many-requests.md#models-without-native-layers)). Beams,
+([which prompts go on from them](how-to/many-requests.md#models-without-native-layers)). They refuse
+`bamba`, `jamba` and `zamba`, whose modules forget their states where a prompt is read in parts:
+these read a prompt at once, in a new cache, by `generate()`. Beams,
 drafts, saved caches of `generate()`, scores of prompts, eval, GPUs, ranks, packed weights and
 `host_bytes_per_sequence` are refused. Before it is used, each model must give the logits of the
 stock path for a padded prompt and three steps; it is refused if

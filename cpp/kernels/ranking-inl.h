@@ -34,7 +34,10 @@ static float round_query(const float* query, int head_dim, int16_t* rounded) {
 // The squares of a query's numbers in whole steps; the root of the step.
 static float round_squares(const float* query, int head_dim, int16_t* rounded) {
   float limit = 0.0f;
-  for (int d = 0; d < head_dim; ++d) limit = std::max(limit, std::fabs(query[d]));
+  for (int d = 0; d < head_dim; ++d) {
+    const float x = std::fabs(query[d]);
+    limit = limit < x ? x : limit;
+  }
   std::memset(rounded, 0, kMaxHeadDim * sizeof(int16_t));
   if (!(limit >= 1e-30f)) return 0.0f;
   for (int d = 0; d < head_dim; ++d) {

@@ -31,3 +31,9 @@ def check_model(runtime: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise NotImplementedError(f"an engine cannot run a model with {name}; leave it out")
+    if runtime.reads_at_once:
+        raise NotImplementedError(
+            f"an engine cannot run a model of type {runtime.stock.config.model_type!r}: it reads "
+            "prompts in parts, at which transformers' modules of this type forget their states; "
+            "use generate()"
+        )

@@ -127,6 +127,9 @@ class Engine:
             )
             return
         fits = admission.most_answer(1, most) if admission.most_requests(1) else 0
+        if fits and not self._runtime.has_positions:
+            logger.info("%s of host KV cache have room for %s tokens", budget, f"{fits:,}")
+            return
         logger.warning(
             "%s of host KV cache have room for %s of the context's %s tokens; raise "
             "max_memory={'cpu': ...} (--max-memory cpu=SIZE)",

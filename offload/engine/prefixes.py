@@ -58,7 +58,8 @@ class Prefixes:
     def _choose_marks(self, request: Request) -> None:
         """Where another prompt leaves this one, as far as it is known, and before its last
         tokens."""
-        if request.marks or not self._sequences.is_cut_at_marks:
+        is_kept = self._is_enabled or request.session_id is not None
+        if request.marks or not (is_kept and self._sequences.is_cut_at_marks):
             return
         size, found = len(request.prompt), self._tree.longest(request.prompt)
         leaves = 0 if found is None else found[1]

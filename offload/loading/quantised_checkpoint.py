@@ -342,7 +342,7 @@ class _Bitsandbytes(QuantisedFormat):
                     raise ValueError(f"{found} bytes for {num_out} x {num_in}")
                 if math.prod(stored[f"{prefix}weight.absmax"]) != num_blocks:
                     raise ValueError(f"absmax is not of {num_blocks} blocks")
-            except (KeyError, ValueError, TypeError) as error:
+            except (LookupError, ArithmeticError, ValueError, TypeError) as error:
                 raise ValueError(
                     f"{path}: {prefix.removesuffix('.')} is no matrix of bitsandbytes with 4 bits: "
                     f"{error!r}"
@@ -368,8 +368,8 @@ class _Bitsandbytes(QuantisedFormat):
         return _of_table(codes, scales * unit, table)
 
     def _state(self, parts: Mapping[str, Tensor]) -> dict[str, Any]:
-        written = next(parts[name] for name in self.others[-2:] if name in parts)
-        state: dict[str, Any] = json.loads(bytes(written.tolist()))
+        found = [parts[name] for name in self.others[-2:] if name in parts]
+        state: dict[str, Any] = json.loads(bytes(found[0].tolist()))
         return state
 
 

@@ -23,6 +23,8 @@ _WITHOUT_INTERFACE = """big_bird bloom codegen falcon gpt_neo gpt_neox_japanese 
     megatron-bert mpt mvp openai-gpt prophetnet reformer rembert roformer trocr xglm xlm xlnet"""
 _OF_PARTS = "blt gemma4_assistant gemma4_unified_assistant git moshi"
 NEVER_GENERIC = frozenset(f"{_WITHOUT_CACHE} {_WITHOUT_INTERFACE} {_OF_PARTS}".split())
+# Those whose state-space layers begin with empty states where several tokens come behind others.
+READ_AT_ONCE = frozenset(("bamba", "jamba", "zamba"))
 _OTHER_LAYERS = {
     "linear_attention": "linear attention",
     "chunked_attention": "chunked attention",

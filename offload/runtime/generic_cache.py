@@ -359,7 +359,11 @@ class GenericCache(DynamicCache):
         """Forget all tokens and give their memory back."""
         self._hosted.sequences.free(self._seqs)
         self._seqs.clear()
-        self._num_columns, self._has_failed = 0, False
+        self._has_failed = False
+        self._forget_states()
+
+    def _forget_states(self) -> None:
+        self._num_columns = 0
         self.layers = DynamicCache(config=self._hosted.config).layers
         self._host_layers()
 
@@ -451,6 +455,8 @@ class GenericCache(DynamicCache):
                 self._has_failed = began
                 self._num_columns -= n
                 this.roll_back()
+                if began:  # the error's traceback may keep this alive
+                    self._forget_states()
             raise
         finally:
             self._forget_pass()

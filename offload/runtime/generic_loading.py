@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import load_delimiter_classes, load_generic_model
 from offload.models import FAMILIES, ModelShape
 from offload.models.base import stock_context_limit
-from offload.models.missing_features import unsupported_generic
+from offload.models.missing_features import READ_AT_ONCE, unsupported_generic
 from offload.models.packed_linear import PackedMatrix
 from offload.policies.auto import Auto
 from offload.policies.full import Full
@@ -215,6 +216,11 @@ class GenericRuntime:
         )
 
     @property
+    def has_positions(self) -> bool:
+        """Whether the model has a number of them: else only memory bounds a context."""
+        return stock_context_limit(self.stock.config)[0] < sys.maxsize
+
+    @property
     def max_context(self) -> int:
         """Tokens that a sequence may have; without a number of positions as many as there is room
         for."""
@@ -237,7 +243,12 @@ class GenericRuntime:
 
         Args:
             inputs: of `forward_pass`.
+
+        Raises:
+            NotImplementedError: several tokens behind others, of a type that `reads_at_once`.
         """
+        if cache is not None and inputs[0][1] > 1:
+            self._check_reads(cache.kv_lens)
         counter = self.current_generation
         counter.begin_pass()
         decodes = not self.reads_prompt and cache is not None and cache.would_decode(inputs[0])
@@ -287,6 +298,19 @@ class GenericRuntime:
         if modules is None:
             return request.prompt_columns
         return modules.slice_tokens(len(ends), request.prompt_columns, others)
+
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether its modules forget the states of a prompt of which more is read."""
+        return self.stock.config.model_type in READ_AT_ONCE
+
+    def _check_reads(self, kv_lens: Sequence[int]) -> None:
+        if self.reads_at_once and any(kv_lens):
+            raise NotImplementedError(
+                f"several tokens behind {max(kv_lens)} that are cached, with a model of type "
+                f"{self.stock.config.model_type!r}: transformers' modules of it begin with empty "
+                "states there; give the whole text and a new cache, without prefill_chunk_size"
+            )
 
     def check_context(self, num_tokens: int) -> None:
         """Refuse a sequence of `num_tokens` tokens that the model cannot have."""

@@ -108,9 +108,9 @@ class SequenceStates(SequencePart):
     def kept(self, seqs: Sequence[int]) -> Iterator[None]:
         """Inside, sequences can go back to where they are."""
         before = {seq: self._marks.get(seq, ()) for seq in seqs}
-        for seq in seqs:
-            self._marks[seq] = *before[seq], self._copy(seq)
         try:
+            for seq in seqs:
+                self._marks[seq] = *before[seq], self._copy(seq)
             yield
         finally:
             self._marks |= before
@@ -125,7 +125,8 @@ class SequenceStates(SequencePart):
         self._marks[seq] = *first, *marks[-_MOST_MARKS + len(first) :]
 
     def longest_cut(self, seq: int, kv_len: int) -> int:
-        if not self.is_cut_at_marks or kv_len == self._store.kv_len(seq):
+        is_whole = seq in self._rows and kv_len == self._store.kv_len(seq)
+        if is_whole or not self.is_cut_at_marks:
             return kv_len
         lens = [x.kv_len for x in self._marks.get(seq, ()) if x.kv_len <= kv_len]
         return max(lens, default=0)
@@ -142,7 +143,8 @@ class SequenceStates(SequencePart):
         return self.current(seq)
 
     def fork(self, seq: int, child: int) -> None:
-        self._rows[child] = self._copy(seq)
+        if seq in self._rows:  # else nothing was read, or its state is lost
+            self._rows[child] = self._copy(seq)
         self._marks[child] = self._marks.get(seq, ())
 
     fork_text = fork

@@ -49,6 +49,8 @@ class Runtime:
     """
 
     scores_prompts = True  # an engine can have logits of every token of a prompt
+    reads_at_once = False  # a prompt may be read in parts
+    has_positions = True  # whose number bounds a context
 
     def __init__(self, opened: LoadedModel, store: KVStore | None = None) -> None:
         self.config = config = opened.config

@@ -42,12 +42,13 @@ state keep transformers' cache, whose bytes count in `max_memory`, too. A generi
 (exact), `full`, `exact_topk`, `quest`, `lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The
 engine and `offload serve` run it, with shared prompts and sessions on disk: each sequence has its
 own windows and recurrent states ([which prompts go on from
-them](how-to/many-requests.md#models-without-native-layers)). Beams, drafts, saved caches of
-`generate()`, scores of prompts, eval, ranks and `host_bytes_per_sequence` are refused. Before it is
-used, each model must give the logits of the stock path for a padded prompt and three steps; it is
-refused if it does not. Of a multi-modal checkpoint the text part is loaded, if transformers has a
-causal class for it; that is so for types that are not in this table, too, such as `mistral3` and
-`llava`.
+them](how-to/many-requests.md#models-without-native-layers)). They refuse `bamba`, `jamba` and
+`zamba`, whose modules forget their states where a prompt is read in parts: these read a prompt at
+once, in a new cache, by `generate()`. Beams, drafts, saved caches of `generate()`, scores of
+prompts, eval, ranks and `host_bytes_per_sequence` are refused. Before it is used, each model must
+give the logits of the stock path for a padded prompt and three steps; it is refused if it does not.
+Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class for it; that
+is so for types that are not in this table, too, such as `mistral3` and `llava`.
 
 Quantised safetensors of a generic type (GPTQ, AWQ, compressed-tensors, FP8, NVFP4, bitsandbytes
 NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gpt-oss, lfm2, nemotron, phi3, qwen2moe,

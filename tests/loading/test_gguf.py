@@ -304,7 +304,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "type": (
         lambda t: t.update({"output_norm.weight": np.ones(96, np.int32)}),
-        "has the type I32, which the package gguf cannot dequantise",
+        "'output_norm.weight' has the type I32, which the package gguf cannot dequantise",
     ),
     "not finite": (
         lambda t: t.update({"output_norm.weight": np.full(96, np.nan, np.float32)}),

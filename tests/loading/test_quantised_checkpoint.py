@@ -378,6 +378,20 @@ def test_refusals(config: Any, error: type[Exception], message: str, tmp_path: P
         OffloadedModel.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("state", [None, b"{", b'{"shape": [192, 192], "blocksize": 0}'])
+def test_a_state_of_bitsandbytes_that_is_none(state: bytes | None, tmp_path: Path) -> None:
+    def damaged(weight: Tensor) -> Any:
+        parts, numbers = nf4(weight, nested=False)
+        del parts["weight.quant_state.bitsandbytes__nf4"]
+        if state is not None:
+            parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*state]).byte()
+        return parts, numbers
+
+    write(tmp_path, damaged, NF4_CONFIG)
+    with pytest.raises(ValueError, match=r"proj is no matrix of bitsandbytes with 4 bits"):
+        check_checkpoint(tmp_path)
+
+
 def test_what_only_the_numbers_tell(tmp_path: Path) -> None:
     def shuffled(weight: Tensor) -> Any:
         parts, numbers = gptq(weight)

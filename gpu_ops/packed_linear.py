@@ -374,8 +374,7 @@ class GpuPackedLinear(GpuLinear):
         glu: bool = False,
         residual: Tensor | None = None,
     ) -> Tensor:
-        is_few = 1 < len(x) <= MOST_ROWS and runs_kernel(x) and has_tensor_cores(x.device)
-        if not is_few or (glu and len(self._parts) > 1):  # gate and up of two formats
+        if not _are_few(x) or (glu and len(self._parts) > 1):  # gate and up of two formats
             return super().__call__(x, out, norm=norm, glu=glu, residual=residual)
         check_dtype("x", x)
         check_tensor("x", x, (len(x), self.in_features), self.dtype, x.device)
@@ -431,6 +430,8 @@ class GpuPackedLinear(GpuLinear):
         self._multiply(x, out, norm, residual, glu=glu)
 
     def _rows(self, x: Tensor) -> Tensor:
+        if _are_few(x):
+            return self(x)
         if not runs_kernel(x) or len(x) > _MOST_ROWS:
             return self.many_rows(x)
         y = x.new_empty(len(x), self.out_features)
@@ -507,6 +508,11 @@ class GpuPackedLinear(GpuLinear):
             gate, up = y.chunk(2, dim=-1)
             y = functional.silu(gate) * up
         return y if residual is None else y + residual
+
+
+def _are_few(x: Tensor) -> bool:
+    """Whether tensor cores multiply these rows and packed weights."""
+    return 1 < len(x) <= MOST_ROWS and runs_kernel(x) and has_tensor_cores(x.device)
 
 
 def launch_shape(num_groups: int, format: str) -> tuple[int, int, int]:

@@ -19,7 +19,11 @@ from transformers import DynamicCache
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
-from offload.decode.stock_attention import AttentionSpec, attention_specs
+from offload.decode.stock_attention import (
+    AttentionSpec,
+    attention_specs,
+    use_offload_attention,
+)
 from offload.kv.format import KVFormat
 from offload.kv.store import HostBudgetError, KVStore
 from offload.loading.checkpoint import Checkpoint
@@ -403,6 +407,10 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
             use_pool(stock, pool, None)
         expected = _logits(stock, DynamicCache(config=stock.config), None)
         specs = attention_specs(stock)
+        if any(spec.softcap for spec in specs.values()):  # SDPA leaves it out in some versions
+            stock.set_attn_implementation("eager")
+            expected = _logits(stock, DynamicCache(config=stock.config), None)
+            use_offload_attention(stock)
         runtime = made = GenericRuntime(stock, specs, config, folder, pool)
         if not is_on_device(config):
             use_pool(stock, pool, lambda: made.decodes)

@@ -56,7 +56,10 @@ def tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) ->
 
 def stock_tokens(folder: Path, device: str) -> list[list[list[int]]]:
     """Of the second row alone, and of both."""
-    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    stock = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    stock = stock.eval().to(device)
     rows = (slice(1, 2), slice(0, 2))
     return [tokens(stock, IDS[row].to(device), MASK[row].to(device)) for row in rows]
 

@@ -221,13 +221,13 @@ def test_packed_weights_are_counted(h200: str) -> None:
     assert runner.invoke(app, [*arguments, *few, "--weights", "q4"]).exit_code == 0
 
 
-def test_a_profile_tells_where_a_file_is_unpacked(
+def test_a_profile_tells_what_a_file_is_kept_as(
     h200: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights of a GGUF file are dequantised on a GPU, also one that only the profile names."""
+    """A table of 4 bits is one of 8 on a GPU, also one that only the profile names."""
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "tiny.gguf"
-    types = {"ffn_down.weight": "Q8_0", "token_embd.weight": "Q8_0"}
+    types = {"ffn_down.weight": "MXFP4", "token_embd.weight": "Q8_0"}
     write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=types)
     arguments = ["plan", str(path), "--profile", h200, "--policy", "full", "--json"]
     found = {}

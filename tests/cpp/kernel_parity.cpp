@@ -212,7 +212,8 @@ void check_attention(const KernelTable& table, int group, int head_dim, int64_t 
   const TokenSpan whole{nullptr, 0, n}, tail{nullptr, first, n - first}, chosen{indices.data(), 0, indices.size()};
   for (const TokenSpan& span : {whole, tail, chosen}) {
     const double error = error_of_sums(score(table, type, problem, span), score(scalar, type, problem, span), head_dim);
-    CHECK(error < 2e-6, "%s, dtype %d, score: group %d, head_dim %d, %lld tokens: error %g", table.name,
+    const double most = type == DType::i8 ? 5e-5 : 2e-6;  // some meet int8 rows with a query of 15 bits
+    CHECK(error < most, "%s, dtype %d, score: group %d, head_dim %d, %lld tokens: error %g", table.name,
           static_cast<int>(type), group, head_dim, static_cast<long long>(span.n), error);
     const char* what = span.indices != nullptr ? "sparse" : "dense";
     compare<T>(table, attend(table, type, problem, {span}, false), attend(scalar, type, problem, {span}, false),

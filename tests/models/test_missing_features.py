@@ -90,11 +90,10 @@ def test_quantised_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "metadata", "features"),
     [
-        ("gemma3", {"attention.sliding_window": 512}, ["sliding-window layers", "RMSNorms"]),
-        ("gpt-oss", {"expert_count": 32}, [r"MoE \(num_experts=32\)", SINKS]),
+        ("gemma4", {"attention.sliding_window": 512}, ["sliding-window layers"]),
+        ("glm4moe", {"expert_count": 32}, [r"MoE \(num_experts=32\)"]),
         ("deepseek2", {"attention.kv_lora_rank": 512}, [r"MLA \(kv_lora_rank=512\)"]),
-        ("qwen35", {"ssm.state_size": 128}, ["state-space layers"]),
-        ("phi3", {}, ["fused projections"]),
+        ("falcon-h1", {"ssm.state_size": 128}, ["state-space layers"]),
     ],
 )
 def test_gguf_files(

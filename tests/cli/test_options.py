@@ -80,7 +80,7 @@ def test_grid() -> None:
 WITH_POLICY = {
     *("generate", "plan", "serve"),
     *(f"bench {x}" for x in ("decode", "latency")),
-    *(f"eval {x}" for x in ("needle", "perplexity", "ruler")),
+    *(f"eval {x}" for x in ("perplexity", "ruler")),
 }
 
 

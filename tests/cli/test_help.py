@@ -48,10 +48,7 @@ def _examples(text: str) -> list[list[str]]:
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
         (["bench"], ["decode", "latency"]),
         (["eval"], ["ruler", "perplexity"]),
-        (["inspect"], ["heads"]),
         (["train-heads"], ["--target-heads", "--method", "--resume", "offload train-heads"]),
-        (["roles"], ["import"]),
-        (["inspect", "heads"], ["--text", "--context", "--budget-tokens", "--json", "--picture"]),
     ],
     ids=lambda value: " ".join(value) or "offload",
 )

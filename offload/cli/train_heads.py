@@ -64,9 +64,6 @@ def train_heads(
             min=1, help=r"That sparse heads attend to. \[default: a tenth of the context]"
         ),
     ] = None,
-    method: Annotated[
-        str, typer.Option(help="hardkuma, hard-concrete, or direct (DuoAttention).")
-    ] = "hardkuma",
     learning_rate: Annotated[float, typer.Option(min=1e-6, help="Of the gates.")] = 0.02,
     seed: Annotated[
         int, typer.Option(min=0, callback=torch_seed, help="Of texts and samples.")
@@ -100,10 +97,6 @@ def train_heads(
         offload train-heads smollm2-135m-instruct --target-heads 11 -o roles.json --device cuda
 
         offload generate --policy lychee_decode --option head_roles=roles.json --demo
-
-    The paper's ablation, with the same texts and steps:
-
-        offload train-heads ./Llama-3.2-1B --target-heads 16 --method direct -o duo.json --json
     """
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
         from transformers import AutoConfig
@@ -132,7 +125,6 @@ def train_heads(
             context,
             batch_size,
             context // 10 if budget_tokens is None else budget_tokens,
-            method,
             learning_rate,
             seed=seed,
         )
@@ -256,7 +248,7 @@ def _trained(trainer: Trainer, saved: Path, log: Path) -> tuple[float | None, He
 def _made_by(trainer: Trainer) -> str:
     settings = trainer.settings
     return (
-        f"{settings.steps} steps of {settings.method} on {settings.batch_size} prompts of "
+        f"{settings.steps} steps on {settings.batch_size} prompts of "
         f"{settings.context} tokens, budget {settings.budget_tokens}, seed {settings.seed}: "
         f"{int(trainer.retrieval[1:].sum())} retrieval heads after layer 0, target "
         f"{settings.target_heads}, open gates {trainer.log[-1].open_heads:.1f}"

@@ -48,7 +48,7 @@ def _examples(text: str) -> list[list[str]]:
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
         (["bench"], ["decode", "latency"]),
         (["eval"], ["ruler", "perplexity"]),
-        (["train-heads"], ["--target-heads", "--method", "--resume", "offload train-heads"]),
+        (["train-heads"], ["--target-heads", "--resume", "offload train-heads"]),
     ],
     ids=lambda value: " ".join(value) or "offload",
 )

@@ -99,9 +99,7 @@ docs: $(DOCS_STAMP)  ## Build the documentation in site/; a warning is an error.
 	@echo "open site/index.html"
 
 bench: venv peers $(PERF_STAMP)  ## Run all benchmarks on a quiet machine and write their reports.
-	$(BIN)/python -m perf.bench_startup
 	$(BIN)/python -m perf.bench_decode
-	$(BIN)/python -m perf.bench_latency
 	$(BIN)/python -m perf.report
 
 # Its own target: it needs a GPU, whose memory must hold the peers' KV caches, too.

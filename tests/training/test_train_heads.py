@@ -244,7 +244,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     roles.check(**SHAPE, model_type="llama", checkpoint=checkpoint_name(folder))
     assert roles.checkpoint == checkpoint_name(folder)
     assert document["retrieval_heads"] == roles.num_retrieval_heads
-    assert "4 steps of hardkuma on 1 prompts of 1024 tokens, budget 102, seed 0" in roles.made_by
+    assert "4 steps on 1 prompts of 1024 tokens, budget 102, seed 0" in roles.made_by
     assert document["seconds_per_step"] > 0
     assert document["held_out"]["loss"] > 0
     lines = [json.loads(line) for line in Path(document["log"]).read_text().splitlines()]

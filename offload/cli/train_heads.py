@@ -21,7 +21,7 @@ from offload.cli.console import (
     stdout,
     writable,
 )
-from offload.cli.options import AsJson, DType, ModelName, Plot, Threads, Verbose, torch_seed
+from offload.cli.options import AsJson, DType, ModelName, Threads, Verbose, torch_seed
 
 if TYPE_CHECKING:
     from offload.training.train import HeldOut, Settings, Step, Trainer
@@ -71,7 +71,6 @@ def train_heads(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with PATH.unfinished of --out.")
     ] = False,
-    plot: Plot = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: DType = "auto",
     num_threads: Threads = None,
@@ -101,7 +100,6 @@ def train_heads(
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
         from transformers import AutoConfig
 
-        from offload.bench.eval.output import check_plot
         from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
         from offload.loading.planned_model import planned_model
         from offload.models.base import context_limit
@@ -112,8 +110,6 @@ def train_heads(
 
         config = runtime_config(dtype=dtype, device=device, num_threads=num_threads)
         out = writable(out, "--out")
-        if plot is not None:
-            check_plot(plot)
         planned = planned_model(model, dtype)
         check_more_layers(planned.shape.num_layers)
         folder = resolve_folder(model)
@@ -169,10 +165,6 @@ def train_heads(
         )
         roles.keep(out)
         saved_log.replace(log)
-        if plot is not None:
-            from offload.training.picture import plot_training
-
-            plot_training(trainer, plot, f"{model}:\n{roles.made_by}")
         saved.unlink()
         summary = {
             "model": model,

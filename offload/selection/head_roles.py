@@ -4,7 +4,7 @@ A retrieval head attends to the whole cache and publishes the tokens it found; e
 attends to the tokens that the nearest retrieval head above it, of the same index, has published
 (LycheeDecode, arXiv 2602.04541; in layer 0 all heads are retrieval heads then), or to those that
 another policy selects (`per_head`). The file names the model it was made for, and its weights;
-`offload calibrate`, `offload train-heads` and `offload roles import` write it.
+`offload calibrate` and `offload train-heads` write it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Scores as rows of tables, and pictures of them."""
+"""Scores as rows of tables."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-from offload.system.installing import missing_extra
 
 Table = tuple[list[str], list[list[str]]]  # header, rows
 Columns = dict[str, Callable[[Mapping[str, Any]], str]]  # by header
@@ -52,7 +48,6 @@ _JUDGED = {
     "mass": ("mass_kept", ".4f"),
     "of top-k": ("mass_of_topk", ".4f"),
 }
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def cell_table(cells: Sequence[Mapping[str, Any]]) -> Table:
@@ -110,20 +105,6 @@ def _table(lines: Sequence[Mapping[str, Any]], columns: Columns) -> Table:
             "condensed": partial(_known, "condensed_tokens", ",.0f"),
         }
     return list(columns), [[cell(line) for cell in columns.values()] for line in lines]
-
-
-def check_plot(path: Path, option: str = "--plot") -> None:
-    """Refuse a picture that could not be written in the end; messages name the command's `option`.
-
-    Raises:
-        ValueError: an unknown format, no such folder, or matplotlib is missing.
-    """
-    if path.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"{option} {path}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path}: no folder {path.absolute().parent}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(missing_extra("plot", option) or f"{option} needs matplotlib")
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -48,6 +48,8 @@ def _examples(text: str) -> list[list[str]]:
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
         (["bench"], ["decode", "latency"]),
         (["eval"], ["ruler", "perplexity"]),
+        (["eval", "ruler"], ["--policy", "--resume", "Examples", "offload eval ruler"]),
+        (["bench", "decode"], ["--context", "--engines", "transformers-offloaded"]),
         (["train-heads"], ["--target-heads", "--resume", "offload train-heads"]),
     ],
     ids=lambda value: " ".join(value) or "offload",

@@ -372,14 +372,6 @@ def test_an_empty_haystack(roomy_folder: Path, tmp_path: Path) -> None:
     assert "the haystack's 2 words are" in flat(runner.invoke(app, ruler).stderr)
 
 
-@pytest.mark.parametrize("kind", ["ruler", "perplexity"])
-def test_help_teaches(kind: str) -> None:
-    result = runner.invoke(app, ["eval", kind, "--help"])
-    assert result.exit_code == 0
-    for text in ("--policy", "--resume", "Examples", f"offload eval {kind}"):
-        assert text in result.stdout
-
-
 def test_bounds_beside_the_whole(ruler: list[str], tmp_path: Path) -> None:
     bounded = ["--host-share", "0.5", "--evictions", "auto,dropped", "--page-tokens", "16"]
     few = [*ruler, "--policy", "exact_topk", "--context", "1100", "--samples", "1"]

@@ -317,7 +317,6 @@ def test_every_window_begins_as_the_tokenizer_has_texts_begin() -> None:
         ("ruler", ["--policy", "full", "--option", "a=1"], 2, "full attention takes no options"),
         ("ruler", ["--output", "xml"], 2, "unknown 'xml'; available: table, json, md"),
         ("ruler", ["--context", "4096"], 1, "4,096 tokens are more than the 2,048 positions of"),
-        ("ruler", ["--context", "4096"], 1, "lower --context"),
         (
             "ruler",
             ["--batch-size", "4", "--policy", "full", "--host-share", "0.5"],
@@ -327,7 +326,6 @@ def test_every_window_begins_as_the_tokenizer_has_texts_begin() -> None:
         ("perplexity", ["--batch-size", "4"], 2, "4 windows at a time are not decoded"),
         ("ruler", ["--context", "200"], 1, "200 tokens leave no room for its prompt and answer"),
         ("ruler", ["--chat-template"], 1, "has no chat template; use --no-chat-template"),
-        ("ruler", ["--dtype", "int8"], 1, "unknown dtype 'int8'"),
         ("ruler", ["--haystack", "/no/such"], 1, "No such file or directory: '/no/such'"),
         ("perplexity", ["--context", "2000"], 1, "2,256 tokens are more than the 2,048 positions"),
         (

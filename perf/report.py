@@ -29,7 +29,6 @@ from perf.plots import (
 from perf.results_file import ROOT, read_results
 from perf.tables import (
     gpu_tables,
-    latency_tables,
     loss_tables,
     tables,
     tradeoff_tables,
@@ -61,11 +60,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prefill-avx2": ("decode-avx2", tables.prefill_table),
     "decode-q4": ("decode-q4", tables.decode_table),
     "prefill-q4": ("decode-q4", tables.prefill_table),
-    "latency": ("latency", latency_tables.latency_table),
-    "latency-phases": ("latency", latency_tables.latency_phases_table),
-    "latency-16-cores": ("latency-16-cores", latency_tables.latency_table),
     "measured-loss": ("hard-ruler-found", lambda _: loss_tables.loss_table(_hard_results())),
-    "startup": ("startup", tables.startup_table),
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
     "tradeoff-in-short": (
         "tradeoff",

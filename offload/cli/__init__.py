@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from offload.cli import bench, inspect, roles, sessions
+from offload.cli import bench, sessions
 from offload.cli import eval as eval_commands
 from offload.cli.calibrate import calibrate
 from offload.cli.commands import add_command, command_group
@@ -27,8 +27,6 @@ for command in (generate, serve, plan, env, download, calibrate, train_heads):
     add_command(app, command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(eval_commands.app, name="eval")
-app.add_typer(inspect.app, name="inspect")
-app.add_typer(roles.app, name="roles")
 app.add_typer(sessions.app, name="sessions")
 
 

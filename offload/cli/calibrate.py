@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -174,12 +173,12 @@ def calibrate(
         if of_per_head:
             count, num_tokens = _checked_counts(model, retrieval_heads, dense_layers, tokens)
         else:
-            num_tokens = checked_tokens(model, tokens, retrieval_heads)
+            num_tokens = _checked_tokens(model, tokens, retrieval_heads)
         with quiet_transformers(verbose=verbose):
             tokenizer = load_tokenizer(model, takes_generic=False)
             if not of_per_head:
                 input_ids = calibration_tokens(tokenizer, num_tokens, content)
-                check_text(input_ids, f"--text {text}")
+                _check_text(input_ids, f"--text {text}")
             loaded = OffloadedModel.from_pretrained(
                 model, policy="full", dtype=dtype, num_threads=num_threads
             )
@@ -226,18 +225,8 @@ def _checked_counts(
     return count, tokens
 
 
-def checked_tokens(
-    model: str,
-    tokens: int | None,
-    retrieval_heads: int | None = None,
-    *,
-    short: str = _SPACED,
-) -> int:
-    """Tokens to read for lychee_decode; refused before any weight is read.
-
-    Args:
-        short: what is so where the model's context is too short.
-    """
+def _checked_tokens(model: str, tokens: int | None, retrieval_heads: int | None) -> int:
+    """Tokens to read for lychee_decode; refused before any weight is read."""
     from offload.loading.planned_model import planned_model
     from offload.policies.lychee_decode.calibration import MIN_CALIBRATION_TOKENS
     from offload.selection.head_roles import check_more_layers, check_retrieval_heads
@@ -247,7 +236,7 @@ def checked_tokens(
     if retrieval_heads is not None:
         of_model = shape.num_layers, shape.num_kv_heads
         check_retrieval_heads(retrieval_heads, *of_model, name="--retrieval-heads ")
-    return _within_context(model, shape, tokens, MIN_CALIBRATION_TOKENS, "lychee_decode", short)
+    return _within_context(model, shape, tokens, MIN_CALIBRATION_TOKENS, "lychee_decode", _SPACED)
 
 
 def _within_context(
@@ -269,18 +258,14 @@ def _within_context(
     return tokens
 
 
-def check_text(input_ids: torch.Tensor, name: str, remedy: str = "give a longer one") -> None:
-    """Refuse int64 [num_tokens] that are too few for lychee_decode's calibration.
-
-    Args:
-        name: what they are of, for the error; remedy: what to do.
-    """
+def _check_text(input_ids: torch.Tensor, name: str) -> None:
+    """Refuse int64 [num_tokens] that are too few for lychee_decode's calibration."""
     from offload.policies.lychee_decode.calibration import MIN_CALIBRATION_TOKENS
 
     if len(input_ids) < MIN_CALIBRATION_TOKENS:
         raise ValueError(
             f"{name} has {len(input_ids)} tokens, but a calibration needs at least "
-            f"{MIN_CALIBRATION_TOKENS}; {remedy}"
+            f"{MIN_CALIBRATION_TOKENS}; give a longer one"
         )
 
 
@@ -311,14 +296,13 @@ def _of_per_head(
     }
 
 
-def observed(lean: LeanModel, texts: Sequence[torch.Tensor]) -> list[Calibration]:
-    """What lychee_decode's calibration measures on each text, behind a progress bar."""
+def _observed(lean: LeanModel, text: torch.Tensor) -> Calibration:
+    """What lychee_decode's calibration measures, behind a progress bar."""
     from offload.policies.lychee_decode.calibration import observe_heads
 
     with progress_bar() as progress:
-        count, total = max(map(len, texts)), 2 * len(lean.layers) * len(texts)
-        task = progress.add_task(f"reading {count:,} tokens", total=total)
-        return [observe_heads(lean, x, on_layer=lambda: progress.advance(task)) for x in texts]
+        task = progress.add_task(f"reading {len(text):,} tokens", total=2 * len(lean.layers))
+        return observe_heads(lean, text, on_layer=lambda: progress.advance(task))
 
 
 def _of_lychee_decode(
@@ -329,7 +313,7 @@ def _of_lychee_decode(
     from offload.selection.head_roles import evenly_spaced_heads
 
     lean = loaded._offload.lean
-    (calibration,) = observed(lean, [input_ids])
+    calibration = _observed(lean, input_ids)
     roles = roles_from(
         calibration,
         model_type=loaded.config.model_type,

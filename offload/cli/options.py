@@ -46,10 +46,6 @@ Placement = Annotated[
         r"\[default: chosen for this machine]",
     ),
 ]
-Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Draw a picture: .png, .svg or .pdf (needs matplotlib)."),
-]
 Text = Annotated[
     Path | None,
     typer.Option(

@@ -21,7 +21,7 @@ from offload.cli.console import (
     stdout,
     writable,
 )
-from offload.cli.options import AsJson, DType, ModelName, Plot, Threads, Verbose, torch_seed
+from offload.cli.options import AsJson, DType, ModelName, Threads, Verbose, torch_seed
 
 if TYPE_CHECKING:
     from offload.training.train import HeldOut, Settings, Step, Trainer
@@ -64,9 +64,6 @@ def train_heads(
             min=1, help=r"That sparse heads attend to. \[default: a tenth of the context]"
         ),
     ] = None,
-    method: Annotated[
-        str, typer.Option(help="hardkuma, hard-concrete, or direct (DuoAttention).")
-    ] = "hardkuma",
     learning_rate: Annotated[float, typer.Option(min=1e-6, help="Of the gates.")] = 0.02,
     seed: Annotated[
         int, typer.Option(min=0, callback=torch_seed, help="Of texts and samples.")
@@ -74,7 +71,6 @@ def train_heads(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with PATH.unfinished of --out.")
     ] = False,
-    plot: Plot = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: DType = "auto",
     num_threads: Threads = None,
@@ -100,15 +96,10 @@ def train_heads(
         offload train-heads smollm2-135m-instruct --target-heads 11 -o roles.json --device cuda
 
         offload generate --policy lychee_decode --option head_roles=roles.json --demo
-
-    The paper's ablation, with the same texts and steps:
-
-        offload train-heads ./Llama-3.2-1B --target-heads 16 --method direct -o duo.json --json
     """
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
         from transformers import AutoConfig
 
-        from offload.bench.eval.output import check_plot
         from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
         from offload.loading.planned_model import planned_model
         from offload.models.base import context_limit
@@ -119,8 +110,6 @@ def train_heads(
 
         config = runtime_config(dtype=dtype, device=device, num_threads=num_threads)
         out = writable(out, "--out")
-        if plot is not None:
-            check_plot(plot)
         planned = planned_model(model, dtype)
         check_more_layers(planned.shape.num_layers)
         folder = resolve_folder(model)
@@ -132,7 +121,6 @@ def train_heads(
             context,
             batch_size,
             context // 10 if budget_tokens is None else budget_tokens,
-            method,
             learning_rate,
             seed=seed,
         )
@@ -177,10 +165,6 @@ def train_heads(
         )
         roles.keep(out)
         saved_log.replace(log)
-        if plot is not None:
-            from offload.training.picture import plot_training
-
-            plot_training(trainer, plot, f"{model}:\n{roles.made_by}")
         saved.unlink()
         summary = {
             "model": model,
@@ -256,7 +240,7 @@ def _trained(trainer: Trainer, saved: Path, log: Path) -> tuple[float | None, He
 def _made_by(trainer: Trainer) -> str:
     settings = trainer.settings
     return (
-        f"{settings.steps} steps of {settings.method} on {settings.batch_size} prompts of "
+        f"{settings.steps} steps on {settings.batch_size} prompts of "
         f"{settings.context} tokens, budget {settings.budget_tokens}, seed {settings.seed}: "
         f"{int(trainer.retrieval[1:].sum())} retrieval heads after layer 0, target "
         f"{settings.target_heads}, open gates {trainer.log[-1].open_heads:.1f}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from offload.decode.cpu import NativeDecoder
@@ -12,12 +11,8 @@ from offload.runtime.compressing import compression_for
 from offload.runtime.model_loading import LoadedModel
 
 
-def make_decoder(opened: LoadedModel, store: KVStore, make_room: Callable[[], bool]) -> Decoder:
-    """Native kernels decode without a GPU, the pipeline with one.
-
-    Args:
-        make_room: as of `DeviceDecoder`.
-    """
+def make_decoder(opened: LoadedModel, store: KVStore) -> Decoder:
+    """Native kernels decode without a GPU, the pipeline with one."""
     config = opened.config
     make_compression = partial(compression_for, config, opened.lean)
     if opened.backend is None:
@@ -38,6 +33,5 @@ def make_decoder(opened: LoadedModel, store: KVStore, make_room: Callable[[], bo
         placement=opened.placement,
         keeps_placement=config.placement is not None,
         choose=opened.choose,
-        make_room=make_room,
         make_compression=make_compression,
     )

@@ -4,7 +4,7 @@ A retrieval head attends to the whole cache and publishes the tokens it found; e
 attends to the tokens that the nearest retrieval head above it, of the same index, has published
 (LycheeDecode, arXiv 2602.04541; in layer 0 all heads are retrieval heads then), or to those that
 another policy selects (`per_head`). The file names the model it was made for, and its weights;
-`offload calibrate`, `offload train-heads` and `offload roles import` write it.
+`offload calibrate` and `offload train-heads` write it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from offload.selection.made_files import SHAPE_KEYS, MadeFile
+from offload.selection.made_files import COMMON_KEYS, MadeFile
 
 BoolArray = npt.NDArray[np.bool_]
-
-_MODEL_KEYS = ("model_type", *SHAPE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,8 @@ class HeadRoles(MadeFile):
     bare_kind: ClassVar[str] = "head roles"
     remedy: ClassVar[str] = "make roles for it with `offload calibrate`"
     command: ClassVar[str] = "calibrate MODEL -o"
-    formats: ClassVar[dict[str, tuple[str, ...]]] = {
-        "offload-head-roles-2": (*_MODEL_KEYS, "checkpoint", "made_by", "retrieval"),
-        # Is still read; it did not know of checkpoints.
-        "offload-head-roles-1": (*_MODEL_KEYS, "made_by", "retrieval"),
-    }
+    format: ClassVar[str] = "offload-head-roles-2"
+    keys: ClassVar[tuple[str, ...]] = (*COMMON_KEYS, "retrieval")
 
     retrieval: tuple[tuple[bool, ...], ...]
 

@@ -13,6 +13,7 @@ from offload.system.json_file import read_json
 
 Made = TypeVar("Made", bound="MadeFile")
 SHAPE_KEYS = ("num_layers", "num_kv_heads", "head_dim")
+COMMON_KEYS = ("model_type", *SHAPE_KEYS, "checkpoint", "made_by")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class MadeFile:
         kind: what errors call the file, before its path; bare_kind: what was made without one.
         remedy: what to do where it is for another model.
         command: of `offload`, what writes one to the path that follows.
-        formats: the keys of each, in the order of the file, the newest first.
+        format: of the file; keys: in their order there.
         model_type: transformers' name of the architecture, such as "llama"; "" fits any.
         num_layers, num_kv_heads, head_dim: shape of the model.
         made_by: how it was chosen, for people.
@@ -36,7 +37,8 @@ class MadeFile:
     bare_kind: ClassVar[str]
     remedy: ClassVar[str]
     command: ClassVar[str]
-    formats: ClassVar[dict[str, tuple[str, ...]]]
+    format: ClassVar[str]
+    keys: ClassVar[tuple[str, ...]]
 
     model_type: str
     num_layers: int
@@ -116,8 +118,7 @@ class MadeFile:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON: a line per key, and per row of a table."""
-        name, keys = next(iter(self.formats.items()))
-        document = {"format": name, **{key: getattr(self, key) for key in keys}}
+        document = {"format": self.format, **{key: getattr(self, key) for key in self.keys}}
         lines = [f"  {json.dumps(key)}: {_dumped(value)}" for key, value in document.items()]
         text = ",\n".join(lines)
         Path(path).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
@@ -136,8 +137,7 @@ class MadeFile:
         name = f"{cls.kind} {path}"
         if not isinstance(document, dict):
             raise ValueError(f"{name} must hold a JSON object, got a {type(document).__name__}")
-        newest = next(iter(cls.formats))
-        keys = ("format", *cls.formats.get(str(document.get("format")), cls.formats[newest]))
+        keys = ("format", *cls.keys)
         wrong = {
             "missing": [key for key in keys if key not in document],
             "unknown": sorted(set(document) - set(keys)),
@@ -145,8 +145,8 @@ class MadeFile:
         if any(wrong.values()):
             found = " and ".join(f"{what} keys {names}" for what, names in wrong.items() if names)
             raise ValueError(f"{name} has {found}; its keys: {', '.join(keys)}")
-        if document.pop("format") not in cls.formats:
-            raise ValueError(f"{name} has another format than {newest!r}")
+        if document.pop("format") != cls.format:
+            raise ValueError(f"{name} has another format than {cls.format!r}")
         return cls(**document, source=str(path))
 
 

@@ -1,9 +1,7 @@
 """Training the gates: distillation under a constraint on how many heads retrieve.
 
 min over gates, max over lambda >= 0 of  L2(logits, logits of full attention) + lambda * (E|z|_0 -
-target), as in LycheeDecode (arXiv 2602.04541). Only gates learn; the weights stay as they are. The
-paper's ablation is two other `METHODS`: Hard Concrete under the same constraint, and DuoAttention's
-loss (arXiv 2410.10819), which knows no target: there the heads with the largest gates retrieve.
+target), as in LycheeDecode (arXiv 2602.04541). Only gates learn; the weights stay as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from offload.prefill.memory import available_bytes
 from offload.system.interrupts import shielded
 from offload.system.memory import host_memory_limit_bytes
 from offload.training.answers import MIN_PROMPT_TOKENS, AnswerTexts, padded
-from offload.training.gates import METHODS, Gates
+from offload.training.gates import HardKuma
 from offload.training.layer_sweep import compared, means_of
 from offload.training.mixed_attention import ReadText, SparseRule, read_text
 from offload.training.mixed_heads import activation_bytes, mixed_hidden, prepare_stock
@@ -34,7 +32,6 @@ from offload.training.mixed_heads import activation_bytes, mixed_hidden, prepare
 _ANSWER_TOKENS, _QUESTION_TOKENS = 40, 64  # that are decoded, at most
 _HELD_OUT_SEED = 1_000_003  # of no step
 HELD_OUT_BATCHES = 16
-_DUO_WEIGHT = 0.05  # of the mean gate in DuoAttention's loss
 _DAMPING = 2.0  # of the square of what is open beyond the target; without it lambda overshoots
 _SAVE_EVERY = 100  # steps
 _SAVED = {"settings": dict, "gates": dict, "optimizer": dict, "multiplier": float, "log": list}
@@ -51,7 +48,6 @@ class Settings:
         target_heads: retrieval heads beyond layer 0.
         steps: after which it ends; no step depends on how many are to come.
         context: tokens of a prompt; budget_tokens: that a sparse head attends to.
-        method: of METHODS.
         learning_rate: of the gates (Adam); lambda_rate: lambda grows by it in a step, times what is
             open beyond the target, as a share of the target.
     """
@@ -63,7 +59,6 @@ class Settings:
     context: int = 4096
     batch_size: int = 2
     budget_tokens: int = 409
-    method: str = "hardkuma"
     learning_rate: float = 0.02
     lambda_rate: float = 0.2
     seed: int = 0
@@ -76,8 +71,6 @@ class Settings:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must be at least 1")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"--learning-rate {self.learning_rate} must be finite and above 0")
-        if self.method not in METHODS:
-            raise ValueError(f"unknown --method {self.method!r}; available: {', '.join(METHODS)}")
         least = self.rule.sink_tokens + self.rule.recent_tokens
         if not least < self.budget_tokens < self.context:
             raise ValueError(
@@ -187,8 +180,7 @@ class Trainer:
         on_gpu = self.device.type == "cuda"
         free = available_bytes(self.device) if on_gpu else host_memory_limit_bytes()
         prepare_stock(self.stock, recompute=needed > free // 2)
-        gates = METHODS[settings.method]((shape.num_layers - 1, shape.num_kv_heads))
-        self.gates: Gates = gates.to(self.device)
+        self.gates = HardKuma((shape.num_layers - 1, shape.num_kv_heads)).to(self.device)
         self.multiplier = 0.0
         self._optimizer = torch.optim.Adam(
             self.gates.parameters(), settings.learning_rate, betas=(0.9, 0.99)
@@ -205,12 +197,8 @@ class Trainer:
         hidden = self._mixed(text, self._sample(settings.seed * 1_000_003 + number))
         open_heads = self.gates.open_probability().sum()
         excess = (open_heads - settings.target_heads) / settings.target_heads
-        if settings.method == "direct":
-            loss = _distance(hidden, text.hidden, text)
-            objective = loss + _DUO_WEIGHT * self.gates.mean().mean()
-        else:
-            loss = _distance(self.stock.lm_head(hidden), text.logits, text)
-            objective = loss + self.multiplier * excess + _DAMPING / 2 * excess.square()
+        loss = _distance(self.stock.lm_head(hidden), text.logits, text)
+        objective = loss + self.multiplier * excess + _DAMPING / 2 * excess.square()
         taken = Step(
             number,
             float(loss.detach()),
@@ -227,9 +215,8 @@ class Trainer:
         torch.autograd.backward(objective)
         self._optimizer.step()
         self.gates.limit()
-        if settings.method != "direct":
-            ascent = settings.lambda_rate * float(excess.detach())
-            self.multiplier = max(0.0, self.multiplier + ascent)
+        ascent = settings.lambda_rate * float(excess.detach())
+        self.multiplier = max(0.0, self.multiplier + ascent)
         self.log.append(taken)
         return taken
 
@@ -240,17 +227,8 @@ class Trainer:
 
     @property
     def retrieval(self) -> npt.NDArray[np.bool_]:
-        """bool [num_layers, num_kv_heads]: layer 0, and where E[z] > 0.5.
-
-        Of "direct": the `target_heads` with the largest gates, as DuoAttention's quantile has it.
-        """
-        mean = self.mean_gates()
-        decided = mean > 0.5
-        if self.settings.method == "direct":
-            largest = mean[1:].flatten().topk(self.settings.target_heads).indices
-            decided[1:] = False
-            decided[1:].view(-1)[largest] = True
-        roles: npt.NDArray[np.bool_] = decided.numpy()
+        """bool [num_layers, num_kv_heads]: layer 0, and where E[z] > 0.5."""
+        roles: npt.NDArray[np.bool_] = (self.mean_gates() > 0.5).numpy()
         return roles
 
     @torch.no_grad()

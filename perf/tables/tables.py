@@ -16,7 +16,6 @@ from perf.tables.markdown import (
     by_context,
     context_columns,
     known,
-    median,
     policy_options_note,
     table,
 )
@@ -124,22 +123,6 @@ def _prefill_ratios(rows: Sequence[Row]) -> str:
         for n, at in _speeds(rows, "prefill_tokens_per_second").items()
     ]
     return markdown(["`full` at prompt length", *others], lines)
-
-
-def startup_table(result: dict[str, Any]) -> str:
-    """Seconds of each phase of a fresh process."""
-    settings = result["settings"]
-
-    title = (
-        f"A fresh process with the converted {settings['model']}, {settings['dtype']}; medians of "
-        f"{settings['repeats']} processes each."
-    )
-    columns: Columns = {
-        "engine": "{engine}",
-        "phase": "{phase}",
-        "seconds": median("seconds", ".2f"),
-    }
-    return "\n\n".join([title, table(columns, result["rows"]), machine_line(result["machine"])])
 
 
 def policy_speed_table(result: dict[str, Any]) -> str:

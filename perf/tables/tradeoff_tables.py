@@ -38,7 +38,7 @@ def in_short_table(result: dict[str, Any], latency: dict[str, Any] | None) -> st
     """Six policies, a row each: quality and time at the shortest and the longest context.
 
     Args:
-        latency: of `perf.bench_latency`; None: there is no column of its longest context.
+        latency: of `offload bench latency`; None: there is no column of its longest context.
     """
     rows = result["rows"]
     lengths = sorted({row["length"] for row in rows})

@@ -67,10 +67,8 @@ class FlagHandshake(GraphSync):
         *,
         is_launched: bool = False,
         ahead: bool = False,
-        beside: Step | None = None,
     ) -> None:
-        how: dict[str, Any] = {"is_launched": is_launched, "ahead": ahead, "beside": beside}
-        super().run(key, step, rows, slots, **how)
+        super().run(key, step, rows, slots, is_launched=is_launched, ahead=ahead)
         if not ahead:
             # A GPU holds no locks of this process after its last flag, which a step that was not
             # served never raises: that must fail a test.

@@ -135,7 +135,7 @@ def test_commands_in_the_documents_exist() -> None:
     runner = CliRunner(env={"COLUMNS": "200"})
     for command in set(
         re.findall(
-            r"offload (generate|serve|plan|env|calibrate|(?:bench|eval|inspect) [a-z]+)\b",
+            r"offload (generate|serve|plan|env|calibrate|(?:bench|eval) [a-z]+)\b",
             USER_TEXTS,
         )
     ):
@@ -238,7 +238,7 @@ def test_a_section_that_is_gone_is_an_error(site_pages: ModuleType) -> None:
 def test_the_reference_has_every_command(site_pages: ModuleType) -> None:
     text = site_pages.commands()
     alone = ("generate", "serve", "plan", "env", "calibrate")
-    for command in (*alone, "bench decode", "eval perplexity", "inspect heads"):
+    for command in (*alone, "bench decode", "eval perplexity"):
         assert f"# `offload {command}`\n" in text
     assert "--tensor-parallel-size N`" in text
     assert "<span" not in text

@@ -365,7 +365,6 @@ def test_a_temperature_next_to_0_is_greedy(generate: Any) -> None:
             ["-p", "a", "--policy", "qest"],
             "unknown policy 'qest'; available: auto, exact_topk, full",
         ),
-        (["-p", "a", "--option", "budget"], "expected key=value, got 'budget'"),
         (
             ["-p", "a", "--budget-tokens", "9", "--option", "budget_tokens=9"],
             "'budget_tokens' is given twice",
@@ -388,10 +387,6 @@ def test_usage_errors(generate: Any, arguments: list[str], message: str) -> None
         (["-f", "no/such/file"], "No such file"),
         (["-p", "a\udcffb"], "--prompt is not UTF-8: byte 0xff at position 1; convert it"),
         (["-p", "a", "--chat"], "no chat template; use --no-chat"),
-        (["-p", "a", "--dtype", "int3"], "unknown dtype 'int3'; available: auto, bfloat16"),
-        (["-p", "a", "--max-memory", "cpu=8Gb"], "cannot read '8Gb' as a size"),
-        (["-p", "a", "--max-memory", "gpu=8GB"], "unknown key 'gpu'"),
-        (["-p", "a", "--max-memory", "cpu=1kB"], "cannot read '1kB' as a size"),
         (["-p", "a", "--max-memory", "cpu=1KB"], "max_memory"),
         (["-p", "a", "-n", "9999"], "exceeds the 512 tokens of this model"),
         (
@@ -399,10 +394,6 @@ def test_usage_errors(generate: Any, arguments: list[str], message: str) -> None
             "--context 600 exceeds the 512 tokens of this model (max_",
         ),
         (["-p", "a", "--context", "30"], "leaves no room for any text"),
-        (
-            ["-p", "a", "--policy", "exact_topk", "--option", "budget=3"],
-            "policy 'exact_topk' has no option 'budget'; its options: budget_tokens",
-        ),
         (
             ["-p", "a", "--policy", "exact_topk", "--option", "budget_tokens=lots"],
             "budget_tokens must be an int, got 'lots'",

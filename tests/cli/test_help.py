@@ -47,11 +47,10 @@ def _examples(text: str) -> list[list[str]]:
         (["plan"], ["--profile", "--remeasure", "--budget-tokens", "--json", "offload plan"]),
         (["env"], ["OFFLOAD_ISA", "OFFLOAD_CACHE", "--json"]),
         (["bench"], ["decode", "latency"]),
-        (["eval"], ["ruler", "needle", "perplexity"]),
-        (["inspect"], ["heads"]),
-        (["train-heads"], ["--target-heads", "--method", "--resume", "offload train-heads"]),
-        (["roles"], ["import"]),
-        (["inspect", "heads"], ["--text", "--context", "--budget-tokens", "--json", "--picture"]),
+        (["eval"], ["ruler", "perplexity"]),
+        (["eval", "ruler"], ["--policy", "--resume", "Examples", "offload eval ruler"]),
+        (["bench", "decode"], ["--context", "--engines", "transformers-offloaded"]),
+        (["train-heads"], ["--target-heads", "--resume", "offload train-heads"]),
     ],
     ids=lambda value: " ".join(value) or "offload",
 )
@@ -91,7 +90,7 @@ def test_python_m_is_the_command() -> None:
         (["gen"], "'gen'. Did you mean 'generate'?"),
         (["genrate"], "'genrate'. Did you mean 'generate'?"),
         (["bench", "lat"], "'lat'. Did you mean 'latency'?"),
-        (["eval", "ppl"], "'ppl'. Available: ruler, needle, perplexity"),
+        (["eval", "ppl"], "'ppl'. Available: ruler, perplexity"),
     ],
 )
 def test_an_unknown_command_names_the_near_one(arguments: list[str], said: str) -> None:

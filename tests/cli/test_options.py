@@ -80,7 +80,7 @@ def test_grid() -> None:
 WITH_POLICY = {
     *("generate", "plan", "serve"),
     *(f"bench {x}" for x in ("decode", "latency")),
-    *(f"eval {x}" for x in ("needle", "perplexity", "ruler")),
+    *(f"eval {x}" for x in ("perplexity", "ruler")),
 }
 
 
@@ -95,7 +95,7 @@ def _commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 COMMANDS = {  # of files, not of models
     name: command
     for name, command in _commands(typer.main.get_command(app))
-    if not name.startswith(("sessions ", "roles ")) and name != "download"
+    if not name.startswith("sessions ") and name != "download"
 }
 
 
@@ -111,7 +111,7 @@ def test_each_has_its_one_spelling(name: str) -> None:
     assert ("--context" in spellings) == has_context
     assert ("--threads" in spellings) == has_cpu
     assert ("--option" in spellings) == (name in WITH_POLICY)
-    with_budget = WITH_POLICY | {"calibrate", "inspect heads", "train-heads"}
+    with_budget = WITH_POLICY | {"calibrate", "train-heads"}
     assert ("--budget-tokens" in spellings) == (name in with_budget)
     assert ("--policy" in spellings) == (name in WITH_POLICY or name == "calibrate")
     assert ("--json" in spellings) == (name != "serve")

@@ -184,24 +184,16 @@ def test_an_interrupted_run_goes_on(
         assert file.read_text() == others
 
 
-def test_needle(roomy_folder: Path, tmp_path: Path) -> None:
+def test_another_text_under_the_same_name(roomy_folder: Path, tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("The quick brown fox jumps over the lazy dog. It was late. " * 90, "utf-8")
-    arguments = ["--context", "900", "--depths", "0,100", "--samples", "2", "--json"]
+    arguments = ["--context", "1100", "--tasks", "niah_single_2", "--samples", "1"]
     answers = tmp_path / "answers.jsonl"
-    needle = command("needle", roomy_folder, "--policy", "quest", "--haystack", str(book))
-    needle += ["--budget-tokens", "128", "--resume", str(answers)]
-    result = runner.invoke(app, [*needle, *arguments])
-    assert result.exit_code == 0, result.output
-    cells = json.loads(result.stdout)["cells"]
-    assert [cell["task"] for cell in cells] == ["depth 0 %", "depth 100 %"]
-    records = [json.loads(line) for line in answers.read_text().splitlines()[1:]]
-    by_depth = [[record["outputs"] for record in records[i : i + 2]] for i in (0, 2)]
-    assert by_depth[0] == by_depth[1]
+    ruler = command("ruler", roomy_folder, "--policy", "full", "--haystack", str(book), *arguments)
+    ruler += ["--resume", str(answers)]
+    assert runner.invoke(app, ruler).exit_code == 0
     book.write_text("Another text under the same name. " * 90, "utf-8")
-    result = runner.invoke(app, [*needle, *arguments])
-    assert "but this run has" in flat(result.stderr)
-    assert by_depth[0][0] != by_depth[0][1]
+    assert "but this run has" in flat(runner.invoke(app, ruler).stderr)
 
 
 def test_truncated_prompts_are_counted_and_said(roomy_folder: Path, tmp_path: Path) -> None:
@@ -215,11 +207,6 @@ def test_truncated_prompts_are_counted_and_said(roomy_folder: Path, tmp_path: Pa
     assert result.exit_code == 0, result.output
     assert [cell["truncated_samples"] for cell in json.loads(result.stdout)["cells"]] == [1]
     assert "1 prompt was longer than the model's positions" in flat(result.stderr)
-    # Those that are made here have room for the template, and keep their beginning.
-    needle = [*arguments, "--depths", "0", "--json"]
-    cells = json.loads(runner.invoke(app, command("needle", folder, *needle)).stdout)["cells"]
-    assert [cell["truncated_samples"] for cell in cells] == [0]
-    assert 2048 - 128 - 30 < cells[0]["prompt_tokens"] <= 2048 - 128
 
 
 def test_another_model_under_the_same_path_is_refused(roomy_folder: Path, tmp_path: Path) -> None:
@@ -314,15 +301,6 @@ def test_every_window_begins_as_the_tokenizer_has_texts_begin() -> None:
         windows_of(tokens[:22], 10, 4, 5, 3, beginning)
 
 
-def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra perf is not installed")
-    picture = tmp_path / "needle.png"
-    arguments = ["--context", "900", "--depths", "50", "--samples", "1", "--plot", str(picture)]
-    result = runner.invoke(app, command("needle", roomy_folder, "--policy", "full", *arguments))
-    assert result.exit_code == 0, result.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments", "code", "message"),
     [
@@ -339,7 +317,6 @@ def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:
         ("ruler", ["--policy", "full", "--option", "a=1"], 2, "full attention takes no options"),
         ("ruler", ["--output", "xml"], 2, "unknown 'xml'; available: table, json, md"),
         ("ruler", ["--context", "4096"], 1, "4,096 tokens are more than the 2,048 positions of"),
-        ("ruler", ["--context", "4096"], 1, "lower --context"),
         (
             "ruler",
             ["--batch-size", "4", "--policy", "full", "--host-share", "0.5"],
@@ -349,10 +326,7 @@ def test_needle_picture(roomy_folder: Path, tmp_path: Path) -> None:
         ("perplexity", ["--batch-size", "4"], 2, "4 windows at a time are not decoded"),
         ("ruler", ["--context", "200"], 1, "200 tokens leave no room for its prompt and answer"),
         ("ruler", ["--chat-template"], 1, "has no chat template; use --no-chat-template"),
-        ("ruler", ["--dtype", "int8"], 1, "unknown dtype 'int8'"),
         ("ruler", ["--haystack", "/no/such"], 1, "No such file or directory: '/no/such'"),
-        ("needle", ["--depths", "101"], 2, "at most 100, got 101"),
-        ("needle", ["--plot", "a.gif"], 1, "must end in one of .png, .svg, .pdf"),
         ("perplexity", ["--context", "2000"], 1, "2,256 tokens are more than the 2,048 positions"),
         (
             "perplexity",
@@ -387,24 +361,13 @@ def test_a_model_that_is_not_there() -> None:
 
 
 def test_an_empty_haystack(roomy_folder: Path, tmp_path: Path) -> None:
-    result = runner.invoke(
-        app, command("needle", roomy_folder, "--context", "900", "--haystack", str(tmp_path))
-    )
+    arguments = ["--tasks", "niah_single_2", "--context", "1100", "--haystack", str(tmp_path)]
+    ruler = command("ruler", roomy_folder, *arguments)
+    result = runner.invoke(app, ruler)
     assert result.exit_code == 1
     assert "no text there (a file, or a folder of .txt, .md)" in flat(result.stderr)
     (tmp_path / "short.txt").write_text("Too short." + os.linesep, "utf-8")
-    result = runner.invoke(
-        app, command("needle", roomy_folder, "--context", "900", "--haystack", str(tmp_path))
-    )
-    assert "the haystack's 2 words are too few for 900 tokens" in flat(result.stderr)
-
-
-@pytest.mark.parametrize("kind", ["ruler", "needle", "perplexity"])
-def test_help_teaches(kind: str) -> None:
-    result = runner.invoke(app, ["eval", kind, "--help"])
-    assert result.exit_code == 0
-    for text in ("--policy", "--resume", "Examples", f"offload eval {kind}"):
-        assert text in result.stdout
+    assert "the haystack's 2 words are" in flat(runner.invoke(app, ruler).stderr)
 
 
 def test_bounds_beside_the_whole(ruler: list[str], tmp_path: Path) -> None:

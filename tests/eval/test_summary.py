@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases.tiny_models import byte_tokenizer
 
 from offload.bench.eval.haystack import prose_words
 from offload.bench.eval.labels import label_of, policy_label, policy_options
-from offload.bench.eval.needle import depth_samples
-from offload.bench.eval.prompt import prompt_counter, prompt_text, prompt_tokens
 from offload.bench.eval.ruler import PROSE_TASKS, RULER_TASKS, ruler_samples
-from offload.bench.eval.sample import Sample, string_match_all
+from offload.bench.eval.sample import string_match_all
 from offload.bench.eval.summary import cell_rows, summaries
 from offload.bench.eval.words import NeedleWords, word_list
 from offload.cli.eval.options import Compared
@@ -26,10 +23,6 @@ PROSE = ("It was a dark night. The rain fell in torrents! Who was there? " * 300
 
 def count_words(text: str) -> int:
     return len(text.split())
-
-
-def count_prompt(sample: Sample) -> int:
-    return count_words(sample.text + sample.answer_prefix)
 
 
 def record(task: str, index: int, full: float, sparse: float) -> dict[str, Any]:
@@ -68,22 +61,6 @@ def test_only_cells_in_which_full_attention_scores_count() -> None:
     easy, hard = cell_rows(records, ["full", "quest 64"])
     assert (easy["counts"], hard["counts"]) == (True, False)
     assert hard["scores"] == {"full": 0.0, "quest 64": 0.5}
-
-
-def test_samples_of_one_text_are_one_observation() -> None:
-    losses = {0: 1.0, 1: 0.0, 2: 0.5, 3: 0.0}  # by text, at every depth the same
-    records = [
-        record(f"depth {depth} %", index, 1.0, 1.0 - losses[index])
-        for depth in (0, 50, 100)
-        for index in (2, 0, 3, 1)
-    ]
-    labels = ["full", "quest 64"]
-    (_, alone) = summaries([r for r in records if r["task"] == "depth 0 %"], labels)
-    (_, shared) = summaries(records, labels, shared_texts=True)
-    (_, drawn_apart) = summaries(records, labels)
-    assert shared["difference"] == alone["difference"] == -0.375
-    assert shared["interval"] == pytest.approx(alone["interval"])  # depths add nothing
-    assert np.ptp(drawn_apart["interval"]) < 0.7 * np.ptp(shared["interval"])
 
 
 @pytest.mark.parametrize(
@@ -128,10 +105,6 @@ def test_prose_of_which_500_words_do_not_fit(task: str) -> None:
 
 def test_needles_in_text_without_sentences() -> None:
     words = [f"word{i}" for i in range(4000)]
-    for depth in (25, 50, 75):
-        (sample,) = depth_samples(depth, 1000, 1, seed=0, count_prompt=count_prompt, prose=words)
-        place = sample.text.index(sample.outputs[0]) / len(sample.text)
-        assert place == pytest.approx(depth / 100, abs=0.06)
     samples = ruler_samples(
         "niah_multivalue", 1500, 3, seed=0, count_tokens=count_words, prose=words
     )
@@ -145,32 +118,6 @@ def test_prose_without_spaces(tmp_path: Path) -> None:
     path.write_text("\u5f7c\u306f\u3001\u8d70\u308b\u3002" * 2000, encoding="utf-8")
     words = prose_words(path)
     assert len(words) == 4000
-    (sample,) = depth_samples(50, 1000, 1, seed=0, count_prompt=count_prompt, prose=words)
-    place = sample.text.index(sample.outputs[0]) / len(sample.text)
-    assert place == pytest.approx(0.5, abs=0.1)
-
-
-def test_a_needle_stands_where_it_shall() -> None:
-    for depth, low, high in ((0, 0.0, 0.05), (50, 0.45, 0.6), (100, 0.9, 1.0)):
-        (sample,) = depth_samples(depth, 1000, 1, seed=0, count_prompt=count_prompt, prose=PROSE)
-        assert low <= sample.text.index(sample.outputs[0]) / len(sample.text) <= high
-        assert 800 < count_words(sample.text) <= 1000 - sample.max_new_tokens
-
-
-@pytest.mark.parametrize("depth", [0, 100])
-def test_a_prompt_of_the_full_length_keeps_its_beginning(depth: int) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% for turn in messages %}<|{{ turn.role }}, as it is called in this template|>"
-        "{{ turn.content }}{% if not loop.last %}<|end|>{% endif %}{% endfor %}"
-    )
-    length, count = 1500, prompt_counter(tokenizer, chat=True)
-    samples = depth_samples(depth, length, 2, seed=0, count_prompt=count, prose=PROSE)
-    for sample in samples:
-        text = prompt_text(sample, tokenizer, chat=True)
-        assert text.startswith("<|user, as")
-        kept, num_tokens = prompt_tokens(text, tokenizer, length - sample.max_new_tokens)
-        assert length - sample.max_new_tokens - 120 < num_tokens == len(kept)
 
 
 def test_windows_shrink_with_the_budget() -> None:

@@ -18,18 +18,9 @@ from perf.tables.loss_tables import loss_rows, packaged_losses
 pytestmark = pytest.mark.docs
 
 
-STARTUP = {
-    "machine": MACHINE,
-    "settings": {"model": "smollm2-135m-instruct", "dtype": "bfloat16", "repeats": 5},
-    "rows": [
-        {
-            "engine": "offload",
-            "phase": "from pretrained",
-            "seconds": 3.5,
-            "seconds_p10": 3.4,
-            "seconds_p90": 3.6,
-        }
-    ],
+SPEEDS = {
+    "settings": {"model": "smollm2-135m-instruct"},
+    "rows": [{"engine": "offload exact_topk", "context": 512, "decode_tokens_per_second": 71.2}],
 }
 
 
@@ -49,13 +40,13 @@ def test_results_survive_a_round_trip(results: Path) -> None:
 
 
 def test_sections_are_replaced_and_the_rest_is_kept(results: Path) -> None:
-    text = "before\n<!-- perf:startup -->\nold\n<!-- /perf:startup -->\nafter\n"
+    text = "before\n<!-- perf:policy-speed -->\nold\n<!-- /perf:policy-speed -->\nafter\n"
     assert report.NOT_MEASURED in report.render(text)
-    write_results("startup", machine=MACHINE, settings=STARTUP["settings"], rows=STARTUP["rows"])
+    write_results("decode-policies", machine=MACHINE, **SPEEDS)
     rendered = report.render(text)
-    assert rendered.startswith("before\n<!-- perf:startup -->\n")
-    assert rendered.endswith("<!-- /perf:startup -->\nafter\n")
-    assert "from pretrained" in rendered
+    assert rendered.startswith("before\n<!-- perf:policy-speed -->\n")
+    assert rendered.endswith("<!-- /perf:policy-speed -->\nafter\n")
+    assert "| `exact_topk` | 71.2 |" in rendered
     assert "old" not in rendered
     assert report.render(rendered) == rendered
 

@@ -115,21 +115,6 @@ def test_files_that_are_something_else(document, tmp_path):
         HeadRoles.load(tmp_path)
 
 
-def test_files_of_the_first_format_are_read(document):
-    """They fit any weights, as they did."""
-    path, content = document
-    old = {key: value for key, value in content.items() if key != "checkpoint"}
-    path.write_text(json.dumps(old | {"format": "offload-head-roles-1"}))
-    assert HeadRoles.load(path) == roles()
-    HeadRoles.load(path).check(num_layers=4, num_kv_heads=3, head_dim=64, checkpoint="0123-5")
-    path.write_text(json.dumps(content | {"format": "offload-head-roles-1"}))
-    with pytest.raises(ValueError, match=r"unknown keys \['checkpoint'\]; its keys: format, mo"):
-        HeadRoles.load(path)
-    path.write_text(json.dumps(old))
-    with pytest.raises(ValueError, match=r"missing keys \['checkpoint'\]"):
-        HeadRoles.load(path)
-
-
 @pytest.mark.parametrize(
     ("made_for", "checkpoint", "fits"),
     [

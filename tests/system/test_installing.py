@@ -59,7 +59,7 @@ def test_an_extra_that_has_another(without: Any) -> None:
 
 def test_nothing_is_missing(without: Any) -> None:
     without()
-    assert missing_extra("plot", "it") is None or importlib.util.find_spec("matplotlib") is None
+    assert missing_extra("perf", "it") is None or importlib.util.find_spec("matplotlib") is None
 
 
 def test_a_python_without_pip_has_uv(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,7 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)  # of Student's t with 1 to 6 d
 Values = npt.NDArray[np.float64]
 
 
-def score_interval(
-    groups: Sequence[Values], weights: Sequence[float] | None = None
-) -> tuple[float, float] | None:
+def score_interval(groups: Sequence[Values]) -> tuple[float, float] | None:
     """Interval of the mean of the groups' means, where samples are differences between two scores
     in [0, 1].
 
@@ -28,18 +26,15 @@ def score_interval(
 
     Args:
         groups: differences of one group's samples each; groups are kept as large as they are.
-        weights: of the groups' means; None are equal ones.
 
     Returns:
         None without groups, or where one has a single sample.
     """
     if not groups or min(map(len, groups)) < 2:
         return None
-    shares = np.ones(len(groups)) if weights is None else np.array(weights, np.float64)
-    shares /= shares.sum()
     count = sum(map(len, groups))
-    mean = sum(share * x.mean() for share, x in zip(shares, groups, strict=True))
-    variance = sum(s**2 * x.var(ddof=1) / len(x) for s, x in zip(shares, groups, strict=True))
+    mean = np.mean([x.mean() for x in groups])
+    variance = sum(x.var(ddof=1) / len(x) for x in groups) / len(groups) ** 2
     squares = count**2 * variance + 2 + 2 * count * mean**2 / (count + 2)
     middle, reach = mean * count / (count + 2), _Z * math.sqrt(squares) / (count + 2)
     return float(max(-1.0, middle - reach)), float(min(1.0, middle + reach))

@@ -1,14 +1,10 @@
-"""Scores as rows of tables, and pictures of them."""
+"""Scores as rows of tables."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-from offload.system.installing import missing_extra
 
 Table = tuple[list[str], list[list[str]]]  # header, rows
 Columns = dict[str, Callable[[Mapping[str, Any]], str]]  # by header
@@ -52,8 +48,6 @@ _JUDGED = {
     "mass": ("mass_kept", ".4f"),
     "of top-k": ("mass_of_topk", ".4f"),
 }
-PLOT_COLUMNS = 4
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def cell_table(cells: Sequence[Mapping[str, Any]]) -> Table:
@@ -111,49 +105,6 @@ def _table(lines: Sequence[Mapping[str, Any]], columns: Columns) -> Table:
             "condensed": partial(_known, "condensed_tokens", ",.0f"),
         }
     return list(columns), [[cell(line) for cell in columns.values()] for line in lines]
-
-
-def check_plot(path: Path, option: str = "--plot") -> None:
-    """Refuse a picture that could not be written in the end; messages name the command's `option`.
-
-    Raises:
-        ValueError: an unknown format, no such folder, or matplotlib is missing.
-    """
-    if path.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"{option} {path}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path}: no folder {path.absolute().parent}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(missing_extra("plot", option) or f"{option} needs matplotlib")
-
-
-def plot_cells(cells: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """A picture per policy: scores by task (from above) and length, in colours."""
-    from matplotlib.figure import Figure
-
-    labels = list(cells[0]["scores"])
-    tasks = list(dict.fromkeys(cell["task"] for cell in cells))
-    lengths = sorted({cell["length"] for cell in cells})
-    across = min(len(labels), PLOT_COLUMNS)
-    down = -(-len(labels) // across)
-    figure = Figure(figsize=(3.2 * across + 0.8, 0.35 * len(tasks) * down + 1.6 * down))
-    figure.set_layout_engine("constrained")
-    panels = figure.subplots(down, across, squeeze=False, sharey=True)
-    for axes in panels.flat[len(labels) :]:
-        axes.set_visible(False)
-    for axes, label in zip(panels.flat, labels, strict=False):
-        scores = [[float("nan")] * len(lengths) for _ in tasks]
-        for cell in cells:
-            place = tasks.index(cell["task"]), lengths.index(cell["length"])
-            scores[place[0]][place[1]] = 100 * cell["scores"][label]
-        image = axes.imshow(scores, vmin=0, vmax=100, aspect="auto")
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axes.set_yticks(range(len(tasks)), tasks)
-        axes.set_title(label, fontsize="medium")
-    figure.colorbar(image, ax=panels, label="score, %")
-    figure.supxlabel("tokens", fontsize="medium")
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=120)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -42,7 +42,6 @@ def summaries(
     records: Sequence[Record],
     labels: Sequence[str],
     *,
-    shared_texts: bool = False,
     of_full: tuple[float, float] | None = None,
 ) -> list[dict[str, Any]]:
     """One line per policy: the mean over `counting_cells` of each cell's mean score, in [0, 1].
@@ -51,23 +50,19 @@ def summaries(
     where no cell counts.
 
     Args:
-        shared_texts: samples of one length and index are of one text, whatever their task: one
-            observation, not several.
         of_full: as `counting_cells` has it.
     """
     cells = counting_cells(records, of_full)
     counting = [record for cell in cells.values() for record in cell]
     lines = []
     for label in labels:
-        groups, weights = _differences(cells, label, shared_texts=shared_texts)
-        sure = (0.0, 0.0) if label == FULL and groups else score_interval(groups, weights)
+        groups = [_scores(cell, label) - _scores(cell, FULL) for cell in cells.values()]
+        sure = (0.0, 0.0) if label == FULL and groups else score_interval(groups)
         lines.append(
             {
                 "policy": label,
                 "score": mean([_scores(cell, label).mean() for cell in cells.values()]),
-                "difference": mean(
-                    [(_scores(c, label) - _scores(c, FULL)).mean() for c in cells.values()]
-                ),
+                "difference": mean([group.mean() for group in groups]),
                 "interval": sure,
                 "attended_tokens": _mean_of(counting, label, "attended_tokens"),
                 "scored_tokens": _mean_of(counting, label, "scored_tokens"),
@@ -78,22 +73,6 @@ def summaries(
             }
         )
     return lines
-
-
-def _differences(
-    cells: Mapping[Cell, Sequence[Record]], label: str, *, shared_texts: bool
-) -> tuple[list[Values], list[float]]:
-    """To full attention, of what is drawn together: of each cell, or of each length's texts."""
-    by_cell = {
-        cell: _scores(of_cell, label) - _scores(of_cell, FULL) for cell, of_cell in cells.items()
-    }
-    if not shared_texts:
-        return list(by_cell.values()), [1.0] * len(by_cell)
-    lengths: dict[int, list[Values]] = {}
-    for (_, length), differences in by_cell.items():
-        lengths.setdefault(length, []).append(differences)
-    texts = [np.mean(of_length, axis=0) for of_length in lengths.values()]
-    return texts, [float(len(of_length)) for of_length in lengths.values()]
 
 
 def cell_rows(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from offload.bench.latency.measure import PHASES, Row
+from offload.bench.latency.measure import Row
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -62,12 +61,11 @@ def threads_title(num_threads: int) -> str:
     return "1 thread" if num_threads == 1 else f"{num_threads} threads"
 
 
-def table_cells(rows: Sequence[Row], num_threads: int, *, wide: bool = True) -> list[list[str]]:
+def table_cells(rows: Sequence[Row], num_threads: int) -> list[list[str]]:
     """Header and lines of one number of threads, sorted by context; times in microseconds.
 
-    Args:
-        wide: with all columns; else with seven, of which the last is what the policy keeps, or,
-            beside a block of fewer threads that says so already, the speedup over that.
+    The last column is what the policy keeps, or, beside a block of fewer threads that says so
+    already, the speedup over that.
     """
     fewest = min(row["num_threads"] for row in rows)
     columns: dict[str, Callable[[Row], str]] = {
@@ -76,25 +74,15 @@ def table_cells(rows: Sequence[Row], num_threads: int, *, wide: bool = True) -> 
         "µs": lambda row: f"{row['microseconds']:,.0f} ±{relative_spread(row):.0%}",
         "over full": lambda row: _times(row["speedup_over_full"]),
         "over top-k": lambda row: _times(row["speedup_over_exact_topk"]),
-        **{name: partial(_phase, name) for name in (*PHASES, "other")},
-        "MB": lambda row: f"{row['bytes_touched'] / 1e6:,.1f}",
-        "GB/s": lambda row: f"{row['bandwidth'] / 1e9:.1f}",
         "memory": lambda row: f"{row['yardstick_share']:.0%}",
-        "scored": _scored,
-        "overlap": lambda row: _share(row["top_overlap"]),
-        "mass": lambda row: _share(row["mass_kept"]),
-        "growth": lambda row: _times(row["growth"]),
     }
-    last = "mass"
-    if num_threads != fewest:
-        last = f"vs {threads_title(fewest)}"
-        columns[last] = lambda row: _times(row["thread_speedup"])
-        columns["of memory's"] = lambda row: _share(row["thread_efficiency"])
-    few = ["policy", "context", "µs", "over full", "over top-k", "memory", last]
-    header = list(columns) if wide else few
+    if num_threads == fewest:
+        columns["mass"] = lambda row: f"{row['mass_kept']:.0%}"
+    else:
+        columns[f"vs {threads_title(fewest)}"] = lambda row: _times(row["thread_speedup"])
     chosen = [row for row in rows if row["num_threads"] == num_threads]
     chosen.sort(key=lambda row: int(row["kv_len"]))
-    return [header, *([columns[name](row) for name in header] for row in chosen)]
+    return [list(columns), *([cell(row) for cell in columns.values()] for row in chosen)]
 
 
 CAPTION = """\
@@ -103,27 +91,7 @@ over full, over top-k: how many times faster than full, than exact_topk
 memory: of the bandwidth measured in this run; in sequence for full and
   policies that scan, by rows for others
 mass: attention kept, sinks left out"""
-WIDE_CAPTION = """\
-predict … other: where the time goes
-MB, GB/s: read and written
-scored: keys scored exactly
-overlap: of the choice with the true top-k
-growth: over the shortest context
-of memory's: speedup over that of gathers"""
-
-
-def _phase(name: str, row: Row) -> str:
-    return f"{row['phases'][name]:,.0f}"
-
-
-def _scored(row: Row) -> str:
-    share = row["candidate_share"]
-    return "all" if share == 1 else f"{share:.2%}"
 
 
 def _times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.{1 if ratio < 100 else 0}f}{_TIMES}"
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"

@@ -57,9 +57,6 @@ def latency(
     dtype: DType = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, help="Of the made keys and queries.")] = 0,
     as_json: AsJson = False,
-    wide: Annotated[
-        bool, typer.Option("--wide", help="All columns in the table, also beyond 80 characters.")
-    ] = False,
 ) -> None:
     """Time decode attention under every policy, by context length and number of threads.
 
@@ -126,25 +123,18 @@ def latency(
         if as_json:
             print_json({"machine": machine, **settings, "rows": rows})
         else:
-            _print_tables(title, settings, rows, wide=wide)
+            _print_tables(title, rows)
         for line in settings["warnings"]:
             print_marked("warning:", line, "bold yellow")
 
 
-def _print_tables(
-    title: str, settings: dict[str, Any], rows: list[dict[str, Any]], *, wide: bool
-) -> None:
-    from offload.bench.latency.report import (
-        CAPTION,
-        WIDE_CAPTION,
-        table_cells,
-        threads_title,
-    )
+def _print_tables(title: str, rows: list[dict[str, Any]]) -> None:
+    from offload.bench.latency.report import CAPTION, table_cells, threads_title
 
     console = stdout()
     console.print(f"{title}\n", style="bold")
     for num_threads in sorted({row["num_threads"] for row in rows}):
-        header, *lines = table_cells(rows, num_threads, wide=wide)
+        header, *lines = table_cells(rows, num_threads)
         of_block = next(row for row in rows if row["num_threads"] == num_threads)
         memory = (
             f"memory {of_block['sequential_bandwidth'] / 1e9:.1f} GB/s in sequence, "
@@ -164,11 +154,6 @@ def _print_tables(
                 table.add_row()
             before = line[1]
             table.add_row(*line)
-        if wide:
-            unbounded = console.options.update(max_width=10_000)
-            table.width = console.measure(table, options=unbounded).maximum
-        console.print(table, crop=not wide)
+        console.print(table)
         console.print()
     console.print(CAPTION)
-    if wide:
-        console.print(WIDE_CAPTION)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from offload.cli.commands import add_command, command_group
-from offload.cli.eval.needle import needle
 from offload.cli.eval.perplexity import perplexity
 from offload.cli.eval.ruler import ruler
 
@@ -12,5 +11,5 @@ app = command_group(
     "Each prompt is read once, with exact attention, and then continued under full attention and "
     "under every policy. Nothing is downloaded."
 )
-for command in (ruler, needle, perplexity):
+for command in (ruler, perplexity):
     add_command(app, command)

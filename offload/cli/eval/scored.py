@@ -231,7 +231,6 @@ def answer_all(
     output: Output,
     *,
     settings: Mapping[str, Any],
-    shared_texts: bool = False,
     decode_last: int = 0,
     of_full: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
@@ -241,7 +240,6 @@ def answer_all(
         sampler: gets the tokenizer, and whether prompts have its chat template; what makes samples
             of a task, a length, how many, and a seed.
         settings: of the prompts, without `questions`, by the names of the command's options.
-        shared_texts: as `summaries` has it.
         decode_last: as `answer_samples` has it.
         of_full: as `counting_cells` has it.
     """
@@ -305,7 +303,7 @@ def answer_all(
     document = {
         "machine": describe_machine(),
         "settings": options,
-        "summary": summaries(records, setup.all_labels, shared_texts=shared_texts, of_full=of_full),
+        "summary": summaries(records, setup.all_labels, of_full=of_full),
         "cells": cell_rows(records, setup.all_labels, of_full=of_full),
     }
     _print(document, output.shown)

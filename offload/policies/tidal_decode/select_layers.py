@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from offload.models.checkpoint_names import key_part
-from offload.selection.made_files import SHAPE_KEYS, MadeFile
+from offload.selection.made_files import COMMON_KEYS, MadeFile
 from offload.system.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,8 @@ class SelectLayers(MadeFile):
     bare_kind: ClassVar[str] = "select layers"
     remedy: ClassVar[str] = f"find layers for it with `offload {_SWEEP}`, or give their numbers"
     command: ClassVar[str] = f"{_SWEEP} -o"
-    formats: ClassVar[dict[str, tuple[str, ...]]] = {
-        "offload-select-layers-1": (
-            *("model_type", *SHAPE_KEYS, "checkpoint", "made_by"),
-            *("dense_layers", "select_layers"),
-        )
-    }
+    format: ClassVar[str] = "offload-select-layers-1"
+    keys: ClassVar[tuple[str, ...]] = (*COMMON_KEYS, "dense_layers", "select_layers")
 
     select_layers: tuple[int, ...]
     dense_layers: int = 2

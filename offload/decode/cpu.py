@@ -114,9 +114,12 @@ class NativeDecoder(SequencePart):
         draws: Draws | None = None,
         *,
         ahead: bool = False,
+        beside: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """One whole step, to the `likeliest` tokens: see `Decoder.choose_tokens`."""
         assert draws is None
+        if beside is not None:
+            beside()
         batch = replace(tokens_each(len(seqs)), position_ids=position_ids)
         self._mark("start")
         hidden = self.decode(self.model.embed_tokens(tokens), batch, seqs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -65,6 +65,7 @@ class Decoder(SequencePart, Protocol):
         draws: Draws | None = None,
         *,
         ahead: bool = False,
+        beside: Callable[[], None] | None = None,
     ) -> Tensor:
         """One whole step, from the last tokens to the next.
 
@@ -74,6 +75,7 @@ class Decoder(SequencePart, Protocol):
                 None: the likeliest tokens are chosen. Only where it `samples`.
             ahead: the next step is of the same sequences, from the tokens that this one chooses,
                 before `end_steps`.
+            beside: called once, while a GPU is at work on the step. It lets it have other work.
 
         Returns:
             int64 [num_sequences], on the host; -1 where the logits were not finite.

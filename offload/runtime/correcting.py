@@ -13,7 +13,7 @@ before its own, in a copy that takes the place of the sequence.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ from offload.models.batch import RaggedBatch
 from offload.prefill.memory import PrefillMemory, available_bytes, check_fits
 from offload.runtime.model_loading import LoadedModel
 from offload.system.errors import DeviceMemoryError, SessionMiss
+from offload.system.interrupts import shielded
 
 
 @dataclass
@@ -103,6 +104,84 @@ class RunningCorrection:
         return self.num_tokens - self.num_read
 
 
+@dataclass(eq=False, kw_only=True)
+class BackgroundCorrection(RunningCorrection):
+    """One that is read layer by layer, while its sequences are decoded or before they are.
+
+    Attributes:
+        layers: `prefill_by_layer` of all tokens.
+        steps_left: times that it has to go on.
+        is_beside: it may do so beside steps; else the next step waits for it.
+        error: that came beside a step.
+    """
+
+    layers: Generator[None, None, Tensor]
+    steps_left: int
+    is_beside: bool
+    error: Exception | None = None
+
+    def go_on(self) -> None:
+        """One more layer, beside a step: an error is not the step's."""
+        try:
+            next(self.layers)
+        except Exception as error:
+            self.error = error.with_traceback(None)  # which keeps what it has on the GPU
+        self.steps_left -= 1
+
+    def finish(self) -> None:
+        """Wait for the last.
+
+        Raises:
+            DeviceMemoryError, ValueError: it cannot be finished.
+        """
+        if self.error is None:
+            try:
+                next(self.layers)
+            except StopIteration:
+                return
+        assert self.error is not None
+        raise self.error
+
+
+class Background(SequencePart):
+    """The correction that goes on in the background, if any.
+
+    It is given up when one of its sequences loses tokens that it reads.
+
+    Args:
+        free: gives back its copies.
+
+    Attributes:
+        running: None: there is none.
+    """
+
+    def __init__(self, free: Callable[[Iterable[int]], None]) -> None:
+        self._free = free
+        self.running: BackgroundCorrection | None = None
+
+    def give_up(self) -> bool:
+        """What it has not read waits on; whether there was one."""
+        with shielded():
+            running, self.running = self.running, None
+            if running is not None:
+                running.layers.close()
+                self._free(running.copies.values())
+        return running is not None
+
+    def truncate(self, seq: int, kv_len: int) -> None:
+        if self.running is not None and seq in self.running.tokens:
+            tokens = self.running.tokens[seq]
+            if kv_len < tokens.first + len(tokens.ids):
+                self.give_up()
+
+    def roll_back(self, seq: int, kv_len: int) -> None:
+        """Ctrl-C may have come in what goes on beside the pass."""
+        self.truncate(seq, 0)
+
+    def forget(self, seq: int) -> None:
+        self.truncate(seq, 0)
+
+
 def corrections_for(opened: LoadedModel, store: KVStore, decoder: Decoder) -> Corrections | None:
     """None where nothing is corrected."""
     config, device, room = opened.config, opened.device, None
@@ -150,6 +229,9 @@ class Corrections(SequencePart):
         dense_tokens: sequences of at most so many are decoded exactly.
         check_room: refuses a pass of so many tokens behind others that a device has no room for;
             None: there is no device.
+
+    Attributes:
+        in_background: steps that choose their own tokens go on while others are read again.
     """
 
     def __init__(
@@ -160,13 +242,14 @@ class Corrections(SequencePart):
         check_room: Callable[[int, int], None] | None = None,
     ) -> None:
         self.every, self._check_room = every, check_room
+        self.in_background = check_room is not None
         self._store, self._dense_tokens = store, dense_tokens
         self._waiting: dict[int, SparseTokens] = {}
 
     def pages(self, num_rows: int, max_tokens: int) -> int:
         """Pages at most that `num_rows` sequences of at most `max_tokens` have twice, while they
         are corrected."""
-        most = min(self.every, max_tokens - self._dense_tokens)
+        most = min(self._most_waiting, max_tokens - self._dense_tokens)
         store = self._store
         return 0 if most < 1 else num_rows * store.num_page_rows * (most // store.page_tokens + 2)
 
@@ -179,7 +262,7 @@ class Corrections(SequencePart):
         num_sparse = max_tokens - self._dense_tokens
         if self._check_room is None or num_sparse <= self.every:
             return
-        again = self.every
+        again = min(self._most_waiting, num_sparse)
         try:
             self._check_room(num_rows * again, num_rows * (max_tokens - again))
         except DeviceMemoryError as error:
@@ -188,6 +271,25 @@ class Corrections(SequencePart):
                 f"of up to {max_tokens} again, for which {error}; or lower max_new_tokens, lower "
                 "cache_correction_every, or leave it out"
             ) from None
+
+    @property
+    def steps_beside(self) -> int:
+        """Beside which one in the background goes on: cached tokens come in beside the first."""
+        return 1 + self._store.num_layers
+
+    @property
+    def _most_waiting(self) -> int:
+        """Tokens at most that one pass reads again.
+
+        Some may be due when others have just begun in the background. So many steps later they
+        begin, and it may turn out at their end that there is no room for it.
+        """
+        return self.every + (2 * self.steps_beside if self.in_background else 0)
+
+    def may_wait(self, tokens: SparseTokens) -> bool:
+        """Whether `tokens` that are due are no more than where others' correction ends first. Else
+        they would become ever more."""
+        return len(tokens.ids) <= self.every + self.steps_beside
 
     def fork(self, seq: int, child: int) -> None:
         if seq in self._waiting:

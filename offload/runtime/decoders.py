@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from offload.decode.cpu import NativeDecoder
@@ -11,8 +12,12 @@ from offload.runtime.compressing import compression_for
 from offload.runtime.model_loading import LoadedModel
 
 
-def make_decoder(opened: LoadedModel, store: KVStore) -> Decoder:
-    """Native kernels decode without a GPU, the pipeline with one."""
+def make_decoder(opened: LoadedModel, store: KVStore, make_room: Callable[[], bool]) -> Decoder:
+    """Native kernels decode without a GPU, the pipeline with one.
+
+    Args:
+        make_room: as of `DeviceDecoder`.
+    """
     config = opened.config
     make_compression = partial(compression_for, config, opened.lean)
     if opened.backend is None:
@@ -33,5 +38,6 @@ def make_decoder(opened: LoadedModel, store: KVStore) -> Decoder:
         placement=opened.placement,
         keeps_placement=config.placement is not None,
         choose=opened.choose,
+        make_room=make_room,
         make_compression=make_compression,
     )

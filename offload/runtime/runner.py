@@ -217,6 +217,7 @@ class Runner:
             on_tokens: hears of every slice after every layer.
         """
         store = self.sequences.store
+        self.sequences.background.give_up()  # for room
         if self.attention.top_p_controller is not None:
             self.attention.top_p_controller.restart()
         with torch_threads(self.counter().prefill_threads):
@@ -284,6 +285,7 @@ class Runner:
         *,
         several: bool = False,
         checks: bool = False,
+        beside: Callable[[], None] | None = None,
     ) -> None:
         """Decode steps that follow each other, from the last token of each sequence to the next.
 
@@ -297,6 +299,7 @@ class Runner:
                 wait for a GPU.
             several: a pass may be of several tokens.
             checks: logits that are not finite are an error.
+            beside: as of `Decoder.choose_tokens`.
 
         Raises:
             As `Decoder.choose_tokens`, and RuntimeError if it `checks`; all sequences are as before
@@ -315,7 +318,7 @@ class Runner:
                 fed = torch.cat([tokens[:, None], chosen[:, :-1]], dim=1)
                 self.sequences.note_text(batch, seqs, fed.flatten())
             else:
-                chosen = self.decoder.choose_tokens(*step, ahead=left > 0)[:, None]
+                chosen = self.decoder.choose_tokens(*step, ahead=left > 0, beside=beside)[:, None]
             self._count_setup(before)
             return check_chosen(chosen, len(self.lean.layers)) if checks else chosen
 

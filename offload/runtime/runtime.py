@@ -16,7 +16,7 @@ from offload.prefill.forward import OnTokens
 from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.compressing import page_tokens_of, reconstructs
-from offload.runtime.correcting import corrections_for
+from offload.runtime.correcting import BackgroundCorrection, corrections_for
 from offload.runtime.decoders import make_decoder
 from offload.runtime.fingerprint import fingerprint
 from offload.runtime.generation import Generation, GenerationRequest
@@ -68,7 +68,9 @@ class Runtime:
             pinned=self.device.type == "cuda",
             per_head_pages=reconstructs(config, shape),
         )
-        self.decoder = decoder = make_decoder(opened, self.store)
+        self.decoder = decoder = make_decoder(
+            opened, self.store, lambda: self.sequences.background.give_up()
+        )
         self._watch = ModuleWatch(opened.stock)  # after the decoder, which may move weights
         self.attention = self.decoder.attention
         corrections = corrections_for(opened, self.store, decoder)
@@ -160,7 +162,7 @@ class Runtime:
                 "read again by its ids; give input_ids, or leave cache_correction_every out"
             )
         if decodes:
-            self._correct(cache)
+            self._correct(cache, beside=False)
         elif corrections is not None:
             correction = corrections.behind(cache.seqs, batch)
         if correction is not None:
@@ -255,9 +257,10 @@ class Runtime:
         samplers = [] if sampler is None else [sampler]
         try:
             with current_device(self.device), without_autocast(self.device), self.together():
-                self._correct(cache)
+                running = self._correct(cache)
+                go_on, most = (None, most) if running is None else (running.go_on, 1)
                 step = (begin, cache.seqs, tokens, position_ids, samplers, most, take)
-                self.runner.choose_tokens(*step, several=True, checks=True)
+                self.runner.choose_tokens(*step, several=True, checks=True, beside=go_on)
         except RuntimeError as error:
             if not chosen:
                 raise
@@ -269,16 +272,24 @@ class Runtime:
             raise
         return torch.cat(chosen, dim=1)
 
-    def _correct(self, cache: OffloadedCache) -> None:
-        """Read again what is due of `cache`."""
-        corrections = self.sequences.corrections
-        if corrections is None or not corrections.are_due(cache.seqs):
-            return
+    def _correct(
+        self, cache: OffloadedCache, *, beside: bool = True
+    ) -> BackgroundCorrection | None:
+        """Read again what is due of `cache`, or say what does so beside its next step.
+
+        Args:
+            beside: it may go on beside the step, where there is a GPU.
+        """
+        corrections, corrector = self.sequences.corrections, self.runner.corrector
+        if corrections is None or not corrector.has_work(cache.seqs):
+            return None
         generation = self.current_generation
         generation.begin_pass()
         with torch_threads(generation.prefill_threads):
-            num_tokens = self.runner.corrector.correct(cache.seqs)
+            beside = beside and corrections.in_background
+            running, num_tokens = corrector.correct(cache.seqs, beside=beside)
         generation.count_correction(num_tokens)
+        return running
 
     def quality(self) -> Quality:
         """As `OffloadedModel.quality`."""
@@ -294,6 +305,7 @@ class Runtime:
 
     def close(self) -> None:
         """Give its threads and the memory of its store back."""
+        self.sequences.background.give_up()
         self.decoder.close()
         self.store.close()
 
@@ -344,7 +356,10 @@ class Runtime:
                 raise
             finally:
                 if not outer.is_running:
-                    self.decoder.end_generation()
+                    try:
+                        self.sequences.background.give_up()
+                    finally:
+                        self.decoder.end_generation()
                     outer = Generation(self.config.num_threads, stats=generation.stats)
                 self.current_generation = outer
                 outer.restart_watch()

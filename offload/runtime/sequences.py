@@ -17,6 +17,7 @@ from offload.kv.store import KVStore
 from offload.kv_compression.base import Exposed, KVCompression
 from offload.models.batch import RaggedBatch
 from offload.runtime.correcting import (
+    Background,
     Corrections,
     RunningCorrection,
     SparseTokens,
@@ -33,8 +34,8 @@ class Sequences:
 
     The store gives out their handles, so its pages come first and go last. The other state is in
     `parts`, each of which may use what the parts before it have of a sequence: `fork`, `save` and
-    `load` go down the list, and what takes something away goes up: a GPU lets go of tokens before
-    the policy does.
+    `load` go down the list, and what takes something away goes up. So a correction in the
+    background lets go of tokens before a GPU does, and a GPU before the policy.
 
     Args:
         decoder: the part that knows what a GPU has of sequences.
@@ -48,6 +49,7 @@ class Sequences:
     Attributes:
         parts: all that has state of a sequence, but for the store.
         run_lock: which the caller has, except for `free_later` and `collect_if_idle`.
+        background: what is corrected beside decode steps.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class Sequences:
         self._delimiter_classes = delimiter_classes
         self._attention, self._decoder = attention, decoder
         self._unreachable: deque[int] = deque()
+        self.background = Background(self.free)
         self._has_ranks, self.fingerprint = has_ranks, fingerprint
         self.run_lock = RunLock()
-        parts = PolicyPart(attention), compression, corrections, decoder
+        parts = PolicyPart(attention), compression, corrections, decoder, self.background
         self.parts: list[SequencePart] = [part for part in parts if part is not None]
 
     @property
@@ -152,6 +155,8 @@ class Sequences:
         The copies are gone afterwards, even if policies fail."""
         assert self.corrections is not None
         with shielded():
+            if running is self.background.running:
+                self.background.running = None
             try:
                 while running.copies:
                     seq, copy = running.copies.popitem()

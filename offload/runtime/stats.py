@@ -16,8 +16,8 @@ class OffloadStats:
     policy_host_bytes what the policy keeps beside it. Of a model with `host_bytes_per_sequence`,
     condensed_tokens have lost their places, which took condense_seconds of prefill and decode
     seconds. With `cache_correction_every`, corrected_tokens were read again, which took
-    correction_seconds of decode seconds, or came with a prompt's. With threads: what the last one
-    did, or does.
+    correction_seconds of decode seconds (what goes on beside steps is not counted apart), or came
+    with a prompt's. With threads: what the last one did, or does.
     """
 
     prefill_tokens: int = 0

@@ -58,3 +58,14 @@ def allow_host_bytes(model: Any, num_bytes: int) -> None:
 
 def corrections_of(model: Any) -> Any:
     return model._offload.sequences.corrections
+
+
+def correct_in_background(model: Any, in_background: bool = True) -> Any:
+    """As with a GPU, or as without one. The model."""
+    corrections_of(model).in_background = in_background
+    return model
+
+
+def background_of(model: Any) -> Any:
+    """What is corrected beside the steps."""
+    return model._offload.sequences.background.running

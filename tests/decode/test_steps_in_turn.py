@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, check_works, greedy, load, small
-from cases.inside import decoder_of, runtime_of, split_steps
+from cases.inside import correct_in_background, decoder_of, runtime_of, split_steps
 from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
@@ -104,17 +104,26 @@ def test_the_tokens_of_single_steps(
     check_works(model, load(tiny_folders["llama"], "full", ("cpu", None)))
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 def test_up_to_one_that_corrects(
     backend: Any,
+    in_background: bool,
     tiny_folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Before the next ones, or beside some that are by themselves."""
     every = {"cache_correction_every": 10}
     model = in_turn(tiny_folders["llama"], "exact_topk", backend, **every)
     cpu = load(tiny_folders["llama"], small("exact_topk"), ("cpu", None), **every)
+    for loaded in (model, cpu):
+        correct_in_background(loaded, in_background)
     tokens, ended = random_tokens(1, 150), begun(model, monkeypatch)
     out = greedy(model, tokens, 34)
     assert torch.equal(out, greedy(cpu, tokens, 34))
+    if in_background:  # four steps: one for each layer, and before them one for cached tokens
+        assert model.offload_stats().corrected_tokens == 20
+        assert ended == [(7, 0), (3, 0), (6, 0), (6, 0)]
+        return
     assert model.offload_stats().corrected_tokens == 30
     assert ended == [(7, 0), (3, 0)] * 3 + [(3, 0)]
 

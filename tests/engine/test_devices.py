@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, load, small
-from cases.inside import split_steps, steps_of
+from cases.inside import correct_in_background, split_steps, steps_of
 from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 
@@ -78,6 +78,7 @@ def test_corrections_in_slices(
 ) -> None:
     """Tokens are those of `generate` that corrects before steps, whoever decodes between slices."""
     model = load(tiny_folders["llama"], small(name), backend, cache_correction_every=16)
+    correct_in_background(model, False)
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (150, 90, 120)]
     wanted = alone(model, prompts, 60)
     engine = Engine(model, slice_seconds=1e-4)

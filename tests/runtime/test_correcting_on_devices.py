@@ -1,7 +1,7 @@
 """Cache correction where the KV cache is on the host and a GPU decodes, wherever heads are.
 
 Without a GPU the step runs inline on CPU tensors, or a thread plays the GPU; with one, as graph and
-as stream, too.
+as stream, too. Here a step waits for it; `test_correcting_in_background` is of the other way.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cases.device_cases import (
     small,
 )
 from cases.inside import (
+    correct_in_background,
     decoder_of,
     least_placement_of,
     resident_of,
@@ -72,7 +73,7 @@ def load_placed(folder: Path, name: str, backend: Any) -> Any:
     if PLACED[name] == "codes":
         places[1:] = Place.CODES
     decoder.place(HeadPlacement(places))
-    return model
+    return correct_in_background(model, False)
 
 
 def kv_error(cache: Any, exact: Any, first: int = 0, last: int | None = None) -> float:
@@ -151,6 +152,7 @@ def test_bfloat16(folder: Path, backend: Any) -> None:
     options = {"dtype": "bfloat16", "device": device, "backend": how, "num_threads": 1}
     options |= {"page_tokens": 16, "policy": small("exact_topk")}
     model = OffloadedModel.from_pretrained(folder, cache_correction_every=EVERY, **options)
+    correct_in_background(model, False)
     uncorrected = OffloadedModel.from_pretrained(folder, **options)
     for loaded in (model, uncorrected):
         keep_least_on_gpu(loaded)
@@ -215,8 +217,9 @@ def test_a_gpu_without_room(limit: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Refused before a generation begins, if it is so long that something is corrected."""
     shape, rows, every, most = MODEL_SHAPES["tiny"], 3, 100, 2000
     sizes = {"item_bytes": 2, "slice_tokens": 512, "page_tokens": 64, "builds_index": False}
-    past = rows * (most - every)
-    need = PrefillMemory.of(shape, num_tokens=rows * every, past_tokens=past, **sizes)
+    again = every + 2 * (4 + 1)  # with those that come beside two corrections
+    past = rows * (most - again)
+    need = PrefillMemory.of(shape, num_tokens=rows * again, past_tokens=past, **sizes)
     resident = 1000  # makes room
     room = {"free": 2**40, "max_memory": 2**40, limit: need.total_bytes - resident}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (room["free"], 2**40))
@@ -240,7 +243,7 @@ def test_a_gpu_without_room(limit: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     check(most)
     room[limit] -= 1
-    with pytest.raises(DeviceMemoryError, match=r"every=100 reads 100 tokens of 3 seq"):
+    with pytest.raises(DeviceMemoryError, match=r"every=100 reads 110 tokens of 3 seq"):
         check(most)
     room[limit] = 0
     check(64 + every)  # 64 of them are decoded exactly

@@ -163,6 +163,7 @@ class CapturedSteps:
         draws: Draws | None,
         *,
         ahead: bool,
+        beside: Callable[[], None] | None,
     ) -> Tensor:
         """One whole step: see `Decoder.choose_tokens`."""
         in_turn, step = self.in_turn, bound.steps.step
@@ -172,7 +173,7 @@ class CapturedSteps:
         if in_turn is None or not in_turn.is_launched:
             self._prepare(bound, link, kind, run)
             step.buffers.write_state(bound.slots, bound.kv_lens, position_ids, tokens, draws)
-        self._run(bound, link, kind, run, ahead=ahead)
+        self._run(bound, link, kind, run, ahead=ahead, beside=beside)
         return step.buffers.host_tokens[bound.slots]
 
     def run_burst(
@@ -305,6 +306,7 @@ class CapturedSteps:
         run: Step,
         *,
         ahead: bool = False,
+        beside: Callable[[], None] | None = None,
     ) -> None:
         """One prepared step, of rows whose state is written."""
         start, attention, in_turn = time.perf_counter(), self.attention, self.in_turn
@@ -315,7 +317,7 @@ class CapturedSteps:
             if in_turn is not None:
                 in_turn.is_launched = ahead
             step = self._key(kind), run, rows, slots
-            link.gpu_sync.run(*step, is_launched=is_launched, ahead=ahead)
+            link.gpu_sync.run(*step, is_launched=is_launched, ahead=ahead, beside=beside)
         except BaseException:
             with shielded():  # ctrl-C may have come before `run`, or behind it
                 if in_turn is not None:
@@ -329,14 +331,16 @@ class CapturedSteps:
                     attention.store.renew_page_table(seq)
             raise
         steps.step.resident.advance(slots, kv_lens)
-        steps.burst_length.timed(1, time.perf_counter() - start)
+        if beside is None:  # else it takes longer
+            steps.burst_length.timed(1, time.perf_counter() - start)
         compression = attention.compression
         if compression is not None and compression.wants_queries(seqs, kv_lens):
             compression.record_step(rows, slice(None), steps.step.buffers.queries[:, slots].cpu())
         attention.count_rows(rows)
         if attention.top_p_controller is not None:
             attention.top_p_controller.after_step()
-        if self.num_micro_batches is None and self.on_mark is None:  # marks are of one way
+        is_timed = self.on_mark is None and beside is None  # marks are of one way
+        if self.num_micro_batches is None and is_timed:
             steps.record(link, time.perf_counter() - start)
 
 

@@ -45,6 +45,7 @@ class DeviceDecoder(SequencePart):
             until a generation begins that takes less room.
         choose: the placement for what is to come, asked whenever a generation begins, and when its
             placement does not fit. None: `placement` is for all.
+        make_room: gives back what others have of the GPU for a while; whether it was anything.
     """
 
     max_step_tokens: int | None = 1
@@ -65,6 +66,7 @@ class DeviceDecoder(SequencePart):
         placement: HeadPlacement | None = None,
         keeps_placement: bool = True,
         choose: PlacementChooser | None = None,
+        make_room: Callable[[], bool] = lambda: False,
         make_compression: MakeCompression = lambda attention, pool: None,
     ) -> None:
         self.model, self.store, self.device = model, store, device
@@ -89,7 +91,7 @@ class DeviceDecoder(SequencePart):
         )
         of_model = model, weights, self.attention, self.placed
         self.captured = CapturedSteps(*of_model, device, backend, deadline_seconds)
-        self.slots = Slots(self.captured)
+        self.slots = Slots(self.captured, make_room)
         if model.ranks is not None:
             model.ranks.close_before_leaving(self.close)
 
@@ -154,11 +156,12 @@ class DeviceDecoder(SequencePart):
         draws: Draws | None = None,
         *,
         ahead: bool = False,
+        beside: Callable[[], None] | None = None,
     ) -> Tensor:
         """One whole step: see `Decoder.choose_tokens`."""
         bound = self.slots.bind(seqs, keeps_steps=self.captured.in_turn is not None)
         step = (bound, tokens, position_ids, draws)
-        return self.captured.run_tokens(*step, ahead=ahead)
+        return self.captured.run_tokens(*step, ahead=ahead, beside=beside)
 
     def begin_steps(self, seqs: Sequence[int], most: int) -> int:
         """As `Decoder.begin_steps`: the GPU begins when the CPU has what the last leaves."""

@@ -36,6 +36,10 @@ Step = Callable[[], None]
 NUM_LANES = 2  # of work beside a step's own
 
 
+def _nothing() -> None:
+    """What there is to do beside most steps."""
+
+
 class SideWork:
     """Work beside the step's own: what `GpuSync.side_stream` gives and `join` takes."""
 
@@ -88,6 +92,7 @@ class GpuSync(Protocol):
         *,
         is_launched: bool = False,
         ahead: bool = False,
+        beside: Step | None = None,
     ) -> None:
         """Run a prepared step to its end.
 
@@ -99,6 +104,7 @@ class GpuSync(Protocol):
             ahead: the next run is of the same `step` and `slots`, and finds on the GPU what it
                 reads: the GPU may begin with it now. Until then, or until `discard`, nothing may
                 wait for the GPU.
+            beside: called once the GPU has the step, or before the step where it never has all.
 
         Raises:
             CoprocessorError: the CPU side missed its deadline, or saw the GPU miss it, or found
@@ -153,10 +159,11 @@ class InlineSync:
         *,
         is_launched: bool = False,
         ahead: bool = False,
+        beside: Step | None = None,
     ) -> None:
         try:
             self._coprocessor.begin_step(rows, slots)
-            self._run_step(key, step, is_launched, ahead)
+            self._run_step(key, step, is_launched, ahead, beside or _nothing)
         except BaseException as error:
             self._recover(error)
             raise
@@ -167,7 +174,10 @@ class InlineSync:
     def close(self) -> None:
         self._coprocessor.close()
 
-    def _run_step(self, key: Hashable, step: Step, is_launched: bool, ahead: bool) -> None:
+    def _run_step(
+        self, key: Hashable, step: Step, is_launched: bool, ahead: bool, beside: Step
+    ) -> None:
+        beside()
         step()
         self._synchronize()
         self._coprocessor.end_step()
@@ -366,12 +376,15 @@ class GraphSync(StreamSync):
         if self._is_in_flight:
             self._drain()
 
-    def _run_step(self, key: Hashable, step: Step, is_launched: bool, ahead: bool) -> None:
+    def _run_step(
+        self, key: Hashable, step: Step, is_launched: bool, ahead: bool, beside: Step
+    ) -> None:
         self._is_in_flight = True
         if not is_launched:
             self._replay(key, ahead=ahead)
         if ahead:  # no attention is requested until the CPU has what this step leaves
             self._replay(key, ahead=True)
+        beside()
         self._coprocessor.wait()
         self._is_in_flight = ahead
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -30,6 +30,7 @@ class Slots:
     """A sequence that is bound has a row of `steps`, and pages there for all of its new tokens.
 
     Args:
+        make_room: gives back what others have of the GPU for a while; whether it was anything.
 
     Attributes:
         steps: of the placement now; None: the next sequences that are bound have them made.
@@ -38,11 +39,11 @@ class Slots:
         captures_aside: steps to come are made while those that there are run.
     """
 
-    def __init__(self, captured: CapturedSteps) -> None:
+    def __init__(self, captured: CapturedSteps, make_room: Callable[[], bool]) -> None:
         self.steps: PreparedSteps | None = None
         self.kept: ResidentKV | None = None
         self.aside: StepsAside | None = None
-        self._captured, self._placed = captured, captured.placed
+        self._captured, self._make_room, self._placed = captured, make_room, captured.placed
         self._model, self._store = captured.model, captured.attention.store
         self.captures_aside = captured.backend == "graph" and self._model.ranks is None
         self._wanted = self._placed.placement  # of steps aside
@@ -216,6 +217,14 @@ class Slots:
         return ranks.total(int(failure is not None))[0] > 0
 
     def _bind_lens(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
+        try:
+            return self._bind_beside(seqs, kv_lens)
+        except DeviceMemoryError:
+            if not self._make_room():
+                raise
+        return self._bind_beside(seqs, kv_lens)
+
+    def _bind_beside(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         if self.aside is not None:
             try:
                 return self._bind_in_room(seqs, kv_lens)

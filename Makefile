@@ -105,6 +105,7 @@ bench: venv peers $(PERF_STAMP)  ## Run all benchmarks on a quiet machine and wr
 # Its own target: it needs a GPU, whose memory must hold the peers' KV caches, too.
 bench-gpu: venv $(PERF_STAMP)  ## Run the benchmarks that need a GPU, and write their reports.
 	$(BIN)/python -m perf.bench_gpu $(BENCH_GPU_ARGS)
+	-$(BIN)/python -m perf.bench_plan  # its status says whether all predictions were close
 	$(BIN)/python -m perf.report
 
 report: $(PERF_STAMP) $(TEST_STAMP)  ## Write the tables and plots of README and docs from perf/results.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cases.tiny_models import byte_tokenizer, make_tiny_model
 
-from perf import bench_gpu, bench_tradeoff
+from perf import bench_gpu, bench_plan, bench_tradeoff
 from perf.tables.gpu_tables import gpu_decode_table, gpu_overlap_table, gpu_prefill_table
 from perf.tables.tradeoff_tables import tradeoff_table
 
@@ -34,6 +34,16 @@ def test_bench_gpu(tmp_path: Path) -> None:
     assert "| offload, `lfps` |" in gpu_decode_table(results)
     assert "| `lychee_cluster` | 2,400 |" in gpu_overlap_table(results)
     assert "| without offload | 1,500 |" in gpu_prefill_table(results)
+
+
+def test_bench_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.measuring.machine.host._KV_LEN", 4096)
+    monkeypatch.setattr("offload.measuring.machine.host._MAX_CACHE_BYTES", 16 * 2**20)
+    given = f"--longest 6000 --steps 8 --output {tmp_path} --tolerance 1000 --bytes-tolerance 10"
+    assert bench_plan.main([*TINY, *given.split()]) == 0
+    rows = read(tmp_path / "gpu-plan.json")["rows"]
+    assert len(rows) >= 6
+    assert all(row["milliseconds"] > 0 < row["predicted_milliseconds"] for row in rows)
 
 
 def test_bench_tradeoff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,6 +343,47 @@ class Linear:
         out: int,
     ) -> None: ...
 
+class RoutedLinear:
+    def __init__(
+        self,
+        dtype: int,
+        in_features: int,
+        num_experts: int,
+        out_features: int,
+        format: int,
+        codes: int,
+        scales: int,
+        minimums: int,
+        table: int,
+        bias: int,
+        gate: int,
+        alpha: float,
+        limit: float,
+    ) -> None: ...
+    def run(
+        self,
+        pool: WorkerPool,
+        isa: str,
+        x: int,
+        num_rows: int,
+        pairs_per_row: int,
+        experts: int,
+        out: int,
+    ) -> None: ...
+
+def run_experts(
+    up: RoutedLinear,
+    down: RoutedLinear,
+    pool: WorkerPool,
+    isa: str,
+    x: int,
+    num_tokens: int,
+    experts: int,
+    weights: int,
+    per_token: int,
+    out: int,
+) -> None: ...
+
 class DecoderStep:
     def __init__(
         self,

@@ -155,7 +155,7 @@ class PackedLinear(Linear):
         self.in_features = weights[0].in_features
         code = dtype_code(dtype)
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-            _check_packed(f"weights[{i}]", weight, self.in_features)
+            check_packed(f"weights[{i}]", weight, self.in_features)
             if bias is not None:
                 check_tensor(f"biases[{i}]", bias, (weight.out_features,), dtype)
         self.isa = isa or isa_name()
@@ -187,7 +187,8 @@ class PackedLinear(Linear):
         return out
 
 
-def _check_packed(name: str, weight: PackedWeight, in_features: int) -> None:
+def check_packed(name: str, weight: PackedWeight, in_features: int) -> None:
+    """ValueError unless its parts are what the kernels read."""
     if weight.in_features != in_features:
         raise ValueError(f"{name} must have {in_features} inputs, got {weight.in_features}")
     shape = (weight.out_features, -(-in_features // GROUP))

@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "operators/decoder_layers.h"
+#include "operators/routed_linear.h"
 #include "kernels/dispatch.h"
 
 namespace offload {
@@ -43,6 +44,32 @@ void run_linear(const Linear& linear, WorkerPool& pool, const std::string& isa, 
              pointer<const void>(residual), pointer<void>(out));
 }
 
+std::unique_ptr<RoutedLinear> make_routed_linear(int dtype, int64_t in_features, int64_t num_experts,
+                                                 int64_t out_features, int format, int64_t codes, int64_t scales,
+                                                 int64_t minimums, int64_t table, int64_t bias, int gate, float alpha,
+                                                 float limit) {
+  const WeightBlock block{pointer<const void>(codes),  pointer<const void>(bias),     out_features,
+                          pointer<const Half>(scales), pointer<const Half>(minimums), static_cast<WeightFormat>(format),
+                          pointer<const int8_t>(table)};
+  const ExpertActivation activation{static_cast<ExpertGate>(gate), alpha, limit};
+  return std::make_unique<RoutedLinear>(static_cast<DType>(dtype), in_features, block, num_experts, activation);
+}
+
+void run_routed(const RoutedLinear& linear, WorkerPool& pool, const std::string& isa, int64_t x, int64_t num_rows,
+                int64_t pairs_per_row, int64_t experts, int64_t out) {
+  Routing routing;
+  routing.set(pointer<const int64_t>(experts), num_rows * pairs_per_row, linear.num_experts());
+  linear.run(kernels_for(isa), pool, pointer<const void>(x), num_rows, pairs_per_row, routing, pointer<void>(out));
+}
+
+void run_all_experts(const RoutedLinear& up, const RoutedLinear& down, WorkerPool& pool, const std::string& isa,
+                     int64_t x, int64_t num_tokens, int64_t experts, int64_t weights, int64_t per_token, int64_t out) {
+  run_experts(
+      kernels_for(isa), pool, up, down,
+      {pointer<const void>(x), num_tokens, pointer<const int64_t>(experts), pointer<const float>(weights), per_token},
+      pointer<void>(out));
+}
+
 // Its owner keeps alive what the addresses point into.
 DecoderStep decoder_step(int64_t hidden, int64_t cos, int64_t sin, int64_t qkv, int64_t attended, int64_t gate_up,
                          int64_t kept_queries, const KeptRows& step) {
@@ -75,6 +102,8 @@ void bind_layers(py::module_& m) {
       .def(py::init(&make_packed_linear))
       .def("run", &run_linear, WithoutGil())
       .def("unpack", &unpack_linear, WithoutGil());
+  py::class_<RoutedLinear>(m, "RoutedLinear").def(py::init(&make_routed_linear)).def("run", &run_routed, WithoutGil());
+  m.def("run_experts", &run_all_experts, WithoutGil());
   py::class_<DecoderStep>(m, "DecoderStep").def(py::init(&decoder_step));
   // Its attention and its layers' linears are kept alive by the Python wrapper.
   py::class_<DecoderLayers>(m, "DecoderLayers")

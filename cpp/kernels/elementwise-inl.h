@@ -61,6 +61,35 @@ static void silu_mul(const void* gate, const void* up, int64_t n, float* out) {
   }
 }
 
+// Padded to whole vectors; a NaN stays one, which f_max would drop.
+template <class T>
+static void clamped_glu(const void* gate, const void* up, float alpha, float limit, int64_t n, float* out) {
+  const T* a = static_cast<const T*>(gate);
+  const T* b = static_cast<const T*>(up);
+  const F zero = f_zero(), one = f_set1(1.0f), least = f_set1(-limit);
+  alignas(64) float x[2][W], y[W];
+  for (int64_t i = 0; i < n; i += W) {
+    const int64_t count = n - i < W ? n - i : W;
+    for (int64_t j = 0; j < W; ++j) {
+      x[0][j] = j < count ? to_float(a[i + j]) : 0.0f;
+      x[1][j] = j < count ? to_float(b[i + j]) : 0.0f;
+    }
+    const F gates = f_load(x[0]), ups = f_load(x[1]);
+    const F g = f_sub(zero, f_max(least, f_sub(zero, gates)));
+    const F u = f_max(least, f_sub(zero, f_max(least, f_sub(zero, ups))));
+    const F z = f_round_to<T>(f_mul(g, f_set1(alpha)));
+    const F low = f_sub(zero, f_max(f_sub(zero, z), zero));
+    const F minus_abs = f_sub(zero, f_max(z, f_sub(zero, z)));
+    const F sigmoid = f_round_to<T>(f_div(f_exp(low), f_add(one, f_exp(minus_abs))));
+    const F glu = f_round_to<T>(f_mul(g, sigmoid));
+    f_store(y, f_round_to<T>(f_mul(f_round_to<T>(f_add(u, one)), glu)));
+    for (int64_t j = 0; j < count; ++j) {
+      const bool is_number = x[0][j] == x[0][j] && x[1][j] == x[1][j];
+      out[i + j] = is_number ? y[j] : x[0][j] + x[1][j];
+    }
+  }
+}
+
 template <class T>
 static void add_residual(const float* x, const void* residual, int64_t n, void* out) {
   const T* r = static_cast<const T*>(residual);
@@ -245,6 +274,7 @@ static void fill_dtype(KernelTable* table, DType dtype) {
   table->from_float[i] = from_float_all<T>;
   table->rms_norm[i] = rms_norm<T>;
   table->silu_mul[i] = silu_mul<T>;
+  table->clamped_glu[i] = clamped_glu<T>;
   table->add_residual[i] = add_residual<T>;
   table->rope_head[i] = rope_head<T>;
 }

@@ -285,6 +285,8 @@ struct KernelTable {
   void (*from_float[kNumRowFormats])(const float* x, int64_t n, void* out);
   void (*rms_norm[kNumDTypes])(const void* x, const void* weight, float eps, int64_t n, float* out);
   void (*silu_mul[kNumDTypes])(const void* gate, const void* up, int64_t n, float* out);
+  // (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit` and up within it (gpt-oss)
+  void (*clamped_glu[kNumDTypes])(const void* gate, const void* up, float alpha, float limit, int64_t n, float* out);
   // out = round(round(x) + residual): the sum of a rounded projection and the residual stream
   void (*add_residual[kNumDTypes])(const float* x, const void* residual, int64_t n, void* out);
   // Rotates one head in place: x*cos + rotate_half(x)*sin, rounded after each product and the sum; norm_weight

@@ -17,35 +17,36 @@ struct OutputTile {
   int64_t column;  // of `first` in the concatenated output
 };
 
-int64_t parts_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
-// Memory of rows of inputs in groups; each is filled by KernelTable::quantise_row.
-class QuantisedRows {
- public:
-  PackedInput make(int64_t num_rows, int64_t in_features) {
-    const int64_t padded = parts_of(parts_of(in_features, kPackedGroup), kPackedScales) * kPackedScales;
-    codes_.resize(static_cast<size_t>(num_rows * padded * kPackedGroup));
-    scales_.resize(static_cast<size_t>(num_rows * padded));
-    sums_.resize(scales_.size());
-    return {codes_.data(), scales_.data(), sums_.data(), padded};
-  }
-
- private:
-  std::vector<int8_t> codes_;
-  std::vector<float> scales_;
-  std::vector<float> sums_;
-};
-
 }  // namespace
+
+PackedInput QuantisedRows::make(int64_t num_rows, int64_t in_features) {
+  const int64_t padded = parts_of(parts_of(in_features, kPackedGroup), kPackedScales) * kPackedScales;
+  codes_.resize(static_cast<size_t>(num_rows * padded * kPackedGroup));
+  scales_.resize(static_cast<size_t>(num_rows * padded));
+  sums_.resize(scales_.size());
+  return {codes_.data(), scales_.data(), sums_.data(), padded};
+}
+
+PackedWeights packed_weights(const WeightBlock& block, int64_t in_features) {
+  return {static_cast<const uint8_t*>(block.weight), block.scales, block.minimums, parts_of(in_features, kPackedGroup),
+          block.table};
+}
+
+void unpack_rows(const KernelTable& kernels, DType dtype, const WeightBlock& block, int64_t in_features, int64_t first,
+                 int64_t last, void* out) {
+  static thread_local std::vector<float> row;
+  row.resize(static_cast<size_t>(in_features));
+  const PackedWeights weights = packed_weights(block, in_features);
+  for (int64_t o = first; o < last; ++o) {
+    kernels.unpack_row[static_cast<int>(block.format)](weights, o, in_features, row.data());
+    char* to = static_cast<char*>(out) + (o - first) * in_features * dtype_bytes(dtype);
+    kernels.from_float[static_cast<int>(dtype)](row.data(), in_features, to);
+  }
+}
 
 Linear::Linear(DType dtype, int64_t in_features, std::vector<WeightBlock> blocks)
     : dtype_(dtype), in_features_(in_features), blocks_(std::move(blocks)) {
   for (const WeightBlock& block : blocks_) out_features_ += block.out_features;
-}
-
-PackedWeights Linear::packed(const WeightBlock& block) const {
-  return {static_cast<const uint8_t*>(block.weight), block.scales, block.minimums, parts_of(in_features_, kPackedGroup),
-          block.table};
 }
 
 void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
@@ -101,8 +102,8 @@ void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput
         kernels.linear[type](input_rows, input.num_rows, in_features_, t.block->weight, first, first + n, y,
                              kOutputTile);
       } else {
-        kernels.packed_linear[static_cast<int>(t.block->format)](quantised, input.num_rows, packed(*t.block), first,
-                                                                 first + n, y, kOutputTile);
+        kernels.packed_linear[static_cast<int>(t.block->format)](
+            quantised, input.num_rows, packed_weights(*t.block, in_features_), first, first + n, y, kOutputTile);
       }
       if (t.block->bias != nullptr) {
         kernels.to_float[type](static_cast<const char*>(t.block->bias) + first * item, n, bias);
@@ -123,17 +124,6 @@ void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput
   });
 }
 
-void Linear::unpack_rows(const KernelTable& kernels, const WeightBlock& block, int64_t first, int64_t last,
-                         void* out) const {
-  static thread_local std::vector<float> row;
-  row.resize(static_cast<size_t>(in_features_));
-  for (int64_t o = first; o < last; ++o) {
-    kernels.unpack_row[static_cast<int>(block.format)](packed(block), o, in_features_, row.data());
-    char* to = static_cast<char*>(out) + (o - first) * in_features_ * dtype_bytes(dtype_);
-    kernels.from_float[static_cast<int>(dtype_)](row.data(), in_features_, to);
-  }
-}
-
 void Linear::unpack(const KernelTable& kernels, WorkerPool& pool, int64_t first, int64_t last, void* out) const {
   pool.parallel_for(parts_of(last - first, kOutputTile), [&](int64_t task, int) {
     int64_t at = first + task * kOutputTile;
@@ -143,7 +133,7 @@ void Linear::unpack(const KernelTable& kernels, WorkerPool& pool, int64_t first,
       const int64_t stop = std::min(end, column + block.out_features);
       if (at < stop) {
         char* to = static_cast<char*>(out) + (at - first) * in_features_ * dtype_bytes(dtype_);
-        unpack_rows(kernels, block, at - column, stop - column, to);
+        unpack_rows(kernels, dtype_, block, in_features_, at - column, stop - column, to);
         at = stop;
       }
       column += block.out_features;
@@ -208,7 +198,7 @@ void Linear::run_many(const KernelTable& kernels, WorkerPool& pool, const Linear
       if (t.block->format != WeightFormat::dense) {
         static thread_local std::vector<char> unpacked;  // the tile's rows: they are all that `args` sees
         unpacked.resize(static_cast<size_t>((t.last - t.first) * in_features_ * item));
-        unpack_rows(kernels, *t.block, t.first, t.last, unpacked.data());
+        unpack_rows(kernels, dtype_, *t.block, in_features_, t.first, t.last, unpacked.data());
         args.weight = unpacked.data();
         if (args.bias != nullptr) args.bias = static_cast<const char*>(args.bias) + t.first * item;
         if (args.residual != nullptr) args.residual = static_cast<const char*>(args.residual) + t.first * item;

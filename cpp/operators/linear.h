@@ -24,6 +24,26 @@ struct WeightBlock {
   const int8_t* table = nullptr;
 };
 
+// Of a block of packed weights.
+PackedWeights packed_weights(const WeightBlock& block, int64_t in_features);
+
+// out: [last - first, in_features] rows of a block of packed weights, as numbers of the dtype.
+void unpack_rows(const KernelTable& kernels, DType dtype, const WeightBlock& block, int64_t in_features, int64_t first,
+                 int64_t last, void* out);
+
+inline int64_t parts_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// Memory of rows of inputs in groups; each is filled by KernelTable::quantise_row.
+class QuantisedRows {
+ public:
+  PackedInput make(int64_t num_rows, int64_t in_features);
+
+ private:
+  std::vector<int8_t> codes_;
+  std::vector<float> scales_;
+  std::vector<float> sums_;
+};
+
 struct LinearInput {
   const void* x;  // [num_rows, in_features], or [num_rows, 2 * in_features] = gate ++ up with silu_mul
   int num_rows;
@@ -46,8 +66,6 @@ class Linear {
   void unpack(const KernelTable& kernels, WorkerPool& pool, int64_t first, int64_t last, void* out) const;
 
  private:
-  PackedWeights packed(const WeightBlock& block) const;
-  void unpack_rows(const KernelTable& kernels, const WeightBlock& block, int64_t first, int64_t last, void* out) const;
   void run_many(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
                 void* out) const;
 

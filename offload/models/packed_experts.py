@@ -6,12 +6,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpu_ops.linear import Linear as CpuLinear
 from cpu_ops.packed import PackedWeight
+from cpu_ops.routed_linear import Gate, RoutedLinear, run_experts
 from cpu_ops.worker_pool import WorkerPool
-from offload.models.packed_linear import PackedLinear, PackedMatrix, PackedModule
+from offload.models.packed_linear import PackedMatrix
 
 
 class Multiply(Protocol):
@@ -78,7 +79,9 @@ class PackedExperts(nn.Module):
     def __init__(self, stock: Any) -> None:
         super().__init__()
         self._of = (stock,)  # no submodule
-        self._parts: dict[tuple[str, int], tuple[int, PackedLinear, CpuLinear]] = {}
+        self._addresses: list[int] = []
+        self._made: tuple[RoutedLinear, RoutedLinear] | None = None
+        self._is_native = False
         for name, parameter in stock.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
 
@@ -96,21 +99,62 @@ class PackedExperts(nn.Module):
     def run(
         self, pool: WorkerPool | None, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """`routed_sum`, on a pool if there is one."""
+        """`routed_sum`; on a pool few tokens of an expert are rounded to int8."""
+        stock = self._of[0]
+        if pool is None:
+            return routed_sum(stock, x, top_k_index, top_k_weights, self._multiply)
+        up, down = self._kernels()
+        x, experts = x.detach().contiguous(), top_k_index.long().contiguous()
+        weights = top_k_weights.detach().float().contiguous()
+        if self._is_native:
+            return run_experts(pool, up, down, x, experts, weights)
+        inner = up(pool, x, experts)
+        inner = stock._apply_gate(inner) if stock.has_gate else stock.act_fn(inner)
+        flat = experts.view(-1, 1)
+        found = down(pool, inner.flatten(0, 1).contiguous(), flat).view(*experts.shape, -1)
+        if stock.has_post_expert_norm:
+            found = stock.post_expert_norm(found)
+        routed = torch.where(experts < stock.num_experts, weights, 0.0)
+        return (found.float() * routed.unsqueeze(-1)).sum(1).to(x.dtype)
 
-        def multiply(name: str, expert: int, x: Tensor) -> Tensor:
-            linear, kernels = self._part(name, expert)
-            if pool is not None and linear.prefers_cpu_ops(x):
-                return kernels(pool, x.contiguous())
-            return linear(x, pool)
-
-        return routed_sum(self._of[0], x, top_k_index, top_k_weights, multiply)
-
-    def _part(self, name: str, expert: int) -> tuple[PackedLinear, CpuLinear]:
+    def _multiply(self, name: str, expert: int, x: Tensor) -> Tensor:
         matrix: Any = getattr(self, name)
-        address, key = matrix.codes.data_ptr(), (name, expert)
-        if key not in self._parts or self._parts[key][0] != address:
-            bias = getattr(self, f"{name}_bias")[expert] if self._of[0].has_bias else None
-            linear = PackedLinear([PackedModule(matrix.of(expert), bias, matrix.dtype)])
-            self._parts[key] = address, linear, linear.on_cpu()
-        return self._parts[key][1:]
+        bias = getattr(self, f"{name}_bias")[expert] if self._of[0].has_bias else None
+        return F.linear(x, matrix.of(expert).dequantise(matrix.dtype), bias)
+
+    def _kernels(self) -> tuple[RoutedLinear, RoutedLinear]:
+        """Of up and down, over the weights where they are now."""
+        stock = self._of[0]
+        names = ("gate_up_proj" if stock.has_gate else "up_proj", "down_proj")
+        matrices: list[Any] = [getattr(self, name) for name in names]
+        addresses = [matrix.codes.data_ptr() for matrix in matrices]
+        if self._made is None or self._addresses != addresses:
+            gate = _native_gate(stock)
+            self._is_native = gate is not None and not stock.has_post_expert_norm
+            up, down = (
+                RoutedLinear(
+                    matrix.packed,
+                    matrix.dtype,
+                    stock.num_experts,
+                    getattr(self, f"{name}_bias").detach() if stock.has_bias else None,
+                    gate=gate if name != "down_proj" and self._is_native else None,
+                )
+                for name, matrix in zip(names, matrices, strict=True)
+            )
+            self._made, self._addresses = (up, down), addresses
+        return self._made
+
+
+def _native_gate(stock: Any) -> Gate | None:
+    """What the kernels compute in the place of a stock module's gate; None: torch computes it."""
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.moe import _default_apply_gate
+
+    if not stock.has_gate:
+        return None
+    of_class = type(stock)._apply_gate
+    if of_class is _default_apply_gate and isinstance(stock.act_fn, (nn.SiLU, SiLUActivation)):
+        return Gate("silu")
+    if of_class.__module__.endswith(".gpt_oss.modeling_gpt_oss"):
+        return Gate("clamped", stock.alpha, stock.limit)
+    return None

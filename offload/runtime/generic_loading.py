@@ -49,7 +49,7 @@ from offload.runtime.generic_cache import GenericCache, HostedLayers, LayerState
 from offload.runtime.generic_runner import GenericRunner
 from offload.runtime.generic_states import SequenceStates
 from offload.runtime.modules_device import ModulesDevice, check_weights_fit
-from offload.runtime.pooled_modules import use_pool
+from offload.runtime.pooled_modules import POOLED_TOKENS, multiplies_on_pool, use_pool
 from offload.runtime.sequences import Sequences
 from offload.system.autocast import current_device
 from offload.system.errors import DeviceMemoryError
@@ -68,6 +68,7 @@ _DEFAULTS = {x.name: x.default for x in fields(RuntimeConfig) if x.name not in _
 # or of inputs of packed experts, changes which experts a token gets: single logits differ by much.
 _MOST_DIFFERENCE = 1e-3  # the largest, in float32
 _MOST_ROUNDED_DIFFERENCE = 0.2  # the mean
+_FEW_SCORES = 2**18  # of queries and keys: attention on one thread takes less than the products
 
 
 class GenericRuntime:
@@ -121,6 +122,7 @@ class GenericRuntime:
             pinned=self.device.type == "cuda",
         )
         self.pool = pool
+        self._on_pool = self.device.type == "cpu" and multiplies_on_pool(stock)
         self.attention = DecodeAttention(
             self.policy,
             self.store,
@@ -263,13 +265,15 @@ class GenericRuntime:
         in_cache: AbstractContextManager[None] = nullcontext()
         if cache is not None:
             in_cache = cache.forward_pass(*inputs, is_decode=decodes)
-        with torch_threads(1 if decodes else counter.prefill_threads), in_cache:
+        batch_size, n = inputs[0]
+        num_scores = batch_size * n * (n + max(cache.kv_lens, default=0) if cache else n)
+        alone = self._on_pool and batch_size * n <= POOLED_TOKENS and num_scores <= _FEW_SCORES
+        with torch_threads(1 if decodes or alone else counter.prefill_threads), in_cache:
             try:
                 self.decodes = decodes
                 result = forward()
             finally:
                 self.decodes = False
-        batch_size, n = inputs[0]
         counter.count_pass("decode" if decodes else "prefill", batch_size * n)
         stats = counter.stats
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)

@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cpu_ops.linear import Linear
+from cpu_ops.routed_linear import RoutedLinear
 from cpu_ops.worker_pool import WorkerPool
 from offload.models.packed_experts import PackedExperts, routed_sum
-from offload.models.packed_linear import PackedLinear, PackedModule
+from offload.models.packed_linear import PackedLinear, PackedMatrix, PackedModule
+
+# Up to so many tokens of a prompt meet packed weights on the pool, where torch has better products
+# of many rows, too: torch's threads would contend with the pool's at every operator.
+POOLED_TOKENS = 256
+_SMALL = 2**20  # elements of a matrix that one thread multiplies as fast
 
 
 class _PooledLinear:
@@ -80,16 +87,21 @@ class _PooledPacked:
         self._module, self._pool, self._address = module, pool, 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._address != self._module.codes.data_ptr():
-            self._linear = PackedLinear([self._module])
+        module, pool = self._module, self._pool
+        if self._address != module.codes.data_ptr():
+            self._linear = PackedLinear([module])
             self._kernels = self._linear.on_cpu()
-            self._address = self._module.codes.data_ptr()
+            bias = None if module.bias is None else module.bias.detach()[None]
+            self._as_expert = RoutedLinear(module.packed, module.dtype, 1, bias)
+            self._address = module.codes.data_ptr()
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         if self._linear.prefers_cpu_ops(rows):
-            out = self._kernels(self._pool, rows)
+            out = self._kernels(pool, rows)
+        elif 0 < len(rows) <= POOLED_TOKENS:
+            out = self._as_expert(pool, rows, torch.zeros(len(rows), 1, dtype=torch.int64))
         else:
-            out = self._linear(rows, self._pool)
-        return out.view(*x.shape[:-1], self._module.out_features)
+            out = self._linear(rows, pool)
+        return out.view(*x.shape[:-1], module.out_features)
 
 
 class _PooledPackedExperts:
@@ -111,6 +123,14 @@ def use_pool(model: Any, pool: WorkerPool, decodes: Callable[[], bool] | None) -
             decodes is None
         ):
             module.forward = kind(module, pool, decodes or (lambda: False))
+
+
+def multiplies_on_pool(model: Any) -> bool:
+    """Whether all of a model's large matrices are packed: torch then has small operators alone."""
+    kinds = [*model.modules()]
+    return any(isinstance(each, PackedMatrix) for each in kinds) and all(
+        not isinstance(each, nn.Linear) or each.weight.numel() <= _SMALL for each in kinds
+    )
 
 
 def _pooled_forward(

@@ -41,3 +41,31 @@ def packed(rng: np.random.Generator, format: str, num_out: int, width: int) -> P
     table = rng.integers(-128, 127, 16, np.int8, endpoint=True) if has_table else None
     tensor = None if table is None else torch.from_numpy(table)
     return PackedWeight(torch.from_numpy(codes), scales, minimums, width, tensor)
+
+
+def dequantised(weights: list[PackedWeight]) -> np.ndarray:
+    """float64 [out, in], without the code under test."""
+    rows = []
+    for weight in weights:
+        codes = weight.codes
+        if codes.dtype == torch.uint8:
+            codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+        if weight.table is not None:
+            codes = torch.from_numpy(weight.table.numpy()[codes.numpy()])
+        each = weight.scales.shape[1] // codes.shape[1]
+        values = wide(codes) * wide(weight.scales.repeat_interleave(GROUP // each, 1)).reshape(
+            codes.shape
+        )
+        if weight.minimums is not None:
+            values += wide(weight.minimums)[..., None]
+        rows.append(values.reshape(len(values), -1)[:, : weight.in_features])
+    return np.concatenate(rows)
+
+
+def eight_bits(x: np.ndarray) -> np.ndarray:
+    """Rows on the grid of int8 that the kernels put few rows on; in float32, as ties are common."""
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
+    padded = padded.astype(np.float32)
+    largest = np.abs(padded).max(-1, keepdims=True)
+    codes = np.round(padded * (np.float32(127) / largest)).astype(np.float64)
+    return (codes * (largest / 127)).reshape(len(x), -1)[:, : x.shape[1]]

@@ -227,7 +227,7 @@ def test_a_profile_tells_where_a_file_is_unpacked(
     """Weights of a GGUF file are dequantised on a GPU, also one that only the profile names."""
     monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "tiny.gguf"
-    types = {"ffn_down.weight": "Q8_0", "token_embd.weight": "Q8_0"}
+    types = {"ffn_down.weight": "MXFP4", "token_embd.weight": "Q8_0"}
     write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=types)
     arguments = ["plan", str(path), "--profile", h200, "--policy", "full", "--json"]
     found = {}

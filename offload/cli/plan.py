@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from offload.planning.plan import Plan
     from offload.planning.profile import MachineProfile
     from offload.policies import Policy
+    from offload.runtime.generic_plan import GenericPlan
 
 # Of measuring a machine that is busy; none begins after so many seconds.
 _TRIES, _TRY_SECONDS = 3, 40.0
@@ -153,6 +154,27 @@ def plan(
         raise typer.BadParameter("a given profile is not measured", param_hint="--remeasure")
     budgets = memory_budgets(max_memory or []) or {}
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
+        needs_lean = {
+            "--weights": weights != "auto",
+            "--placement": placement is not None,
+            "--prompt-tokens": prompt_tokens is not None,
+            "--remeasure": machine.remeasure,
+            "--save-profile": machine.save_profile is not None,
+        }
+        generic = _generic_plan(
+            model,
+            make_policy(chosen.policy, **options),
+            machine,
+            budgets,
+            [option for option, is_given in needs_lean.items() if is_given],
+            context=context,
+            batch_size=batch,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+        )
+        if generic is not None:
+            print_json(generic.as_json()) if as_json else _print_generic(generic)
+            return
         from offload.decode.gpu.placement import HeadPlacement
         from offload.loading.planned_model import planned_model
         from offload.planning.plan import PlanRequest, make_plan
@@ -241,6 +263,123 @@ def plan(
             print_json(found.as_json())
         else:
             _print(found)
+
+
+def _generic_plan(
+    model: str,
+    policy: Policy,
+    machine: Machine,
+    max_memory: dict[int | str, int | str],
+    needs_lean: list[str],
+    *,
+    dtype: str,
+    kv_dtype: str,
+    context: int | None,
+    batch_size: int,
+) -> GenericPlan | None:
+    """The plan of a model without lean layers; None: it has some.
+
+    Args:
+        needs_lean: options that were given and are for models with lean layers.
+    """
+    import sys
+
+    import torch
+
+    from offload.loading.planned_model import planned_skeleton
+    from offload.models.base import stock_context_limit
+    from offload.planning.profile import MachineProfile, cached_profile
+    from offload.policies.auto import Auto
+    from offload.runtime.config import RuntimeConfig, checked_device
+    from offload.runtime.generic_plan import GenericPlan
+    from offload.runtime.generic_sizes import AUTO_REASON
+    from offload.system.memory import parse_size, worker_threads
+
+    profile = None if machine.profile is None else MachineProfile.load(machine.profile)
+    has_gpu = torch.cuda.is_available() if profile is None else profile.device is not None
+    device = machine.device or ("cuda" if has_gpu else "cpu")
+    skeleton = planned_skeleton(model, dtype, device)
+    if skeleton is None:
+        return None
+    empty, kept = skeleton
+    if needs_lean:
+        raise NotImplementedError(
+            f"{needs_lean[0]} with a model of type {empty.config.model_type!r}, which has no lean "
+            "layers; leave it out"
+        )
+    limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in max_memory.items()}
+    index = torch.device(device).index or 0
+    limit = None
+    if device != "cpu":
+        if profile is None:
+            limit = torch.cuda.get_device_properties(checked_device(device)).total_memory
+        elif profile.device is not None:
+            limit = profile.device.memory_bytes
+        else:
+            raise ValueError(f"device is {device!r}, but the profile has no GPU; give another one")
+        limit = limits.get(index, limit)
+    known = {"cpu"} if device == "cpu" else {"cpu", index}
+    for key in limits.keys() - known:
+        raise ValueError(
+            f"max_memory names {key!r}, but device is {device!r}; it may name "
+            f"{', '.join(sorted(map(repr, known)))}"
+        )
+    most, _ = stock_context_limit(empty.config)
+    if context is None and most == sys.maxsize:
+        raise ValueError(f"{model} has no number of positions; give --context")
+    if profile is None:
+        threads = worker_threads(machine.threads, with_gpu=device != "cpu")
+        profile = cached_profile(torch.device(device), threads)
+    elif machine.threads is not None:
+        profile = profile.for_threads(machine.threads)
+    if isinstance(policy, Auto):
+        stderr().print(f"auto: {AUTO_REASON}", style="dim", soft_wrap=True)
+    return GenericPlan(
+        name=model,
+        empty=empty,
+        kept=kept,
+        config=RuntimeConfig(policy=policy, kv_dtype=kv_dtype),
+        context=context or most,
+        batch_size=batch_size,
+        device=device,
+        max_memory=limits,
+        max_context=None if most == sys.maxsize else most,
+        device_limit_bytes=limit,
+        on_this_machine=machine.profile is None,
+        profile=profile,
+    )
+
+
+def _print_generic(found: GenericPlan) -> None:
+    from offload.system.memory import format_bytes
+
+    console, document, sizes = stdout(), found.as_json(), found.sizes
+    console.print(
+        f"{found.name}, {found.batch_size} x {found.context:,} tokens, {document['dtype']}, "
+        f"{document['policy']}, transformers' own modules on {found.device}",
+        style="bold",
+    )
+    cached = f"{format_bytes(found.kv_token_bytes)} a token in {len(sizes.specs)} layers"
+    others = format_bytes(sizes.states.at(found.context))
+    console.print(
+        f"KV: {cached} that attend to everything; windows and recurrent states: {others} a "
+        "sequence\n"
+    )
+    _print_bytes(f"on {found.device}", document["device_bytes"], found.device_limit_bytes)
+    _print_bytes("on the host", document["host_bytes"], found.host_limit_bytes)
+    if found.host_memory is not None:
+        console.print(f"{found.host_memory.explained()}\n", style="dim")
+    if found.largest_context is not None:
+        console.print(f"largest context that fits: {found.largest_context:,} tokens", style="bold")
+    if (least := found.least_milliseconds) is not None:
+        console.print(
+            f"at least {least:.2f} ms per step, at most {1e3 * found.batch_size / least:,.1f} "
+            f"tokens/s: reading {format_bytes(sizes.active_bytes)} of weights, and the cache, "
+            "takes that long",
+            style="bold",
+        )
+    for note in document["notes"]:
+        print_marked("note:", note, "yellow")
 
 
 def _measured(machine: Machine, model: PlannedModel, batch: int) -> tuple[MachineProfile, int]:

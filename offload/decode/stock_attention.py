@@ -299,16 +299,17 @@ class _Recorder(DynamicCache):
         )
 
 
-def attention_specs(stock: Any) -> dict[int, AttentionSpec]:
+def attention_specs(stock: Any) -> tuple[dict[int, AttentionSpec], list[Any]]:
     """What attention is in each cache layer that attends to everything, by a forward pass of three
-    tokens; {} if all see a window only, or have other states: those are left to transformers.
+    tokens; {} if all see a window only, or have other states: those are left to transformers. And
+    all cache layers as they are behind it, with two rows.
 
     Raises:
         NotImplementedError: a layer that attends to everything cannot be taken over; says why.
     """
     use_offload_attention(stock)
     recorder = _Recorder(stock.config)
-    ids = torch.tensor([[1, 2, 3]], device=stock.device)
+    ids = torch.tensor([[1, 2, 3]] * 2, device=stock.device)
     with torch.no_grad(), taking(recorder.record):
         stock(input_ids=ids, past_key_values=recorder, use_cache=True)
     specs: dict[int, AttentionSpec] = {}
@@ -321,4 +322,4 @@ def attention_specs(stock: Any) -> dict[int, AttentionSpec]:
         if reason:
             raise NotImplementedError(f"layer {layer_idx} cannot be taken over: {reason}")
         specs[layer_idx] = recorder.specs[layer_idx]
-    return specs
+    return specs, recorder.layers

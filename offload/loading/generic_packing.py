@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpu_ops.packed import PackedWeight
+from cpu_ops.packed import GROUP, GROUP_BYTES, TABLE_BYTES, PackedWeight
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.gguf_blocks import format_of, is_exact
@@ -126,6 +126,74 @@ def _replace(model: Any, name: str, weight: PackedWeight) -> None:
         embedding.tie(made)
 
 
+@dataclass(frozen=True)
+class _Quantised:
+    """A parameter that is quantised in a checkpoint: names of its parts in their order, the shape
+    that these make, and what it is kept as; "": the dtype."""
+
+    parts: list[str]
+    shape: tuple[int, ...]
+    kept: str
+
+
+def _quantised(
+    checkpoint: Checkpoint, empty: Any, names: Any, packing: str
+) -> dict[str, _Quantised]:
+    """By the stock model's names; arguments as of `safetensors_parts`."""
+    renamed, found = _Renamed(empty, names), dict[str, _Quantised]()
+    types, shapes = checkpoint.stored_types, checkpoint.stored_shapes
+    together: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+    for name in (name for name in shapes if name in types):
+        target, order = renamed(name)
+        if target in renamed.shapes and order is not None:
+            together.setdefault(target, []).append((order, name))
+    for target, ordered in together.items():
+        parts, wanted = [name for _, name in sorted(ordered)], renamed.shapes[target]
+        shape = shapes[parts[0]]
+        if ordered[0][0]:  # of experts, whose matrices have the same inputs
+            rows = sum(shapes[part][0] for part in parts)
+            shape = (wanted[0], rows // wanted[0], shape[1])
+        kept = kept_as(format_of(types[parts[0]]), packing, of_experts=len(wanted) == 3)
+        found[target] = _Quantised(parts, shape, kept if may_pack(empty, target) else "")
+    return found
+
+
+def kept_in_safetensors(
+    checkpoint: Checkpoint, empty: Any, names: Any, packing: str
+) -> dict[str, str]:
+    """The formats of parameters that will be packed; arguments as of `safetensors_parts`."""
+    found = _quantised(checkpoint, empty, names, packing)
+    return {target: one.kept for target, one in found.items() if one.kept}
+
+
+def kept_in_gguf(tensors: GenericTensors, empty: Any, packing: str) -> dict[str, str]:
+    """The same of a GGUF file."""
+    kept = {
+        name: kept_as(tensors.format(name), packing, of_experts=not name.endswith(".weight"))
+        for name in tensors.types
+    }
+    return {name: format for name, format in kept.items() if format and may_pack(empty, name)}
+
+
+def parameter_bytes(empty: Any, kept: Mapping[str, str]) -> dict[str, int]:
+    """Bytes of each parameter of a `skeleton` once it is loaded, tied ones once.
+
+    Args:
+        kept: the formats of packed ones.
+    """
+    named = dict(empty.named_parameters())
+    sizes = {name: weight.nbytes for name, weight in named.items()}
+    for name, format in kept.items():
+        weight = empty.get_parameter(name)
+        (name,) = (of for of, one in named.items() if one is weight)
+        owner = empty.get_submodule(name.rpartition(".")[0])
+        is_transposed = weight.dim() == 3 and getattr(owner, "is_transposed", False)
+        columns = weight.shape[-2 if is_transposed else -1]
+        rows = weight.numel() // columns
+        sizes[name] = rows * -(-columns // GROUP) * GROUP_BYTES[format] + TABLE_BYTES[format]
+    return sizes
+
+
 @loading()
 def safetensors_parts(
     checkpoint: Checkpoint, empty: Any, dtype: torch.dtype, names: Any, packing: str
@@ -142,35 +210,25 @@ def safetensors_parts(
         NotImplementedError: a matrix in a layout that only its numbers tell.
     """
     source = SafetensorsSource(checkpoint, dtype)
-    renamed = _Renamed(empty, names)
-    stored = format_of(next(iter(source.types.values())))
-    plain: dict[str, Tensor] = {}
-    together: dict[str, list[tuple[tuple[int, ...], str]]] = {}
-    for name in checkpoint.stored_shapes:
-        target, order = renamed(name)
-        if name in source.types and target in renamed.shapes and order is not None:
-            together.setdefault(target, []).append((order, name))
-        else:
-            plain[name] = source.plain(name)
+    quantised = _quantised(checkpoint, empty, names, packing)
+    of_matrices = {part for one in quantised.values() for part in one.parts}
+    plain = {
+        name: source.plain(name) for name in checkpoint.stored_shapes if name not in of_matrices
+    }
     packed: dict[str, Callable[[], PackedWeight]] = {}
     kinds: Counter[str] = Counter()
-    for target, ordered in together.items():
-        parts = [name for _, name in sorted(ordered)]
-        shape = checkpoint.stored_shapes[parts[0]]
-        if ordered[0][0]:  # of experts, whose matrices have the same inputs
-            rows = sum(checkpoint.stored_shapes[part][0] for part in parts)
-            num_experts = renamed.shapes[target][0]
-            shape = (num_experts, rows // num_experts, shape[1])
-        kept = kept_as(stored, packing, of_experts=len(renamed.shapes[target]) == 3)
-        if not kept or not may_pack(empty, target):
-            whole = renamed.shapes[target] if len(parts) == 1 else ()
+    wanted = {name: tuple(weight.shape) for name, weight in empty.state_dict().items()}
+    for target, one in quantised.items():
+        parts, kept = one.parts, one.kept
+        if not kept:
+            whole = wanted[target] if len(parts) == 1 else ()
             plain |= {part: _of_experts(source.plain(part), whole) for part in parts}
             continue
-        if shape != renamed.shapes[target]:
+        if one.shape != wanted[target]:
             raise ValueError(
                 f"{checkpoint.folder} does not fit its config.json: mismatched keys, such as "
-                f"{parts[0]}: {target} would be {list(shape)} instead of "
-                f"{list(renamed.shapes[target])}"
+                f"{parts[0]}: {target} would be {list(one.shape)} instead of "
+                f"{list(wanted[target])}"
             )
 
         def make(parts: list[str] = parts, kept: str = kept) -> PackedWeight:
@@ -193,13 +251,12 @@ def gguf_parts(path: Path, empty: Any, dtype: torch.dtype, packing: str) -> Gene
         ValueError: tensors that do not fit the model, or numbers that are not finite.
     """
     tensors = GenericTensors(read_gguf_header(path), empty)
+    formats = kept_in_gguf(tensors, empty, packing)
     kinds: Counter[str] = Counter()
     plain: dict[str, Tensor] = {}
     packed: dict[str, Callable[[], PackedWeight]] = {}
     for name, stored in tensors.types.items():
-        is_of_experts = not name.endswith(".weight")
-        kept = kept_as(tensors.format(name), packing, of_experts=is_of_experts)
-        if kept and may_pack(empty, name):
+        if kept := formats.get(name, ""):
             packed[name] = partial(tensors.packed, name, kept)
             kinds[_told(stored, kept)] += 1
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,17 @@ import torch
 from cpu_ops.packed import FORMATS
 from offload.loading.checkpoint import GGUF_FILE, check_checkpoint, check_config_file
 from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL, embedded_gguf
+from offload.loading.generic_packing import kept_in_gguf, may_pack, skeleton
 from offload.loading.gguf import long_context_adapter, made_folder
+from offload.loading.gguf_blocks import format_of
 from offload.loading.gguf_config import empty_model, gguf_config, gguf_names
-from offload.loading.gguf_header import read_gguf_header
+from offload.loading.gguf_generic import GenericTensors
+from offload.loading.gguf_header import GgufHeader, read_gguf_header
 from offload.loading.names import check_has_owner, check_not_empty, checkpoint_name
-from offload.loading.packed_bytes import packed_weight_bytes
-from offload.loading.quantised_checkpoint import quantised_format
-from offload.models import lean_model_maker
+from offload.loading.packed_bytes import kept_as, packed_weight_bytes
+from offload.loading.quantised_checkpoint import FP4, quantised_format
+from offload.loading.stock_model import generic_skeleton, text_part
+from offload.models import is_generic, lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
 from offload.models.shape import MODEL_SHAPES, ModelShape, matrix_sizes, weight_elements
@@ -85,8 +89,7 @@ def planned_model(
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: as `from_pretrained`.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; available: auto, {', '.join(DTYPES)}")
+    _check_dtype(dtype)
     if weights not in WEIGHTS:
         raise ValueError(f"unknown weights {weights!r}; available: {', '.join(WEIGHTS)}")
     if weights in DTYPES:
@@ -112,11 +115,12 @@ def planned_model(
             weights=weights,
             weight_share=num_bytes / (weight_elements(shape) * chosen.itemsize),
         )
-    config, stored, folder, types = _config(name_or_path, path)
+    config, stored, folder, header = _config(name_or_path, path)
     lean_model_maker(config.model_type, config.to_dict())
     check_computation(config)
     chosen = wanted or stored or _dtype_of(config, name_or_path)
     planned, shapes = _of_config(name_or_path, config, chosen)
+    types = _types(config, folder, header, name_or_path)
     if not types and (how := quantised_format(config.to_dict(), folder / "config.json")):
         # On the hub: that its layers' matrices are, nothing but its files would tell.
         of_layers = (name for name, size in shapes.items() if ".layers." in name and len(size) == 2)
@@ -129,6 +133,51 @@ def planned_model(
     return replace(planned, folder=folder, weights=weights)
 
 
+def _check_dtype(dtype: str) -> None:
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; available: auto, {', '.join(DTYPES)}")
+
+
+def planned_skeleton(
+    name_or_path: str, dtype: str = "auto", device: str = "cpu"
+) -> tuple[Any, dict[str, str]] | None:
+    """`generic_skeleton` of a model without lean layers, by any name that `planned_model` takes;
+    None: it has lean layers, or is a name of `MODEL_SHAPES`.
+
+    Of a folder with weights headers are read, too. Else quantised matrices are taken to be those of
+    its layers.
+
+    Raises: as `planned_model`, and `load_generic_model`.
+    """
+    _check_dtype(dtype)
+    check_not_empty(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if name_or_path in (*MODEL_SHAPES, EMBEDDED_MODEL, LONG_CONTEXT_MODEL) and not path.exists():
+        return None
+    config, stored, folder, header = _config(name_or_path, path)
+    if not is_generic(config.to_dict()):
+        return None
+    wanted, packing = DTYPES.get(dtype), "auto" if device == "cpu" else AUTO_ON_GPU
+    if header is None and any(x.is_file() for x in (folder / GGUF_FILE, *_weights(folder))):
+        return generic_skeleton(check_checkpoint(folder, takes_generic=True), wanted, packing)
+    text, kind = text_part(config)
+    empty = skeleton(kind, text, wanted or stored or _dtype_of(config, name_or_path))
+    if header is not None:
+        return empty, kept_in_gguf(GenericTensors(header, empty), empty, packing)
+    how, kept = quantised_format(config.to_dict(), folder / "config.json"), dict[str, str]()
+    if how is None:
+        return empty, kept
+    for name, weight in empty.named_parameters():
+        of_experts = weight.dim() == 3
+        if ".layers." in name and (of_experts or (weight.dim() == 2 and how.kind != FP4)):
+            kept[name] = kept_as(format_of(how.kind), packing, of_experts=of_experts)
+    return empty, {name: x for name, x in kept.items() if x and may_pack(empty, name)}
+
+
+def _weights(folder: Path) -> Iterator[Path]:
+    return folder.glob("*.safetensors")
+
+
 def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Sizes of a model's matrices by name, and of all the rest as one vector."""
     found: dict[str, tuple[int, ...]] = {name: size for name, _, size in matrix_sizes(shape)}
@@ -138,13 +187,26 @@ def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return found | {"norms": (rest,)}
 
 
-def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, Mapping[str, str]]:
+def _types(config: Any, folder: Path, header: GgufHeader | None, name: str) -> Mapping[str, str]:
+    """`Checkpoint.stored_types` of a model with lean layers, as far as its files are here."""
+    if header is not None:
+        if name == LONG_CONTEXT_MODEL and not Path(name).exists():  # which is not kept so
+            return {}
+        names = gguf_names(empty_model(config, torch.bfloat16))
+        return {of: header.tensors[name].type_name for of, name in names.items()}
+    if (folder / GGUF_FILE).is_file() or (
+        any(_weights(folder)) and getattr(config, "quantization_config", None)
+    ):
+        return check_checkpoint(folder).stored_types
+    return {}
+
+
+def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, GgufHeader | None]:
     """transformers' config, the dtype of converted weights where there is one, their folder, and
-    the types of those that a GGUF file keeps (`Checkpoint.stored_types`)."""
+    the header of a GGUF file that was named."""
     from transformers import AutoConfig
 
     changed: dict[str, Any] = {}
-    types: Mapping[str, str] = {}
     embedded = None
     if name in (EMBEDDED_MODEL, LONG_CONTEXT_MODEL) and not path.exists():
         path, embedded = embedded_gguf(), name
@@ -156,19 +218,13 @@ def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, Mappi
         # bfloat16 is what `converted_folder` stores.
         header = read_gguf_header(path)
         config = gguf_config(header)
-        lean_model_maker(config.model_type, config.to_dict())
         config.update(changed)
-        if embedded != LONG_CONTEXT_MODEL:
-            names = gguf_names(empty_model(config, torch.bfloat16))
-            types = {of: header.tensors[name].type_name for of, name in names.items()}
-        return config, torch.bfloat16, made_folder(path, embedded), types
+        return config, torch.bfloat16, made_folder(path, embedded), header
     if path.is_dir():
-        found = check_config_file(path / "config.json")
-        if (path / GGUF_FILE).is_file() or "quantization_config" in found:
-            types = check_checkpoint(path).stored_types
+        check_config_file(path / "config.json")
     else:
         path = _hub_config(name).parent
-    return AutoConfig.from_pretrained(path, trust_remote_code=False), None, path, types
+    return AutoConfig.from_pretrained(path, trust_remote_code=False), None, path, None
 
 
 def _hub_config(name: str) -> Path:

@@ -17,10 +17,14 @@ from offload.loading.checkpoint import GGUF_FILE, Checkpoint, check_loaded
 from offload.loading.generic_packing import (
     generic_from_parts,
     gguf_parts,
+    kept_in_gguf,
+    kept_in_safetensors,
     safetensors_parts,
     skeleton,
 )
 from offload.loading.gguf import CONVERTED_MARK, kept_source, weights_folder
+from offload.loading.gguf_generic import GenericTensors
+from offload.loading.gguf_header import read_gguf_header
 from offload.loading.one_at_a_time import loading
 from offload.loading.packing import model_from_parts, pack_weights
 from offload.models import ModelShape
@@ -97,22 +101,44 @@ def load_generic_model(
             replaced, or a text part without a class of its own.
     """
     path = checkpoint.folder / "config.json"
-    whole = _config(checkpoint, path)
-    config, kind = text_part(whole)
-    if not kind._can_set_attn_implementation():
-        reason = "its class does not use transformers' AttentionInterface"
-        raise ValueError(unsupported_generic(config.model_type, reason))
-    is_part = config is not whole
+    config, kind, is_part = _generic_config(checkpoint, path)
     if is_part:
-        has_head = any("lm_head" in name for name in checkpoint.stored_shapes)
-        if not has_head and getattr(whole, "tie_word_embeddings", False):
-            config.tie_word_embeddings = True
         logger.info("%s: only the text part is loaded, a %s", path, kind.__name__)
     _override(config, {"output_attentions": (False, None)}, path)
     if checkpoint.stored_types:
         config._attn_implementation = config._experts_implementation = None
         return _generic_packed(checkpoint, config, kind, dtype, path, packing, is_part=is_part)
     return _loaded(checkpoint, config, dtype, path, text_class=kind if is_part else None)
+
+
+def _generic_config(checkpoint: Checkpoint, path: Path) -> tuple[Any, Any, bool]:
+    """Config and class of the text model, and whether it is a part of another one."""
+    whole = _config(checkpoint, path)
+    config, kind = text_part(whole)
+    is_part = config is not whole
+    has_head = any("lm_head" in name for name in checkpoint.stored_shapes)
+    if is_part and not has_head and getattr(whole, "tie_word_embeddings", False):
+        config.tie_word_embeddings = True
+    return config, kind, is_part
+
+
+def generic_skeleton(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, packing: str
+) -> tuple[Any, dict[str, str]]:
+    """What `load_generic_model` would load, without memory for weights, and the formats of the
+    parameters that will be packed.
+
+    Raises: as `load_generic_model`.
+    """
+    config, kind, is_part = _generic_config(checkpoint, checkpoint.folder / "config.json")
+    empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
+    if not checkpoint.stored_types:
+        return empty, {}
+    if (checkpoint.folder / GGUF_FILE).is_file():
+        tensors = GenericTensors(read_gguf_header(kept_source(checkpoint.folder)), empty)
+        return empty, kept_in_gguf(tensors, empty, packing)
+    names = _TEXT_NAMES if is_part else None
+    return empty, kept_in_safetensors(checkpoint, empty, names, packing)
 
 
 def _generic_packed(
@@ -146,7 +172,7 @@ def text_part(config: Any) -> tuple[Any, Any]:
     """The config of the text model of `config`, which may be itself, and its causal class.
 
     Raises:
-        ValueError: transformers has no such class.
+        ValueError: transformers has no such class, or its attention cannot be replaced.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -154,7 +180,10 @@ def text_part(config: Any) -> tuple[Any, Any]:
     for key in (text, config):
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(key), None)
         if kind is not None and issubclass(type(text), kind.config_class):
-            return text, kind
+            if kind._can_set_attn_implementation():
+                return text, kind
+            reason = "its class does not use transformers' AttentionInterface"
+            raise ValueError(unsupported_generic(text.model_type, reason))
     reason = "transformers has no causal class for its text part alone"
     raise ValueError(unsupported_generic(config.model_type, reason))
 

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -84,7 +84,8 @@ class LayerStates:
 
     def measure(self, cache: GenericCache) -> None:
         """Take the sizes from a cache that has read something."""
-        self.fixed_bytes, self.windows, rows = 0, [], len(cache.seqs)
+        hosted = [i for i, layer in enumerate(cache.layers) if isinstance(layer, _HostedLayer)]
+        self.count(cache.layers, len(cache.seqs), hosted)
         self.flags, self.shapes = [_flags(layer) for layer in cache.layers], {}
         for number, layer in enumerate(cache.layers):
             for name, x in _row_tensors(layer):
@@ -92,10 +93,23 @@ class LayerStates:
                 if name in _WINDOW:
                     shape[2] = getattr(layer, "sliding_window", sys.maxsize) - 1
                 self.shapes[f"{number}.{name}"] = x.dtype, tuple(shape)
-        for layer in cache.layers:
+
+    def take_sizes(self, other: LayerStates) -> None:
+        """Those of another one, of the same model."""
+        self.fixed_bytes, self.windows = other.fixed_bytes, other.windows
+        self.flags, self.shapes = other.flags, other.shapes
+
+    def count(self, layers: Sequence[Any], rows: int, hosted: Container[int]) -> None:
+        """Take the bytes from cache layers that have read something.
+
+        Args:
+            hosted: numbers of those whose keys and values are in a store.
+        """
+        self.fixed_bytes, self.windows = 0, []
+        for number, layer in enumerate(layers):
             tensors = dict(vars(layer))
             keys, values = tensors.pop("keys", None), tensors.pop("values", None)
-            if isinstance(keys, Tensor) and keys.numel() and not isinstance(layer, _HostedLayer):
+            if isinstance(keys, Tensor) and keys.numel() and number not in hosted:
                 of_column = (keys.nbytes + values.nbytes) // keys.shape[2] // rows
                 self.windows.append((getattr(layer, "sliding_window", sys.maxsize), of_column))
             self.fixed_bytes += sum(x.nbytes for x in tensors_in(tensors)) // rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
@@ -27,8 +27,13 @@ from offload.decode.stock_attention import (
 from offload.kv.format import KVFormat
 from offload.kv.store import HostBudgetError, KVStore
 from offload.loading.checkpoint import Checkpoint
+from offload.loading.generic_packing import parameter_bytes
 from offload.loading.one_at_a_time import loading
-from offload.loading.stock_model import load_delimiter_classes, load_generic_model
+from offload.loading.stock_model import (
+    generic_skeleton,
+    load_delimiter_classes,
+    load_generic_model,
+)
 from offload.models import FAMILIES, ModelShape
 from offload.models.base import stock_context_limit
 from offload.models.missing_features import READ_AT_ONCE, unsupported_generic
@@ -39,7 +44,6 @@ from offload.runtime.budgets import (
     device_kv_budget_bytes,
     kv_budget_bytes,
     pool_threads,
-    weight_bytes_before_loading,
     weight_bytes_of,
 )
 from offload.runtime.config import RuntimeConfig
@@ -47,6 +51,14 @@ from offload.runtime.fingerprint import fingerprint
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.generic_cache import GenericCache, HostedLayers, LayerStates
 from offload.runtime.generic_runner import GenericRunner
+from offload.runtime.generic_sizes import (
+    AUTO_REASON,
+    check_policy,
+    num_pages,
+    policy_bytes,
+    row_bytes,
+    store_and_attention,
+)
 from offload.runtime.generic_states import SequenceStates
 from offload.runtime.modules_device import ModulesDevice, check_weights_fit
 from offload.runtime.pooled_modules import POOLED_TOKENS, multiplies_on_pool, use_pool
@@ -59,7 +71,6 @@ from offload.system.torch_threads import torch_threads
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-POLICIES = ("full", "exact_topk", "lfps", "lychee_cluster", "quest", "sketch", "streaming_llm")
 # Options that need lean layers; other values than these are refused.
 _TAKEN = {"policy", "dtype", "kv_dtype", "device", "max_memory", "num_threads", "page_tokens"}
 _UNUSED = {"deadline_seconds"}  # a step's: here no side waits for the other
@@ -102,34 +113,17 @@ class GenericRuntime:
         self.device = torch.device(config.device)
         if isinstance(config.policy, Auto):
             config = replace(config, policy=Full())
-            self.policy_reason = "without lean layers auto attends to everything in this version"
+            self.policy_reason = AUTO_REASON
         self.config, self.policy = config, config.policy
-        # Without a layer in the store it still counts the tokens of sequences.
-        layers = [*specs.values()] or [AttentionSpec(1, 1, 16, 16, 1.0)]
-        if not specs and config.policy.selects:
-            raise NotImplementedError(
-                f"policy {config.policy.name!r} has nothing to select: no layer attends to all "
-                "tokens; available: 'auto' and 'full'"
-            )
-        self.store = KVStore(
-            num_layers=len(layers),
-            num_kv_heads=[spec.num_kv_heads for spec in layers],
-            head_dim=[spec.head_dim for spec in layers],
-            dtype=stock.dtype,
-            kv_dtype=config.kv_dtype,
-            host_budget_bytes=kv_budget_bytes(config, weight_bytes_of(stock), loaded=True),
-            page_tokens=config.page_tokens,
-            pinned=self.device.type == "cuda",
-        )
         self.pool = pool
         self._on_pool = self.device.type == "cpu" and multiplies_on_pool(stock)
-        self.attention = DecodeAttention(
-            self.policy,
-            self.store,
-            num_qo_heads=[spec.num_qo_heads for spec in layers],
-            pool=self.pool,
-            sm_scale=[spec.sm_scale for spec in layers],
-            softcap=[spec.softcap for spec in layers],
+        self.store, self.attention = store_and_attention(
+            specs,
+            config,
+            pool,
+            dtype=stock.dtype,
+            host_budget_bytes=kv_budget_bytes(config, weight_bytes_of(stock), loaded=True),
+            pinned=self.device.type == "cuda",
         )
         classes = None
         if self.policy.state.reads_text and folder is not None:
@@ -146,9 +140,8 @@ class GenericRuntime:
         )
         self.hosted = HostedLayers(stock.config, specs, self.sequences, self.attention, held)
         if is_on_device(config):
-            row_bytes = max(2 * spec.num_kv_heads * spec.head_dim for spec in layers)
-            row_bytes *= self.store.dtype.itemsize
-            held.modules = ModulesDevice(stock, config, row_bytes, lambda: held.held_bytes)
+            row = row_bytes(self.store)
+            held.modules = ModulesDevice(stock, config, row, lambda: held.held_bytes)
         else:
             self.store.ledger.add("windows and recurrent states", lambda: held.held_bytes)
         self.resident: HostedLayers | None = None
@@ -201,7 +194,7 @@ class GenericRuntime:
         """
         raise NotImplementedError(
             f"a model of type {self.stock.config.model_type!r} has no lean layers: generate(), "
-            "forward(), Engine and `offload serve` run it; saved caches, eval and "
+            "forward(), Engine and `offload serve` run it; saved caches and "
             "calibrations need one of "
             f"{', '.join(sorted(FAMILIES))}"
         )
@@ -243,6 +236,25 @@ class GenericRuntime:
         self.store.close()
         if self.resident is not None:
             self.resident.store.close()
+
+    @contextmanager
+    def generation(self, *, has_assistant: bool = False) -> Iterator[Generation]:
+        """Around one generation: new statistics, torch on one thread between passes, and no cache
+        left behind by an error."""
+        outer = self.current_generation
+        threads = outer.prefill_threads or torch.get_num_threads()
+        generation = self.current_generation = Generation(threads, is_running=True)
+        try:
+            with torch_threads(1):  # in its passes a prompt has more
+                yield generation
+        except BaseException:
+            if generation.owns_cache and generation.cache is not None:
+                generation.cache.reset()
+            raise
+        finally:
+            if not outer.is_running:
+                outer = Generation(self.config.num_threads, stats=generation.stats)
+            self.current_generation = outer
 
     def run(self, forward: Callable[[], T], cache: GenericCache | None, *inputs: Any) -> T:
         """A stock forward pass on this model's threads, as `GenericCache.forward_pass` has it.
@@ -293,9 +305,9 @@ class GenericRuntime:
         """
         store, states = cache.store, self.attention.states
         ends = [n + request.max_new_tokens for n in request.prompt_lens]
-        pages = sum(-(-end // store.page_tokens) for end in ends)
-        pages = store.num_page_rows * (pages - sum(map(store.num_own_pages, cache.seqs)))
-        state = sum(2 * states.bytes.at(end) + states.bytes.of_queries for end in ends)
+        own_pages = store.num_page_rows * sum(map(store.num_own_pages, cache.seqs))
+        pages = num_pages(store, ends) - own_pages
+        state = policy_bytes(states.bytes, ends)
         columns = request.prompt_columns + request.max_new_tokens
         others = len(ends) * cache.others.at(columns) - cache.state_bytes
         modules = self.hosted.others.modules
@@ -338,6 +350,7 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
         HostBudgetError: the weights do not fit.
     """
     model_type = checkpoint.config["model_type"]
+    check_policy(config, model_type)
     for name, default in _DEFAULTS.items():
         value = getattr(config, name)
         is_taken = name == "backend" and value == "inline"
@@ -349,13 +362,8 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
                 f"{', '.join(sorted(FAMILIES))}"
             )
     KVFormat.of(config.kv_dtype, checkpoint.loaded_dtype(config.dtype))
-    policy = config.policy
-    if not isinstance(policy, Auto) and policy.name not in POLICIES:
-        raise NotImplementedError(
-            f"policy {policy.name!r} with type {model_type!r}, which has no lean layers; "
-            f"available: {', '.join(('auto', *POLICIES))}"
-        )
-    weight_bytes = weight_bytes_before_loading(checkpoint, config)
+    empty, kept = generic_skeleton(checkpoint, config.dtype, config.packing)
+    weight_bytes = sum(parameter_bytes(empty, kept).values())
     kv_budget_bytes(config, weight_bytes, loaded=False)
     device_kv_budget_bytes(config, weight_bytes)
     check_weights_fit(config, weight_bytes)
@@ -367,8 +375,13 @@ def is_on_device(config: RuntimeConfig) -> bool:
 
 
 @loading()
-def load_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> GenericRuntime:
+def load_generic(
+    checkpoint: Checkpoint, config: RuntimeConfig, kind: type[GenericRuntime] = GenericRuntime
+) -> GenericRuntime:
     """Load a model, once it has given the logits of the stock path.
+
+    Args:
+        kind: of what runs it.
 
     Raises:
         As `OffloadedModel.from_pretrained`, and `generic_runtime`.
@@ -379,7 +392,7 @@ def load_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> GenericRuntim
     if config.device != "cpu":
         stock.to(config.device)
     with torch_threads(config.num_threads), current_device(torch.device(config.device)):
-        runtime = generic_runtime(stock, config, checkpoint.folder)
+        runtime = generic_runtime(stock, config, checkpoint.folder, kind)
     layers = len(runtime.hosted.specs)
     logger.info(
         "loaded %s in %.1f s: transformers' own modules on %s, %d layers in the host store, "
@@ -394,7 +407,12 @@ def load_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> GenericRuntim
     return runtime
 
 
-def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> GenericRuntime:
+def generic_runtime(
+    stock: Any,
+    config: RuntimeConfig,
+    folder: Path | None,
+    kind: type[GenericRuntime] = GenericRuntime,
+) -> GenericRuntime:
     """What runs a stock model that is loaded; its modules use our attention from now on.
 
     Args:
@@ -410,12 +428,12 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
         if not is_on_device(config):  # packed weights, here and below: nothing is dequantised
             use_pool(stock, pool, None)
         expected = _logits(stock, DynamicCache(config=stock.config), None)
-        specs = attention_specs(stock)
+        specs, _ = attention_specs(stock)
         if any(spec.softcap for spec in specs.values()):  # SDPA leaves it out in some versions
             stock.set_attn_implementation("eager")
             expected = _logits(stock, DynamicCache(config=stock.config), None)
             use_offload_attention(stock)
-        runtime = made = GenericRuntime(stock, specs, config, folder, pool)
+        runtime = made = kind(stock, specs, config, folder, pool)
         if not is_on_device(config):
             use_pool(stock, pool, lambda: made.decodes)
         is_rounded = stock.dtype != torch.float32 or runtime.store.format.is_int8

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +22,48 @@ from offload.runtime.config import RuntimeConfig
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
 
-_LEAST_SLICE = 256  # tokens
-_MARGIN_BYTES = 256 * 2**20  # workspaces of cuBLAS, and what torch's allocator rounds up
+LEAST_SLICE = 256  # tokens
+MARGIN_BYTES = 256 * 2**20  # workspaces of cuBLAS, and what torch's allocator rounds up
 _FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Memory of passes on the modules' device.
+
+    Attributes:
+        token_bytes: of activations of a token.
+        kv_bytes: of a token, the most that one layer of the store has.
+        most_tokens: new columns of a pass.
+    """
+
+    token_bytes: int
+    kv_bytes: int
+    most_tokens: int
+
+    def of_slice(self, batch_size: int, n: int, columns: int) -> int:
+        """Of a pass over n new columns, the last of `columns`: activations, masks of a byte for
+        each query and key, one layer's keys and values of a row, and pages under way."""
+        of_layer = columns * self.kv_bytes
+        masks = 4 * batch_size * n * columns
+        return batch_size * n * self.token_bytes + of_layer + masks + STAGINGS * STAGING_BYTES
+
+    def need(self, batch_size: int, n: int, columns: int, state_bytes: int) -> int:
+        """Of a pass beside states, with a margin."""
+        return self.of_slice(batch_size, n, columns) + state_bytes + MARGIN_BYTES
+
+    def resident_need(self, batch_size: int, columns: int, kv_bytes: int) -> int:
+        """Of all keys and values, and states, of `kv_bytes` beside whole slices; one layer is there
+        twice where a step makes it longer."""
+        longer = batch_size * columns * self.kv_bytes
+        return self.need(batch_size, min(self.most_tokens, columns), columns, kv_bytes + longer)
+
+    def slice_tokens(self, batch_size: int, columns: int, state_bytes: int, left: int) -> int:
+        """How many columns of a prompt that ends at `columns` may fit `left` bytes at a time."""
+        n = self.most_tokens
+        while n > LEAST_SLICE and self.need(batch_size, n, columns, state_bytes) > left:
+            n //= 2
+        return n
 
 
 class ModulesDevice:
@@ -42,28 +82,17 @@ class ModulesDevice:
         self._is_cuda = self.device.type == "cuda"
         self._key = self.device.index or 0
         self._limit = config.max_memory.get(self._key) if self._is_cuda else None
-        self._most_tokens = config.prefill_slice_tokens
-        self._held_bytes, self._kv_bytes = held_bytes, kv_bytes
-        self._token_bytes = _token_bytes(stock)
+        self._held_bytes = held_bytes
+        self.bytes = PassBytes(token_bytes(stock), kv_bytes, config.prefill_slice_tokens)
         self._host: dict[str, Tensor] = {}
 
     def left_bytes(self) -> int:
         """What may still be allocated."""
         return available_bytes(self.device, self._limit) if self._is_cuda else sys.maxsize
 
-    def slice_bytes(self, batch_size: int, n: int, columns: int) -> int:
-        """Memory of a pass over n new columns, the last of `columns`: activations, masks of a byte
-        for each query and key, one layer's keys and values of a row, and pages under way."""
-        of_layer = columns * self._kv_bytes
-        masks = 4 * batch_size * n * columns
-        return batch_size * n * self._token_bytes + of_layer + masks + STAGINGS * STAGING_BYTES
-
     def has_room(self, batch_size: int, columns: int, kv_bytes: int) -> bool:
-        """Whether all keys and values, and states, of `kv_bytes` fit beside whole slices; one layer
-        is there twice where a step makes it longer."""
-        n = min(self._most_tokens, columns)
-        longer = batch_size * columns * self._kv_bytes
-        return self._need(batch_size, n, columns, kv_bytes + longer) <= self.left_bytes()
+        """Whether `resident_need` fits."""
+        return self.bytes.resident_need(batch_size, columns, kv_bytes) <= self.left_bytes()
 
     def slice_tokens(self, batch_size: int, columns: int, state_bytes: int) -> int:
         """How many columns of a prompt that ends at `columns` fit the memory at a time.
@@ -74,9 +103,7 @@ class ModulesDevice:
         Raises:
             DeviceMemoryError: not even few do.
         """
-        n, left = self._most_tokens, self.left_bytes()
-        while n > _LEAST_SLICE and self._need(batch_size, n, columns, state_bytes) > left:
-            n //= 2
+        n = self.bytes.slice_tokens(batch_size, columns, state_bytes, self.left_bytes())
         self.check(batch_size, min(n, columns), columns, state_bytes)
         return n
 
@@ -86,7 +113,7 @@ class ModulesDevice:
         Raises:
             DeviceMemoryError: names the sizes, and the options that change them.
         """
-        need = self._need(batch_size, n, columns, state_bytes) if n > 1 else state_bytes
+        need = self.bytes.need(batch_size, n, columns, state_bytes) if n > 1 else state_bytes
         left = self.left_bytes()
         if need > left:
             raise DeviceMemoryError(
@@ -96,9 +123,6 @@ class ModulesDevice:
                 f"beside the weights; raise max_memory={{{self._key}: ...}}, or lower the batch "
                 "size, prefill_slice_tokens or the prompt's length"
             )
-
-    def _need(self, batch_size: int, n: int, columns: int, state_bytes: int) -> int:
-        return self.slice_bytes(batch_size, n, columns) + state_bytes + _MARGIN_BYTES
 
     @property
     def device_bytes(self) -> int:
@@ -135,7 +159,7 @@ class ModulesDevice:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _token_bytes(stock: Any) -> int:
+def token_bytes(stock: Any) -> int:
     """Activations of a token at one time, an upper bound by the widest matrices of a layer."""
     config = stock.config.get_text_config()
     experts = getattr(config, "num_experts_per_tok", None) or 1
@@ -158,9 +182,9 @@ def check_weights_fit(config: RuntimeConfig, weight_bytes: int) -> None:
     if device.type == "cpu":
         return
     left = available_bytes(device, config.max_memory.get(device.index or 0))
-    if weight_bytes + _MARGIN_BYTES > left:
+    if weight_bytes + MARGIN_BYTES > left:
         raise DeviceMemoryError(
-            f"the weights need {format_bytes(weight_bytes)} and {format_bytes(_MARGIN_BYTES)} for "
+            f"the weights need {format_bytes(weight_bytes)} and {format_bytes(MARGIN_BYTES)} for "
             f"workspaces, but {format_bytes(left)} of {config.device} are left; raise "
             f"max_memory={{{device.index or 0}: ...}}, choose a smaller dtype or model, or "
             "device='cpu'"

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from offload import OffloadedModel
 from offload.loading.checkpoint import check_checkpoint
+from offload.loading.generic_packing import parameter_bytes
 from offload.loading.packed_bytes import checkpoint_packed_bytes
-from offload.loading.planned_model import planned_model
+from offload.loading.planned_model import planned_model, planned_skeleton
 from offload.models.packed_experts import PackedExperts
 from offload.models.packed_linear import PackedMatrix, PackedModule
 from offload.runtime.budgets import weight_bytes_of
@@ -333,6 +334,9 @@ def test_experts_stay_packed(dtype: torch.dtype, tmp_path: Path) -> None:
     # As on a GPU, where they are dequantised.
     unpacked = OffloadedModel.from_pretrained(tmp_path / "made", num_threads=1, backend="inline")
     assert weight_bytes_of(unpacked) == weight_bytes_of(dense)
+    for device, loaded in (("cpu", model), ("cuda", unpacked)):
+        planned: Any = planned_skeleton(str(tmp_path / "made"), device=device)
+        assert sum(parameter_bytes(*planned).values()) == weight_bytes_of(loaded)
     ids = random_tokens(30, seed=1).unsqueeze(0)
     expected, found, of_unpacked = (
         each.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)

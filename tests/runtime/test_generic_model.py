@@ -19,7 +19,8 @@ from offload.policies.exact_topk import ExactTopK
 from offload.policies.registry import make_policy
 from offload.runtime.config import runtime_config
 from offload.runtime.generic_cache import tensors_in
-from offload.runtime.generic_loading import POLICIES, generic_runtime
+from offload.runtime.generic_loading import generic_runtime
+from offload.runtime.generic_sizes import POLICIES
 from offload.system.errors import HostBudgetError
 
 TYPES = ["qwen3_moe", "qwen3_5_text", "gemma2", "gpt_oss", "phi3", "deepseek_v3", "ministral"]

@@ -116,7 +116,7 @@ def test_a_prompt_without_room_on_the_device_is_refused(
     """Slices get shorter before; what is refused names sizes and options."""
     model = load(folder, "cpu")
     modules = model._offload.hosted.others.modules
-    room = modules.slice_bytes(2, 300, 4000) + 2**28 + 2 * model._offload.hosted.others.at(4000)
+    room = modules.bytes.of_slice(2, 300, 4000) + 2**28 + 2 * model._offload.hosted.others.at(4000)
     monkeypatch.setattr(ModulesDevice, "left_bytes", lambda self: room)
     assert modules.slice_tokens(2, 4000, 2 * model._offload.hosted.others.at(4000)) == 256
     monkeypatch.setattr(ModulesDevice, "left_bytes", lambda self: 1000)

@@ -1,0 +1,157 @@
+"""What a model without lean layers takes: told of a model that is loaded, or of an empty one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.attention import DecodeAttention
+from offload.decode.stock_attention import AttentionSpec, attention_specs
+from offload.kv.store import KVStore
+from offload.loading.generic_packing import parameter_bytes
+from offload.models.missing_features import unsupported_generic
+from offload.policies.auto import Auto
+from offload.runtime.config import RuntimeConfig
+from offload.runtime.generic_cache import LayerStates
+from offload.selection.state_bytes import StateBytes
+
+POLICIES = ("full", "exact_topk", "lfps", "lychee_cluster", "quest", "sketch", "streaming_llm")
+AUTO_REASON = "without lean layers auto attends to everything in this version"
+# How many experts a token meets, by the names that configs give it.
+_ACTIVE = (
+    *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k"),
+)
+
+
+def check_policy(config: RuntimeConfig, model_type: str) -> None:
+    """Refuse a policy that needs lean layers.
+
+    Raises:
+        NotImplementedError: names those that do not.
+    """
+    policy = config.policy
+    if not isinstance(policy, Auto) and policy.name not in POLICIES:
+        raise NotImplementedError(
+            f"policy {policy.name!r} with type {model_type!r}, which has no lean layers; "
+            f"available: {', '.join(('auto', *POLICIES))}"
+        )
+
+
+def store_and_attention(
+    specs: Mapping[int, AttentionSpec], config: RuntimeConfig, pool: WorkerPool, **of_store: Any
+) -> tuple[KVStore, DecodeAttention]:
+    """The host store of the layers that attend to everything, and what decodes from it.
+
+    Args:
+        config: `Auto` is resolved.
+        of_store: arguments of `KVStore` beside the layers and what `config` has.
+
+    Raises:
+        NotImplementedError: the policy selects, and there is no such layer.
+    """
+    # Without a layer in the store it still counts the tokens of sequences.
+    layers = [*specs.values()] or [AttentionSpec(1, 1, 16, 16, 1.0)]
+    policy = config.policy
+    if not specs and policy.selects:
+        raise NotImplementedError(
+            f"policy {policy.name!r} has nothing to select: no layer attends to all tokens; "
+            "available: 'auto' and 'full'"
+        )
+    store = KVStore(
+        num_layers=len(layers),
+        num_kv_heads=[spec.num_kv_heads for spec in layers],
+        head_dim=[spec.head_dim for spec in layers],
+        kv_dtype=config.kv_dtype,
+        page_tokens=config.page_tokens,
+        **of_store,
+    )
+    attention = DecodeAttention(
+        policy,
+        store,
+        num_qo_heads=[spec.num_qo_heads for spec in layers],
+        pool=pool,
+        sm_scale=[spec.sm_scale for spec in layers],
+        softcap=[spec.softcap for spec in layers],
+    )
+    return store, attention
+
+
+def row_bytes(store: KVStore) -> int:
+    """Bytes of a token's keys and values in the model's dtype, the most that one layer has."""
+    heads = map(store.heads_of, range(store.num_layers))
+    return max(2 * num_kv_heads * head_dim for num_kv_heads, head_dim in heads) * (
+        store.dtype.itemsize
+    )
+
+
+def num_pages(store: KVStore, ends: Iterable[int]) -> int:
+    """Pages of sequences that come to so many tokens."""
+    return store.num_page_rows * sum(-(-end // store.page_tokens) for end in ends)
+
+
+def policy_bytes(states: StateBytes, ends: Iterable[int]) -> int:
+    """What a policy keeps of such sequences, at the peak: arrays that grow are there twice."""
+    return sum(2 * states.at(end) + states.of_queries for end in ends)
+
+
+@dataclass(frozen=True)
+class GenericSizes:
+    """What is told of a model that is not loaded.
+
+    Attributes:
+        specs: of the layers that attend to everything, by their number.
+        states: of the other layers, and what these layers have beside keys and values.
+        all_states: with their keys and values, too.
+        weight_bytes: of all weights, packed as they are kept.
+        active_bytes: of those that any decode step reads: of experts as many as one token meets.
+    """
+
+    specs: dict[int, AttentionSpec]
+    states: LayerStates
+    all_states: LayerStates
+    weight_bytes: int
+    active_bytes: int
+
+    @classmethod
+    def of(cls, empty: Any, kept: Mapping[str, str]) -> GenericSizes:
+        """Args: as `parameter_bytes` has them.
+
+        Raises:
+            ValueError: its modules do not run, or ask for what is not there; says why.
+        """
+        weights = parameter_bytes(empty, kept)
+        empty.config._experts_implementation = "batched_mm"  # needs no values
+        try:
+            specs, layers = attention_specs(empty.eval())
+        except Exception as error:  # of any kind: 150 model types
+            reason = f"its sizes cannot be told without its weights: {error}"
+            raise ValueError(unsupported_generic(empty.config.model_type, reason)) from error
+        states, all_states = LayerStates(), LayerStates()
+        states.count(layers, 2, specs)
+        all_states.count(layers, 2, ())
+        active = sum(map(int, _active(empty, weights)))
+        return cls(specs, states, all_states, sum(weights.values()), active)
+
+
+def _active(empty: Any, weights: Mapping[str, int]) -> Iterable[float]:
+    config = empty.config.get_text_config()
+    told = (getattr(config, name, None) for name in _ACTIVE)
+    per_token = next((count for count in told if isinstance(count, int)), 1)
+    head = empty.get_output_embeddings()
+    for name, num_bytes in weights.items():
+        owner = empty.get_submodule(name.rpartition(".")[0])
+        weight = empty.get_parameter(name)
+        if isinstance(owner, torch.nn.Embedding) and (head is None or head.weight is not weight):
+            continue  # a row of each token
+        share, of_one = 1.0, re.search(r"\.experts\.(\d+)\.", name)
+        if of_one is not None:
+            share = float(int(of_one[1]) < per_token)
+        elif ".experts." in name:  # of all of them
+            share = min(1.0, per_token / weight.shape[0])
+        yield num_bytes * share

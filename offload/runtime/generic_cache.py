@@ -94,6 +94,11 @@ class LayerStates:
                     shape[2] = getattr(layer, "sliding_window", sys.maxsize) - 1
                 self.shapes[f"{number}.{name}"] = x.dtype, tuple(shape)
 
+    def take_sizes(self, other: LayerStates) -> None:
+        """Those of another one, of the same model."""
+        self.fixed_bytes, self.windows = other.fixed_bytes, other.windows
+        self.flags, self.shapes = other.flags, other.shapes
+
     def count(self, layers: Sequence[Any], rows: int, hosted: Container[int]) -> None:
         """Take the bytes from cache layers that have read something.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
@@ -192,7 +192,7 @@ class GenericRuntime:
         """
         raise NotImplementedError(
             f"a model of type {self.stock.config.model_type!r} has no lean layers: generate(), "
-            "forward(), Engine and `offload serve` run it; saved caches, eval and "
+            "forward(), Engine and `offload serve` run it; saved caches and "
             "calibrations need one of "
             f"{', '.join(sorted(FAMILIES))}"
         )
@@ -234,6 +234,25 @@ class GenericRuntime:
         self.store.close()
         if self.resident is not None:
             self.resident.store.close()
+
+    @contextmanager
+    def generation(self, *, has_assistant: bool = False) -> Iterator[Generation]:
+        """Around one generation: new statistics, torch on one thread between passes, and no cache
+        left behind by an error."""
+        outer = self.current_generation
+        threads = outer.prefill_threads or torch.get_num_threads()
+        generation = self.current_generation = Generation(threads, is_running=True)
+        try:
+            with torch_threads(1):  # in its passes a prompt has more
+                yield generation
+        except BaseException:
+            if generation.owns_cache and generation.cache is not None:
+                generation.cache.reset()
+            raise
+        finally:
+            if not outer.is_running:
+                outer = Generation(self.config.num_threads, stats=generation.stats)
+            self.current_generation = outer
 
     def run(self, forward: Callable[[], T], cache: GenericCache | None, *inputs: Any) -> T:
         """A stock forward pass on this model's threads, as `GenericCache.forward_pass` has it.
@@ -352,8 +371,13 @@ def is_on_device(config: RuntimeConfig) -> bool:
 
 
 @loading()
-def load_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> GenericRuntime:
+def load_generic(
+    checkpoint: Checkpoint, config: RuntimeConfig, kind: type[GenericRuntime] = GenericRuntime
+) -> GenericRuntime:
     """Load a model, once it has given the logits of the stock path.
+
+    Args:
+        kind: of what runs it.
 
     Raises:
         As `OffloadedModel.from_pretrained`, and `generic_runtime`.
@@ -364,7 +388,7 @@ def load_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> GenericRuntim
     if config.device != "cpu":
         stock.to(config.device)
     with torch_threads(config.num_threads), current_device(torch.device(config.device)):
-        runtime = generic_runtime(stock, config, checkpoint.folder)
+        runtime = generic_runtime(stock, config, checkpoint.folder, kind)
     layers = len(runtime.hosted.specs)
     logger.info(
         "loaded %s in %.1f s: transformers' own modules on %s, %d layers in the host store, "
@@ -379,7 +403,12 @@ def load_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> GenericRuntim
     return runtime
 
 
-def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> GenericRuntime:
+def generic_runtime(
+    stock: Any,
+    config: RuntimeConfig,
+    folder: Path | None,
+    kind: type[GenericRuntime] = GenericRuntime,
+) -> GenericRuntime:
     """What runs a stock model that is loaded; its modules use our attention from now on.
 
     Args:
@@ -400,7 +429,7 @@ def generic_runtime(stock: Any, config: RuntimeConfig, folder: Path | None) -> G
             stock.set_attn_implementation("eager")
             expected = _logits(stock, DynamicCache(config=stock.config), None)
             use_offload_attention(stock)
-        runtime = made = GenericRuntime(stock, specs, config, folder, pool)
+        runtime = made = kind(stock, specs, config, folder, pool)
         if not is_on_device(config):
             use_pool(stock, pool, lambda: made.decodes)
         is_rounded = stock.dtype != torch.float32 or runtime.store.format.is_int8

@@ -17,14 +17,13 @@ import torch
 from offload.loading.checkpoint import check_checkpoint
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.fixed_model import FixedModel
-from offload.runtime.generation import Generation, GenerationRequest
+from offload.runtime.generation import GenerationRequest
 from offload.runtime.generic_cache import GenericCache
 from offload.runtime.generic_loading import GenericRuntime, load_generic
 from offload.runtime.inputs import refuse_unsupported
 from offload.runtime.run_lock import locked
 from offload.runtime.stats import OffloadStats
 from offload.system.autocast import current_device, without_autocast
-from offload.system.torch_threads import torch_threads
 
 if TYPE_CHECKING:
     from offload.kv.store import KVStore
@@ -52,22 +51,9 @@ class GenericModel(FixedModel):
         runtime = self._offload
         if kwargs.get("assistant_model") is not None:
             raise _unsupported("assistant_model")
-        with runtime.run_lock.lock:
-            outer = runtime.current_generation
-            threads = outer.prefill_threads or torch.get_num_threads()
-            generation = runtime.current_generation = Generation(threads, is_running=True)
-            try:
-                args, kwargs = self._on_device(args), self._on_device(kwargs)
-                with torch_threads(1):  # in its passes a prompt has more
-                    return super().generate(*args, **kwargs)
-            except BaseException:
-                if generation.owns_cache and generation.cache is not None:
-                    generation.cache.reset()
-                raise
-            finally:
-                if not outer.is_running:
-                    outer = Generation(runtime.config.num_threads, stats=generation.stats)
-                runtime.current_generation = outer
+        with runtime.run_lock.lock, runtime.generation():
+            args, kwargs = self._on_device(args), self._on_device(kwargs)
+            return super().generate(*args, **kwargs)
 
     def _on_device(self, given: Any) -> Any:
         """Arguments, tensors on the device of the modules."""

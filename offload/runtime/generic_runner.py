@@ -28,7 +28,7 @@ class GenericRunner:
     """
 
     def __init__(self, runtime: Any, arguments: Sequence[str]) -> None:
-        self._runtime, self._arguments = runtime, frozenset(arguments)
+        self._runtime, self.arguments = runtime, frozenset(arguments)
 
     def read(
         self,
@@ -50,7 +50,7 @@ class GenericRunner:
                 logits = list[Tensor]()
                 for seq, tokens in parts:
                     before = runtime.store.kv_len(seq)
-                    with self._phase(reads_prompt=True):
+                    with self.phase(reads_prompt=True):
                         of_last = self._run([seq], torch.tensor([tokens]), between)
                     logits.append(of_last.cpu())
                     read.append((seq, before))
@@ -68,7 +68,7 @@ class GenericRunner:
             As `GenericCache.forward_pass`. A pass that fails in its middle loses the states of
             sequences, if layers have some: later passes of these are refused.
         """
-        with self._phase(reads_prompt=False):
+        with self.phase(reads_prompt=False):
             return self._run(this.seqs, tokens[:, None]).cpu()
 
     def choose_tokens(
@@ -84,7 +84,7 @@ class GenericRunner:
         """One step to the likeliest tokens, as `Runner.choose_tokens`."""
         batch = tokens_each(len(seqs))
         this = begin(batch)
-        with self._phase(reads_prompt=False):
+        with self.phase(reads_prompt=False):
             logits = self._run(this.seqs, tokens[:, None])
         take(likeliest(logits).cpu()[:, None], 0)
 
@@ -93,8 +93,8 @@ class GenericRunner:
         return likeliest(logits)
 
     @contextlib.contextmanager
-    def _phase(self, *, reads_prompt: bool) -> Iterator[None]:
-        """A step may come in the middle of a prompt's pass."""
+    def phase(self, *, reads_prompt: bool) -> Iterator[None]:
+        """Around a pass; a step may come in the middle of a prompt's pass."""
         runtime = self._runtime
         before = runtime.reads_prompt, runtime.decodes
         runtime.reads_prompt = reads_prompt
@@ -118,7 +118,7 @@ class GenericRunner:
             "logits_to_keep": 1,
             "attention_mask": mask,
         }
-        given = {name: x for name, x in given.items() if name in self._arguments}
+        given = {name: x for name, x in given.items() if name in self.arguments}
         given |= {"input_ids": ids, "past_key_values": cache, "use_cache": True}
         given = {
             name: x.to(runtime.device) if isinstance(x, Tensor) else x for name, x in given.items()

@@ -11,7 +11,7 @@ import torch
 
 from offload.decode.sampling import BurstError, Sampler, SamplingOptions, check_chosen
 from offload.kv.store import KVStore
-from offload.models.batch import RaggedBatch
+from offload.models.batch import RaggedBatch, tokens_each
 from offload.prefill.forward import OnTokens
 from offload.prefill.layer import attend_to_nothing
 from offload.runtime.cache import OffloadedCache
@@ -219,6 +219,14 @@ class Runtime:
         """
         chosen = self.runner.first_tokens(logits, [] if sampler is None else [sampler])
         return check_chosen(chosen, len(self.lean.layers))
+
+    def step_logits(self, cache: OffloadedCache, token: int, position: int) -> torch.Tensor:
+        """Logits [vocab_size] of a decode step with one token of one sequence."""
+        ids, batch = torch.tensor([token]), tokens_each(1)
+        batch.position_ids[0] = position
+        hidden, phase = self.run(self.lean.embed_tokens(ids.to(self.device)), batch, cache, ids)
+        logits: torch.Tensor = self.runner.logits(hidden, phase)[0]
+        return logits
 
     @torch.inference_mode(False)  # as in `run_lock.locked`
     @torch.no_grad()

@@ -44,10 +44,11 @@ engine and `offload serve` run it, with shared prompts and sessions on disk: eac
 own windows and recurrent states ([which prompts go on from
 them](how-to/many-requests.md#models-without-native-layers)). They refuse `bamba`, `jamba` and
 `zamba`, whose modules forget their states where a prompt is read in parts: these read a prompt at
-once, in a new cache, by `generate()`. [`offload plan`](placement.md#offload-plan) counts its bytes.
-Beams, drafts, saved caches of `generate()`, scores of prompts, eval, ranks and
-`host_bytes_per_sequence` are refused. Before it is used, each model must give the logits of the
-stock path for a padded prompt and three steps; it is refused if it does not.
+once, in a new cache, by `generate()`. [`offload plan`](placement.md#offload-plan) counts the bytes
+of a model, and `offload eval` compares policies on a CPU, a prompt at a time. Beams, drafts, saved
+caches of `generate()`, scores of prompts, ranks and `host_bytes_per_sequence` are refused. Before
+it is used, each model must give the logits of the stock path for a padded prompt and three steps;
+it is refused if it does not.
 Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class for it; that
 is so for types that are not in this table, too, such as `mistral3` and `llava`.
 

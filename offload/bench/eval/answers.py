@@ -246,6 +246,6 @@ def attended_tokens(runtime: Runtime, steps: int, count: str = "attended_tokens"
     if not steps or runtime.device.type != "cpu":
         return None
     per_query_head = attention.policy.selects and attention.policy.per_query_head
-    num_units = attention.num_qo_heads if per_query_head else attention.store.num_kv_heads
+    num_units = sum(heads[0 if per_query_head else 1] for heads in attention.layer_heads)
     counted: float = attention.profile()[count] / num_units
-    return counted / steps / attention.num_layers
+    return counted / steps

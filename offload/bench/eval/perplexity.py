@@ -21,7 +21,6 @@ from offload.bench.eval.intervals import student_interval
 from offload.bench.eval.record_file import Record
 from offload.bench.eval.selections import METRICS, SelectionJudge, most_dense_layers
 from offload.bench.eval.summary import FULL, bound_means, mean
-from offload.models.batch import tokens_each
 from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
 
 MOST_INT8_KL = 0.01  # nats a token
@@ -134,12 +133,9 @@ def teacher_forced(
 
         def decode(token: int) -> torch.Tensor:
             nonlocal position
-            ids, batch = torch.tensor([token]), tokens_each(1)
-            batch.position_ids[0] = position
-            embedded = runtime.lean.embed_tokens(ids.to(runtime.device))
-            hidden, phase = runtime.run(embedded, batch, cache, ids)
+            logits = runtime.step_logits(cache, token, position)
             position += 1
-            return runtime.runner.logits(hidden, phase)[0]
+            return logits
 
         yield decode
 

@@ -125,6 +125,11 @@ def perplexity(
 
     with running(verbose=verbose):
         setup.check_lengths([length + steps for length in all_lengths], "--context or --steps")
+        if judged_every is not None and setup.is_generic:
+            raise NotImplementedError(
+                f"--selections-every {judged_every} needs lean layers, which {model} does not "
+                "have; leave it out"
+            )
         options, records = measure_all(
             "perplexity",
             setup,

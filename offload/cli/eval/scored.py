@@ -60,7 +60,39 @@ class Setup:
         from offload.loading.checkpoint import check_checkpoint
         from offload.loading.names import resolve_folder
 
-        return check_checkpoint(resolve_folder(self.model))
+        return check_checkpoint(resolve_folder(self.model), takes_generic=True)
+
+    @property
+    def is_generic(self) -> bool:
+        """Whether the model has no lean layers."""
+        from offload.models import is_generic
+
+        return is_generic(self.checkpoint.config)
+
+    def _check_generic(self) -> None:
+        """Refuse, before anything is loaded, what a model without lean layers does not take here.
+
+        Raises:
+            NotImplementedError: names the option, or the policy.
+        """
+        from offload.runtime.generic_loading import check_generic
+
+        runs = self.runs
+        refused = {
+            "--device": runs.device != "cpu",
+            "--reads-on": runs.reads_on is not None,
+            "--hot-rows": runs.hot_rows,
+            "--batch-size": runs.batch_size > 1,
+            "--kv-dtype": runs.kv_dtype == "int8",
+            "--host-share": bool(self.bounds),
+        }
+        for option in (option for option, is_given in refused.items() if is_given):
+            raise NotImplementedError(
+                f"{option} with a model of type {self.checkpoint.config['model_type']!r}, which "
+                "has no lean layers; leave it out"
+            )
+        for policy in self.resolved:
+            check_generic(self.checkpoint, self.config().under(policy))
 
     @property
     def labels(self) -> list[str]:
@@ -80,6 +112,10 @@ class Setup:
 
         if not any(isinstance(policy, Auto) for policy in self.policies):
             return [*self.policies]
+        if self.is_generic:
+            from offload.policies.full import Full
+
+            return [Full() if isinstance(x, Auto) else x for x in self.policies]
         configs = [self.config().under(policy) for policy in self.policies]
         return [with_resolved_policy(self.checkpoint, each, None)[0].policy for each in configs]
 
@@ -129,8 +165,9 @@ class Setup:
         from offload.runtime.capping import with_cap_in_tokens
 
         configs = [self.config().under(policy) for policy in self.resolved]
-        capped = [with_cap_in_tokens(self.checkpoint, each, None).policy for each in configs]
-        options = [policy_options(policy) for policy in capped]
+        if not self.is_generic:
+            configs = [with_cap_in_tokens(self.checkpoint, each, None) for each in configs]
+        options = [policy_options(each.policy) for each in configs]
         return {
             "model": self.model,
             "checkpoint": checkpoint_digest(self.checkpoint.folder),
@@ -146,7 +183,17 @@ class Setup:
         Raises:
             ValueError: names both, and the option. FileNotFoundError: no such model.
         """
-        max_context = self.checkpoint.shape.max_context
+        from offload.models.base import stock_context_limit
+
+        if self.is_generic:
+            self._check_generic()
+            from transformers import AutoConfig
+
+            folder = self.checkpoint.folder
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            max_context, _ = stock_context_limit(config)
+        else:
+            max_context = self.checkpoint.shape.max_context
         if max(lengths) > max_context:
             raise ValueError(
                 f"{max(lengths):,} tokens are more than the {max_context:,} positions of "
@@ -174,6 +221,7 @@ def measure_all(
         settings: of the items, by the names of the command's options.
     """
     from offload.loading.names import load_tokenizer
+    from offload.runtime.generic_shared import GenericSharedModel
     from offload.runtime.shared_model import SharedModel
 
     config = setup.config()
@@ -193,13 +241,17 @@ def measure_all(
         left = [item for item in items if key_of(item) not in done]
         if left:
             progress.update(bar, description="loading the model")
-            model = SharedModel(
-                setup.model,
-                setup.resolved,
-                config,
-                reads_on=setup.runs.reads_on,
-                hot_rows=setup.runs.hot_rows,
-            )
+            model: Any
+            if setup.is_generic:
+                model = GenericSharedModel(setup.model, setup.resolved, config)
+            else:
+                model = SharedModel(
+                    setup.model,
+                    setup.resolved,
+                    config,
+                    reads_on=setup.runs.reads_on,
+                    hot_rows=setup.runs.hot_rows,
+                )
             progress.update(bar, total=len(items), completed=len(items) - len(left))
             for group in _groups(left, setup.runs.batch_size):
                 progress.update(bar, description=f"{group[0].task}, {group[0].length:,} tokens")

@@ -95,7 +95,7 @@ def test_ruler_asks_each_policy(folders: dict[str, Path], tmp_path: Path) -> Non
         answers = {label: one["answer"] for label, one in record["answers"].items()}
         assert answers["full"] == answers["exact_topk 4096 dense_layers=0"]
         attended = [one["attended_tokens"] for one in record["answers"].values()]
-        assert attended[0] == attended[1] > 1000
+        assert attended[0] == attended[1] > 700
         assert attended[2] == 96
 
 

@@ -67,8 +67,10 @@ class FlagHandshake(GraphSync):
         *,
         is_launched: bool = False,
         ahead: bool = False,
+        beside: Step | None = None,
     ) -> None:
-        super().run(key, step, rows, slots, is_launched=is_launched, ahead=ahead)
+        how: dict[str, Any] = {"is_launched": is_launched, "ahead": ahead, "beside": beside}
+        super().run(key, step, rows, slots, **how)
         if not ahead:
             # A GPU holds no locks of this process after its last flag, which a step that was not
             # served never raises: that must fail a test.

@@ -30,7 +30,7 @@ constexpr double kTolerance = 1e-5;  // relative L2 of what was summed in anothe
 template <>
 constexpr double kTolerance<Bf16> = 6e-3;  // weights of values may be rounded to bf16
 template <>
-constexpr double kTolerance<Int8> = 2e-4;  // or to 15 bits
+constexpr double kTolerance<Int8> = 5e-4;  // or to 15 bits, and so may be the query
 
 template <class T>
 constexpr double kStep = 0.0;  // of neighbouring values, relative: a rounding may fall to the other side

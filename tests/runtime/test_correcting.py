@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from cases.slowly import combinations
 from cases.tiny_models import random_tokens
 
 from offload import OffloadedCache, OffloadedModel
-from offload.kv.page_pool import PagePool
 from offload.kv.store import HostBudgetError
 from offload.policies.registry import available_policies, make_policy
 from offload.prefill import forward as prefill_forward
@@ -334,28 +332,6 @@ def test_a_correction_that_fails(
         assert torch.equal(now, then)
     rest = tokens[:, PROMPT + EVERY :]
     assert torch.equal(steps(model, cache, rest), steps(model, unharmed, rest))
-
-
-def test_ctrl_c_while_pages_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every page is some sequence's, and the copies are gone."""
-    model, tokens = load(folder, small("exact_topk")), random_tokens(1, PROMPT + EVERY + 1)
-    cache, _ = read(model, tokens[:, :PROMPT])
-    steps(model, cache, tokens[:, PROMPT:-1])
-    used, allocate = model.kv_store.host_bytes_used, PagePool.allocate
-
-    def interrupted(this: PagePool, num_pages: int) -> Any:
-        page_ids = allocate(this, num_pages)
-        signal.raise_signal(signal.SIGINT)
-        return page_ids
-
-    with monkeypatch.context() as patched:
-        patched.setattr(PagePool, "allocate", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            steps(model, cache, tokens[:, -1:])
-    assert model.kv_store.num_sequences == 1
-    assert model.kv_store.host_bytes_used == used
-    steps(model, cache, tokens[:, -1:])
-    assert model.offload_stats().corrected_tokens == EVERY
 
 
 def test_a_correction_without_room(folder: Path) -> None:

@@ -14,7 +14,7 @@ from cpu_ops.packed import FORMAT_CODES, PackedWeight
 from cpu_ops.worker_pool import WorkerPool
 
 GATES = {"none": 0, "silu": 1, "clamped": 2}  # ExpertGate of cpp/operators/routed_linear.h
-_PAIRS = 4096  # of a token and an expert that are worked on at a time; at 2,048 features 32 MiB of scratch
+_PAIRS = 4096  # of a token and an expert at a time: 32 MiB of scratch at 2,048 features
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 A few rows are whole numbers alone: they are quantised in groups of 32, as the weights are, and
 `dp4a` multiplies four of them at a time; scales meet the sums of groups. That reads 5 or 8.5 bits
-a weight. Several rows meet on tensor cores (`packed_rows`). Many meet weights that are unpacked, a
-block of outputs at a time.
+a weight. Several rows meet on tensor cores (`packed_rows`), 16 at a time. Many meet weights that
+are unpacked, a block of outputs at a time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ GPU_FORMATS = ("q8", "q4", "q8m", "q8x16")  # of `cpu_ops.packed`
 _PER_PROGRAM = 1024  # elements of a row that is unpacked
 _GROUPS_PER_PROGRAM = 32  # of a row that is quantised
 _MOST_ROWS = 8  # that meet packed weights without tensor cores; more are worth unpacking
+_MOST_ON_TENSOR_CORES = (
+    2 * MOST_ROWS
+)  # as two products; three are not ahead of cuBLAS behind unpacking
 _BLOCK_BYTES = 128 * 2**20  # of weights that are unpacked at one time
 
 
@@ -383,6 +386,12 @@ class GpuPackedLinear(GpuLinear):
         check_tensor("out", out, (len(x), width), self.dtype, x.device)
         if residual is not None:
             check_tensor("residual", residual, out.shape, self.dtype, x.device)
+        if len(x) > MOST_ROWS:
+            half = len(x) // 2
+            for few in (slice(half), slice(half, None)):
+                summand = None if residual is None else residual[few]
+                self(x[few], out[few], norm=norm, glu=glu, residual=summand)
+            return out
         rows = quantise_rows(x, norm, most_rows=8 if len(x) <= 8 else MOST_ROWS)
         first = 0
         for part in self._parts:
@@ -512,7 +521,7 @@ class GpuPackedLinear(GpuLinear):
 
 def _are_few(x: Tensor) -> bool:
     """Whether tensor cores multiply these rows and packed weights."""
-    return 1 < len(x) <= MOST_ROWS and runs_kernel(x) and has_tensor_cores(x.device)
+    return 1 < len(x) <= _MOST_ON_TENSOR_CORES and runs_kernel(x) and has_tensor_cores(x.device)
 
 
 def launch_shape(num_groups: int, format: str) -> tuple[int, int, int]:

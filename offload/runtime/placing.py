@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Of a placement's heads on the GPU, and of its predicted time: another one that is about as good is
 # not worth new captures.
 _ABOUT = 0.1
-_ROOM_SHARES = 2**7  # of a room's next power of two; choosing takes up to 10 ms
+_ROOM_SHARES = 2**10  # of a room's next power of two: 16 MiB of 9 GiB; choosing takes up to 10 ms
 _KEPT_CHOICES = 64
 _KEPT_TOKENS = 32768
 

@@ -254,7 +254,7 @@ def test_a_little_more_room_is_no_reason_to_choose_again(monkeypatch: pytest.Mon
     least, room = nothing_there(choose), room_for(choose, 65536, 0.6)
     chosen = choose(least, 1, 65536, room)
     monkeypatch.setattr(Chooser, "_choose", lambda *_: pytest.fail("chosen again"))
-    step = (1 << room.bit_length()) // 128
+    step = (1 << room.bit_length()) // 1024
     assert choose(least, 1, 65536, room // step * step + step - 1) == chosen
     assert choose(least, 1, 65536 - 100, room) == chosen
 

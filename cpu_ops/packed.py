@@ -89,6 +89,27 @@ class PackedWeight:
         minimums = None if self.minimums is None else of(self.minimums)
         return PackedWeight(of(self.codes), of(self.scales), minimums, self.in_features, self.table)
 
+    def columns(self, which: range) -> PackedWeight:
+        """A copy of some of its inputs.
+
+        Raises:
+            ValueError: they do not begin and end between groups.
+        """
+        if which.start % GROUP or (which.stop % GROUP and which.stop != self.in_features):
+            raise ValueError(
+                f"inputs {which.start} to {which.stop} of packed weights: groups of {GROUP} "
+                "cannot be cut"
+            )
+        groups = slice(which.start // GROUP, -(-which.stop // GROUP))
+
+        def of(values: Tensor) -> Tensor:
+            each = values.view(len(values), self.codes.shape[1], -1)
+            return each[:, groups].flatten(1).clone()
+
+        codes = self.codes[:, groups].clone()
+        minimums = None if self.minimums is None else of(self.minimums)
+        return PackedWeight(codes, of(self.scales), minimums, len(which), self.table)
+
 
 def quantise(weight: Tensor, format: str) -> PackedWeight:
     """A matrix on the nearest points of a grid per group.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,8 +41,12 @@ class PackedMatrix(nn.Module):
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
-        self.in_features, self.out_features = weight.in_features, weight.out_features
         self.dtype = dtype
+        self.keep(weight)
+
+    def keep(self, weight: PackedWeight) -> None:
+        """Have these weights from now on."""
+        self.in_features, self.out_features = weight.in_features, weight.out_features
         self.codes = _fixed(weight.codes)
         self.scales = _fixed(weight.scales.view(torch.int16))
         minimums = weight.minimums
@@ -178,11 +181,17 @@ class PackedLinear(Linear):
         of_first[len(self._modules)] = made
         return made
 
-    def keep_rows(self, *rows: range) -> NoReturn:
-        self._refuse_part()
+    def keep_rows(self, *rows: range) -> None:
+        for module, kept in zip(self._modules, rows, strict=True):
+            module.keep(module.packed.rows(torch.arange(kept.start, kept.stop)))
+            if module.bias is not None:
+                module.bias = _fixed(module.bias[kept.start : kept.stop].clone())
 
-    def keep_columns(self, columns: range, *, keeps_bias: bool) -> NoReturn:
-        self._refuse_part()
+    def keep_columns(self, columns: range, *, keeps_bias: bool) -> None:
+        for module in self._modules:
+            module.keep(module.packed.columns(columns))
+            if not keeps_bias:
+                module.bias = None
 
     def dequantise(self) -> Tensor:
         return torch.cat([module.packed.dequantise(self.dtype) for module in self._modules])
@@ -191,12 +200,6 @@ class PackedLinear(Linear):
         for module in self._modules:
             none = torch.zeros(module.out_features, dtype=self.dtype, device=self.device)
             yield none if module.bias is None else module.bias.detach()
-
-    def _refuse_part(self) -> NoReturn:
-        raise NotImplementedError(
-            f'weights="{self._modules[0].packed.format}" needs tensor_parallel_size=1 in this '
-            'version; give weights="auto" for several ranks'
-        )
 
 
 def _in_one_piece(modules: Sequence[PackedModule]) -> PackedRows:

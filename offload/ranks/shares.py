@@ -21,7 +21,7 @@ def head_ranges(num_kv_heads: int, world_size: int) -> list[range]:
 
 def mlp_ranges(intermediate_size: int, world_size: int) -> list[range]:
     """The rows of gate and up of each rank, in multiples that matrix products like."""
-    multiple = next(m for m in (64, 16, 8, 1) if intermediate_size % m == 0)
+    multiple = next(m for m in (64, 32, 16, 8, 1) if intermediate_size % m == 0)
     parts = _ranges(intermediate_size // multiple, world_size)
     return [range(multiple * part.start, multiple * part.stop) for part in parts]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from cpu_ops.packed import FORMATS
 from cpu_ops.worker_pool import MAX_THREADS
 from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.kv.format import KV_DTYPES
@@ -180,10 +179,9 @@ class RuntimeConfig:
             return ""
         if self.weights != "auto":
             return self.weights
-        if self.tensor_parallel_size > 1:
-            return ""
         if self.device == "cpu":
-            return "" if self.backend is not None else "auto"
+            inline = self.backend is not None or self.tensor_parallel_size > 1
+            return "" if inline else "auto"
         return AUTO_ON_GPU
 
     def under(self, policy: Policy) -> RuntimeConfig:
@@ -199,12 +197,6 @@ class RuntimeConfig:
             dtype = str(self.dtype).removeprefix("torch.")
             raise ValueError(
                 f"weights={self.weights!r} contradicts dtype={dtype!r}; leave one of the two out"
-            )
-        if self.weights in FORMATS and self.tensor_parallel_size > 1:
-            raise NotImplementedError(
-                f"weights={self.weights!r} needs one process in this version, but "
-                f"tensor_parallel_size is {self.tensor_parallel_size}; change that, or give "
-                "weights='auto'"
             )
 
     def _check_kv_dtype(self) -> None:

@@ -112,12 +112,13 @@ def load_model(
         logger.info("policy %s: %s", config.policy.name, loss)
     config = with_cap_in_tokens(checkpoint, config, ranks)
     check_before_loading(checkpoint, config, ranks)
-    if ranks is not None:  # one converts for all
+    is_packed = bool(checkpoint.stored_types and config.packing)
+    if ranks is not None and not is_packed:  # one converts for all
         ranks.once(partial(weights_folder, folder, checkpoint.loaded_dtype(config.dtype)))
     if checkpoint.stored_types and config.weights == "auto" and not config.packing:
         logger.info(
-            "weights=auto: %s is dequantised; in one process, and on a CPU with its own backend, "
-            "its matrices would stay packed",
+            "weights=auto: %s is dequantised; on a GPU, and on a CPU in one process with its own "
+            "backend, its matrices would stay packed",
             name_or_path,
         )
     stock = load_stock_model(checkpoint, config.dtype, config.packing).eval()

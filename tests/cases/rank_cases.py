@@ -67,9 +67,14 @@ def sampled(folder: Path, input_ids: torch.Tensor, seed: int | None, **options: 
     return greedy(_load(folder, "full"), input_ids, 30, do_sample=True, **options)
 
 
-def bitwise(folder: Path, input_ids: torch.Tensor, dtype: str) -> list[torch.Tensor]:
+def bitwise(
+    folder: Path,
+    input_ids: torch.Tensor,
+    dtype: str,
+    load_options: dict[str, Any] | None = None,
+) -> list[torch.Tensor]:
     """Logits of a prompt and of some decode steps."""
-    model = load(folder, "full", dtype=dtype)
+    model = load(folder, "full", dtype=dtype, **(load_options or {}))
     out = model(input_ids[:, :-3])
     logits = [out.logits]
     for column in range(input_ids.shape[1] - 3, input_ids.shape[1]):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases.linear_cases import packed
 from cases.tiny_models import (
     TINY_MODELS,
     byte_tokenizer,
@@ -20,7 +20,7 @@ from cases.tiny_models import (
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from cpu_ops.packed import FORMATS, quantise
+from cpu_ops.packed import FORMAT_CODES, FORMATS, quantise
 from gpu_ops.packed_linear import PackedRows
 from offload import OffloadedModel, load_tokenizer
 from offload.loading.checkpoint import check_checkpoint
@@ -34,9 +34,8 @@ from offload.models import packed_linear
 from offload.models.dtypes import WEIGHTS
 from offload.models.packed_embedding import PackedEmbedding
 from offload.models.packed_linear import PackedLinear, PackedModule
-from offload.runtime import config as config_file
 from offload.runtime.budgets import weight_bytes_before_loading, weight_bytes_of
-from offload.runtime.config import RuntimeConfig, runtime_config
+from offload.runtime.config import runtime_config
 from offload.runtime.shared_model import SharedModel
 from offload.system.errors import HostBudgetError
 from offload.system.stdlib_text import stdlib_paragraphs
@@ -361,20 +360,6 @@ def test_several_policies_share_them(tiny_folders: dict[str, Path]) -> None:
     assert len(packed_modules(shared.stock)) == 22
 
 
-REFUSED = {
-    "weights='q4' needs one process in this version, but tensor_parallel_size is 2": {
-        "tensor_parallel_size": 2
-    },
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_where_they_are_refused(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_file, "checked_device", torch.device)
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        RuntimeConfig(weights="q4", **REFUSED[message])
-
-
 def test_names_and_dtypes() -> None:
     with pytest.raises(ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat"):
         runtime_config(weights="q5")
@@ -384,18 +369,35 @@ def test_names_and_dtypes() -> None:
     assert runtime_config(weights="auto").dtype is None
 
 
-def test_they_are_saved_dequantised_and_not_moved_or_cut(
-    tiny_folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_they_are_saved_dequantised(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
     model = OffloadedModel.from_pretrained(tiny_folders["llama"], num_threads=1, weights="q8")
     model.save_pretrained(tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(saved.lm_head.weight, model.lm_head.packed.dequantise())
-    linear = PackedLinear([model.model.layers[0].mlp.down_proj])
-    with pytest.raises(NotImplementedError, match="needs tensor_parallel_size=1"):
-        linear.keep_rows(range(3))
-    with pytest.raises(NotImplementedError, match="needs tensor_parallel_size=1"):
-        linear.keep_columns(range(3), keeps_bias=True)
+
+
+@pytest.mark.parametrize("format", FORMAT_CODES)
+def test_ranks_have_some_rows_or_groups(format: str) -> None:
+    def modules() -> list[PackedModule]:
+        rng = np.random.default_rng(0)
+        torch.manual_seed(0)
+        weights = [packed(rng, format, out, 80) for out in (6, 10)]
+        return [PackedModule(w, torch.randn(w.out_features), torch.float32) for w in weights]
+
+    whole, x = PackedLinear(modules()), torch.randn(3, 80)
+    summands = []
+    for rank, columns in enumerate((range(32), range(32, 80))):
+        part = PackedLinear(modules())
+        part.keep_rows(range(rank * 3, rank * 3 + 3), range(rank * 5, rank * 5 + 5))
+        rows = [*range(rank * 3, rank * 3 + 3), *range(6 + rank * 5, 6 + rank * 5 + 5)]
+        torch.testing.assert_close(part(x), whole(x)[:, rows])
+        part = PackedLinear(modules())
+        part.keep_columns(columns, keeps_bias=rank == 0)
+        assert part.in_features == len(columns)
+        summands.append(part(x[:, columns.start : columns.stop]))
+    torch.testing.assert_close(summands[0] + summands[1], whole(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="groups of 32 cannot be cut"):
+        PackedLinear(modules()).keep_columns(range(16), keeps_bias=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

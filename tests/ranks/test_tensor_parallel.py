@@ -85,6 +85,26 @@ def test_full_attention_gives_the_stock_tokens(name, device, ranks, tiny_folders
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("weights", ["q4", "q8"])
+def test_packed_weights_are_cut(weights, device, ranks, tiny_folders):
+    """Some ways of a product round few rows to a grid, and others do not."""
+    tokens = random_tokens(1, 70)
+    options = {"dtype": "float32", "num_threads": 1, "backend": "inline", "weights": weights}
+    one = OffloadedModel.from_pretrained(tiny_folders["llama"], policy="full", **options)
+    got = ranks.call(
+        "bitwise",
+        folder=tiny_folders["llama"],
+        input_ids=tokens,
+        dtype="float32",
+        load_options={"weights": weights, **device},
+    )
+    wanted = one(tokens).logits[:, -4:]
+    for logits in got:
+        last = torch.cat([logits[0][:, -1:], *logits[1:]], dim=1).cpu()
+        assert (last - wanted).norm() < 0.03 * wanted.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "policy",
     slow_but(["streaming_llm", "exact_topk", "quest", "lychee_decode"], "quest", "lychee_decode"),

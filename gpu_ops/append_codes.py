@@ -12,10 +12,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dims, check_dtype, check_head_dim, check_page_tokens, check_tensor
+from gpu_ops.checks import (
+    check_dims,
+    check_head_dim,
+    check_page_tokens,
+    check_row_dtype,
+    check_rows,
+    check_tensor,
+)
 from gpu_ops.code_scores import code_page_bytes
 from gpu_ops.cpu_pages import page_at
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+from gpu_ops.load_rows import load_row
+from gpu_ops.row_format import as_numbers
 
 
 @jit
@@ -36,6 +45,7 @@ def append_codes_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     BITS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,  # at least HEAD_DIM
@@ -52,14 +62,14 @@ def append_codes_kernel(
     if position >= SINK_TOKENS:
         index = SINK_TOKENS + (position - SINK_TOKENS) % RECENT_TOKENS
     kv_head = row * 2 * NUM_KV_HEADS + tl.load(heads + page_head)
-    key = window + (kv_head * (SINK_TOKENS + RECENT_TOKENS) + index) * HEAD_DIM
+    key = window + (kv_head * (SINK_TOKENS + RECENT_TOKENS) + index) * ROW_ITEMS
     mean = means + (row * NUM_HEADS + page_head) * HEAD_DIM
     e = tl.arange(0, BLOCK_D)
     x = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, HEAD_DIM, BLOCK_R):
         d = first + tl.arange(0, BLOCK_R)
         inside = d < HEAD_DIM
-        of_key = tl.load(key + d, mask=inside, other=0.0).to(tl.float32)
+        of_key = load_row(key, d, inside, HEAD_DIM, ROW_ITEMS)
         of_key -= tl.load(mean + d, mask=inside, other=0.0)
         both = inside[:, None] & (e < HEAD_DIM)[None, :]
         part = tl.load(rotation + d[:, None] * HEAD_DIM + e[None, :], mask=both, other=0.0)
@@ -104,18 +114,18 @@ def append_codes(
     """Write the code and the scale of each row's last key, for some KV heads.
 
     Args:
-        window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, head_dim], as `rope_publish` has
-            it, at least one of its tokens a recent one.
+        window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, row], as `rope_publish` has it,
+            at least one of its tokens a recent one.
         rotation, means, page_table, heads: as `top_k_codes` takes them.
         positions: int64 [n], each row's last token; of one before `first_token` nothing is written.
         levels: 2 or 4, ascending, of codes of 1 or 2 bits a dimension.
         outer: where the outer ones of 4 levels begin, of a standard normal distribution.
         page_tokens: a power of two.
     """
-    check_dtype("window", window)
-    check_dims("window", window, "[n, 2, num_kv_heads, tokens, head_dim]")
-    n, _, num_kv_heads, tokens, head_dim = window.shape
-    num_heads, device = len(heads), window.device
+    check_row_dtype("window", window)
+    check_dims("window", window, "[n, 2, num_kv_heads, tokens, row]")
+    n, _, num_kv_heads, tokens, _ = window.shape
+    num_heads, device, head_dim = len(heads), window.device, rotation.shape[-1]
     check_head_dim(head_dim)
     check_page_tokens(page_tokens)
     if len(levels) not in (2, 4):
@@ -124,8 +134,7 @@ def append_codes(
         raise ValueError(f"sink_tokens must be in [0, {tokens}), got {sink_tokens}")
     if first_token < 0:
         raise ValueError(f"first_token must not be negative, got {first_token}")
-    window_shape = (n, 2, num_kv_heads, tokens, head_dim)
-    check_tensor("window", window, window_shape, window.dtype, device)
+    check_rows("window", window, (n, 2, num_kv_heads, tokens), head_dim, window)
     check_tensor("rotation", rotation, (head_dim, head_dim), torch.float32, device)
     check_tensor("means", means, (n, num_heads, head_dim), torch.float32, device)
     check_tensor("page_table", page_table, (n, page_table.shape[-1]), torch.int64, device)
@@ -148,6 +157,7 @@ def append_codes(
         num_heads,
         num_kv_heads,
         head_dim,
+        window.shape[4],
         len(levels).bit_length() - 1,
         page_tokens,
         next_power_of_2(head_dim),
@@ -171,7 +181,7 @@ def append_codes_reference(
     page_tokens: int,
 ) -> None:
     """`append_codes` by torch; pages are CPU memory."""
-    head_dim, num_heads, bits = window.shape[4], len(heads), len(levels).bit_length() - 1
+    head_dim, num_heads, bits = len(rotation), len(heads), len(levels).bit_length() - 1
     width = head_dim * bits // 8
     page_bytes = code_page_bytes(num_heads, page_tokens, head_dim, bits)
     for row, position in enumerate(positions.tolist()):
@@ -180,7 +190,8 @@ def append_codes_reference(
         index = position
         if position >= sink_tokens:
             index = sink_tokens + (position - sink_tokens) % (window.shape[3] - sink_tokens)
-        x = (window[row, 0, heads.long(), index].float() - means[row]) @ rotation
+        keys = as_numbers(window[row, 0, heads.long(), index], head_dim)
+        x = (keys - means[row]) @ rotation
         codes, scales = encoded(x, levels, outer)
         page = page_at(int(page_table[row, position // page_tokens]), (page_bytes,), torch.uint8)
         split = num_heads * page_tokens * width

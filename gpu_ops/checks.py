@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gpu_ops.row_format import row_items
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIM_MULTIPLE = 16
 _MIN_PAGE_TOKENS = 16  # tensor cores multiply tiles of 16 keys
@@ -41,6 +43,19 @@ def check_reachable(
     if x.device != device and not (x.device.type == "cpu" and x.is_pinned()):
         raise ValueError(f"{name} must be on {device} or in pinned host memory, got {x.device}")
     _check_layout(name, x, shape, dtype)
+
+
+def check_rows(name: str, x: Tensor, shape: Sequence[int], head_dim: int, like: Tensor) -> None:
+    """As `check_tensor`, for rows [*shape, row] of `head_dim` numbers: of the dtype and on the
+    device of `like`, or of int8 there."""
+    dtype = x.dtype if x.dtype == torch.int8 else like.dtype
+    check_tensor(name, x, (*shape, row_items(head_dim, dtype)), dtype, like.device)
+
+
+def check_row_dtype(name: str, x: Tensor) -> None:
+    """ValueError unless rows `x` may have this dtype."""
+    if x.dtype != torch.int8:
+        check_dtype(name, x)
 
 
 def check_group(num_qo_heads: int, num_kv_heads: int) -> int:

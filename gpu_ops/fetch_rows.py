@@ -8,10 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dims, check_dtype, check_page_tokens, check_reachable, check_tensor
+from gpu_ops.checks import (
+    check_dims,
+    check_dtype,
+    check_page_tokens,
+    check_reachable,
+    check_row_dtype,
+    check_rows,
+    check_tensor,
+)
 from gpu_ops.cpu_pages import page_at
 from gpu_ops.gather_rows import GatherLaunch, check_fixed, check_gathered
 from gpu_ops.launch import jit, next_power_of_2, pointer, runs_kernel, tl
+from gpu_ops.load_rows import elements_of
 
 # Few multiprocessors, each to itself: see `GatherLaunch`.
 _LAUNCH = GatherLaunch(programs=8)
@@ -105,16 +114,18 @@ def fetch_rows_kernel(
     NUM_KV_HEADS: tl.constexpr,
     NUM_CLUSTERS: tl.constexpr,
     FIXED_TOKENS: tl.constexpr,  # sinks and recent ones
-    HEAD_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,  # of means
+    ROW_ITEMS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
 ) -> None:
     """Programs, fixed at capture, that share the lists."""
     i, programs = tl.program_id(0), tl.num_programs(0)
-    d, block = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_T)
+    d, block = tl.arange(0, BLOCK_ROW), tl.arange(0, BLOCK_T)
     # Counts and pairs come over PCIe, too: they are asked for one and two lists ahead.
     at, num, num_hot = load_list(
         i, num_lists, hot_counts, positions, heads, fetch_tokens, NUM_HEADS, NUM_KV_HEADS
@@ -164,16 +175,18 @@ def fetch_rows_kernel(
             page = tl.load(page_at, mask=present, other=0)
             key_rows = (at % NUM_KV_HEADS) * PAGE_TOKENS + tokens % PAGE_TOKENS
             source = page + key_rows.to(tl.int64) * ROW_BYTES
-            keys = source.to(tl.pointer_type(hot.dtype.element_ty))[:, None] + d[None, :]
-            values = keys + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
-            inside = present[:, None] & (d < HEAD_DIM)[None, :]
-            # Past the L1, which has no use for rows that are read once. Rows are whole vectors.
-            k = tl.load(tl.multiple_of(keys, (16, 16)), mask=inside, cache_modifier=".cg")
-            v = tl.load(tl.multiple_of(values, (16, 16)), mask=inside, cache_modifier=".cg")
-            target = ((row * 2 * NUM_HEADS + slot) * capacity + places) * HEAD_DIM
+            of_row = source.to(tl.pointer_type(hot.dtype.element_ty))[:, None]
+            keys = elements_of(of_row, d[None, :], ROW_ITEMS)
+            of_row += NUM_KV_HEADS * PAGE_TOKENS * ROW_ITEMS
+            values = elements_of(of_row, d[None, :], ROW_ITEMS)
+            inside = present[:, None] & (d < ROW_ITEMS)[None, :]
+            # Past the L1, which has no use for rows that are read once.
+            k = tl.load(keys, mask=inside, cache_modifier=".cg")
+            v = tl.load(values, mask=inside, cache_modifier=".cg")
+            target = ((row * 2 * NUM_HEADS + slot) * capacity + places) * ROW_ITEMS
             out = hot + target[:, None] + d[None, :]
             tl.store(out, k, mask=inside)
-            tl.store(out + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM, v, mask=inside)
+            tl.store(out + NUM_HEADS * capacity.to(tl.int64) * ROW_ITEMS, v, mask=inside)
         tokens, places = ahead
         at, num, num_hot, i = next_at, next_num, next_num_hot, i + programs
         next_at, next_num, next_num_hot = last_at, last_num, last_num_hot
@@ -209,21 +222,22 @@ def fetch_rows(
         heads: int32 [num_heads], KV heads that have hot rows.
         page_tokens: a power of two.
         sink_tokens, recent_tokens: added to `counts`, which `gathered_attention` subtracts.
-        hot: out [n, 2, num_heads, capacity, head_dim], keys and values of `heads` in their order.
+        hot: out [n, 2, num_heads, capacity, row], keys and values of `heads` in their order.
         counts: out int32 [n, num_kv_heads], hot rows and those of the window; 0 of inactive rows.
         rest_counts, rest_means: int32 [n, num_kv_heads, clusters + 1] and float32 [n, num_kv_heads,
             2, head_dim] of a mailbox: tokens that each cluster stands for, which cluster has new
             means, or -1, and these; may be pinned, too. None, as the next two: nothing stands for
             tokens that are not hot.
-        means: out [n, 2, num_heads, clusters, head_dim], keys and values of `heads`, as `hot`.
+        means: out [n, 2, num_heads, clusters, head_dim], keys and values of `heads`; in the dtype
+            of `hot`, if that is not int8.
         log_counts: out float32 [n, num_kv_heads, clusters], base 2; -inf: of no tokens.
 
     Raises:
         ValueError: operands that do not fit together.
     """
-    check_dtype("hot", hot)
+    check_row_dtype("hot", hot)
     device = hot.device
-    n, num_heads, capacity, head_dim = check_gathered("hot", hot, device)
+    n, num_heads, capacity, row_items = check_gathered("hot", hot, device)
     check_page_tokens(page_tokens)
     check_dims("fetches", fetches, "[n, num_kv_heads, fetch_tokens, 2]")
     num_kv_heads, fetch_tokens = fetches.shape[1:3]
@@ -235,11 +249,13 @@ def fetch_rows(
     check_tensor("positions", positions, (n,), torch.int64, device)
     check_tensor("heads", heads, (num_heads,), torch.int32, device)
     check_tensor("counts", counts, (n, num_kv_heads), torch.int32, device)
-    num_clusters = 0
+    num_clusters, head_dim = 0, row_items
     if means is not None:
         check_dims("means", means, "[n, 2, num_heads, clusters, head_dim]")
-        num_clusters = means.shape[3]
-        check_tensor("means", means, (n, 2, num_heads, num_clusters, head_dim), hot.dtype, device)
+        num_clusters, head_dim = means.shape[3:]
+        check_rows("hot", hot, (n, 2, num_heads, capacity), head_dim, means)
+        check_dtype("means", means)
+        check_tensor("means", means, (n, 2, num_heads, num_clusters, head_dim), means.dtype, device)
         if rest_counts is None or rest_means is None or log_counts is None:
             raise ValueError("means need rest_counts, rest_means and log_counts")
         rest = (n, num_kv_heads)
@@ -253,11 +269,11 @@ def fetch_rows(
             assert rest_means is not None
             assert log_counts is not None
             update_means_reference(rest_counts, rest_means, positions, heads, means, log_counts)
-        page_shape = (2, num_kv_heads, page_tokens, head_dim)
+        page_shape = (2, num_kv_heads, page_tokens, row_items)
         return fetch_rows_reference(
             fetches, hot_counts, page_table, positions, heads, page_shape, fixed_tokens, hot, counts
         )
-    row_bytes = head_dim * hot.element_size()
+    row_bytes = row_items * hot.element_size()
     fetch_rows_kernel[(_LAUNCH.programs,)](
         pointer(fetches),
         pointer(hot_counts),
@@ -279,11 +295,13 @@ def fetch_rows(
         num_clusters,
         fixed_tokens,
         head_dim,
+        row_items,
         row_bytes,
         page_tokens,
         _LAUNCH.tile_tokens(row_bytes),
         next_power_of_2(max(num_clusters, 1)),
         next_power_of_2(head_dim),
+        next_power_of_2(row_items),
         num_warps=_LAUNCH.num_warps,
     )
 

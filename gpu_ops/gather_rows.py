@@ -12,9 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dims, check_dtype, check_head_dim, check_page_tokens, check_tensor
+from gpu_ops.checks import (
+    check_dims,
+    check_head_dim,
+    check_page_tokens,
+    check_row_dtype,
+    check_tensor,
+)
 from gpu_ops.cpu_pages import page_at
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+from gpu_ops.load_rows import elements_of
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ def locate_tile(
     NUM_UNITS: tl.constexpr,
     SINK_TOKENS: tl.constexpr,
     FIXED_TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -104,7 +111,7 @@ def locate_tile(
     token = tl.load(chosen + index, mask=present, other=0)
     page = tl.load(page_table + row * max_pages + token // PAGE_TOKENS, mask=present, other=0)
     key_rows = kv_head * PAGE_TOKENS + token % PAGE_TOKENS
-    target = ((row * 2 * OUT_HEADS + FIRST_SLOT + slot) * capacity + index) * HEAD_DIM
+    target = ((row * 2 * OUT_HEADS + FIRST_SLOT + slot) * capacity + index) * ROW_ITEMS
     return page + key_rows.to(tl.int64) * ROW_BYTES, target, present
 
 
@@ -127,7 +134,7 @@ def gather_rows_kernel(
     NUM_KV_HEADS: tl.constexpr,
     SINK_TOKENS: tl.constexpr,
     FIXED_TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -157,18 +164,20 @@ def gather_rows_kernel(
             NUM_UNITS,
             SINK_TOKENS,
             FIXED_TOKENS,
-            HEAD_DIM,
+            ROW_ITEMS,
             ROW_BYTES,
             PAGE_TOKENS,
             BLOCK_T,
         )
         for tile in range(first, num_tiles * NUM_HEADS, num_programs):
-            keys = source.to(tl.pointer_type(out.dtype.element_ty))[:, None] + d[None, :]
-            values = keys + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
-            inside = present[:, None] & (d < HEAD_DIM)[None, :]
-            # Past the L1, which has no use for rows that are read once. Rows are whole vectors.
-            k = tl.load(tl.multiple_of(keys, (16, 16)), mask=inside, cache_modifier=".cg")
-            v = tl.load(tl.multiple_of(values, (16, 16)), mask=inside, cache_modifier=".cg")
+            of_row = source.to(tl.pointer_type(out.dtype.element_ty))[:, None]
+            keys = elements_of(of_row, d[None, :], ROW_ITEMS)
+            of_row += NUM_KV_HEADS * PAGE_TOKENS * ROW_ITEMS
+            values = elements_of(of_row, d[None, :], ROW_ITEMS)
+            inside = present[:, None] & (d < ROW_ITEMS)[None, :]
+            # Past the L1, which has no use for rows that are read once.
+            k = tl.load(keys, mask=inside, cache_modifier=".cg")
+            v = tl.load(values, mask=inside, cache_modifier=".cg")
             k_out = out + target[:, None] + d[None, :]
             # While these are under way, where the next ones are is looked up.
             source, target, present = locate_tile(
@@ -181,13 +190,13 @@ def gather_rows_kernel(
                 NUM_UNITS,
                 SINK_TOKENS,
                 FIXED_TOKENS,
-                HEAD_DIM,
+                ROW_ITEMS,
                 ROW_BYTES,
                 PAGE_TOKENS,
                 BLOCK_T,
             )
             tl.store(k_out, k, mask=inside)
-            tl.store(k_out + OUT_HEADS * capacity.to(tl.int64) * HEAD_DIM, v, mask=inside)
+            tl.store(k_out + OUT_HEADS * capacity.to(tl.int64) * ROW_ITEMS, v, mask=inside)
         # Who had one tile more than others in this row starts later in the next.
         first = (first - num_tiles * NUM_HEADS % num_programs + num_programs) % num_programs
 
@@ -219,21 +228,22 @@ def gather_rows(
         counts: int32 [n, num_units], at most budget_tokens.
         page_table: int64 [n, max_pages], addresses of pages of this layer in host memory that the
             GPU reaches (pinned or registered), each laid out [K|V][num_kv_heads][page_tokens]
-            [head_dim] in out's dtype and aligned to 16 bytes.
+            [row] in out's dtype and aligned to 16 bytes.
         positions: int64 [n], each row's last token; -1 for an inactive row, which gathers nothing.
         heads: int32 [num_heads], the KV heads to gather.
         page_tokens: a power of two.
-        out: [n, 2, at least num_heads, capacity, head_dim] with capacity = budget_tokens -
-            sink_tokens - recent_tokens: keys and values, token i of the middle at i.
+        out: [n, 2, at least num_heads, capacity, row] with capacity = budget_tokens -
+            sink_tokens - recent_tokens: keys and values, token i of the middle at i. Rows are of
+            head_dim, or of int8 (`row_format`).
         first_slot: place in `out` of the first of `heads`; the others follow it.
         launch: how the kernel is spread over the GPU.
 
     Raises:
         ValueError: operands that do not fit together.
     """
-    check_dtype("out", out)
+    check_row_dtype("out", out)
     device = out.device
-    n, out_heads, capacity, head_dim = check_gathered("out", out, device)
+    n, out_heads, capacity, row_items = check_gathered("out", out, device)
     num_heads = heads.numel()
     if not 0 <= first_slot <= first_slot + num_heads <= out_heads or num_heads < 1:
         raise ValueError(
@@ -249,9 +259,9 @@ def gather_rows(
     check_tensor("heads", heads, (num_heads,), torch.int32, device)
     operands = (selection, counts, page_table, positions, heads, out)
     if not runs_kernel(out):
-        page_shape = (2, num_kv_heads, page_tokens, head_dim)
+        page_shape = (2, num_kv_heads, page_tokens, row_items)
         return gather_rows_reference(*operands, page_shape, sink_tokens, recent_tokens, first_slot)
-    row_bytes = head_dim * out.element_size()
+    row_bytes = row_items * out.element_size()
     gather_rows_kernel[(launch.programs,)](
         *operands,
         n,
@@ -265,12 +275,12 @@ def gather_rows(
         num_kv_heads,
         sink_tokens,
         sink_tokens + recent_tokens,
-        head_dim,
+        row_items,
         row_bytes,
         page_tokens,
         next_power_of_2(num_heads),
         launch.tile_tokens(row_bytes),
-        next_power_of_2(head_dim),
+        next_power_of_2(row_items),
         num_warps=launch.num_warps,
     )
 
@@ -300,14 +310,15 @@ def gather_rows_reference(
 
 
 def check_gathered(name: str, x: Tensor, device: torch.device) -> tuple[int, int, int, int]:
-    """n, num_heads, capacity and head_dim of gathered rows; ValueError unless they are such."""
-    check_dims(name, x, "[n, 2, num_heads, capacity, head_dim]")
-    n, _, num_heads, capacity, head_dim = x.shape
-    check_tensor(name, x, (n, 2, num_heads, capacity, head_dim), x.dtype, device)
-    check_head_dim(head_dim)
+    """n, num_heads, capacity and elements of a row; ValueError unless they are gathered rows."""
+    check_dims(name, x, "[n, 2, num_heads, capacity, row]")
+    n, _, num_heads, capacity, row_items = x.shape
+    check_tensor(name, x, (n, 2, num_heads, capacity, row_items), x.dtype, device)
+    if x.dtype != torch.int8:
+        check_head_dim(row_items)
     if min(num_heads, capacity) < 1:
         raise ValueError(f"{name} must have heads and room for tokens, got {list(x.shape)}")
-    return n, num_heads, capacity, head_dim
+    return n, num_heads, capacity, row_items
 
 
 def check_units(counts: Tensor, num_kv_heads: int) -> int:

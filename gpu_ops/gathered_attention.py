@@ -14,12 +14,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dims, check_dtype, check_page_tokens, check_tensor
+from gpu_ops.checks import (
+    check_dims,
+    check_dtype,
+    check_head_dim,
+    check_page_tokens,
+    check_rows,
+    check_tensor,
+)
 from gpu_ops.choose_places import fresh
 from gpu_ops.cpu_pages import page_at
 from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
 from gpu_ops.gather_rows import check_fixed, check_gathered, check_units, gathered_tokens
 from gpu_ops.launch import jit, jit_for_any, next_power_of_2, runs_kernel, tl
+from gpu_ops.load_rows import elements_of
 from gpu_ops.merge_parts import merge_parts_reference
 from gpu_ops.online_softmax import (
     MIN_GROUP,
@@ -33,9 +41,11 @@ from gpu_ops.online_softmax import (
     tile_tokens,
 )
 from gpu_ops.paged_attention import num_kv_splits
+from gpu_ops.row_format import as_numbers
 from gpu_ops.window_attention import attend_reference, window_attention_reference
 
 _MIN_TOKENS_PER_SPLIT = 32
+_COPIED_ITEMS = 8192  # of int8 rows that are under way together, which take a register each
 _MAX_TILES_PER_SPLIT = 8  # at least, in a batch whose rows fill the GPU together
 
 
@@ -72,14 +82,14 @@ def bring_rows(
     last: tl.tensor,
     kv_head: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     BLOCK_R: tl.constexpr,  # rows that are under way together
-    BLOCK_D: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,  # at least ROW_ITEMS
 ) -> None:
     """Copy what is missing of places [first, last) from host pages."""
-    t, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    t, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_ROW)
     for start in range(first, last, BLOCK_R):
         place = start + t
         token = -2 - tl.load(token_of + place, mask=place < last, other=-1)
@@ -87,13 +97,15 @@ def bring_rows(
         if tl.max(token, 0) >= 0:
             page = tl.load(page_table + token // PAGE_TOKENS, mask=is_missing, other=0)
             source = page + (kv_head * PAGE_TOKENS + token % PAGE_TOKENS).to(tl.int64) * ROW_BYTES
-            of_key = source.to(tl.pointer_type(keys.dtype.element_ty))[:, None] + d[None, :]
-            of_value = of_key + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
-            inside = is_missing[:, None] & (d < HEAD_DIM)[None, :]
-            # Past the L1, which has no use for rows that are read once. Rows are whole vectors.
-            k = tl.load(tl.multiple_of(of_key, (16, 16)), mask=inside, cache_modifier=".cg")
-            v = tl.load(tl.multiple_of(of_value, (16, 16)), mask=inside, cache_modifier=".cg")
-            target = place[:, None] * HEAD_DIM + d[None, :]
+            of_row = source.to(tl.pointer_type(keys.dtype.element_ty))[:, None]
+            of_key = elements_of(of_row, d[None, :], ROW_ITEMS)
+            of_row += NUM_KV_HEADS * PAGE_TOKENS * ROW_ITEMS
+            of_value = elements_of(of_row, d[None, :], ROW_ITEMS)
+            inside = is_missing[:, None] & (d < ROW_ITEMS)[None, :]
+            # Past the L1, which has no use for rows that are read once.
+            k = tl.load(of_key, mask=inside, cache_modifier=".cg")
+            v = tl.load(of_value, mask=inside, cache_modifier=".cg")
+            target = place[:, None] * ROW_ITEMS + d[None, :]
             tl.store(keys + target, k, mask=inside)
             tl.store(values + target, v, mask=inside)
             tl.debug_barrier()  # all threads know which
@@ -128,6 +140,7 @@ def gathered_attention_kernel(
     GROUP_SIZE: tl.constexpr,
     FIXED_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     WINDOW_TOKENS: tl.constexpr,
     NUM_CLUSTERS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
@@ -136,6 +149,7 @@ def gathered_attention_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """One program per split, gathered head and row; the window is one more split, with what
@@ -148,8 +162,8 @@ def gathered_attention_kernel(
     length = split_length(num_tokens, NUM_SPLITS, BLOCK_T, min_tiles)
     first = split * length
     last = tl.minimum(first + length, num_tokens)
-    keys = gathered + (row * 2 * NUM_HEADS + slot) * capacity * HEAD_DIM
-    values = keys + NUM_HEADS * capacity.to(tl.int64) * HEAD_DIM
+    keys = gathered + (row * 2 * NUM_HEADS + slot) * capacity * ROW_ITEMS
+    values = keys + NUM_HEADS * capacity.to(tl.int64) * ROW_ITEMS
     num_slots = NUM_SPLITS
     if window is not None:
         num_slots += 1
@@ -157,8 +171,8 @@ def gathered_attention_kernel(
             first = first * 0
             # Its tokens are the first so many of its places (`window_attention`).
             last = tl.minimum(tl.load(positions + row) + 1, WINDOW_TOKENS).to(tl.int32)
-            keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * HEAD_DIM)
-            values = keys + NUM_KV_HEADS * WINDOW_TOKENS * HEAD_DIM
+            keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * ROW_ITEMS)
+            values = keys + NUM_KV_HEADS * WINDOW_TOKENS * ROW_ITEMS
     if first >= last:
         return  # nor does the second kernel read it
 
@@ -175,21 +189,23 @@ def gathered_attention_kernel(
                 last,
                 kv_head,
                 NUM_KV_HEADS,
-                HEAD_DIM,
+                ROW_ITEMS,
                 PAGE_TOKENS,
                 ROW_BYTES,
                 BLOCK_R,
-                BLOCK_D,
+                BLOCK_ROW,
             )
-    row_max, row_sum, acc = attend_rows(q, keys, values, first, last, scale, HEAD_DIM, BLOCK_T)
+    row_max, row_sum, acc = attend_rows(
+        q, keys, values, first, last, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T
+    )
     if means is not None:  # noqa: SIM102 (known when it is compiled)
         if split == NUM_SPLITS:
-            keys = means + (row * 2 * NUM_HEADS + slot) * (NUM_CLUSTERS * HEAD_DIM)
-            values = keys + NUM_HEADS * NUM_CLUSTERS * HEAD_DIM
+            mean_keys = means + (row * 2 * NUM_HEADS + slot) * (NUM_CLUSTERS * HEAD_DIM)
+            mean_values = mean_keys + NUM_HEADS * NUM_CLUSTERS * HEAD_DIM
             logs = log_counts + (row * NUM_KV_HEADS + kv_head) * NUM_CLUSTERS
             state = (row_max, row_sum, acc)
             row_max, row_sum, acc = attend_means(
-                q, keys, values, logs, NUM_CLUSTERS, scale, *state, HEAD_DIM, BLOCK_T
+                q, mean_keys, mean_values, logs, NUM_CLUSTERS, scale, *state, HEAD_DIM, BLOCK_T
             )
     state = (row_max, row_sum, acc)
     slots = ((row * NUM_HEADS + slot) * GROUP_SIZE + tl.arange(0, BLOCK_G)) * num_slots + split
@@ -288,7 +304,8 @@ def gathered_attention(
 
     Args:
         query: [n, num_qo_heads * head_dim].
-        gathered: [n, 2, num_heads, capacity, head_dim] in query's dtype, as `gather_rows` fills it.
+        gathered: [n, 2, num_heads, capacity, row], as `gather_rows` fills it: rows of head_dim in
+            query's dtype, or of int8 (`row_format`), and then those of the window, too.
         counts: int32 [n, num_units] of `gather_rows`: tokens of each selection, of which the sinks
             and the recent ones are not gathered. num_units is num_kv_heads, or 1.
         positions: int64 [n], -1 for an inactive row.
@@ -311,8 +328,11 @@ def gathered_attention(
     """
     check_dtype("query", query)
     device = query.device
-    check_tensor("gathered", gathered, gathered.shape, query.dtype, device)
-    n, num_heads, capacity, head_dim = check_gathered("gathered", gathered, device)
+    check_dims("partial_out", partial_out, "[n, num_heads * group_size, num_splits, head_dim]")
+    head_dim = partial_out.shape[3]
+    check_head_dim(head_dim)
+    n, num_heads, capacity, row_items = check_gathered("gathered", gathered, device)
+    check_rows("gathered", gathered, (n, 2, num_heads, capacity), head_dim, query)
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     num_kv_heads, rest = divmod(query.shape[-1], group_size * head_dim)
@@ -340,10 +360,10 @@ def gathered_attention(
     check_tensor("partial_out", partial_out, (*partial, head_dim), torch.float32, device)
     window_tokens = 0
     if window is not None:
-        check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, head_dim]")
+        check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, row]")
         window_tokens = window.shape[3]
-        window_shape = (n, 2, num_kv_heads, window_tokens, head_dim)
-        check_tensor("window", window, window_shape, query.dtype, device)
+        window_shape = (n, 2, num_kv_heads, window_tokens, row_items)
+        check_tensor("window", window, window_shape, gathered.dtype, device)
     num_clusters = 0
     if means is not None:
         check_dims("means", means, "[n, 2, num_heads, clusters, head_dim]")
@@ -378,6 +398,7 @@ def gathered_attention(
             gathered,
             *selected,
             group_size,
+            head_dim,
             fixed_tokens,
             sm_scale,
             out,
@@ -387,7 +408,7 @@ def gathered_attention(
             log_counts,
         )
     block_t = tile_tokens(head_dim, query.element_size())
-    block_d = next_power_of_2(head_dim)
+    block_d, block_row = next_power_of_2(head_dim), next_power_of_2(row_items)
     splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT))
     shape = (num_heads, num_units, num_kv_heads, group_size, fixed_tokens, head_dim)
     early = can_launch_early(query)  # the merge, while the splits run
@@ -409,14 +430,16 @@ def gathered_attention(
         sm_scale * math.log2(math.e),
         *splits,
         *shape,
+        row_items,
         window_tokens,
         num_clusters,
         1 if missing is None else missing.page_tokens,
-        head_dim * query.element_size(),
+        row_items * gathered.element_size(),
         max(MIN_GROUP, next_power_of_2(group_size)),
-        2 * block_t,
+        2 * block_t if row_items == head_dim else max(16, _COPIED_ITEMS // block_row),
         block_t,
         block_d,
+        block_row,
         early,
         num_warps=4 if missing is None else 8,  # more rows are under way
         num_stages=NUM_STAGES,
@@ -471,6 +494,7 @@ def gathered_attention_reference(
     positions: Tensor,
     heads: Tensor,
     group_size: int,
+    head_dim: int,
     fixed_tokens: int,
     sm_scale: float,
     out: Tensor,
@@ -480,7 +504,7 @@ def gathered_attention_reference(
     log_counts: Tensor | None = None,
 ) -> None:
     """`gathered_attention` by torch, in float32."""
-    head_dim, result = gathered.shape[4], out
+    result = out
     if window is not None:
         out = torch.empty_like(out, dtype=torch.float32)
         lse = torch.empty(len(out), out.shape[1] // head_dim, device=out.device)
@@ -496,7 +520,7 @@ def gathered_attention_reference(
             if num_tokens or means is not None:
                 before_out.masked_fill_((before == float("-inf"))[:, None], 0.0)
             if num_tokens:
-                kv = gathered[row, :, slot : slot + 1, :num_tokens]
+                kv = as_numbers(gathered[row, :, slot : slot + 1, :num_tokens], head_dim)
                 merge_parts_reference(
                     before_out, before, *attend_reference(q, kv[0], kv[1], sm_scale)
                 )

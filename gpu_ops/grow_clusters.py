@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dims, check_head_dim, check_tensor
+from gpu_ops.checks import check_dims, check_head_dim, check_rows, check_tensor
 from gpu_ops.choose_places import HotMap
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
+from gpu_ops.load_rows import load_row
+from gpu_ops.row_format import as_numbers
 
 _NO_CLUSTER = 255
 
@@ -34,6 +36,7 @@ def grow_clusters_kernel(
     SINK_TOKENS: tl.constexpr,
     RECENT_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     NO_CLUSTER: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -54,8 +57,9 @@ def grow_clusters_kernel(
     inside = (d < HEAD_DIM) & joins
     of_window = (row * 2 * NUM_KV_HEADS + kv_head) * (SINK_TOKENS + RECENT_TOKENS) + place
     side = NUM_KV_HEADS * (SINK_TOKENS + RECENT_TOKENS)
-    key = tl.load(window + of_window * HEAD_DIM + d, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(window + (of_window + side) * HEAD_DIM + d, mask=inside, other=0.0)
+    window += of_window * ROW_ITEMS
+    key = load_row(window, d, inside, HEAD_DIM, ROW_ITEMS)
+    value = load_row(window + side * ROW_ITEMS, d, inside, HEAD_DIM, ROW_ITEMS)
     means += (row * 2 * NUM_HEADS + slot) * NUM_CLUSTERS * HEAD_DIM
     exists = count > 0
     rows = means + c[:, None] * HEAD_DIM + d[None, :]
@@ -71,7 +75,7 @@ def grow_clusters_kernel(
     old_key = tl.load(to_key, mask=inside, other=0.0).to(tl.float32)
     old_value = tl.load(to_value, mask=inside, other=0.0).to(tl.float32)
     new_key = old_key + share * (key - old_key)
-    new_value = old_value + share * (value.to(tl.float32) - old_value)
+    new_value = old_value + share * (value - old_value)
     tl.store(to_key, new_key.to(means.dtype.element_ty), mask=inside)
     tl.store(to_value, new_value.to(means.dtype.element_ty), mask=inside)
     tl.store(counts + best, num, mask=joins)
@@ -94,7 +98,7 @@ def grow_clusters(
     nor where the token is in one: a step may be taken again.
 
     Args:
-        window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, head_dim], as of
+        window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, row], as of
             `window_attention`, the step's own token included.
         positions: int64 [n], each row's last token; -1 for an inactive row.
         heads: int32 [num_heads], of a layer, whose first is `first_head` of the map's.
@@ -104,17 +108,18 @@ def grow_clusters(
     Raises:
         ValueError: operands that do not fit together.
     """
-    check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, head_dim]")
-    n, _, num_kv_heads, _, head_dim = window.shape
+    check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, row]")
+    n, _, num_kv_heads, _, row_items = window.shape
+    head_dim = means.shape[-1]
     check_head_dim(head_dim)
     device, num_heads = window.device, heads.shape[0]
-    of_window = (n, 2, num_kv_heads, sink_tokens + recent_tokens, head_dim)
-    check_tensor("window", window, of_window, window.dtype, device)
+    of_window = (n, 2, num_kv_heads, sink_tokens + recent_tokens)
+    check_rows("window", window, of_window, head_dim, means)
     check_tensor("positions", positions, (n,), torch.int64, device)
     check_tensor("heads", heads, (num_heads,), torch.int32, device)
     _, num_mapped, clusters = hot_map.cluster_counts.shape
     max_tokens = hot_map.cluster_of.shape[2]
-    check_tensor("means", means, (n, 2, num_heads, clusters, head_dim), window.dtype, device)
+    check_tensor("means", means, (n, 2, num_heads, clusters, head_dim), means.dtype, device)
     mapped = (n, num_mapped)
     check_tensor("cluster_of", hot_map.cluster_of, (*mapped, max_tokens), torch.uint8, device)
     check_tensor("cluster_counts", hot_map.cluster_counts, (*mapped, clusters), torch.int32, device)
@@ -139,6 +144,7 @@ def grow_clusters(
         sink_tokens,
         recent_tokens,
         head_dim,
+        row_items,
         _NO_CLUSTER,
         next_power_of_2(clusters),
         next_power_of_2(head_dim),
@@ -167,7 +173,7 @@ def grow_clusters_reference(
             cluster_of = hot_map.cluster_of[row, first_head + i]
             if not int(counts.sum()) or int(cluster_of[token]) != _NO_CLUSTER:
                 continue
-            pair = window[row, :, head, place].float()
+            pair = as_numbers(window[row, :, head, place], means.shape[-1])
             held = means[row, :, i].float()
             norms = held[0].norm(dim=-1)
             cosines = held[0] @ pair[0] / norms.masked_fill(norms == 0, 1.0)

@@ -11,6 +11,7 @@ query head.
 from __future__ import annotations
 
 from gpu_ops.launch import jit, next_power_of_2, tl
+from gpu_ops.load_rows import load_rows
 
 # Bytes of a tile of keys. Keys and values of three tiles are in flight at once (num_stages), which
 # lets two programs share the 227 KB of a multiprocessor.
@@ -37,19 +38,17 @@ def load_query(
 @jit
 def score_tile(
     q: tl.tensor,
-    keys: tl.tensor,  # pointer to the first key of the tile; rows of HEAD_DIM follow each other
+    keys: tl.tensor,  # pointer to the first key of the tile; rows of ROW_ITEMS follow each other
     num_tokens: tl.tensor,  # of the tile, at least 1
     scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
     """[BLOCK_G, BLOCK_T]: the scores; -inf where there is no token."""
-    t, d = tl.arange(0, BLOCK_T), tl.arange(0, q.shape[1])
+    t = tl.arange(0, BLOCK_T)
     exists = t < num_tokens
-    inside = exists[:, None] & (d < HEAD_DIM)[None, :]
-    # The compiler knows nothing of addresses from a page table; rows are whole 16-byte vectors.
-    offsets = t[:, None] * HEAD_DIM + d[None, :]
-    k = tl.load(tl.multiple_of(keys + offsets, (16, 16)), inside, other=0.0)
+    k = load_rows(keys, t, exists, q.dtype, HEAD_DIM, ROW_ITEMS, q.shape[1])
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     return tl.where(exists[None, :], scores, float("-inf"))
 
@@ -62,16 +61,16 @@ def weigh_tile(
     row_max: tl.tensor,
     row_sum: tl.tensor,
     acc: tl.tensor,
+    dtype: tl.constexpr,  # that weights and values are multiplied in
     HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
 ) -> tl.tensor:
     """The state after the tile of these scores."""
-    t, d = tl.arange(0, scores.shape[1]), tl.arange(0, acc.shape[1])
-    inside = (t < num_tokens)[:, None] & (d < HEAD_DIM)[None, :]
-    offsets = t[:, None] * HEAD_DIM + d[None, :]
+    t = tl.arange(0, scores.shape[1])
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])
     decay = tl.exp2(row_max - new_max)
-    v = tl.load(tl.multiple_of(values + offsets, (16, 16)), inside, other=0.0)
+    v = load_rows(values, t, t < num_tokens, dtype, HEAD_DIM, ROW_ITEMS, acc.shape[1])
     acc = acc * decay[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return new_max, row_sum * decay + tl.sum(weights, 1), acc
@@ -80,12 +79,13 @@ def weigh_tile(
 @jit
 def attend_rows(
     q: tl.tensor,
-    keys: tl.tensor,  # pointer to the first key of all; rows of HEAD_DIM follow each other
+    keys: tl.tensor,  # pointer to the first key of all; rows of ROW_ITEMS follow each other
     values: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
     scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
     """The state after the tokens [first, last). Each is loaded once for the whole group."""
@@ -93,17 +93,19 @@ def attend_rows(
     row_sum = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros(q.shape, tl.float32)
     for start in range(first, last, BLOCK_T):
-        k, v = keys + start * HEAD_DIM, values + start * HEAD_DIM
-        scores = score_tile(q, k, last - start, scale, HEAD_DIM, BLOCK_T)
+        k, v = keys + start * ROW_ITEMS, values + start * ROW_ITEMS
+        scores = score_tile(q, k, last - start, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T)
         state = (row_max, row_sum, acc)
-        row_max, row_sum, acc = weigh_tile(scores, v, last - start, *state, HEAD_DIM)
+        row_max, row_sum, acc = weigh_tile(
+            scores, v, last - start, *state, q.dtype, HEAD_DIM, ROW_ITEMS
+        )
     return row_max, row_sum, acc
 
 
 @jit
 def attend_means(
     q: tl.tensor,
-    keys: tl.tensor,  # as of `attend_rows`
+    keys: tl.tensor,  # as of `attend_rows`, of q's dtype
     values: tl.tensor,
     log_counts: tl.tensor,  # pointer to the base-2 logarithm of how many tokens each row stands for
     NUM_ROWS: tl.constexpr,
@@ -119,9 +121,12 @@ def attend_means(
         k, v = keys + start * HEAD_DIM, values + start * HEAD_DIM
         t = start + tl.arange(0, BLOCK_T)
         more = tl.load(log_counts + t, mask=t < NUM_ROWS, other=float("-inf"))
-        scores = score_tile(q, k, NUM_ROWS - start, scale, HEAD_DIM, BLOCK_T) + more[None, :]
+        scores = score_tile(q, k, NUM_ROWS - start, scale, HEAD_DIM, HEAD_DIM, BLOCK_T)
+        scores += more[None, :]
         state = (row_max, row_sum, acc)
-        row_max, row_sum, acc = weigh_tile(scores, v, NUM_ROWS - start, *state, HEAD_DIM)
+        row_max, row_sum, acc = weigh_tile(
+            scores, v, NUM_ROWS - start, *state, q.dtype, HEAD_DIM, HEAD_DIM
+        )
     return row_max, row_sum, acc
 
 

@@ -40,6 +40,7 @@ from gpu_ops.online_softmax import (
     tile_tokens,
     weigh_tile,
 )
+from gpu_ops.row_format import as_numbers, row_items
 
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _MAX_SPLITS = 128
@@ -67,6 +68,7 @@ def paged_attention_kernel(
     NUM_QO_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     PAGE_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -100,19 +102,24 @@ def paged_attention_kernel(
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(first, last, BLOCK_T):
-        keys = page.to(tl.pointer_type(query.dtype.element_ty))
-        keys += (page_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * HEAD_DIM
+        if ROW_ITEMS == HEAD_DIM:
+            keys = page.to(tl.pointer_type(query.dtype.element_ty))
+        else:
+            keys = page.to(tl.pointer_type(tl.int8))
+        keys += (page_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * ROW_ITEMS
         following = start + BLOCK_T
         page = tl.load(pages + following // PAGE_TOKENS, mask=following < last, other=0)
-        of_tile = score_tile(q, keys, last - start, scale, HEAD_DIM, BLOCK_T)
+        of_tile = score_tile(q, keys, last - start, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T)
         if scores is not None:
             score_row = (row * PAGE_HEADS + page_head) * GROUP_SIZE + g
             target = scores + score_row[:, None] * max_tokens + (start + t)[None, :]
             kept = (g < GROUP_SIZE)[:, None] & (start + t < last)[None, :]
             tl.store(target, of_tile, mask=kept)
-        values = keys + PAGE_HEADS * PAGE_TOKENS * HEAD_DIM
+        values = keys + PAGE_HEADS * PAGE_TOKENS * ROW_ITEMS
         state = (row_max, row_sum, acc)
-        row_max, row_sum, acc = weigh_tile(of_tile, values, last - start, *state, HEAD_DIM)
+        row_max, row_sum, acc = weigh_tile(
+            of_tile, values, last - start, *state, q.dtype, HEAD_DIM, ROW_ITEMS
+        )
 
     target = (first_head + g) * NUM_SPLITS + split
     inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
@@ -199,13 +206,14 @@ def retrieval_attention(
     out: Tensor,
     lse: Tensor | None = None,
     scores: Tensor | None = None,
+    page_dtype: torch.dtype | None = None,
 ) -> None:
     """Attend to all tokens [0, position] of each row with the query heads of some KV heads.
 
     Args:
         query: [n, num_qo_heads * head_dim], all of the model's query heads.
         page_table: int64 [n, max_pages], addresses of GPU pages of this layer, each laid out
-            [K|V][H][page_tokens][head_dim] in query's dtype and aligned to 16 bytes. Index i of a
+            [K|V][H][page_tokens][row] in page_dtype and aligned to 16 bytes. Index i of a
             page is KV head heads[i].
         positions: int64 [n], each row's last token, whose K/V are in their page; -1 for an
             inactive row, whose out is 0 and lse -inf.
@@ -222,6 +230,8 @@ def retrieval_attention(
         scores: None, or float32 [n, H, group_size, max_tokens], written for the tokens
             [0, position]: query times key times sm_scale, in base 2, that is times log2(e). A token
             has the weight 2**score / e**lse.
+        page_dtype: of the rows in pages: query's dtype, also where None is given, or int8
+            (`row_format`).
     """
     check_dtype("query", query)
     check_dims("partial_out", partial_out, "[n, num_qo_heads, num_splits, head_dim]")
@@ -263,11 +273,14 @@ def retrieval_attention(
             )
         scores_shape = (n, num_heads, group_size, max_tokens)
         check_tensor("scores", scores, scores_shape, torch.float32, device)
-    operands = (query, page_table, positions, heads)
+    operands, page_dtype = (query, page_table, positions, heads), page_dtype or query.dtype
+    if page_dtype not in (query.dtype, torch.int8):
+        raise ValueError(f"page_dtype must be {query.dtype} or torch.int8, got {page_dtype}")
+    row = row_items(head_dim, page_dtype)
     if not runs_kernel(query):
-        page_shape = (2, num_heads, page_tokens, head_dim)
+        page_shape = (2, num_heads, page_tokens, row)
         return retrieval_attention_reference(
-            *operands, group_size, page_shape, sm_scale, out, lse, scores
+            *operands, group_size, page_shape, page_dtype, head_dim, sm_scale, out, lse, scores
         )
     # What two programs on each multiprocessor have the shared memory for.
     block_t = min(page_tokens, tile_tokens(head_dim, query.element_size()))
@@ -283,6 +296,7 @@ def retrieval_attention(
         max_tokens,
         sm_scale * math.log2(math.e),
         *splits,
+        row,
         num_heads,
         page_tokens,
         max(MIN_GROUP, next_power_of_2(group_size)),
@@ -318,13 +332,15 @@ def retrieval_attention_reference(
     heads: Tensor | None,
     group_size: int,
     page_shape: tuple[int, int, int, int],
+    page_dtype: torch.dtype,
+    head_dim: int,
     sm_scale: float,
     out: Tensor,
     lse: Tensor | None,
     scores: Tensor | None,
 ) -> None:
     """`retrieval_attention` by torch, in float32; pages [*page_shape] are CPU memory."""
-    n, head_dim = len(query), page_shape[3]
+    n = len(query)
     num_kv_heads = query.shape[1] // (group_size * head_dim)
     if lse is None:
         lse = out.new_empty(n, num_kv_heads * group_size, dtype=torch.float32)
@@ -335,7 +351,8 @@ def retrieval_attention_reference(
         if position < 0:
             grouped_out[row, kv_heads], grouped_lse[row, kv_heads] = 0.0, float("-inf")
             continue
-        keys, values = gather_pages(page_table[row], position + 1, page_shape, query.dtype).float()
+        rows = gather_pages(page_table[row], position + 1, page_shape, page_dtype)
+        keys, values = as_numbers(rows, head_dim)
         of_row = grouped_query[row, kv_heads].float() @ keys.transpose(1, 2) * sm_scale
         of_heads = of_row.logsumexp(-1)
         of_heads = of_heads.masked_fill(of_heads == float("-inf"), float("nan"))

@@ -22,8 +22,10 @@ from gpu_ops.checks import (
 )
 from gpu_ops.cpu_pages import page_at
 from gpu_ops.launch import jit, next_power_of_2, pointer, runs_kernel, tl
+from gpu_ops.load_rows import store_row
 from gpu_ops.rms_norm import rms_norm_reference
 from gpu_ops.rotate import rotate_reference
+from gpu_ops.row_format import as_rows, row_items
 
 
 @jit
@@ -34,18 +36,18 @@ def write_to_page(
     low: tl.tensor,
     high: tl.tensor,
     HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Writes a head's two halves into the page of `position` among a row's `pages`."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    d = tl.arange(0, BLOCK)
-    address = tl.load(pages + position // PAGE_TOKENS).to(tl.pointer_type(low.dtype))
-    slot = (page_head * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM + d
-    # The compiler knows nothing of the address; half a row is whole 16-byte vectors.
-    page = tl.multiple_of(address + slot, 16)
-    tl.store(page, low, mask=d < HALF)
-    tl.store(page + HALF, high, mask=d < HALF)
+    page = tl.load(pages + position // PAGE_TOKENS)
+    if ROW_ITEMS == HEAD_DIM:
+        row = page.to(tl.pointer_type(low.dtype))
+    else:
+        row = page.to(tl.pointer_type(tl.int8))
+    row += (page_head * PAGE_TOKENS + position % PAGE_TOKENS) * ROW_ITEMS
+    store_row(row, low, high, HEAD_DIM, ROW_ITEMS, BLOCK)
 
 
 @jit
@@ -70,6 +72,7 @@ def rope_publish_kernel(
     NUM_KV_HEADS: tl.constexpr,
     NUM_PAGE_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     SINK_TOKENS: tl.constexpr,
     RECENT_TOKENS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
@@ -131,9 +134,10 @@ def rope_publish_kernel(
             if RECENT_TOKENS > 0 and position >= SINK_TOKENS:
                 index = SINK_TOKENS + (position - SINK_TOKENS) % RECENT_TOKENS
             if index < TOKENS:
-                slot = ((row * 2 * NUM_KV_HEADS + kv_head) * TOKENS + index) * HEAD_DIM + d
-                tl.store(window + slot, low, mask=inside)
-                tl.store(window + slot + HALF, high, mask=inside)
+                of_window = (
+                    window + ((row * 2 * NUM_KV_HEADS + kv_head) * TOKENS + index) * ROW_ITEMS
+                )
+                store_row(of_window, low, high, HEAD_DIM, ROW_ITEMS, BLOCK)
         if page_table is not None:
             page_head = kv_head
             if page_slots is not None:
@@ -142,10 +146,12 @@ def rope_publish_kernel(
                     page_head += NUM_PAGE_HEADS
             if page_head >= 0:
                 pages = page_table + row * max_pages
-                write_to_page(pages, page_head, position, low, high, HEAD_DIM, PAGE_TOKENS, BLOCK)
+                to = (pages, page_head, position)
+                write_to_page(*to, low, high, HEAD_DIM, ROW_ITEMS, PAGE_TOKENS, BLOCK)
         if host_pages is not None:
             pages = host_pages + row * max_host_pages
-            write_to_page(pages, kv_head, position, low, high, HEAD_DIM, PAGE_TOKENS, BLOCK)
+            to = (pages, kv_head, position)
+            write_to_page(*to, low, high, HEAD_DIM, ROW_ITEMS, PAGE_TOKENS, BLOCK)
 
 
 def rope_publish(
@@ -168,6 +174,7 @@ def rope_publish(
     page_slots: Tensor | None = None,
     num_page_heads: int = 0,
     host_pages: Tensor | None = None,
+    row_dtype: torch.dtype | None = None,
 ) -> None:
     """Rotate q and k (x * cos + rotate_half(x) * sin) and write q, k and v where they are needed.
 
@@ -182,16 +189,18 @@ def rope_publish(
         host_query: out, as `query`; pinned host memory (also on the GPU, as the next).
         host_kv: out [n, 2, num_kv_heads, head_dim], k then v.
         q_norm, k_norm: RMSNorm weights [head_dim] applied per head before the rotation (Qwen3).
-        window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, head_dim]. Token p is at index p
+        window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, row]. Token p is at index p
             if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens.
         page_table: int64 [n, max_pages], the addresses of each row's GPU pages of this layer,
-            laid out as the host store's: [K|V][num_kv_heads][page_tokens][head_dim].
+            laid out as the host store's: [K|V][num_kv_heads][page_tokens][row].
         page_tokens: of `page_table` and `host_pages`.
         page_slots: int32 [num_kv_heads], where pages hold only `num_page_heads` of the KV heads:
             each head's place in a page, or -1.
         host_pages: int64 [n, max_host_pages], the addresses of each row's pages of this layer in
             host memory that the GPU reaches (pinned or registered), laid out as `page_table`'s are
             without `page_slots` and aligned to 16 bytes.
+        row_dtype: of the rows in the window and in pages: qkv's, also where None is given, or int8
+            (`row_format`).
 
     Raises:
         ValueError: operands that do not fit together.
@@ -219,7 +228,10 @@ def rope_publish(
     if q_norm is not None and k_norm is not None:
         check_tensor("q_norm", q_norm, (head_dim,), dtype, device)
         check_tensor("k_norm", k_norm, (head_dim,), dtype, device)
-    recent_tokens = 0
+    recent_tokens, row_dtype = 0, row_dtype or dtype
+    if row_dtype not in (dtype, torch.int8):
+        raise ValueError(f"row_dtype must be {dtype} or torch.int8, got {row_dtype}")
+    row = row_items(head_dim, row_dtype)
     if window is not None:
         recent_tokens = window.shape[3] - sink_tokens
         if sink_tokens < 0 or recent_tokens < 0:
@@ -227,8 +239,8 @@ def rope_publish(
                 f"sink_tokens must be in [0, {window.shape[3]}], the window's tokens,"
                 f" got {sink_tokens}"
             )
-        window_shape = (n, 2, num_kv_heads, window.shape[3], head_dim)
-        check_tensor("window", window, window_shape, dtype, device)
+        window_shape = (n, 2, num_kv_heads, window.shape[3], row)
+        check_tensor("window", window, window_shape, row_dtype, device)
     for name, table in (("page_table", page_table), ("host_pages", host_pages)):
         if table is not None:
             check_page_tokens(page_tokens)
@@ -242,7 +254,7 @@ def rope_publish(
     operands = (qkv, cos, sin, positions, q_norm, k_norm, norm_eps)
     host = (host_query, host_kv)
     if not runs_kernel(qkv):
-        page_shape = (2, num_page_heads, page_tokens, head_dim)
+        page_shape = (2, num_page_heads, page_tokens, row)
         return rope_publish_reference(
             *operands,
             query,
@@ -253,6 +265,7 @@ def rope_publish(
             page_shape,
             page_slots,
             host_pages,
+            row_dtype,
         )
     rope_publish_kernel[(n, num_heads)](
         *operands,
@@ -268,6 +281,7 @@ def rope_publish(
         num_kv_heads,
         num_page_heads,
         head_dim,
+        row,
         sink_tokens,
         recent_tokens,
         page_tokens,
@@ -294,9 +308,11 @@ def rope_publish_reference(
     page_shape: tuple[int, int, int, int],
     page_slots: Tensor | None,
     host_pages: Tensor | None,
+    row_dtype: torch.dtype,
 ) -> None:
     """`rope_publish` by torch; pages are CPU memory, those of `page_table` [*page_shape]."""
-    _, num_page_heads, page_tokens, head_dim = page_shape
+    _, num_page_heads, page_tokens, row_width = page_shape
+    head_dim = cos.shape[1]
     heads = qkv.view(len(qkv), -1, head_dim)
     num_qo_heads = query.shape[1] // head_dim
     q, (k, v) = heads[:, :num_qo_heads], heads[:, num_qo_heads:].chunk(2, dim=1)
@@ -311,6 +327,7 @@ def rope_publish_reference(
             target[rows] = q.flatten(1)[rows]
     if host_kv is not None:
         host_kv[rows] = kv[rows]
+    kv = as_rows(kv, row_dtype)
     for row, position in zip(rows.tolist(), positions[rows].tolist(), strict=True):
         if window is not None:
             recent_tokens = window.shape[3] - sink_tokens
@@ -321,10 +338,10 @@ def rope_publish_reference(
                 window[row, :, :, index] = kv[row]
         if page_table is not None:
             address = int(page_table[row, position // page_tokens])
-            page = page_at(address, page_shape, qkv.dtype)
+            page = page_at(address, page_shape, row_dtype)
             held = slice(None) if page_slots is None else page_slots.argsort()[-num_page_heads:]
             page[:, :, position % page_tokens] = kv[row][:, held]
         if host_pages is not None:
             address = int(host_pages[row, position // page_tokens])
-            page = page_at(address, (2, kv.shape[2], page_tokens, head_dim), qkv.dtype)
+            page = page_at(address, (2, kv.shape[2], page_tokens, row_width), row_dtype)
             page[:, :, position % page_tokens] = kv[row]

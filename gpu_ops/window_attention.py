@@ -7,9 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dims, check_dtype, check_group, check_head_dim, check_tensor
+from gpu_ops.checks import (
+    check_dims,
+    check_dtype,
+    check_group,
+    check_head_dim,
+    check_rows,
+    check_tensor,
+)
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_rows, load_query, tile_tokens
+from gpu_ops.row_format import as_numbers
 
 
 @jit
@@ -23,6 +31,7 @@ def window_attention_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
     WINDOW_TOKENS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -35,10 +44,12 @@ def window_attention_kernel(
     num_tokens = tl.minimum(tl.load(positions + row) + 1, WINDOW_TOKENS).to(tl.int32)
     first_head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE
     q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
-    keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * HEAD_DIM)
-    values = keys + NUM_KV_HEADS * WINDOW_TOKENS * HEAD_DIM
+    keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * ROW_ITEMS)
+    values = keys + NUM_KV_HEADS * WINDOW_TOKENS * ROW_ITEMS
 
-    row_max, row_sum, acc = attend_rows(q, keys, values, 0, num_tokens, scale, HEAD_DIM, BLOCK_T)
+    row_max, row_sum, acc = attend_rows(
+        q, keys, values, 0, num_tokens, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T
+    )
     # An inactive row has attended to nothing: out 0, lse -inf. NaN is no such sum.
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     o = acc / row_sum[:, None]
@@ -57,24 +68,24 @@ def window_attention(
 
     Args:
         query: [n, num_qo_heads * head_dim].
-        window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, head_dim] as `rope_publish` fills
-            it, the row's own token included. How many of its tokens are sinks makes no difference
-            here: they fill it in order, and attention does not ask in which order it was refilled.
+        window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, row] as `rope_publish` fills it,
+            the row's own token included: rows of head_dim in query's dtype, or of int8
+            (`row_format`). How many of its tokens are sinks makes no difference here: they fill it
+            in order, and attention does not ask in which order it was refilled.
         positions: int64 [n], -1 for an inactive row, whose out is 0 and lse -inf.
         out: float32 [n, num_qo_heads * head_dim].
         lse: float32 [n, num_qo_heads], natural log.
     """
     check_dtype("query", query)
-    check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, head_dim]")
-    n, _, num_kv_heads, window_tokens, head_dim = window.shape
+    check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, row]")
+    n, _, num_kv_heads, window_tokens, _ = window.shape
     num_qo_heads = lse.shape[1]
-    device = query.device
+    device, head_dim = query.device, query.shape[1] // num_qo_heads
     check_head_dim(head_dim)
     group_size = check_group(num_qo_heads, num_kv_heads)
     shape = (n, num_qo_heads * head_dim)
     check_tensor("query", query, shape, query.dtype, device)
-    window_shape = (n, 2, num_kv_heads, window_tokens, head_dim)
-    check_tensor("window", window, window_shape, query.dtype, device)
+    check_rows("window", window, (n, 2, num_kv_heads, window_tokens), head_dim, query)
     check_tensor("positions", positions, (n,), torch.int64, device)
     check_tensor("out", out, shape, torch.float32, device)
     check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
@@ -92,6 +103,7 @@ def window_attention(
         num_kv_heads,
         group_size,
         head_dim,
+        window.shape[4],
         window_tokens,
         max(MIN_GROUP, next_power_of_2(group_size)),
         tile_tokens(head_dim, query.element_size()),
@@ -105,12 +117,12 @@ def window_attention_reference(
     query: Tensor, window: Tensor, positions: Tensor, *, sm_scale: float, out: Tensor, lse: Tensor
 ) -> None:
     """`window_attention` by torch, in float32."""
-    window_tokens, head_dim = window.shape[3:]
+    window_tokens, head_dim = window.shape[3], query.shape[1] // lse.shape[1]
     out.zero_()
     lse.fill_(float("-inf"))
     for row, position in enumerate(positions.tolist()):
         if position >= 0:
-            kv = window[row, :, :, : min(position + 1, window_tokens)]
+            kv = as_numbers(window[row, :, :, : min(position + 1, window_tokens)], head_dim)
             o, row_lse = attend_reference(query[row].view(-1, head_dim), kv[0], kv[1], sm_scale)
             out[row], lse[row] = o.flatten(), row_lse
 

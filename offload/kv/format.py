@@ -1,10 +1,8 @@
 """How keys and values lie in pages: what a row takes, and how numbers become rows and rows numbers.
 
-A row of the model's dtype is its numbers. An int8 row is [head_dim] codes, zeros to a multiple of
-`INT8_MULTIPLE`, then a float16 scale of each `INT8_GROUP` of them, the last group perhaps of fewer:
-number d is scale[d // INT8_GROUP] * code[d], code -127 .. 127. A row so has all that it needs, and
-moves as one piece; head_dim 64 takes 66 bytes, 0.516 of bfloat16, 96 0.52, and 80 0.625.
-cpp/kernels/tile_ops_int8-inl.h writes and reads the same rows.
+A row of the model's dtype is its numbers; an int8 row is codes and their scales
+(`gpu_ops.row_format`). A row so has all that it needs, and moves as one piece; head_dim 64 takes 66
+bytes, 0.516 of bfloat16, 96 0.52, and 80 0.625.
 """
 
 from __future__ import annotations
@@ -14,13 +12,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-INT8_GROUP, INT8_MULTIPLE = 64, 32
+from gpu_ops.row_format import num_codes, read_int8, row_items, write_int8
+
 _LEAST_MULTIPLE = 16  # of head_dim
 KV_DTYPES = ("auto", "bfloat16", "int8")
 _LARGEST = 127 * torch.finfo(torch.float16).max  # that a scale can stand for
-_BLOCK_ITEMS = 2**20  # numbers that are converted at one time
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,7 @@ class KVFormat:
 
     def row_items(self, head_dim: int) -> int:
         """Elements of a row in a page."""
-        if not self.is_int8:
-            return head_dim
-        return _num_codes(head_dim) + -(-head_dim // INT8_GROUP) * 2
+        return row_items(head_dim, self.page_dtype)
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a key or a value of one KV head."""
@@ -95,7 +90,7 @@ class KVFormat:
 
     def check_kept(self, name: str, rows: Tensor, head_dim: int) -> None:
         """ValueError for rows [.., row_items] that `write` does not make of finite numbers."""
-        numbers, width = rows, _num_codes(head_dim)
+        numbers, width = rows, num_codes(head_dim)
         if self.is_int8:
             numbers = rows[..., width:].contiguous().view(torch.float16)
         if not bool(torch.isfinite(numbers).all()):
@@ -119,43 +114,14 @@ class KVFormat:
 
     def write(self, rows: Tensor, pages: Tensor) -> None:
         """`rows` [n, .., head_dim] of `dtype`, any strides, into [n, .., row_items] of pages."""
-        if not self.is_int8:
+        if self.is_int8:
+            write_int8(rows, pages)
+        else:
             pages.copy_(rows)
-            return
-        head_dim, size = rows.shape[-1], _block_size(rows)
-        width = _num_codes(head_dim)
-        for x, out in zip(torch.split(rows, size), torch.split(pages, size), strict=True):
-            groups = _groups(x)
-            scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
-            inverse = scales.float().reciprocal_()
-            inverse[scales == 0] = 0.0
-            codes = (groups * inverse).round_().clamp_(-127, 127)
-            out[..., :width].copy_(codes.flatten(-2)[..., :width])
-            out[..., width:].view(torch.float16).copy_(scales.squeeze(-1))
 
     def read(self, pages: Tensor, rows: Tensor) -> None:
         """The reverse of `write`, rounded to the dtype of `rows`."""
-        if not self.is_int8:
+        if self.is_int8:
+            read_int8(pages, rows)
+        else:
             rows.copy_(pages)
-            return
-        head_dim, size = rows.shape[-1], _block_size(rows)
-        width = _num_codes(head_dim)
-        for x, out in zip(torch.split(pages, size), torch.split(rows, size), strict=True):
-            scales = x[..., width:].view(torch.float16).float()
-            numbers = _groups(x[..., :head_dim]) * scales[..., None]
-            out.copy_(numbers.flatten(-2)[..., :head_dim])
-
-
-def _num_codes(head_dim: int) -> int:
-    return -(-head_dim // INT8_MULTIPLE) * INT8_MULTIPLE
-
-
-def _groups(rows: Tensor) -> Tensor:
-    """float32 [.., groups, INT8_GROUP] of [.., head_dim], with zeros behind them."""
-    *others, head_dim = rows.shape
-    padded = pad(rows.float(), (0, -head_dim % INT8_GROUP))
-    return padded.reshape(*others, -1, INT8_GROUP)
-
-
-def _block_size(rows: Tensor) -> int:
-    return max(1, _BLOCK_ITEMS * len(rows) // max(1, rows.numel()))

@@ -343,7 +343,8 @@ class KVStore:
         values: torch.Tensor,
         start: int | None = None,
     ) -> None:
-        """`append` of rows on a CUDA device, in the order of the current stream.
+        """`append` of rows on a CUDA device, in the order of the current stream. Where pages are
+        int8 the rows are afterwards as pages have them.
 
         The caller keeps the rows until the stream has come here, and waits for it before it
         commits, or drops what it reserved. Whether the rows are finite is the caller's to check:

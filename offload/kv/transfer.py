@@ -48,7 +48,7 @@ def write_rows(
         if waits:
             fill_pages(of_heads, pieces, kv_format)
         else:
-            copy_to_pages(of_heads, pieces)
+            copy_to_pages(of_heads, pieces, kv_format)
 
 
 def read_rows(out: Rows, parts: Iterable[Part], kv_format: KVFormat) -> None:
@@ -60,7 +60,7 @@ def read_rows(out: Rows, parts: Iterable[Part], kv_format: KVFormat) -> None:
                 rows[heads, :num_lacking] = 0
         keys, values = (rows[heads, num_lacking:].transpose(0, 1) for rows in out)
         if out[0].device.type != "cpu":
-            copy_from_pages((keys, values), pieces)
+            copy_from_pages((keys, values), pieces, kv_format)
             continue
         for sides, pages in runs_of((keys, values), pieces):
             for side, of_side in enumerate(sides):
@@ -74,22 +74,25 @@ def fill_pages(rows: Rows, pieces: Iterable[Piece], kv_format: KVFormat) -> None
             kv_format.write(of_side, pages[:, side])
 
 
-def copy_to_pages(rows: Rows, pieces: Iterable[Piece]) -> None:
-    """Write keys and values [num_tokens, num_kv_heads, head_dim]; pieces count from the first."""
+def copy_to_pages(rows: Rows, pieces: Iterable[Piece], kv_format: KVFormat) -> None:
+    """Write keys and values [num_tokens, num_kv_heads, head_dim]; pieces count from the first.
+    Of int8 `rows` are afterwards as pages have them."""
     for sides, run in runs_of(rows, pieces):
         staging = torch.empty(run.shape, dtype=run.dtype, device=rows[0].device)
         for side, of_side in enumerate(sides):
-            staging[:, side].copy_(of_side)
+            kv_format.write(of_side, staging[:, side])
+            if kv_format.is_int8:
+                kv_format.read(staging[:, side], of_side)
         for host, part in _contiguous(run, staging):
             host.copy_(part, non_blocking=True)
 
 
-def copy_from_pages(rows: Rows, pieces: Iterable[Piece]) -> None:
+def copy_from_pages(rows: Rows, pieces: Iterable[Piece], kv_format: KVFormat) -> None:
     """Read keys and values [num_tokens, num_kv_heads, head_dim]; pieces count from the first."""
     runs = runs_of(rows, pieces)
     for sides, staging in _staged_ahead(runs, rows[0].device) if rows[0].is_cuda else _staged(runs):
         for side, of_side in enumerate(sides):
-            of_side.copy_(staging[:, side])
+            kv_format.read(staging[:, side], of_side)
 
 
 def _staged(runs: Iterable[tuple[list[Tensor], Tensor]]) -> Iterator[tuple[list[Tensor], Tensor]]:

@@ -47,7 +47,8 @@ def step_layouts(
     Args:
         num_multiprocessors: of the device.
     """
-    shape, policy, dtype = work.shape, work.policy, work.dtype
+    shape, policy, dtype, kv_format = work.shape, work.policy, work.dtype, work.kv_format
+    row_items = kv_format.row_items(shape.head_dim)
     layers = layer_heads(
         placement.places, work.selected_roles, shares_selection=policy.shares_selection
     )
@@ -60,7 +61,7 @@ def step_layouts(
         policy,
         num_rows=slots,
         max_tokens=max_tokens,
-        dtype=dtype,
+        kv_format=kv_format,
         num_multiprocessors=num_multiprocessors,
     )
     _, selection_units, selection_tokens = heads["selection"][0]
@@ -71,10 +72,10 @@ def step_layouts(
         layers,
         num_slots=slots,
         num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        row_items=row_items,
         window_tokens=sum(window_of(policy)),
         max_pages=max_tokens // work.page_tokens,
-        dtype=dtype,
+        dtype=kv_format.page_dtype,
     )
     of_step = {
         "rows": StepBuffers.layout(shape, slots, dtype, num_multiprocessors),
@@ -87,8 +88,8 @@ def step_layouts(
             layers,
             num_pages=work.pages_per_layer,
             page_tokens=work.page_tokens,
-            head_dim=shape.head_dim,
-            dtype=dtype,
+            row_items=row_items,
+            dtype=kv_format.page_dtype,
         ),
         "codes of keys": codes,
         "windows": {"windows": resident.pop("windows")},
@@ -100,7 +101,7 @@ def step_layouts(
             policy,
             num_slots=slots,
             max_tokens=max_tokens,
-            dtype=dtype,
+            kv_format=kv_format,
             num_multiprocessors=num_multiprocessors,
             estimate_clusters=policy.estimate_clusters if policy.selects else 0,
         ),

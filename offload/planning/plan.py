@@ -82,11 +82,6 @@ class PlanRequest:
                 )
         self.policy.check_model(**self.model.shape.heads)
         KVFormat.of(self.kv_dtype, self.model.dtype, [self.model.shape.head_dim])
-        if self.kv_dtype == "int8" and self.on_gpu:
-            raise NotImplementedError(
-                f"kv_dtype='int8' is for a CPU in this version, not with device={self.device!r}; "
-                "give --device cpu or --kv-dtype auto"
-            )
         if self.on_gpu:
             check_dense_until(self.policy)
 
@@ -261,8 +256,8 @@ def _given(request: PlanRequest, room: DeviceRoom, limit: int | None) -> HeadPla
     heads = sum(placement.counts(Place.GPU))
     if room.holds(placement):
         return placement
-    page = math.prod(page_shape(1, request.page_tokens, shape.head_dim))
-    of_pages = heads * page * request.model.dtype.itemsize
+    row_bytes = KVFormat.of(request.kv_dtype, request.model.dtype).row_bytes(shape.head_dim)
+    of_pages = heads * math.prod(page_shape(1, request.page_tokens, row_bytes))
     budget = room.budget_bytes or 0
     smallest = (
         f"; not even one page of {request.page_tokens} tokens of each of its {heads} heads, "

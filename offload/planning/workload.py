@@ -60,9 +60,14 @@ class Workload:
         return self.batch_size * -(-self.kv_len // self.page_tokens)
 
     @cached_property
+    def kv_format(self) -> KVFormat:
+        """That of keys and values in pages, wherever they are."""
+        return KVFormat.of(self.kv_dtype, self.dtype)
+
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of a key of one KV head."""
-        return KVFormat.of(self.kv_dtype, self.dtype).row_bytes(self.shape.head_dim)
+        return self.kv_format.row_bytes(self.shape.head_dim)
 
     @cached_property
     def is_sparse(self) -> bool:

@@ -84,8 +84,8 @@ class RuntimeConfig:
             host_bytes_per_sequence, drafts, or a policy that attends to everything; `Auto` that
             comes to one does without.
         kv_dtype: what keys and values are kept as. "int8": with a float16 scale per token, head
-            and 64 dims, in 0.52 of the bytes of bfloat16, and a little less exact; for one process
-            on a CPU. "bfloat16": only of a model in bfloat16. "auto": the model's dtype.
+            and 64 dims, in 0.52 of the bytes of bfloat16, and a little less exact; for one
+            process. "bfloat16": only of a model in bfloat16. "auto": the model's dtype.
     """
 
     policy: Policy = field(default_factory=Auto)
@@ -204,17 +204,12 @@ class RuntimeConfig:
             raise _unknown("kv_dtype", self.kv_dtype, list(KV_DTYPES))
         if self.kv_dtype != "int8":
             return
-        needs = {
-            f"device={self.device!r}": self.device != "cpu",
-            f"backend={self.backend!r}": self.backend is not None,
-            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1,
-        }
-        for what, is_asked in needs.items():
-            if is_asked:
-                raise NotImplementedError(
-                    "kv_dtype='int8' is for one process on a CPU in this version, not with "
-                    f"{what}; leave it out, or give kv_dtype='auto'"
-                )
+        if self.tensor_parallel_size > 1:
+            raise NotImplementedError(
+                "kv_dtype='int8' is for one process in this version, not with "
+                f"tensor_parallel_size={self.tensor_parallel_size}; leave it out, or give "
+                "kv_dtype='auto'"
+            )
 
     def _check_correction(self) -> None:
         every = self.cache_correction_every

@@ -362,6 +362,11 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
                 f"{', '.join(sorted(FAMILIES))}"
             )
     KVFormat.of(config.kv_dtype, checkpoint.loaded_dtype(config.dtype))
+    if config.kv_dtype == "int8" and is_on_device(config):
+        raise NotImplementedError(
+            f"kv_dtype='int8' is for a CPU in this version where a model has no lean layers, as "
+            f"{model_type!r}, not with device={config.device!r}; give kv_dtype='auto'"
+        )
     empty, kept = generic_skeleton(checkpoint, config.dtype, config.packing)
     weight_bytes = sum(parameter_bytes(empty, kept).values())
     kv_budget_bytes(config, weight_bytes, loaded=False)

@@ -68,8 +68,8 @@ class GenericPlan:
         check_policy(self.config, self.model_type)
         if self.config.kv_dtype == "int8" and self.on_gpu:
             raise NotImplementedError(
-                f"kv_dtype='int8' is for a CPU in this version, not with device={self.device!r}; "
-                "give --device cpu or --kv-dtype auto"
+                f"kv_dtype='int8' is for a CPU in this version where a model has no lean layers, "
+                f"not with device={self.device!r}; give --device cpu or --kv-dtype auto"
             )
         if self.max_context is not None and self.context > self.max_context:
             raise ValueError(

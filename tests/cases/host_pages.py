@@ -16,6 +16,7 @@ class HostPages:
 
     Args:
         kv_lens: tokens of each row; 0 for none, whose entries of the page table are 0.
+        kv: None: random numbers.
 
     Attributes:
         kv: per row [2, num_kv_heads, kv_len, head_dim] on the CPU.
@@ -32,13 +33,15 @@ class HostPages:
         num_kv_heads: int,
         head_dim: int,
         page_tokens: int,
+        kv: list[torch.Tensor] | None = None,
     ) -> None:
         counts = [-(-kv_len // page_tokens) for kv_len in kv_lens]
         shape = (max(1, sum(counts)), 2, num_kv_heads, page_tokens, head_dim)
-        self.pages = torch.full(shape, float("nan"), dtype=dtype)
+        empty = -128 if dtype == torch.int8 else float("nan")
+        self.pages = torch.full(shape, empty, dtype=dtype)
         if device == "cuda":
             self.pages = self.pages.pin_memory()
-        self.kv = [
+        self.kv = kv or [
             random(rng, 2, num_kv_heads, n, head_dim, dtype=dtype, device="cpu") for n in kv_lens
         ]
         page_bytes = self.pages[0].numel() * dtype.itemsize

@@ -75,7 +75,8 @@ class Pages:
         _, num_kv_heads, _, head_dim = first.shape
         counts = [0 if x is None else -(-x.shape[2] // page_tokens) for x in kv]
         shape = (sum(counts), 2, num_kv_heads, page_tokens, head_dim)
-        self.pages = poisoned(*shape, dtype=first.dtype, device=str(first.device))
+        empty = -128 if first.dtype == torch.int8 else float("nan")
+        self.pages = torch.full(shape, empty, dtype=first.dtype, device=first.device)
         page_bytes = self.pages[0].numel() * self.pages.element_size()
         order = rng.permutation(sum(counts)).tolist()
         self.table = torch.zeros(len(kv), max(counts), dtype=torch.int64)

@@ -102,6 +102,31 @@ def test_the_tokens_do_not_depend_on_the_place(backend, name, kind, tiny_folders
     assert model.kv_store.num_sequences == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("full", "retrieval"), ("full", "all"), ("lychee_decode", "mixed"), ("tidal_decode", "mixed")],
+)
+def test_int8_tokens_do_not_depend_on_the_place(backend, name, kind, tiny_folders):
+    policy, tokens = policies()[name], random_tokens(1, 200)
+    cpu = load(tiny_folders["llama"], policy, ("cpu", None), kv_dtype="int8")
+    model = load(tiny_folders["llama"], policy, backend, kv_dtype="int8")
+    decoder = decoder_of(model)
+    if kind == "all":
+        decoder.place(HeadPlacement(np.full_like(decoder.placement.places, Place.GPU)))
+    else:
+        decoder.place(placement_of(model, kind))
+    cache, host = model.new_cache(), cpu.new_cache()
+    out = greedy(model, tokens, 50, past_key_values=cache)
+    assert torch.equal(out, greedy(cpu, tokens, 50, past_key_values=host))
+    for layer_idx in range(model.kv_store.num_layers):
+        for side in range(2):  # rounded in one way wherever they were made, but for the last bit
+            rows, expected = (
+                x.kv_store.gather(x_cache.seqs[0], layer_idx)[side]
+                for x, x_cache in ((model, cache), (cpu, host))
+            )
+            assert float((rows - expected).abs().max()) < 0.02 * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("rest", slow_but(["lfps", "lychee_cluster"], "lychee_cluster"))
 def test_retrieval_heads_attend_to_everything(backend, rest, tiny_folders):
     """On a GPU, whatever selects for them on the CPU; beside heads that the CPU selects for."""

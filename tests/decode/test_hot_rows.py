@@ -86,7 +86,7 @@ def check_rows(model: Any) -> int:
         if resident.hot.map.estimates(index):
             check_clusters(model, index, slot)
         for layer_idx, rows in resident.hot.rows.items():
-            keys, values = model.kv_store.gather(slot.seq, layer_idx, 0, slot.kv_len)
+            keys, values = model.kv_store.gather(slot.seq, layer_idx, 0, slot.kv_len, kept=True)
             for place_of_head, head in enumerate(steps.step.heads.layers[layer_idx].hot):
                 tokens, places = pairs_of(resident.hot, index, layer_idx, head)
                 assert sorted(places.tolist()) == list(range(len(places)))
@@ -173,6 +173,24 @@ def test_rows_are_those_of_the_map(policy, backend, tiny_folders):
     assert min(counted) > 0
     hits, misses = resident_of(model).hot.map.take_counts()
     assert hits > misses
+
+
+@pytest.mark.parametrize("clusters", [0, 16])
+@pytest.mark.parametrize("place", [Place.HOT, Place.FOUND])
+def test_int8_rows(place, clusters, backend, tiny_folders):
+    """Within the budget the tokens are those of the CPU; beyond it the rows are the host's."""
+    large, little = (
+        replace(small("sketch", budget), estimate_clusters=clusters) for budget in (256, BUDGET)
+    )
+    int8 = {"loading": {"kv_dtype": "int8"}, "place": place}
+    model = hot_model(tiny_folders["llama"], backend, large, **int8)
+    tokens = random_tokens(1, 100, seed=3)
+    cpu = load(tiny_folders["llama"], large, ("cpu", None), kv_dtype="int8")
+    assert torch.equal(greedy(model, tokens, 40), greedy(cpu, tokens, 40))
+    model = hot_model(tiny_folders["llama"], backend, little, **int8)
+    counted = check_each_step(model)
+    greedy(model, random_tokens(2, 200, seed=4), 30)
+    assert min(counted) > 0
 
 
 @pytest.mark.parametrize("policy", [*slow_but(POLICIES, "lychee_cluster", "lfps"), "found"])

@@ -73,13 +73,13 @@ def check_slot(resident: ResidentKV, store: KVStore, slot: int, seq: int) -> Non
     """The slot holds what the store has: all of layer 0, sinks and recent tokens of the others."""
     kv_len = store.kv_len(seq)
     for layer_idx in (1, 2):
-        keys, values = store.gather(seq, layer_idx)
+        keys, values = store.gather(seq, layer_idx, kept=True)
         window = resident.windows[layer_idx][slot]
         for token in {*range(min(SINKS, kv_len)), *range(max(SINKS, kv_len - RECENT), kv_len)}:
             place = token if token < SINKS else SINKS + (token - SINKS) % RECENT
             assert torch.equal(window[0, :, place], keys[:, token])
             assert torch.equal(window[1, :, place], values[:, token])
-    keys, values = store.gather(seq, 0)
+    keys, values = store.gather(seq, 0, kept=True)
     for number, address in enumerate(resident.page_tables[0][slot].tolist()):
         first = number * PAGE_TOKENS
         if first >= kv_len:

@@ -45,6 +45,7 @@ from gpu_ops.paged_attention import (
 from gpu_ops.rms_norm import add_rms_norm
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.rotate import rotate_tokens
+from gpu_ops.row_format import row_items
 from gpu_ops.sampling import sample_tokens
 from gpu_ops.silu_mul import activate, silu_mul
 from gpu_ops.top_k_candidates import TopKBuffers
@@ -84,7 +85,14 @@ def compile_only(run: Any) -> Any:
     return warmup
 
 
-def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, head_dim: int) -> None:
+def call_all(
+    dtype: torch.dtype,
+    n: int,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    row_dtype: torch.dtype | None = None,
+) -> None:
     """Every operator once."""
     num_qo_heads = num_kv_heads * group_size
     hidden_size = num_qo_heads * head_dim
@@ -121,8 +129,11 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
     positions = zeros(n, dtype=torch.int64)
     query, kv = zeros(n, num_qo_heads * head_dim), zeros(n, 2, num_kv_heads, head_dim)
     table = zeros(n, 512, dtype=torch.int64)
-    window = zeros(n, 2, num_kv_heads, 16 + 64, head_dim)
+    row_dtype = row_dtype or dtype
+    row = row_items(head_dim, row_dtype)
+    window = zeros(n, 2, num_kv_heads, 16 + 64, row, dtype=row_dtype)
     rope = {"num_kv_heads": num_kv_heads, "query": query, "host_query": query, "host_kv": kv}
+    rope["row_dtype"] = row_dtype
     rope_publish(qkv, angle, angle, positions, **rope, window=window, sink_tokens=16)
     rope_publish(
         qkv,
@@ -155,11 +166,17 @@ def call_all(dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, hea
         partial_out=zeros(n, num_qo_heads, num_splits, head_dim, dtype=torch.float32),
         partial_lse=zeros(n, num_qo_heads, num_splits, dtype=torch.float32),
         out=query,
+        page_dtype=row_dtype,
     )
 
 
 def select_all(
-    dtype: torch.dtype, n: int, num_kv_heads: int, group_size: int, head_dim: int
+    dtype: torch.dtype,
+    n: int,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    row_dtype: torch.dtype | None = None,
 ) -> None:
     """The operators on selected tokens, once."""
     capacity, num_qo_heads = 1024, num_kv_heads * group_size
@@ -168,7 +185,9 @@ def select_all(
     table = torch.zeros(n, 512, dtype=torch.int64)
     heads = torch.arange(num_kv_heads, dtype=torch.int32)
     query = torch.zeros(n, num_qo_heads * head_dim, dtype=dtype)
-    gathered = torch.zeros(n, 2, num_kv_heads, capacity, head_dim, dtype=dtype)
+    row_dtype = row_dtype or dtype
+    row = row_items(head_dim, row_dtype)
+    gathered = torch.zeros(n, 2, num_kv_heads, capacity, row, dtype=row_dtype)
     window = {"sink_tokens": 4, "recent_tokens": 64}
     pages = {"num_kv_heads": num_kv_heads, "page_tokens": 256}
     gather_rows(selection, counts, table, positions, heads, out=gathered, **pages, **window)
@@ -198,13 +217,13 @@ def select_all(
             log_counts=log_counts,
             **of_layer,
         )
-    kept = torch.zeros(n, 2, num_kv_heads, 68, head_dim, dtype=dtype)
+    kept = torch.zeros(n, 2, num_kv_heads, 68, row, dtype=row_dtype)
     grow_clusters(kept, positions, heads, means, hot_map, **of_layer)
     num_splits = num_gathered_splits(num_kv_heads, capacity, 132)
     alone = {"out": query.float(), "lse": torch.zeros(n, num_qo_heads)}
     whole = {"out": query, "window": kept}
     missing = {"missing": MissingRows(hot_map.token_of, 0, table, 256)}
-    found = torch.zeros(n, 2, num_kv_heads, 3 * capacity, head_dim, dtype=dtype)
+    found = torch.zeros(n, 2, num_kv_heads, 3 * capacity, row, dtype=row_dtype)
     for rest in (alone, whole, whole | logs, whole | missing, whole | logs | missing):
         shape = (n, num_qo_heads, num_splits + ("window" in rest))
         gathered_attention(
@@ -360,6 +379,9 @@ if __name__ == "__main__":
     for dtype in DTYPES:
         call_all(dtype, 2, 8, 4, 128)
         select_all(dtype, 2, 8, 4, 128)
+    for head_dim in (64, 80, 128):
+        call_all(torch.bfloat16, 2, 8, 4, head_dim, torch.int8)
+        select_all(torch.bfloat16, 2, 8, 4, head_dim, torch.int8)
     call_all(torch.bfloat16, 1, 3, 3, 64)
     select_all(torch.bfloat16, 64, 3, 3, 64)
     for dtype in DTYPES:

@@ -65,7 +65,11 @@ CASES: dict[str, tuple[Policy, ModelShape, tuple[str, ...]]] = {
 
 
 def decoder_of(
-    policy: Policy, lean: LeanModel, placement: HeadPlacement, dtype: torch.dtype
+    policy: Policy,
+    lean: LeanModel,
+    placement: HeadPlacement,
+    dtype: torch.dtype,
+    kv_dtype: str = "auto",
 ) -> DeviceDecoder:
     shape = lean.shape
     store = KVStore(
@@ -73,6 +77,7 @@ def decoder_of(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         page_tokens=PAGE_TOKENS,
     )
     return DeviceDecoder(
@@ -130,23 +135,25 @@ def bytes_of(*owners: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "kv_len", "dtype", "case"),
+    ("batch_size", "kv_len", "dtype", "kv_dtype", "case"),
     combinations(
-        [(1, 40), (1, 100), (2, 65), (3, 50)], [torch.float32, torch.bfloat16], list(CASES)
+        [(1, 40), (1, 100), (2, 65), (3, 50)],
+        [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "int8")],
+        list(CASES),
     ),
 )
 def test_a_step_takes_what_was_planned(
-    case: str, dtype: torch.dtype, batch_size: int, kv_len: int
+    case: str, dtype: torch.dtype, kv_dtype: str, batch_size: int, kv_len: int
 ) -> None:
     policy, shape, rows = CASES[case]
     rows = (*rows, *("." * shape.num_kv_heads,) * (shape.num_layers - len(rows)))
     placement = HeadPlacement.from_text("\n".join(rows))
     stock = random_model(replace(shape, rope_theta=10000.0), device=CPU, dtype=dtype)
     lean = replace(lean_model_maker("llama")(stock), shape=shape)
-    decoder = decoder_of(policy, lean, placement, dtype)
+    decoder = decoder_of(policy, lean, placement, dtype, kv_dtype)
     try:
         step(decoder, batch_size, kv_len)
-        work = Workload(shape, policy, kv_len, batch_size, dtype, PAGE_TOKENS)
+        work = Workload(shape, policy, kv_len, batch_size, dtype, PAGE_TOKENS, kv_dtype=kv_dtype)
         planned = step_device_bytes(placement, work, device=None)
         running, (link,) = decoder.slots.steps.step, decoder.slots.steps.links.values()
         codes = running.resident.codes
@@ -177,7 +184,7 @@ def test_a_step_takes_what_was_planned(
 def test_layers_of_equally_many_heads_share_slabs() -> None:
     def pages(*heads: int) -> int:
         layers = [LayerHeads(tuple(range(n)), (), ()) for n in heads]
-        sizes = {"num_pages": 14, "page_tokens": 16, "head_dim": 8}
+        sizes = {"num_pages": 14, "page_tokens": 16, "row_items": 8}
         return layout_bytes(resident_pages(layers, dtype=torch.bfloat16, **sizes))
 
     page = 2 * 16 * 8 * 2

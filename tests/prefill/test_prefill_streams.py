@@ -200,9 +200,9 @@ def test_rows_to_pages_and_back(monkeypatch, start, n):
     read = torch.full_like(rows, torch.nan)
     sequence = store._sequence(seq)
     pieces = list(sequence.pieces(1, start, start + n))
-    copy_from_pages((read[0], read[1]), pieces)
+    copy_from_pages((read[0], read[1]), pieces, store.format)
     assert torch.equal(read, rows)
-    copy_to_pages((rows[0] + 1, rows[1]), pieces)
+    copy_to_pages((rows[0] + 1, rows[1]), pieces, store.format)
     assert torch.equal(store.gather(seq, 1, start, start + n)[0], (rows[0] + 1).transpose(0, 1))
 
 

@@ -86,7 +86,6 @@ def test_a_cache_takes_half(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"backend": "inline"}, "backend='inline'"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
     ],
 )

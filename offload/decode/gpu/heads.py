@@ -29,6 +29,7 @@ from gpu_ops.window_attention import window_attention
 from offload.decode.gpu.buffers import AttentionSource, StepBuffers
 from offload.decode.gpu.layer_heads import LayerHeads, most_heads
 from offload.decode.gpu.resident_kv import ResidentKV
+from offload.kv.format import KVFormat
 from offload.models import LeanModel, ModelShape
 from offload.policies import Policy
 
@@ -57,9 +58,10 @@ class DeviceHeads:
         num_rows: int,
         max_tokens: int,
         page_tokens: int,
-        dtype: torch.dtype,
+        kv_format: KVFormat,
         device: torch.device,
     ) -> None:
+        self._format = kv_format
         self.layers = tuple(layers)
         self._shape, self._policy, self._page_tokens = model.shape, policy, page_tokens
         self._group_size, self._sm_scales, self._kv = model.shape.group_size, model.sm_scales, kv
@@ -78,7 +80,7 @@ class DeviceHeads:
             policy,
             num_rows=num_rows,
             max_tokens=max_tokens,
-            dtype=dtype,
+            kv_format=kv_format,
             num_multiprocessors=num_sms,
         )
         del layout["head_lists"]
@@ -99,7 +101,7 @@ class DeviceHeads:
         *,
         num_rows: int,
         max_tokens: int,
-        dtype: torch.dtype,
+        kv_format: KVFormat,
         num_multiprocessors: int,
     ) -> Layout:
         """Layout of all buffers, the scratch of `TopKBuffers` and the lists of heads among them."""
@@ -121,14 +123,14 @@ class DeviceHeads:
         ]
         partial = num_rows * shape.group_size * max(partials, default=0)
         scores = num_rows * published * shape.group_size * scored
-        row = 2 * gathered * chosen * shape.head_dim
+        row = 2 * gathered * chosen * kv_format.row_items(shape.head_dim)
         head_lists = _head_lists(layers, shape.num_kv_heads)
         num_listed = sum(len(heads) for of in head_lists for heads in of.values())
         return {
             "selection": ((num_rows, units, budget), torch.int32),
             "counts": ((num_rows, units), torch.int32),
             "scores": ((scores,), torch.float32),
-            "rows": ((2, num_rows * row), dtype),
+            "rows": ((2, num_rows * row), kv_format.page_dtype),
             "partial_out": ((partial * shape.head_dim,), torch.float32),
             "partial_lse": ((partial,), torch.float32),
             "head_lists": ((num_listed,), torch.int32),  # each in a tensor of its own
@@ -189,6 +191,7 @@ class DeviceHeads:
             out=out,
             lse=lse,
             scores=self._scores_of(layer_idx, rows) if layer.publishing else None,
+            page_dtype=self._format.page_dtype,
         )
 
     def send_selection(self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox) -> None:
@@ -279,7 +282,8 @@ class DeviceHeads:
 
     def _rows_of(self, layer_idx: int, rows: slice) -> Tensor:
         num_heads = len(self.layers[layer_idx].gathered)
-        shape = (rows.stop - rows.start, 2, num_heads, self._chosen_tokens, self._shape.head_dim)
+        row_items = self._format.row_items(self._shape.head_dim)
+        shape = (rows.stop - rows.start, 2, num_heads, self._chosen_tokens, row_items)
         return _part_of(self._rows[self._side[layer_idx]], rows, self._num_rows, shape)
 
 

@@ -34,6 +34,7 @@ from offload.decode.gpu.buffers import StepBuffers
 from offload.decode.gpu.layer_heads import LayerHeads
 from offload.decode.gpu.placement import HOT_BUDGETS
 from offload.decode.gpu.resident_codes import CodeLists
+from offload.kv.format import KVFormat
 from offload.models import LeanModel, ModelShape
 from offload.policies import Policy
 from offload.selection.estimate import NO_CLUSTER
@@ -78,7 +79,7 @@ class HotRows:
         num_slots: int,
         max_tokens: int,
         page_tokens: int,
-        dtype: torch.dtype,
+        kv_format: KVFormat,
         device: torch.device,
         arrays_of: ArraysOf,
         catch_up: CatchUp,
@@ -89,6 +90,7 @@ class HotRows:
         self._estimates = estimate_clusters > 0
         self._loaded: dict[int, LayerArrays | None] = {}
         self.fetch_tokens = fetch_tokens(policy)
+        self._head_dim = model.shape.head_dim
         self._group_size, self._sm_scales = model.shape.group_size, model.sm_scales
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
         layout = self.layout(
@@ -97,7 +99,7 @@ class HotRows:
             policy,
             num_slots=num_slots,
             max_tokens=max_tokens,
-            dtype=dtype,
+            kv_format=kv_format,
             num_multiprocessors=num_sms,
             estimate_clusters=estimate_clusters,
         )
@@ -135,7 +137,7 @@ class HotRows:
         *,
         num_slots: int,
         max_tokens: int,
-        dtype: torch.dtype,
+        kv_format: KVFormat,
         num_multiprocessors: int,
         estimate_clusters: int,
     ) -> Layout:
@@ -155,7 +157,7 @@ class HotRows:
         return (
             found
             | {
-                "predicted": ((num_slots, shape.query_width), dtype),
+                "predicted": ((num_slots, shape.query_width), kv_format.dtype),
                 "head_lists": ((sum(hot.values()),), torch.int32),
                 "counts": ((num_slots, shape.num_kv_heads), torch.int32),
                 "partial_out": ((partial * shape.head_dim,), torch.float32),
@@ -163,8 +165,14 @@ class HotRows:
                 "log_counts": ((num_slots, shape.num_kv_heads, estimate_clusters), torch.float32),
             }
             | {
-                f"{name} {i}": ((num_slots, 2, n, num_rows, shape.head_dim), dtype)
-                for name, num_rows in (("means of layer", estimate_clusters), ("layer", hot_tokens))
+                f"{name} {i}": (
+                    (num_slots, 2, n, num_rows, row.row_items(shape.head_dim)),
+                    row.page_dtype,
+                )
+                for name, num_rows, row in (
+                    ("means of layer", estimate_clusters, KVFormat(kv_format.dtype)),
+                    ("layer", hot_tokens, kv_format),
+                )
                 for i, n in hot.items()
                 if num_rows
             }
@@ -295,7 +303,7 @@ class HotRows:
             token_of = self.found.token_of[rows]
             missing = MissingRows(token_of, first, page_table[rows], self._page_tokens)
         hot = self.rows[layer_idx][rows]
-        n, _, num_heads, hot_tokens, head_dim = hot.shape
+        (n, _, num_heads, hot_tokens, _), head_dim = hot.shape, self._head_dim
         num_splits = num_gathered_splits(num_heads, hot_tokens, self._num_multiprocessors)
         partial = (n, num_heads * self._group_size, num_splits + 1)
         # Of these rows only: micro-batches attend one after the other.

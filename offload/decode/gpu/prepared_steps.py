@@ -187,7 +187,7 @@ class PreparedSteps:
                 num_slots=self.num_slots,
                 max_tokens=self.max_tokens,
                 page_tokens=store.page_tokens,
-                dtype=store.dtype,
+                kv_format=store.format,
                 device=device,
                 arrays_of=self._arrays_of,
                 catch_up=self._catch_up,
@@ -213,7 +213,7 @@ class PreparedSteps:
             num_rows=self.num_slots,
             max_tokens=self.max_tokens,
             page_tokens=store.page_tokens,
-            dtype=store.dtype,
+            kv_format=store.format,
             device=device,
         )
         buffers = StepBuffers(model, self.num_slots, store.dtype, device)

@@ -12,10 +12,10 @@ Where heads are placed elsewhere, or rows are added, what is still true goes ove
 The host store has all of it too, so that binding is only copying, and forks, truncation and beams
 need no GPU code: a slot that no longer tells the truth is bound again.
 
-Window layout: [num_slots, 2, num_kv_heads, sink_tokens + recent_tokens, head_dim]; token p is at p
+Window layout: [num_slots, 2, num_kv_heads, sink_tokens + recent_tokens, row]; token p is at p
 if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens. Pages are laid out
-[K|V][resident heads][page_tokens][head_dim] and are found through a table of addresses int64
-[num_slots, max_pages].
+[K|V][resident heads][page_tokens][row] and are found through a table of addresses int64
+[num_slots, max_pages]. Rows are as the host's pages have them (`KVFormat`), int8 or not.
 """
 
 from __future__ import annotations
@@ -132,10 +132,12 @@ class ResidentKV:
         self._layers = tuple(layers)
         self._store = store
         self._clock = 0
+        page_dtype = store.format.page_dtype
+        row_items = store.format.row_items(store.head_dim)
         self._pages = {
             count: DevicePages(
-                page_shape(count, store.page_tokens, store.head_dim),
-                store.dtype,
+                page_shape(count, store.page_tokens, row_items),
+                page_dtype,
                 device,
                 self.budget,
             )
@@ -146,10 +148,10 @@ class ResidentKV:
             layers,
             num_slots=num_slots,
             num_kv_heads=store.num_kv_heads,
-            head_dim=store.head_dim,
+            row_items=row_items,
             window_tokens=sink_tokens + recent_tokens,
             max_pages=-(-max_context // store.page_tokens),
-            dtype=store.dtype,
+            dtype=page_dtype,
         )
 
         def of_layers(name: str) -> list[Tensor]:
@@ -178,15 +180,18 @@ class ResidentKV:
         *,
         num_slots: int,
         num_kv_heads: int,
-        head_dim: int,
+        row_items: int,
         window_tokens: int,
         max_pages: int,
         dtype: torch.dtype,
     ) -> Layout:
         """Layout of all layers' windows, and tables of GPU pages and of the host's. What pages
         take is in `resident_pages`.
+
+        Args:
+            row_items, dtype: of rows (`KVFormat`).
         """
-        window = (num_slots, 2, num_kv_heads, window_tokens, head_dim)
+        window = (num_slots, 2, num_kv_heads, window_tokens, row_items)
         table = (num_slots, max_pages)
         return {
             "windows": ((sum(layer.has_window for layer in layers), *window), dtype),
@@ -204,7 +209,7 @@ class ResidentKV:
         return held + self.budget.reserved_bytes
 
     def page(self, layer_idx: int, address: int) -> Tensor:
-        """A page of a layer: [2, resident heads, page_tokens, head_dim]."""
+        """A page of a layer: [2, resident heads, page_tokens, row]."""
         return self._pages[len(self.resident_heads[layer_idx])].page(address)
 
     def bind(self, seqs: Sequence[int]) -> list[int]:
@@ -505,12 +510,14 @@ class ResidentKV:
         for layer_idx in windows:
             window = self.windows[layer_idx]
             if num_known < sinks:
-                for side, rows in enumerate(self._store.gather(seq, layer_idx, 0, sinks)):
+                of_sinks = self._store.gather(seq, layer_idx, 0, sinks, kept=True)
+                for side, rows in enumerate(of_sinks):
                     window[index, side, :, :sinks] = rows.to(window.device)
             if first < kv_len:
                 positions = torch.arange(first, kv_len) - self.sink_tokens
                 places = (self.sink_tokens + positions % self.recent_tokens).to(window.device)
-                for side, rows in enumerate(self._store.gather(seq, layer_idx, first, kv_len)):
+                recent = self._store.gather(seq, layer_idx, first, kv_len, kept=True)
+                for side, rows in enumerate(recent):
                     window[index, side][:, places] = rows.to(window.device)
         for layer_idx in resident:
             self._load_pages(layer_idx, seq, self._addresses[index][layer_idx], num_known)
@@ -556,16 +563,16 @@ def resident_pages(
     *,
     num_pages: int,
     page_tokens: int,
-    head_dim: int,
+    row_items: int,
     dtype: torch.dtype,
 ) -> Layout:
-    """Slabs of what `ResidentKV` holds when each layer with resident heads has `num_pages` pages;
-    layers of equally many heads share slabs.
+    """Slabs of what `ResidentKV` holds when each layer with resident heads has `num_pages` pages,
+    of rows as `KVFormat` has them; layers of equally many heads share slabs.
     """
     counts = Counter(len(layer.resident) for layer in layers if layer.resident)
     return {
         f"pages of {num_heads} heads": (
-            (whole_slabs(num_layers * num_pages), *page_shape(num_heads, page_tokens, head_dim)),
+            (whole_slabs(num_layers * num_pages), *page_shape(num_heads, page_tokens, row_items)),
             dtype,
         )
         for num_heads, num_layers in counts.items()

@@ -226,8 +226,10 @@ def serve(
             )
         if not access.api_keys and access.host not in _LOOPBACK:
             logger.warning("everybody who reaches %s may ask", access.host)
+        from offload.serve.connections import raise_file_limit
         from offload.serve.server import Server
 
+        raise_file_limit()
         with quiet_transformers(verbose=verbose):
             try:
                 Server(load_served, access, logger.info).run()

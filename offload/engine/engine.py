@@ -366,7 +366,10 @@ class Engine:
         """The thread's loop."""
         while True:
             with self._inbox:
-                self._inbox.wait_for(lambda: self._requests or self._stopping or self._saves)
+                self._inbox.wait_for(
+                    lambda: self._requests or self._stopping or self._saves,
+                    None if self.sessions is None else self.sessions.seconds_to_work,
+                )
                 if self._stopping and not self._requests:
                     break
             try:

@@ -58,6 +58,8 @@ class SessionFolder:
             raise ValueError(f"the limit of a folder must not be negative, got {limit_bytes}")
         self.folder, self._limit_bytes = Path(folder), limit_bytes
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._latest_ns = 0  # of all that was seen: the clock may be set back
+        self.sessions()
         for path in self.folder.glob(f".*{_SUFFIX}.*.tmp"):  # of processes that were killed
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
@@ -72,13 +74,17 @@ class SessionFolder:
         return self.folder / f"{check_session_id(session_id)}{_SUFFIX}"
 
     def sessions(self) -> list[SavedSession]:
-        """Those that are there, the one that was not used for the longest time first."""
-        found = list[SavedSession]()
-        for entry in os.scandir(self.folder):
+        """Those that are there, the one that was not used for the longest time first; none while
+        the folder itself is gone."""
+        found, entries = list[SavedSession](), list[os.DirEntry[str]]()
+        with suppress(FileNotFoundError), os.scandir(self.folder) as scanned:
+            entries += scanned
+        for entry in entries:
             session_id = entry.name.removesuffix(_SUFFIX)
             if entry.name.endswith(_SUFFIX) and _ID.fullmatch(session_id):
                 with suppress(OSError):  # gone meanwhile
                     status = entry.stat()
+                    self._latest_ns = max(self._latest_ns, status.st_mtime_ns)
                     found.append(SavedSession(session_id, status.st_size, status.st_mtime))
         return sorted(found, key=lambda each: (each.used, each.session_id))
 
@@ -91,11 +97,13 @@ class SessionFolder:
         path = self.path(session_id)
         self._make_room(session_id, file.num_bytes)
         yield from file.write(path)
+        self.touch(session_id)
 
     def touch(self, session_id: str) -> None:
-        """It is used now."""
+        """It is used now, after all others."""
+        self._latest_ns = max(time.time_ns(), self._latest_ns + 1_000_000)
         with suppress(OSError):
-            os.utime(self.path(session_id))
+            os.utime(self.path(session_id), ns=(self._latest_ns, self._latest_ns))
 
     def used(self, session_id: str) -> float:
         """Seconds since 1970; 0 if it is not there."""
@@ -138,6 +146,7 @@ class SessionFolder:
         with CheckedReader(source) as reader:
             self._make_room(session_id, reader.num_bytes)
         _copy(source, path)
+        self.touch(session_id)
 
     def _make_room(self, session_id: str, num_bytes: int) -> None:
         """Let a file of so many bytes be written in the place of a session's."""

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ __all__ = ["SessionInUseError", "Sessions", "check_session_id"]
 logger = logging.getLogger(__name__)
 
 _LEAST_KEPT = 16  # tokens: to read fewer is as quick
+_RETRY_SECONDS = 10.0  # after the disk was full, or gone
 
 
 class SessionInUseError(RuntimeError):
@@ -37,15 +38,17 @@ class _Session:
     Attributes:
         tokens: ids of those in the cache.
         num_bytes: of its KV cache, and of what the policy keeps of it.
-        is_saved: its file is as it is, or cannot be written.
-        since: seconds since 1970; a file that is later is another's.
+        is_saved: its file is as it is, or can never be written.
+        retries: when writing it, which failed, is tried again: seconds of `time.monotonic()`, or 0.
+        used: what its file said when this was kept, or saved; a file that says else is another's.
     """
 
     seq: int
     tokens: list[int]
     num_bytes: int = 0
     is_saved: bool = False
-    since: float = field(default_factory=time.time)
+    retries: float = 0.0
+    used: float = 0.0
 
 
 @dataclass
@@ -88,7 +91,8 @@ class Sessions:
     A session that is idle is written to a file of `folder`, in parts between the engine's steps,
     and stays in memory, too, until the limit of it is reached: then, once it is written, the one
     that was not used for the longest time leaves memory. It comes back in parts between steps, too.
-    What is in files outlives the process, however that ends.
+    What is in files outlives the process, however that ends. What cannot be written is tried again
+    every 10 s while it is in memory.
 
     A prompt that does not go on as the session does keeps what is the same. What cannot be taken
     up is read again, and `SessionStats.last_miss` says why.
@@ -158,7 +162,7 @@ class Sessions:
         missed = self._continue(request, session)
         if missed is None:
             self.stats.memory_hits += 1
-        elif self.folder.used(session_id) > session.since:
+        elif self.folder.used(session_id) not in (session.used, 0.0):
             return False
         else:
             self._miss(session_id, missed)
@@ -167,9 +171,10 @@ class Sessions:
     def restore(self, request: Request) -> Iterator[None]:
         """Give a request the sequence of its session, in parts, if that is on disk."""
         session_id = str(request.session_id)
-        if not self.folder.path(session_id).exists():
-            self._miss(session_id, "a new one")
-            return
+        with suppress(OSError):  # as reading it will, which says why
+            if not self.folder.path(session_id).exists():
+                self._miss(session_id, "a new one")
+                return
         try:
             rows, _ = yield from read_in_parts(
                 self._runtime.sequences,
@@ -200,6 +205,7 @@ class Sessions:
         if request.finish_reason == "error" or num_tokens != len(tokens):
             return
         session = _Session(request.seq, tokens, self._bytes_of(request.seq))
+        session.used = self.folder.used(request.session_id)
         request.seq = None
         self._in_memory[request.session_id] = session
 
@@ -214,15 +220,18 @@ class Sessions:
 
     def spill(self, keeps: str | None = None, *, writes: bool = True) -> bool:
         """Have on disk only the session that was not used for the longest time, of those that are
-        saved, or else, if it `writes`, of all but `keeps`; False: there is none."""
+        saved, or else that could not be, or else, if it `writes`, of all but `keeps`; False: there
+        is none."""
         others = {i: session for i, session in self._in_memory.items() if i != keeps}
         saved = {i: session for i, session in others.items() if session.is_saved}
-        for session_id, session in (saved or (others if writes else {})).items():
-            while not session.is_saved:
+        failed = {i: session for i, session in others.items() if session.retries}
+        for session_id, session in (saved or failed or (others if writes else {})).items():
+            while not session.is_saved and not session.retries:
                 self._write_some(session_id, session)
+            self._give_up_writing(session)
             del self._in_memory[session_id]
             self._runtime.sequences.free([session.seq])
-            self.stats.spilled += 1
+            self.stats.spilled += session.is_saved
             return True
         return False
 
@@ -244,14 +253,21 @@ class Sessions:
 
     @property
     def has_work(self) -> bool:
-        """Whether there are sessions to be written."""
-        return any(not session.is_saved for session in [*self._in_memory.values()])
+        """Whether there are sessions to be written now."""
+        seconds = self.seconds_to_work
+        return seconds is not None and seconds <= 0
+
+    @property
+    def seconds_to_work(self) -> float | None:
+        """Until there are sessions to be written; None: all are."""
+        unsaved = [each.retries for each in [*self._in_memory.values()] if not each.is_saved]
+        return min(unsaved) - time.monotonic() if unsaved else None
 
     def work(self, seconds: float) -> None:
         """Write for about so long what is in memory only; beyond the limit, what is saved goes."""
         until = time.monotonic() + seconds
         for session_id, session in [*self._in_memory.items()]:
-            while not session.is_saved:
+            while not session.is_saved and session.retries <= time.monotonic():
                 if time.monotonic() >= until:
                     return
                 self._write_some(session_id, session)
@@ -260,6 +276,8 @@ class Sessions:
 
     def close(self, seconds: float | None = None) -> None:
         """Write for so long what is in memory only, then give all memory back."""
+        for session in self._in_memory.values():
+            session.retries = 0.0  # once more
         self.work(float("inf") if seconds is None else seconds)
         for session in self._in_memory.values():
             self._give_up_writing(session)
@@ -302,7 +320,7 @@ class Sessions:
         logger.info("session %s", self.stats.last_miss)
 
     def _write_some(self, session_id: str, session: _Session) -> None:
-        """The next part of a session's file. One that fails is not tried again."""
+        """The next part of a session's file. One that fails is tried again later, if it can be."""
         if self._running is None or self._running[0] is not session:
             if self._running is not None:
                 self._give_up_writing(self._running[0])
@@ -316,8 +334,14 @@ class Sessions:
         except StopIteration:
             self.stats.saved += 1
         except Exception as error:
-            logger.warning("session %s was not saved: %s", session_id, error)
-        session.is_saved, session.since, self._running = True, time.time(), None
+            level = logging.DEBUG if session.retries else logging.WARNING
+            logger.log(level, "session %s was not saved: %s", session_id, error)
+            self._running = None
+            if isinstance(error, OSError) and error.errno is not None:
+                session.retries = time.monotonic() + _RETRY_SECONDS
+                return
+        session.is_saved, self._running = True, None
+        session.used = self.folder.used(session_id)
 
     def _give_up_writing(self, session: _Session) -> None:
         if self._running is not None and self._running[0] is session:

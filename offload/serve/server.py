@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from offload.serve.app import Served, create_app
+from offload.serve.connections import BACKLOG, TimedConnection
 from offload.serve.gate import PUBLIC, Gate
 from offload.serve.request_log import HEADER, RequestLog
 
@@ -101,6 +102,8 @@ class Server(uvicorn.Server):
                 app,
                 host=access.host,
                 port=access.port,
+                http=TimedConnection,
+                backlog=BACKLOG,
                 ws="none",
                 lifespan="off",
                 access_log=False,

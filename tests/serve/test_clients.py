@@ -52,15 +52,19 @@ Call functions in <tool_call></tool_call>:
 {% endif %}"""
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server's, whose model has a template with tools."""
-    folder = tmp_path_factory.mktemp("clients") / "model"
+def model_with_tools(folder: Path) -> Path:
+    """The embedded model, with a template with tools."""
     folder.mkdir()
     for path in converted_folder(embedded_gguf(), "smollm2-135m-instruct").iterdir():
         if path.name != "chat_template.jinja":
             (folder / path.name).symlink_to(path)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = model_with_tools(tmp_path_factory.mktemp("clients") / "model")
     options = ("--served-model-name", "small", "--max-memory", "cpu=2GiB")
     with serving_process(folder, *options) as (_, found):
         yield f"{found}/v1"

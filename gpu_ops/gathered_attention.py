@@ -407,7 +407,7 @@ def gathered_attention(
             means,
             log_counts,
         )
-    block_t = tile_tokens(head_dim, query.element_size())
+    block_t = tile_tokens(head_dim, query.element_size(), gathered.dtype)
     block_d, block_row = next_power_of_2(head_dim), next_power_of_2(row_items)
     splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT))
     shape = (num_heads, num_units, num_kv_heads, group_size, fixed_tokens, head_dim)

@@ -10,6 +10,8 @@ query head.
 
 from __future__ import annotations
 
+import torch
+
 from gpu_ops.launch import jit, next_power_of_2, tl
 from gpu_ops.load_rows import load_rows
 
@@ -193,6 +195,8 @@ def merge_states(
     return largest, total, acc
 
 
-def tile_tokens(head_dim: int, itemsize: int) -> int:
-    """BLOCK_T: keys of a tile."""
+def tile_tokens(head_dim: int, itemsize: int, rows: torch.dtype | None = None) -> int:
+    """BLOCK_T: keys of a tile, of `itemsize` bytes an element, or of int8 `rows`."""
+    if rows == torch.int8:
+        itemsize = 4  # they pass through registers, as float32
     return max(16, min(128, _TILE_BYTES // (next_power_of_2(head_dim) * itemsize)))

@@ -283,7 +283,7 @@ def retrieval_attention(
             *operands, group_size, page_shape, page_dtype, head_dim, sm_scale, out, lse, scores
         )
     # What two programs on each multiprocessor have the shared memory for.
-    block_t = min(page_tokens, tile_tokens(head_dim, query.element_size()))
+    block_t = min(page_tokens, tile_tokens(head_dim, query.element_size(), page_dtype))
     block_d = next_power_of_2(head_dim)
     splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT), num_qo_heads, group_size, head_dim)
     early = can_launch_early(query)  # the merge, while the splits run

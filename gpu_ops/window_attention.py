@@ -106,7 +106,7 @@ def window_attention(
         window.shape[4],
         window_tokens,
         max(MIN_GROUP, next_power_of_2(group_size)),
-        tile_tokens(head_dim, query.element_size()),
+        tile_tokens(head_dim, query.element_size(), window.dtype),
         next_power_of_2(head_dim),
         num_warps=4,
         num_stages=NUM_STAGES,

@@ -81,7 +81,9 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
     }
     for name, registers, stack_bytes, shared_bytes in kernels:
         assert int(stack_bytes) == 0, f"{name} spills {stack_bytes} bytes per thread"
-        most = 184 if name == "gathered_attention_kernel" else MAX_REGISTERS  # with means
+        # With means; and where int8 rows are converted one program of a head has a multiprocessor.
+        wide = ("gathered_attention_kernel", "window_attention_kernel")
+        most = 184 if name in wide else MAX_REGISTERS
         assert int(registers) <= most, f"{name} takes {registers} registers"
         assert int(shared_bytes) <= 227 * 1024 // 2, f"{name} takes {shared_bytes} bytes"
 

@@ -61,7 +61,8 @@ class DeviceHeads:
         kv_format: KVFormat,
         device: torch.device,
     ) -> None:
-        self._format = kv_format
+        self._row_dtype = kv_format.page_dtype
+        self._row_items = kv_format.row_items(model.shape.head_dim)
         self.layers = tuple(layers)
         self._shape, self._policy, self._page_tokens = model.shape, policy, page_tokens
         self._group_size, self._sm_scales, self._kv = model.shape.group_size, model.sm_scales, kv
@@ -191,7 +192,7 @@ class DeviceHeads:
             out=out,
             lse=lse,
             scores=self._scores_of(layer_idx, rows) if layer.publishing else None,
-            page_dtype=self._format.page_dtype,
+            page_dtype=self._row_dtype,
         )
 
     def send_selection(self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox) -> None:
@@ -282,8 +283,7 @@ class DeviceHeads:
 
     def _rows_of(self, layer_idx: int, rows: slice) -> Tensor:
         num_heads = len(self.layers[layer_idx].gathered)
-        row_items = self._format.row_items(self._shape.head_dim)
-        shape = (rows.stop - rows.start, 2, num_heads, self._chosen_tokens, row_items)
+        shape = (rows.stop - rows.start, 2, num_heads, self._chosen_tokens, self._row_items)
         return _part_of(self._rows[self._side[layer_idx]], rows, self._num_rows, shape)
 
 

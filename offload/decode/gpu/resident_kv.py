@@ -101,6 +101,7 @@ class ResidentKV:
 
     Attributes:
         budget: of all pages.
+        row_dtype: of rows in pages and windows.
         took_over: pages lie as others needed them, and no step has had room beside them yet.
 
     Raises:
@@ -132,7 +133,7 @@ class ResidentKV:
         self._layers = tuple(layers)
         self._store = store
         self._clock = 0
-        page_dtype = store.format.page_dtype
+        self.row_dtype = page_dtype = store.format.page_dtype
         row_items = store.format.row_items(store.head_dim)
         self._pages = {
             count: DevicePages(

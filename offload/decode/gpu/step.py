@@ -168,7 +168,7 @@ class DeviceStep:
             page_tokens=self.store.page_tokens,
             page_slots=self.heads.page_slots(layer_idx),
             num_page_heads=len(placed.resident),
-            row_dtype=self.store.format.page_dtype,
+            row_dtype=self.resident.row_dtype,
         )
         self._mark("linear", layer_idx)
         lists = self.lists if placed.coded else None

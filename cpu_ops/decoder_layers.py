@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from cpu_ops import _native
@@ -26,18 +27,25 @@ class FusedLayer(Generic[W]):
 
     Attributes:
         qkv: hidden_size -> queries ++ keys ++ values. gate_up: hidden_size -> gate ++ up.
-        q_norm, k_norm: RMSNorm weights [head_dim] per head before RoPE, or None.
+        q_norm, k_norm: RMSNorm weights before RoPE, or None: [head_dim] of each head, or of all
+            heads at once, [num_qo_heads * head_dim] and [num_kv_heads * head_dim].
+        input_norm, mlp_norm: of what attention and the MLP read; None: none.
+        attention_out_norm, mlp_out_norm: of what they add, likewise.
+        rope_idx: which of a step's ropes rotates the heads.
     """
 
-    input_norm: Norm
+    input_norm: Norm | None
     qkv: W
     q_norm: Tensor | None
     k_norm: Tensor | None
     qk_norm_eps: float
     o_proj: W
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     gate_up: W
     down: W
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+    rope_idx: int = 0
 
 
 NativeLayer = FusedLayer[Linear]
@@ -51,7 +59,7 @@ class LayersStep:
         rope: cos, sin: [n, head_dim], contiguous.
         rows: of `attention.begin_step`.
         keeps_queries: fill `kept_queries`.
-        other_ropes: of layers that rotate otherwise; `DecoderLayers.project` counts them from 1.
+        other_ropes: of layers that rotate otherwise; `FusedLayer.rope_idx` counts them from 1.
 
     Attributes:
         qkv, attended: what a layer's attention reads and writes, of the widest layer (`of_layer`).
@@ -88,21 +96,21 @@ class LayersStep:
         if keeps_queries:
             width = max(layers.query_features)
             self.kept_queries = hidden.new_empty(layers.num_layers, n, width)
-        self._kept = (ropes, gate_up := hidden.new_empty(n, layers.gate_up_features))
-        self.by_rope = [
-            _native.DecoderStep(
-                hidden.data_ptr(),
-                cos.data_ptr(),
-                sin.data_ptr(),
-                self.qkv.data_ptr(),
-                self.attended.data_ptr(),
-                gate_up.data_ptr(),
-                0 if self.kept_queries is None else self.kept_queries.data_ptr(),
-                rows.native,
-            )
-            for cos, sin in ropes
-        ]
-        self.native = self.by_rope[0]
+        if len(ropes) < layers.num_ropes:
+            raise ValueError(f"the layers take {layers.num_ropes} ropes, got {len(ropes)}")
+        gate_up = hidden.new_empty(n, layers.gate_up_features)
+        added = torch.empty_like(hidden) if layers.norms_added else None
+        self._kept = (ropes, gate_up, added)
+        self.native = _native.DecoderStep(
+            hidden.data_ptr(),
+            [table.data_ptr() for tables in ropes for table in tables],
+            self.qkv.data_ptr(),
+            self.attended.data_ptr(),
+            gate_up.data_ptr(),
+            0 if added is None else added.data_ptr(),
+            0 if self.kept_queries is None else self.kept_queries.data_ptr(),
+            rows.native,
+        )
         self._widths = layers.qkv_features, layers.query_features
 
     def of_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -134,27 +142,34 @@ class DecoderLayers:
         self.hidden_size = layers[0].qkv.in_features
         self.gate_up_features = layers[0].gate_up.out_features
         self.dtype, self.head_dims = attention.dtype, [dim for *_, dim in attention.layer_heads]
+        self._heads = attention.layer_heads
         self.layers = tuple(layers)
+        self.num_ropes = 1 + max(layer.rope_idx for layer in layers)
+        self.norms_added = any(x.attention_out_norm or x.mlp_out_norm for x in layers)
         self._attention = attention  # kept alive
         self._native = _native.DecoderLayers(attention.native)
         for layer_idx, sparse in enumerate(attention.sparse_layers.tolist()):
             layer = layers[layer_idx]
             self._check_layer(layer_idx, layer)
             self._native.add(
-                *_address(layer.input_norm),
+                _address(layer.input_norm),
                 layer.qkv.native,
                 0 if layer.q_norm is None else layer.q_norm.data_ptr(),
                 0 if layer.k_norm is None else layer.k_norm.data_ptr(),
                 layer.qk_norm_eps,
+                self._norms_whole(layer_idx, layer),
                 layer.o_proj.native,
-                *_address(layer.mlp_norm),
+                _address(layer.mlp_norm),
                 layer.gate_up.native,
                 layer.down.native,
+                _address(layer.attention_out_norm),
+                _address(layer.mlp_out_norm),
+                layer.rope_idx,
                 sparse,
             )
 
     def run(self, step: LayersStep) -> None:
-        """All layers, by the first rope; `step.hidden` is then what goes into the final norm.
+        """All layers; `step.hidden` is then what goes into the final norm.
 
         One call into C++: ctrl-C is seen after it.
 
@@ -163,16 +178,27 @@ class DecoderLayers:
         """
         self._native.run(step.native)
 
-    def project(self, layer_idx: int, step: LayersStep, rope_idx: int = 0) -> None:
+    def project(self, layer_idx: int, step: LayersStep) -> None:
         """One layer up to its attention: rotated queries in the layer's qkv, K/V in the store."""
-        self._native.project(layer_idx, step.by_rope[rope_idx])
+        self._native.project(layer_idx, step.native)
 
     def finish(self, layer_idx: int, step: LayersStep) -> None:
         """One layer from its attended on."""
         self._native.finish(layer_idx, step.native)
 
+    def _norms_whole(self, layer_idx: int, layer: NativeLayer) -> bool:
+        """Whether the norms of queries and keys are over all heads at once."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return False
+        _, _, head_dim = self._heads[layer_idx]
+        return len(layer.q_norm) != head_dim or len(layer.k_norm) != head_dim
+
     def _check_layer(self, layer_idx: int, layer: NativeLayer) -> None:
-        head_dim, query_features = self.head_dims[layer_idx], self.query_features[layer_idx]
+        query_features = self.query_features[layer_idx]
+        num_qo_heads, num_kv_heads, head_dim = self._heads[layer_idx]
+        q_width = k_width = head_dim
+        if self._norms_whole(layer_idx, layer):
+            q_width, k_width = num_qo_heads * head_dim, num_kv_heads * head_dim
         for name, linear, shape in (
             ("qkv", layer.qkv, (self.hidden_size, self.qkv_features[layer_idx])),
             ("o_proj", layer.o_proj, (query_features, self.hidden_size)),
@@ -186,15 +212,20 @@ class DecoderLayers:
                     f" got {linear.dtype} {got[0]} -> {got[1]}"
                 )
         for name, weight, size in (
-            ("input_norm", layer.input_norm[0], self.hidden_size),
-            ("mlp_norm", layer.mlp_norm[0], self.hidden_size),
-            ("q_norm", layer.q_norm, head_dim),
-            ("k_norm", layer.k_norm, head_dim),
+            ("input_norm", _weight(layer.input_norm), self.hidden_size),
+            ("mlp_norm", _weight(layer.mlp_norm), self.hidden_size),
+            ("attention_out_norm", _weight(layer.attention_out_norm), self.hidden_size),
+            ("mlp_out_norm", _weight(layer.mlp_out_norm), self.hidden_size),
+            ("q_norm", layer.q_norm, q_width),
+            ("k_norm", layer.k_norm, k_width),
         ):
             if weight is not None:
                 check_tensor(name, weight, (size,), self.dtype)
 
 
-def _address(norm: Norm) -> tuple[int, float]:
-    weight, eps = norm
-    return weight.data_ptr(), eps
+def _address(norm: Norm | None) -> tuple[int, float]:
+    return (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm[0]

@@ -33,7 +33,7 @@ from offload.kv import page_pool  # noqa: E402
 
 page_pool.DEFAULT_SLAB_BYTES = 2 * 2**20
 
-from cases.tiny_models import TINY_MODELS, byte_tokenizer, make_tiny_model  # noqa: E402
+from cases.tiny_models import LEAN_MODELS, byte_tokenizer, make_tiny_model  # noqa: E402
 
 from cpu_ops.worker_pool import WorkerPool  # noqa: E402
 from offload import OffloadedModel  # noqa: E402
@@ -83,9 +83,9 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="session")
 def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folder of the float32 checkpoint of each of TINY_MODELS, with its tokenizer."""
+    """Folder of the float32 checkpoint of each of LEAN_MODELS, with its tokenizer."""
     folders = {}
-    for name in TINY_MODELS:
+    for name in LEAN_MODELS:
         folders[name] = tmp_path_factory.mktemp("tiny") / name
         make_tiny_model(name).save_pretrained(folders[name])
         byte_tokenizer().save_pretrained(folders[name])
@@ -94,7 +94,7 @@ def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def stock_models(tiny_folders: dict[str, Path]) -> dict[str, Any]:
-    """The stock transformers model of each of TINY_MODELS."""
+    """The stock transformers model of each of LEAN_MODELS."""
     from transformers import AutoModelForCausalLM
 
     return {
@@ -105,7 +105,7 @@ def stock_models(tiny_folders: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def offloaded_models(tiny_folders: dict[str, Path]) -> dict[str, Any]:
-    """The offloaded model of each of TINY_MODELS; pages and slices are small, to be crossed."""
+    """The offloaded model of each of LEAN_MODELS; pages and slices are small, to be crossed."""
     return {
         name: OffloadedModel.from_pretrained(
             folder,
@@ -117,7 +117,7 @@ def offloaded_models(tiny_folders: dict[str, Path]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=list(TINY_MODELS))
+@pytest.fixture(params=list(LEAN_MODELS))
 def model_pair(
     request: pytest.FixtureRequest, stock_models: dict[str, Any], offloaded_models: dict[str, Any]
 ) -> tuple[Any, Any]:

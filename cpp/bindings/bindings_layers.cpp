@@ -70,23 +70,35 @@ void run_all_experts(const RoutedLinear& up, const RoutedLinear& down, WorkerPoo
       pointer<void>(out));
 }
 
-// Its owner keeps alive what the addresses point into.
-DecoderStep decoder_step(int64_t hidden, int64_t cos, int64_t sin, int64_t qkv, int64_t attended, int64_t gate_up,
-                         int64_t kept_queries, const KeptRows& step) {
-  return {pointer<char>(hidden),   pointer<const char>(cos), pointer<const char>(sin),    pointer<char>(qkv),
-          pointer<char>(attended), pointer<char>(gate_up),   pointer<char>(kept_queries), step.rows};
+// Its owner keeps alive what the addresses point into. `ropes`: cos, sin, cos, sin, …
+DecoderStep decoder_step(int64_t hidden, const std::vector<int64_t>& ropes, int64_t qkv, int64_t attended,
+                         int64_t gate_up, int64_t added, int64_t kept_queries, const KeptRows& step) {
+  std::vector<Rope> tables;
+  for (size_t i = 0; i + 1 < ropes.size(); i += 2) {
+    tables.push_back({pointer<const char>(ropes[i]), pointer<const char>(ropes[i + 1])});
+  }
+  return {pointer<char>(hidden),  std::move(tables),    pointer<char>(qkv),          pointer<char>(attended),
+          pointer<char>(gate_up), pointer<char>(added), pointer<char>(kept_queries), step.rows};
 }
 
-void add_layer(DecoderLayers& layers, int64_t input_norm, float input_eps, const Linear& qkv, int64_t q_norm,
-               int64_t k_norm, float qk_norm_eps, const Linear& o_proj, int64_t mlp_norm, float mlp_eps,
-               const Linear& gate_up, const Linear& down, bool sparse) {
-  layers.add({{pointer<const void>(input_norm), input_eps},
+using NormAddress = std::pair<int64_t, float>;
+
+NormWeight norm_weight(const NormAddress& norm) { return {pointer<const void>(norm.first), norm.second}; }
+
+void add_layer(DecoderLayers& layers, const NormAddress& input_norm, const Linear& qkv, int64_t q_norm, int64_t k_norm,
+               float qk_norm_eps, bool whole, const Linear& o_proj, const NormAddress& mlp_norm, const Linear& gate_up,
+               const Linear& down, const NormAddress& attention_out_norm, const NormAddress& mlp_out_norm,
+               size_t rope_idx, bool sparse) {
+  layers.add({norm_weight(input_norm),
               &qkv,
-              {pointer<const void>(q_norm), pointer<const void>(k_norm), qk_norm_eps},
+              {pointer<const void>(q_norm), pointer<const void>(k_norm), qk_norm_eps, whole},
               &o_proj,
-              {pointer<const void>(mlp_norm), mlp_eps},
+              norm_weight(mlp_norm),
               &gate_up,
               &down,
+              norm_weight(attention_out_norm),
+              norm_weight(mlp_out_norm),
+              rope_idx,
               sparse});
 }
 

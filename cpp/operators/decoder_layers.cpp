@@ -4,20 +4,41 @@
 
 namespace offload {
 
-void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, const char* cos,
-                 const char* sin, const HeadNorms& norms) {
+namespace {
+
+void norm_in_place(const KernelTable& kernels, DType dtype, const NormWeight& norm, int64_t width, char* x) {
+  static thread_local std::vector<float> normed;
+  normed.resize(static_cast<size_t>(width));
+  kernels.rms_norm[static_cast<int>(dtype)](x, norm.weight, norm.eps, width, normed.data());
+  kernels.from_float[static_cast<int>(dtype)](normed.data(), width, x);
+}
+
+}  // namespace
+
+void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, Rope rope,
+                 const HeadNorms& norms) {
   const AttentionShape& shape = attention.shape(layer_idx);
   const auto rope_head = attention.kernels().rope_head[static_cast<int>(shape.dtype)];
   const int64_t head_bytes = shape.head_bytes();
+  const void* const of_query_head = norms.whole ? nullptr : norms.query;
+  const void* const of_key_head = norms.whole ? nullptr : norms.key;
+  const char *cos = rope.cos, *sin = rope.sin;
   char* head = qkv;
   for (int64_t r = 0; r < rows.num_rows; ++r, cos += head_bytes, sin += head_bytes) {
     const QueryRow row = rows.row(r, layer_idx, shape.num_kv_heads);
+    if (norms.whole) {
+      const int64_t query_bytes = shape.num_qo_heads * head_bytes;
+      norm_in_place(attention.kernels(), shape.dtype, {norms.query, norms.eps}, shape.num_qo_heads * shape.head_dim,
+                    head);
+      norm_in_place(attention.kernels(), shape.dtype, {norms.key, norms.eps}, shape.num_kv_heads * shape.head_dim,
+                    head + query_bytes);
+    }
     for (int h = 0; h < shape.num_qo_heads; ++h, head += head_bytes) {
-      rope_head(head, cos, sin, norms.query, norms.eps, shape.head_dim);
+      rope_head(head, cos, sin, of_query_head, norms.eps, shape.head_dim);
     }
     const char* value = head + shape.num_kv_heads * head_bytes;
     for (int h = 0; h < shape.num_kv_heads; ++h, head += head_bytes, value += head_bytes) {
-      rope_head(head, cos, sin, norms.key, norms.eps, shape.head_dim);
+      rope_head(head, cos, sin, of_key_head, norms.eps, shape.head_dim);
       const int64_t newest = row.num_tokens(h) - 1;
       shape.write(attention.kernels(), row.keys(shape, h), newest, head);
       shape.write(attention.kernels(), row.values(shape, h), newest, value);
@@ -46,7 +67,7 @@ void DecoderLayers::project(int64_t layer_idx, const DecoderStep& step) {
   const auto n = static_cast<int>(step.rows.num_rows);
   const NormWeight& norm = layer.input_norm;
   layer.qkv->run(kernels_, attention_.pool(), {step.hidden, n, norm.weight, norm.eps, false}, nullptr, step.qkv);
-  rope_append(attention_, layer_idx, step.rows, step.qkv, step.cos, step.sin, layer.head_norms);
+  rope_append(attention_, layer_idx, step.rows, step.qkv, step.ropes[layer.rope_idx], layer.head_norms);
 }
 
 std::string DecoderLayers::attend(int64_t layer_idx, const DecoderStep& step) {
@@ -73,9 +94,23 @@ void DecoderLayers::finish(int64_t layer_idx, const DecoderStep& step) {
   const auto n = static_cast<int>(step.rows.num_rows);
   const NormWeight& norm = layer.mlp_norm;
   WorkerPool& pool = attention_.pool();
-  layer.o_proj->run(kernels_, pool, {step.attended, n, nullptr, 0.0f, false}, step.hidden, step.hidden);
+  add(*layer.o_proj, {step.attended, n, nullptr, 0.0f, false}, layer.attention_out_norm, step);
   layer.gate_up->run(kernels_, pool, {step.hidden, n, norm.weight, norm.eps, false}, nullptr, step.gate_up);
-  layer.down->run(kernels_, pool, {step.gate_up, n, nullptr, 0.0f, true}, step.hidden, step.hidden);
+  add(*layer.down, {step.gate_up, n, nullptr, 0.0f, true}, layer.mlp_out_norm, step);
+}
+
+void DecoderLayers::add(const Linear& linear, const LinearInput& x, const NormWeight& norm, const DecoderStep& step) {
+  if (norm.weight == nullptr) return linear.run(kernels_, attention_.pool(), x, step.hidden, step.hidden);
+  linear.run(kernels_, attention_.pool(), x, nullptr, step.added);
+  const DType dtype = attention_.shape().dtype;
+  const int type = static_cast<int>(dtype);
+  const int64_t width = linear.out_features(), row_bytes = width * dtype_bytes(dtype);
+  normed_.resize(static_cast<size_t>(width));
+  for (int64_t r = 0; r < step.rows.num_rows; ++r) {
+    char* const row = step.hidden + r * row_bytes;
+    kernels_.rms_norm[type](step.added + r * row_bytes, norm.weight, norm.eps, width, normed_.data());
+    kernels_.add_residual[type](normed_.data(), row, width, row);
+  }
 }
 
 }  // namespace offload

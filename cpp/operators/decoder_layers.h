@@ -17,18 +17,26 @@ struct NormWeight {
   float eps;
 };
 
-// RMSNorm per head before the rotation (Qwen3); null weights: none.
+// RMSNorm before the rotation, per head (Qwen3) or over all heads at once (OLMo 2); null weights: none.
 struct HeadNorms {
-  const void* query;  // [head_dim]
+  const void* query;  // [head_dim], or of all query heads
   const void* key;
   float eps;
+  bool whole = false;
+};
+
+// The tables of one rotary embedding: [num_rows, head_dim].
+struct Rope {
+  const char* cos;
+  const char* sin;
 };
 
 // RoPE of a step's new tokens, and their keys and values into the pages of one layer. Of each row qkv [num_qo_heads + 2
-// * num_kv_heads, head_dim], whose query heads are rotated in place; cos, sin [head_dim].
-void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, const char* cos,
-                 const char* sin, const HeadNorms& norms);
+// * num_kv_heads, head_dim], whose query heads are rotated in place.
+void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, Rope rope,
+                 const HeadNorms& norms);
 
+// A norm without a weight is none: input_norm and mlp_norm are of what a block reads, the others of what it adds.
 struct DecoderLayer {
   NormWeight input_norm;
   const Linear* qkv;
@@ -37,17 +45,20 @@ struct DecoderLayer {
   NormWeight mlp_norm;
   const Linear* gate_up;
   const Linear* down;
-  bool sparse;  // the policy has a say in it
+  NormWeight attention_out_norm;
+  NormWeight mlp_out_norm;
+  size_t rope_idx;  // into the ropes of a step
+  bool sparse;      // the policy has a say in it
 };
 
 // The memory of one step over at most kMaxLinearRows rows; all of it in the model's dtype.
 struct DecoderStep {
-  char* hidden;     // [num_rows, hidden_size], in and out
-  const char* cos;  // [num_rows, head_dim] of the layers that run
-  const char* sin;
+  char* hidden;  // [num_rows, hidden_size], in and out
+  std::vector<Rope> ropes;
   char* qkv;       // scratch [num_rows, (num_qo_heads + 2 * num_kv_heads) * head_dim] of the widest layer
   char* attended;  // scratch [num_rows, num_qo_heads * head_dim] likewise
   char* gate_up;   // scratch [num_rows, 2 * intermediate_size]
+  char* added;     // scratch [num_rows, hidden_size], for layers with norms of what they add
   // [num_layers, num_rows, num_qo_heads * head_dim], for those of all layers, whose heads are alike; or null.
   char* kept_queries;
   StepRows rows;
@@ -71,12 +82,15 @@ class DecoderLayers {
   void finish(int64_t layer_idx, const DecoderStep& step);
 
  private:
+  // hidden += the projection of x, or its norm.
+  void add(const Linear& linear, const LinearInput& x, const NormWeight& norm, const DecoderStep& step);
   std::string attend(int64_t layer_idx, const DecoderStep& step);
 
   DecodeAttention& attention_;
   const KernelTable& kernels_;
   std::vector<DecoderLayer> layers_;
   std::vector<QueryRow> rows_;  // scratch
+  std::vector<float> normed_;   // scratch
 };
 
 }  // namespace offload

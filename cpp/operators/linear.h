@@ -65,6 +65,8 @@ class Linear {
   // out: [last - first, in_features] rows of packed weights, as numbers of the dtype.
   void unpack(const KernelTable& kernels, WorkerPool& pool, int64_t first, int64_t last, void* out) const;
 
+  int64_t out_features() const { return out_features_; }
+
  private:
   void run_many(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
                 void* out) const;

@@ -165,22 +165,22 @@ class NativeDecoder(SequencePart):
         """hidden [n, hidden_size] through all layers, in place.
 
         Args:
-            ropes: cos, sin [n, head_dim], of each of the model's; where there are several, or heads
-                of layers differ, Python goes layer by layer.
+            ropes: cos, sin [n, head_dim], of each of the model's.
+
+        Where heads of layers differ, Python goes layer by layer.
         """
         attention, stack = self.attention, self.stack
         is_watched = self.after_projection is not None or self.on_mark is not None
-        differ = len(ropes) > 1 or attention.heads_differ
-        if attention.on_attended is not None or rows.in_turns or is_watched or differ:
+        by_layer = attention.on_attended is not None or attention.heads_differ
+        if by_layer or rows.in_turns or is_watched:
             step = LayersStep(stack, hidden, ropes[0], rows, other_ropes=ropes[1:])
             for layer_idx, layer in enumerate(self.model.layers):
-                rope_idx = layer.spec.rope_idx
                 qkv, attended = step.of_layer(layer_idx)
-                stack.project(layer_idx, step, rope_idx)
+                stack.project(layer_idx, step)
                 if self.after_projection is not None:
                     positions = torch.from_numpy(rows.positions)
                     self.after_projection(layer_idx, first_row, qkv, positions)
-                    attention.rope_append(layer_idx, rows, qkv, ropes[rope_idx])
+                    attention.rope_append(layer_idx, rows, qkv, ropes[layer.spec.rope_idx])
                 self._mark("linear", layer_idx)
                 attention.attend(layer_idx, rows, qkv, attended)
                 self._mark("attend", layer_idx)
@@ -192,7 +192,9 @@ class NativeDecoder(SequencePart):
         ):
             compression = None
         keeps_queries = rows.keeps_queries or compression is not None
-        step = LayersStep(stack, hidden, ropes[0], rows, keeps_queries=keeps_queries)
+        step = LayersStep(
+            stack, hidden, ropes[0], rows, keeps_queries=keeps_queries, other_ropes=ropes[1:]
+        )
         stack.run(step)
         if compression is not None and step.kept_queries is not None:
             compression.record_step(rows, slice(None), step.kept_queries)

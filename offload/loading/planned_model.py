@@ -155,7 +155,7 @@ def planned_skeleton(
     if name_or_path in (*MODEL_SHAPES, EMBEDDED_MODEL, LONG_CONTEXT_MODEL) and not path.exists():
         return None
     config, stored, folder, header = _config(name_or_path, path)
-    if not is_generic(config.to_dict()):
+    if not is_generic(config.to_dict(), native=device == "cpu"):
         return None
     wanted, packing = DTYPES.get(dtype), "auto" if device == "cpu" else AUTO_ON_GPU
     if header is None and any(x.is_file() for x in (folder / GGUF_FILE, *_weights(folder))):

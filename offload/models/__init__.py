@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 from offload.models.base import DecoderLayer, LayerSpec, LeanModel
-from offload.models.families import FAMILIES, ModelFamily
+from offload.models.families import ALWAYS_LEAN, FAMILIES, ModelFamily
 from offload.models.missing_features import MEDIA, NEVER_GENERIC, unsupported_type
 from offload.models.shape import ModelShape
 
 __all__ = [
+    "ALWAYS_LEAN",
     "FAMILIES",
     "DecoderLayer",
     "LayerSpec",
@@ -23,12 +24,18 @@ __all__ = [
 ]
 
 
-def is_generic(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a type that has no lean layers here, but a causal language model
-    of text in transformers, maybe beside other models, whose own modules can be tried
-    (`offload.runtime.generic_loading`)."""
-    model_type = config.get("model_type")
-    if model_type in FAMILIES or model_type in NEVER_GENERIC:
+def is_generic(config: Mapping[str, Any], *, native: bool = True) -> bool:
+    """Whether a config.json is of a causal language model of text in transformers, maybe beside
+    other models, for which there are no lean layers here, and whose own modules can be tried
+    (`offload.runtime.generic_loading`).
+
+    Args:
+        native: the native layers would decode, in one process; else a GPU's step or several ranks.
+    """
+    model_type = str(config.get("model_type"))
+    if model_type in FAMILIES:
+        return not _is_lean(FAMILIES[model_type], config, native)
+    if model_type in NEVER_GENERIC:
         return False
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -38,6 +45,18 @@ def is_generic(config: Mapping[str, Any]) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
     return model_type in TYPES or (text is not None and text.get("model_type") in TYPES)
+
+
+def _is_lean(family: ModelFamily, config: Mapping[str, Any], native: bool) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    if not family.may_be_generic:
+        return True
+    try:
+        made = CONFIG_MAPPING[family.model_type].from_dict(dict(config))
+    except Exception:  # of any kind: whoever loads it says what is wrong
+        return True
+    return family.is_lean(made, native=native)
 
 
 def lean_model_maker(

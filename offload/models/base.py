@@ -44,7 +44,7 @@ class LayerSpec:
     Attributes:
         sm_scale: multiplies q @ k.
         rope_idx: which of `LeanModel.ropes` rotates queries and keys.
-        has_qk_norm: whether an RMSNorm over head_dim comes before the rotation.
+        has_qk_norm: whether an RMSNorm comes before the rotation, of each head or of all at once.
     """
 
     num_qo_heads: int
@@ -57,20 +57,26 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One pre-norm layer: x += o(attention(qkv(norm(x)))); x += down(silu(gate) * up of norm(x)).
+    """One layer: x += o(attention(qkv(norm(x)))); x += down(silu(gate) * up of norm(x)).
 
-    `q_norm` and `k_norm` are RMSNorms over head_dim, before the rotary embedding, or None.
+    Attributes:
+        q_norm, k_norm: RMSNorms before the rotary embedding, over head_dim or over all heads at
+            once, or None.
+        input_norm, mlp_norm: of x, or None.
+        attention_out_norm, mlp_out_norm: RMSNorms of what is added to x, or None.
     """
 
-    input_norm: nn.Module
+    input_norm: nn.Module | None
     qkv: Linear
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     o_proj: Linear
-    mlp_norm: nn.Module
+    mlp_norm: nn.Module | None
     gate_up: Linear
     down: Linear
     spec: LayerSpec
+    attention_out_norm: nn.Module | None = None
+    mlp_out_norm: nn.Module | None = None
 
     def on_cpu(self) -> FusedLayer[CpuLinear]:
         return self._with_kernels(lambda linear: linear.on_cpu())
@@ -81,16 +87,23 @@ class DecoderLayer:
     def _with_kernels(self, make: Callable[[Linear], W]) -> FusedLayer[W]:
         has_qk_norm = self.q_norm is not None and self.k_norm is not None
         q_norm, eps = norm_of(self.q_norm) if has_qk_norm else (None, 0.0)
+
+        def norm(module: nn.Module | None) -> Norm | None:
+            return None if module is None else norm_of(module)
+
         return FusedLayer(
-            input_norm=norm_of(self.input_norm),
+            input_norm=norm(self.input_norm),
             qkv=make(self.qkv),
             q_norm=q_norm,
             k_norm=norm_of(self.k_norm)[0] if has_qk_norm else None,
             qk_norm_eps=eps,
             o_proj=make(self.o_proj),
-            mlp_norm=norm_of(self.mlp_norm),
+            mlp_norm=norm(self.mlp_norm),
             gate_up=make(self.gate_up),
             down=make(self.down),
+            attention_out_norm=norm(self.attention_out_norm),
+            mlp_out_norm=norm(self.mlp_out_norm),
+            rope_idx=self.spec.rope_idx,
         )
 
 
@@ -103,6 +116,7 @@ class LeanModel:
             [1, n, head_dim] in x's dtype; `LayerSpec.rope_idx` says which is a layer's.
         shape: where layers differ in their heads, the most that a layer has.
         max_context_reason: what bounds `shape.max_context`, for messages.
+        embedding_scale: multiplies embeddings that are given; `embed_tokens` has done so.
         ranks: the processes that run the model together, each with a part of the heads and of the
             MLP (`shape` and `layers` are this one's); None: this process has all.
     """
@@ -114,6 +128,7 @@ class LeanModel:
     ropes: tuple[Rotary, ...]
     shape: ModelShape
     max_context_reason: str
+    embedding_scale: float = 1.0
     ranks: TensorParallel | None = None
 
     def each(self, name: str) -> list[Any]:
@@ -221,6 +236,41 @@ def stock_context_limit(config: Any) -> tuple[int, str]:
     with contextlib.suppress(NotImplementedError, ValueError):
         return rope_context(config)
     return positions, f"max_position_embeddings={positions}"
+
+
+def has_windows(config: Any) -> bool:
+    """Whether a layer attends through a window that is smaller than the context."""
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    return window is not None and slides and window < rope_context(config)[0]
+
+
+class ScaledNorm(nn.Module):
+    """The RMSNorm of a stock module, with another eps, and its output times `scale`: as `norm_of`
+    and prefills read it. A scale other than 1 copies the weight."""
+
+    def __init__(self, stock: Any, eps: float, scale: float = 1.0) -> None:
+        super().__init__()
+        self.variance_epsilon = eps
+        weight = stock.weight if scale == 1.0 else stock.weight.detach() * scale
+        self.weight = nn.Parameter(weight, requires_grad=False) if scale != 1.0 else weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        return self.weight * (wide * torch.rsqrt(variance + self.variance_epsilon)).to(x.dtype)
+
+
+class ScaledEmbedding(nn.Module):
+    """The embedding of a stock module, times `scale`."""
+
+    def __init__(self, stock: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.stock, self.scale = stock, scale
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.stock(tokens) * self.scale
+        return embedded
 
 
 def norm_of(module: Any) -> Norm:

@@ -6,19 +6,22 @@ or its layers differ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.models.base import (
     DecoderLayer,
     LayerSpec,
     LeanModel,
+    ScaledEmbedding,
+    ScaledNorm,
     check_alike,
     check_computation,
     context_limit,
     fused_linear,
+    has_windows,
 )
-from offload.models.rope import rotary_view
+from offload.models.rope import NoRotation, RoundedRotary, rotary_view
 from offload.models.shape import ModelShape
 
 
@@ -28,14 +31,43 @@ class ModelFamily:
 
     Attributes:
         has_qk_norm: query and key heads have an RMSNorm before the rotary embedding.
+        normed_sums: RMSNorms are of what attention and the MLP add, not of what they read: the
+            native layers know it, a GPU's step, ranks, training and benchmarks do not.
+        float32_tables: its rotary embedding does not round cos and sin.
+        may_be_generic: what the lean layers do not compute, transformers' modules do; else it is
+            refused.
     """
 
     model_type: str
     has_qk_norm: bool = False
+    normed_sums: bool = False
+    float32_tables: bool = False
+    may_be_generic: bool = True
+
+    def is_lean(self, config: Any, *, native: bool) -> bool:
+        """Whether the lean layers compute all that transformers' `config` says.
+
+        Args:
+            native: by the native layers, not by a GPU's step or one of several ranks.
+        """
+        if not self.may_be_generic:
+            return True
+        try:
+            check_computation(config)
+            return (native or not self.normed_sums) and not has_windows(config)
+        except (NotImplementedError, ValueError):
+            return False
+
+    def rotates(self, attention: Any) -> bool:
+        """Whether a layer's attention rotates queries and keys."""
+        return True
 
     def rotary_modules(self, stock: Any) -> tuple[Any, ...]:
         """The distinct rotary embeddings; `LayerSpec.rope_idx` counts them."""
-        return (stock.model.rotary_emb,)
+        layers, rotary = stock.model.layers, stock.model.rotary_emb
+        if all(self.rotates(layer.self_attn) for layer in layers):
+            return (rotary,)
+        return rotary, NoRotation(int(layers[0].self_attn.head_dim))
 
     def layer_spec(self, stock: Any, layer_idx: int) -> LayerSpec:
         """What attention of a layer is."""
@@ -45,6 +77,7 @@ class ModelFamily:
             num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
             head_dim=int(attention.head_dim),
             sm_scale=float(attention.scaling),
+            rope_idx=0 if self.rotates(attention) else 1,
             has_qk_norm=self.has_qk_norm,
         )
 
@@ -53,16 +86,25 @@ class ModelFamily:
         stock_layer, name = stock.model.layers[layer_idx], f"model.layers.{layer_idx}"
         attention, mlp = stock_layer.self_attn, stock_layer.mlp
         in_attention, in_mlp = f"{name}.self_attn.", f"{name}.mlp."
+        after_attention, after_mlp = None, None
+        input_norm, mlp_norm = None, stock_layer.post_attention_layernorm
+        if self.normed_sums:
+            after_attention, mlp_norm = mlp_norm, None
+            after_mlp = stock_layer.post_feedforward_layernorm
+        else:
+            input_norm = stock_layer.input_layernorm
         return DecoderLayer(
-            input_norm=stock_layer.input_layernorm,
+            input_norm=input_norm,
             qkv=fused_linear(in_attention, attention, "q_proj", "k_proj", "v_proj"),
             q_norm=attention.q_norm if spec.has_qk_norm else None,
             k_norm=attention.k_norm if spec.has_qk_norm else None,
             o_proj=fused_linear(in_attention, attention, "o_proj"),
-            mlp_norm=stock_layer.post_attention_layernorm,
+            mlp_norm=mlp_norm,
             gate_up=fused_linear(in_mlp, mlp, "gate_proj", "up_proj"),
             down=fused_linear(in_mlp, mlp, "down_proj"),
             spec=spec,
+            attention_out_norm=after_attention,
+            mlp_out_norm=after_mlp,
         )
 
     def lean_model(self, stock: Any, *, heads_may_differ: bool = False) -> LeanModel:
@@ -80,6 +122,11 @@ class ModelFamily:
         check_computation(config)
         specs = [self.layer_spec(stock, layer_idx) for layer_idx in range(len(model.layers))]
         if not heads_may_differ:
+            if self.normed_sums:
+                raise NotImplementedError(
+                    f"{self.model_type} is not for calibration, training, benchmarks or ranks yet: "
+                    "its norms come after attention and the MLP"
+                )
             check_alike(specs, "calibration, training, benchmarks or ranks")
         most = {
             key: max(getattr(spec, name) for spec in specs)
@@ -91,7 +138,8 @@ class ModelFamily:
         }
         rotaries, ropes = self.rotary_modules(stock), {}
         for spec in specs:
-            ropes[spec.rope_idx] = rotary_view(rotaries[spec.rope_idx], spec.head_dim)
+            view = rotary_view(rotaries[spec.rope_idx], spec.head_dim)
+            ropes[spec.rope_idx] = RoundedRotary(view) if self.float32_tables else view
         max_context, reason = context_limit(config)
         return LeanModel(
             embed_tokens=model.embed_tokens,
@@ -104,12 +152,59 @@ class ModelFamily:
         )
 
 
+class SomeLayersRotate(ModelFamily):
+    """Layers without positions among others."""
+
+    def rotates(self, attention: Any) -> bool:
+        return bool(attention.use_rope)
+
+
+class Granite(ModelFamily):
+    """Embeddings, scores, sums and logits have multipliers.
+
+    The residual stream is kept divided by that of sums, r: then nothing multiplies these. A norm's
+    output is the same with eps / r^2.
+    """
+
+    def layer(self, stock: Any, layer_idx: int, spec: LayerSpec) -> DecoderLayer:
+        layer, scale = super().layer(stock, layer_idx, spec), stock.config.residual_multiplier
+        norms = {
+            name: ScaledNorm(norm, norm.variance_epsilon / scale**2)
+            for name in ("input_norm", "mlp_norm")
+            if (norm := getattr(layer, name))
+        }
+        return replace(layer, **norms)
+
+    def lean_model(self, stock: Any, *, heads_may_differ: bool = False) -> LeanModel:
+        lean = super().lean_model(stock, heads_may_differ=heads_may_differ)
+        config, norm = stock.config, lean.final_norm
+        scale = config.embedding_multiplier / config.residual_multiplier
+        eps = norm.variance_epsilon / config.residual_multiplier**2
+        return replace(
+            lean,
+            embed_tokens=ScaledEmbedding(lean.embed_tokens, scale),
+            embedding_scale=scale,
+            final_norm=ScaledNorm(norm, eps, 1 / config.logits_scaling),
+        )
+
+
+def _refusing(model_type: str, **options: bool) -> ModelFamily:
+    return ModelFamily(model_type, may_be_generic=False, **options)
+
+
 FAMILIES = {
     family.model_type: family
     for family in (
-        ModelFamily("llama"),  # 1-3.x, SmolLM2 and others: optional biases, any rope scaling
-        ModelFamily("mistral"),  # early versions attend through a window (see `context_limit`)
-        ModelFamily("qwen2"),  # and Qwen2.5: biases on q, k and v
-        ModelFamily("qwen3", has_qk_norm=True),  # the dense ones
+        _refusing("llama"),  # 1-3.x, SmolLM2 and others: optional biases, any rope scaling
+        _refusing("mistral"),  # early versions attend through a window (see `context_limit`)
+        _refusing("qwen2"),  # and Qwen2.5: biases on q, k and v
+        _refusing("qwen3", has_qk_norm=True),  # the dense ones
+        SomeLayersRotate("smollm3"),
+        ModelFamily("seed_oss"),  # a bias of o_proj, or none
+        Granite("granite"),
+        ModelFamily("olmo2", has_qk_norm=True, normed_sums=True, float32_tables=True),
+        ModelFamily("exaone4", has_qk_norm=True, normed_sums=True),
     )
 }
+# Those whose models have lean layers wherever they run.
+ALWAYS_LEAN = sorted(name for name, family in FAMILIES.items() if not family.may_be_generic)

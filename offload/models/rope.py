@@ -99,6 +99,8 @@ def rotary_view(stock: Any, head_dim: int) -> Any:
     Raises:
         NotImplementedError: if it rotates a part of each head only.
     """
+    if isinstance(stock, NoRotation):
+        return stock
     rotated = 2 * int(stock.inv_freq.numel())
     if rotated != head_dim:
         raise NotImplementedError(
@@ -106,6 +108,37 @@ def rotary_view(stock: Any, head_dim: int) -> Any:
             "rotary embeddings are not supported yet; take a model that rotates whole heads"
         )
     return DynamicRotary(stock) if "dynamic" in stock.rope_type else stock
+
+
+@dataclass(frozen=True)
+class RoundedRotary:
+    """Tables in x's dtype, of a rotary embedding that returns them in float32."""
+
+    stock: Any
+
+    @property
+    def rope_type(self) -> str:
+        return str(self.stock.rope_type)
+
+    def __call__(
+        self, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.stock(x, position_ids)
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class NoRotation:
+    """The tables that leave heads as they are."""
+
+    head_dim: int
+    rope_type: str = "default"
+
+    def __call__(
+        self, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (*position_ids.shape, self.head_dim)
+        return x.new_ones(shape), x.new_zeros(shape)
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,14 @@ def project_qkv(
     layer: DecoderLayer, x: Tensor, pool: WorkerPool | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [n, num_heads, head_dim] of x [n, hidden_size], not yet rotated."""
-    x, head_dim = _norm(layer.input_norm, x, pool), layer.spec.head_dim
+    x = x if layer.input_norm is None else _norm(layer.input_norm, x, pool)
+    head_dim = layer.spec.head_dim
     q, k, v = (projection(x, pool).view(len(x), -1, head_dim) for projection in layer.qkv.parts)
     if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = _norm(layer.q_norm, q, pool), _norm(layer.k_norm, k, pool)
+        q, k = (
+            _norm(norm, y.reshape(len(x), -1, len(norm_of(norm)[0])), pool).view(y.shape)
+            for norm, y in ((layer.q_norm, q), (layer.k_norm, k))
+        )
     return q, k, v
 
 
@@ -65,8 +69,16 @@ def add_mlp(
     sum_over_ranks: Callable[[Tensor], Tensor],
     pool: WorkerPool | None = None,
 ) -> None:
-    """x += delta, the output projection of attention; x += the MLP of that: [n, hidden_size]."""
-    if has_kernels(x):
+    """x += delta, the output projection of attention; x += the MLP of that: [n, hidden_size].
+
+    Of layers with `attention_out_norm`, delta's norm is added.
+    """
+    if layer.attention_out_norm is not None:
+        delta = _norm(layer.attention_out_norm, delta, pool)
+    if layer.mlp_norm is None:
+        x += delta
+        normed = x
+    elif has_kernels(x):
         normed = delta  # its memory does for both
         add_rms_norm(x, delta, *norm_of(layer.mlp_norm), normed)
     else:
@@ -79,7 +91,8 @@ def add_mlp(
         gate = gate_proj(normed, pool)
         activate(gate, up_proj(normed, pool))
         down = layer.down(gate, pool)
-    x += sum_over_ranks(down)
+    down = sum_over_ranks(down)
+    x += down if layer.mlp_out_norm is None else _norm(layer.mlp_out_norm, down, pool)
 
 
 def attend_to_nothing(model: LeanModel, x: Tensor, pool: WorkerPool | None = None) -> Tensor:

@@ -34,7 +34,7 @@ from offload.loading.stock_model import (
     load_delimiter_classes,
     load_generic_model,
 )
-from offload.models import FAMILIES, ModelShape
+from offload.models import ALWAYS_LEAN, ModelShape
 from offload.models.base import stock_context_limit
 from offload.models.missing_features import READ_AT_ONCE, unsupported_generic
 from offload.models.packed_linear import PackedMatrix
@@ -196,7 +196,7 @@ class GenericRuntime:
             f"a model of type {self.stock.config.model_type!r} has no lean layers: generate(), "
             "forward(), Engine and `offload serve` run it; saved caches and "
             "calibrations need one of "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"{', '.join(ALWAYS_LEAN)}"
         )
 
     @property
@@ -359,7 +359,7 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
             raise NotImplementedError(
                 f"{name}={value!r} with a model of type {model_type!r}, which has no lean layers "
                 f"and runs with {name}={default!r} only; types with lean layers: "
-                f"{', '.join(sorted(FAMILIES))}"
+                f"{', '.join(ALWAYS_LEAN)}"
             )
     KVFormat.of(config.kv_dtype, checkpoint.loaded_dtype(config.dtype))
     if config.kv_dtype == "int8" and is_on_device(config):

@@ -149,7 +149,8 @@ class OffloadedModel(FixedModel):
         together = nullcontext() if ranks is None else ranks.together()
         with together, without_autocast(torch.device(config.device)):
             folder = find_folder(name_or_path, hub, ranks)
-            if is_generic(check_model_type(folder / "config.json")):
+            native = config.device == "cpu" and config.backend is None and ranks is None
+            if is_generic(check_model_type(folder / "config.json"), native=native):
                 return load_generic_model(folder, config)
             return _offloaded(load_model(name_or_path, folder, config, ranks))
 
@@ -338,7 +339,9 @@ class OffloadedModel(FixedModel):
         of the flattened rectangle."""
         if inputs_embeds is not None:
             columns = columns.to(inputs_embeds.device)
-            return None, inputs_embeds.flatten(0, 1)[columns].to(self.device, self.dtype)
+            given = inputs_embeds.flatten(0, 1)[columns].to(self.device, self.dtype)
+            scale = self._offload.lean.embedding_scale
+            return None, given if scale == 1.0 else given * scale
         assert input_ids is not None  # rows_shape has seen to it
         tokens = input_ids.flatten()[columns]
         check_tokens(tokens, self.config.vocab_size)

@@ -160,7 +160,7 @@ def _threads(setting: Setting) -> dict[str, str]:
 
 
 _WHOLE = {"ignore_eos": True}
-_Q4 = {"positions": GGUF_POSITIONS}
+_Q4: dict[str, Any] = {"positions": GGUF_POSITIONS}
 
 
 def _as_offload(name: str, *options: str, **more: Any) -> Peer:

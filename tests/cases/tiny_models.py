@@ -48,13 +48,32 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
 }
+# Those of families that transformers' modules run, too.
+LEAN_MODELS = TINY_MODELS | {
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {"attention_bias": True, "attention_out_bias": True}),
+    "granite": (
+        "granite",
+        {
+            "head_dim": 16,
+            "embedding_multiplier": 0.3,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "rms_norm_eps": 0.05,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "olmo2": ("olmo2", {"attention_bias": True, "head_dim": 16}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+}
 
 
 def make_tiny_model(name: str, **changes: Any) -> Any:
     """A stock model with random weights, large enough to make attention and logits peaked."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, differences = TINY_MODELS[name]
+    model_type, differences = LEAN_MODELS[name]
     config = AutoConfig.for_model(model_type, **{**_SHAPE, **differences, **changes})
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -34,12 +34,15 @@ _SECONDS = 60  # of one type
 _HEAD = """\
 # Model types
 
-*lean*: native layers, on a CPU and with a GPU, with every feature. *generic*: transformers' own
-modules, on a CPU or, with `device="cuda"`, on a GPU. Attention of the layers that attend to all
-tokens is ours, their keys and values are in the host store; layers with a window or a recurrent
-state keep transformers' cache, whose bytes count in `max_memory`, too. A generic model does
-`generate()`, greedy or sampled, with left padding and several turns, and `forward()`, under `auto`
-(exact), `full`, `exact_topk`, `quest`, `lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The
+*lean*: native layers, on a CPU and with a GPU, with every feature. What a lean type's layers do not
+compute, such as windows smaller than the context, is refused for llama, mistral, qwen2 and qwen3,
+and makes a model of another type generic; so does a GPU, a backend or a rank where the table says
+so. *generic*: transformers' own modules, on a CPU or, with `device="cuda"`, on a GPU. Attention of
+the layers that attend to all tokens is ours, their keys and values are in the host store; layers
+with a window or a recurrent state keep transformers' cache, whose bytes count in
+`max_memory`, too. A generic model does `generate()`, greedy or sampled, with left padding and
+several turns, and `forward()`, under `auto` (exact), `full`, `exact_topk`, `quest`,
+`lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The
 engine and `offload serve` run it, with shared prompts and sessions on disk: each sequence has its
 own windows and recurrent states ([which prompts go on from
 them](how-to/many-requests.md#models-without-native-layers)). They refuse `bamba`, `jamba` and
@@ -82,7 +85,7 @@ Row = tuple[str, str]  # one of the four words, and why
 def judged(model_type: str) -> Row:
     """What becomes of a model type."""
     if model_type in FAMILIES:
-        return LEAN, ""
+        return LEAN, "generic but on a CPU" if FAMILIES[model_type].normed_sums else ""
     try:
         config = CONFIG_MAPPING[model_type]().to_dict()
         if not is_generic(config):

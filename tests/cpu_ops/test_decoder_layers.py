@@ -40,6 +40,7 @@ class Case:
     kv_lens: list[int]
     hidden: torch.Tensor
     rope: tuple[torch.Tensor, torch.Tensor]
+    other_rope: tuple[torch.Tensor, torch.Tensor]
     past: list[tuple[np.ndarray, np.ndarray]]  # of each sequence: k, v [layers, heads, tokens, dim]
 
     def stack(self) -> DecoderLayers:
@@ -53,9 +54,11 @@ def make_case(
     rows: int = 2,
     policy: Policy | str = "full",
     kv_len: int = 37,
-    with_qk_norm: bool = False,
+    kind: str = "llama",
     isa: str | None = None,
 ) -> Case:
+    """`kind`: "llama"; "qwen3" with norms of heads; "olmo2" with norms of all heads and of sums;
+    "smollm3" with layers that rotate otherwise."""
     rng = new_rng()
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -85,7 +88,7 @@ def make_case(
         kv_lens.append(n + 1)
         past.append((k.double().numpy(), v.double().numpy()))
     layers, weights = [], []
-    for _ in range(NUM_LAYERS):
+    for layer_idx in range(NUM_LAYERS):
         w = {
             "input_norm": random(HIDDEN, scale=0.3) + 1,
             "q": random(QUERY_FEATURES, HIDDEN, scale=HIDDEN**-0.5),
@@ -97,25 +100,30 @@ def make_case(
             "up": random(INTERMEDIATE, HIDDEN, scale=HIDDEN**-0.5),
             "down": random(HIDDEN, INTERMEDIATE, scale=INTERMEDIATE**-0.5),
         }
-        if with_qk_norm:
-            w |= {"q_norm": random(HEAD_DIM) + 1, "k_norm": random(HEAD_DIM) + 1}
+        q_width, k_width = (QUERY_FEATURES, KV_FEATURES) if kind == "olmo2" else [HEAD_DIM] * 2
+        if kind in ("qwen3", "olmo2"):
+            w |= {"q_norm": random(q_width) + 1, "k_norm": random(k_width) + 1}
         weights.append(w)
         layers.append(
             NativeLayer(
-                input_norm=(w["input_norm"], EPS),
+                input_norm=None if kind == "olmo2" else (w["input_norm"], EPS),
                 qkv=Linear([w["q"], w["k"], w["v"]]),
                 q_norm=w.get("q_norm"),
                 k_norm=w.get("k_norm"),
-                qk_norm_eps=EPS if with_qk_norm else 0.0,
+                qk_norm_eps=EPS if "q_norm" in w else 0.0,
                 o_proj=Linear([w["o"]]),
-                mlp_norm=(w["mlp_norm"], EPS),
+                mlp_norm=None if kind == "olmo2" else (w["mlp_norm"], EPS),
                 gate_up=Linear([w["gate"], w["up"]]),
                 down=Linear([w["down"]]),
+                attention_out_norm=(w["input_norm"], EPS) if kind == "olmo2" else None,
+                mlp_out_norm=(w["mlp_norm"], EPS) if kind == "olmo2" else None,
+                rope_idx=layer_idx % 2 if kind == "smollm3" else 0,
             )
         )
     angles = np.outer(np.array(kv_lens) - 1, 10000.0 ** (-np.arange(HEAD_DIM // 2) / 8))
     cos, sin = (torch.from_numpy(np.tile(f(angles), 2)).to(dtype) for f in (np.cos, np.sin))
-    return Case(layers, weights, attention, seqs, kv_lens, random(rows, HIDDEN), (cos, sin), past)
+    hidden = random(rows, HIDDEN)
+    return Case(layers, weights, attention, seqs, kv_lens, hidden, (cos, sin), (sin, cos), past)
 
 
 def float64_layers(case: Case, rows: int) -> np.ndarray:
@@ -123,13 +131,22 @@ def float64_layers(case: Case, rows: int) -> np.ndarray:
     out = []
     for row in range(rows):
         x = case.hidden[row].double().numpy()
-        cos, sin = (table[row].double().numpy() for table in case.rope)
         for layer_idx, weights in enumerate(case.weights):
+            layer = case.layers[layer_idx]
+            rope = case.other_rope if layer.rope_idx else case.rope
+            cos, sin = (table[row].double().numpy() for table in rope)
             w = {name: weight.double().numpy() for name, weight in weights.items()}
-            normed = reference.rms_norm(x, w["input_norm"], EPS)
-            q, k, v = ((w[name] @ normed).reshape(-1, HEAD_DIM) for name in "qkv")
+
+            def norm(y, name, is_there=True, w=w):
+                return reference.rms_norm(y, w[name], EPS) if is_there else y
+
+            normed = norm(x, "input_norm", layer.input_norm)
+            q, k, v = (w[name] @ normed for name in "qkv")
             if "q_norm" in w:
-                q, k = (reference.rms_norm(y, w[n], EPS) for y, n in ((q, "q_norm"), (k, "k_norm")))
+                q, k = (
+                    norm(y.reshape(-1, len(w[n])), n) for y, n in ((q, "q_norm"), (k, "k_norm"))
+                )
+            q, k, v = (y.reshape(-1, HEAD_DIM) for y in (q, k, v))
             q, k = (reference.rope(y, cos, sin) for y in (q, k))
             keys, values = (
                 np.concatenate([past[layer_idx], new[:, None]], axis=1)
@@ -141,25 +158,29 @@ def float64_layers(case: Case, rows: int) -> np.ndarray:
                 scores = keys[kv_head] @ q[head] * HEAD_DIM**-0.5
                 p = np.exp(scores - scores.max())
                 attended.append(p / p.sum() @ values[kv_head])
-            x = x + w["o"] @ np.concatenate(attended)
-            normed = reference.rms_norm(x, w["mlp_norm"], EPS)
+            x = x + norm(w["o"] @ np.concatenate(attended), "input_norm", layer.attention_out_norm)
+            normed = norm(x, "mlp_norm", layer.mlp_norm)
             gate = w["gate"] @ normed
-            x = x + w["down"] @ (gate / (1 + np.exp(-gate)) * (w["up"] @ normed))
+            down = w["down"] @ (gate / (1 + np.exp(-gate)) * (w["up"] @ normed))
+            x = x + norm(down, "mlp_norm", layer.mlp_out_norm)
         out.append(x)
     return np.stack(out)
 
 
 def begin(case: Case, stack: DecoderLayers, **options):
     rows = case.attention.begin_step(case.seqs, case.kv_lens)
-    return LayersStep(stack, case.hidden.clone(), case.rope, rows, **options)
+    others = [case.other_rope]
+    return LayersStep(stack, case.hidden.clone(), case.rope, rows, other_ropes=others, **options)
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "with_qk_norm", "rows"),
-    combinations(native.available_isas(), DTYPES, [False, True], [1, 3, 16]),
+    ("isa", "dtype", "kind", "rows"),
+    combinations(
+        native.available_isas(), DTYPES, ["llama", "qwen3", "olmo2", "smollm3"], [1, 3, 16]
+    ),
 )
-def test_against_float64(pool, isa, dtype, with_qk_norm, rows):
-    case = make_case(pool, dtype, rows=rows, with_qk_norm=with_qk_norm, isa=isa)
+def test_against_float64(pool, isa, dtype, kind, rows):
+    case = make_case(pool, dtype, rows=rows, kind=kind, isa=isa)
     stack = case.stack()
     step = begin(case, stack)
     stack.run(step)
@@ -207,7 +228,14 @@ def test_layers_that_do_not_fit(pool):
         ([first], "expected 2 layers, got 1"),
         ([first, replace(second, down=second.o_proj)], r"down must be .*32 160 -> 96"),
         ([first, replace(second, o_proj=half)], r"o_proj must be torch.float32"),
-        ([first, replace(second, q_norm=torch.ones(3))], r"q_norm must be .* \[16\]"),
+        (
+            [first, replace(second, q_norm=torch.ones(3), k_norm=torch.ones(16))],
+            r"q_norm .* \[96\]",
+        ),
+        (
+            [first, replace(second, mlp_out_norm=(torch.ones(3), EPS))],
+            r"mlp_out_norm must .* \[96\]",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             DecoderLayers(layers, case.attention)
@@ -225,6 +253,10 @@ def test_steps_that_do_not_fit(pool):
     ):
         with pytest.raises(ValueError, match=message):
             LayersStep(stack, hidden, rope, rows)
+    other = replace(case.layers[1], rope_idx=1)
+    two_ropes = DecoderLayers([case.layers[0], other], case.attention)
+    with pytest.raises(ValueError, match="take 2 ropes, got 1"):
+        LayersStep(two_ropes, case.hidden, case.rope, rows)
     many = case.attention.begin_step(case.seqs[:1] * 17, case.kv_lens[:1] * 17)
     with pytest.raises(ValueError, match="1 to 16 rows, got 17"):
         LayersStep(stack, case.hidden, case.rope, many)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases.linear_cases import packed
 from cases.tiny_models import (
-    TINY_MODELS,
+    LEAN_MODELS,
     byte_tokenizer,
     make_tiny_model,
     random_tokens,
@@ -63,7 +63,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize("name", LEAN_MODELS)
 @pytest.mark.parametrize(
     "where",
     [
@@ -77,6 +77,8 @@ def test_every_model_type(
     name: str, format: str, where: dict[str, str], tiny_folders: dict[str, Path]
 ) -> None:
     """Prompts meet the rounded weights, in float32; steps round what they multiply, too."""
+    if name in ("olmo2", "exaone4") and where != {"device": "cpu"}:
+        pytest.skip("generic there, which packs nothing itself")
     model = OffloadedModel.from_pretrained(
         tiny_folders[name], policy="full", num_threads=2, weights=format, **where
     )
@@ -297,7 +299,7 @@ def test_they_are_counted_as_they_are(tiny_folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize("name", LEAN_MODELS)
 def test_their_bytes_are_known_before(
     name: str, format: str, tiny_folders: dict[str, Path]
 ) -> None:

@@ -464,6 +464,8 @@ def write_generic(folder: Path, model_type: str, method: str, prefix: str = "") 
         ("qwen3_5_text", "nvfp4", ""),
         ("phi3", "nf4", ""),
         ("phi3", "fp8 rows", ""),
+        ("smollm3", "gptq", ""),  # of families that have some
+        ("olmo2", "fp8 rows", ""),
     ],
 )
 def test_types_without_lean_layers(

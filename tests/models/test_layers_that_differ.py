@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 import torch
 from cases.tiny_models import make_tiny_model, random_tokens
+from cases.top_k_reference import TOP_K, greedy_tokens
 
 from offload import OffloadedModel
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.models import LayerSpec, ModelFamily, families, lean_model_maker
 from offload.policies import Policy, make_policy
-from offload.policies.exact_topk import ExactTopK
 from offload.policies.full import Full
 from offload.policies.tidal_decode import TidalDecode
 from offload.runtime import model_loading
 
 LOCAL_THETA = 100.0
 NUM_NEW = 24
-TOP_K = ExactTopK(budget_tokens=24, sink_tokens=2, recent_tokens=6, dense_layers=0)
 
 
 def is_local(layer_idx: int) -> bool:
@@ -105,50 +104,13 @@ def load(stock: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: A
 
 
 def reference_tokens(stock: Any, policy: Policy, prompt: torch.Tensor) -> list[int]:
-    """The next NUM_NEW of a prompt [1, n]."""
-    from transformers import AttentionInterface
-
-    reference = reference_model(stock)
-    if policy.selects:
-        AttentionInterface.register("top_k_reference", attend_to_top_k)
-        reference.config._attn_implementation = "top_k_reference"
-    found, cache = [], None
-    tokens = prompt
-    for _ in range(NUM_NEW):
-        out = reference(tokens, past_key_values=cache, use_cache=True)
-        tokens, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
-        found.append(int(tokens))
-    return found
+    return greedy_tokens(reference_model(stock), policy, prompt, NUM_NEW)
 
 
 @pytest.fixture
 def stock(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(families.FAMILIES, "llama", Alternating("llama"))
     return make_tiny_model("llama")
-
-
-def attend_to_top_k(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention; a single token attends to what ExactTopK selects of each KV head."""
-    del mask
-    _, num_heads, num_new, _ = query.shape
-    kv_len, num_kv_heads = key.shape[2], key.shape[1]
-    keys, values = (x.repeat_interleave(num_heads // num_kv_heads, 1) for x in (key, value))
-    scores = scaling * (query @ keys.mT)
-    later = torch.ones(num_new, kv_len, dtype=torch.bool).triu(kv_len - num_new + 1)
-    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-    if num_new == 1 and kv_len > TOP_K.budget_tokens:
-        first, last = TOP_K.sink_tokens, kv_len - TOP_K.recent_tokens
-        mass = weights[0, :, 0].view(num_kv_heads, -1, kv_len).sum(1)
-        count = TOP_K.budget_tokens - TOP_K.sink_tokens - TOP_K.recent_tokens
-        chosen = mass[:, first:last].topk(count).indices + first
-        keeps = torch.zeros(num_kv_heads, kv_len)
-        keeps[:, :first] = keeps[:, last:] = 1.0
-        keeps.scatter_(1, chosen, 1.0)
-        weights = weights * keeps.repeat_interleave(num_heads // num_kv_heads, 0)[None, :, None]
-        weights /= weights.sum(-1, keepdim=True)
-    return (weights @ values).transpose(1, 2).contiguous(), None
 
 
 @pytest.mark.parametrize("policy", [Full(), TOP_K], ids=["full", "exact_topk"])

@@ -42,7 +42,8 @@ TYPES = {
     "t5": ["an encoder beside the decoder"],
 }
 WORKS = (
-    "available: llama, mistral, qwen2, qwen3 (dense models of text, such as Llama 3, SmolLM2, "
+    "available: exaone4, granite, llama, mistral, olmo2, qwen2, qwen3, seed_oss, smollm3 "
+    "(dense models of text, such as Llama 3, SmolLM2, "
     "Mistral, Qwen2.5 and Qwen3)"
 )
 WITHOUT = "; generate() and `offload generate` run it without lean layers"

@@ -1,0 +1,91 @@
+"""Families that transformers' modules run, too: the lean layers give transformers' tokens, and what
+they do not compute goes to the modules."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.tiny_models import LEAN_MODELS, TINY_MODELS, make_tiny_model, random_tokens
+from cases.top_k_reference import TOP_K, greedy_tokens
+
+from offload import OffloadedModel
+from offload.models import is_generic, lean_model_maker
+from offload.policies import Policy
+from offload.policies.full import Full
+from offload.runtime.generic_loading import GenericRuntime
+
+NEW = sorted(set(LEAN_MODELS) - set(TINY_MODELS))
+NUM_NEW = 32
+
+
+@pytest.mark.parametrize("policy", [Full(), TOP_K], ids=["full", "exact_topk"])
+@pytest.mark.parametrize("name", NEW)
+@torch.inference_mode()
+def test_tokens_are_those_of_transformers(
+    name: str, policy: Policy, stock_models: dict[str, Any], tiny_folders: dict[str, Path]
+) -> None:
+    prompt = random_tokens(1, 61, seed=3)
+    expected = greedy_tokens(copy.deepcopy(stock_models[name]), policy, prompt, NUM_NEW)
+    model = OffloadedModel.from_pretrained(
+        tiny_folders[name], policy=policy, num_threads=2, page_tokens=16, prefill_slice_tokens=24
+    )
+    assert not isinstance(model._offload, GenericRuntime)
+    made = model.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)
+    assert made[0, prompt.shape[1] :].tolist() == expected
+    assert len(set(expected)) > 2
+
+
+@pytest.mark.parametrize("name", NEW)
+@torch.inference_mode()
+def test_embeddings_that_are_given(
+    name: str, stock_models: dict[str, Any], offloaded_models: dict[str, Any]
+) -> None:
+    stock = stock_models[name]
+    embeddings = stock.model.embed_tokens(random_tokens(1, 30))
+    expected = stock(inputs_embeds=embeddings).logits
+    found = offloaded_models[name](inputs_embeds=embeddings).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "native"),
+    [
+        ("exaone4", {"sliding_window": 64, "layer_types": ["sliding_attention"] * 3}, True),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}, True),
+        ("granite", {"hidden_act": "gelu"}, True),
+        ("olmo2", {}, False),
+        ("exaone4", {}, False),
+    ],
+)
+@torch.inference_mode()
+def test_what_the_lean_layers_lack_is_generic(
+    name: str, changes: dict[str, Any], native: bool, tmp_path: Path
+) -> None:
+    stock = make_tiny_model(name, **changes)
+    stock.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert is_generic(config, native=native)
+    assert not is_generic(make_tiny_model(name).config.to_dict())
+    model = OffloadedModel.from_pretrained(
+        tmp_path, num_threads=1, page_tokens=16, backend=None if native else "inline"
+    )
+    assert isinstance(model._offload, GenericRuntime)
+    prompt = random_tokens(1, 90, seed=3)
+    made = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert made[0, 90:].tolist() == greedy_tokens(stock, Full(), prompt, 8)
+
+
+def test_a_window_as_wide_as_the_context_is_none() -> None:
+    windows = {"sliding_window": 512, "layer_types": ["sliding_attention"] * 3}
+    assert not is_generic(make_tiny_model("exaone4", **windows).config.to_dict())
+
+
+@pytest.mark.parametrize("name", ["olmo2", "exaone4"])
+def test_parts_that_know_no_normed_sums_refuse(name: str, stock_models: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name} is not for calibration"):
+        lean_model_maker(name)(stock_models[name])

@@ -206,7 +206,8 @@ def _loss_of(policy: Policy, where: str, context: int) -> Loss | None:
 def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     exact = _placed(Full(), work, room, known=False)
     if (exact.places == Place.GPU).all():
-        num_bytes = work.batch_size * work.kv_len * work.shape.kv_token_bytes * work.item_bytes // 2
+        token_bytes = work.kv_format.token_bytes(**work.shape.kv_heads)
+        num_bytes = work.batch_size * work.kv_len * token_bytes
         where = "the GPU" if room.num_ranks == 1 else f"{room.num_ranks} GPUs"
         return Full(), f"all of {format_bytes(num_bytes)} of KV on {where}, exact"
     # Those before sketch choose a layer ahead, and do not find what is asked for in decoded text.

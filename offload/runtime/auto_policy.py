@@ -157,13 +157,14 @@ def resolve_planned(
     device: str,
     max_memory: Mapping[int | str, int],
     profile: MachineProfile,
+    kv_dtype: str = "auto",
 ) -> tuple[Policy, str]:
     """The same for a model that is not loaded, on the machine of `profile`.
 
     Args:
-        max_memory: as in `RuntimeConfig`; without one the GPU has all of its memory.
+        max_memory, kv_dtype: as in `RuntimeConfig`; without a limit the GPU has all of its memory.
     """
-    work = Workload(model.shape, auto, kv_len, batch_size, model.dtype)
+    work = Workload(model.shape, auto, kv_len, batch_size, model.dtype, kv_dtype=kv_dtype)
     limit = None
     if profile.device is not None:
         limit = max_memory.get(torch.device(device).index or 0, profile.device.memory_bytes or None)

@@ -176,6 +176,7 @@ def plan(
             print_json(generic.as_json()) if as_json else _print_generic(generic)
             return
         from offload.decode.gpu.placement import HeadPlacement
+        from offload.kv.format import KVFormat
         from offload.loading.planned_model import planned_model
         from offload.planning.plan import PlanRequest, make_plan
         from offload.planning.profile import MachineProfile
@@ -212,7 +213,14 @@ def plan(
                 candidate = beyond_crossover(made_policy, planned.shape, tokens)
                 measured = _with_policy(measured, threads, planned, candidate, tokens)
             made_policy, reason = resolve_planned(
-                made_policy, planned, tokens, batch, where, limits, measured.for_threads(threads)
+                made_policy,
+                planned,
+                tokens,
+                batch,
+                where,
+                limits,
+                measured.for_threads(threads),
+                kv_dtype,
             )
             stderr().print(f"auto: {reason}", style="dim", soft_wrap=True)
         made_policy = made_policy.calibration.with_kept(
@@ -225,7 +233,7 @@ def plan(
         capped = in_tokens(
             made_policy,
             planned.shape,
-            planned.dtype.itemsize,
+            KVFormat.of(kv_dtype, planned.dtype).row_bytes(planned.shape.head_dim),
             lambda: step_predictor(
                 made_policy,
                 planned.shape,
@@ -235,6 +243,7 @@ def plan(
                 placement=places,
                 on_gpu=where != "cpu",
                 batch_size=batch,
+                kv_dtype=kv_dtype,
             ),
             batch_size=batch,
         )

@@ -49,7 +49,7 @@ class StepPredictor:
 def in_tokens(
     policy: Policy,
     shape: ModelShape,
-    item_bytes: int,
+    row_bytes: int,
     predict: Callable[[], StepPredictor],
     *,
     batch_size: int = 1,
@@ -57,7 +57,7 @@ def in_tokens(
     """`policy`, with the most max_tokens that a step's cap allows, if it has one.
 
     Args:
-        item_bytes: of an element of the KV cache.
+        row_bytes: of a key or a value of one KV head (`KVFormat`).
         predict: what `step_predictor` returns; called where microseconds are capped.
         batch_size: sequences that share the bytes; microseconds are of the predictor's.
 
@@ -69,7 +69,7 @@ def in_tokens(
         return policy
     policy.inner.check_model(**shape.heads)
     if policy.max_step_us is None:
-        tokens = _tokens_of_bytes(policy, shape, item_bytes, batch_size)
+        tokens = _tokens_of_bytes(policy, shape, row_bytes, batch_size)
     else:
         tokens = _tokens_of_us(policy, policy.max_step_us, predict())
     for name in ("mean_tokens", "dense_until"):
@@ -82,11 +82,11 @@ def in_tokens(
     return policy.with_max_tokens(tokens)
 
 
-def attended_token_bytes(policy: Policy, shape: ModelShape, item_bytes: int) -> int:
+def attended_token_bytes(policy: Policy, shape: ModelShape, row_bytes: int) -> int:
     """Keys and values of one token in every head that selects, of all layers."""
     heads = Workload(shape, policy, shape.max_context or 1).roles() == SELECT
     units = int(heads.sum()) * (shape.group_size if policy.per_query_head else 1)
-    return units * 2 * shape.head_dim * item_bytes
+    return units * 2 * row_bytes
 
 
 def step_predictor(
@@ -100,6 +100,7 @@ def step_predictor(
     on_gpu: bool,
     batch_size: int = 1,
     page_tokens: int = 256,
+    kv_dtype: str = "auto",
 ) -> StepPredictor:
     """What predicts steps under `policy` with any cap.
 
@@ -124,11 +125,12 @@ def step_predictor(
     # The same for every cap: the inner policy keeps it.
     state_bytes = head_state_bytes(policy, shape, dtype, kv_len)
     work = Workload(shape, policy, kv_len, batch_size, dtype, page_tokens, state_bytes)
+    work = replace(work, kv_dtype=kv_dtype)
     return StepPredictor(work, profile, placement, on_gpu)
 
 
-def _tokens_of_bytes(policy: HardKV, shape: ModelShape, item_bytes: int, batch_size: int) -> int:
-    token_bytes = batch_size * attended_token_bytes(policy, shape, item_bytes)
+def _tokens_of_bytes(policy: HardKV, shape: ModelShape, row_bytes: int, batch_size: int) -> int:
+    token_bytes = batch_size * attended_token_bytes(policy, shape, row_bytes)
     limit, least = int(policy.max_step_bytes or 0), policy.least_max_tokens
     if not token_bytes:  # all layers are dense
         return policy.budget_tokens

@@ -157,13 +157,14 @@ def resolve_planned(
     device: str,
     max_memory: Mapping[int | str, int],
     profile: MachineProfile,
+    kv_dtype: str = "auto",
 ) -> tuple[Policy, str]:
     """The same for a model that is not loaded, on the machine of `profile`.
 
     Args:
-        max_memory: as in `RuntimeConfig`; without one the GPU has all of its memory.
+        max_memory, kv_dtype: as in `RuntimeConfig`; without a limit the GPU has all of its memory.
     """
-    work = Workload(model.shape, auto, kv_len, batch_size, model.dtype)
+    work = Workload(model.shape, auto, kv_len, batch_size, model.dtype, kv_dtype=kv_dtype)
     limit = None
     if profile.device is not None:
         limit = max_memory.get(torch.device(device).index or 0, profile.device.memory_bytes or None)
@@ -206,7 +207,8 @@ def _loss_of(policy: Policy, where: str, context: int) -> Loss | None:
 def _on_gpu(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     exact = _placed(Full(), work, room, known=False)
     if (exact.places == Place.GPU).all():
-        num_bytes = work.batch_size * work.kv_len * work.shape.kv_token_bytes * work.item_bytes // 2
+        token_bytes = work.kv_format.token_bytes(**work.shape.kv_heads)
+        num_bytes = work.batch_size * work.kv_len * token_bytes
         where = "the GPU" if room.num_ranks == 1 else f"{room.num_ranks} GPUs"
         return Full(), f"all of {format_bytes(num_bytes)} of KV on {where}, exact"
     # Those before sketch choose a layer ahead, and do not find what is asked for in decoded text.

@@ -40,7 +40,7 @@ def with_cap_in_tokens(
         return config
     weight_bytes = weight_bytes_before_loading(checkpoint, config)
     dtype = checkpoint.loaded_dtype(config.dtype)
-    item_bytes = dtype.itemsize
+    of_rows = KVFormat.of(config.kv_dtype, dtype)
 
     def predict() -> StepPredictor:
         if ranks is not None or config.backend == "inline":
@@ -55,7 +55,7 @@ def with_cap_in_tokens(
                 f"{policy.step_cap} is of steps at the longest context, which the model's "
                 "config.json does not name (max_position_embeddings); give max_tokens"
             )
-        token_bytes = KVFormat.of(config.kv_dtype, dtype).token_bytes(**shape.kv_heads)
+        token_bytes = of_rows.token_bytes(**shape.kv_heads)
         room = kv_budget_bytes(config, weight_bytes, loaded=False)
         kv_len = min(shape.max_context, max(config.page_tokens, room // token_bytes))
         profile = cached_profile(device, threads)
@@ -78,6 +78,7 @@ def with_cap_in_tokens(
             placement=config.placement,
             on_gpu=device.type == "cuda",
             page_tokens=config.page_tokens,
+            kv_dtype=config.kv_dtype,
         )
         logger.info("%s: of a step of %s", policy.step_cap, predicted.sequences)
         if assumed := predicted(policy).assumed:
@@ -87,6 +88,6 @@ def with_cap_in_tokens(
             )
         return predicted
 
-    capped: Policy = in_tokens(policy, shape, item_bytes, predict)
+    capped: Policy = in_tokens(policy, shape, of_rows.row_bytes(shape.head_dim), predict)
     logger.info("%s: max_tokens=%d", policy.step_cap, capped.budget_tokens)
     return replace(config, policy=capped)

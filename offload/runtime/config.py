@@ -169,7 +169,8 @@ class RuntimeConfig:
 
         self._check_correction()
         self._check_weights()
-        self._check_kv_dtype()
+        if self.kv_dtype not in KV_DTYPES:
+            raise _unknown("kv_dtype", self.kv_dtype, list(KV_DTYPES))
 
     @property
     def packing(self) -> str:
@@ -197,18 +198,6 @@ class RuntimeConfig:
             dtype = str(self.dtype).removeprefix("torch.")
             raise ValueError(
                 f"weights={self.weights!r} contradicts dtype={dtype!r}; leave one of the two out"
-            )
-
-    def _check_kv_dtype(self) -> None:
-        if self.kv_dtype not in KV_DTYPES:
-            raise _unknown("kv_dtype", self.kv_dtype, list(KV_DTYPES))
-        if self.kv_dtype != "int8":
-            return
-        if self.tensor_parallel_size > 1:
-            raise NotImplementedError(
-                "kv_dtype='int8' is for one process in this version, not with "
-                f"tensor_parallel_size={self.tensor_parallel_size}; leave it out, or give "
-                "kv_dtype='auto'"
             )
 
     def _check_correction(self) -> None:

@@ -52,6 +52,7 @@ class Chooser:
     prefill_slice_tokens: int
     profile: MachineProfile | None
     is_measured: bool = True
+    kv_dtype: str = "auto"
     _known: dict[tuple[int, int, int | None, int | None], tuple[HeadPlacement, DeviceRoom]] = field(
         default_factory=dict
     )
@@ -63,8 +64,11 @@ class Chooser:
         """For a model on a GPU."""
         measured = known_profile(torch.device(config.device), num_threads)
         profile = measured or typical_profile(num_threads)
-        slices = config.page_tokens, config.prefill_slice_tokens
-        return cls(config.policy, shape, dtype, *slices, profile, measured is not None)
+        slices, is_measured = (
+            (config.page_tokens, config.prefill_slice_tokens),
+            measured is not None,
+        )
+        return cls(config.policy, shape, dtype, *slices, profile, is_measured, config.kv_dtype)
 
     def __call__(
         self,
@@ -109,6 +113,7 @@ class Chooser:
             num_sequences,
             dtype=self.dtype,
             page_tokens=self.page_tokens,
+            kv_dtype=self.kv_dtype,
         )
 
     @cached_property

@@ -90,6 +90,7 @@ def facts(folder: Path, policy: str = "full", **options: Any) -> dict[str, Any]:
     layer = model.model.layers[0]
     return {
         "kv_heads": model.kv_store.num_kv_heads,
+        "token_bytes": model.kv_store.token_bytes,
         "q_rows": layer.self_attn.q_proj.weight.shape[0],
         "gate_rows": layer.mlp.gate_proj.weight.shape[0],
         "o_bias": layer.self_attn.o_proj.bias is not None,

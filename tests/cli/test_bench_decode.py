@@ -77,6 +77,24 @@ def test_a_part_of_the_layers() -> None:
     assert 4 * hosts[0] == hosts[1]
 
 
+def test_int8_rows_of_a_shape() -> None:
+    """Ours take 0.56 of the bytes; peers keep the weights' dtype, and say so."""
+    every = ["--context", "700", "--policy", "full,lychee_cluster"]
+    int8, whole = (
+        json.loads(run(*every, "--json", *options).stdout)
+        for options in (["--kv-dtype", "int8"], [])
+    )
+    assert int8["settings"]["kv_dtype"] == "int8"
+    assert [row["kv_dtype"] for row in int8["rows"]] == ["int8", "int8", "bfloat16"]
+    assert {row["kv_dtype"] for row in whole["rows"]} == {"bfloat16"}
+    for ours, theirs in zip(int8["rows"][:2], whole["rows"], strict=False):
+        kept = [row["memory"]["kv_host"] for row in (ours, theirs)]
+        assert kept[0] / kept[1] == pytest.approx(34 / 64)
+    table = run(*every, "--kv-dtype", "int8").stdout
+    assert "offload, lychee_cluster, KV int8" in table
+    assert "transformers, KV bfloat16" in table
+
+
 def test_a_placement_is_of_a_gpu(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     HeadPlacement.filled(4, 2, Place.GPU).save(plan)

@@ -11,6 +11,7 @@ import torch
 from cases.seeded import new_rng
 
 from cpu_ops.worker_pool import WorkerPool
+from gpu_ops.row_format import as_rows
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import HostBudgetError
 from offload.measuring.synthetic.model_cache import (
@@ -126,6 +127,20 @@ def test_store_holds_the_layers(pool: WorkerPool, rotary_emb: Any) -> None:
     cache.close()
 
 
+@pytest.mark.parametrize("distinct_layers", [None, 2])
+def test_int8_rows(distinct_layers: int | None, pool: WorkerPool, rotary_emb: Any) -> None:
+    """Each row is rounded once, also where layers repeat."""
+    cache = make(pool, rotary_emb, kv_dtype="int8", distinct_layers=distinct_layers)
+    store, (seq,) = cache.store, cache.seqs
+    assert store.format.is_int8
+    for layer_idx in range(SHAPE.num_layers):
+        layer = layer_of(layer_idx % (distinct_layers or SHAPE.num_layers))
+        made = layer.keys[:, :KV_LEN], layer.values[:, :KV_LEN]
+        for kept, numbers in zip(store.gather(seq, layer_idx, kept=True), made, strict=True):
+            assert torch.equal(kept, as_rows(numbers, torch.int8))
+    cache.close()
+
+
 def test_rows_become_the_steps_when_they_are_rotated(pool: WorkerPool, rotary_emb: Any) -> None:
     cache = make(pool, rotary_emb)
     layer = layer_of(2)
@@ -163,12 +178,15 @@ def test_layers_may_repeat_in_memory_of_their_own(pool: WorkerPool, rotary_emb: 
     cache.close()
 
 
-@pytest.mark.parametrize("name", ["quest", "lfps", "lychee_cluster"])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("quest", "auto"), ("quest", "int8"), ("lfps", "auto"), ("lychee_cluster", "auto")],
+)
 def test_installed_arrays_are_those_that_would_be_built(
-    name: str, pool: WorkerPool, rotary_emb: Any
+    name: str, kv_dtype: str, pool: WorkerPool, rotary_emb: Any
 ) -> None:
     policy = make_policy(name, budget_tokens=256)
-    cache = make(pool, rotary_emb, policies=[policy])
+    cache = make(pool, rotary_emb, policies=[policy], kv_dtype=kv_dtype)
     store, seq = cache.store, cache.seqs[0]
 
     def attended(*, installs: bool) -> torch.Tensor:
@@ -243,8 +261,9 @@ def test_bad_numbers_are_refused(pool: WorkerPool, rotary_emb: Any) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", ["quest", "lfps", "lychee_cluster"])
-def test_caches_made_on_a_gpu(name: str, pool: WorkerPool) -> None:
+def test_caches_made_on_a_gpu(name: str, kv_dtype: str, pool: WorkerPool) -> None:
     device = torch.device("cuda")
     model = random_model(SHAPE, device=device, dtype=torch.bfloat16)
     policy = make_policy(name, budget_tokens=256)
@@ -254,6 +273,7 @@ def test_caches_made_on_a_gpu(name: str, pool: WorkerPool) -> None:
         device=device,
         dtype=torch.bfloat16,
         kv_len=1500,
+        kv_dtype=kv_dtype,
         policies=[policy],
     )
     layer = structured_layer(
@@ -265,9 +285,10 @@ def test_caches_made_on_a_gpu(name: str, pool: WorkerPool) -> None:
         layer_idx=3,
         device=device,
     )
-    keys, values = cache.store.gather(cache.seqs[0], 3)
-    assert torch.equal(keys, layer.keys[:, :1500].cpu())
-    assert torch.equal(values, layer.values[:, :1500].cpu())
+    row_dtype = cache.store.format.page_dtype
+    kept = cache.store.gather(cache.seqs[0], 3, kept=True)
+    for rows, made in zip(kept, (layer.keys, layer.values), strict=True):
+        assert torch.equal(rows, as_rows(made[:, :1500].contiguous(), row_dtype).cpu())
     attention = DecodeAttention(policy, cache.store, num_qo_heads=SHAPE.num_qo_heads, pool=pool)
     cache.install(attention, cache.seqs)
     step = attention.begin_step(cache.seqs, [1500])

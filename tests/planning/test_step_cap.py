@@ -29,6 +29,8 @@ from offload.policies import ExactTopK, HardKV, PerHead, Quest
 from offload.policies.full import Full
 from offload.policies.registry import make_policy
 
+BFLOAT16, FLOAT32, INT8 = 2 * 32, 4 * 32, 34  # bytes of a row of head_dim 32
+
 OPTIONS: dict[str, Any] = {
     "budget_tokens": 64,
     "sink_tokens": 4,
@@ -108,23 +110,24 @@ def test_as_many_tokens_as_fit(spare: int) -> None:
     shape = replace(SMALL, num_layers=3, num_kv_heads=2, num_qo_heads=4, head_dim=32)
     for tokens in (21, 40, 64, 900):
         policy = hard_kv(max_step_bytes=1024 * tokens + spare)
-        capped = in_tokens(policy, shape, 4, never)
+        capped = in_tokens(policy, shape, FLOAT32, never)
         assert capped == hard_kv(max_tokens=min(tokens, 64))
-    assert in_tokens(hard_kv(max_step_bytes="32KiB"), shape, 2, never).budget_tokens == 64
-    assert in_tokens(hard_kv(max_step_bytes="32KiB"), shape, 4, never).budget_tokens == 32
+    assert in_tokens(hard_kv(max_step_bytes="32KiB"), shape, BFLOAT16, never).budget_tokens == 64
+    assert in_tokens(hard_kv(max_step_bytes="32KiB"), shape, FLOAT32, never).budget_tokens == 32
+    assert in_tokens(hard_kv(max_step_bytes=272 * 40), shape, INT8, never).budget_tokens == 40
     # Heads that attend to everything are not in it: one of the six.
     inner = PerHead(Full(), ExactTopK(**OPTIONS), retrieval_heads=1)
     whole = HardKV(inner, max_step_bytes=40 * 1280)
-    assert in_tokens(whole, replace(shape, num_layers=4), 4, never).budget_tokens == 40
-    assert in_tokens(Quest(), shape, 4, never) == Quest()
-    four = in_tokens(hard_kv(max_step_bytes=4 * 1024 * 40), shape, 4, never, batch_size=4)
+    assert in_tokens(whole, replace(shape, num_layers=4), FLOAT32, never).budget_tokens == 40
+    assert in_tokens(Quest(), shape, FLOAT32, never) == Quest()
+    four = in_tokens(hard_kv(max_step_bytes=4 * 1024 * 40), shape, FLOAT32, never, batch_size=4)
     assert four.budget_tokens == 40
     with pytest.raises(
         ValueError, match=r"less than 86016 .* select read of 4 sequences for 4 sin"
     ):
-        in_tokens(hard_kv(max_step_bytes=80 * 1024), shape, 4, never, batch_size=4)
+        in_tokens(hard_kv(max_step_bytes=80 * 1024), shape, FLOAT32, never, batch_size=4)
     # Where all layers are dense nothing reads them.
-    assert in_tokens(hard_kv(dense_layers=3, max_step_bytes=10), shape, 4, never) == hard_kv(
+    assert in_tokens(hard_kv(dense_layers=3, max_step_bytes=10), shape, FLOAT32, never) == hard_kv(
         dense_layers=3, max_tokens=64
     )
 
@@ -185,16 +188,16 @@ def test_a_budget_of_sinks_and_recent_window_is_checked(limit: float) -> None:
         batch_size=3,
     )
     if limit > 1:
-        assert in_tokens(policy, SMALL, 2, lambda: predict).budget_tokens == 20
+        assert in_tokens(policy, SMALL, BFLOAT16, lambda: predict).budget_tokens == 20
         return
     of_what = "a step of 3 sequences of 8,192 tokens .* with 4 sinks, 16 recent tokens; raise it, "
     with pytest.raises(ValueError, match=rf"max_step_us=0.001 .* {of_what}let `offload plan`"):
-        in_tokens(policy, SMALL, 2, lambda: predict)
-    bytes_of_20 = attended_token_bytes(policy, SMALL, 2) * 20
+        in_tokens(policy, SMALL, BFLOAT16, lambda: predict)
+    bytes_of_20 = attended_token_bytes(policy, SMALL, BFLOAT16) * 20
     exact = HardKV(inner, max_step_bytes=bytes_of_20)
-    assert in_tokens(exact, SMALL, 2, never).budget_tokens == 20
+    assert in_tokens(exact, SMALL, BFLOAT16, never).budget_tokens == 20
     with pytest.raises(ValueError, match=rf"is less than {bytes_of_20} .* 16 recent tokens; raise"):
-        in_tokens(HardKV(inner, max_step_bytes=bytes_of_20 - 1), SMALL, 2, never)
+        in_tokens(HardKV(inner, max_step_bytes=bytes_of_20 - 1), SMALL, BFLOAT16, never)
 
 
 def test_bad_caps() -> None:
@@ -212,15 +215,15 @@ def test_bad_caps() -> None:
     shape = replace(SMALL, num_layers=3, num_kv_heads=2, num_qo_heads=4, head_dim=32)
     few = r"max_step_bytes=20480 is less than 21504 \(21.00 KiB\), .* for 4 sinks, 16 recent tokens"
     with pytest.raises(ValueError, match=few + " and one token; raise it, or lower sink_tokens or"):
-        in_tokens(hard_kv(max_step_bytes=20 * 1024), shape, 4, never)
+        in_tokens(hard_kv(max_step_bytes=20 * 1024), shape, FLOAT32, never)
     with pytest.raises(ValueError, match="and a page of 16; raise it"):
-        in_tokens(hard_kv("quest", max_step_bytes=35 * 1024), shape, 4, never)
+        in_tokens(hard_kv("quest", max_step_bytes=35 * 1024), shape, FLOAT32, never)
     for option in ("mean_tokens", "dense_until"):
         asks = hard_kv(max_step_bytes=40 * 1024, **{option: 50})
         with pytest.raises(
             ValueError, match=rf"allows 40 tokens of a head, but {option}=50; raise"
         ):
-            in_tokens(asks, shape, 4, never)
+            in_tokens(asks, shape, FLOAT32, never)
     capped = hard_kv(max_step_bytes="40KiB")
     assert pickle.loads(pickle.dumps(capped)) == capped
     with pytest.raises(ValueError, match="max_step_bytes=40960 of hard_kv is turned into max_tok"):

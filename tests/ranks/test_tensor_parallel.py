@@ -105,6 +105,29 @@ def test_packed_weights_are_cut(weights, device, ranks, tiny_folders):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["full", "exact_topk"])
+def test_int8_rows_of_ranks(policy, device, ranks, uneven_folder):
+    """Each rank has the rows of its own heads, as one process has them: 2 and 1 of 3."""
+    tokens = random_tokens(1, 220)
+    chosen = policy if policy == "full" else small(policy)
+    one = load(uneven_folder, chosen, ("cpu", None), kv_dtype="int8")
+    got = ranks.call(
+        "tokens_of",
+        folder=uneven_folder,
+        policy=policy,
+        input_ids=tokens,
+        max_new_tokens=40,
+        load_options={"kv_dtype": "int8", **device},
+    )
+    assert all_equal(got, greedy(one, tokens, 40))
+    facts = ranks.call("facts", folder=uneven_folder, kv_dtype="int8", **device)
+    row_bytes = one.kv_store.format.row_bytes(one.kv_store.head_dim)
+    for found, heads in zip(facts, (2, 1), strict=True):
+        assert found["kv_heads"] == heads
+        assert found["token_bytes"] == 3 * heads * 2 * row_bytes
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "policy",
     slow_but(["streaming_llm", "exact_topk", "quest", "lychee_decode"], "quest", "lychee_decode"),

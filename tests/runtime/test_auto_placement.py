@@ -169,6 +169,23 @@ def test_the_choice_by_what_fits() -> None:
     assert choose(everything, 1, 65536, 2**20) == least
 
 
+@pytest.mark.parametrize("policy", ["full", "lychee_cluster"])
+def test_more_heads_of_int8_fit_and_more_tokens(policy: str) -> None:
+    choose = chooser(make_policy(policy))
+    int8, counts = replace(choose, kv_dtype="int8", _known={}), []
+    for each in (choose, int8):
+        chosen = each(nothing_there(choose), 1, 65536, room_for(choose, 65536, 0.5))
+        counts.append(sum(chosen.counts(Place.GPU)))
+        assert DeviceRoom(each.workload(1, 65536), room_for(choose, 65536, 0.5)).holds(chosen)
+    assert 0 < 1.7 * counts[0] < counts[1]
+    shape, config = replace(SMALL, max_context=2**20), runtime_config(device="cpu")
+    tokens = [
+        longest_context(replace(config, kv_dtype=kv_dtype), shape, torch.bfloat16, 2**30)
+        for kv_dtype in ("auto", "int8")
+    ]
+    assert tokens[1] == pytest.approx(tokens[0] / (34 / 64), abs=2)
+
+
 @pytest.mark.parametrize("name", ["tidal_decode", "lychee_decode"])
 def test_every_choice_is_one_that_the_policy_allows(name: str) -> None:
     """Heads of whole layers on the GPU are not fetched as well."""

@@ -83,20 +83,7 @@ def test_a_cache_takes_half(folder: Path) -> None:
     assert plans[1].host_bytes["KV cache"] < 0.53 * plans[0].host_bytes["KV cache"]
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-    ],
-)
-def test_what_int8_does_not_do_yet_is_refused(
-    folder: Path, options: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(NotImplementedError, match=f"kv_dtype='int8' is for .*{named}"):
-        load(folder, kv_dtype="int8", **options)
-
-
-def test_other_refusals(folder: Path) -> None:
+def test_refusals(folder: Path) -> None:
     with pytest.raises(ValueError, match="unknown kv_dtype 'q4'; available: auto, bfloat16, int8"):
         load(folder, kv_dtype="q4")
     with pytest.raises(NotImplementedError, match="kv_dtype='bfloat16' needs a model in bfloat16"):

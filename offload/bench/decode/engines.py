@@ -2,7 +2,7 @@
 
 All engines of one run are in one process on one model, so that their figures may be set against
 each other. Peers attend to all tokens, which takes as long whatever the tokens are: their caches
-are filled with random numbers.
+are filled with random numbers of the weights' dtype, also where our keys and values are int8.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ def our_row(
         "label": policy_label(policy),
         "policy_options": policy_options(policy),
         "kv_len": kv_len,
+        "kv_dtype": str(session.runtime.store.format.page_dtype).removeprefix("torch."),
         "places": places,
         **asdict(measurement),
     }
@@ -158,6 +159,7 @@ def peer_row(model: DecodeModel, plan: DecodePlan, engine: str, kv_len: int) -> 
     name = STOCK_ON_CPU if on_cpu and engine == "transformers" else ENGINES[engine]
     num_bytes = cache_bytes(model.stock, **sizes)
     on_host = on_cpu or engine == "transformers-offloaded"
+    kept_as = {"kv_dtype": str(model.stock.dtype).removeprefix("torch.")}
     found, why = None, f"needs {format_bytes(num_bytes)} of host memory for KV"
     if not on_host or num_bytes <= host_memory_limit_bytes():
         try:
@@ -168,11 +170,12 @@ def peer_row(model: DecodeModel, plan: DecodePlan, engine: str, kv_len: int) -> 
             why = str(error)
         release(model.device)  # now that no traceback keeps its tensors
     if found is None:
-        row = {"engine": name, "policy": None, **sizes, "milliseconds": None}
+        row = {"engine": name, "policy": None, **sizes, **kept_as, "milliseconds": None}
         return row | {"tokens_per_second": None, "missing": why}
     seconds, more = found
     memory = {"kv_host" if on_host else "kv_device": num_bytes}
-    return seconds_row(name, kv_len, model.batch_size, seconds) | {"memory": memory} | more
+    row = seconds_row(name, kv_len, model.batch_size, seconds)
+    return row | kept_as | {"memory": memory} | more
 
 
 def _peer_seconds(

@@ -106,6 +106,7 @@ class RandomModel:
                 rotary_emb=self.stock.model.rotary_emb,
                 device=self.device,
                 dtype=self.dtype,
+                kv_dtype=self.config.kv_dtype,
                 pool=pool,
                 policies=policies,
                 batch_size=self.batch_size,

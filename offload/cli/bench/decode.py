@@ -189,7 +189,7 @@ def decode(
     checkpoint: keys and queries have the structure of real attention. With [bold]--layers[/bold] it
     has fewer layers than its name says, where all of them need more memory than there is; give
     --max-memory as much less. Peers attend to everything, which takes as long for random keys, so
-    theirs are random.
+    theirs are random; they have the weights' dtype also with [bold]--kv-dtype int8[/bold].
 
     With [bold]--trace[/bold] some more steps have marks, and their time is shared out:
     [bold]overlapped[/bold] (GPU and CPU work), [bold]waiting[/bold] (the CPU waits for the GPU),
@@ -268,11 +268,6 @@ def decode(
                 )
         if on_cpu and backend is not None:
             raise ValueError(f"--backend {backend} needs a GPU, but the device is the CPU")
-        if kv_dtype == "int8" and (engine_names != ["offload"] or model is None):
-            raise ValueError(
-                "--kv-dtype int8 is of our engine and of a model's own keys; give a model and "
-                "--engines offload"
-            )
         if weights in ("q8", "q4") and not {"offload", "graph"}.issuperset(engine_names):
             raise ValueError(
                 f"--weights {weights} is ours alone, and all engines share one set of weights; "
@@ -409,10 +404,9 @@ def _model(
 
 
 def _weights_of(settings: dict[str, Any]) -> str:
-    """The dtype, and what weights and KV cache are kept as instead."""
-    packed, kv_dtype = settings.get("weights", "auto"), settings.get("kv_dtype", "auto")
-    told = f" with weights {packed}" if packed in ("q8", "q4") else ""
-    return f"{settings['dtype']}{told}" + (", KV int8" if kv_dtype == "int8" else "")
+    """The dtype, and what weights are kept as instead."""
+    packed = settings.get("weights", "auto")
+    return settings["dtype"] + (f" with weights {packed}" if packed in ("q8", "q4") else "")
 
 
 def _print_table(document: dict[str, Any]) -> None:
@@ -433,15 +427,17 @@ def _print_table(document: dict[str, Any]) -> None:
         together = list(of_context)
         base = together[0]["milliseconds"]
         for index, row in enumerate(together):
-            table.add_row("" if index else f"{kv_len:,}", *_cells(row, base))
+            cells = _cells(row, base, names_kv=settings["kv_dtype"] == "int8")
+            table.add_row("" if index else f"{kv_len:,}", *cells)
         table.add_section()
     stdout().print(table)
 
 
-def _cells(row: dict[str, Any], base: float | None) -> list[str]:
+def _cells(row: dict[str, Any], base: float | None, *, names_kv: bool) -> list[str]:
     from offload.system.memory import format_bytes
 
     name = row["engine"] + (f", {row['label']}" if row["policy"] else "")
+    name += f", KV {row['kv_dtype']}" * names_kv
     if row.get("compile_seconds") is not None:
         name += f" in {row['compile_seconds']:.0f} s"
     if row["milliseconds"] is None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
+from offload.kv.format import KVFormat
 from offload.kv.store import HostBudgetError, KVStore
 from offload.measuring.synthetic.one_slab import PAGE_TOKENS, num_pages, one_slab_store, page_bytes
 from offload.measuring.synthetic.structured_cache import (
@@ -126,6 +127,7 @@ def structured_model_cache(
     device: torch.device,
     dtype: torch.dtype,
     pool: WorkerPool,
+    kv_dtype: str = "auto",
     policies: Sequence[Policy] = (),
     batch_size: int = 1,
     distinct_layers: int | None = None,
@@ -137,17 +139,19 @@ def structured_model_cache(
     Args:
         rotary_emb: of the model that decodes: its decode steps rotate the rows.
         device: where keys are made; the store is in host memory, pinned for a GPU.
+        kv_dtype: of the store. Policies build on what it keeps: with "int8" on rounded keys.
         distinct_layers: make only so many, and let the others repeat them, each in memory of its
             own, so that no cache flatters them; default all.
 
     Raises:
         HostBudgetError: before anything is made, if it does not fit.
         ValueError: numbers out of range.
+        NotImplementedError: a kv_dtype that does not fit the dtype or the shape.
     """
     distinct = shape.num_layers if distinct_layers is None else distinct_layers
     if not 1 <= distinct <= shape.num_layers:
         raise ValueError(f"distinct_layers must be in [1, {shape.num_layers}], got {distinct}")
-    store = _store(shape, kv_len, num_steps, batch_size, device, dtype)
+    store = _store(shape, kv_len, num_steps, batch_size, device, dtype, kv_dtype)
     attentions = {
         policy: DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
         for policy in policies
@@ -181,11 +185,12 @@ def structured_model_cache(
             steps = torch.cat([part.to(dtype).flatten(1) for part in parts], 1)
             alike = range(source, shape.num_layers, distinct)
             keys, values = (x[:, :kv_len] for x in (layer.keys, layer.values))
-            for layer_idx in alike:
+            for layer_idx in reversed(alike):
                 rows[:, layer_idx, row] = steps
-                store.append_async(
-                    seq, layer_idx, keys.transpose(0, 1), values.transpose(0, 1), start=0
-                )
+                of_layer = keys, values
+                if store.format.is_int8 and layer_idx != source:  # `append_async` rounds them
+                    of_layer = keys.clone(), values.clone()
+                store.append_async(seq, layer_idx, *(x.transpose(0, 1) for x in of_layer), start=0)
             for policy, attention in attentions.items():
                 asks = [layer_idx for layer_idx in alike if layer_idx in attention.states.layers]
                 if not asks or kv_len <= policy.dense_tokens:
@@ -197,8 +202,7 @@ def structured_model_cache(
                     like = source if members is None else layer_idx
                     if like not in built:
                         built[like] = _build(policy, layer, like, shape, kv_len, num_steps, pool)
-                    of_layer = built[like]
-                    layers_of[policy][layer_idx] = {name: x.copy() for name, x in of_layer.items()}
+                    layers_of[policy][layer_idx] = {n: x.copy() for n, x in built[like].items()}
             if device.type == "cuda":  # before the layer's memory goes to the next one
                 torch.cuda.synchronize(device)
             on_layer(row * distinct + source + 1, batch_size * distinct)
@@ -217,9 +221,11 @@ def _store(
     batch_size: int,
     device: torch.device,
     dtype: torch.dtype,
+    kv_dtype: str,
 ) -> KVStore:
     pages = shape.num_layers * batch_size * _pages_of_sequence(kv_len, num_steps)
-    need = pages * page_bytes(shape, dtype)
+    KVFormat.of(kv_dtype, dtype, [shape.head_dim])
+    need = pages * page_bytes(shape, dtype, kv_dtype)
     if need > host_memory_limit_bytes():
         raise HostBudgetError(
             f"{batch_size} x {kv_len + num_steps} tokens in {shape.num_layers} layers need "
@@ -227,7 +233,14 @@ def _store(
             f"{format_bytes(host_memory_limit_bytes())}; lower --context or the batch size"
         )
     pinned = device.type == "cuda"
-    return one_slab_store(shape, dtype, num_layers=shape.num_layers, pages=pages, pinned=pinned)
+    return one_slab_store(
+        shape,
+        dtype,
+        num_layers=shape.num_layers,
+        pages=pages,
+        kv_dtype=kv_dtype,
+        pinned=pinned,
+    )
 
 
 def _pages_of_sequence(kv_len: int, num_steps: int) -> int:

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from offload.kv.format import KVFormat
 from offload.kv.store import KVStore
 from offload.models.shape import ModelShape
 
@@ -17,9 +18,10 @@ def num_pages(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_TOKENS)
 
 
-def page_bytes(heads: ModelShape | KVStore, dtype: torch.dtype) -> int:
+def page_bytes(heads: ModelShape | KVStore, dtype: torch.dtype, kv_dtype: str = "auto") -> int:
     """Bytes of one page of such heads."""
-    return 2 * heads.num_kv_heads * PAGE_TOKENS * heads.head_dim * dtype.itemsize
+    row_bytes = KVFormat.of(kv_dtype, dtype).row_bytes(heads.head_dim)
+    return 2 * heads.num_kv_heads * PAGE_TOKENS * row_bytes
 
 
 def one_slab_store(
@@ -28,6 +30,7 @@ def one_slab_store(
     *,
     num_layers: int,
     pages: int,
+    kv_dtype: str = "auto",
     pinned: bool = False,
 ) -> KVStore:
     """A store of such heads with room for `pages` pages of all layers together."""
@@ -36,8 +39,9 @@ def one_slab_store(
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         page_tokens=PAGE_TOKENS,
-        slab_bytes=pages * page_bytes(heads, dtype),
+        slab_bytes=pages * page_bytes(heads, dtype, kv_dtype),
         pinned=pinned,
     )
 

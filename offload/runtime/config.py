@@ -84,8 +84,8 @@ class RuntimeConfig:
             host_bytes_per_sequence, drafts, or a policy that attends to everything; `Auto` that
             comes to one does without.
         kv_dtype: what keys and values are kept as. "int8": with a float16 scale per token, head
-            and 64 dims, in 0.52 of the bytes of bfloat16, and a little less exact; for one
-            process. "bfloat16": only of a model in bfloat16. "auto": the model's dtype.
+            and 64 dims, in 0.52 of the bytes of bfloat16, and a little less exact. "bfloat16":
+            only of a model in bfloat16. "auto": the model's dtype.
     """
 
     policy: Policy = field(default_factory=Auto)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from cases.bounded_cases import rows_of
-from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
+from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small, steps
 from cases.inside import compression_of, states_of, steps_of
 from cases.slowly import slow_but
 from cases.tiny_models import random_tokens, save_long_model
+from torch.nn.functional import normalize
 
 from offload.decode.gpu.placement import HeadPlacement, Place
 
@@ -54,6 +55,33 @@ def test_as_on_the_cpu(bounded: Callable[..., Any], policy: str, device_and_back
         # Of two tokens that are asked for as much, rounding says which stays.
         differs = ~torch.isclose(on_device, on_cpu, rtol=1e-3, atol=1e-3).all(dim=-1)
         assert differs.float().mean() < 0.005
+
+
+@pytest.mark.parametrize("policy", ["full", "lfps"])
+@pytest.mark.parametrize("device_and_backend", [INLINE, STREAM, GRAPH])
+def test_int8_rows(bounded: Callable[..., Any], policy: str, device_and_backend: Any) -> None:
+    """As on the CPU, where a bound has room for more slots; what differs is a code's rounding, and
+    which of two tokens stays that are asked for as much."""
+    wide = bounded(policy, device_and_backend).new_cache().bound
+    native = bounded(policy, ("cpu", None), kv_dtype="int8")
+    device = bounded(policy, device_and_backend, kv_dtype="int8")
+    bound, caches = native.new_cache().bound, [native.new_cache(), device.new_cache()]
+    assert device.new_cache().bound == bound
+    assert bound.slots > 2 * wide.slots
+    first = bound.slots + bound.freed - 20  # condensed while it is read, and then in a step
+    tokens = random_tokens(1, first + 40, seed=3)
+    for model, cache in zip((native, device), caches, strict=True):
+        given = tokens.to(model.device)
+        with torch.no_grad():
+            model(given[:, :first], past_key_values=cache)
+            steps(model, cache, given[:, first:])
+        assert cache.store.host_bytes_used <= BYTES
+        assert cache.tokens[0].condensed == 2 * bound.new_condensed
+    assert caches[0].tokens == caches[1].tokens
+    for on_cpu, on_device in zip(*map(rows_of, caches), strict=True):
+        ours, theirs = (normalize(rows.float(), dim=-1) for rows in (on_device, on_cpu))
+        near = (ours @ theirs.mT).amax(-1)  # another one that stays moves those behind it
+        assert (near < 0.999).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("policy", POLICIES)

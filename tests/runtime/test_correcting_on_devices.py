@@ -63,8 +63,8 @@ def backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def load_placed(folder: Path, name: str, backend: Any) -> Any:
-    model = load(folder, small(name), backend, cache_correction_every=EVERY)
+def load_placed(folder: Path, name: str, backend: Any, **options: Any) -> Any:
+    model = load(folder, small(name), backend, cache_correction_every=EVERY, **options)
     decoder = decoder_of(model)
     places, roles = np.array(least_placement_of(model).places), decoder.attention.roles
     if PLACED[name] == "gathered":
@@ -143,6 +143,23 @@ def test_rows_of_a_batch(folder: Path, backend: Any) -> None:
     assert model.offload_stats().corrected_tokens == 2 * 2 * EVERY + EVERY
     for row, prompt in zip(out, prompts, strict=True):
         assert torch.equal(row[PROMPT:], greedy(model, prompt, 50)[0, prompt.shape[1] :])
+
+
+@pytest.mark.parametrize("backend", [INLINE, STREAM, GRAPH])
+@pytest.mark.parametrize("name", ["exact_topk", "lychee_decode"])
+def test_int8_rows(folder: Path, backend: Any, name: str) -> None:
+    """They are corrected to those of one prefill, but for a code's rounding."""
+    int8, native = {"kv_dtype": "int8"}, ("cpu", None)
+    exact, errors = load(folder, "full", native, **int8), []
+    cpu = load(folder, small(name), native, cache_correction_every=EVERY, **int8)
+    device = load_placed(folder, name, backend, **int8)
+    for model, length in ((device, EVERY), (device, EVERY + 2), (cpu, EVERY + 2)):
+        cache = model.new_cache()
+        text = go_on(model, cache, random_tokens(1, PROMPT), length)
+        assert model.offload_stats().corrected_tokens == (length > EVERY) * EVERY
+        errors.append(kv_error(cache, read(exact, text[:, :-1]), PROMPT, PROMPT + EVERY - 1))
+    drifted, corrected, on_cpu = errors
+    assert corrected < min(0.5 * drifted, max(0.01, 1.5 * on_cpu)), errors
 
 
 @pytest.mark.parametrize("backend", [INLINE, STREAM, GRAPH])

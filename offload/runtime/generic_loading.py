@@ -381,11 +381,10 @@ def resolved_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -> Po
 
 
 def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
-    """Refuse, before any weight is read, what a model without lean layers does not do yet.
+    """Refuse what a model without lean layers does not do yet.
 
     Raises:
         NotImplementedError: names the option, or the policy; a kv_dtype that does not fit.
-        HostBudgetError: the weights do not fit.
     """
     model_type = checkpoint.config["model_type"]
     check_policy(config, model_type)
@@ -405,11 +404,20 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
             f"kv_dtype='int8' is for a CPU in this version where a model has no lean layers, as "
             f"{model_type!r}, not with device={config.device!r}; give kv_dtype='auto'"
         )
+
+
+def checked_skeleton(checkpoint: Checkpoint, config: RuntimeConfig) -> Any:
+    """The model without memory for its weights, for which there will be room.
+
+    Raises:
+        HostBudgetError, DeviceMemoryError: the weights do not fit.
+    """
     empty, kept = generic_skeleton(checkpoint, config.dtype, config.packing)
     weight_bytes = sum(parameter_bytes(empty, kept).values())
     kv_budget_bytes(config, weight_bytes, loaded=False)
     device_kv_budget_bytes(config, weight_bytes)
     check_weights_fit(config, weight_bytes)
+    return empty
 
 
 def is_on_device(config: RuntimeConfig) -> bool:
@@ -431,7 +439,8 @@ def load_generic(
     """
     start = time.perf_counter()
     check_generic(checkpoint, config)
-    stock = load_generic_model(checkpoint, config.dtype, config.packing).eval()
+    empty = checked_skeleton(checkpoint, config)
+    stock = load_generic_model(checkpoint, config.dtype, config.packing, empty).eval()
     if config.device != "cpu":
         stock.to(config.device)
     with torch_threads(config.num_threads), current_device(torch.device(config.device)):

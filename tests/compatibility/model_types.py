@@ -40,8 +40,8 @@ tokens is ours, their keys and values are in the host store; layers with a windo
 state keep transformers' cache, whose bytes count in `max_memory`, too. A generic model does
 `generate()`, greedy or sampled, with left padding and several turns, and `forward()`, under
 [`auto`](policies.md#auto), `full`, `exact_topk`, `quest`, `lychee_cluster`, `lfps`, `sketch` and
-`streaming_llm`. The engine and `offload serve` run it, with shared prompts and sessions on disk: each sequence has its
-own windows and recurrent states ([which prompts go on from
+`streaming_llm`. The engine and `offload serve` run it, with shared prompts and sessions on disk:
+each sequence has its own windows and recurrent states ([which prompts go on from
 them](how-to/many-requests.md#models-without-native-layers)). They refuse `bamba`, `jamba` and
 `zamba`, whose modules forget their states where a prompt is read in parts: these read a prompt at
 once, in a new cache, by `generate()`. [`offload plan`](placement.md#offload-plan) counts the bytes

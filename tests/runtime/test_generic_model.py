@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases.every_type import tiny_model_of
 from cases.tiny_models import VOCAB_SIZE, byte_tokenizer
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
 
 from offload import OffloadedModel
@@ -274,6 +274,30 @@ def test_the_text_part_of_a_multi_modal_model(
     assert "only the text part is loaded, a " in caplog.text
     assert tokens(model, IDS, MASK).tolist() == tokens(whole, IDS, MASK).tolist()
     assert model.num_parameters() < whole.num_parameters()
+
+
+def test_a_model_is_built_once_and_weighed_before_it_is_read(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, read = list[str](), list[str]()
+    init, load_weights = PreTrainedModel.__init__, PreTrainedModel._load_pretrained_model
+
+    def note_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        built.append(type(self).__name__)
+        init(self, *args, **kwargs)
+
+    def note_read(*args: Any) -> Any:
+        read.append("weights")
+        return load_weights(*args)
+
+    monkeypatch.setattr(PreTrainedModel, "__init__", note_init)
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(note_read))
+    with pytest.raises(HostBudgetError, match="the weights need"):
+        load(folders["phi3"], max_memory={"cpu": 1000})
+    assert not read
+    built.clear()
+    load(folders["phi3"])
+    assert (built, read) == (["Phi3ForCausalLM", "Phi3Model"], ["weights"])
 
 
 def test_a_model_that_only_sees_windows_selects_nothing(folders: dict[str, Path]) -> None:

@@ -298,10 +298,8 @@ def _generic_plan(
     from offload.loading.planned_model import planned_skeleton
     from offload.models.base import stock_context_limit
     from offload.planning.profile import MachineProfile, cached_profile
-    from offload.policies.auto import Auto
     from offload.runtime.config import RuntimeConfig, checked_device
     from offload.runtime.generic_plan import GenericPlan
-    from offload.runtime.generic_sizes import AUTO_REASON
     from offload.system.memory import parse_size, worker_threads
 
     profile = None if machine.profile is None else MachineProfile.load(machine.profile)
@@ -341,9 +339,7 @@ def _generic_plan(
         profile = cached_profile(torch.device(device), threads)
     elif machine.threads is not None:
         profile = profile.for_threads(machine.threads)
-    if isinstance(policy, Auto):
-        stderr().print(f"auto: {AUTO_REASON}", style="dim", soft_wrap=True)
-    return GenericPlan(
+    plan = GenericPlan(
         name=model,
         empty=empty,
         kept=kept,
@@ -357,6 +353,9 @@ def _generic_plan(
         on_this_machine=machine.profile is None,
         profile=profile,
     )
+    if plan.policy_reason:
+        stderr().print(f"auto: {plan.policy_reason}", style="dim", soft_wrap=True)
+    return plan
 
 
 def _print_generic(found: GenericPlan) -> None:

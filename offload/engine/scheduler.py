@@ -10,6 +10,7 @@ from offload.engine.prefix_tree import num_equal
 from offload.engine.request import Request
 from offload.kv.store import KVStore
 from offload.runtime.correcting import Corrections
+from offload.runtime.sequences import Sequences
 from offload.selection.state import PolicyStates
 
 # Slices while no request decodes, while others wait for them, and in which others decode.
@@ -25,6 +26,8 @@ _LEAST_ON_GPU, _SHARE_ON_GPU = 512, 1 / 16
 # Of the next slice at most, against the last: one that was quick by chance makes no long gap.
 _GROWTH = {_ALONE: 2.0, _WAITED: 1.25, _PAUSED: 2.0}
 _ANSWER_TOKENS = 1024  # that are expected where a request has no maximum
+# Beside the state itself a copy of where a prompt ends, and one while a batch changes.
+_STATES = 3
 _LOOKED_THROUGH = 8  # prompts behind the first, for such as fit a slice
 
 
@@ -34,7 +37,7 @@ class Admission:
     Args:
         corrections: of one sequence at a time; None: there are none.
         overcommit: as of `Engine`.
-        bytes_at: of a sequence of so many tokens, beside pages and policy.
+        sequences: what they have beside pages and policy; None: nothing.
     """
 
     def __init__(
@@ -43,10 +46,11 @@ class Admission:
         states: PolicyStates,
         corrections: Corrections | None,
         overcommit: float,
-        bytes_at: Callable[[int], int] = lambda kv_len: 0,
+        sequences: Sequences | None = None,
     ) -> None:
         self._store, self._policy_states, self._overcommit = store, states, overcommit
-        self._bytes_at = bytes_at
+        self._sequences = sequences
+        self._bytes_at = (lambda kv_len: 0) if sequences is None else sequences.bytes_at
         self._corrections = corrections
 
     def most_bytes(self, num_tokens: int) -> int:
@@ -102,6 +106,24 @@ class Admission:
         need = pages * self._store.page_bytes + max(0, states) + grows
         return need <= self._store.left_bytes(pages) + freed_bytes
 
+    def fits_device(self, requests: Sequence[Request], held_bytes: int | None = None) -> bool:
+        """The same of the device that has what layers outside of the store keep.
+
+        Args:
+            held_bytes: that all have there, if all else may go; None: what is not theirs stays.
+        """
+        sequences = self._sequences
+        if sequences is None:
+            return True
+        sizes = [sequences.device_bytes_at(request.most_tokens) for request in requests]
+        need = _STATES * sum(sizes) + max(sizes)
+        if not need:
+            return True
+        if held_bytes is None:
+            seqs = [request.seq for request in requests if request.seq is not None]
+            held_bytes = sum(sequences.device_bytes_at(self._store.kv_len(seq)) for seq in seqs)
+        return need <= sequences.device_left_bytes() + held_bytes
+
     def _expected_tokens(self, request: Request) -> int:
         """That it has at its end, or in its next pages if it has more than was expected."""
         of_answer = request.max_tokens
@@ -120,8 +142,7 @@ class Admission:
 
     def _states(self, num_tokens: int) -> int:
         num_bytes = self._policy_states.bytes
-        # Beside the state itself a copy of where a prompt ends, and one while a batch changes.
-        of_parts = 3 * self._bytes_at(num_tokens)
+        of_parts = _STATES * self._bytes_at(num_tokens)
         return num_bytes.most_at(num_tokens) + num_bytes.of_queries + of_parts
 
 

@@ -352,5 +352,5 @@ class Sessions:
         store = self._runtime.store
         sequences, kv_len = self._runtime.sequences, store.kv_len(seq)
         num_pages = -(-kv_len // store.page_tokens) * store.num_page_rows
-        of_parts = sequences.states.bytes_of([seq]) + sequences.bytes_at(kv_len)
+        of_parts = sequences.states.bytes_of([seq]) + sequences.kept_bytes(seq)
         return num_pages * store.page_bytes + of_parts

@@ -89,7 +89,7 @@ class Steps:
             runtime.attention.states,
             runtime.sequences.corrections,
             overcommit,
-            runtime.sequences.bytes_at,
+            runtime.sequences,
         )
         self._preempted = Preempted(runtime)
         self._passes, self._sessions, self._on_finished = passes, sessions, on_finished
@@ -146,6 +146,8 @@ class Steps:
             if not self.prefixes.drop():
                 return False
             self._passes.runtime.store.trim()
+        if len(requests) > 1 and not self._fits_device(requests):
+            return False
         # A power of two, so that the decoder rarely has to place heads anew.
         count = min(self.scheduler.max_num_seqs, 1 << (len(requests) - 1).bit_length())
         longest = max(request.most_tokens for request in requests)
@@ -168,6 +170,17 @@ class Steps:
             newest.restoring = self._preempted.restore(newest)
         elif sessions is not None and newest.session_id and not sessions.attach(newest):
             newest.restoring = sessions.restore(newest)
+        return True
+
+    def _fits_device(self, requests: list[Request]) -> bool:
+        """The same of states on a GPU: kept prompts and idle sessions give way."""
+        if not self.admission.fits_device(requests, self._passes.runtime.decoder.device_bytes):
+            return False
+        newest, sessions = requests[-1], self._sessions
+        while not self.admission.fits_device(requests):
+            has_gone = sessions is not None and sessions.spill(newest.session_id, writes=False)
+            if not (has_gone or self.prefixes.drop()):
+                return False
         return True
 
     def _restore(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -130,6 +131,18 @@ class SequencePart(Protocol):
 
     def bytes_at(self, kv_len: int) -> int:
         """Host bytes of a sequence with so many tokens, beside what its policy remembers."""
+        return 0
+
+    def device_bytes_at(self, kv_len: int) -> int:
+        """The same on the device of the model's modules, where the engine has to count it."""
+        return 0
+
+    def device_left_bytes(self) -> int:
+        """Room for more of that."""
+        return sys.maxsize
+
+    def kept_bytes(self, seq: int) -> int:
+        """Host bytes of what there is of a sequence now, with all that `truncate` goes back to."""
         return 0
 
     def save(self, seq: int, row: RowToSave) -> None:

@@ -56,23 +56,30 @@ def skeleton(kind: Any, config: Any, dtype: torch.dtype) -> Any:
         return kind._from_config(config, dtype=dtype)
 
 
+def built_already(empty: Any) -> Any:
+    """The class of a `skeleton`, whose `from_pretrained` fills that one: building takes seconds."""
+    kind = type(empty)
+    # Python calls no __init__ of what is no instance of this class.
+    namespace = {"__module__": kind.__module__, "__new__": lambda *_, **__: empty}
+    return type(kind.__name__, (kind,), namespace)
+
+
 @loading()
 def generic_from_parts(
-    kind: Any, config: Any, dtype: torch.dtype, empty: Any, parts: GenericParts, names: Any
+    dtype: torch.dtype, empty: Any, parts: GenericParts, names: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The stock model, and the loading info of `from_pretrained`.
 
     Args:
-        kind: its class.
-        empty: its `skeleton`.
+        empty: its `skeleton`, which becomes the model.
         names: `key_mapping` of `from_pretrained`, or None.
     """
     shapes = {name: weight.shape for name, weight in empty.named_parameters()}
     stubs = {name: torch.zeros(1, dtype=dtype).expand(shapes[name]) for name in parts.packed}
     with passing_bars():
-        model, info = kind.from_pretrained(
+        model, info = built_already(empty).from_pretrained(
             None,
-            config=config,
+            config=empty.config,
             state_dict={**parts.plain, **stubs},
             dtype=dtype,
             trust_remote_code=False,

@@ -15,6 +15,7 @@ from cpu_ops.packed import FORMATS
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import GGUF_FILE, Checkpoint, check_loaded
 from offload.loading.generic_packing import (
+    built_already,
     generic_from_parts,
     gguf_parts,
     kept_in_gguf,
@@ -91,10 +92,13 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing:
 
 @loading()
 def load_generic_model(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, packing: str = "auto"
+    checkpoint: Checkpoint, dtype: torch.dtype | None, packing: str = "auto", empty: Any = None
 ) -> Any:
     """As `load_stock_model`, of a type without lean layers, whose own modules will compute; of a
     multi-modal checkpoint the text part alone.
+
+    Args:
+        empty: its `generic_skeleton`, which becomes the model; None: one is made.
 
     Raises:
         ValueError: as there; before weights are read, for a class whose attention cannot be
@@ -104,17 +108,23 @@ def load_generic_model(
     config, kind, is_part = _generic_config(checkpoint, path)
     if is_part:
         logger.info("%s: only the text part is loaded, a %s", path, kind.__name__)
-    _override(config, {"output_attentions": (False, None)}, path)
+    if empty is None:
+        empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
+    empty.config.name_or_path = str(checkpoint.folder)
+    _override(empty.config, {"output_attentions": (False, None)}, path)
     if checkpoint.stored_types:
-        config._attn_implementation = config._experts_implementation = None
-        return _generic_packed(checkpoint, config, kind, dtype, path, packing, is_part=is_part)
-    return _loaded(checkpoint, config, dtype, path, text_class=kind if is_part else None)
+        return _generic_packed(checkpoint, empty, path, packing, is_part=is_part)
+    return _loaded(checkpoint, empty.config, dtype, path, empty=empty, is_part=is_part)
 
 
 def _generic_config(checkpoint: Checkpoint, path: Path) -> tuple[Any, Any, bool]:
     """Config and class of the text model, and whether it is a part of another one."""
     whole = _config(checkpoint, path)
     config, kind = text_part(whole)
+    if checkpoint.stored_types:
+        config._attn_implementation = config._experts_implementation = None
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config  # of the file, not of this model
     is_part = config is not whole
     has_head = any("lm_head" in name for name in checkpoint.stored_shapes)
     if is_part and not has_head and getattr(whole, "tie_word_embeddings", False):
@@ -142,26 +152,16 @@ def generic_skeleton(
 
 
 def _generic_packed(
-    checkpoint: Checkpoint,
-    config: Any,
-    kind: Any,
-    dtype: torch.dtype | None,
-    path: Path,
-    packing: str,
-    *,
-    is_part: bool,
+    checkpoint: Checkpoint, empty: Any, path: Path, packing: str, *, is_part: bool
 ) -> Any:
     """The model of a class whose checkpoint has quantised weights."""
     generation, source = _generation_config(checkpoint, path)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # of the file, not of this model
-    loaded_dtype, names = checkpoint.loaded_dtype(dtype), _TEXT_NAMES if is_part else None
-    empty = skeleton(kind, config, loaded_dtype)
+    loaded_dtype, names = empty.dtype, _TEXT_NAMES if is_part else None
     if (checkpoint.folder / GGUF_FILE).is_file():
         parts = gguf_parts(kept_source(checkpoint.folder), empty, loaded_dtype, packing)
     else:
         parts = safetensors_parts(checkpoint, empty, loaded_dtype, names, packing)
-    model, info = generic_from_parts(kind, config, loaded_dtype, empty, parts, names)
+    model, info = generic_from_parts(loaded_dtype, empty, parts, names)
     _check_loaded(model, info, checkpoint, is_part=is_part)
     model.generation_config = generation
     _override(model.generation_config, _GENERATION, source)
@@ -207,12 +207,14 @@ def _loaded(
     path: Path,
     packing: str = "",
     *,
-    text_class: Any = None,
+    empty: Any = None,
+    is_part: bool = False,
 ) -> Any:
     """The model of a config, with the checkpoint's weights.
 
     Args:
-        text_class: of a text model, where the checkpoint has others beside it.
+        empty: its `skeleton`, which gets the weights; None: one is made.
+        is_part: of a text model, where the checkpoint has others beside it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -226,18 +228,19 @@ def _loaded(
         return model
     folder = weights_folder(checkpoint.folder, loaded_dtype)
     with passing_bars():
-        loaded: Any = (text_class or AutoModelForCausalLM).from_pretrained(
+        maker: Any = AutoModelForCausalLM if empty is None else built_already(empty)
+        loaded: Any = maker.from_pretrained(
             folder,
             config=config,
             dtype=loaded_dtype,
             trust_remote_code=False,
-            key_mapping=_TEXT_NAMES if text_class else None,
+            key_mapping=_TEXT_NAMES if is_part else None,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # or transformers raises without naming the file
             output_loading_info=True,
         )
     model, info = loaded
-    _check_loaded(model, info, checkpoint, is_part=text_class is not None)
+    _check_loaded(model, info, checkpoint, is_part=is_part)
     _override(model.generation_config, _GENERATION, source)
     if packing in FORMATS:
         pack_weights(model, packing)

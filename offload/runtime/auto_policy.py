@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 CROSSOVER_TOKENS = 8192
 # Of each KV head. Twice as many as 64 take no longer, and keep 0.1 points more (462 prompts).
 ESTIMATE_CLUSTERS = 128
+_PROJECTION = re.compile(r"\.layers\.\d+\.self_attn\.([qk]_proj)\.weight$")
 _MEASURED_CLUSTERS = (ESTIMATE_CLUSTERS, 64)
 
 
@@ -92,8 +94,19 @@ def with_resolved_policy(
     """
     dtype = checkpoint.loaded_dtype(config.dtype)
     weight_bytes = weight_bytes_before_loading(checkpoint, config)
-    model = embedded_name(checkpoint.folder) or ""
-    return resolved_config(config, checkpoint.shape, dtype, weight_bytes, ranks, model)
+    model, because = embedded_name(checkpoint.folder) or "", ""
+    if isinstance(config.policy, Auto) and _heads_differ(checkpoint):
+        because = "heads of layers differ, and estimating what is not selected needs them alike"
+    return resolved_config(config, checkpoint.shape, dtype, weight_bytes, ranks, model, because)
+
+
+def _heads_differ(checkpoint: Checkpoint) -> bool:
+    """Whether layers have projections of different sizes, by the header of their file."""
+    sizes: dict[str, set[tuple[int, ...]]] = {}
+    for name, size in checkpoint.stored_shapes.items():
+        if (match := _PROJECTION.search(name)) is not None:
+            sizes.setdefault(match[1], set()).add(tuple(size))
+    return any(len(found) > 1 for found in sizes.values())
 
 
 def resolved_config(
@@ -103,11 +116,12 @@ def resolved_config(
     weight_bytes: int,
     ranks: TensorParallel | None = None,
     model: str = "",
+    exact_because: str = "",
 ) -> tuple[RuntimeConfig, str]:
     """As `with_resolved_policy`, of a model of this shape with so many bytes of weights.
 
     Args:
-        model: as `Room` has it.
+        model, exact_because: as `Room` has them.
     """
     auto = config.policy
     if not isinstance(auto, Auto):
@@ -123,7 +137,8 @@ def resolved_config(
         page_tokens=config.page_tokens,
         kv_dtype=config.kv_dtype,
     )
-    room = replace(_room_of(config, work, weight_bytes, ranks), model=model)
+    room = _room_of(config, work, weight_bytes, ranks)
+    room = replace(room, model=model, exact_because=exact_because or room.exact_because)
 
     def resolve() -> tuple[Policy, str]:
         policy, reason = resolve_auto(auto, work, room)

@@ -271,6 +271,11 @@ class GenericCache(DynamicCache):
         return self._hosted.store
 
     @property
+    def attention(self) -> DecodeAttention:
+        """What decodes from the store."""
+        return self._hosted.attention
+
+    @property
     def seqs(self) -> tuple[int, ...]:
         """Store handle of each row; empty before the first forward pass."""
         return tuple(self._seqs)

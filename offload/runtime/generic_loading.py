@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -38,6 +38,8 @@ from offload.models import ALWAYS_LEAN, ModelShape
 from offload.models.base import stock_context_limit
 from offload.models.missing_features import READ_AT_ONCE, unsupported_generic
 from offload.models.packed_linear import PackedMatrix
+from offload.planning.workload import Workload
+from offload.policies import Policy
 from offload.policies.auto import Auto
 from offload.policies.full import Full
 from offload.runtime.budgets import (
@@ -52,15 +54,18 @@ from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.generic_cache import GenericCache, HostedLayers, LayerStates
 from offload.runtime.generic_runner import GenericRunner
 from offload.runtime.generic_sizes import (
-    AUTO_REASON,
+    GenericSizes,
     check_policy,
     num_pages,
     policy_bytes,
+    resolve_generic,
     row_bytes,
+    shape_of,
     store_and_attention,
 )
 from offload.runtime.generic_states import SequenceStates
 from offload.runtime.modules_device import ModulesDevice, check_weights_fit
+from offload.runtime.placing import known_profile, longest_context
 from offload.runtime.pooled_modules import POOLED_TOKENS, multiplies_on_pool, use_pool
 from offload.runtime.sequences import Sequences
 from offload.system.autocast import current_device
@@ -111,9 +116,15 @@ class GenericRuntime:
     ) -> None:
         self.stock, self.policy_reason = stock, ""
         self.device = torch.device(config.device)
+        host_bytes = kv_budget_bytes(config, weight_bytes_of(stock), loaded=True)
+        is_auto = isinstance(config.policy, Auto)
         if isinstance(config.policy, Auto):
-            config = replace(config, policy=Full())
-            self.policy_reason = AUTO_REASON
+            most, _ = stock_context_limit(stock.config)
+            policy, reason = resolved_auto(
+                config.policy, specs, config, stock.dtype, most, host_bytes
+            )
+            config, self.policy_reason = config.under(policy), reason
+            logger.info("auto: %s", reason)
         self.config, self.policy = config, config.policy
         self.pool = pool
         self._on_pool = self.device.type == "cpu" and multiplies_on_pool(stock)
@@ -122,7 +133,7 @@ class GenericRuntime:
             config,
             pool,
             dtype=stock.dtype,
-            host_budget_bytes=kv_budget_bytes(config, weight_bytes_of(stock), loaded=True),
+            host_budget_bytes=host_bytes,
             pinned=self.device.type == "cuda",
         )
         classes = None
@@ -145,7 +156,7 @@ class GenericRuntime:
         else:
             self.store.ledger.add("windows and recurrent states", lambda: held.held_bytes)
         self.resident: HostedLayers | None = None
-        if is_on_device(config) and specs and not self.policy.selects:
+        if is_on_device(config) and specs and (is_auto or not self.policy.selects):
             self.resident = self._resident(specs, held.modules)
         self.runner = GenericRunner(self, [*signature(stock.forward).parameters])
         self.run_lock = self.sequences.run_lock
@@ -163,7 +174,7 @@ class GenericRuntime:
             host_budget_bytes=self.store.host_budget_bytes,
             page_tokens=self.config.page_tokens,
         )
-        attention = DecodeAttention(self.policy, store, num_qo_heads=1, pool=self.pool)
+        attention = DecodeAttention(Full(), store, num_qo_heads=1, pool=self.pool)
         sequences = Sequences(store, attention, SequenceStates(store, LayerStates()), None, None)
         others = LayerStates(modules=modules)
         return HostedLayers(
@@ -202,17 +213,7 @@ class GenericRuntime:
     @property
     def shape(self) -> ModelShape:
         """The heads of its layers in the store; sizes that decide on no policy are 0."""
-        attention = self.attention
-        return ModelShape(
-            num_layers=attention.num_layers,
-            hidden_size=0,
-            num_qo_heads=attention.num_qo_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            intermediate_size=0,
-            vocab_size=0,
-            max_context=0,
-        )
+        return shape_of(self.hosted.specs.values())
 
     @property
     def has_positions(self) -> bool:
@@ -272,7 +273,7 @@ class GenericRuntime:
         decodes = not self.reads_prompt and cache is not None and cache.would_decode(inputs[0])
         if decodes and cache is not None:
             with torch_threads(counter.prefill_threads):
-                seconds = self.attention.build_states(cache.seqs, [n + 1 for n in cache.kv_lens])
+                seconds = cache.attention.build_states(cache.seqs, [n + 1 for n in cache.kv_lens])
             counter.count_index(seconds)
         in_cache: AbstractContextManager[None] = nullcontext()
         if cache is not None:
@@ -303,7 +304,7 @@ class GenericRuntime:
             HostBudgetError: the host budget does not suffice for KV cache and policy state.
             DeviceMemoryError: the modules' device has no room for states and a part of the prompt.
         """
-        store, states = cache.store, self.attention.states
+        store, states = cache.store, cache.attention.states
         ends = [n + request.max_new_tokens for n in request.prompt_lens]
         own_pages = store.num_page_rows * sum(map(store.num_own_pages, cache.seqs))
         pages = num_pages(store, ends) - own_pages
@@ -342,12 +343,48 @@ class GenericRuntime:
             )
 
 
+def resolved_auto(
+    auto: Auto,
+    specs: dict[int, AttentionSpec],
+    config: RuntimeConfig,
+    dtype: torch.dtype,
+    max_context: int,
+    host_kv_bytes: int,
+) -> tuple[Policy, str]:
+    """What `auto` comes to for the longest context that the model and the host's memory allow, and
+    why.
+
+    Args:
+        specs: of the layers that attend to everything.
+        max_context: positions of the model.
+    """
+    work, on_gpu = None, is_on_device(config)
+    if specs:
+        shape = shape_of(specs.values(), max_context)
+        tokens = longest_context(config, shape, dtype, host_kv_bytes)
+        work = Workload(shape, auto, tokens, dtype=dtype, kv_dtype=config.kv_dtype)
+    profile = known_profile(torch.device(config.device), pool_threads(config))
+    return resolve_generic(auto, specs, work, profile, on_gpu=on_gpu)
+
+
+def resolved_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -> Policy:
+    """The policy of a config, or what it comes to if that is `auto`, before any weight is read.
+
+    Raises: as `GenericSizes.of`.
+    """
+    if not isinstance(config.policy, Auto):
+        return config.policy
+    empty, kept = generic_skeleton(checkpoint, config.dtype, config.packing)
+    sizes, (most, _) = GenericSizes.of(empty, kept), stock_context_limit(empty.config)
+    host_bytes = kv_budget_bytes(config, sizes.weight_bytes, loaded=False)
+    return resolved_auto(config.policy, sizes.specs, config, empty.dtype, most, host_bytes)[0]
+
+
 def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
-    """Refuse, before any weight is read, what a model without lean layers does not do yet.
+    """Refuse what a model without lean layers does not do yet.
 
     Raises:
         NotImplementedError: names the option, or the policy; a kv_dtype that does not fit.
-        HostBudgetError: the weights do not fit.
     """
     model_type = checkpoint.config["model_type"]
     check_policy(config, model_type)
@@ -367,11 +404,20 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
             f"kv_dtype='int8' is for a CPU in this version where a model has no lean layers, as "
             f"{model_type!r}, not with device={config.device!r}; give kv_dtype='auto'"
         )
+
+
+def checked_skeleton(checkpoint: Checkpoint, config: RuntimeConfig) -> Any:
+    """The model without memory for its weights, for which there will be room.
+
+    Raises:
+        HostBudgetError, DeviceMemoryError: the weights do not fit.
+    """
     empty, kept = generic_skeleton(checkpoint, config.dtype, config.packing)
     weight_bytes = sum(parameter_bytes(empty, kept).values())
     kv_budget_bytes(config, weight_bytes, loaded=False)
     device_kv_budget_bytes(config, weight_bytes)
     check_weights_fit(config, weight_bytes)
+    return empty
 
 
 def is_on_device(config: RuntimeConfig) -> bool:
@@ -393,7 +439,8 @@ def load_generic(
     """
     start = time.perf_counter()
     check_generic(checkpoint, config)
-    stock = load_generic_model(checkpoint, config.dtype, config.packing).eval()
+    empty = checked_skeleton(checkpoint, config)
+    stock = load_generic_model(checkpoint, config.dtype, config.packing, empty).eval()
     if config.device != "cpu":
         stock.to(config.device)
     with torch_threads(config.num_threads), current_device(torch.device(config.device)):

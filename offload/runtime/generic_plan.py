@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.planning.profile import MachineProfile
+from offload.planning.workload import Workload
+from offload.policies import Policy
 from offload.policies.auto import Auto
 from offload.policies.full import Full
 from offload.runtime.config import RuntimeConfig
@@ -21,7 +23,9 @@ from offload.runtime.generic_sizes import (
     check_policy,
     num_pages,
     policy_bytes,
+    resolve_generic,
     row_bytes,
+    shape_of,
     store_and_attention,
 )
 from offload.runtime.modules_device import PassBytes, token_bytes
@@ -46,6 +50,9 @@ class GenericPlan:
         on_this_machine: the host's memory that is not named is what this machine has left.
         profile: of the machine, for the time of a step; None: it was not measured.
 
+    Attributes:
+        policy_reason: why `auto` came to `config.policy`; "" if that was asked for.
+
     Raises:
         DeviceMemoryError, HostBudgetError: it does not fit the limits; names both numbers.
         NotImplementedError: the policy needs lean layers, or has nothing to select.
@@ -63,6 +70,7 @@ class GenericPlan:
     device_limit_bytes: int | None = None
     on_this_machine: bool = True
     profile: MachineProfile | None = None
+    policy_reason: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         check_policy(self.config, self.model_type)
@@ -76,9 +84,30 @@ class GenericPlan:
                 f"a context of {self.context} tokens exceeds the {self.max_context} tokens of "
                 f"{self.name}"
             )
-        if isinstance(self.config.policy, Auto):
-            object.__setattr__(self, "config", self.config.under(Full()))
+        auto = self.config.policy
+        if isinstance(auto, Auto):
+            policy, reason = self._resolved(auto)
+            object.__setattr__(self, "config", self.config.under(policy))
+            object.__setattr__(self, "policy_reason", reason)
         self._check_fits()
+
+    def _resolved(self, auto: Auto) -> tuple[Policy, str]:
+        specs, work = self.sizes.specs, None
+        if specs:
+            work = Workload(
+                shape_of(specs.values()),
+                auto,
+                self.context,
+                self.batch_size,
+                self.empty.dtype,
+                kv_dtype=self.config.kv_dtype,
+            )
+        return resolve_generic(auto, specs, work, self.profile, on_gpu=self.on_gpu)
+
+    @property
+    def policy(self) -> Policy:
+        """What decodes at the context: exact attention where `auto` has all on the GPU."""
+        return Full() if self.is_resident_at(self.context) else self.config.policy
 
     @property
     def model_type(self) -> str:
@@ -120,7 +149,8 @@ class GenericPlan:
             counted["KV cache"] = num_pages(store, ends) * store.page_bytes
         if not self.on_gpu:
             counted["windows and recurrent states"] = self._states_at(context)
-        return counted | {"kept by the policy, at its peak": policy_bytes(states, ends)}
+        kept = 0 if self.is_resident_at(context) else policy_bytes(states, ends)
+        return counted | {"kept by the policy, at its peak": kept}
 
     def device_bytes_at(self, context: int) -> dict[str, int]:
         """By what they are for."""
@@ -139,7 +169,8 @@ class GenericPlan:
 
     def is_resident_at(self, context: int) -> bool:
         """Whether `generate()` keeps keys and values on the GPU."""
-        if self.device_limit_bytes is None or self.config.policy.selects or not self.sizes.specs:
+        attends_to_all = bool(self.policy_reason) or not self.config.policy.selects
+        if self.device_limit_bytes is None or not attends_to_all or not self.sizes.specs:
             return False
         resident = self._resident_at(context)
         need = self._pass.resident_need(self.batch_size, context, resident)
@@ -234,8 +265,9 @@ class GenericPlan:
         profile = self.profile
         if profile is None or (self.on_gpu and profile.device is None):
             return None
-        policy = self.config.policy
-        most = min(self.context, policy.budget_tokens) if policy.selects else self.context
+        policy, most = self.policy, self.context
+        if policy.selects and most > policy.dense_tokens:
+            most = min(most, policy.budget_tokens)
         modules = self.sizes.active_bytes + self._states_at(self.context)
         keys = self.batch_size * most * self.kv_token_bytes * bool(self.sizes.specs)
         seconds = keys / profile.read_bandwidth
@@ -247,7 +279,7 @@ class GenericPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, by the names that the plan of a model with lean layers has, and more."""
-        policy, profile = self.config.policy, self.profile
+        policy, profile = self.policy, self.profile
         host, on_device = self.host_bytes_at(self.context), self.device_bytes_at(self.context)
         least = self.least_milliseconds
         return {

@@ -10,18 +10,26 @@ from typing import Any
 import torch
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.decode.attention import DecodeAttention
+from offload.decode.attention import DecodeAttention, needs_alike_layers
 from offload.decode.stock_attention import AttentionSpec, attention_specs
 from offload.kv.store import KVStore
 from offload.loading.generic_packing import parameter_bytes
 from offload.models.missing_features import unsupported_generic
+from offload.models.shape import ModelShape
+from offload.planning.profile import MachineProfile
+from offload.planning.workload import Workload
+from offload.policies import Policy
 from offload.policies.auto import Auto
+from offload.policies.full import Full
+from offload.runtime.auto_policy import Room, resolve_auto
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.generic_cache import LayerStates
 from offload.selection.state_bytes import StateBytes
 
 POLICIES = ("full", "exact_topk", "lfps", "lychee_cluster", "quest", "sketch", "streaming_llm")
-AUTO_REASON = "without lean layers auto attends to everything in this version"
+# Without a layer in the store it still counts the tokens of sequences.
+_NO_LAYER = AttentionSpec(1, 1, 16, 16, 1.0)
+_WINDOWS_ONLY = "exact: no layer attends to all tokens"
 # How many experts a token meets, by the names that configs give it.
 _ACTIVE = (
     *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
@@ -43,6 +51,55 @@ def check_policy(config: RuntimeConfig, model_type: str) -> None:
         )
 
 
+def shape_of(specs: Iterable[AttentionSpec], max_context: int = 0) -> ModelShape:
+    """Layers that attend to everything; of heads the most, and 0 of what decides on no policy."""
+    layers = [*specs] or [_NO_LAYER]
+    return ModelShape(
+        num_layers=len(layers),
+        hidden_size=0,
+        num_qo_heads=max(spec.num_qo_heads for spec in layers),
+        num_kv_heads=max(spec.num_kv_heads for spec in layers),
+        head_dim=max(spec.head_dim for spec in layers),
+        intermediate_size=0,
+        vocab_size=0,
+        max_context=max_context,
+    )
+
+
+def needs_alike_heads(policy: Policy, specs: Iterable[AttentionSpec]) -> str:
+    """What a policy does that needs layers whose heads are alike; "" if they are, or need not."""
+    layers = [*specs]
+    if len({(spec.num_qo_heads, spec.num_kv_heads, spec.head_dim) for spec in layers}) < 2:
+        return ""
+    return needs_alike_layers(policy, len(layers), shape_of(layers).num_kv_heads)
+
+
+def resolve_generic(
+    auto: Auto,
+    specs: Mapping[int, AttentionSpec],
+    work: Workload | None,
+    profile: MachineProfile | None,
+    *,
+    on_gpu: bool,
+) -> tuple[Policy, str]:
+    """What `auto` comes to, and why: where the CPU attends, as of lean layers on a CPU.
+
+    Args:
+        specs: of the layers that attend to everything.
+        work: with the longest context; None: there are no such layers.
+        profile: of the machine; None: it was never measured.
+        on_gpu: the modules are on a GPU, which attends to all that fits it.
+    """
+    if work is None:
+        return Full(), _WINDOWS_ONLY
+    policy, reason = resolve_auto(auto, work, Room(on_gpu=False, profile=profile))
+    if needs := needs_alike_heads(policy, specs.values()):
+        return Full(), f"exact: {policy.name} {needs}, and heads of layers differ"
+    if on_gpu and policy.selects:
+        reason = f"exact where all KV of a generation fits the GPU; else, on the CPU, {reason}"
+    return policy, reason
+
+
 def store_and_attention(
     specs: Mapping[int, AttentionSpec], config: RuntimeConfig, pool: WorkerPool, **of_store: Any
 ) -> tuple[KVStore, DecodeAttention]:
@@ -53,15 +110,20 @@ def store_and_attention(
         of_store: arguments of `KVStore` beside the layers and what `config` has.
 
     Raises:
-        NotImplementedError: the policy selects, and there is no such layer.
+        NotImplementedError: the policy selects, and there is no such layer, or it needs layers
+            whose heads are alike.
     """
-    # Without a layer in the store it still counts the tokens of sequences.
-    layers = [*specs.values()] or [AttentionSpec(1, 1, 16, 16, 1.0)]
+    layers = [*specs.values()] or [_NO_LAYER]
     policy = config.policy
     if not specs and policy.selects:
         raise NotImplementedError(
             f"policy {policy.name!r} has nothing to select: no layer attends to all tokens; "
             "available: 'auto' and 'full'"
+        )
+    if needs := needs_alike_heads(policy, layers):
+        raise NotImplementedError(
+            f"policy {policy.name!r} {needs}, and heads of layers differ in this model; give "
+            "estimate_clusters=0, or another policy"
         )
     store = KVStore(
         num_layers=len(layers),

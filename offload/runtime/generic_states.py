@@ -8,6 +8,7 @@ marked, or where it ends.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from offload.kv.sequence_part import RowToLoad, RowToSave, SequencePart
 from offload.kv.store import KVStore
 from offload.runtime.generic_cache import GenericCache, LayerStates, RowState
+from offload.runtime.modules_device import LEAST_SLICE
 from offload.system.errors import HostBudgetError, SessionMiss
 
 _MOST_MARKS = 4  # of a sequence: the first, and the latest
@@ -49,6 +51,26 @@ class SequenceStates(SequencePart):
 
     def bytes_at(self, kv_len: int) -> int:
         return self._layers.host_bytes_at(kv_len)
+
+    def device_bytes_at(self, kv_len: int) -> int:
+        return 0 if self._layers.modules is None else self._layers.at(kv_len)
+
+    def device_left_bytes(self) -> int:
+        """Beside a pass of few tokens."""
+        modules = self._layers.modules
+        if modules is None:
+            return sys.maxsize
+        return modules.left_bytes() - modules.bytes.need(1, LEAST_SLICE, LEAST_SLICE, 0)
+
+    def kept_bytes(self, seq: int) -> int:
+        if self._layers.modules is not None:
+            return 0
+        place, marks = self._rows.get(seq), {*self._marks.get(seq, ())}
+        if isinstance(place, RowState):
+            marks.add(place)
+        is_row = isinstance(place, tuple)
+        of_row = self._layers.at(self._store.kv_len(seq)) if is_row else 0
+        return of_row + sum(state.num_bytes for state in marks)
 
     @property
     def device_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -295,6 +296,18 @@ class Sequences:
     def bytes_at(self, kv_len: int) -> int:
         """Host bytes of a sequence of so many tokens, beside pages and policy."""
         return sum(part.bytes_at(kv_len) for part in self.parts)
+
+    def device_bytes_at(self, kv_len: int) -> int:
+        """As `SequencePart.device_bytes_at`."""
+        return sum(part.device_bytes_at(kv_len) for part in self.parts)
+
+    def device_left_bytes(self) -> int:
+        """As `SequencePart.device_left_bytes`."""
+        return min((part.device_left_bytes() for part in self.parts), default=sys.maxsize)
+
+    def kept_bytes(self, seq: int) -> int:
+        """Host bytes of a sequence as it is, beside pages and policy."""
+        return sum(part.kept_bytes(seq) for part in self.parts)
 
     def roll_back(self, seq: int, kv_len: int) -> None:
         """As before a forward pass that failed, with `kv_len` tokens."""

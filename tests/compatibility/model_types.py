@@ -39,12 +39,11 @@ compute, such as windows smaller than the context, is refused for llama, mistral
 and makes a model of another type generic; so does a GPU, a backend or a rank where the table says
 so. *generic*: transformers' own modules, on a CPU or, with `device="cuda"`, on a GPU. Attention of
 the layers that attend to all tokens is ours, their keys and values are in the host store; layers
-with a window or a recurrent state keep transformers' cache, whose bytes count in
-`max_memory`, too. A generic model does `generate()`, greedy or sampled, with left padding and
-several turns, and `forward()`, under `auto` (exact), `full`, `exact_topk`, `quest`,
-`lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The
-engine and `offload serve` run it, with shared prompts and sessions on disk: each sequence has its
-own windows and recurrent states ([which prompts go on from
+with a window or a recurrent state keep transformers' cache, whose bytes count in `max_memory`, too.
+A generic model does `generate()`, greedy or sampled, with left padding and several turns, and
+`forward()`, under [`auto`](policies.md#auto), `full`, `exact_topk`, `quest`, `lychee_cluster`,
+`lfps`, `sketch` and `streaming_llm`. The engine and `offload serve` run it, with shared prompts and
+sessions on disk: each sequence has its own windows and recurrent states ([which prompts go on from
 them](how-to/many-requests.md#models-without-native-layers)). They refuse `bamba`, `jamba` and
 `zamba`, whose modules forget their states where a prompt is read in parts: these read a prompt at
 once, in a new cache, by `generate()`. [`offload plan`](placement.md#offload-plan) counts the bytes

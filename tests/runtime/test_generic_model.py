@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,25 @@ import pytest
 import torch
 from cases.every_type import tiny_model_of
 from cases.tiny_models import VOCAB_SIZE, byte_tokenizer
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
 
 from offload import OffloadedModel
 from offload.cli import app
+from offload.decode.stock_attention import AttentionSpec
+from offload.planning.workload import Workload
+from offload.policies.auto import Auto
 from offload.policies.exact_topk import ExactTopK
 from offload.policies.registry import make_policy
 from offload.runtime.config import runtime_config
 from offload.runtime.generic_cache import tensors_in
 from offload.runtime.generic_loading import generic_runtime
-from offload.runtime.generic_sizes import POLICIES
+from offload.runtime.generic_sizes import (
+    POLICIES,
+    resolve_generic,
+    shape_of,
+    store_and_attention,
+)
 from offload.system.errors import HostBudgetError
 
 TYPES = ["qwen3_moe", "qwen3_5_text", "gemma2", "gpt_oss", "phi3", "deepseek_v3", "ministral"]
@@ -123,6 +133,55 @@ def test_policies(folders: dict[str, Path], policy: str) -> None:
         assert tokens(few, IDS, MASK).tolist() != expected
 
 
+@pytest.mark.parametrize(
+    ("model_type", "backend", "said"),
+    [
+        ("gpt_oss", None, "exact up to 8,192 tokens, then sketch, budget 1,024, .*SmolLM2-135M"),
+        ("gpt_oss", "inline", "exact where all KV of a generation fits the GPU; else, on the CPU"),
+        ("phi3", None, "exact: contexts up to 8,192 tokens are faster so"),
+        ("ministral", None, "exact: no layer attends to all tokens"),
+    ],
+)
+def test_what_auto_comes_to(
+    folders: dict[str, Path], model_type: str, backend: str | None, said: str
+) -> None:
+    model = load(folders[model_type], backend=backend)
+    assert re.match(said, model.policy_reason)
+    is_sketch = "sketch" in model.policy_reason
+    expected = make_policy("sketch", dense_until=8192, estimate_clusters=128)
+    assert model.policy == (expected if is_sketch else make_policy("full"))
+    assert (model._offload.resident is not None) == (backend == "inline")
+
+
+def test_auto_is_full_where_heads_differ() -> None:
+    """And what estimates the rest of a selection is refused by name."""
+    specs = {0: AttentionSpec(4, 2, 32, 32, 1.0), 1: AttentionSpec(4, 1, 64, 64, 1.0)}
+    work = Workload(shape_of(specs.values()), Auto(), 65536)
+    policy, reason = resolve_generic(Auto(), specs, work, None, on_gpu=False)
+    assert policy == make_policy("full")
+    assert reason == "exact: sketch estimates the rest of a selection, and heads of layers differ"
+    named = runtime_config(policy=make_policy("sketch", estimate_clusters=64))
+    pool: Any = None
+    with pytest.raises(NotImplementedError, match=r"'sketch' estimates .*give estimate_clusters=0"):
+        store_and_attention(specs, named, pool, dtype=torch.float32, host_budget_bytes=2**20)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2"])  # with sinks, with a soft cap
+def test_sinks_and_soft_caps_are_in_the_estimate(folders: dict[str, Path], model_type: str) -> None:
+    """What is not selected is estimated: nearer to exact attention than without it."""
+    ids = torch.randint(3, 250, (1, 404), generator=torch.Generator().manual_seed(2))
+    sketch = partial(make_policy, "sketch", budget_tokens=80, dense_layers=0)
+    logits = []
+    for policy in (make_policy("full"), sketch(estimate_clusters=128), sketch()):
+        model = load(folders[model_type], policy=policy)
+        cache = model.new_cache()
+        model(input_ids=ids[:, :400], past_key_values=cache)
+        steps = [model(input_ids=ids[:, n : n + 1], past_key_values=cache) for n in range(400, 404)]
+        logits.append(torch.cat([step.logits[0] for step in steps]))
+    exact, found, dropped = logits
+    assert 0.0 < (found - exact).norm() < 0.5 * (dropped - exact).norm()
+
+
 def test_exact_top_k_is_that_of_a_reference(folders: dict[str, Path]) -> None:
     """The next token's logits, with all but the 12 heaviest tokens of each KV head masked."""
     folder = folders["qwen3_moe"]
@@ -215,6 +274,30 @@ def test_the_text_part_of_a_multi_modal_model(
     assert "only the text part is loaded, a " in caplog.text
     assert tokens(model, IDS, MASK).tolist() == tokens(whole, IDS, MASK).tolist()
     assert model.num_parameters() < whole.num_parameters()
+
+
+def test_a_model_is_built_once_and_weighed_before_it_is_read(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, read = list[str](), list[str]()
+    init, load_weights = PreTrainedModel.__init__, PreTrainedModel._load_pretrained_model
+
+    def note_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        built.append(type(self).__name__)
+        init(self, *args, **kwargs)
+
+    def note_read(*args: Any) -> Any:
+        read.append("weights")
+        return load_weights(*args)
+
+    monkeypatch.setattr(PreTrainedModel, "__init__", note_init)
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(note_read))
+    with pytest.raises(HostBudgetError, match="the weights need"):
+        load(folders["phi3"], max_memory={"cpu": 1000})
+    assert not read
+    built.clear()
+    load(folders["phi3"])
+    assert (built, read) == (["Phi3ForCausalLM", "Phi3Model"], ["weights"])
 
 
 def test_a_model_that_only_sees_windows_selects_nothing(folders: dict[str, Path]) -> None:

@@ -112,11 +112,11 @@ class Setup:
 
         if not any(isinstance(policy, Auto) for policy in self.policies):
             return [*self.policies]
-        if self.is_generic:
-            from offload.policies.full import Full
-
-            return [Full() if isinstance(x, Auto) else x for x in self.policies]
         configs = [self.config().under(policy) for policy in self.policies]
+        if self.is_generic:
+            from offload.runtime.generic_loading import resolved_before_loading
+
+            return [resolved_before_loading(self.checkpoint, each) for each in configs]
         return [with_resolved_policy(self.checkpoint, each, None)[0].policy for each in configs]
 
     @property

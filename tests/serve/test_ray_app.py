@@ -206,6 +206,10 @@ def test_sessions_outlive_their_replica(ray_server: tuple[Any, str], client: ope
         ({"command": "tiny --polcy full"}, "No such option"),
         ({"command": "tiny", "num_replicas": 0}, "num_replicas"),
         ({"command": "tiny", "num_gpu": 1}, "num_gpu"),
+        ({"command": "tiny", "router": "random"}, "'session' or 'prefix'"),
+        ({"command": "tiny", "num_replicas": 2, "autoscaling_config": {}}, "not both"),
+        ({"command": "tiny", "autoscaling_config": {"max_replica": 2}}, "available: min_replicas"),
+        ({"command": "tiny", "autoscaling_config": {"max_replicas": 0}}, "max_replicas"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:

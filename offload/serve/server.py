@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from offload.serve.app import Served, create_app
-from offload.serve.connections import BACKLOG, TimedConnection
+from offload.serve.connections import BACKLOG, REQUEST_SECONDS, TimedConnection
 from offload.serve.gate import PUBLIC, Gate
 from offload.serve.request_log import HEADER, RequestLog
 
@@ -109,6 +109,8 @@ class Server(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 timeout_graceful_shutdown=2,
+                # Clients that ask every few seconds would meet uvicorn's 5 s at the wrong moment.
+                timeout_keep_alive=int(REQUEST_SECONDS),
             )
         )
 

@@ -51,7 +51,16 @@ class ReadText:
 
 @torch.no_grad()
 def read_text(lean: LeanModel, tokens: Tensor, num_prompt: int, answered: Tensor) -> ReadText:
-    """Read [batch, num_tokens] with full attention, each sequence from position 0."""
+    """Read [batch, num_tokens] with full attention, each sequence from position 0.
+
+    Raises:
+        NotImplementedError: layers without a norm in front, or of several ropes.
+    """
+    if any(layer.input_norm is None or layer.spec.rope_idx for layer in lean.layers):
+        raise NotImplementedError(
+            "training takes layers with a norm before attention and MLP, and one rope for all; "
+            "this model has others"
+        )
     x = lean.embed_tokens(tokens)
     tables = _rotary_tables(lean, x, 0)
     keys, values = [], []
@@ -126,6 +135,7 @@ def _project(
     lean: LeanModel, layer: DecoderLayer, x: Tensor, tables: tuple[Tensor, Tensor]
 ) -> Iterator[Tensor]:
     """q, k (rotated), v, each [batch, num_heads, n, head_dim], of x [batch, n, hidden_size]."""
+    assert layer.input_norm is not None
     normed = layer.input_norm(x)
     norms = (layer.q_norm, layer.k_norm, None)
     for projection, norm, rotates in zip(layer.qkv.parts, norms, (True, True, False), strict=True):
@@ -142,6 +152,7 @@ def _project(
 
 def _add_outputs(layer: DecoderLayer, x: Tensor, o: Tensor) -> Tensor:
     """x behind the layer, with attention's output o [batch, num_qo_heads, n, head_dim]."""
+    assert layer.mlp_norm is not None
     x = x + layer.o_proj(o.transpose(1, 2).flatten(2))
     normed = layer.mlp_norm(x)
     gate_proj, up_proj = layer.gate_up.parts

@@ -190,7 +190,8 @@ def structured_model_cache(
                 of_layer = keys, values
                 if store.format.is_int8 and layer_idx != source:  # `append_async` rounds them
                     of_layer = keys.clone(), values.clone()
-                store.append_async(seq, layer_idx, *(x.transpose(0, 1) for x in of_layer), start=0)
+                of_tokens = [x.transpose(0, 1) for x in of_layer]
+                store.append_async(seq, layer_idx, of_tokens[0], of_tokens[1], start=0)
             for policy, attention in attentions.items():
                 asks = [layer_idx for layer_idx in alike if layer_idx in attention.states.layers]
                 if not asks or kv_len <= policy.dense_tokens:

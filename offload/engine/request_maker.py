@@ -76,10 +76,11 @@ class RequestMaker:
         budget = runtime.store.host_budget_bytes
         most = self._admission.most_bytes(request.most_tokens)
         if most > budget:
+            half = "" if runtime.store.format.is_int8 else ", load the model with kv_dtype='int8'"
             raise HostBudgetError(
                 f"{len(prompt)} tokens of prompt and {max_tokens} of answer need "
                 f"{format_bytes(most)} of host KV cache, but its budget is {format_bytes(budget)}; "
-                "raise max_memory={'cpu': ...} or lower max_tokens"
+                f"raise max_memory={{'cpu': ...}}{half} or lower max_tokens"
             )
         return request
 

@@ -310,9 +310,10 @@ def _host(
         f"{format_bytes(budgeted)} of host memory, but"
     )
     if named is not None:
+        half = "" if work.kv_format.is_int8 else "give --kv-dtype int8, "
         raise HostBudgetError(
             f"{need} max_memory['cpu'] is {format_bytes(limit)}; raise max_memory={{'cpu': ...}}, "
-            "lower the batch size or the context"
+            f"{half}lower the batch size or the context"
         )
     longest = _longest_context(work, limit - program - (0 if request.on_gpu else weights))
     fits = f"at most {longest:,} tokens fit" if longest else "no context fits"

@@ -178,6 +178,7 @@ class GenerationRequest:
         if need > free:
             kept = f" ({format_bytes(state)} of it for what the policy keeps)" if state else ""
             fewer = "lower the batch size, " if len(self.prompt_lens) > 1 else ""
+            fewer += "" if store.format.is_int8 else "load the model with kv_dtype='int8', "
             raise HostBudgetError(
                 f"{len(self.prompt_lens)} sequences of up to {self.max_tokens} tokens need "
                 f"{format_bytes(need)} more of host KV cache{kept}, but "

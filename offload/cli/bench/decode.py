@@ -406,8 +406,7 @@ def _model(
 def _weights_of(settings: dict[str, Any]) -> str:
     """The dtype, and what weights are kept as instead."""
     packed = settings.get("weights", "auto")
-    told = f" with weights {packed}" if packed in ("q8", "q4") else ""
-    return f"{settings['dtype']}{told}"
+    return str(settings["dtype"]) + (f" with weights {packed}" if packed in ("q8", "q4") else "")
 
 
 def _print_table(document: dict[str, Any]) -> None:

@@ -187,11 +187,10 @@ def structured_model_cache(
             keys, values = (x[:, :kv_len] for x in (layer.keys, layer.values))
             for layer_idx in reversed(alike):
                 rows[:, layer_idx, row] = steps
-                of_layer = keys, values
+                k, v = keys, values
                 if store.format.is_int8 and layer_idx != source:  # `append_async` rounds them
-                    of_layer = keys.clone(), values.clone()
-                of_tokens = [x.transpose(0, 1) for x in of_layer]
-                store.append_async(seq, layer_idx, of_tokens[0], of_tokens[1], start=0)
+                    k, v = keys.clone(), values.clone()
+                store.append_async(seq, layer_idx, k.transpose(0, 1), v.transpose(0, 1), start=0)
             for policy, attention in attentions.items():
                 asks = [layer_idx for layer_idx in alike if layer_idx in attention.states.layers]
                 if not asks or kv_len <= policy.dense_tokens:

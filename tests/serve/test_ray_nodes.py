@@ -132,8 +132,11 @@ def talk_on(talks: list[Talk], stop: threading.Event) -> None:
                 time.sleep(0.1)
 
 
-def test_rolling_update_loses_no_session(nodes: Any, serve_folder: Path, tmp_path: Path) -> None:
-    url = deploy(serve_folder, tmp_path, num_replicas=2)
+@pytest.mark.parametrize("router", ["session", "prefix"])
+def test_rolling_update_loses_no_session(
+    nodes: Any, serve_folder: Path, tmp_path: Path, router: str
+) -> None:
+    url = deploy(serve_folder, tmp_path, num_replicas=2, router=router)
     first = running()
     assert len({*first.values()}) == 2, "a replica on each node"
     talks = [Talk(f"session-{i}", url) for i in range(12)]
@@ -142,7 +145,7 @@ def test_rolling_update_loses_no_session(nodes: Any, serve_folder: Path, tmp_pat
         loads = [threads.submit(talk_on, talks[i::4], stop) for i in range(4)]
         try:
             until(lambda: all(talk.turns > 2 for talk in talks), 60)
-            deploy(serve_folder, tmp_path, "--max-queued 100", num_replicas=2)
+            deploy(serve_folder, tmp_path, "--max-queued 100", num_replicas=2, router=router)
             assert not {*first} & {*running()}
             seen = [talk.turns for talk in talks]
             until(lambda: all(t.turns > n + 2 for t, n in zip(talks, seen, strict=True)), 60)
@@ -154,11 +157,10 @@ def test_rolling_update_loses_no_session(nodes: Any, serve_folder: Path, tmp_pat
     assert sum(talk.lost for talk in talks) == 0
     # Turns come 0.1 s after the answer. Where that is too soon, a move costs one turn's reading.
     assert max(talk.stale for talk in talks) <= 2
-    print("turns", sum(talk.turns for talk in talks), "stale", sum(talk.stale for talk in talks))
 
 
 def test_head_restarts(nodes: Any, serve_folder: Path, tmp_path: Path) -> None:
-    """Requests are answered while the head is away, and it knows its replicas when it is back."""
+    """Its GCS: requests are answered meanwhile, and it knows its replicas when it is back."""
     url = deploy(serve_folder, tmp_path, num_replicas=2)
     talks, before = [Talk(f"session-{i}", url) for i in range(6)], running()
     with httpx.Client(timeout=60) as http:

@@ -32,6 +32,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     model_type, *backend = request.param.split()
     stock = tiny_model_of(model_type, vocab_size=VOCAB_SIZE)
     options = runtime_config(
+        policy="full",  # else what was decoded is no prefix
         num_threads=1,
         page_tokens=16,
         max_memory={"cpu": "64MiB"},

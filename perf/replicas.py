@@ -13,6 +13,7 @@ import heapq
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from timeit import repeat
 from typing import Any
@@ -31,7 +32,10 @@ _SESSIONS, _PAUSE_S = 16, 60.0  # a replica's, and between an answer and the nex
 
 def measure() -> dict[str, float]:
     """Of one replica: starting, saving and restoring on this machine, the quickest of three."""
-    quickest = lambda work: min(repeat(work, number=1, repeat=3))  # noqa: E731
+
+    def quickest(work: Callable[[], object]) -> float:
+        return min(repeat(work, number=1, repeat=3))
+
     loaded = OffloadedModel.from_pretrained(_MODEL, num_threads=2)
     cache, ids = loaded.new_cache(), torch.arange(300, 300 + 1024)[None]
     loaded.generate(ids, past_key_values=cache, max_new_tokens=1)
@@ -138,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     run, known = Run(options), read_results("replicas")
     if options.measure:
-        settings = {"model": _MODEL, "threads": 2, "times": measure()}
+        settings: dict[str, Any] = {"model": _MODEL, "threads": 2, "times": measure()}
     else:
         assert known is not None, "no times of a replica are known: add --measure"
         run.machine, settings = known["machine"], known["settings"]

@@ -19,7 +19,7 @@ class Prefixes:
     """Sequences of earlier requests, whose first pages others share.
 
     Only tokens that were read are shared: keys and values of tokens that a policy decoded sparsely
-    are not those of a prompt. Under exact attention the answer is, too.
+    are not those of a prompt. What was decoded with attention to all tokens is shared, too.
 
     Args:
         is_enabled: else nothing is kept.
@@ -30,6 +30,7 @@ class Prefixes:
         self._sequences = runtime.sequences
         policy = runtime.config.policy
         self._is_exact = not policy.selects
+        self._dense_tokens = 0 if self._is_exact else policy.dense_tokens
         # The policy wants to see the last queries of a prompt.
         self._least_read = 1 if self._is_exact else max(1, policy.state.observed_queries)
 
@@ -89,10 +90,19 @@ class Prefixes:
         if request.seq is None:
             return
         surplus = [request.seq]
-        if self._is_enabled and self._is_exact and request.is_read:
+        if self._is_enabled and self._was_exact(request) and request.is_read:
             surplus = self._tree.add([*request.prompt, *request.answer[:-1]], request.seq)
         self._sequences.free(surplus)
         request.seq = None
+
+    def _was_exact(self, request: Request) -> bool:
+        """Whether each of its tokens was read, or decoded with attention to all before it."""
+        if self._is_exact:
+            return True
+        if request.continues_session or request.params.budget_tokens is not None:
+            return False
+        num_tokens = len(request.prompt) + len(request.answer)
+        return request.params.exact or num_tokens <= self._dense_tokens
 
     @property
     def num_bytes(self) -> int:

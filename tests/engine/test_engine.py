@@ -598,6 +598,22 @@ def test_a_shared_beginning_is_read_once(model: Any) -> None:
     engine.stop()
 
 
+@pytest.mark.parametrize(("dense_until", "cached"), [(512, 150 + 9), (80, 150)])
+def test_what_was_decoded_exactly_is_shared(
+    dense_until: int, cached: int, tiny_folders: dict[str, Path]
+) -> None:
+    """A policy that selects attends to all of a sequence up to `dense_until`."""
+    few = FEW | {"dense_until": dense_until}
+    engine = Engine(load(tiny_folders["llama"], "exact_topk", few))
+    prompt = prompts_of(150)[0]
+    engine.add_request(prompt, GREEDY, "first")
+    answer = answers(engine)["first"]
+    engine.add_request([*prompt, *answer, 7], GREEDY, "second")
+    answers(engine)
+    assert engine.stats.cached_tokens == cached
+    engine.stop()
+
+
 def test_the_same_seed_gives_the_same_answer_whatever_runs_beside(model: Any) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=7, max_tokens=12)
     (prompt,) = prompts_of(40)

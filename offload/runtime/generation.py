@@ -178,13 +178,13 @@ class GenerationRequest:
         if need > free:
             kept = f" ({format_bytes(state)} of it for what the policy keeps)" if state else ""
             fewer = "lower the batch size, " if len(self.prompt_lens) > 1 else ""
-            fewer += "" if store.format.is_int8 else "load the model with kv_dtype='int8', "
+            half = "" if store.format.is_int8 else "load the model with kv_dtype='int8', "
             raise HostBudgetError(
                 f"{len(self.prompt_lens)} sequences of up to {self.max_tokens} tokens need "
                 f"{format_bytes(need)} more of host KV cache{kept}, but "
                 f"{format_bytes(max(0, free))} of its budget of "
                 f"{format_bytes(store.host_budget_bytes)} are free; raise "
-                f"max_memory={{'cpu': ...}}, {fewer}lower max_new_tokens"
+                f"max_memory={{'cpu': ...}}, {half}{fewer}lower max_new_tokens"
             )
 
     def _check_draft(self, most: int) -> None:

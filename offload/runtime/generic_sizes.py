@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +66,8 @@ def shape_of(specs: Iterable[AttentionSpec], max_context: int = 0) -> ModelShape
     )
 
 
-def needs_alike_heads(policy: Policy, specs: Iterable[AttentionSpec]) -> str:
-    """What a policy does that needs layers whose heads are alike; "" if they are, or need not."""
-    layers = [*specs]
-    if len({(spec.num_qo_heads, spec.num_kv_heads, spec.head_dim) for spec in layers}) < 2:
-        return ""
-    return needs_alike_layers(policy, len(layers), shape_of(layers).num_kv_heads)
+def _heads_differ(layers: Collection[AttentionSpec]) -> bool:
+    return len({(spec.num_qo_heads, spec.num_kv_heads, spec.head_dim) for spec in layers}) > 1
 
 
 def resolve_generic(
@@ -93,7 +89,9 @@ def resolve_generic(
     if work is None:
         return Full(), _WINDOWS_ONLY
     policy, reason = resolve_auto(auto, work, Room(on_gpu=False, profile=profile))
-    if needs := needs_alike_heads(policy, specs.values()):
+    shape = work.shape
+    needs = needs_alike_layers(policy, shape.num_layers, shape.num_kv_heads)
+    if needs and _heads_differ(specs.values()):
         return Full(), f"exact: {policy.name} {needs}, and heads of layers differ"
     if on_gpu and policy.selects:
         reason = f"exact where all KV of a generation fits the GPU; else, on the CPU, {reason}"
@@ -120,7 +118,8 @@ def store_and_attention(
             f"policy {policy.name!r} has nothing to select: no layer attends to all tokens; "
             "available: 'auto' and 'full'"
         )
-    if needs := needs_alike_heads(policy, layers):
+    needs = needs_alike_layers(policy, len(layers), shape_of(layers).num_kv_heads)
+    if needs and _heads_differ(layers):
         raise NotImplementedError(
             f"policy {policy.name!r} {needs}, and heads of layers differ in this model; give "
             "estimate_clusters=0, or another policy"

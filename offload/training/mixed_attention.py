@@ -144,5 +144,6 @@ def _add_outputs(layer: DecoderLayer, x: Tensor, o: Tensor) -> Tensor:
     """x behind the layer, with attention's output o [batch, num_qo_heads, n, head_dim]."""
     x = x + layer.o_proj(o.transpose(1, 2).flatten(2))
     normed = layer.mlp_norm(x)
-    gate_proj, up_proj = layer.gate_up.parts
-    return x + layer.down(silu(gate_proj(normed)) * up_proj(normed))
+    gate_up, down = layer.dense_mlp
+    gate_proj, up_proj = gate_up.parts
+    return x + down(silu(gate_proj(normed)) * up_proj(normed))

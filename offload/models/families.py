@@ -207,7 +207,7 @@ class Granite(ModelFamily):
 
     def layer(self, stock: Any, layer_idx: int, spec: LayerSpec) -> DecoderLayer:
         layer, scale = super().layer(stock, layer_idx, spec), stock.config.residual_multiplier
-        norms = {
+        norms: dict[str, Any] = {
             name: ScaledNorm(norm, norm.variance_epsilon / scale**2)
             for name in ("input_norm", "mlp_norm")
             if (norm := getattr(layer, name))

@@ -384,15 +384,39 @@ def run_experts(
     out: int,
 ) -> None: ...
 
+def choose_experts(
+    isa: str,
+    dtype: int,
+    logits: int,
+    num_rows: int,
+    num_experts: int,
+    per_token: int,
+    normalises: bool,
+    rounds: bool,
+    experts: int,
+    weights: int,
+) -> None: ...
+
+class RoutedMlp:
+    def __init__(
+        self,
+        router: Linear,
+        up: RoutedLinear,
+        down: RoutedLinear,
+        per_token: int,
+        normalises: bool,
+        rounds: bool,
+    ) -> None: ...
+
 class DecoderStep:
     def __init__(
         self,
         hidden: int,
-        cos: int,
-        sin: int,
+        ropes: Sequence[int],
         qkv: int,
         attended: int,
         gate_up: int,
+        added: int,
         kept_queries: int,
         step: StepRows,
     ) -> None: ...
@@ -401,17 +425,20 @@ class DecoderLayers:
     def __init__(self, attention: DecodeAttention) -> None: ...
     def add(
         self,
-        input_norm: int,
-        input_eps: float,
+        input_norm: tuple[int, float],
         qkv: Linear,
         q_norm: int,
         k_norm: int,
         qk_norm_eps: float,
+        whole: bool,
         o_proj: Linear,
-        mlp_norm: int,
-        mlp_eps: float,
-        gate_up: Linear,
-        down: Linear,
+        mlp_norm: tuple[int, float],
+        gate_up: Linear | None,
+        down: Linear | None,
+        routed: RoutedMlp | None,
+        attention_out_norm: tuple[int, float],
+        mlp_out_norm: tuple[int, float],
+        rope_idx: int,
         sparse: bool,
     ) -> None: ...
     def run(self, step: DecoderStep) -> None: ...

@@ -13,6 +13,7 @@ from cpu_ops import _native
 from cpu_ops.attention import NativeAttention
 from cpu_ops.linear import Linear
 from cpu_ops.native import check_tensor
+from cpu_ops.routed_linear import RoutedMlp
 from cpu_ops.step_rows import DecodeStep
 
 Norm = tuple[Tensor, float]  # RMSNorm weight and eps
@@ -27,6 +28,7 @@ class FusedLayer(Generic[W]):
 
     Attributes:
         qkv: hidden_size -> queries ++ keys ++ values. gate_up: hidden_size -> gate ++ up.
+        gate_up, down: None where the MLP is `routed`.
         q_norm, k_norm: RMSNorm weights before RoPE, or None: [head_dim] of each head, or of all
             heads at once, [num_qo_heads * head_dim] and [num_kv_heads * head_dim].
         input_norm, mlp_norm: of what attention and the MLP read; None: none.
@@ -41,11 +43,12 @@ class FusedLayer(Generic[W]):
     qk_norm_eps: float
     o_proj: W
     mlp_norm: Norm | None
-    gate_up: W
-    down: W
+    gate_up: W | None
+    down: W | None
     attention_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
     rope_idx: int = 0
+    routed: RoutedMlp | None = None
 
 
 NativeLayer = FusedLayer[Linear]
@@ -99,7 +102,7 @@ class LayersStep:
         if len(ropes) < layers.num_ropes:
             raise ValueError(f"the layers take {layers.num_ropes} ropes, got {len(ropes)}")
         gate_up = hidden.new_empty(n, layers.gate_up_features)
-        added = torch.empty_like(hidden) if layers.norms_added else None
+        added = torch.empty_like(hidden) if layers.adds_apart else None
         self._kept = (ropes, gate_up, added)
         self.native = _native.DecoderStep(
             hidden.data_ptr(),
@@ -140,12 +143,12 @@ class DecoderLayers:
         self.query_features = [*map(attention.query_features, range(len(layers)))]
         self.qkv_features = [*map(attention.qkv_features, range(len(layers)))]
         self.hidden_size = layers[0].qkv.in_features
-        self.gate_up_features = layers[0].gate_up.out_features
+        self.gate_up_features = max(x.gate_up.out_features if x.gate_up else 0 for x in layers)
         self.dtype, self.head_dims = attention.dtype, [dim for *_, dim in attention.layer_heads]
         self._heads = attention.layer_heads
         self.layers = tuple(layers)
         self.num_ropes = 1 + max(layer.rope_idx for layer in layers)
-        self.norms_added = any(x.attention_out_norm or x.mlp_out_norm for x in layers)
+        self.adds_apart = any(x.attention_out_norm or x.mlp_out_norm or x.routed for x in layers)
         self._attention = attention  # kept alive
         self._native = _native.DecoderLayers(attention.native)
         for layer_idx, sparse in enumerate(attention.sparse_layers.tolist()):
@@ -160,8 +163,9 @@ class DecoderLayers:
                 self._norms_whole(layer_idx, layer),
                 layer.o_proj.native,
                 _address(layer.mlp_norm),
-                layer.gate_up.native,
-                layer.down.native,
+                None if layer.gate_up is None else layer.gate_up.native,
+                None if layer.down is None else layer.down.native,
+                None if layer.routed is None else layer.routed.native,
                 _address(layer.attention_out_norm),
                 _address(layer.mlp_out_norm),
                 layer.rope_idx,
@@ -202,8 +206,7 @@ class DecoderLayers:
         for name, linear, shape in (
             ("qkv", layer.qkv, (self.hidden_size, self.qkv_features[layer_idx])),
             ("o_proj", layer.o_proj, (query_features, self.hidden_size)),
-            ("gate_up", layer.gate_up, (self.hidden_size, self.gate_up_features)),
-            ("down", layer.down, (self.gate_up_features // 2, self.hidden_size)),
+            *_mlp_shapes(layer, self.hidden_size, self.gate_up_features),
         ):
             got = (linear.in_features, linear.out_features)
             if got != shape or linear.dtype != self.dtype:
@@ -221,6 +224,20 @@ class DecoderLayers:
         ):
             if weight is not None:
                 check_tensor(name, weight, (size,), self.dtype)
+
+
+def _mlp_shapes(
+    layer: NativeLayer, hidden_size: int, gate_up_features: int
+) -> list[tuple[str, Linear, tuple[int, int]]]:
+    """(name, linear, shape it must have) of the MLP; a routed one has checked what is inside."""
+    if layer.routed is not None:
+        return [("router", layer.routed.router, (hidden_size, layer.routed.up.num_experts))]
+    if layer.gate_up is None or layer.down is None:
+        raise ValueError("a layer must have gate_up and down, or a routed MLP")
+    return [
+        ("gate_up", layer.gate_up, (hidden_size, gate_up_features)),
+        ("down", layer.down, (gate_up_features // 2, hidden_size)),
+    ]
 
 
 def _address(norm: Norm | None) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""Packed matrices of experts: tokens meet those that they are routed to, in one native call."""
+"""Matrices of experts: tokens meet those that they are routed to, in one native call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cpu_ops import _native
-from cpu_ops.linear import check_packed
+from cpu_ops.linear import Linear, check_packed
 from cpu_ops.native import check_tensor, dtype_code, isa_name
 from cpu_ops.packed import FORMAT_CODES, PackedWeight
 from cpu_ops.worker_pool import WorkerPool
@@ -35,11 +35,12 @@ class Gate:
 class RoutedLinear:
     """One projection of all experts.
 
-    Up to 16 rows of an expert are rounded to int8 in groups of 32, as `PackedLinear` does; more
-    meet weights that are unpacked tile by tile.
+    Where the weight is packed, up to 16 rows of an expert are rounded to int8 in groups of 32, as
+    `PackedLinear` does; more meet weights that are unpacked tile by tile.
 
     Args:
-        weight: [num_experts * out_features, in_features], one expert after the other; kept.
+        weight: packed [num_experts * out_features, in_features], one expert after the other; or
+            a tensor [num_experts, out_features, in_features] of the dtype. Kept.
         dtype: of x, outputs and the bias.
         bias: [num_experts, out_features] or None.
         gate: of the outputs.
@@ -48,7 +49,7 @@ class RoutedLinear:
 
     def __init__(
         self,
-        weight: PackedWeight,
+        weight: PackedWeight | Tensor,
         dtype: torch.dtype,
         num_experts: int,
         bias: Tensor | None = None,
@@ -57,33 +58,41 @@ class RoutedLinear:
         isa: str | None = None,
     ) -> None:
         gate = gate or Gate()
-        check_packed("weight", weight, weight.in_features)
-        if num_experts < 1 or weight.out_features % num_experts:
+        if isinstance(weight, Tensor):
+            check_tensor("weight", weight, (num_experts, *weight.shape[-2:]), dtype)
+            num_rows, in_features = weight.shape[:-1].numel(), int(weight.shape[-1])
+            codes, code = weight.data_ptr(), 0
+            scales = minimums = table = None
+        else:
+            num_rows, in_features = weight.out_features, weight.in_features
+            check_packed("weight", weight, in_features)
+            codes, code = weight.codes.data_ptr(), FORMAT_CODES[weight.format]
+            scales, minimums, table = weight.scales, weight.minimums, weight.table
+        if num_experts < 1 or num_rows % num_experts:
             raise ValueError(
-                f"num_experts must divide the {weight.out_features} rows of the weight, got "
-                f"{num_experts}"
+                f"num_experts must divide the {num_rows} rows of the weight, got {num_experts}"
             )
         if gate.kind not in GATES:
             raise ValueError(f"unknown gate {gate.kind!r}; available: {', '.join(GATES)}")
-        out_features = weight.out_features // num_experts
+        out_features = num_rows // num_experts
         if gate.kind != "none" and out_features % 2:
             raise ValueError(f"a gate needs an even number of outputs, got {out_features}")
         if bias is not None:
             check_tensor("bias", bias, (num_experts, out_features), dtype)
-        self.dtype, self.in_features, self.num_experts = dtype, weight.in_features, num_experts
+        self.dtype, self.in_features, self.num_experts = dtype, in_features, num_experts
         self.columns = out_features if gate.kind == "none" else out_features // 2
         self.isa = isa or isa_name()
         self._kept = weight, bias
         self.native = _native.RoutedLinear(
             dtype_code(dtype),
-            weight.in_features,
+            in_features,
             num_experts,
-            weight.out_features,
-            FORMAT_CODES[weight.format],
-            weight.codes.data_ptr(),
-            weight.scales.data_ptr(),
-            0 if weight.minimums is None else weight.minimums.data_ptr(),
-            0 if weight.table is None else weight.table.data_ptr(),
+            num_rows,
+            code,
+            codes,
+            0 if scales is None else scales.data_ptr(),
+            0 if minimums is None else minimums.data_ptr(),
+            0 if table is None else table.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             GATES[gate.kind],
             gate.alpha,
@@ -127,9 +136,7 @@ def run_experts(
         experts: int64 [n, k]; num_experts or more stands for none.
         weights: float32 [n, k].
     """
-    fits = (down.in_features, down.num_experts, down.dtype, down.isa)
-    if fits != (up.columns, up.num_experts, up.dtype, up.isa):
-        raise ValueError(f"down must take {up.columns} features of up's experts, got {fits}")
+    _check_fit(up, down)
     num_tokens, per_token = experts.shape
     check_tensor("x", x, (num_tokens, up.in_features), up.dtype)
     check_tensor("experts", experts, (num_tokens, per_token), torch.int64)
@@ -151,3 +158,87 @@ def run_experts(
             out[part].data_ptr(),
         )
     return out
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """Which experts a token meets: those of the highest probabilities, a softmax of the router's
+    outputs in float32; of equals the first.
+
+    Attributes:
+        normalises: probabilities are divided by the sum of the chosen ones.
+        rounds: they are rounded to the dtype.
+    """
+
+    per_token: int
+    normalises: bool
+    rounds: bool
+
+    def __call__(self, logits: Tensor, *, isa: str | None = None) -> tuple[Tensor, Tensor]:
+        """logits [n, num_experts] -> experts, int64 [n, per_token], and weights, float32 likewise.
+
+        A token without finite probabilities has weights that are NaN.
+        """
+        num_tokens, num_experts = logits.shape
+        self.check(num_experts)
+        check_tensor("logits", logits, (num_tokens, num_experts), logits.dtype)
+        experts = torch.empty(num_tokens, self.per_token, dtype=torch.int64)
+        weights = torch.empty(num_tokens, self.per_token, dtype=torch.float32)
+        _native.choose_experts(
+            isa or isa_name(),
+            dtype_code(logits.dtype),
+            logits.data_ptr(),
+            num_tokens,
+            num_experts,
+            self.per_token,
+            self.normalises,
+            self.rounds,
+            experts.data_ptr(),
+            weights.data_ptr(),
+        )
+        return experts, weights
+
+    def check(self, num_experts: int) -> None:
+        """ValueError unless there are as many experts as a token meets."""
+        if not 1 <= self.per_token <= num_experts:
+            raise ValueError(
+                f"experts per token must be in 1..{num_experts}, of which there are, got "
+                f"{self.per_token}"
+            )
+
+
+class RoutedMlp:
+    """The MLP of a layer of `DecoderLayers`: experts, and the router that chooses them.
+
+    Args:
+        router: hidden_size -> num_experts.
+        up: hidden_size -> an expert's intermediate_size, with its gate.
+        down: back to hidden_size.
+    """
+
+    def __init__(
+        self, router: Linear, up: RoutedLinear, down: RoutedLinear, choice: ExpertChoice
+    ) -> None:
+        _check_fit(up, down)
+        got = (router.in_features, router.out_features, router.dtype, down.columns)
+        if got != (up.in_features, up.num_experts, up.dtype, up.in_features):
+            raise ValueError(
+                f"router and experts must take {up.in_features} features in {up.dtype}, the router "
+                f"to {up.num_experts} experts and they to as many features, got {got}"
+            )
+        choice.check(up.num_experts)
+        self.router, self.up, self.down, self.choice = router, up, down, choice
+        self.native = _native.RoutedMlp(
+            router.native,
+            up.native,
+            down.native,
+            choice.per_token,
+            choice.normalises,
+            choice.rounds,
+        )
+
+
+def _check_fit(up: RoutedLinear, down: RoutedLinear) -> None:
+    fits = (down.in_features, down.num_experts, down.dtype, down.isa)
+    if fits != (up.columns, up.num_experts, up.dtype, up.isa):
+        raise ValueError(f"down must take {up.columns} features of up's experts, got {fits}")

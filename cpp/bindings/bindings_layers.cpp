@@ -70,6 +70,17 @@ void run_all_experts(const RoutedLinear& up, const RoutedLinear& down, WorkerPoo
       pointer<void>(out));
 }
 
+std::unique_ptr<RoutedMlp> make_routed_mlp(const Linear& router, const RoutedLinear& up, const RoutedLinear& down,
+                                           int64_t per_token, bool normalises, bool rounds) {
+  return std::make_unique<RoutedMlp>(RoutedMlp{&router, &up, &down, {per_token, normalises, rounds}});
+}
+
+void choose(const std::string& isa, int dtype, int64_t logits, int64_t num_rows, int64_t num_experts, int64_t per_token,
+            bool normalises, bool rounds, int64_t experts, int64_t weights) {
+  choose_experts(kernels_for(isa), static_cast<DType>(dtype), pointer<const void>(logits), num_rows, num_experts,
+                 {per_token, normalises, rounds}, pointer<int64_t>(experts), pointer<float>(weights));
+}
+
 // Its owner keeps alive what the addresses point into. `ropes`: cos, sin, cos, sin, …
 DecoderStep decoder_step(int64_t hidden, const std::vector<int64_t>& ropes, int64_t qkv, int64_t attended,
                          int64_t gate_up, int64_t added, int64_t kept_queries, const KeptRows& step) {
@@ -86,16 +97,17 @@ using NormAddress = std::pair<int64_t, float>;
 NormWeight norm_weight(const NormAddress& norm) { return {pointer<const void>(norm.first), norm.second}; }
 
 void add_layer(DecoderLayers& layers, const NormAddress& input_norm, const Linear& qkv, int64_t q_norm, int64_t k_norm,
-               float qk_norm_eps, bool whole, const Linear& o_proj, const NormAddress& mlp_norm, const Linear& gate_up,
-               const Linear& down, const NormAddress& attention_out_norm, const NormAddress& mlp_out_norm,
-               size_t rope_idx, bool sparse) {
+               float qk_norm_eps, bool whole, const Linear& o_proj, const NormAddress& mlp_norm, const Linear* gate_up,
+               const Linear* down, const RoutedMlp* routed, const NormAddress& attention_out_norm,
+               const NormAddress& mlp_out_norm, size_t rope_idx, bool sparse) {
   layers.add({norm_weight(input_norm),
               &qkv,
               {pointer<const void>(q_norm), pointer<const void>(k_norm), qk_norm_eps, whole},
               &o_proj,
               norm_weight(mlp_norm),
-              &gate_up,
-              &down,
+              gate_up,
+              down,
+              routed,
               norm_weight(attention_out_norm),
               norm_weight(mlp_out_norm),
               rope_idx,
@@ -116,6 +128,8 @@ void bind_layers(py::module_& m) {
       .def("unpack", &unpack_linear, WithoutGil());
   py::class_<RoutedLinear>(m, "RoutedLinear").def(py::init(&make_routed_linear)).def("run", &run_routed, WithoutGil());
   m.def("run_experts", &run_all_experts, WithoutGil());
+  m.def("choose_experts", &choose);
+  py::class_<RoutedMlp>(m, "RoutedMlp").def(py::init(&make_routed_mlp));
   py::class_<DecoderStep>(m, "DecoderStep").def(py::init(&decoder_step));
   // Its attention and its layers' linears are kept alive by the Python wrapper.
   py::class_<DecoderLayers>(m, "DecoderLayers")

@@ -95,6 +95,7 @@ void DecoderLayers::finish(int64_t layer_idx, const DecoderStep& step) {
   const NormWeight& norm = layer.mlp_norm;
   WorkerPool& pool = attention_.pool();
   add(*layer.o_proj, {step.attended, n, nullptr, 0.0f, false}, layer.attention_out_norm, step);
+  if (layer.routed != nullptr) return add_experts(layer, step);
   layer.gate_up->run(kernels_, pool, {step.hidden, n, norm.weight, norm.eps, false}, nullptr, step.gate_up);
   add(*layer.down, {step.gate_up, n, nullptr, 0.0f, true}, layer.mlp_out_norm, step);
 }
@@ -102,15 +103,53 @@ void DecoderLayers::finish(int64_t layer_idx, const DecoderStep& step) {
 void DecoderLayers::add(const Linear& linear, const LinearInput& x, const NormWeight& norm, const DecoderStep& step) {
   if (norm.weight == nullptr) return linear.run(kernels_, attention_.pool(), x, step.hidden, step.hidden);
   linear.run(kernels_, attention_.pool(), x, nullptr, step.added);
+  add_rows(norm, linear.out_features(), step);
+}
+
+void DecoderLayers::add_rows(const NormWeight& norm, int64_t width, const DecoderStep& step) {
   const DType dtype = attention_.shape().dtype;
   const int type = static_cast<int>(dtype);
-  const int64_t width = linear.out_features(), row_bytes = width * dtype_bytes(dtype);
+  const int64_t row_bytes = width * dtype_bytes(dtype);
   normed_.resize(static_cast<size_t>(width));
   for (int64_t r = 0; r < step.rows.num_rows; ++r) {
     char* const row = step.hidden + r * row_bytes;
-    kernels_.rms_norm[type](step.added + r * row_bytes, norm.weight, norm.eps, width, normed_.data());
+    const char* const added = step.added + r * row_bytes;
+    if (norm.weight == nullptr) {
+      kernels_.to_float[type](added, width, normed_.data());
+    } else {
+      kernels_.rms_norm[type](added, norm.weight, norm.eps, width, normed_.data());
+    }
     kernels_.add_residual[type](normed_.data(), row, width, row);
   }
+}
+
+void DecoderLayers::add_experts(const DecoderLayer& layer, const DecoderStep& step) {
+  const RoutedMlp& mlp = *layer.routed;
+  const DType dtype = attention_.shape().dtype;
+  const int type = static_cast<int>(dtype);
+  const auto n = static_cast<int>(step.rows.num_rows);
+  const int64_t width = mlp.down->columns(), num_experts = mlp.router->out_features();
+  const int64_t row_bytes = width * dtype_bytes(dtype);
+  const NormWeight& norm = layer.mlp_norm;
+  const char* rows = step.hidden;
+  if (norm.weight != nullptr) {
+    normed_.resize(static_cast<size_t>(width));
+    routed_rows_.resize(static_cast<size_t>(n * row_bytes));
+    for (int r = 0; r < n; ++r) {
+      kernels_.rms_norm[type](rows + r * row_bytes, norm.weight, norm.eps, width, normed_.data());
+      kernels_.from_float[type](normed_.data(), width, routed_rows_.data() + r * row_bytes);
+    }
+    rows = routed_rows_.data();
+  }
+  logits_.resize(static_cast<size_t>(n * num_experts * dtype_bytes(dtype)));
+  mlp.router->run(kernels_, attention_.pool(), {rows, n, nullptr, 0.0f, false}, nullptr, logits_.data());
+  const int64_t k = mlp.choice.per_token;
+  experts_.resize(static_cast<size_t>(n * k));
+  expert_weights_.resize(experts_.size());
+  choose_experts(kernels_, dtype, logits_.data(), n, num_experts, mlp.choice, experts_.data(), expert_weights_.data());
+  run_experts(kernels_, attention_.pool(), *mlp.up, *mlp.down, {rows, n, experts_.data(), expert_weights_.data(), k},
+              step.added);
+  add_rows(layer.mlp_out_norm, width, step);
 }
 
 }  // namespace offload

@@ -8,6 +8,7 @@
 
 #include "attention/decode_attention.h"
 #include "operators/linear.h"
+#include "operators/routed_linear.h"
 #include "attention/step_rows.h"
 
 namespace offload {
@@ -36,6 +37,14 @@ struct Rope {
 void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, Rope rope,
                  const HeadNorms& norms);
 
+// An MLP of experts: the router's outputs choose them.
+struct RoutedMlp {
+  const Linear* router;
+  const RoutedLinear* up;
+  const RoutedLinear* down;
+  ExpertChoice choice;
+};
+
 // A norm without a weight is none: input_norm and mlp_norm are of what a block reads, the others of what it adds.
 struct DecoderLayer {
   NormWeight input_norm;
@@ -43,8 +52,9 @@ struct DecoderLayer {
   HeadNorms head_norms;
   const Linear* o_proj;
   NormWeight mlp_norm;
-  const Linear* gate_up;
+  const Linear* gate_up;  // null where the MLP is routed
   const Linear* down;
+  const RoutedMlp* routed;
   NormWeight attention_out_norm;
   NormWeight mlp_out_norm;
   size_t rope_idx;  // into the ropes of a step
@@ -58,7 +68,7 @@ struct DecoderStep {
   char* qkv;       // scratch [num_rows, (num_qo_heads + 2 * num_kv_heads) * head_dim] of the widest layer
   char* attended;  // scratch [num_rows, num_qo_heads * head_dim] likewise
   char* gate_up;   // scratch [num_rows, 2 * intermediate_size]
-  char* added;     // scratch [num_rows, hidden_size], for layers with norms of what they add
+  char* added;     // scratch [num_rows, hidden_size], for layers with norms of what they add, or with experts
   // [num_layers, num_rows, num_qo_heads * head_dim], for those of all layers, whose heads are alike; or null.
   char* kept_queries;
   StepRows rows;
@@ -84,13 +94,20 @@ class DecoderLayers {
  private:
   // hidden += the projection of x, or its norm.
   void add(const Linear& linear, const LinearInput& x, const NormWeight& norm, const DecoderStep& step);
+  // hidden += added, or its norm.
+  void add_rows(const NormWeight& norm, int64_t width, const DecoderStep& step);
+  void add_experts(const DecoderLayer& layer, const DecoderStep& step);
   std::string attend(int64_t layer_idx, const DecoderStep& step);
 
   DecodeAttention& attention_;
   const KernelTable& kernels_;
   std::vector<DecoderLayer> layers_;
-  std::vector<QueryRow> rows_;  // scratch
-  std::vector<float> normed_;   // scratch
+  std::vector<QueryRow> rows_;     // scratch
+  std::vector<float> normed_;      // scratch
+  std::vector<char> routed_rows_;  // likewise: what experts read, their router's outputs, and whom it chooses
+  std::vector<char> logits_;
+  std::vector<int64_t> experts_;
+  std::vector<float> expert_weights_;
 };
 
 }  // namespace offload

@@ -1,7 +1,9 @@
 #include "operators/routed_linear.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -50,9 +52,17 @@ struct RoutedLinear::Tile {
   int64_t last;
 };
 
+// kMaxLinearRows pairs of one expert, or the last ones.
+struct RoutedLinear::Block {
+  const Routing::Run* run;
+  int64_t first;
+  int64_t last;
+};
+
 struct RoutedLinear::Inputs {
   PackedInput quantised;  // rows of x
-  const char* sorted;     // pairs, as `multiply` takes them, or as `linear` does: 4 bytes an item
+  const char* sorted;     // pairs, those of a run as `multiply` takes them, or as `linear` does
+  int64_t sorted_bytes;   // of a pair's place
   const int64_t* order;
   int64_t pairs_per_row;
 };
@@ -77,10 +87,11 @@ void RoutedLinear::run(const KernelTable& kernels, WorkerPool& pool, const void*
   static thread_local QuantisedRows quantised_rows;
   static thread_local std::vector<char> sorted;
   static thread_local std::vector<Tile> tiles;
-  Inputs inputs{{}, nullptr, order, pairs_per_row};
+  Inputs inputs{{}, nullptr, 0, order, pairs_per_row};
+  const bool is_dense = block_.format == WeightFormat::dense;
   int64_t num_few = 0, num_many = 0;
   for (const Routing::Run& run : routing.runs()) ++(run.is_few() ? num_few : num_many);
-  if (num_few > 0) {
+  if (num_few > 0 && !is_dense) {
     inputs.quantised = quantised_rows.make(num_rows, in_features_);
     for_blocks(pool, num_rows, [&](int64_t first, int64_t last) {
       static thread_local std::vector<float> row;
@@ -91,32 +102,45 @@ void RoutedLinear::run(const KernelTable& kernels, WorkerPool& pool, const void*
       }
     });
   }
-  if (num_many > 0) {
+  if (num_many > 0 || is_dense) {
     const bool multiplies = kernels.multiply[type] != nullptr;
-    const int64_t bytes = multiplies ? row_bytes : in_features_ * static_cast<int64_t>(sizeof(float));
+    const int64_t bytes = multiplies && !is_dense ? row_bytes : in_features_ * static_cast<int64_t>(sizeof(float));
     sorted.resize(routing.order().size() * static_cast<size_t>(bytes));
-    char* to = sorted.data();
-    inputs.sorted = to;
-    std::vector<std::pair<int64_t, int64_t>> blocks;  // of kMaxLinearRows pairs of one expert
+    char* const all_sorted = sorted.data();
+    inputs.sorted = all_sorted;
+    inputs.sorted_bytes = bytes;
+    static thread_local std::vector<Block> blocks;
+    blocks.clear();
     for (const Routing::Run& run : routing.runs()) {
-      for (int64_t i = run.begin; i < run.end && !run.is_few(); i += kMaxLinearRows) {
-        blocks.emplace_back(i, std::min(i + kMaxLinearRows, run.end));
+      for (int64_t i = run.begin; i < run.end && (is_dense || !run.is_few()); i += kMaxLinearRows) {
+        blocks.push_back({&run, i, std::min(i + kMaxLinearRows, run.end)});
       }
     }
-    pool.parallel_for(static_cast<int64_t>(blocks.size()), [&](int64_t task, int) {
-      const auto [first, last] = blocks[static_cast<size_t>(task)];
+    const Block* const all_blocks = blocks.data();
+    const auto sort = [&](int64_t task, int) {
+      const auto [run, first, last] = all_blocks[task];
       static thread_local std::vector<float> floats;
       floats.resize(static_cast<size_t>(kMaxLinearRows * in_features_));
+      const bool is_raw = multiplies && !run->is_few();
+      char* const to = all_sorted + run->begin * bytes;
       for (int64_t i = first; i < last; ++i) {
         const char* row = rows + order[i] / pairs_per_row * row_bytes;
-        if (multiplies) {
-          std::memcpy(to + i * bytes, row, static_cast<size_t>(bytes));
+        if (is_raw) {
+          std::memcpy(to + (i - run->begin) * row_bytes, row, static_cast<size_t>(row_bytes));
         } else {
           kernels.to_float[type](row, in_features_, floats.data() + (i - first) * in_features_);
         }
       }
-      if (!multiplies) kernels.pack_input[type](floats.data(), (last - first) * in_features_, to + first * bytes);
-    });
+      if (!is_raw) {
+        kernels.pack_input[type](floats.data(), (last - first) * in_features_, to + (first - run->begin) * bytes);
+      }
+    };
+    const auto num_blocks = static_cast<int64_t>(blocks.size());
+    if (static_cast<int64_t>(routing.order().size()) * in_features_ <= kSummedAtOnce) {
+      for (int64_t task = 0; task < num_blocks; ++task) sort(task, 0);
+    } else {
+      pool.parallel_for(num_blocks, sort);
+    }
   }
   const int64_t wanted =
       static_cast<int64_t>(routing.runs().size()) * columns_ / (pool.num_threads() * kTasksPerThread);
@@ -142,10 +166,14 @@ void RoutedLinear::run_tile(const KernelTable& kernels, const Tile& tile, const 
   const Routing::Run& run = *tile.run;
   const int64_t* pairs = inputs.order + run.begin;
   const bool is_few = run.is_few(), multiplies = kernels.multiply[type] != nullptr;
+  const bool is_dense = block_.format == WeightFormat::dense;
+  const char* const sorted = inputs.sorted + run.begin * inputs.sorted_bytes;  // null where no run needs it
   const PackedWeights weights = packed_weights(block_, in_features_);
   PackedInput x = inputs.quantised;
   const auto row_at = [&](int64_t i) { return pairs[i] / inputs.pairs_per_row; };
-  if (is_few && run.size() == 1) {
+  if (is_dense) {
+    // What it reads is sorted.
+  } else if (is_few && run.size() == 1) {
     x.codes += row_at(0) * x.codes_stride();
     x.scales += row_at(0) * x.padded_groups;
     x.sums += row_at(0) * x.padded_groups;
@@ -179,7 +207,7 @@ void RoutedLinear::run_tile(const KernelTable& kernels, const Tile& tile, const 
       }
       kernels.to_float[type](bias_items, n, bias);
     }
-    if (!is_few) {
+    if (!is_few && !is_dense) {
       unpacked.resize(static_cast<size_t>(n * in_features_ * item));
       for (int64_t piece = 0; piece < num_pieces; ++piece) {
         unpack_rows(kernels, dtype_, block_, in_features_, begin + piece * columns_, begin + piece * columns_ + size,
@@ -188,30 +216,39 @@ void RoutedLinear::run_tile(const KernelTable& kernels, const Tile& tile, const 
     }
     for (int64_t row = 0; row < run.size(); row += most_rows) {
       const int64_t num_rows = std::min(most_rows, run.size() - row);
+      // Dense weights are read where they are, a piece at a time.
+      const auto* weight = static_cast<const char*>(block_.weight);
       if (!is_few && multiplies) {
-        const char* from = inputs.sorted + (run.begin + row) * in_features_ * item;
-        const ProductArgs args{from,
-                               num_rows,
-                               in_features_,
-                               unpacked.data(),
-                               block_.bias ? bias_items : nullptr,
-                               nullptr,
-                               rounded.data(),
-                               n,
-                               0,
-                               n};
-        scratch.resize(static_cast<size_t>(args.scratch_items()));
-        kernels.multiply[type](args, scratch.data());
+        const int64_t num_products = is_dense ? num_pieces : 1, outputs = n / num_products;
+        for (int64_t piece = 0; piece < num_products; ++piece) {
+          const ProductArgs args{
+              sorted + row * in_features_ * item,
+              num_rows,
+              in_features_,
+              is_dense ? weight + (begin + piece * columns_) * in_features_ * item : unpacked.data(),
+              block_.bias ? reinterpret_cast<const char*>(bias_items) + piece * size * item : nullptr,
+              nullptr,
+              rounded.data() + piece * size * item,
+              n,
+              0,
+              outputs};
+          scratch.resize(static_cast<size_t>(args.scratch_items()));
+          kernels.multiply[type](args, scratch.data());
+        }
       } else {
-        if (is_few) {
-          for (int64_t piece = 0; piece < num_pieces; ++piece) {
-            const int64_t at = begin + piece * columns_;
+        const char* from = sorted + row * in_features_ * static_cast<int64_t>(sizeof(float));
+        if (!is_few && !is_dense) {
+          kernels.linear[type](from, static_cast<int>(num_rows), in_features_, unpacked.data(), 0, n, y, n);
+        }
+        for (int64_t piece = 0; piece < num_pieces && (is_few || is_dense); ++piece) {
+          const int64_t at = begin + piece * columns_;
+          if (is_dense) {
+            kernels.linear[type](from, static_cast<int>(num_rows), in_features_, weight, at, at + size,
+                                 y + piece * size, n);
+          } else {
             kernels.packed_linear[static_cast<int>(block_.format)](x, static_cast<int>(num_rows), weights, at,
                                                                    at + size, y + piece * size, n);
           }
-        } else {
-          const char* from = inputs.sorted + (run.begin + row) * in_features_ * static_cast<int64_t>(sizeof(float));
-          kernels.linear[type](from, static_cast<int>(num_rows), in_features_, unpacked.data(), 0, n, y, n);
         }
         for (int64_t r = 0; block_.bias != nullptr && r < num_rows; ++r) {
           for (int64_t i = 0; i < n; ++i) y[r * n + i] += bias[i];
@@ -250,6 +287,44 @@ void RoutedLinear::finish_rows(const KernelTable& kernels, const int64_t* pairs,
       kernels.clamped_glu[type](gate, gate + columns * item, activation_.alpha, activation_.limit, columns, gated);
     }
     kernels.from_float[type](gated, columns, to);
+  }
+}
+
+void choose_experts(const KernelTable& kernels, DType dtype, const void* logits, int64_t num_rows, int64_t num_experts,
+                    const ExpertChoice& choice, int64_t* experts, float* weights) {
+  static thread_local std::vector<float> p;
+  static thread_local std::vector<int64_t> order;
+  static thread_local std::vector<char> rounded;
+  const int type = static_cast<int>(dtype);
+  const int64_t k = choice.per_token, item = dtype_bytes(dtype);
+  p.resize(static_cast<size_t>(num_experts));
+  order.resize(p.size());
+  rounded.resize(static_cast<size_t>(k * item));
+  for (int64_t r = 0; r < num_rows; ++r, experts += k, weights += k) {
+    kernels.to_float[type](static_cast<const char*>(logits) + r * num_experts * item, num_experts, p.data());
+    const float largest = *std::max_element(p.begin(), p.end());
+    float sum = 0.0f;
+    for (float& each : p) sum += each = std::exp(each - largest);
+    for (int64_t e = 0; e < num_experts; ++e) order[static_cast<size_t>(e)] = e;
+    const bool is_finite = std::isfinite(sum);
+    if (is_finite) {
+      for (float& each : p) each /= sum;
+      std::partial_sort(order.begin(), order.begin() + k, order.end(), [](int64_t a, int64_t b) {
+        const float of_a = p[static_cast<size_t>(a)], of_b = p[static_cast<size_t>(b)];
+        return of_a > of_b || (of_a == of_b && a < b);
+      });
+    }
+    float total = 0.0f;
+    for (int64_t j = 0; j < k; ++j) {
+      experts[j] = order[static_cast<size_t>(j)];
+      weights[j] = is_finite ? p[static_cast<size_t>(experts[j])] : std::numeric_limits<float>::quiet_NaN();
+      total += weights[j];
+    }
+    for (int64_t j = 0; j < k && choice.normalises; ++j) weights[j] /= total;
+    if (choice.rounds) {
+      kernels.from_float[type](weights, k, rounded.data());
+      kernels.to_float[type](rounded.data(), k, weights);
+    }
   }
 }
 

@@ -1,6 +1,6 @@
 // Matrices of experts: each row of a step or a prompt meets those that it is routed to. All products of a projection
-// are one job of the pool. Few rows of an expert are rounded to int8, and many meet weights that are unpacked tile by
-// tile, as those of a Linear.
+// are one job of the pool. Where they are packed, few rows of an expert are rounded to int8, and many meet weights that
+// are unpacked tile by tile, as those of a Linear.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ class Routing {
 
 class RoutedLinear {
  public:
-  // block: packed, of all experts, one after the other; its bias [num_experts, out_features of one] or null.
+  // block: of all experts, one after the other; its bias [num_experts, out_features of one] or null.
   RoutedLinear(DType dtype, int64_t in_features, const WeightBlock& block, int64_t num_experts,
                ExpertActivation activation);
 
@@ -60,6 +60,7 @@ class RoutedLinear {
 
  private:
   struct Tile;
+  struct Block;
   struct Inputs;
   void run_tile(const KernelTable& kernels, const Tile& tile, const Inputs& inputs, void* out) const;
   void finish_rows(const KernelTable& kernels, const int64_t* pairs, int64_t num_rows, const char* y, int64_t first,
@@ -81,6 +82,17 @@ struct RoutedInput {
   const float* weights;    // [num_tokens, per_token]
   int64_t per_token;
 };
+
+// The `per_token` experts of the highest probabilities of each row of `logits` [num_rows, num_experts] of a dtype,
+// which are a softmax in float32, in descending order; of equals the first. Of a row without finite probabilities the
+// first experts, with weights that are NaN.
+struct ExpertChoice {
+  int64_t per_token;
+  bool normalises;  // weights are divided by their sum
+  bool rounds;      // weights are rounded to the dtype
+};
+void choose_experts(const KernelTable& kernels, DType dtype, const void* logits, int64_t num_rows, int64_t num_experts,
+                    const ExpertChoice& choice, int64_t* experts, float* weights);
 
 // out[t] = Σ_j weights[t][j] * down(up(x[t])) of expert experts[t][j], summed in the order of j in float32.
 void run_experts(const KernelTable& kernels, WorkerPool& pool, const RoutedLinear& up, const RoutedLinear& down,

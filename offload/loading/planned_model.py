@@ -24,7 +24,7 @@ from offload.loading.names import check_has_owner, check_not_empty, checkpoint_n
 from offload.loading.packed_bytes import kept_as, packed_weight_bytes
 from offload.loading.quantised_checkpoint import FP4, quantised_format
 from offload.loading.stock_model import generic_skeleton, text_part
-from offload.models import is_generic, lean_model_maker
+from offload.models import has_experts, is_generic, lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
 from offload.models.shape import MODEL_SHAPES, ModelShape, matrix_sizes, weight_elements
@@ -142,7 +142,7 @@ def planned_skeleton(
     name_or_path: str, dtype: str = "auto", device: str = "cpu"
 ) -> tuple[Any, dict[str, str]] | None:
     """`generic_skeleton` of a model without lean layers, by any name that `planned_model` takes;
-    None: it has lean layers, or is a name of `MODEL_SHAPES`.
+    None: it has lean layers and no experts, or is a name of `MODEL_SHAPES`.
 
     Of a folder with weights headers are read, too. Else quantised matrices are taken to be those of
     its layers.
@@ -155,7 +155,8 @@ def planned_skeleton(
     if name_or_path in (*MODEL_SHAPES, EMBEDDED_MODEL, LONG_CONTEXT_MODEL) and not path.exists():
         return None
     config, stored, folder, header = _config(name_or_path, path)
-    if not is_generic(config.to_dict(), native=device == "cpu"):
+    native = device == "cpu" and not has_experts(config.to_dict())  # whose bytes a skeleton tells
+    if not is_generic(config.to_dict(), native=native):
         return None
     wanted, packing = DTYPES.get(dtype), "auto" if device == "cpu" else AUTO_ON_GPU
     if header is None and any(x.is_file() for x in (folder / GGUF_FILE, *_weights(folder))):

@@ -28,7 +28,7 @@ from offload.loading.gguf_generic import GenericTensors
 from offload.loading.gguf_header import read_gguf_header
 from offload.loading.one_at_a_time import loading
 from offload.loading.packing import model_from_parts, pack_weights
-from offload.models import ModelShape
+from offload.models import ModelShape, has_experts
 from offload.models.base import check_computation, context_limit
 from offload.models.missing_features import unsupported_generic
 from offload.system.json_file import read_json_object
@@ -54,6 +54,7 @@ _TEXT_NAMES = {
 _OUTPUTS: dict[str, tuple[Any, ...]] = {
     "output_attentions": (False, None),
     "output_hidden_states": (False, None),
+    "output_router_logits": (False, None),
 }
 _GENERATION = _OUTPUTS | {
     "use_cache": (True, None),
@@ -85,8 +86,13 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing:
         context_limit(config)
     except (ValueError, NotImplementedError) as error:
         raise type(error)(f"{path}: {error}") from error
-    checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
     _override(config, _OUTPUTS, path)
+    if has_experts(checkpoint.config):
+        if checkpoint.stored_types:
+            kind = text_part(config)[1]
+            return _generic_packed(checkpoint, config, kind, dtype, path, packing, is_part=False)
+    else:
+        checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
     return _loaded(checkpoint, config, dtype, path, packing)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from offload.models.base import DecoderLayer, LayerSpec, LeanModel
-from offload.models.families import ALWAYS_LEAN, FAMILIES, ModelFamily
+from offload.models.families import ALWAYS_LEAN, FAMILIES, ModelFamily, Routed
 from offload.models.missing_features import MEDIA, NEVER_GENERIC, unsupported_type
 from offload.models.shape import ModelShape
 
@@ -19,6 +19,7 @@ __all__ = [
     "LeanModel",
     "ModelFamily",
     "ModelShape",
+    "has_experts",
     "is_generic",
     "lean_model_maker",
 ]
@@ -45,6 +46,12 @@ def is_generic(config: Mapping[str, Any], *, native: bool = True) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
     return model_type in TYPES or (text is not None and text.get("model_type") in TYPES)
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family whose lean layers may have experts; of its checkpoints
+    that are quantised the generic parts load packed weights."""
+    return isinstance(FAMILIES.get(str(config.get("model_type"))), Routed)
 
 
 def _is_lean(family: ModelFamily, config: Mapping[str, Any], native: bool) -> bool:

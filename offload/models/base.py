@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from offload.models.dense_linear import DenseLinear
 from offload.models.linear import Linear
 from offload.models.packed_linear import PackedLinear, PackedModule
 from offload.models.rope import Rotary, head_dim_of, rope_context
+from offload.models.routed_mlp import RoutedMlp
 from offload.models.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class DecoderLayer:
             once, or None.
         input_norm, mlp_norm: of x, or None.
         attention_out_norm, mlp_out_norm: RMSNorms of what is added to x, or None.
+        routed: the MLP, where it has experts, instead of gate_up and down.
     """
 
     input_norm: nn.Module | None
@@ -72,14 +74,23 @@ class DecoderLayer:
     k_norm: nn.Module | None
     o_proj: Linear
     mlp_norm: nn.Module | None
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | None
+    down: Linear | None
     spec: LayerSpec
     attention_out_norm: nn.Module | None = None
     mlp_out_norm: nn.Module | None = None
+    routed: RoutedMlp | None = None
+
+    @property
+    def dense_mlp(self) -> tuple[Linear, Linear]:
+        """gate_up and down, where there are no experts."""
+        assert self.gate_up is not None
+        assert self.down is not None
+        return self.gate_up, self.down
 
     def on_cpu(self) -> FusedLayer[CpuLinear]:
-        return self._with_kernels(lambda linear: linear.on_cpu())
+        made = self._with_kernels(lambda linear: linear.on_cpu())
+        return made if self.routed is None else replace(made, routed=self.routed.on_cpu())
 
     def on_gpu(self) -> FusedLayer[GpuLinear]:
         return self._with_kernels(lambda linear: linear.on_gpu())
@@ -99,8 +110,8 @@ class DecoderLayer:
             qk_norm_eps=eps,
             o_proj=make(self.o_proj),
             mlp_norm=norm(self.mlp_norm),
-            gate_up=make(self.gate_up),
-            down=make(self.down),
+            gate_up=None if self.gate_up is None else make(self.gate_up),
+            down=None if self.down is None else make(self.down),
             attention_out_norm=norm(self.attention_out_norm),
             mlp_out_norm=norm(self.mlp_out_norm),
             rope_idx=self.spec.rope_idx,

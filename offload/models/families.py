@@ -1,6 +1,6 @@
 """The model types that have lean layers: what each computes that the others do not.
 
-A new dense family is one line of `FAMILIES`, or a subclass where its stock modules have other names
+A new family is one line of `FAMILIES`, or a subclass where its stock modules have other names
 or its layers differ.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cpu_ops.routed_linear import ExpertChoice
 from offload.models.base import (
     DecoderLayer,
     LayerSpec,
@@ -22,6 +23,7 @@ from offload.models.base import (
     has_windows,
 )
 from offload.models.rope import NoRotation, RoundedRotary, rotary_view
+from offload.models.routed_mlp import RoutedMlp
 from offload.models.shape import ModelShape
 
 
@@ -31,8 +33,7 @@ class ModelFamily:
 
     Attributes:
         has_qk_norm: query and key heads have an RMSNorm before the rotary embedding.
-        normed_sums: RMSNorms are of what attention and the MLP add, not of what they read: the
-            native layers know it, a GPU's step, ranks, training and benchmarks do not.
+        normed_sums: RMSNorms are of what attention and the MLP add, not of what they read.
         float32_tables: its rotary embedding does not round cos and sin.
         may_be_generic: what the lean layers do not compute, transformers' modules do; else it is
             refused.
@@ -44,6 +45,12 @@ class ModelFamily:
     float32_tables: bool = False
     may_be_generic: bool = True
 
+    @property
+    def native_only(self) -> str:
+        """What the native layers know, and a GPU's step, ranks, training and benchmarks do not; ""
+        if there is nothing."""
+        return "its norms come after attention and the MLP" if self.normed_sums else ""
+
     def is_lean(self, config: Any, *, native: bool) -> bool:
         """Whether the lean layers compute all that transformers' `config` says.
 
@@ -54,7 +61,7 @@ class ModelFamily:
             return True
         try:
             check_computation(config)
-            return (native or not self.normed_sums) and not has_windows(config)
+            return (native or not self.native_only) and not has_windows(config)
         except (NotImplementedError, ValueError):
             return False
 
@@ -84,8 +91,7 @@ class ModelFamily:
     def layer(self, stock: Any, layer_idx: int, spec: LayerSpec) -> DecoderLayer:
         """A layer's weights before and after its attention."""
         stock_layer, name = stock.model.layers[layer_idx], f"model.layers.{layer_idx}"
-        attention, mlp = stock_layer.self_attn, stock_layer.mlp
-        in_attention, in_mlp = f"{name}.self_attn.", f"{name}.mlp."
+        attention, in_attention = stock_layer.self_attn, f"{name}.self_attn."
         after_attention, after_mlp = None, None
         input_norm, mlp_norm = None, stock_layer.post_attention_layernorm
         if self.normed_sums:
@@ -100,12 +106,19 @@ class ModelFamily:
             k_norm=attention.k_norm if spec.has_qk_norm else None,
             o_proj=fused_linear(in_attention, attention, "o_proj"),
             mlp_norm=mlp_norm,
-            gate_up=fused_linear(in_mlp, mlp, "gate_proj", "up_proj"),
-            down=fused_linear(in_mlp, mlp, "down_proj"),
             spec=spec,
             attention_out_norm=after_attention,
             mlp_out_norm=after_mlp,
+            **self.mlp(stock, f"{name}.mlp."),
         )
+
+    def mlp(self, stock: Any, name: str) -> dict[str, Any]:
+        """The fields of a `DecoderLayer` for the stock module `name` (with a dot behind it)."""
+        module = stock.get_submodule(name.removesuffix("."))
+        return {
+            "gate_up": fused_linear(name, module, "gate_proj", "up_proj"),
+            "down": fused_linear(name, module, "down_proj"),
+        }
 
     def lean_model(self, stock: Any, *, heads_may_differ: bool = False) -> LeanModel:
         """The lean view of `stock`.
@@ -122,10 +135,10 @@ class ModelFamily:
         check_computation(config)
         specs = [self.layer_spec(stock, layer_idx) for layer_idx in range(len(model.layers))]
         if not heads_may_differ:
-            if self.normed_sums:
+            if self.native_only:
                 raise NotImplementedError(
                     f"{self.model_type} is not for calibration, training, benchmarks or ranks yet: "
-                    "its norms come after attention and the MLP"
+                    f"{self.native_only}"
                 )
             check_alike(specs, "calibration, training, benchmarks or ranks")
         most = {
@@ -157,6 +170,32 @@ class SomeLayersRotate(ModelFamily):
 
     def rotates(self, attention: Any) -> bool:
         return bool(attention.use_rope)
+
+
+@dataclass(frozen=True)
+class Routed(ModelFamily):
+    """Experts in the place of an MLP, in all layers or some.
+
+    Attributes:
+        rounds_weights: the router's weights are rounded to the model's dtype.
+    """
+
+    rounds_weights: bool = False
+
+    @property
+    def native_only(self) -> str:
+        return "its MLPs have experts"
+
+    def mlp(self, stock: Any, name: str) -> dict[str, Any]:
+        module, config = stock.get_submodule(name.removesuffix(".")), stock.config
+        if not hasattr(module, "experts"):
+            return super().mlp(stock, name)
+        choice = ExpertChoice(
+            per_token=config.num_experts_per_tok,
+            normalises=getattr(config, "norm_topk_prob", True),
+            rounds=self.rounds_weights,
+        )
+        return {"gate_up": None, "down": None, "routed": RoutedMlp(module, choice)}
 
 
 class Granite(ModelFamily):
@@ -204,6 +243,8 @@ FAMILIES = {
         Granite("granite"),
         ModelFamily("olmo2", has_qk_norm=True, normed_sums=True, float32_tables=True),
         ModelFamily("exaone4", has_qk_norm=True, normed_sums=True),
+        Routed("qwen3_moe", has_qk_norm=True, rounds_weights=True),  # dense layers, too
+        Routed("mixtral"),
     )
 }
 # Those whose models have lean layers wherever they run.

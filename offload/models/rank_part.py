@@ -19,7 +19,7 @@ def rank_view(model: LeanModel, ranks: TensorParallel | None) -> LeanModel:
         shape,
         num_kv_heads=len(heads),
         num_qo_heads=len(heads) * shape.group_size,
-        intermediate_size=model.layers[0].down.in_features,
+        intermediate_size=model.layers[0].dense_mlp[1].in_features,
     )
 
     def own_heads(spec: LayerSpec) -> LayerSpec:
@@ -44,8 +44,9 @@ def keep_own_weights(model: LeanModel, ranks: TensorParallel) -> None:
     group = shape.group_size
     query_rows = range(key_rows.start * group, key_rows.stop * group)
     for layer in model.layers:
-        inner = mlp_ranges(layer.down.in_features, ranks.world_size)[ranks.rank]
+        gate_up, down = layer.dense_mlp
+        inner = mlp_ranges(down.in_features, ranks.world_size)[ranks.rank]
         layer.qkv.keep_rows(query_rows, key_rows, key_rows)
         layer.o_proj.keep_columns(query_rows, keeps_bias=ranks.rank == 0)
-        layer.gate_up.keep_rows(inner, inner)
-        layer.down.keep_columns(inner, keeps_bias=ranks.rank == 0)
+        gate_up.keep_rows(inner, inner)
+        down.keep_columns(inner, keeps_bias=ranks.rank == 0)

@@ -84,15 +84,22 @@ def add_mlp(
     else:
         x += delta
         normed = _norm(layer.mlp_norm, x, pool)
-    if pool is not None and layer.gate_up.prefers_cpu_ops(normed):
-        down = layer.down.on_cpu()(pool, layer.gate_up(normed, pool), silu_mul=True)
+    if layer.routed is not None:
+        down = layer.routed(normed, pool)
     else:
-        gate_proj, up_proj = layer.gate_up.parts
-        gate = gate_proj(normed, pool)
-        activate(gate, up_proj(normed, pool))
-        down = layer.down(gate, pool)
+        down = _dense_mlp(layer, normed, pool)
     down = sum_over_ranks(down)
     x += down if layer.mlp_out_norm is None else _norm(layer.mlp_out_norm, down, pool)
+
+
+def _dense_mlp(layer: DecoderLayer, normed: Tensor, pool: WorkerPool | None) -> Tensor:
+    gate_up, down = layer.dense_mlp
+    if pool is not None and gate_up.prefers_cpu_ops(normed):
+        return down.on_cpu()(pool, gate_up(normed, pool), silu_mul=True)
+    gate_proj, up_proj = gate_up.parts
+    gate = gate_proj(normed, pool)
+    activate(gate, up_proj(normed, pool))
+    return down(gate, pool)
 
 
 def attend_to_nothing(model: LeanModel, x: Tensor, pool: WorkerPool | None = None) -> Tensor:

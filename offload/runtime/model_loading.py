@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from cpu_ops.native import isa_name
+from cpu_ops.packed import FORMATS
 from offload.decode.attention import needs_alike_layers
 from offload.decode.gpu.placement import HeadPlacement
 from offload.kv.format import KVFormat
@@ -23,7 +24,7 @@ from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import HubOptions, checkpoint_name, resolve_folder
 from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import folder_tokenizer, load_delimiter_classes, load_stock_model
-from offload.models import LeanModel, ModelShape, lean_model_maker
+from offload.models import LeanModel, ModelShape, has_experts, lean_model_maker
 from offload.models.base import check_alike
 from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
@@ -245,6 +246,11 @@ def check_before_loading(
         ValueError, NotImplementedError: a policy that is not for this model, or not for ranks; more
             ranks than KV heads; a kv_dtype that does not fit the model.
     """
+    if config.weights in FORMATS and has_experts(checkpoint.config):
+        raise NotImplementedError(
+            f"weights={config.weights!r} with a model of type {checkpoint.config['model_type']!r}: "
+            "experts are packed where their checkpoint has them so; give weights='auto'"
+        )
     weight_bytes = weight_bytes_before_loading(checkpoint, config)
     kv_budget_bytes(config, weight_bytes, loaded=False)
     shape = checkpoint.shape

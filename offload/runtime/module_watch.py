@@ -23,7 +23,7 @@ from offload.models.rope import follows_length
 
 # What stock layers compute with beside their weights, and what a stock model reads of its config
 # in every forward pass, or we when we load it.
-_VALUES = ("variance_epsilon", "scaling", "attention_scaling")
+_VALUES = ("variance_epsilon", "scaling", "attention_scaling", "top_k", "norm_topk_prob")
 _CONFIG = (
     "num_hidden_layers",
     "layer_types",

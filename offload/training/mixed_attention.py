@@ -155,5 +155,6 @@ def _add_outputs(layer: DecoderLayer, x: Tensor, o: Tensor) -> Tensor:
     assert layer.mlp_norm is not None
     x = x + layer.o_proj(o.transpose(1, 2).flatten(2))
     normed = layer.mlp_norm(x)
-    gate_proj, up_proj = layer.gate_up.parts
-    return x + layer.down(silu(gate_proj(normed)) * up_proj(normed))
+    gate_up, down = layer.dense_mlp
+    gate_proj, up_proj = gate_up.parts
+    return x + down(silu(gate_proj(normed)) * up_proj(normed))

@@ -66,6 +66,6 @@ def eight_bits(x: np.ndarray) -> np.ndarray:
     """Rows on the grid of int8 that the kernels put few rows on; in float32, as ties are common."""
     padded = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
     padded = padded.astype(np.float32)
-    largest = np.abs(padded).max(-1, keepdims=True)
+    largest = np.maximum(np.abs(padded).max(-1, keepdims=True), np.float32(1e-30))
     codes = np.round(padded * (np.float32(127) / largest)).astype(np.float64)
     return (codes * (largest / 127)).reshape(len(x), -1)[:, : x.shape[1]]

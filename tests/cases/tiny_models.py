@@ -49,7 +49,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
 }
 # Those of families that transformers' modules run, too.
-LEAN_MODELS = TINY_MODELS | {
+DENSE_MODELS = TINY_MODELS | {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "seed_oss": ("seed_oss", {"attention_bias": True, "attention_out_bias": True}),
     "granite": (
@@ -66,6 +66,19 @@ LEAN_MODELS = TINY_MODELS | {
     ),
     "olmo2": ("olmo2", {"attention_bias": True, "head_dim": 16}),
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+}
+LEAN_MODELS = DENSE_MODELS | {
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "tie_word_embeddings": False}),
 }
 
 

@@ -15,6 +15,7 @@ from cases.slowly import combinations
 from cpu_ops import native
 from cpu_ops.decoder_layers import DecoderLayers, LayersStep, NativeLayer
 from cpu_ops.linear import Linear
+from cpu_ops.routed_linear import ExpertChoice, Gate, RoutedLinear, RoutedMlp
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
@@ -26,6 +27,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NUM_LAYERS, HIDDEN, INTERMEDIATE, EPS = 2, 96, 160, 1e-5
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
+NUM_EXPERTS = 3
 QUERY_FEATURES, KV_FEATURES = NUM_QO_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
 
 
@@ -58,7 +60,8 @@ def make_case(
     isa: str | None = None,
 ) -> Case:
     """`kind`: "llama"; "qwen3" with norms of heads; "olmo2" with norms of all heads and of sums;
-    "smollm3" with layers that rotate otherwise."""
+    "smollm3" with layers that rotate otherwise; "moe" whose second MLP has experts, which are all
+    chosen: the next best one in bfloat16 is another than in float64."""
     rng = new_rng()
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -103,6 +106,17 @@ def make_case(
         q_width, k_width = (QUERY_FEATURES, KV_FEATURES) if kind == "olmo2" else [HEAD_DIM] * 2
         if kind in ("qwen3", "olmo2"):
             w |= {"q_norm": random(q_width) + 1, "k_norm": random(k_width) + 1}
+        routed = None
+        if kind == "moe" and layer_idx == 1:
+            w["router"] = random(NUM_EXPERTS, HIDDEN, scale=HIDDEN**-0.5)
+            w["ups"] = random(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN, scale=HIDDEN**-0.5)
+            w["downs"] = random(NUM_EXPERTS, HIDDEN, INTERMEDIATE, scale=INTERMEDIATE**-0.5)
+            routed = RoutedMlp(
+                Linear([w["router"]]),
+                RoutedLinear(w["ups"], dtype, NUM_EXPERTS, gate=Gate("silu")),
+                RoutedLinear(w["downs"], dtype, NUM_EXPERTS),
+                ExpertChoice(NUM_EXPERTS, normalises=True, rounds=True),
+            )
         weights.append(w)
         layers.append(
             NativeLayer(
@@ -113,8 +127,9 @@ def make_case(
                 qk_norm_eps=EPS if "q_norm" in w else 0.0,
                 o_proj=Linear([w["o"]]),
                 mlp_norm=None if kind == "olmo2" else (w["mlp_norm"], EPS),
-                gate_up=Linear([w["gate"], w["up"]]),
-                down=Linear([w["down"]]),
+                gate_up=None if routed else Linear([w["gate"], w["up"]]),
+                down=None if routed else Linear([w["down"]]),
+                routed=routed,
                 attention_out_norm=(w["input_norm"], EPS) if kind == "olmo2" else None,
                 mlp_out_norm=(w["mlp_norm"], EPS) if kind == "olmo2" else None,
                 rope_idx=layer_idx % 2 if kind == "smollm3" else 0,
@@ -124,6 +139,10 @@ def make_case(
     cos, sin = (torch.from_numpy(np.tile(f(angles), 2)).to(dtype) for f in (np.cos, np.sin))
     hidden = random(rows, HIDDEN)
     return Case(layers, weights, attention, seqs, kv_lens, hidden, (cos, sin), (sin, cos), past)
+
+
+def gated(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return gate / (1 + np.exp(-gate)) * up
 
 
 def float64_layers(case: Case, rows: int) -> np.ndarray:
@@ -160,8 +179,13 @@ def float64_layers(case: Case, rows: int) -> np.ndarray:
                 attended.append(p / p.sum() @ values[kv_head])
             x = x + norm(w["o"] @ np.concatenate(attended), "input_norm", layer.attention_out_norm)
             normed = norm(x, "mlp_norm", layer.mlp_norm)
-            gate = w["gate"] @ normed
-            down = w["down"] @ (gate / (1 + np.exp(-gate)) * (w["up"] @ normed))
+            if "router" in w:
+                routes = np.exp(w["router"] @ normed)
+                ups = [np.split(up @ normed, 2) for up in w["ups"]]
+                each = [down @ gated(*up) for up, down in zip(ups, w["downs"], strict=True)]
+                down = routes / routes.sum() @ np.stack(each)
+            else:
+                down = w["down"] @ gated(w["gate"] @ normed, w["up"] @ normed)
             x = x + norm(down, "mlp_norm", layer.mlp_out_norm)
         out.append(x)
     return np.stack(out)
@@ -176,7 +200,7 @@ def begin(case: Case, stack: DecoderLayers, **options):
 @pytest.mark.parametrize(
     ("isa", "dtype", "kind", "rows"),
     combinations(
-        native.available_isas(), DTYPES, ["llama", "qwen3", "olmo2", "smollm3"], [1, 3, 16]
+        native.available_isas(), DTYPES, ["llama", "qwen3", "olmo2", "smollm3", "moe"], [1, 3, 16]
     ),
 )
 def test_against_float64(pool, isa, dtype, kind, rows):
@@ -227,6 +251,7 @@ def test_layers_that_do_not_fit(pool):
     for layers, message in (
         ([first], "expected 2 layers, got 1"),
         ([first, replace(second, down=second.o_proj)], r"down must be .*32 160 -> 96"),
+        ([first, replace(second, down=None)], "must have gate_up and down, or a routed MLP"),
         ([first, replace(second, o_proj=half)], r"o_proj must be torch.float32"),
         (
             [first, replace(second, q_norm=torch.ones(3), k_norm=torch.ones(16))],

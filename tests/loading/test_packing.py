@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases.linear_cases import packed
 from cases.tiny_models import (
-    LEAN_MODELS,
+    DENSE_MODELS,
     byte_tokenizer,
     make_tiny_model,
     random_tokens,
@@ -63,7 +63,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", LEAN_MODELS)
+@pytest.mark.parametrize("name", DENSE_MODELS)
 @pytest.mark.parametrize(
     "where",
     [
@@ -299,7 +299,7 @@ def test_they_are_counted_as_they_are(tiny_folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", LEAN_MODELS)
+@pytest.mark.parametrize("name", DENSE_MODELS)
 def test_their_bytes_are_known_before(
     name: str, format: str, tiny_folders: dict[str, Path]
 ) -> None:

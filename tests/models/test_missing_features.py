@@ -28,8 +28,6 @@ TYPES = {
     "qwen3_5": ["images beside text", "layers of linear attention", "a part of each head"],
     "qwen3_5_moe": ["linear attention", "a mixture of experts, MoE (num_experts=256)"],
     "qwen3_next": ["linear attention", "a mixture of experts"],
-    "qwen3_moe": ["a mixture of experts, MoE"],
-    "mixtral": ["a mixture of experts, MoE (num_local_experts=8)"],
     "deepseek_v3": ["latent attention, MLA (kv_lora_rank=512)", "MoE (n_routed_experts=256)"],
     "deepseek_v2": ["MLA (kv_lora_rank=512)", "MoE (n_routed_experts=64)"],
     "phi3": ["fused projections (qkv_proj, gate_up_proj)"],
@@ -42,7 +40,8 @@ TYPES = {
     "t5": ["an encoder beside the decoder"],
 }
 WORKS = (
-    "available: exaone4, granite, llama, mistral, olmo2, qwen2, qwen3, seed_oss, smollm3 "
+    "available: exaone4, granite, llama, mistral, mixtral, olmo2, qwen2, qwen3, qwen3_moe, "
+    "seed_oss, smollm3 "
     "(dense models of text, such as Llama 3, SmolLM2, "
     "Mistral, Qwen2.5 and Qwen3)"
 )

@@ -33,7 +33,7 @@ from offload.runtime.generic_sizes import (
 )
 from offload.system.errors import HostBudgetError
 
-TYPES = ["qwen3_moe", "qwen3_5_text", "gemma2", "gpt_oss", "phi3", "deepseek_v3", "ministral"]
+TYPES = ["olmoe", "qwen3_5_text", "gemma2", "gpt_oss", "phi3", "deepseek_v3", "ministral"]
 IDS = torch.randint(3, 250, (2, 40), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
 MASK[0, :11] = 0
@@ -103,7 +103,7 @@ def test_turns_go_on_from_the_cache(
 
 
 def test_a_turn_of_one_token_is_a_prompt(folders: dict[str, Path]) -> None:
-    model = load(folders["qwen3_moe"])
+    model = load(folders["olmoe"])
     cache = model.new_cache()
     told = tokens(model, IDS, MASK, past_key_values=cache)  # the last token is not cached
     mask = torch.nn.functional.pad(MASK, (0, 20), value=1)
@@ -184,7 +184,7 @@ def test_sinks_and_soft_caps_are_in_the_estimate(folders: dict[str, Path], model
 
 def test_exact_top_k_is_that_of_a_reference(folders: dict[str, Path]) -> None:
     """The next token's logits, with all but the 12 heaviest tokens of each KV head masked."""
-    folder = folders["qwen3_moe"]
+    folder = folders["olmoe"]
     model = load(
         folder,
         policy=ExactTopK(budget_tokens=12, sink_tokens=0, recent_tokens=1, dense_layers=0),

@@ -93,8 +93,9 @@ class OneRow:
         self._project_and_add(attended, layer.o_proj, x)
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
-        layer.gate_up(x, self._gated, norm=layer.mlp_norm, glu=True)
-        self._project_and_add(self._gated, layer.down, x)
+        gate_up, down = _dense_mlp(layer)
+        gate_up(x, self._gated, norm=layer.mlp_norm, glu=True)
+        self._project_and_add(self._gated, down, x)
 
     def finish(self, x: Tensor) -> None:
         """Nothing waits."""
@@ -129,9 +130,10 @@ class ManyRows:
         self._waiting = self._sum(layer.o_proj(attended))
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
+        gate_up, down = _dense_mlp(layer)
         normed = self._add_and_norm(x, layer.mlp_norm)
-        gated = layer.gate_up(normed, self._gated[: len(x)], glu=True)
-        self._waiting = self._sum(layer.down(gated))
+        gated = gate_up(normed, self._gated[: len(x)], glu=True)
+        self._waiting = self._sum(down(gated))
 
     def finish(self, x: Tensor) -> None:
         if self._waiting is not None:
@@ -176,3 +178,9 @@ def _allocate(weights: DeviceWeights, num_rows: int) -> Iterable[Tensor]:
     like = weights.lm_head
     layout = linear_layout(weights.shape, num_rows, like.dtype)
     return allocate(layout, like.device, torch.empty).values()
+
+
+def _dense_mlp(layer: DeviceLayer) -> tuple[GpuLinear, GpuLinear]:
+    assert layer.gate_up is not None
+    assert layer.down is not None
+    return layer.gate_up, layer.down

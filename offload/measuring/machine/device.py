@@ -194,7 +194,8 @@ class _LinearBench(Operands):
             return microseconds(calls * max(1, CALLS // len(calls)), self.device)
 
         layer = weights.layers[0]
-        mlp_bytes = layer.gate_up.num_bytes + layer.down.num_bytes
+        mlp = (layer.gate_up, layer.down)
+        mlp_bytes = sum(linear.num_bytes for linear in mlp if linear is not None)
         last_us = microseconds([lambda: path.logits(weights, x)] * 4, self.device)
         points = {
             layer.qkv.num_bytes: times(lambda layer: path.qkv(layer, x)),

@@ -89,8 +89,10 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing:
     _override(config, _OUTPUTS, path)
     if has_experts(checkpoint.config):
         if checkpoint.stored_types:
-            kind = text_part(config)[1]
-            return _generic_packed(checkpoint, config, kind, dtype, path, packing, is_part=False)
+            config, kind, _ = _generic_config(checkpoint, path)
+            empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
+            _override(empty.config, _OUTPUTS, path)
+            return _generic_packed(checkpoint, empty, path, packing, is_part=False)
     else:
         checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
     return _loaded(checkpoint, config, dtype, path, packing)

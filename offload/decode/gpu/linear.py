@@ -146,7 +146,8 @@ class ManyRows:
     def _sum(self, x: Tensor) -> Tensor:
         return x if self._ranks is None else self._ranks.all_reduce(x)
 
-    def _add_and_norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def _add_and_norm(self, x: Tensor, norm: Norm | None) -> Tensor:
+        assert norm is not None  # families without one have no layers on a GPU
         normed = self._normed[: len(x)]
         add_rms_norm(x, self._waiting, *norm, normed)
         self._waiting = None

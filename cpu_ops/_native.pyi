@@ -383,7 +383,6 @@ def run_experts(
     per_token: int,
     out: int,
 ) -> None: ...
-
 def choose_experts(
     isa: str,
     dtype: int,

@@ -20,9 +20,11 @@ from offload.loading.checkpoint import check_checkpoint
 from offload.loading.generic_packing import parameter_bytes
 from offload.loading.packed_bytes import checkpoint_packed_bytes
 from offload.loading.planned_model import planned_model, planned_skeleton
+from offload.models import FAMILIES
 from offload.models.packed_experts import PackedExperts
 from offload.models.packed_linear import PackedMatrix, PackedModule
 from offload.runtime.budgets import weight_bytes_of
+from offload.runtime.runtime import Runtime
 
 GROUP = 32
 Parts = dict[str, Tensor]
@@ -475,6 +477,7 @@ def test_types_without_lean_layers(
     kept, tolerance = METHODS[method][2:]
     model = OffloadedModel.from_pretrained(tmp_path / "made", num_threads=1)
     packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedMatrix)}
+    assert isinstance(model._offload, Runtime) == (model_type in FAMILIES)
     linears = [n for n, m in stock.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"]
     experts = [n for n, _ in stock.named_parameters() if n.endswith("_proj")]
     assert packed.keys() == {*linears, *experts}

@@ -14,9 +14,12 @@ from cases.tiny_models import LEAN_MODELS, TINY_MODELS, make_tiny_model, random_
 from cases.top_k_reference import TOP_K, greedy_tokens
 
 from offload import OffloadedModel
+from offload.loading.checkpoint import check_checkpoint
 from offload.models import is_generic, lean_model_maker
 from offload.policies import Policy
 from offload.policies.full import Full
+from offload.runtime.budgets import weight_bytes_before_loading, weight_bytes_of
+from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import GenericRuntime
 
 NEW = sorted(set(LEAN_MODELS) - set(TINY_MODELS))
@@ -60,6 +63,8 @@ def test_embeddings_that_are_given(
         ("granite", {"hidden_act": "gelu"}, True),
         ("olmo2", {}, False),
         ("exaone4", {}, False),
+        ("qwen3_moe", {}, False),
+        ("mixtral", {"hidden_act": "gelu"}, True),
     ],
 )
 @torch.inference_mode()
@@ -85,7 +90,26 @@ def test_a_window_as_wide_as_the_context_is_none() -> None:
     assert not is_generic(make_tiny_model("exaone4", **windows).config.to_dict())
 
 
-@pytest.mark.parametrize("name", ["olmo2", "exaone4"])
-def test_parts_that_know_no_normed_sums_refuse(name: str, stock_models: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral"])
+def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
+    name: str, stock_models: dict[str, Any]
+) -> None:
     with pytest.raises(NotImplementedError, match=f"{name} is not for calibration"):
         lean_model_maker(name)(stock_models[name])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_dense_experts_are_not_packed(name: str, tiny_folders: dict[str, Path]) -> None:
+    folder = tiny_folders[name]
+    with pytest.raises(NotImplementedError, match=f"weights='q8' with a model of type '{name}'"):
+        OffloadedModel.from_pretrained(folder, weights="q8")
+    checkpoint, config = check_checkpoint(folder), runtime_config(num_threads=1)
+    loaded = OffloadedModel.from_pretrained(folder, num_threads=1)
+    assert weight_bytes_before_loading(checkpoint, config) == weight_bytes_of(loaded)
+
+
+def test_a_router_that_changes_is_refused(tiny_folders: dict[str, Path]) -> None:
+    model = OffloadedModel.from_pretrained(tiny_folders["qwen3_moe"], num_threads=1)
+    model.model.layers[0].mlp.gate.top_k = 1
+    with pytest.raises(NotImplementedError, match=r"gate\.top_k was changed from 3 to 1"):
+        model(random_tokens(1, 8))

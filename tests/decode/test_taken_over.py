@@ -159,9 +159,9 @@ class HostReads:
         self.pages: Counter[int] = Counter()
         gather, page_views = store.gather, store.page_views
 
-        def counted_gather(seq: int, layer_idx: int, *args: Any) -> Any:
+        def counted_gather(seq: int, layer_idx: int, *args: Any, **options: Any) -> Any:
             self.windows[layer_idx] += 1
-            return gather(seq, layer_idx, *args)
+            return gather(seq, layer_idx, *args, **options)
 
         def counted_views(seq: int, layer_idx: int) -> Any:
             for first, last, views in page_views(seq, layer_idx):

@@ -372,7 +372,7 @@ def test_parts_of_ranks():
     assert head_ranges(8, 2) == [range(4), range(4, 8)]
     assert mlp_ranges(1536, 2) == [range(768), range(768, 1536)]
     assert mlp_ranges(14336, 3)[0] == range(4800)
-    assert mlp_ranges(96, 2) == [range(48), range(48, 96)]
+    assert mlp_ranges(96, 2) == [range(64), range(64, 96)]
     assert mlp_ranges(7, 2) == [range(4), range(4, 7)]
     # Four CPUs for both, or two each; a quota counts once.
     own, other = frozenset({0, 1}), frozenset({2, 3})

@@ -26,9 +26,7 @@ GPU_FORMATS = ("q8", "q4", "q8m", "q8x16")  # of `cpu_ops.packed`
 _PER_PROGRAM = 1024  # elements of a row that is unpacked
 _GROUPS_PER_PROGRAM = 32  # of a row that is quantised
 _MOST_ROWS = 8  # that meet packed weights without tensor cores; more are worth unpacking
-_MOST_ON_TENSOR_CORES = (
-    2 * MOST_ROWS
-)  # as two products; three are not ahead of cuBLAS behind unpacking
+_MOST_ON_TENSOR_CORES = 2 * MOST_ROWS  # two products; three are not ahead of cuBLAS
 _BLOCK_BYTES = 128 * 2**20  # of weights that are unpacked at one time
 
 

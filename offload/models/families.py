@@ -149,17 +149,20 @@ class ModelFamily:
                 ("head_dim", "head_dim"),
             )
         }
-        rotaries, ropes = self.rotary_modules(stock), {}
-        for spec in specs:
-            view = rotary_view(rotaries[spec.rope_idx], spec.head_dim)
-            ropes[spec.rope_idx] = RoundedRotary(view) if self.float32_tables else view
+        dims = {spec.rope_idx: spec.head_dim for spec in specs}
+        ropes = [
+            rotary_view(rotary, dims.get(rope_idx, specs[0].head_dim))
+            for rope_idx, rotary in enumerate(self.rotary_modules(stock))
+        ]
+        if self.float32_tables:
+            ropes = [RoundedRotary(rope) for rope in ropes]
         max_context, reason = context_limit(config)
         return LeanModel(
             embed_tokens=model.embed_tokens,
             layers=tuple(self.layer(stock, i, spec) for i, spec in enumerate(specs)),
             final_norm=model.norm,
             lm_head=fused_linear("", stock, "lm_head"),
-            ropes=tuple(ropes[rope_idx] for rope_idx in range(len(rotaries))),
+            ropes=tuple(ropes),
             shape=ModelShape.of_config(config.to_dict() | most, max_context),
             max_context_reason=reason,
         )
@@ -170,6 +173,14 @@ class SomeLayersRotate(ModelFamily):
 
     def rotates(self, attention: Any) -> bool:
         return bool(attention.use_rope)
+
+
+class SlidingLayersRotate(ModelFamily):
+    """Where a model has a window, as wide as the context or of no layer, layers without it do not
+    rotate."""
+
+    def rotates(self, attention: Any) -> bool:
+        return attention.sliding_window is None or bool(attention.is_sliding)
 
 
 @dataclass(frozen=True)
@@ -242,7 +253,7 @@ FAMILIES = {
         ModelFamily("seed_oss"),  # a bias of o_proj, or none
         Granite("granite"),
         ModelFamily("olmo2", has_qk_norm=True, normed_sums=True, float32_tables=True),
-        ModelFamily("exaone4", has_qk_norm=True, normed_sums=True),
+        SlidingLayersRotate("exaone4", has_qk_norm=True, normed_sums=True),
         Routed("qwen3_moe", has_qk_norm=True, rounds_weights=True),  # dense layers, too
         Routed("mixtral"),
     )

@@ -38,14 +38,14 @@ class RuntimeConfig:
             opened (`offload.runtime.auto_policy`).
         dtype: of weights, activations and KV cache; None is the checkpoint's own.
         weights: what the layers' matrices are kept as. "q8": int8 in groups of 32 with a float16
-            scale; "q4": four bits with a scale and a minimum. Both in one process; a GGUF
-            file's own blocks where they are such, else rounded to nearest; a decode step then
-            rounds what it multiplies them with to int8. The head is kept as with "q8" under both,
+            scale; "q4": four bits with a scale and a minimum. A GGUF file's own blocks
+            where they are such, else rounded to nearest; a decode step then rounds what it
+            multiplies them with to int8. The head is kept as with "q8" under both,
             and so is an embedding that is tied to it; another one stays in `dtype`.
-            "bfloat16", "float16" or "float32": not packed, and `dtype` is that. "auto": in one
-            process on a CPU with its own backend, a GGUF file's quantised matrices are kept in the
-            one of those two that has their numbers, else as "q8" (`gguf_blocks.format_of`); all
-            else is in `dtype`.
+            "bfloat16", "float16" or "float32": not packed, and `dtype` is that. "auto": on a
+            GPU, and in one process on a CPU with its own backend, what a file has quantised is kept
+            in the one of those two that has its numbers, else as "q8" (`gguf_blocks.format_of`);
+            all else is in `dtype`.
         device: where the linear layers run: "cpu", "cuda" or "cuda:1".
         max_memory: bytes by device index or "cpu"; what is not named is bounded by what is free.
             With device="cpu", "cpu" covers the weights and the KV cache; with a GPU, "cpu" covers

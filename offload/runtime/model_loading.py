@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from cpu_ops.native import isa_name
-from cpu_ops.packed import FORMATS
+from cpu_ops.packed import FORMATS, GROUP
 from offload.decode.attention import needs_alike_layers
 from offload.decode.gpu.placement import HeadPlacement
 from offload.kv.format import KVFormat
@@ -29,7 +29,7 @@ from offload.models.base import check_alike
 from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
 from offload.ranks.group import TensorParallel
-from offload.ranks.shares import head_ranges
+from offload.ranks.shares import head_ranges, mlp_ranges
 from offload.runtime.auto_policy import told_loss, with_resolved_policy
 from offload.runtime.backends import decode_backend
 from offload.runtime.budgets import (
@@ -244,7 +244,8 @@ def check_before_loading(
         HostBudgetError, DeviceMemoryError: weights beyond max_memory. What one rank's GPU will hold
             is known when it has its part (`keep_own_part`).
         ValueError, NotImplementedError: a policy that is not for this model, or not for ranks; more
-            ranks than KV heads; a kv_dtype that does not fit the model.
+            ranks than KV heads, or ranks between which packed weights cannot be cut; a kv_dtype
+            that does not fit the model.
     """
     if config.weights in FORMATS and has_experts(checkpoint.config):
         raise NotImplementedError(
@@ -264,6 +265,23 @@ def check_before_loading(
         device_kv_budget_bytes(config, weight_bytes)
         return
     rank_policy(config.policy, ranks, shape)
+    if config.weights in FORMATS or (checkpoint.stored_types and config.packing):
+        _check_groups(shape, ranks.world_size)
+
+
+def _check_groups(shape: ModelShape, world_size: int) -> None:
+    """NotImplementedError if ranks would have parts of a group of packed weights."""
+    of_head = shape.group_size * shape.head_dim
+    cuts = {
+        "o_proj": [part.start * of_head for part in head_ranges(shape.num_kv_heads, world_size)],
+        "down_proj": [part.start for part in mlp_ranges(shape.intermediate_size, world_size)],
+    }
+    for name, starts in cuts.items():
+        for start in (start for start in starts if start % GROUP):
+            raise NotImplementedError(
+                f"tensor_parallel_size={world_size} cuts {name} at input {start}, inside a group "
+                f"of {GROUP} packed weights; give weights='bfloat16', or fewer ranks"
+            )
 
 
 def with_calibrated_policy(

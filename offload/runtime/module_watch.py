@@ -23,13 +23,17 @@ from offload.models.rope import follows_length
 
 # What stock layers compute with beside their weights, and what a stock model reads of its config
 # in every forward pass, or we when we load it.
-_VALUES = ("variance_epsilon", "scaling", "attention_scaling", "top_k", "norm_topk_prob")
+_VALUES = (
+    *("variance_epsilon", "scaling", "attention_scaling", "top_k", "norm_topk_prob"),
+    *("embedding_multiplier", "residual_multiplier"),
+)
 _CONFIG = (
     "num_hidden_layers",
     "layer_types",
     "sliding_window",
     "max_position_embeddings",
     "rope_parameters",
+    "logits_scaling",
 )
 _SAVE_AND_LOAD = "change the stock model, save it and load that"
 _Places = tuple[list[int], list[tuple[int, ...]], list[int]]

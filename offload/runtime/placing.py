@@ -64,11 +64,8 @@ class Chooser:
         """For a model on a GPU."""
         measured = known_profile(torch.device(config.device), num_threads)
         profile = measured or typical_profile(num_threads)
-        slices, is_measured = (
-            (config.page_tokens, config.prefill_slice_tokens),
-            measured is not None,
-        )
-        return cls(config.policy, shape, dtype, *slices, profile, is_measured, config.kv_dtype)
+        sizes, is_known = (config.page_tokens, config.prefill_slice_tokens), measured is not None
+        return cls(config.policy, shape, dtype, *sizes, profile, is_known, config.kv_dtype)
 
     def __call__(
         self,

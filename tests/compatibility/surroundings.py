@@ -225,8 +225,9 @@ LOADING = [
     Feature(
         "GGUF",
         from_gguf,
-        "in one process packed matrices stay as they are; else all is dequantised once into "
-        "bfloat16, and once more for `dtype` float16 or float32: the file's weights, rounded once",
+        "in one process, and on GPUs, packed matrices stay as they are; else all is dequantised "
+        "once into bfloat16, and once more for `dtype` float16 or float32: the file's weights, "
+        "rounded once",
     ),
     Feature('`dtype="bfloat16"`: logits within 5 %', in_dtype("bfloat16"), tolerance=0.5),
     Feature('`dtype="float16"`: logits within 1 %', in_dtype("float16"), tolerance=0.1),

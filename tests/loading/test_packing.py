@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from offload.models.packed_embedding import PackedEmbedding
 from offload.models.packed_linear import PackedLinear, PackedModule
 from offload.runtime.budgets import weight_bytes_before_loading, weight_bytes_of
 from offload.runtime.config import runtime_config
+from offload.runtime.model_loading import check_before_loading
 from offload.runtime.shared_model import SharedModel
 from offload.system.errors import HostBudgetError
 from offload.system.stdlib_text import stdlib_paragraphs
@@ -400,6 +402,29 @@ def test_ranks_have_some_rows_or_groups(format: str) -> None:
     torch.testing.assert_close(summands[0] + summands[1], whole(x), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="groups of 32 cannot be cut"):
         PackedLinear(modules()).keep_columns(range(16), keeps_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"intermediate_size": 80}, "cuts down_proj at input 48, inside a group of 32 packed"),
+        (
+            {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+            "cuts o_proj at input 16, inside a group of 32 packed weights; give weights='bfloat16'",
+        ),
+    ],
+)
+def test_ranks_that_would_cut_groups_are_refused_before_loading(
+    sizes: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    make_tiny_model("llama", **sizes).save_pretrained(tmp_path)
+    checkpoint, ranks = check_checkpoint(tmp_path), SimpleNamespace(world_size=2, rank=0)
+    for weights in FORMATS:
+        config = runtime_config(weights=weights, policy="full", backend="inline")
+        with pytest.raises(NotImplementedError, match=said):
+            check_before_loading(checkpoint, config, cast(Any, ranks))
+    dense = runtime_config(weights="bfloat16", policy="full", backend="inline")
+    check_before_loading(checkpoint, dense, cast(Any, ranks))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

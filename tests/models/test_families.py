@@ -24,6 +24,7 @@ from offload.runtime.generic_loading import GenericRuntime
 
 NEW = sorted(set(LEAN_MODELS) - set(TINY_MODELS))
 NUM_NEW = 32
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 @pytest.mark.parametrize("policy", [Full(), TOP_K], ids=["full", "exact_topk"])
@@ -85,9 +86,27 @@ def test_what_the_lean_layers_lack_is_generic(
     assert made[0, 90:].tolist() == greedy_tokens(stock, Full(), prompt, 8)
 
 
-def test_a_window_as_wide_as_the_context_is_none() -> None:
-    windows = {"sliding_window": 512, "layer_types": ["sliding_attention"] * 3}
-    assert not is_generic(make_tiny_model("exaone4", **windows).config.to_dict())
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("exaone4", {"sliding_window": 512, "layer_types": ["sliding_attention"] * 3}),
+        ("exaone4", {"sliding_window": 512, "layer_types": MIXED}),
+        ("exaone4", {"sliding_window": 64, "layer_types": ["full_attention"] * 3}),
+        ("smollm3", {"no_rope_layers": [0] * 3}),
+        ("smollm3", {"no_rope_layers": [1] * 3}),
+    ],
+)
+@torch.inference_mode()
+def test_which_layers_rotate(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """A window as wide as the context, or of no layer, is none, but may say which layers rotate."""
+    stock = make_tiny_model(name, **changes)
+    assert not is_generic(stock.config.to_dict())
+    stock.save_pretrained(tmp_path)
+    model = OffloadedModel.from_pretrained(tmp_path, policy="full", num_threads=1, page_tokens=16)
+    tokens = random_tokens(1, 64, seed=3)
+    cache, expected = model.new_cache(), stock(tokens).logits
+    found = [model(part, past_key_values=cache).logits for part in tokens.split([62, 1, 1], 1)]
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -170,6 +172,20 @@ def test_refused(model: Any, change: Callable[[Any], None], message: str) -> Non
     model(random_tokens(1, 20), past_key_values=cache)
     change(model)
     check_refused(model, cache, message)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("model.layers.1", "residual_multiplier"),
+        ("model", "embedding_multiplier"),
+        ("config", "logits_scaling"),
+    ],
+)
+def test_multipliers_of_granite_are_refused(tiny_folders: Any, place: str, name: str) -> None:
+    model = load(tiny_folders["granite"], "full", ("cpu", None))
+    setattr(attrgetter(place)(model), name, 0.75)
+    check_refused(model, model.new_cache(), rf"{re.escape(place)}\.{name} was changed from ")
 
 
 def test_works_again_when_undone(model: Any) -> None:

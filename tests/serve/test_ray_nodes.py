@@ -225,6 +225,14 @@ def test_prompts_go_where_they_were_read(nodes: Any, serve_folder: Path, tmp_pat
     assert refused.status_code == 413
 
 
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"[" * 100_000, b'{"prompt": ""}'])
+def test_a_body_without_a_prompt_is_known_by_its_path(body: bytes) -> None:
+    from offload.cli.ray_prefix import Asked
+
+    asked = Asked.of({"path": "/v1/completions", "type": "http"}, body)
+    assert (asked.body, asked.prompt) == (body, "/v1/completions")
+
+
 def test_who_reads_no_more_ends_the_answer() -> None:
     from offload.cli.ray_prefix import Asked, answered
 

@@ -67,7 +67,8 @@ class Setup:
         """Whether the model has no lean layers."""
         from offload.models import is_generic
 
-        return is_generic(self.checkpoint.config, native=self.runs.device == "cpu")
+        native = self.runs.device == "cpu" and not self.runs.hot_rows
+        return is_generic(self.checkpoint.config, native=native)
 
     def _check_generic(self) -> None:
         """Refuse, before anything is loaded, what a model without lean layers does not take here.

@@ -105,12 +105,21 @@ def _staged_ahead(
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
     """Runs on the device, while the one before is read in the order of the current stream."""
     current, copies = torch.cuda.current_stream(device), _copy_stream(device)
+    known = list(runs)
+    if not known:
+        return
+    # All at once: later ones could be what a conversion of rows has freed, and still works in.
+    size, dtype = max(run.numel() for _, run in known), known[0][1].dtype
+    free = [torch.empty(size, dtype=dtype, device=device) for _ in known[:STAGINGS]]
     copies.wait_stream(current)  # which may still use the memory that it gives us
     under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-    for sides, run in runs:
-        if len(under_way) == STAGINGS:
-            copies.wait_event(under_way.popleft()[1])  # its memory is the next run's
-        staging = torch.empty(run.shape, dtype=run.dtype, device=device)
+    for sides, run in known:
+        if free:
+            memory = free.pop()
+        else:
+            memory, was_read = under_way.popleft()
+            copies.wait_event(was_read)
+        staging = memory[: run.numel()].view(run.shape)
         try:
             with torch.cuda.stream(copies):
                 for host, part in _contiguous(run, staging):
@@ -118,7 +127,7 @@ def _staged_ahead(
         finally:  # after ctrl-C, too: others get this memory then
             current.wait_stream(copies)
         yield sides, staging
-        under_way.append((staging, current.record_event()))
+        under_way.append((memory, current.record_event()))
 
 
 @functools.cache

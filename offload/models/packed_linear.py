@@ -16,6 +16,7 @@ from cpu_ops.linear import has_products
 from cpu_ops.packed import PackedWeight
 from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.packed_linear import GPU_FORMATS, GpuPackedLinear, PackedRows
+from gpu_ops.packed_rows import MOST_ROWS
 from offload.models.linear import Linear
 
 _BLOCK_BYTES = 4 * 2**20  # of weights that are unpacked at one time: they stay in a CPU's cache
@@ -117,8 +118,8 @@ class PackedLinear(Linear):
             return self.on_cpu()(pool, x.contiguous())
         if x.is_cuda:
             flat, on_gpu = x.flatten(0, -2), self.on_gpu()
-            learns = x.requires_grad and torch.is_grad_enabled()
-            out = on_gpu.many_rows(flat) if learns else on_gpu(flat.contiguous())
+            is_whole = len(flat) > MOST_ROWS or (x.requires_grad and torch.is_grad_enabled())
+            out = on_gpu.many_rows(flat) if is_whole else on_gpu(flat.contiguous())
             return out.view(*x.shape[:-1], self.out_features)
         y: list[Tensor] = []
         for module in self._modules:

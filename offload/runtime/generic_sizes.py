@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,6 +94,7 @@ def resolve_generic(
     if needs and _heads_differ(specs.values()):
         return Full(), f"exact: {policy.name} {needs}, and heads of layers differ"
     if on_gpu and policy.selects:
+        policy = replace(policy, dense_until=None)  # which decoding with a GPU does not take
         reason = f"exact where all KV of a generation fits the GPU; else, on the CPU, {reason}"
     return policy, reason
 

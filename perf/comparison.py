@@ -17,6 +17,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -415,6 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scenarios", nargs="+", help="names; default: all")
     parser.add_argument("--threads", type=int, default=available_cpus())
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end with this process
     if options.quick:
         options.rounds, options.output = 1, options.output or ROOT / "perf" / "local"
     run, peers, texts = Run(options), named(options.peers), Texts()

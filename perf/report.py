@@ -80,7 +80,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     ),
 }
 EMPTY_SECTIONS = ("gpu-decode", "gpu-overlap", "gpu-prefill")  # where there was no GPU
-NOT_MEASURED = "*Not measured yet.*"
+NOT_MEASURED = comparison_table.NOT_MEASURED
 DOCS = ROOT / "docs"
 TIME_PLOT = DOCS / "time-per-token.svg"
 ROOMS_PLOT = DOCS / "rooms.svg"

@@ -18,8 +18,8 @@ _INTRODUCTION, _LEAST_MARKED = 16, 64
 class Prefixes:
     """Sequences of earlier requests, whose first pages others share.
 
-    Only tokens that were read are shared: keys and values of tokens that a policy decoded sparsely
-    are not those of a prompt. What was decoded with attention to all tokens is shared, too.
+    Shared are tokens that were read, and those that were decoded with attention to all before them:
+    keys and values of others, which a policy decoded sparsely, are not those of a prompt.
 
     Args:
         is_enabled: else nothing is kept.

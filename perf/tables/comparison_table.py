@@ -9,6 +9,8 @@ from typing import Any
 from perf.tables.markdown import Columns, Row, table
 from perf.tables.tables import machine_line
 
+NOT_MEASURED = "*Not measured yet.*"
+
 
 def one_client_table(result: dict[str, Any]) -> str:
     """One request at a time, by prompt."""
@@ -42,12 +44,16 @@ def many_table(result: dict[str, Any]) -> str:
         "when they come back": _seconds("ttft_s", -1),
         "peak PSS": _mib("peak_pss_bytes"),
     }
-    return "\n\n".join([table(many, _medians(clients)), table(back, _medians(conversations))])
+    tables = [(many, clients), (back, conversations)]
+    found = [table(columns, _medians(rows)) for columns, rows in tables if rows]
+    return "\n\n".join(found) or NOT_MEASURED
 
 
 def limit_table(result: dict[str, Any]) -> str:
     """What each did with less memory than it would like."""
     rows = [row for row in result["rows"] if row["limit_bytes"] is not None]
+    if not rows:
+        return NOT_MEASURED
     columns: Columns = {
         "server": "{peer}",
         "scenario": "{scenario}, {prompt_tokens:,}",

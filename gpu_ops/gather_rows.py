@@ -52,7 +52,9 @@ class GatherLaunch:
 
     def tile_tokens(self, row_bytes: int) -> int:
         """Tokens of a tile, of which a key and a value are loaded: a power of two."""
-        return next_power_of_2(max(1, self.tile_bytes // (2 * row_bytes)))
+        # Rows of int8 are no whole vectors: each element has an address of its own in registers.
+        tile_bytes = self.tile_bytes if row_bytes % 16 == 0 else self.tile_bytes // 8
+        return next_power_of_2(max(1, tile_bytes // (2 * row_bytes)))
 
 
 _LAUNCH = GatherLaunch()
@@ -262,8 +264,12 @@ def gather_rows(
         page_shape = (2, num_kv_heads, page_tokens, row_items)
         return gather_rows_reference(*operands, page_shape, sink_tokens, recent_tokens, first_slot)
     row_bytes = row_items * out.element_size()
+    if out.dtype == torch.int8:  # a copy of bytes would take a register for each
+        out = out.view(torch.int32 if row_items % 4 == 0 else torch.int16)
+        row_items = out.shape[-1]
     gather_rows_kernel[(launch.programs,)](
-        *operands,
+        *operands[:-1],
+        out,
         n,
         page_table.shape[1],
         budget_tokens,

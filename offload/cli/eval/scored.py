@@ -67,7 +67,8 @@ class Setup:
         """Whether the model has no lean layers."""
         from offload.models import is_generic
 
-        native = self.runs.device == "cpu" and not self.runs.hot_rows
+        runs = self.runs
+        native = runs.device == "cpu" and runs.reads_on is None and not runs.hot_rows
         return is_generic(self.checkpoint.config, native=native)
 
     def _check_generic(self) -> None:
@@ -90,7 +91,7 @@ class Setup:
         for option in (option for option, is_given in refused.items() if is_given):
             raise NotImplementedError(
                 f"{option} with a model of type {self.checkpoint.config['model_type']!r}, which "
-                "has no lean layers; leave it out"
+                "has no lean layers there; leave it out"
             )
         for policy in self.resolved:
             check_generic(self.checkpoint, self.config().under(policy))

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from offload.system.huge_pages import zeros
+from offload.system.huge_pages import map_slab
 from offload.system.memory import give_back_free_memory
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
@@ -34,7 +33,7 @@ def move_to_huge_pages(model: Any) -> None:
         for parameter in parameters:
             offsets.append(num_bytes)
             num_bytes += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
-        slab = zeros((num_bytes,), np.uint8)
+        slab = map_slab(num_bytes, resident=False).numpy()
         for parameter, offset in zip(parameters, offsets, strict=True):
             # A storage of its own, unlike a view of the slab: savers look for shared storages.
             place = torch.frombuffer(

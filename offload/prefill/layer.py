@@ -111,8 +111,7 @@ def _dense_mlp(layer: DecoderLayer, normed: Tensor, pool: WorkerPool | None) -> 
     gate_up, down = layer.dense_mlp
     if pool is not None and gate_up.prefers_cpu_ops(normed):
         return down.on_cpu()(pool, gate_up(normed, pool), silu_mul=True)
-    gate, up = _outputs(gate_up, normed, pool, (1, 1))
-    gate = gate.contiguous()
+    gate, up = (y.contiguous() for y in _outputs(gate_up, normed, pool, (1, 1)))
     activate(gate, up)
     return down(gate, pool)
 

@@ -124,6 +124,7 @@ def rotate_heads(
     num_tokens: int,
     num_heads: int,
     head_dim: int,
+    rotary_dim: int,
     cos: int,
     sin: int,
     out: int,

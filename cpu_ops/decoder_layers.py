@@ -12,7 +12,7 @@ from torch import Tensor
 from cpu_ops import _native
 from cpu_ops.attention import NativeAttention
 from cpu_ops.linear import Linear
-from cpu_ops.native import check_tensor
+from cpu_ops.native import check_rotary_dim, check_tensor
 from cpu_ops.routed_linear import RoutedMlp
 from cpu_ops.step_rows import DecodeStep
 
@@ -59,7 +59,7 @@ class LayersStep:
 
     Args:
         hidden: [n, hidden_size], contiguous, n at most `Linear.max_rows`; overwritten.
-        rope: cos, sin: [n, head_dim], contiguous.
+        rope: cos, sin: [n, rotary_dim], contiguous; of the first elements of each head.
         rows: of `attention.begin_step`.
         keeps_queries: fill `kept_queries`.
         other_ropes: of layers that rotate otherwise; `FusedLayer.rope_idx` counts them from 1.
@@ -86,8 +86,8 @@ class LayersStep:
         check_tensor("hidden", hidden, (n, layers.hidden_size), layers.dtype)
         ropes = (rope, *other_ropes)
         for tables in ropes:
-            width = tables[0].shape[-1]
-            if width not in layers.head_dims:
+            width = check_rotary_dim(tables[0].shape[-1], max(layers.head_dims))
+            if width not in layers.head_dims and layers.norms_heads:
                 raise ValueError(f"cos and sin must be of {layers.head_dims} elements, got {width}")
             for name, table in zip(("cos", "sin"), tables, strict=True):
                 check_tensor(name, table, (n, width), layers.dtype)
@@ -106,7 +106,7 @@ class LayersStep:
         self._kept = (ropes, gate_up, added)
         self.native = _native.DecoderStep(
             hidden.data_ptr(),
-            [table.data_ptr() for tables in ropes for table in tables],
+            [x for cos, sin in ropes for x in (cos.data_ptr(), sin.data_ptr(), cos.shape[-1])],
             self.qkv.data_ptr(),
             self.attended.data_ptr(),
             gate_up.data_ptr(),
@@ -148,6 +148,7 @@ class DecoderLayers:
         self._heads = attention.layer_heads
         self.layers = tuple(layers)
         self.num_ropes = 1 + max(layer.rope_idx for layer in layers)
+        self.norms_heads = any(x.q_norm is not None for x in layers)
         self.adds_apart = any(x.attention_out_norm or x.mlp_out_norm or x.routed for x in layers)
         self._attention = attention  # kept alive
         self._native = _native.DecoderLayers(attention.native)

@@ -91,6 +91,15 @@ def check_head_dim(head_dim: int) -> None:
         )
 
 
+def check_rotary_dim(rotary_dim: int, head_dim: int) -> int:
+    """`rotary_dim`; ValueError unless it is even and no more than head_dim."""
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(
+            f"cos and sin must have an even number of elements up to {head_dim}, got {rotary_dim}"
+        )
+    return rotary_dim
+
+
 def top_mass(x: Tensor, positions: npt.NDArray[np.int32], mass: float) -> npt.NDArray[np.int32]:
     """The fewest of ascending `positions` into x (float32 [n]) whose values sum to `mass`: the
     largest, equal ones by lower positions. All where they do not sum to it.

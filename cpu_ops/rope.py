@@ -5,7 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from cpu_ops import _native
-from cpu_ops.native import check_head_dim, check_tensor, dtype_code, isa_name
+from cpu_ops.native import (
+    check_head_dim,
+    check_rotary_dim,
+    check_tensor,
+    dtype_code,
+    isa_name,
+)
 from cpu_ops.worker_pool import WorkerPool
 
 
@@ -21,7 +27,7 @@ def rotate_heads(
 
     Args:
         x: [n, num_heads, head_dim] on the CPU; the heads of a token are contiguous.
-        cos, sin: [n, head_dim].
+        cos, sin: [n, rotary_dim]; the other elements of a head, the last, stay as they are.
 
     Returns:
         [num_heads, n, head_dim], contiguous.
@@ -36,8 +42,9 @@ def rotate_heads(
             "x must be [n, num_heads, head_dim] on the CPU, contiguous but for its tokens,"
             f" got {list(x.shape)} on {x.device} with strides {x.stride()}"
         )
-    check_tensor("cos", cos, (n, head_dim), x.dtype)
-    check_tensor("sin", sin, (n, head_dim), x.dtype)
+    rotary_dim = check_rotary_dim(cos.shape[-1], head_dim)
+    check_tensor("cos", cos, (n, rotary_dim), x.dtype)
+    check_tensor("sin", sin, (n, rotary_dim), x.dtype)
     out = x.new_empty(num_heads, n, head_dim)
     _native.rotate_heads(
         pool.native,
@@ -48,6 +55,7 @@ def rotate_heads(
         n,
         num_heads,
         head_dim,
+        rotary_dim,
         cos.data_ptr(),
         sin.data_ptr(),
         out.data_ptr(),

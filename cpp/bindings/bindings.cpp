@@ -94,10 +94,10 @@ PYBIND11_MODULE(_native, m) {
   m.def(
       "rotate_heads",
       [](WorkerPool& pool, const std::string& isa, int dtype, int64_t x, int64_t token, int64_t num_tokens,
-         int64_t num_heads, int64_t head_dim, int64_t cos, int64_t sin, int64_t out) {
+         int64_t num_heads, int64_t head_dim, int64_t rotary_dim, int64_t cos, int64_t sin, int64_t out) {
         rotate_heads(kernels_for(isa), pool, static_cast<DType>(dtype),
-                     {pointer<const void>(x), token, num_tokens, num_heads, head_dim, pointer<const void>(cos),
-                      pointer<const void>(sin), pointer<void>(out)});
+                     {pointer<const void>(x), token, num_tokens, num_heads, head_dim, rotary_dim,
+                      pointer<const void>(cos), pointer<const void>(sin), pointer<void>(out)});
       },
       WithoutGil());
   m.def(

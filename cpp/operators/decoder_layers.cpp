@@ -22,9 +22,10 @@ void rope_append(const DecodeAttention& attention, int64_t layer_idx, const Step
   const int64_t head_bytes = shape.head_bytes();
   const void* const of_query_head = norms.whole ? nullptr : norms.query;
   const void* const of_key_head = norms.whole ? nullptr : norms.key;
+  const int64_t rope_bytes = rope.dim * dtype_bytes(shape.dtype);
   const char *cos = rope.cos, *sin = rope.sin;
   char* head = qkv;
-  for (int64_t r = 0; r < rows.num_rows; ++r, cos += head_bytes, sin += head_bytes) {
+  for (int64_t r = 0; r < rows.num_rows; ++r, cos += rope_bytes, sin += rope_bytes) {
     const QueryRow row = rows.row(r, layer_idx, shape.num_kv_heads);
     if (norms.whole) {
       const int64_t query_bytes = shape.num_qo_heads * head_bytes;
@@ -34,11 +35,11 @@ void rope_append(const DecodeAttention& attention, int64_t layer_idx, const Step
                     head + query_bytes);
     }
     for (int h = 0; h < shape.num_qo_heads; ++h, head += head_bytes) {
-      rope_head(head, cos, sin, of_query_head, norms.eps, shape.head_dim);
+      rope_head(head, cos, sin, of_query_head, norms.eps, rope.dim);
     }
     const char* value = head + shape.num_kv_heads * head_bytes;
     for (int h = 0; h < shape.num_kv_heads; ++h, head += head_bytes, value += head_bytes) {
-      rope_head(head, cos, sin, of_key_head, norms.eps, shape.head_dim);
+      rope_head(head, cos, sin, of_key_head, norms.eps, rope.dim);
       const int64_t newest = row.num_tokens(h) - 1;
       shape.write(attention.kernels(), row.keys(shape, h), newest, head);
       shape.write(attention.kernels(), row.values(shape, h), newest, value);

@@ -26,10 +26,12 @@ struct HeadNorms {
   bool whole = false;
 };
 
-// The tables of one rotary embedding: [num_rows, head_dim].
+// The tables of one rotary embedding: [num_rows, dim], of the first elements of each head, the others of which stay as
+// they are.
 struct Rope {
   const char* cos;
   const char* sin;
+  int64_t dim;
 };
 
 // RoPE of a step's new tokens, and their keys and values into the pages of one layer. Of each row qkv [num_qo_heads + 2

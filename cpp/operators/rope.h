@@ -12,9 +12,10 @@ struct RopeArgs {
   int64_t num_tokens;
   int64_t num_heads;
   int64_t head_dim;
-  const void* cos;  // [num_tokens, head_dim]
-  const void* sin;  // the same
-  void* out;        // [num_heads, num_tokens, head_dim]
+  int64_t rotary_dim;  // elements of a head that are rotated: the first
+  const void* cos;     // [num_tokens, rotary_dim]
+  const void* sin;     // the same
+  void* out;           // [num_heads, num_tokens, head_dim]
 };
 
 void rotate_heads(const KernelTable& kernels, WorkerPool& pool, DType dtype, const RopeArgs& args);

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 
 from offload.loading.quantised_checkpoint import quantised_format
-from offload.models import ModelShape, is_generic, lean_model_maker
+from offload.models import (
+    ModelShape,
+    fuses_projections,
+    has_experts,
+    is_generic,
+    lean_model_maker,
+)
 from offload.models.dtypes import DTYPES
 from offload.models.shape import matrix_sizes
 from offload.system.json_file import read_json_object
@@ -85,7 +91,7 @@ class Checkpoint:
             ValueError: a matrix is missing, or has another size.
         """
         stored, problem = self.stored_shapes, f"{self.folder} does not fit its config.json"
-        for name, fields, size in matrix_sizes(shape):
+        for name, fields, size in matrix_sizes(shape, fuses=fuses_projections(self.config)):
             # Without the prefix: files of the model without its head.
             found = stored.get(name) or stored.get(name.removeprefix("model."))
             if found is None and name == "model.embed_tokens.weight":  # maybe tied, the other way
@@ -100,6 +106,12 @@ class Checkpoint:
                     f"{problem}: mismatched keys, such as {name}, which is {list(found)}; "
                     f"config.json says {list(size)} ({fields})"
                 )
+
+    @property
+    def packs_as_generic(self) -> bool:
+        """Whether its quantised matrices, if any, are packed by `generic_packing`."""
+        named = has_experts(self.config) or fuses_projections(self.config)
+        return bool(self.stored_types) and named
 
     def loaded_dtype(self, asked: torch.dtype | None) -> torch.dtype:
         """The dtype of the weights in memory; None asks for the checkpoint's own.

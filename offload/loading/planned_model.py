@@ -24,7 +24,7 @@ from offload.loading.names import check_has_owner, check_not_empty, checkpoint_n
 from offload.loading.packed_bytes import kept_as, packed_weight_bytes
 from offload.loading.quantised_checkpoint import FP4, quantised_format
 from offload.loading.stock_model import generic_skeleton, text_part
-from offload.models import has_experts, is_generic, lean_model_maker
+from offload.models import fuses_projections, has_experts, is_generic, lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
 from offload.models.shape import MODEL_SHAPES, ModelShape, matrix_sizes, weight_elements
@@ -155,7 +155,10 @@ def planned_skeleton(
     if name_or_path in (*MODEL_SHAPES, EMBEDDED_MODEL, LONG_CONTEXT_MODEL) and not path.exists():
         return None
     config, stored, folder, header = _config(name_or_path, path)
-    native = device == "cpu" and not has_experts(config.to_dict())  # whose bytes a skeleton tells
+    # Of these a skeleton tells the bytes.
+    is_packed = header is not None or quantised_format(config.to_dict(), folder / "config.json")
+    by_parts = has_experts(config.to_dict()) or (fuses_projections(config.to_dict()) and is_packed)
+    native = device == "cpu" and not by_parts
     if not is_generic(config.to_dict(), native=native):
         return None
     wanted, packing = DTYPES.get(dtype), "auto" if device == "cpu" else AUTO_ON_GPU

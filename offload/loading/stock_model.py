@@ -88,13 +88,12 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing:
     except (ValueError, NotImplementedError) as error:
         raise type(error)(f"{path}: {error}") from error
     _override(config, _OUTPUTS, path)
-    if has_experts(checkpoint.config):
-        if checkpoint.stored_types:
-            config, kind, _ = _generic_config(checkpoint, path)
-            empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
-            _override(empty.config, _OUTPUTS, path)
-            return _generic_packed(checkpoint, empty, path, packing, is_part=False)
-    else:
+    if checkpoint.packs_as_generic:
+        config, kind, _ = _generic_config(checkpoint, path)
+        empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
+        _override(empty.config, _OUTPUTS, path)
+        return _generic_packed(checkpoint, empty, path, packing, is_part=False)
+    if not has_experts(checkpoint.config):
         checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
     return _loaded(checkpoint, config, dtype, path, packing)
 

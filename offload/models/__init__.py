@@ -19,6 +19,7 @@ __all__ = [
     "LeanModel",
     "ModelFamily",
     "ModelShape",
+    "fuses_projections",
     "has_experts",
     "is_generic",
     "lean_model_maker",
@@ -46,6 +47,13 @@ def is_generic(config: Mapping[str, Any], *, native: bool = True) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
     return model_type in TYPES or (text is not None and text.get("model_type") in TYPES)
+
+
+def fuses_projections(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family with fused projections; of its checkpoints that are
+    quantised the generic parts load packed weights, too."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.fuses
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

@@ -35,6 +35,7 @@ class ModelFamily:
         has_qk_norm: query and key heads have an RMSNorm before the rotary embedding.
         normed_sums: RMSNorms are of what attention and the MLP add, not of what they read.
         float32_tables: its rotary embedding does not round cos and sin.
+        fuses: queries, keys and values are one projection, gate and up another.
         may_be_generic: what the lean layers do not compute, transformers' modules do; else it is
             refused.
     """
@@ -43,12 +44,15 @@ class ModelFamily:
     has_qk_norm: bool = False
     normed_sums: bool = False
     float32_tables: bool = False
+    fuses: bool = False
     may_be_generic: bool = True
 
     @property
     def native_only(self) -> str:
         """What the native layers know, and a GPU's step, ranks, training and benchmarks do not; ""
         if there is nothing."""
+        if self.fuses:
+            return "its projections are fused"
         return "its norms come after attention and the MLP" if self.normed_sums else ""
 
     def is_lean(self, config: Any, *, native: bool) -> bool:
@@ -61,6 +65,9 @@ class ModelFamily:
             return True
         try:
             check_computation(config)
+            if self.fuses and config.rope_parameters["rope_type"] == "longrope":
+                # transformers reads a text anew where it gets longer than the short factors' range
+                return False
             return (native or not self.native_only) and not has_windows(config)
         except (NotImplementedError, ValueError):
             return False
@@ -92,6 +99,7 @@ class ModelFamily:
         """A layer's weights before and after its attention."""
         stock_layer, name = stock.model.layers[layer_idx], f"model.layers.{layer_idx}"
         attention, in_attention = stock_layer.self_attn, f"{name}.self_attn."
+        qkv = ("qkv_proj",) if self.fuses else ("q_proj", "k_proj", "v_proj")
         after_attention, after_mlp = None, None
         input_norm, mlp_norm = None, stock_layer.post_attention_layernorm
         if self.normed_sums:
@@ -101,7 +109,7 @@ class ModelFamily:
             input_norm = stock_layer.input_layernorm
         return DecoderLayer(
             input_norm=input_norm,
-            qkv=fused_linear(in_attention, attention, "q_proj", "k_proj", "v_proj"),
+            qkv=fused_linear(in_attention, attention, *qkv),
             q_norm=attention.q_norm if spec.has_qk_norm else None,
             k_norm=attention.k_norm if spec.has_qk_norm else None,
             o_proj=fused_linear(in_attention, attention, "o_proj"),
@@ -115,8 +123,9 @@ class ModelFamily:
     def mlp(self, stock: Any, name: str) -> dict[str, Any]:
         """The fields of a `DecoderLayer` for the stock module `name` (with a dot behind it)."""
         module = stock.get_submodule(name.removesuffix("."))
+        gate_up = ("gate_up_proj",) if self.fuses else ("gate_proj", "up_proj")
         return {
-            "gate_up": fused_linear(name, module, "gate_proj", "up_proj"),
+            "gate_up": fused_linear(name, module, *gate_up),
             "down": fused_linear(name, module, "down_proj"),
         }
 
@@ -151,7 +160,11 @@ class ModelFamily:
         }
         dims = {spec.rope_idx: spec.head_dim for spec in specs}
         ropes = [
-            rotary_view(rotary, dims.get(rope_idx, specs[0].head_dim))
+            rotary_view(
+                rotary,
+                dims.get(rope_idx, specs[0].head_dim),
+                may_be_partial=bool(self.native_only),
+            )
             for rope_idx, rotary in enumerate(self.rotary_modules(stock))
         ]
         if self.float32_tables:
@@ -256,6 +269,7 @@ FAMILIES = {
         SlidingLayersRotate("exaone4", has_qk_norm=True, normed_sums=True),
         Routed("qwen3_moe", has_qk_norm=True, rounds_weights=True),  # dense layers, too
         Routed("mixtral"),
+        ModelFamily("phi3", fuses=True),  # Phi-4 too; those with long and short factors are generic
     )
 }
 # Those whose models have lean layers wherever they run.

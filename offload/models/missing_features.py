@@ -14,7 +14,6 @@ _OF_TYPES = {
     "gpt_oss": "attention sinks that the model has learnt",
     "mamba": "state-space layers instead of attention",
     "mamba2": "state-space layers instead of attention",
-    "phi3": "fused projections (qkv_proj, gate_up_proj)",
     "phi4_multimodal": "fused projections (qkv_proj, gate_up_proj)",
 }
 # Causal types of transformers that its own modules cannot run here.

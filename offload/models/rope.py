@@ -79,30 +79,31 @@ def _is_positive(value: Any) -> bool:
 def _check_factors(config: Any, rope: dict[str, Any]) -> None:
     """Longrope has a factor for each pair of a head's elements."""
     head_dim = head_dim_of(config)
+    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     for name in ("short_factor", "long_factor"):
         factors = rope.get(name)
         if not (
             isinstance(factors, list)
-            and len(factors) == head_dim // 2
+            and len(factors) == rotated // 2
             and all(map(_is_positive, factors))
         ):
             what = f"a list of {len(factors)}" if isinstance(factors, list) else repr(factors)
             raise ValueError(
-                f"rope_parameters: {name} must be a list of {head_dim // 2} positive numbers, half "
-                f"of head_dim={head_dim}, got {what}"
+                f"rope_parameters: {name} must be a list of {rotated // 2} positive numbers, half "
+                f"of the elements that are rotated of head_dim={head_dim}, got {what}"
             )
 
 
-def rotary_view(stock: Any, head_dim: int) -> Any:
+def rotary_view(stock: Any, head_dim: int, *, may_be_partial: bool = False) -> Any:
     """The rotary embedding of a stock model, as the lean model calls it.
 
     Raises:
-        NotImplementedError: if it rotates a part of each head only.
+        NotImplementedError: if it rotates a part of each head only, but where that `may_be`.
     """
     if isinstance(stock, NoRotation):
         return stock
     rotated = 2 * int(stock.inv_freq.numel())
-    if rotated != head_dim:
+    if rotated != head_dim and not may_be_partial:
         raise NotImplementedError(
             f"the rotary embedding rotates {rotated} of head_dim={head_dim} elements; partial "
             "rotary embeddings are not supported yet; take a model that rotates whole heads"

@@ -94,9 +94,15 @@ def layer_elements(shape: ModelShape) -> int:
     return shape.hidden_size * (attention + 3 * shape.intermediate_size + 2)
 
 
-def matrix_sizes(shape: ModelShape) -> Iterator[tuple[str, str, tuple[int, int]]]:
+def matrix_sizes(
+    shape: ModelShape, *, fuses: bool = False
+) -> Iterator[tuple[str, str, tuple[int, int]]]:
     """(name, fields of config.json, [out, in]) of each matrix that a model allocates but lm_head,
-    by its name in a checkpoint."""
+    by its name in a checkpoint.
+
+    Args:
+        fuses: as of `ModelFamily`.
+    """
     hidden, vocab, inner = "hidden_size", "vocab_size", "intermediate_size"
     queries, keys = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
     size_of = {
@@ -106,6 +112,9 @@ def matrix_sizes(shape: ModelShape) -> Iterator[tuple[str, str, tuple[int, int]]
         queries: shape.num_qo_heads * shape.head_dim,
         keys: shape.num_kv_heads * shape.head_dim,
     }
+    if fuses:
+        queries_to_values, gate_up = f"{queries} + 2 * {keys}", f"2 * {inner}"
+        size_of |= {queries_to_values: shape.qkv_width, gate_up: 2 * shape.intermediate_size}
 
     def matrix(name: str, rows: str, columns: str) -> tuple[str, str, tuple[int, int]]:
         return f"model.{name}.weight", f"{rows}, {columns}", (size_of[rows], size_of[columns])
@@ -113,10 +122,14 @@ def matrix_sizes(shape: ModelShape) -> Iterator[tuple[str, str, tuple[int, int]]
     yield matrix("embed_tokens", vocab, hidden)
     for layer_idx in range(shape.num_layers):
         layer = f"layers.{layer_idx}"
-        yield matrix(f"{layer}.self_attn.q_proj", queries, hidden)
-        yield matrix(f"{layer}.self_attn.k_proj", keys, hidden)
-        yield matrix(f"{layer}.self_attn.v_proj", keys, hidden)
+        if fuses:
+            yield matrix(f"{layer}.self_attn.qkv_proj", queries_to_values, hidden)
+            yield matrix(f"{layer}.mlp.gate_up_proj", gate_up, hidden)
+        else:
+            yield matrix(f"{layer}.self_attn.q_proj", queries, hidden)
+            yield matrix(f"{layer}.self_attn.k_proj", keys, hidden)
+            yield matrix(f"{layer}.self_attn.v_proj", keys, hidden)
+            yield matrix(f"{layer}.mlp.gate_proj", inner, hidden)
+            yield matrix(f"{layer}.mlp.up_proj", inner, hidden)
         yield matrix(f"{layer}.self_attn.o_proj", hidden, queries)
-        yield matrix(f"{layer}.mlp.gate_proj", inner, hidden)
-        yield matrix(f"{layer}.mlp.up_proj", inner, hidden)
         yield matrix(f"{layer}.mlp.down_proj", hidden, inner)

@@ -8,7 +8,7 @@ RMSNorm and the rotation are kernels of `cpu_ops`, and so are the projections wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from gpu_ops.rotate import rotate_tokens
 from gpu_ops.silu_mul import activate
 from offload.models import DecoderLayer, LeanModel
 from offload.models.base import norm_of
+from offload.models.linear import Linear
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -33,14 +34,27 @@ def project_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [n, num_heads, head_dim] of x [n, hidden_size], not yet rotated."""
     x = x if layer.input_norm is None else _norm(layer.input_norm, x, pool)
-    head_dim = layer.spec.head_dim
-    q, k, v = (projection(x, pool).view(len(x), -1, head_dim) for projection in layer.qkv.parts)
+    spec, head_dim = layer.spec, layer.spec.head_dim
+    q, k, v = (
+        y.view(len(x), -1, head_dim)
+        for y in _outputs(layer.qkv, x, pool, (spec.num_qo_heads, *[spec.num_kv_heads] * 2))
+    )
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = (
             _norm(norm, y.reshape(len(x), -1, len(norm_of(norm)[0])), pool).view(y.shape)
             for norm, y in ((layer.q_norm, q), (layer.k_norm, k))
         )
     return q, k, v
+
+
+def _outputs(
+    linear: Linear, x: Tensor, pool: WorkerPool | None, shares: Sequence[int]
+) -> list[Tensor]:
+    """What each projection of `linear` makes of x; of one that is several in one, by `shares`."""
+    if len(linear.parts) == len(shares):
+        return [projection(x, pool) for projection in linear.parts]
+    unit = linear.out_features // sum(shares)
+    return [*linear(x, pool).split([unit * share for share in shares], dim=-1)]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pool: WorkerPool | None = None) -> Tensor:
@@ -53,12 +67,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pool: WorkerPool | None = None) 
         return rotate_tokens(x, cos, sin).transpose(0, 1)
     if pool is not None:
         return rotate_heads(pool, x, cos, sin)
-    half = x.shape[-1] // 2
+    width = cos.shape[-1]  # the elements behind stay as they are
+    half = width // 2
     x = x.transpose(0, 1)
-    x1, x2 = x[..., :half], x[..., half:]
-    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x1, x2 = x[..., :half], x[..., half:width]
+    rotated = x.clone(memory_format=torch.contiguous_format)
     torch.sub(x1 * cos[:, :half], x2 * sin[:, :half], out=rotated[..., :half])
-    torch.add(x2 * cos[:, half:], x1 * sin[:, half:], out=rotated[..., half:])
+    torch.add(x2 * cos[:, half:], x1 * sin[:, half:], out=rotated[..., half:width])
     return rotated
 
 
@@ -96,9 +111,8 @@ def _dense_mlp(layer: DecoderLayer, normed: Tensor, pool: WorkerPool | None) -> 
     gate_up, down = layer.dense_mlp
     if pool is not None and gate_up.prefers_cpu_ops(normed):
         return down.on_cpu()(pool, gate_up(normed, pool), silu_mul=True)
-    gate_proj, up_proj = gate_up.parts
-    gate = gate_proj(normed, pool)
-    activate(gate, up_proj(normed, pool))
+    gate, up = (y.contiguous() for y in _outputs(gate_up, normed, pool, (1, 1)))
+    activate(gate, up)
     return down(gate, pool)
 
 

@@ -84,7 +84,7 @@ def weight_bytes_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -
     """Bytes that the weights of a checkpoint will have in memory: of packed ones, as packed."""
     if not config.packing:
         return checkpoint.weight_bytes(config.dtype)
-    if has_experts(checkpoint.config):
+    if has_experts(checkpoint.config) or checkpoint.packs_as_generic:
         skeleton = generic_skeleton(checkpoint, config.dtype, config.packing)
         return sum(parameter_bytes(*skeleton).values())
     dtype = checkpoint.loaded_dtype(config.dtype)

@@ -251,6 +251,11 @@ def check_before_loading(
             f"weights={config.weights!r} with a model of type {checkpoint.config['model_type']!r}: "
             "experts are packed where their checkpoint has them so; give weights='auto'"
         )
+    if config.weights in FORMATS and checkpoint.packs_as_generic:
+        raise NotImplementedError(
+            f"weights={config.weights!r} with a quantised checkpoint of type "
+            f"{checkpoint.config['model_type']!r}: it stays as it is; give weights='auto'"
+        )
     weight_bytes = weight_bytes_before_loading(checkpoint, config)
     kv_budget_bytes(config, weight_bytes, loaded=False)
     shape = checkpoint.shape

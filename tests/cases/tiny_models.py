@@ -66,6 +66,10 @@ DENSE_MODELS = TINY_MODELS | {
     ),
     "olmo2": ("olmo2", {"attention_bias": True, "head_dim": 16}),
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "phi3": (
+        "phi3",
+        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
+    ),
 }
 LEAN_MODELS = DENSE_MODELS | {
     "qwen3_moe": (

@@ -60,7 +60,8 @@ def make_case(
     isa: str | None = None,
 ) -> Case:
     """`kind`: "llama"; "qwen3" with norms of heads; "olmo2" with norms of all heads and of sums;
-    "smollm3" with layers that rotate otherwise; "moe" whose second MLP has experts, which are all
+    "smollm3" with layers that rotate otherwise; "phi3" that rotates a part of each head, and has
+    q, k and v in one matrix; "moe" whose second MLP has experts, which are all
     chosen: the next best one in bfloat16 is another than in float64."""
     rng = new_rng()
 
@@ -118,10 +119,11 @@ def make_case(
                 ExpertChoice(NUM_EXPERTS, normalises=True, rounds=True),
             )
         weights.append(w)
+        qkv = [w["q"], w["k"], w["v"]]
         layers.append(
             NativeLayer(
                 input_norm=None if kind == "olmo2" else (w["input_norm"], EPS),
-                qkv=Linear([w["q"], w["k"], w["v"]]),
+                qkv=Linear(qkv if kind != "phi3" else [torch.cat(qkv)]),
                 q_norm=w.get("q_norm"),
                 k_norm=w.get("k_norm"),
                 qk_norm_eps=EPS if "q_norm" in w else 0.0,
@@ -135,7 +137,8 @@ def make_case(
                 rope_idx=layer_idx % 2 if kind == "smollm3" else 0,
             )
         )
-    angles = np.outer(np.array(kv_lens) - 1, 10000.0 ** (-np.arange(HEAD_DIM // 2) / 8))
+    rotated = HEAD_DIM - 4 if kind == "phi3" else HEAD_DIM
+    angles = np.outer(np.array(kv_lens) - 1, 10000.0 ** (-np.arange(rotated // 2) / 8))
     cos, sin = (torch.from_numpy(np.tile(f(angles), 2)).to(dtype) for f in (np.cos, np.sin))
     hidden = random(rows, HIDDEN)
     return Case(layers, weights, attention, seqs, kv_lens, hidden, (cos, sin), (sin, cos), past)
@@ -166,7 +169,11 @@ def float64_layers(case: Case, rows: int) -> np.ndarray:
                     norm(y.reshape(-1, len(w[n])), n) for y, n in ((q, "q_norm"), (k, "k_norm"))
                 )
             q, k, v = (y.reshape(-1, HEAD_DIM) for y in (q, k, v))
-            q, k = (reference.rope(y, cos, sin) for y in (q, k))
+            rotated = len(cos)
+            q, k = (
+                np.concatenate([reference.rope(y[:, :rotated], cos, sin), y[:, rotated:]], axis=1)
+                for y in (q, k)
+            )
             keys, values = (
                 np.concatenate([past[layer_idx], new[:, None]], axis=1)
                 for past, new in zip(case.past[row], (k, v), strict=True)
@@ -200,7 +207,10 @@ def begin(case: Case, stack: DecoderLayers, **options):
 @pytest.mark.parametrize(
     ("isa", "dtype", "kind", "rows"),
     combinations(
-        native.available_isas(), DTYPES, ["llama", "qwen3", "olmo2", "smollm3", "moe"], [1, 3, 16]
+        native.available_isas(),
+        DTYPES,
+        ["llama", "qwen3", "olmo2", "smollm3", "phi3", "moe"],
+        [1, 3, 16],
     ),
 )
 def test_against_float64(pool, isa, dtype, kind, rows):

@@ -123,6 +123,12 @@ def test_heads_of_a_prompt(isa, dtype, head_dim, pool):
         )
         found = rotated.transpose(0, 1).double().numpy()
         assert relative_error(found, expected) <= TOLERANCE[dtype]
+        half = [table[:, : head_dim // 2].contiguous() for table in (cos, sin)]
+        part = rotate_heads(pool, x, *half, isa=isa)
+        if head_dim % 32:
+            continue
+        narrow = rotate_heads(pool, x[..., : head_dim // 2].contiguous(), *half, isa=isa)
+        assert torch.equal(part, torch.cat([narrow, x[..., head_dim // 2 :].transpose(0, 1)], -1))
     for wrong in ({"x": x.transpose(0, 1)}, {"cos": cos[1:]}, {"sin": sin.double()}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             rotate_heads(pool, **({"x": x, "cos": cos, "sin": sin} | wrong))

@@ -24,6 +24,13 @@ from offload.runtime.generic_loading import GenericRuntime
 
 NEW = sorted(set(LEAN_MODELS) - set(TINY_MODELS))
 NUM_NEW = 32
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 256,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -64,6 +71,9 @@ def test_embeddings_that_are_given(
         ("granite", {"hidden_act": "gelu"}, True),
         ("olmo2", {}, False),
         ("exaone4", {}, False),
+        ("phi3", {}, False),
+        ("phi3", {"sliding_window": 64}, True),
+        ("phi3", {"rope_parameters": LONGROPE, "head_dim": 16}, True),
         ("qwen3_moe", {}, False),
         ("mixtral", {"hidden_act": "gelu"}, True),
     ],
@@ -109,7 +119,7 @@ def test_which_layers_rotate(name: str, changes: dict[str, Any], tmp_path: Path)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral"])
+@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral", "phi3"])
 def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
     name: str, stock_models: dict[str, Any]
 ) -> None:

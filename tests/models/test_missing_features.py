@@ -30,7 +30,6 @@ TYPES = {
     "qwen3_next": ["linear attention", "a mixture of experts"],
     "deepseek_v3": ["latent attention, MLA (kv_lora_rank=512)", "MoE (n_routed_experts=256)"],
     "deepseek_v2": ["MLA (kv_lora_rank=512)", "MoE (n_routed_experts=64)"],
-    "phi3": ["fused projections (qkv_proj, gate_up_proj)"],
     "llama4": ["images beside text", "chunked attention", "MoE (num_local_experts=16)"],
     "llava": ["images beside text"],
     "gemma3n": ["images and audio beside text", "sliding-window layers (sliding_window=512)"],
@@ -40,8 +39,8 @@ TYPES = {
     "t5": ["an encoder beside the decoder"],
 }
 WORKS = (
-    "available: exaone4, granite, llama, mistral, mixtral, olmo2, qwen2, qwen3, qwen3_moe, "
-    "seed_oss, smollm3 "
+    "available: exaone4, granite, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, "
+    "qwen3_moe, seed_oss, smollm3 "
     "(dense models of text, such as Llama 3, SmolLM2, "
     "Mistral, Qwen2.5 and Qwen3)"
 )

@@ -33,7 +33,7 @@ from offload.runtime.generic_sizes import (
 )
 from offload.system.errors import HostBudgetError
 
-TYPES = ["olmoe", "qwen3_5_text", "gemma2", "gpt_oss", "phi3", "deepseek_v3", "ministral"]
+TYPES = ["olmoe", "qwen3_5_text", "gemma2", "gpt_oss", "stablelm", "deepseek_v3", "ministral"]
 IDS = torch.randint(3, 250, (2, 40), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
 MASK[0, :11] = 0
@@ -138,7 +138,7 @@ def test_policies(folders: dict[str, Path], policy: str) -> None:
     [
         ("gpt_oss", None, "exact up to 8,192 tokens, then sketch, budget 1,024, .*SmolLM2-135M"),
         ("gpt_oss", "inline", "exact where all KV of a generation fits the GPU; else, on the CPU"),
-        ("phi3", None, "exact: contexts up to 8,192 tokens are faster so"),
+        ("stablelm", None, "exact: contexts up to 8,192 tokens are faster so"),
         ("ministral", None, "exact: no layer attends to all tokens"),
     ],
 )
@@ -294,11 +294,11 @@ def test_a_model_is_built_once_and_weighed_before_it_is_read(
     monkeypatch.setattr(PreTrainedModel, "__init__", note_init)
     monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(note_read))
     with pytest.raises(HostBudgetError, match="the weights need"):
-        load(folders["phi3"], max_memory={"cpu": 1000})
+        load(folders["stablelm"], max_memory={"cpu": 1000})
     assert not read
     built.clear()
-    load(folders["phi3"])
-    assert (built, read) == (["Phi3ForCausalLM", "Phi3Model"], ["weights"])
+    load(folders["stablelm"])
+    assert (built, read) == (["StableLmForCausalLM", "StableLmModel"], ["weights"])
 
 
 def test_a_model_that_only_sees_windows_selects_nothing(folders: dict[str, Path]) -> None:
@@ -307,7 +307,7 @@ def test_a_model_that_only_sees_windows_selects_nothing(folders: dict[str, Path]
 
 
 def test_a_budget_is_refused_before_anything_is_computed(folders: dict[str, Path]) -> None:
-    model = load(folders["phi3"], max_memory={"cpu": "3MiB"})
+    model = load(folders["stablelm"], max_memory={"cpu": "3MiB"})
     with pytest.raises(HostBudgetError, match="2 sequences of up to 10039 tokens need"):
         tokens(model, IDS, MASK, max_new_tokens=10000)
     assert tokens(model, IDS, MASK).shape == (2, 60)
@@ -351,11 +351,11 @@ def test_what_needs_lean_layers_is_named(
     folders: dict[str, Path], options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(NotImplementedError, match=f"{said} with .*which has no lean layers"):
-        load(folders["phi3"], **options)
+        load(folders["stablelm"], **options)
 
 
 def test_calls_that_are_not_supported_are_named(folders: dict[str, Path]) -> None:
-    model = load(folders["phi3"])
+    model = load(folders["stablelm"])
     with pytest.raises(NotImplementedError, match="beam_search with a model that has no lean"):
         tokens(model, IDS, MASK, num_beams=2)
     with pytest.raises(NotImplementedError, match="saved caches and calibrations need one"):

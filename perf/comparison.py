@@ -43,7 +43,7 @@ from perf.baselines.servers import (
     started_environment,
     version,
 )
-from perf.results_file import ROOT, Run, script_options
+from perf.results_file import ROOT, Run, read_results, script_options
 
 LIMIT_SHARE = 0.6
 ROOM_TOKENS = 64  # in the context, for a text that another tokenizer reads as a few tokens more
@@ -414,6 +414,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", nargs="+", metavar="NAME", help="; ".join(x.name for x in PEERS))
     parser.add_argument("--scenarios", nargs="+", help="names; default: all")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", help="of scenarios; default: all")
+    parser.add_argument("--unlimited", action="store_true", help="no run with less memory")
+    parser.add_argument("--go-on", action="store_true", help="keep what others were measured at")
     parser.add_argument("--threads", type=int, default=available_cpus())
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end with this process
@@ -424,18 +427,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     limited = QUICK_SCENARIOS if options.quick else LIMITED
     if options.scenarios:
         scenarios = [x for x in scenarios if x.name in options.scenarios]
+    if options.prompt_tokens:
+        scenarios = [x for x in scenarios if x.prompt_tokens in options.prompt_tokens]
     settings = run.named("rounds", "threads", "quick") | {
         "model": EMBEDDED_MODEL,
         "limit_share": LIMIT_SHARE,
-        "versions": {peer.name: version(peer) for peer in peers},
+        "versions": {peer.name: version(peer) for peer in (PEERS if options.go_on else peers)},
     }
     rows: list[dict[str, Any]] = []
+    before = (read_results(options.name) or {"rows": []})["rows"] if options.go_on else []
 
     def add(peer: Peer, scenario: Scenario, place: int, limit: Limit | None) -> None:
         row = measure(peer, scenario, texts, place=place, threads=options.threads, limit=limit)
         rows.append(row)
         run.say(_line(row))
-        run.write(settings, rows)
+        again = {_key(x) for x in rows}
+        run.write(settings, [*(x for x in before if _key(x) not in again), *rows])
 
     present = [peer for peer in peers if version(peer)]
     for index in range(options.rounds):
@@ -444,11 +451,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for peer in order:
                 if scenario.context <= peer.positions:
                     add(peer, scenario, 1000 * index, None)
-    for scenario in (x for x in limited if x in scenarios):
+    for scenario in (x for x in limited if x in scenarios and not options.unlimited):
         for peer in present:
-            free = [x for x in rows if x["peer"] == peer.name and _is_of(x, scenario)]
+            free = [x for x in [*rows, *before] if x["peer"] == peer.name and _is_of(x, scenario)]
             if answered := [x for x in free if x["outcome"] == "answers"]:
                 add(peer, scenario, 0, Limit.of(answered[0], peer.weights_bytes()))
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What was measured."""
+    return row["peer"], row["scenario"], row["prompt_tokens"], row["limit_bytes"] is None
 
 
 def _is_of(row: dict[str, Any], scenario: Scenario) -> bool:

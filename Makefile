@@ -120,7 +120,7 @@ peers: $(PEERS_STAMP)  ## Make .venv-peers with the engines that benchmarks comp
 # A peer that does not install is left out, and the table says so.
 comparison: venv peers $(PERF_STAMP)  ## Run offload serve beside other servers, hours on 2 CPUs, and write the tables.
 	-$(MAKE) $(VLLM)/.made
-	-$(MAKE) $(LLAMA_SERVER)/.made
+	-$(MAKE) $(LLAMA_SERVER)/.made && $(LLAMA_SERVER)/bin/llama-cpp-server --help > /dev/null  # links its libraries
 	$(BIN)/python -m perf.comparison $(COMPARISON_ARGS)
 	$(BIN)/python -m perf.report
 

@@ -210,11 +210,11 @@ class CompressionByAttention(KVCompression[_Record]):
     def _now_or_later(self, queries: Tensor) -> Tensor:
         """Rotated queries [..., n, head_dim], of three neighbours one as it is (so the newest), and
         two as later tokens would ask them."""
-        half = queries.shape[-1] // 2
-        turned = torch.cat([-queries[..., half:], queries[..., :half]], dim=-1)
         turn = torch.arange(queries.shape[-2] - 1, -1, -1) % len(self._turns[0])
         cos, sin = (x[turn] for x in self._turns)
-        return queries * cos + turned * sin
+        x, rest = queries[..., : cos.shape[-1]], queries[..., cos.shape[-1] :]
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([x * cos + torch.cat([-second, first], -1) * sin, rest], dim=-1)
 
     @property
     def _window_shape(self) -> dict[str, Any]:
@@ -229,8 +229,8 @@ class CompressionByAttention(KVCompression[_Record]):
 def _rotations(
     rotary: Any, distances: Sequence[int], device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """cos, sin [n, head_dim], on the CPU, that take a rotated query further; some models scale
-    theirs, too."""
+    """cos, sin [n, elements that are rotated], on the CPU, that take a rotated query further; some
+    models scale theirs, too."""
     cos, sin = rotary(torch.zeros(1, device=device), torch.tensor([distances], device=device))
     scale = (cos.square() + sin.square()).sqrt()
     return (cos / scale)[0].float().cpu(), (sin / scale)[0].float().cpu()

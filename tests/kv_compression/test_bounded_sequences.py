@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from cases.bounded_cases import generate, rows_of, step
 from cases.drafts import verifying
 from cases.inside import compression_of, runtime_of, states_of
 from cases.slowly import slow_but
-from cases.tiny_models import random_tokens
+from cases.tiny_models import make_tiny_model, random_tokens
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 import offload.kv_compression.by_attention as by_attention
+from offload import OffloadedModel
 from offload.kv.store import HostBudgetError
 from offload.kv_compression.bound import SequenceBound
 from offload.kv_compression.by_reconstruction import CompressionByReconstruction
@@ -345,6 +348,30 @@ def test_too_few_bytes() -> None:
         bound(9600, policy=policy)
     with pytest.raises(ValueError, match="need 14600 bytes"):
         bound(9600, other_bytes=lambda slots: 5000)
+
+
+def test_heads_that_are_rotated_in_part(tmp_path: Path) -> None:
+    """A query of later is turned as stock layers turn it, and the rest of the head stays."""
+    make_tiny_model("phi3", max_position_embeddings=4096).save_pretrained(tmp_path)
+    per_sequence = SLOTS * 3 * 2 * 2 * 32 * 4 + WINDOW_BYTES
+    options = {"page_tokens": 16, "num_threads": 1, "condense_by": "attention"}
+    model = OffloadedModel.from_pretrained(
+        tmp_path, policy="full", host_bytes_per_sequence=per_sequence, **options
+    )
+    compression = compression_of(model)
+    width = compression._turns[0].shape[-1]
+    query = torch.randn(1, 1, 4, 32)
+    later = compression._now_or_later(query)
+    assert 0 < width < 32
+    assert torch.equal(later[..., width:], query[..., width:])
+    for row, share in zip((3, 2, 1, 0), (*by_attention.AHEAD, 0.0), strict=True):
+        distance = torch.tensor([[round(share * compression.bound.slots)]])
+        turn = model.model.rotary_emb(query, distance)
+        of_row = query[:, :, row : row + 1]
+        wanted, _ = apply_rotary_pos_emb(of_row, of_row, *turn)
+        torch.testing.assert_close(later[:, :, row : row + 1], wanted, rtol=1e-4, atol=1e-4)
+    new = model.generate(random_tokens(1, 3 * SLOTS), max_new_tokens=4, eos_token_id=None)
+    assert new.shape[1] == 3 * SLOTS + 4
 
 
 @pytest.mark.parametrize("by", ["attention", "reconstruction"])

@@ -135,7 +135,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "
         ({"pad_token_id": 320}, "pad_token_id=320 is not among the 320 tokens"),
         (
             {"rope_parameters": LONGROPE},
-            "short_factor must be a list of 16 positive numbers, half of the elements that are rotated of head_dim=32, got a list",
+            "short_factor must be a list of 16 positive numbers, half of .*=32, got a list",
         ),
         (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "4"}},

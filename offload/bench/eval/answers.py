@@ -87,7 +87,8 @@ def answer_samples(
             full: list[torch.Tensor] = []
             for index, label in enumerate(labels):
                 forced = measure_forced(model, index, prompt, tokens, full)
-                of_sample[label]["kl"] = forced["kl"] / max(1, forced["tokens"])
+                if forced["tokens"]:
+                    of_sample[label]["kl"] = forced["kl"] / forced["tokens"]
     for index, label in enumerate(labels):
         for bound in bounds:
             for of_sample, each in zip(answers, asked, strict=True):

@@ -37,8 +37,8 @@ def ruler(
         bool,
         typer.Option(
             "--kl",
-            help="Also give each policy full attention's answer, and tell what its logits diverge "
-            "by: the mean over all tasks, in nats a token.",
+            help="Also give each policy full attention's answer, with what of the prompt is "
+            "decoded, and tell what its logits diverge by: nats a token, mean over prompts.",
             rich_help_panel=opt.Questions.panel,
         ),
     ] = False,

@@ -69,8 +69,8 @@ Weights = Annotated[
     typer.Option(
         metavar="NAME",
         help="What the layers' matrices are kept as: auto (on a CPU as a GGUF has them, else in "
-        "--dtype), q8, q4, bfloat16, float16 or float32. q8 and q4 are smaller and a little less "
-        "exact, and the head is q8 with both.",
+        "--dtype), q8, q4, bfloat16, float16 or float32. q8 and q4 are smaller; q8 is nearly as "
+        "exact, q4 less, of small models much less; the head is q8 with both.",
     ),
 ]
 KV_DTYPE_NAMES = ("auto", "bfloat16", "int8")
@@ -79,8 +79,7 @@ KVDtype = Annotated[
     typer.Option(
         metavar="NAME",
         help="What keys and values are kept as: auto (the model's dtype), bfloat16 (of a model in "
-        "it) or int8, which takes 0.52 of the bytes of bfloat16 and is a little less exact; on a "
-        "CPU, in one process.",
+        "it) or int8, which takes 0.52 of the bytes of bfloat16 and is a little less exact.",
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")]

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
-from offload.policies.hard_kv.policy import LEAST_SHARE
+from offload.selection.policy import LEAST_SHARE
 
 _MOST_SHARE = 1.0 - 1e-6  # of a policy that would cut nothing
 _GAIN = 0.5  # of the log-odds by the log of the tokens; 2 would swing for ever

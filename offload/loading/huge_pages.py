@@ -15,19 +15,25 @@ import torch
 from torch import nn
 
 from offload.system.huge_pages import map_slab
+from offload.system.memory import give_back_free_memory
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
-_SLAB_BYTES = 256 * 2**20  # the old and the new copy of at most this much exist at one time
+_SLAB_BYTES = 256 * 2**20
+# The old and the new copy of at most this much exist at one time, or of this part of the model:
+# what was copied goes back to the system so often.
+_LEAST_TWICE_BYTES, _TWICE = 16 * 2**20, 1 / 16
 
 
 def move_to_huge_pages(model: Any) -> None:
     """Give each parameter of `model` a new place, its values unchanged; tied ones stay tied."""
+    model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    most_twice, twice = max(_LEAST_TWICE_BYTES, int(model_bytes * _TWICE)), 0
     for parameters in _groups(model):
         offsets, num_bytes = [], 0
         for parameter in parameters:
             offsets.append(num_bytes)
             num_bytes += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
-        slab = map_slab(num_bytes).numpy()
+        slab = map_slab(num_bytes, resident=False).numpy()
         for parameter, offset in zip(parameters, offsets, strict=True):
             # A storage of its own, unlike a view of the slab: savers look for shared storages.
             place = torch.frombuffer(
@@ -37,6 +43,11 @@ def move_to_huge_pages(model: Any) -> None:
             values = parameter.data.contiguous().view(-1)
             slab[offset : offset + parameter.nbytes] = values.view(torch.uint8).numpy()
             parameter.data = place.view(parameter.shape)
+            del values
+            if (twice := twice + parameter.nbytes) >= most_twice:
+                give_back_free_memory()
+                twice = 0
+    give_back_free_memory()
 
 
 def _groups(model: Any) -> Iterator[list[nn.Parameter]]:

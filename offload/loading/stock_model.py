@@ -32,6 +32,7 @@ from offload.models import ModelShape, has_experts
 from offload.models.base import check_computation, context_limit
 from offload.models.missing_features import unsupported_generic
 from offload.system.json_file import read_json_object
+from offload.system.memory import give_back_free_memory
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -307,7 +308,9 @@ def folder_tokenizer(folder: Path) -> Any:
     is_converted = (folder / CONVERTED_MARK).is_file()
     loader: Any = PreTrainedTokenizerFast if is_converted else AutoTokenizer
     try:
-        return loader.from_pretrained(folder, trust_remote_code=False)
+        loaded = loader.from_pretrained(folder, trust_remote_code=False)
+        give_back_free_memory()  # of its files, which are read as JSON twice
+        return loaded
     except Exception as error:  # of any kind, where files are damaged
         if "trust_remote_code" in str(error):
             raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
@@ -17,9 +18,12 @@ from offload.planning.placement_bytes import head_state_bytes
 from offload.planning.profile import MachineProfile
 from offload.planning.step_time import StepModel, StepTime
 from offload.planning.workload import Workload
-from offload.policies import HardKV, Policy
+from offload.policies import Policy
 from offload.selection.policy import SELECT
 from offload.system.memory import format_bytes
+
+if TYPE_CHECKING:
+    from offload.policies import HardKV
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def in_tokens(
         ValueError: the cap leaves less than sinks, recent window and one page, or less than other
             options ask for; names the numbers and the options.
     """
-    if not isinstance(policy, HardKV) or not policy.step_cap:
+    if not has_step_cap(policy):
         return policy
     policy.inner.check_model(**shape.heads)
     if policy.max_step_us is None:
@@ -80,6 +84,11 @@ def in_tokens(
                 "the one or lower the other"
             )
     return policy.with_max_tokens(tokens)
+
+
+def has_step_cap(policy: Policy) -> TypeGuard[HardKV]:
+    """Whether a step's cap is to become one in tokens; of policies, hard_kv has that."""
+    return bool(getattr(policy, "step_cap", ""))
 
 
 def attended_token_bytes(policy: Policy, shape: ModelShape, row_bytes: int) -> int:

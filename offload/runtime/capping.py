@@ -10,8 +10,8 @@ import torch
 from offload.kv.format import KVFormat
 from offload.loading.checkpoint import Checkpoint
 from offload.planning.profile import cached_profile
-from offload.planning.step_cap import StepPredictor, in_tokens, step_predictor
-from offload.policies import HardKV, Policy
+from offload.planning.step_cap import StepPredictor, has_step_cap, in_tokens, step_predictor
+from offload.policies import Policy
 from offload.ranks.group import TensorParallel
 from offload.runtime.budgets import (
     kv_budget_bytes,
@@ -36,7 +36,7 @@ def with_cap_in_tokens(
         NotImplementedError: microseconds of ranks, or of the GPU's code path on the CPU.
     """
     policy, shape = config.policy, checkpoint.shape
-    if not isinstance(policy, HardKV) or not policy.step_cap:
+    if not has_step_cap(policy):
         return config
     weight_bytes = weight_bytes_before_loading(checkpoint, config)
     dtype = checkpoint.loaded_dtype(config.dtype)

@@ -20,6 +20,7 @@ from offload.planning.profile import MachineProfile
 from offload.planning.workload import Workload
 from offload.policies import Policy
 from offload.policies.auto import Auto
+from offload.policies.base import SparsePolicy
 from offload.policies.full import Full
 from offload.runtime.auto_policy import Room, resolve_auto
 from offload.runtime.config import RuntimeConfig
@@ -93,7 +94,7 @@ def resolve_generic(
     needs = needs_alike_layers(policy, shape.num_layers, shape.num_kv_heads)
     if needs and _heads_differ(specs.values()):
         return Full(), f"exact: {policy.name} {needs}, and heads of layers differ"
-    if on_gpu and policy.selects:
+    if on_gpu and isinstance(policy, SparsePolicy):
         policy = replace(policy, dense_until=None)  # which decoding with a GPU does not take
         reason = f"exact where all KV of a generation fits the GPU; else, on the CPU, {reason}"
     return policy, reason

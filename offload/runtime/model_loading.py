@@ -45,7 +45,7 @@ from offload.runtime.compressing import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.placing import Chooser, placement_for
 from offload.system.captures import CAPTURING
-from offload.system.memory import format_bytes, give_back_free_memory, host_memory
+from offload.system.memory import format_bytes, host_memory
 from offload.system.slow_here import slow_here
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,6 @@ def move_to_device(stock: Any, config: RuntimeConfig) -> None:
     """A model, or a rank's part of it; what reads its weights from now on runs there."""
     if config.device == "cpu":
         move_to_huge_pages(stock)
-        give_back_free_memory()  # of what was read, and where it was before
     else:
         stock.to(config.device)
 

@@ -11,6 +11,9 @@ from offload.decode.attention import DecodeAttention
 from offload.models.batch import RaggedBatch
 from offload.prefill.forward import OnQueries, prefill_by_layer
 from offload.selection.prefill_build import PrefillBuild
+from offload.system.memory import give_back_free_memory
+
+_MANY_TOKENS = 2048  # reading them takes seconds, and leaves free memory that decoding never uses
 
 
 def prefill_for(
@@ -50,6 +53,8 @@ def prefill_for(
         copied_heads=max((build.copied_heads for build in running), default=0),
         **options,
     )
+    if hidden.device.type == "cpu" and len(hidden) >= _MANY_TOKENS:
+        give_back_free_memory()
     for build in running:
         build.finish()
     for attention in attentions:

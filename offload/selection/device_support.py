@@ -44,12 +44,14 @@ class DeviceCodes:
         num_candidates: without sinks and recent tokens.
         levels: 2 or 4, of a code of 1 or 2 bits a dimension.
         outer: see `gpu_ops.append_codes`.
+        rotation: head_dim -> float32 [head_dim, head_dim], what keys and queries are multiplied by.
     """
 
     heads: npt.NDArray[np.bool_]
     num_candidates: int
     levels: tuple[float, ...]
     outer: float
+    rotation: Callable[[int], npt.NDArray[np.float32]]
 
     @property
     def bits(self) -> int:

@@ -17,13 +17,11 @@ record: reading costs nothing, and a field is one load.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
-from numba.extending import intrinsic
 
 
 class StateLayout:
@@ -35,7 +33,10 @@ class StateLayout:
 
     def __init__(self, **dtypes: npt.DTypeLike | None) -> None:
         self._dtypes = {name: None if d is None else np.dtype(d) for name, d in dtypes.items()}
-        self.read = reader(tuple(dtypes), np.int64)
+
+    @cached_property
+    def read(self) -> Any:
+        return reader(tuple(self._dtypes), np.int64)
 
     def __len__(self) -> int:
         return len(self._dtypes)
@@ -62,7 +63,10 @@ class NumberLayout:
 
     def __init__(self, *names: str) -> None:
         self._names = names
-        self.read = reader(names, np.float64)
+
+    @cached_property
+    def read(self) -> Any:
+        return reader(self._names, np.float64)
 
     def values(self, policy: Any) -> list[float]:
         """A policy's numbers, as `read` finds them."""
@@ -76,6 +80,10 @@ def reader(names: tuple[str, ...], dtype: npt.DTypeLike) -> Any:
 
 def record_reader(dtype: npt.DTypeLike) -> Any:
     """For compiled code: read(address) is the record there; its fields may be written, too."""
+    import numba  # 50 MiB, for those whose policy has such code
+    from numba.core import types
+    from numba.extending import intrinsic
+
     record: Any = numba.from_dtype(np.dtype(dtype))
 
     @intrinsic

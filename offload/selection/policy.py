@@ -27,6 +27,7 @@ REUSE = 3  # attends to what the same unit of a layer above last published in th
 
 NO_MEMBER = 255  # of `Policy.unit_members`
 MAX_ESTIMATE_CLUSTERS = 255
+LEAST_SHARE = 0.5  # of the weight: `selection_mean_tokens` cuts no selection to less
 # Options that every selecting policy has, and that are the same for all parts of one.
 BUDGET_OPTIONS = (
     *("budget_tokens", "sink_tokens", "recent_tokens"),

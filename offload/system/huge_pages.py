@@ -1,4 +1,4 @@
-"""Fresh host memory on huge pages, resident before it is used."""
+"""Fresh host memory on huge pages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ _FEW_PAGES_BYTES = 4 * 2**20
 _TOUCH_CHUNK_BYTES = 64 * 2**20  # a multiple of the page sizes, 4 KiB to 2 MiB
 
 
-def map_slab(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes] of fresh, zeroed, resident memory that is unmapped with the tensor.
+def map_slab(num_bytes: int, *, resident: bool = True) -> torch.Tensor:
+    """uint8 [num_bytes] of fresh, zeroed memory that is unmapped with the tensor.
+
+    Args:
+        resident: from the start; False: each page when it is written.
 
     Raises:
         OSError: if the system refuses the mapping.
     """
     memory = _map(num_bytes)
-    touch(memory)
+    if resident:
+        touch(memory)
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=torch.uint8)
 

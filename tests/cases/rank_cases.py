@@ -43,7 +43,7 @@ def load(folder: Path, policy: Policy | str, device: str = "cpu", **options: Any
         policy=policy,
         dtype=options.pop("dtype", "float32"),
         device=device,
-        tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
+        tensor_parallel_size=int(os.environ.get("WORLD_SIZE", "1")),
         **{"page_tokens": 16, "prefill_slice_tokens": 64, "num_threads": 1, **options},
     )
 
@@ -80,7 +80,7 @@ def bitwise(
     for column in range(input_ids.shape[1] - 3, input_ids.shape[1]):
         out = model(input_ids[:, column : column + 1], past_key_values=out.past_key_values)
         logits.append(out.logits)
-    return logits
+    return [x.cpu() for x in logits]
 
 
 def facts(folder: Path, policy: str = "full", **options: Any) -> dict[str, Any]:

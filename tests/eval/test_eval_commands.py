@@ -59,6 +59,7 @@ def test_ruler_json(whole: Any) -> None:
     assert whole["machine"]["isa"]
     settings = whole["settings"]
     assert list(settings["policies"]) == ["full", "exact_topk 64", "streaming_llm 64"]
+    assert [line["kl"] for line in whole["summary"]] == [None] * 3
     assert settings["policies"]["exact_topk 64"]["recent_tokens"] == 16
     assert settings["policies"]["exact_topk 64"]["sink_tokens"] == 4
     assert settings["policies"]["streaming_llm 64"]["recent_tokens"] == 60
@@ -115,6 +116,20 @@ def test_another_device_reads_the_prompts(ruler: list[str], whole: Any) -> None:
     result = runner.invoke(app, [*ruler, "--reads-on", "tpu"])
     assert result.exit_code == 1
     assert "unknown device 'tpu'" in flat(result.stderr)
+
+
+def test_divergence_from_full_attention(ruler: list[str], whole: Any) -> None:
+    result = runner.invoke(app, [*ruler, "--kl", "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    full, topk, streaming = (line.pop("kl") for line in document["summary"])
+    assert full == 0 < topk < streaming
+    assert [line["score"] for line in document["summary"]] == [
+        line["score"] for line in whole["summary"]
+    ]
+    table = runner.invoke(app, [*ruler, "--kl", "-o", "md"]).stdout
+    assert "| 95 % interval | KL |" in table
+    assert f"{topk:.5f}" in table
 
 
 def test_tables_and_markdown(ruler: list[str]) -> None:

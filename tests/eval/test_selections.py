@@ -11,7 +11,8 @@ import pytest
 import torch
 from cases.tiny_models import random_tokens
 
-from offload.bench.eval.perplexity import Window, kl_divergence, measure_window
+from offload.bench.eval.forced import kl_divergence
+from offload.bench.eval.perplexity import Window, measure_window
 from offload.bench.eval.selections import ReferenceBudget, largest, selection_quality
 from offload.policies import Policy
 from offload.policies.registry import available_policies, make_policy

@@ -15,7 +15,8 @@ from cases.tiny_models import EOS_TOKEN, VOCAB_SIZE, random_tokens
 from offload import OffloadedModel
 from offload.bench.eval.answers import Answer, greedy_answers
 from offload.bench.eval.answers import greedy_answer as answer_of
-from offload.bench.eval.perplexity import measure_window, teacher_forced, windows_of
+from offload.bench.eval.forced import teacher_forced
+from offload.bench.eval.perplexity import measure_window, windows_of
 from offload.bench.eval.reply import Reply
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.placement import Place

@@ -16,7 +16,7 @@ from cases.tiny_models import random_tokens
 from typer.testing import CliRunner
 
 from offload import OffloadedModel
-from offload.bench.eval.answers import attended_tokens
+from offload.bench.eval.forced import attended_tokens
 from offload.cli import app
 from offload.cli.eval.options import Runs
 from offload.cli.eval.scored import Setup

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from cases.tiny_models import make_tiny_model
 
 import offload.policies
 from offload.policies import Auto, ExactTopK, Full, StreamingLLM
@@ -128,13 +129,16 @@ def test_streaming_llm_derives_its_window():
         StreamingLLM(budget_tokens=100, sink_tokens=10, recent_tokens=50)
 
 
-def test_full_never_loads_numba():
+def test_full_never_loads_numba(tmp_path):
+    make_tiny_model("llama").save_pretrained(tmp_path)
     script = (
-        "import sys; from offload.policies import make_policy; make_policy('full');"
-        "assert 'numba' not in sys.modules; make_policy('exact_topk');"
+        "import sys, torch, offload, offload.engine.engine;"
+        f"model = offload.OffloadedModel.from_pretrained({str(tmp_path)!r}, policy='full');"
+        "model.generate(torch.arange(9)[None], max_new_tokens=3, do_sample=False);"
+        "assert 'numba' not in sys.modules; offload.make_policy('exact_topk');"
         "assert 'numba' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("name", available_policies())

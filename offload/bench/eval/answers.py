@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from offload.bench.eval.bounds import Bound, read_within
+from offload.bench.eval.forced import attended_tokens, measure_forced
 from offload.bench.eval.prompt import prompt_text, prompt_tokens
 from offload.bench.eval.reply import Reply
 from offload.bench.eval.sample import PART_END, Sample, string_match_all
 from offload.decode.sampling import Sampler, SamplingOptions
 from offload.engine.runner import Passes
 from offload.runtime.cache import OffloadedCache
-from offload.runtime.runtime import Runtime
 from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
 
 
@@ -49,6 +49,7 @@ def answer_samples(
     decode_last: int = 0,
     bounds: Sequence[Bound] = (),
     together: bool = False,
+    with_kl: bool = False,
 ) -> list[dict[str, Any]]:
     """What each policy answers to samples, and the scores; then each within each bound.
 
@@ -60,12 +61,15 @@ def answer_samples(
         bounds: on the host memory of prompt and answer, which is then as long as it may be.
         together: all samples are decoded in the same steps, of which each takes its share of the
             seconds and of what is attended to; not with bounds or corrections.
+        with_kl: each policy is also given the answer of the first, full attention, one token at a
+            time: what its logits diverge by, in nats a token.
     """
     asked = [
         _Asked.of(sample, model, tokenizer, chat=chat, decode_last=decode_last)
         for sample in samples
     ]
     answers: list[dict[str, Any]] = [{} for _ in samples]
+    given: list[list[int]] = []
     with contextlib.ExitStack() as reading:
         prompts = [reading.enter_context(model.read(each.read)) for each in asked]
         for index, label in enumerate(labels):
@@ -77,6 +81,13 @@ def answer_samples(
                 said = [greedy_answer(model, index, *each) for each in both]
             for of_sample, each, answer in zip(answers, asked, said, strict=True):
                 of_sample[label] = each.scored(answer)
+                if with_kl and index == 0:
+                    given.append([*each.unread, *answer.tokens])
+        for of_sample, prompt, tokens in zip(answers, prompts, given, strict=False):
+            full: list[torch.Tensor] = []
+            for index, label in enumerate(labels):
+                forced = measure_forced(model, index, prompt, tokens, full)
+                of_sample[label]["kl"] = forced["kl"] / max(1, forced["tokens"])
     for index, label in enumerate(labels):
         for bound in bounds:
             for of_sample, each in zip(answers, asked, strict=True):
@@ -234,18 +245,3 @@ def _running(caches: Sequence[OffloadedCache], replies: Sequence[Reply]) -> list
         for cache, reply in zip(caches, replies, strict=True)
         if not reply.is_done
     ]
-
-
-def attended_tokens(runtime: Runtime, steps: int, count: str = "attended_tokens") -> float | None:
-    """Per step, layer and unit, dense layers included, since the profile was started.
-
-    Args:
-        count: of `NativeAttention.profile`, in tokens x units.
-    """
-    attention = runtime.attention
-    if not steps or runtime.device.type != "cpu":
-        return None
-    per_query_head = attention.policy.selects and attention.policy.per_query_head
-    num_units = sum(heads[0 if per_query_head else 1] for heads in attention.layer_heads)
-    counted: float = attention.profile()[count] / num_units
-    return counted / steps

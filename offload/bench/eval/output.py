@@ -72,9 +72,12 @@ def summary_table(summary: Sequence[Mapping[str, Any]]) -> Table:
         "mean": lambda line: _points(line["score"], ""),
         "difference": lambda line: _points(line["difference"], "+"),
         "95 % interval": lambda line: _interval(line["interval"]),
+        "KL": partial(_known, "kl", ".5f"),
         "attended": lambda line: _number(line["attended_tokens"]),
         "tokens/s": lambda line: _number(_rate(line)),
     }
+    if not any(line.get("kl") is not None for line in summary):
+        del columns["KL"]
     return _table(summary, columns)
 
 

@@ -7,21 +7,20 @@ Windows slide over the text: each is read, and then some more tokens are decoded
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from offload.bench.eval.answers import attended_tokens
 from offload.bench.eval.bounds import Bound, read_within
+from offload.bench.eval.forced import measure_forced
 from offload.bench.eval.intervals import student_interval
 from offload.bench.eval.record_file import Record
 from offload.bench.eval.selections import METRICS, SelectionJudge, most_dense_layers
 from offload.bench.eval.summary import FULL, bound_means, mean
-from offload.runtime.shared_model import ContinuesPrompts, ReadPrompt, SharedModel
+from offload.runtime.shared_model import SharedModel
 
 MOST_INT8_KL = 0.01  # nats a token
 
@@ -99,95 +98,19 @@ def measure_window(
         judges = [SelectionJudge(runtime, judged_every, dense) for runtime in model.runtimes]
     if model.runtimes[0].store.format.is_int8:
         with model.unrounded() as unrounded, unrounded.read(context) as prompt:
-            _measure(unrounded, 0, prompt, following, full)
+            measure_forced(unrounded, 0, prompt, following, full)
     with model.read(context) as prompt:
         answers = {
-            label: _measure(model, index, prompt, following, full, judges[index])
+            label: measure_forced(model, index, prompt, following, full, judges[index])
             for index, label in enumerate(labels)
         }
         seconds = round(prompt.seconds, 4)
     for index, label in enumerate(labels):
         for bound in bounds:
             with read_within(bound, model, index, context, len(following) - 1) as read:
-                measured = _measure(read.model, 0, read.prompt, following, full)
+                measured = measure_forced(read.model, 0, read.prompt, following, full)
                 answers[bound.label(label)] = measured | read.measured()
     return {"prefill_seconds": seconds, "answers": answers}
-
-
-@contextmanager
-def teacher_forced(
-    model: ContinuesPrompts, index: int, prompt: ReadPrompt
-) -> Iterator[Callable[[int], torch.Tensor]]:
-    """What decodes the next token of a prompt's text under a policy: logits [vocab_size] after it.
-
-    Args:
-        index: of the policy's runtime.
-    """
-    runtime, position = model.runtimes[index], len(prompt.tokens)
-    with (
-        runtime.generation(has_assistant=False),
-        model.continued(index, prompt) as cache,
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
-
-        def decode(token: int) -> torch.Tensor:
-            nonlocal position
-            logits = runtime.step_logits(cache, token, position)
-            position += 1
-            return logits
-
-        yield decode
-
-
-def _measure(
-    model: ContinuesPrompts,
-    index: int,
-    prompt: ReadPrompt,
-    following: Sequence[int],
-    full: list[torch.Tensor],
-    judge: SelectionJudge | None = None,
-) -> dict[str, Any]:
-    """Args: full: of full attention, log probabilities [vocab_size] of each step; filled by the
-    first call. judge: of some steps, whose seconds do not count."""
-    is_full = not full
-    runtime = model.runtimes[index]
-    # The first of them needs no decode step: it is the prompt's, and the same for all.
-    targets, losses, divergences, seconds = torch.tensor(following[1:]), [], [], []
-    with teacher_forced(model, index, prompt) as decode:
-        runtime.attention.start_profile()
-        stats = runtime.current_generation.stats
-        for step, (token, target) in enumerate(zip(following, targets, strict=False)):
-            before = stats.decode_seconds
-            with nullcontext() if judge is None else judge.looking(step):
-                probable = decode(token).double().log_softmax(-1).cpu()
-            if judge is None or not judge.judges(step):
-                seconds.append(stats.decode_seconds - before)
-            losses.append(-float(probable[target]))
-            rounded = probable.float()
-            if is_full:
-                full.append(rounded)
-            divergences.append(float(kl_divergence(rounded, full[step])))
-        attended = attended_tokens(runtime, len(losses))
-        scored = attended_tokens(runtime, len(losses), "scored_tokens")
-    return {
-        "nll": math.fsum(losses),
-        "kl": math.fsum(divergences),
-        "tokens": len(losses),
-        "attended_tokens": attended,
-        "scored_tokens": scored,
-        "decode_seconds": round(math.fsum(seconds), 4),
-        "decoded_tokens": len(seconds),
-        "build_seconds": round(stats.index_seconds, 4),
-        **({} if judge is None else judge.measured()),
-    }
-
-
-def kl_divergence(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch.Tensor:
-    """KL(reference || other), in nats, of each row of logits [n, vocab_size]: float64 [n]."""
-    other = torch.log_softmax(logits.double(), -1)
-    reference = torch.log_softmax(reference_logits.double(), -1)
-    return (reference.exp() * (reference - other)).sum(-1).clamp_(min=0.0)
 
 
 def int8_warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -66,6 +66,7 @@ def summaries(
                 "interval": sure,
                 "attended_tokens": _mean_of(counting, label, "attended_tokens"),
                 "scored_tokens": _mean_of(counting, label, "scored_tokens"),
+                "kl": _mean_of(records, label, "kl"),
                 "decode_seconds": sum(r["answers"][label]["decode_seconds"] for r in records),
                 "build_seconds": sum(r["answers"][label]["build_seconds"] for r in records),
                 "decoded_tokens": sum(r["answers"][label]["new_tokens"] - 1 for r in records),

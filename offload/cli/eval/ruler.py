@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
+import typer
+
 from offload.bench.eval.haystack import described, prose_words
 from offload.bench.eval.prompt import text_counter
 from offload.bench.eval.ruler import (
@@ -31,6 +33,15 @@ def ruler(
     bounds: opt.Bounds,
     questions: opt.ProseQuestions,
     tasks: Annotated[str, opt.tasks_option(ALL_TASKS, ("all (of RULER)", "hard"))] = "all",
+    kl: Annotated[
+        bool,
+        typer.Option(
+            "--kl",
+            help="Also give each policy full attention's answer, and tell what its logits diverge "
+            "by: the mean over all tasks, in nats a token.",
+            rich_help_panel=opt.Questions.panel,
+        ),
+    ] = False,
     runs: opt.Runs,
     output: opt.Output,
     verbose: Verbose = False,
@@ -89,4 +100,5 @@ def ruler(
             },
             decode_last=questions.decode_last,
             of_full=of_full,
+            with_kl=kl,
         )

@@ -67,7 +67,8 @@ class Setup:
         """Whether the model has no lean layers."""
         from offload.models import is_generic
 
-        native = self.runs.device == "cpu" and not self.runs.hot_rows
+        runs = self.runs
+        native = runs.device == "cpu" and runs.reads_on is None and not runs.hot_rows
         return is_generic(self.checkpoint.config, native=native)
 
     def _check_generic(self) -> None:
@@ -90,7 +91,7 @@ class Setup:
         for option in (option for option, is_given in refused.items() if is_given):
             raise NotImplementedError(
                 f"{option} with a model of type {self.checkpoint.config['model_type']!r}, which "
-                "has no lean layers; leave it out"
+                "has no lean layers there; leave it out"
             )
         for policy in self.resolved:
             check_generic(self.checkpoint, self.config().under(policy))
@@ -286,6 +287,7 @@ def answer_all(
     settings: Mapping[str, Any],
     decode_last: int = 0,
     of_full: tuple[float, float] | None = None,
+    with_kl: bool = False,
 ) -> dict[str, Any]:
     """Make the prompts, have them answered, sum up and print: the command's JSON document.
 
@@ -293,7 +295,7 @@ def answer_all(
         sampler: gets the tokenizer, and whether prompts have its chat template; what makes samples
             of a task, a length, how many, and a seed.
         settings: of the prompts, without `questions`, by the names of the command's options.
-        decode_last: as `answer_samples` has it.
+        decode_last, with_kl: as `answer_samples` has them.
         of_full: as `counting_cells` has it.
     """
     from offload.bench.eval.answers import answer_samples
@@ -332,6 +334,7 @@ def answer_all(
             decode_last=decode_last,
             bounds=setup.bounds,
             together=setup.runs.batch_size > 1,
+            with_kl=with_kl,
         )
 
     def count_tokens(tokenizer: Any, sample: Sample) -> int:
@@ -351,6 +354,7 @@ def answer_all(
             "seed": questions.seed,
             "chat_template": chat,
             "decode_last": decode_last,
+            **({"kl": True} if with_kl else {}),
         },
     )
     document = {

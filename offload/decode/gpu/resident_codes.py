@@ -30,7 +30,6 @@ from offload.decode.gpu.layer_heads import LayerHeads, most_heads
 from offload.decode.gpu.pages import DevicePages, PageBudget, whole_slabs
 from offload.models import ModelShape
 from offload.policies import Policy
-from offload.policies.sketch.codes import rotation
 from offload.selection.device_support import DeviceCodes
 from offload.selection.layer_state import State
 from offload.system.errors import DeviceMemoryError
@@ -296,7 +295,7 @@ class CodeLists:
         del layout["coded_heads"]
         buffers = allocate(layout, device)
         self.selection, self.counts = buffers.pop("selection"), buffers.pop("counts")
-        matrix = torch.from_numpy(rotation(self._shape.model.head_dim))
+        matrix = torch.from_numpy(self._shape.codes.rotation(self._shape.model.head_dim))
         self._rotation = buffers.pop("rotation").copy_(matrix)
         scratch = {field.name: buffers.pop(f"query_{field.name}") for field in fields(CodeQuery)}
         self._scratch = CodeQuery(**scratch)

@@ -30,10 +30,8 @@ from offload.policies.hard_kv.logits_calibration import CALIBRATE, Calibrate
 from offload.policies.per_head import PerHead
 from offload.policies.wrapped import WrappedPolicy, forwards
 from offload.selection.device_support import DeviceSupport
-from offload.selection.policy import Policy
+from offload.selection.policy import LEAST_SHARE, Policy
 from offload.system.memory import parse_size
-
-LEAST_SHARE = 0.5  # that a mean is held by
 
 
 @forwards("policy.inner.device", "whole", "codes", "code_state")

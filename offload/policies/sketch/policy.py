@@ -25,7 +25,7 @@ from torch import Tensor
 from cpu_ops.codes import CODE_BLOCK
 from cpu_ops.worker_pool import WorkerPool
 from offload.policies.base import SparsePolicy
-from offload.policies.sketch.codes import LEVELS, OUTER, encode_rows, rotate
+from offload.policies.sketch.codes import LEVELS, OUTER, encode_rows, rotate, rotation
 from offload.policies.sketch.codes_on_device import encode_keys, mean_keys
 from offload.selection.callback import (
     Callback,
@@ -244,7 +244,7 @@ class SketchDevice(DeviceSupport):
         sparse = np.arange(num_layers) >= policy.dense_layers
         levels = tuple(LEVELS[policy.bits].tolist())
         heads = np.repeat(sparse[:, None], num_units, axis=1)
-        return DeviceCodes(heads, policy.max_candidates, levels, float(OUTER))
+        return DeviceCodes(heads, policy.max_candidates, levels, float(OUTER), rotation)
 
     def code_state(self, arrays: State, kv_len: int, load_keys: Callable[[int], Tensor]) -> State:
         """With codes of the tokens that have none yet."""

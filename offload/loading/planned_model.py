@@ -273,5 +273,8 @@ def _of_config(
     with torch.device("meta"):  # shapes without memory: biases, norms and ties count as they are
         stock = model.from_config(config, dtype=dtype)
     shapes = {name: tuple(weight.shape) for name, weight in stock.named_parameters()}
+    if (family := family_of(config.to_dict())) is not None:
+        windows = tuple(family.window(stock, i) for i in range(shape.num_layers))
+        shape = replace(shape, windows=windows if any(windows) else ())
     weight_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
     return PlannedModel(name, config.model_type, shape, dtype, weight_bytes), shapes

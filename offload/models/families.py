@@ -191,13 +191,17 @@ class ModelFamily:
         if self.float32_tables:
             ropes = [RoundedRotary(rope) for rope in ropes]
         max_context, reason = context_limit(config)
+        windows = [spec.window for spec in specs]
         return LeanModel(
             embed_tokens=model.embed_tokens,
             layers=tuple(self.layer(stock, i, spec) for i, spec in enumerate(specs)),
             final_norm=model.norm,
             lm_head=fused_linear("", stock, "lm_head"),
             ropes=tuple(ropes),
-            shape=ModelShape.of_config(config.to_dict() | most, max_context),
+            shape=replace(
+                ModelShape.of_config(config.to_dict() | most, max_context),
+                windows=tuple(windows) if any(windows) else (),
+            ),
             max_context_reason=reason,
         )
 

@@ -55,7 +55,7 @@ def _outputs(
     if len(linear.parts) == len(shares):
         return [projection(x, pool) for projection in linear.parts]
     unit = linear.out_features // sum(shares)
-    return [*linear(x, pool).split([unit * share for share in shares], dim=-1)]
+    return [*torch.split(linear(x, pool), [unit * share for share in shares], dim=-1)]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pool: WorkerPool | None = None) -> Tensor:

@@ -36,8 +36,9 @@ _HEAD = """\
 
 *lean*: native layers, on a CPU and with a GPU, with every feature. What a lean type's layers do not
 compute, such as windows smaller than the context, is refused for llama, mistral, qwen2 and qwen3,
-and makes a model of another type generic (layers of phi3 and gemma3_text attend through windows,
-though their caches keep all tokens, and refuse policies that tell layers or heads apart); so does a
+and makes a model of another type generic (layers of phi3 and gemma3_text attend through windows, and
+keep 64 tokens more: what goes back further is read again, as prompts are that share only the front
+of an earlier one; they refuse policies that tell layers or heads apart); so does a
 GPU, a backend or a rank where the table says so, and of phi3 `rope_type: longrope`, which reads a
 text anew where it outgrows its short factors. *generic*: transformers' own modules, on a CPU or,
 with `device="cuda"`, on a GPU. Attention of the layers that attend to all tokens is ours, their

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.inside import allow_host_bytes
 from cases.tiny_models import make_tiny_model, random_tokens
 
 from offload import Engine, OffloadedCache, OffloadedModel, SamplingParams
@@ -181,6 +182,32 @@ def test_engine_and_its_sessions(model: Any, stock: Any, tmp_path: Path) -> None
             assert (answer, cached) == (expected(early), 0)
             engine.stop()
     assert model.kv_store.host_bytes_used == 0
+
+
+def test_requests_that_fit_together(folder: Path, stock: Any) -> None:
+    """Two that would be too many with the pages of all tokens."""
+    model, prompts = load(folder), [PROMPT[0].tolist(), PROMPT[0, 20:].tolist()]
+    store, params = model.kv_store, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    of_windows = store.pages_at(360) - -(-360 // 16)  # a prompt that is kept has its own, too
+    room = 2 * store.pages_at(360) + of_windows
+    assert room < 0.7 * 2 * 3 * -(-360 // 16)
+    allow_host_bytes(model, room * store.page_bytes)
+    engine, answers = Engine(model), dict[str, list[int]]()
+    for prompt in prompts:
+        answers[engine.add_request(prompt, params)] = []
+    most = 0
+    while engine.has_work:
+        outputs = engine.step()
+        most = max(most, len({output.request_id for output in outputs}))
+        for output in outputs:
+            assert output.error is None, output
+            answers[output.request_id] += [chosen.token for chosen in output.tokens]
+    engine.stop()
+    for prompt, answer in zip(prompts, answers.values(), strict=True):
+        found = stock.generate(torch.tensor([prompt]), max_new_tokens=40, **OPTIONS)
+        assert answer == found[0, len(prompt) :].tolist()
+    assert most == 2  # of one step
+    assert store.host_bytes_used == 0
 
 
 @pytest.mark.parametrize(

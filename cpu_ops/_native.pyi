@@ -102,6 +102,7 @@ def causal_attention(
     num_kv_heads: int,
     head_dim: int,
     scale: float,
+    window: int,
     out: int,
 ) -> None: ...
 def rms_norm(
@@ -157,7 +158,7 @@ class DecodeAttention:
         self,
         pool: WorkerPool,
         isa: str,
-        layers: Sequence[tuple[int, int, int, float, float]],
+        layers: Sequence[tuple[int, int, int, float, float, int]],
         page_shift: int,
         dtype: int,
         row_format: int,
@@ -339,7 +340,7 @@ class Linear:
         num_rows: int,
         norm_weight: int,
         norm_eps: float,
-        silu_mul: bool,
+        gate: int,
         residual: int,
         out: int,
     ) -> None: ...
@@ -440,6 +441,7 @@ class DecoderLayers:
         mlp_out_norm: tuple[int, float],
         rope_idx: int,
         sparse: bool,
+        gate: int,
     ) -> None: ...
     def run(self, step: DecoderStep) -> None: ...
     def project(self, layer_idx: int, step: DecoderStep) -> None: ...

@@ -38,12 +38,14 @@ class NativeAttention:
             them.
         sm_scale: softmax scale, or that of each layer; None takes head_dim ** -0.5.
         softcap: scores are softcap * tanh(score / softcap), or that of each layer; 0: not capped.
+        windows: how many tokens a row sees in each layer, the last ones; 0: all. A layer with a
+            window selects nothing.
         isa: an ISA other than the process's (tests).
 
     Attributes:
         layer_heads: (num_qo_heads, num_kv_heads, head_dim) of each layer.
         num_qo_heads, num_kv_heads, head_dim: the most that a layer has.
-        sm_scales: softmax scale of each layer.
+        sm_scales, windows: of each layer.
         native: the C++ object, for native code that attends by itself.
         sparse_layers: bool [num_layers], where rows of more than `dense_tokens` select.
         window: sink tokens and recent tokens of every selection; None without a policy.
@@ -68,6 +70,7 @@ class NativeAttention:
         dtype: torch.dtype,
         sm_scale: float | Sequence[float] | None = None,
         softcap: float | Sequence[float] = 0.0,
+        windows: int | Sequence[int] = 0,
         int8_rows: bool = False,
         isa: str | None = None,
     ) -> None:
@@ -83,6 +86,7 @@ class NativeAttention:
         scale = [dim**-0.5 for dim in columns[2]] if sm_scale is None else sm_scale
         self.sm_scales = of_layers(num_layers, "sm_scale", scale)
         caps = of_layers(num_layers, "softcap", softcap)
+        self.windows = of_layers(num_layers, "windows", windows)
         self.sparse_layers = np.zeros(num_layers, bool)
         self.window: tuple[int, int] | None = None
         self.budget_tokens = 0
@@ -92,10 +96,7 @@ class NativeAttention:
         self.native = _native.DecodeAttention(
             pool.native,
             isa or isa_name(),
-            [
-                (*of_layer, scale, cap)
-                for of_layer, scale, cap in zip(self.layer_heads, self.sm_scales, caps, strict=True)
-            ],
+            [*zip(*columns, self.sm_scales, caps, self.windows, strict=True)],
             page_shift(page_tokens),
             dtype_code(dtype),
             INT8_ROWS if int8_rows else dtype_code(dtype),

@@ -29,6 +29,7 @@ def causal_attention(
     values: Tensor,
     sm_scale: float,
     *,
+    window: int = 0,
     isa: str | None = None,
 ) -> Tensor:
     """Attention of the last n tokens of `keys` and `values`, each over those up to itself.
@@ -37,6 +38,7 @@ def causal_attention(
         q: [num_qo_heads, n, head_dim].
         keys, values: [num_kv_heads, kv_len, head_dim] with kv_len >= n, of the same strides.
             Unit stride in the last dimension, as in q.
+        window: how many tokens each sees, itself the last of them; 0: all.
 
     Returns:
         [n, num_qo_heads, head_dim].
@@ -78,6 +80,7 @@ def causal_attention(
         num_kv_heads,
         head_dim,
         sm_scale,
+        window,
         out.data_ptr(),
     )
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cpu_ops import _native
 from cpu_ops.attention import NativeAttention
-from cpu_ops.linear import Linear
+from cpu_ops.linear import GATES, Linear
 from cpu_ops.native import check_rotary_dim, check_tensor
 from cpu_ops.routed_linear import RoutedMlp
 from cpu_ops.step_rows import DecodeStep
@@ -34,6 +34,7 @@ class FusedLayer(Generic[W]):
         input_norm, mlp_norm: of what attention and the MLP read; None: none.
         attention_out_norm, mlp_out_norm: of what they add, likewise.
         rope_idx: which of a step's ropes rotates the heads.
+        gate: "silu" or "gelu_tanh", of gate_up.
     """
 
     input_norm: Norm | None
@@ -48,6 +49,7 @@ class FusedLayer(Generic[W]):
     attention_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
     rope_idx: int = 0
+    gate: str = "silu"
     routed: RoutedMlp | None = None
 
 
@@ -171,6 +173,7 @@ class DecoderLayers:
                 _address(layer.mlp_out_norm),
                 layer.rope_idx,
                 sparse,
+                GATES.index(layer.gate),
             )
 
     def run(self, step: LayersStep) -> None:

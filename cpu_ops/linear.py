@@ -37,6 +37,9 @@ def _one_each(weights: Sequence[object], biases: Sequence[Tensor | None] | None)
     return [None] * len(weights) if biases is None else list(biases)
 
 
+GATES = ("", "silu", "gelu_tanh")  # Gate of cpp/operators/linear.h
+
+
 class Linear:
     """y = f(x) @ concat(weights).T + concat(biases) (+ residual), for up to `max_rows` rows of x,
     or any number where `has_products`.
@@ -88,9 +91,11 @@ class Linear:
         *,
         norm: tuple[Tensor, float] | None = None,
         silu_mul: bool = False,
+        gelu_mul: bool = False,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Run on x [n, in_features], or [n, 2 * in_features] = gate ++ up with `silu_mul`.
+        """Run on x [n, in_features], or [n, 2 * in_features] = gate ++ up with `silu_mul` or
+        `gelu_mul`, which is GELU by tanh.
 
         Args:
             out: [n, out_features], made if None; may be `residual` itself.
@@ -101,11 +106,12 @@ class Linear:
         if num_rows < 1 or (num_rows > self.max_rows and not self.takes_many_rows):
             most = "1 row or more" if self.takes_many_rows else f"1 to {self.max_rows} rows"
             raise ValueError(f"x must have {most}, got {num_rows}")
-        in_features = self.in_features * (2 if silu_mul else 1)
+        gate = GATES.index("silu" if silu_mul else "gelu_tanh" if gelu_mul else "")
+        in_features = self.in_features * (2 if gate else 1)
         check_tensor("x", x, (num_rows, in_features), self.dtype)
         norm_weight, norm_eps = 0, 0.0
         if norm is not None:
-            if silu_mul:
+            if gate:
                 raise ValueError("norm and silu_mul exclude each other")
             weight, norm_eps = norm
             check_tensor("norm weight", weight, (self.in_features,), self.dtype)
@@ -122,7 +128,7 @@ class Linear:
             num_rows,
             norm_weight,
             norm_eps,
-            silu_mul,
+            gate,
             0 if residual is None else residual.data_ptr(),
             out.data_ptr(),
         )

@@ -76,6 +76,7 @@ struct AttentionSetup {
     return policy.member(static_cast<size_t>(layer_idx * units() + unit));
   }
 
+  int64_t window(int64_t layer_idx) const { return shape_of(layer_idx).window; }
   float cap(int64_t layer_idx) const { return shape_of(layer_idx).cap; }
   float sm_scale(int64_t layer_idx) const { return shape_of(layer_idx).sm_scale; }
   // Scaled scores [num_heads, stride] of tokens, for neighbouring query heads of one KV head.

@@ -25,6 +25,8 @@ void LanePlan::set_range(Unit& unit) const {
   unit.begin = 0;
   unit.end = pass_.options.chooses_only ? 0 : unit.n;
   if (pass_.options.chooses_only) return;
+  const int64_t window = setup_.window(pass_.layer_idx);
+  if (window > 0 && unit.role == Role::dense) unit.begin = std::max<int64_t>(0, unit.n - window);
   if (!pass_.options.window_on_device) return;
   unit.begin = std::min(pass_.options.sink_tokens, unit.n);
   unit.end = std::max(unit.begin, unit.n - pass_.options.recent_tokens);

@@ -12,11 +12,12 @@ struct AttentionShape {
   int num_qo_heads;
   int num_kv_heads;
   int head_dim;
-  int page_shift;    // log2 of the tokens of a page
-  DType dtype;       // of queries and outputs
-  float sm_scale;    // of a layer
-  DType format;      // of keys and values in pages
-  float cap = 0.0f;  // of its scores, as of ScoreArgs
+  int page_shift;      // log2 of the tokens of a page
+  DType dtype;         // of queries and outputs
+  float sm_scale;      // of a layer
+  DType format;        // of keys and values in pages
+  float cap = 0.0f;    // of its scores, as of ScoreArgs
+  int64_t window = 0;  // how many tokens a row sees where it attends to all, the last; 0: all
 
   int group_size() const { return num_qo_heads / num_kv_heads; }
   bool has_heads_of(const AttentionShape& other) const {

@@ -38,9 +38,9 @@ void unpack_linear(const Linear& linear, WorkerPool& pool, const std::string& is
 }
 
 void run_linear(const Linear& linear, WorkerPool& pool, const std::string& isa, int64_t x, int num_rows,
-                int64_t norm_weight, float norm_eps, bool silu_mul, int64_t residual, int64_t out) {
+                int64_t norm_weight, float norm_eps, int gate, int64_t residual, int64_t out) {
   linear.run(kernels_for(isa), pool,
-             {pointer<const void>(x), num_rows, pointer<const void>(norm_weight), norm_eps, silu_mul},
+             {pointer<const void>(x), num_rows, pointer<const void>(norm_weight), norm_eps, static_cast<Gate>(gate)},
              pointer<const void>(residual), pointer<void>(out));
 }
 
@@ -99,7 +99,7 @@ NormWeight norm_weight(const NormAddress& norm) { return {pointer<const void>(no
 void add_layer(DecoderLayers& layers, const NormAddress& input_norm, const Linear& qkv, int64_t q_norm, int64_t k_norm,
                float qk_norm_eps, bool whole, const Linear& o_proj, const NormAddress& mlp_norm, const Linear* gate_up,
                const Linear* down, const RoutedMlp* routed, const NormAddress& attention_out_norm,
-               const NormAddress& mlp_out_norm, size_t rope_idx, bool sparse) {
+               const NormAddress& mlp_out_norm, size_t rope_idx, bool sparse, int gate) {
   layers.add({norm_weight(input_norm),
               &qkv,
               {pointer<const void>(q_norm), pointer<const void>(k_norm), qk_norm_eps, whole},
@@ -111,7 +111,8 @@ void add_layer(DecoderLayers& layers, const NormAddress& input_norm, const Linea
               norm_weight(attention_out_norm),
               norm_weight(mlp_out_norm),
               rope_idx,
-              sparse});
+              sparse,
+              static_cast<Gate>(gate)});
 }
 
 }  // namespace

@@ -64,15 +64,17 @@ static void attend_causal(const CausalArgs& args, int64_t kv_head, int64_t first
   for (int64_t i = 0; i < num_rows; ++i) maxima[i] = kHidden, sums[i] = 0.0f;
 
   const auto seen_by = [&](int64_t row) { return args.kv_len - args.num_queries + first + row / group_size + 1; };
+  const int64_t window = args.window > 0 ? args.window : args.kv_len;
+  const auto past_by = [&](int64_t row) { return seen_by(row) > window ? seen_by(row) - window : 0; };
   const int64_t seen_by_all = seen_by(num_rows - 1);
-  for (int64_t base = 0; base < seen_by_all; base += kCausalKeys) {
+  for (int64_t base = past_by(0) / kCausalKeys * kCausalKeys; base < seen_by_all; base += kCausalKeys) {
     const int64_t num_keys = seen_by_all - base < kCausalKeys ? seen_by_all - base : kCausalKeys;
     P::pack_keys(keys + base * args.kv_row, args.kv_row, num_keys, head_dim, packed_keys);
     P::pack_values(values + base * args.kv_row, args.kv_row, num_keys, head_dim, packed_values);
     for (int64_t at = 0; at < num_rows; at += kProductRows) {
       const int live = static_cast<int>(num_rows - at < kProductRows ? num_rows - at : kProductRows);
       const int64_t most = seen_by(at + live - 1) - base;
-      if (most <= 0) continue;
+      if (most <= 0 || past_by(at) >= base + num_keys) continue;
       const int64_t width = ((most < num_keys ? most : num_keys) + kPanel - 1) / kPanel * kPanel;
       alignas(64) float scores[kProductRows][kCausalKeys];
       alignas(64) Weight weights[kProductRows][kCausalKeys];
@@ -100,6 +102,8 @@ static void attend_causal(const CausalArgs& args, int64_t kv_head, int64_t first
       for (int r = 0; r < live; ++r) {
         const int64_t seen = seen_by(at + r) - base;
         for (int64_t i = seen > 0 ? seen : 0; i < width; ++i) scores[r][i] = kHidden;
+        const int64_t past = past_by(at + r) - base < width ? past_by(at + r) - base : width;
+        for (int64_t i = 0; i < past; ++i) scores[r][i] = kHidden;
         factors[r] = weigh<P>(scores[r], width, maxima + at + r, sums + at + r, weights[r]);
       }
       int64_t d = 0;

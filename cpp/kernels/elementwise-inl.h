@@ -41,23 +41,27 @@ static void rms_norm(const void* x, const void* weight, float eps, int64_t n, fl
   }
 }
 
-template <class T>
-static void silu_mul(const void* gate, const void* up, int64_t n, float* out) {
+// With kGelu, gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)), else silu(x) = x * sigmoid(x).
+template <class T, bool kGelu>
+static void gated_mul(const void* gate, const void* up, int64_t n, float* out) {
+  constexpr float kLinear = 1.5957691216f, kCubic = kLinear * 0.044715f;
   const T* a = static_cast<const T*>(gate);
   const T* b = static_cast<const T*>(up);
   const int64_t whole = n / W * W;
   const F one = f_set1(1.0f);
   for (int64_t i = 0; i < whole; i += W) {
     const F x = f_load_as(a + i);
-    // exp of a negative argument only: sigmoid(x) = e^min(x,0) / (1 + e^-|x|)
-    const F low = f_sub(f_zero(), f_max(f_sub(f_zero(), x), f_zero()));
-    const F minus_abs = f_sub(f_zero(), f_max(x, f_sub(f_zero(), x)));
+    // exp of a negative argument only: sigmoid(z) = e^min(z,0) / (1 + e^-|z|)
+    const F z = kGelu ? f_mul(x, f_fma(f_mul(x, x), f_set1(kCubic), f_set1(kLinear))) : x;
+    const F low = f_sub(f_zero(), f_max(f_sub(f_zero(), z), f_zero()));
+    const F minus_abs = f_sub(f_zero(), f_max(z, f_sub(f_zero(), z)));
     const F sigmoid = f_div(f_exp(low), f_add(one, f_exp(minus_abs)));
     f_store(out + i, f_round_to<T>(f_mul(f_round_to<T>(f_mul(x, sigmoid)), f_load_as(b + i))));
   }
   for (int64_t i = whole; i < n; ++i) {
     const float x = to_float(a[i]);
-    out[i] = to_float(from_float<T>(to_float(from_float<T>(x / (1.0f + std::exp(-x)))) * to_float(b[i])));
+    const float z = kGelu ? x * (kLinear + kCubic * x * x) : x;
+    out[i] = to_float(from_float<T>(to_float(from_float<T>(x / (1.0f + std::exp(-z)))) * to_float(b[i])));
   }
 }
 
@@ -273,7 +277,8 @@ static void fill_dtype(KernelTable* table, DType dtype) {
   table->to_float[i] = to_float_all<T>;
   table->from_float[i] = from_float_all<T>;
   table->rms_norm[i] = rms_norm<T>;
-  table->silu_mul[i] = silu_mul<T>;
+  table->silu_mul[i] = gated_mul<T, false>;
+  table->gelu_mul[i] = gated_mul<T, true>;
   table->clamped_glu[i] = clamped_glu<T>;
   table->add_residual[i] = add_residual<T>;
   table->rope_head[i] = rope_head<T>;

@@ -167,6 +167,7 @@ struct CausalArgs {
   float scale;
   void* out;  // [num_queries, num_kv_heads * group_size, head_dim]
   int64_t out_row;
+  int64_t window = 0;  // how many tokens a query sees, its own the last of them; 0: all
 
   // float32 of scratch for that many rows: sums, and the keys and values of a block
   int64_t scratch_items(int64_t num_rows) const { return num_rows * (head_dim + 2) + 2 * kCausalKeys * head_dim; }
@@ -285,6 +286,8 @@ struct KernelTable {
   void (*from_float[kNumRowFormats])(const float* x, int64_t n, void* out);
   void (*rms_norm[kNumDTypes])(const void* x, const void* weight, float eps, int64_t n, float* out);
   void (*silu_mul[kNumDTypes])(const void* gate, const void* up, int64_t n, float* out);
+  // The same of GELU, as by tanh.
+  void (*gelu_mul[kNumDTypes])(const void* gate, const void* up, int64_t n, float* out);
   // (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit` and up within it (gpt-oss)
   void (*clamped_glu[kNumDTypes])(const void* gate, const void* up, float alpha, float limit, int64_t n, float* out);
   // out = round(round(x) + residual): the sum of a rounded projection and the residual stream

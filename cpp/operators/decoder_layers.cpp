@@ -67,7 +67,7 @@ void DecoderLayers::project(int64_t layer_idx, const DecoderStep& step) {
   const DecoderLayer& layer = layers_[static_cast<size_t>(layer_idx)];
   const auto n = static_cast<int>(step.rows.num_rows);
   const NormWeight& norm = layer.input_norm;
-  layer.qkv->run(kernels_, attention_.pool(), {step.hidden, n, norm.weight, norm.eps, false}, nullptr, step.qkv);
+  layer.qkv->run(kernels_, attention_.pool(), {step.hidden, n, norm.weight, norm.eps, Gate::none}, nullptr, step.qkv);
   rope_append(attention_, layer_idx, step.rows, step.qkv, step.ropes[layer.rope_idx], layer.head_norms);
 }
 
@@ -95,10 +95,10 @@ void DecoderLayers::finish(int64_t layer_idx, const DecoderStep& step) {
   const auto n = static_cast<int>(step.rows.num_rows);
   const NormWeight& norm = layer.mlp_norm;
   WorkerPool& pool = attention_.pool();
-  add(*layer.o_proj, {step.attended, n, nullptr, 0.0f, false}, layer.attention_out_norm, step);
+  add(*layer.o_proj, {step.attended, n, nullptr, 0.0f, Gate::none}, layer.attention_out_norm, step);
   if (layer.routed != nullptr) return add_experts(layer, step);
-  layer.gate_up->run(kernels_, pool, {step.hidden, n, norm.weight, norm.eps, false}, nullptr, step.gate_up);
-  add(*layer.down, {step.gate_up, n, nullptr, 0.0f, true}, layer.mlp_out_norm, step);
+  layer.gate_up->run(kernels_, pool, {step.hidden, n, norm.weight, norm.eps, Gate::none}, nullptr, step.gate_up);
+  add(*layer.down, {step.gate_up, n, nullptr, 0.0f, layer.gate}, layer.mlp_out_norm, step);
 }
 
 void DecoderLayers::add(const Linear& linear, const LinearInput& x, const NormWeight& norm, const DecoderStep& step) {
@@ -143,7 +143,7 @@ void DecoderLayers::add_experts(const DecoderLayer& layer, const DecoderStep& st
     rows = routed_rows_.data();
   }
   logits_.resize(static_cast<size_t>(n * num_experts * dtype_bytes(dtype)));
-  mlp.router->run(kernels_, attention_.pool(), {rows, n, nullptr, 0.0f, false}, nullptr, logits_.data());
+  mlp.router->run(kernels_, attention_.pool(), {rows, n, nullptr, 0.0f, Gate::none}, nullptr, logits_.data());
   const int64_t k = mlp.choice.per_token;
   experts_.resize(static_cast<size_t>(n * k));
   expert_weights_.resize(experts_.size());

@@ -61,6 +61,7 @@ struct DecoderLayer {
   NormWeight mlp_out_norm;
   size_t rope_idx;  // into the ropes of a step
   bool sparse;      // the policy has a say in it
+  Gate gate;        // of the MLP
 };
 
 // The memory of one step over at most kMaxLinearRows rows; all of it in the model's dtype.

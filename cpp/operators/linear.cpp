@@ -17,6 +17,11 @@ struct OutputTile {
   int64_t column;  // of `first` in the concatenated output
 };
 
+// KernelTable::silu_mul or gelu_mul.
+const auto& gated_mul(const KernelTable& kernels, Gate gate) {
+  return gate == Gate::gelu_tanh ? kernels.gelu_mul : kernels.silu_mul;
+}
+
 }  // namespace
 
 PackedInput QuantisedRows::make(int64_t num_rows, int64_t in_features) {
@@ -61,10 +66,10 @@ void Linear::run(const KernelTable& kernels, WorkerPool& pool, const LinearInput
   static thread_local QuantisedRows quantised_rows;
   x.resize(static_cast<size_t>(input.num_rows * in_features_));
   for (int r = 0; r < input.num_rows; ++r) {
-    const char* row = static_cast<const char*>(input.x) + r * in_features_ * item * (input.silu_mul ? 2 : 1);
+    const char* row = static_cast<const char*>(input.x) + r * in_features_ * item * (input.gate == Gate::none ? 1 : 2);
     float* to = x.data() + r * in_features_;
-    if (input.silu_mul) {
-      kernels.silu_mul[type](row, row + in_features_ * item, in_features_, to);
+    if (input.gate != Gate::none) {
+      gated_mul(kernels, input.gate)[type](row, row + in_features_ * item, in_features_, to);
     } else if (input.norm_weight != nullptr) {
       kernels.rms_norm[type](row, input.norm_weight, input.norm_eps, in_features_, to);
     } else {
@@ -144,7 +149,7 @@ void Linear::unpack(const KernelTable& kernels, WorkerPool& pool, int64_t first,
 void Linear::run_many(const KernelTable& kernels, WorkerPool& pool, const LinearInput& input, const void* residual,
                       void* out) const {
   const int type = static_cast<int>(dtype_);
-  const int64_t item = dtype_bytes(dtype_), x_bytes = in_features_ * item * (input.silu_mul ? 2 : 1);
+  const int64_t item = dtype_bytes(dtype_), x_bytes = in_features_ * item * (input.gate == Gate::none ? 1 : 2);
   std::vector<OutputTile> tiles;
   int64_t column = 0;
   for (const WeightBlock& block : blocks_) {
@@ -158,7 +163,7 @@ void Linear::run_many(const KernelTable& kernels, WorkerPool& pool, const Linear
   for (int64_t begin = 0; begin < input.num_rows; begin += kPreparedRows) {
     const int64_t num_rows = std::min<int64_t>(kPreparedRows, input.num_rows - begin);
     const char* x = static_cast<const char*>(input.x) + begin * x_bytes;
-    if (input.silu_mul || input.norm_weight != nullptr) {
+    if (input.gate != Gate::none || input.norm_weight != nullptr) {
       prepared.resize(static_cast<size_t>(num_rows * in_features_ * item));
       char* rows = prepared.data();
       pool.parallel_for(parts_of(num_rows, kMaxLinearRows), [&](int64_t task, int) {
@@ -167,8 +172,8 @@ void Linear::run_many(const KernelTable& kernels, WorkerPool& pool, const Linear
         const int64_t last = std::min<int64_t>((task + 1) * kMaxLinearRows, num_rows);
         for (int64_t r = task * kMaxLinearRows; r < last; ++r) {
           const char* row = x + r * x_bytes;
-          if (input.silu_mul) {
-            kernels.silu_mul[type](row, row + in_features_ * item, in_features_, values.data());
+          if (input.gate != Gate::none) {
+            gated_mul(kernels, input.gate)[type](row, row + in_features_ * item, in_features_, values.data());
           } else {
             kernels.rms_norm[type](row, input.norm_weight, input.norm_eps, in_features_, values.data());
           }

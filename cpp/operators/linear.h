@@ -44,12 +44,15 @@ class QuantisedRows {
   std::vector<float> sums_;
 };
 
+// What comes before a projection of gate ++ up: f(gate) * up.
+enum class Gate : int32_t { none = 0, silu = 1, gelu_tanh = 2 };
+
 struct LinearInput {
-  const void* x;  // [num_rows, in_features], or [num_rows, 2 * in_features] = gate ++ up with silu_mul
+  const void* x;  // [num_rows, in_features], or [num_rows, 2 * in_features] = gate ++ up with a gate
   int num_rows;
   const void* norm_weight;  // RMSNorm first, unless null
   float norm_eps;
-  bool silu_mul;
+  Gate gate;
 };
 
 class Linear {

@@ -55,7 +55,7 @@ class DecodeAttention(NativeAttention):
     Args:
         policy: what to attend to.
         store: the host KV store; its layout, dtype and head_dim are used.
-        num_qo_heads, sm_scale, softcap, isa: as `NativeAttention` takes them.
+        num_qo_heads, sm_scale, softcap, windows, isa: as `NativeAttention` takes them.
 
     Attributes:
         on_attended: called after each `attend` with (layer_idx, step, query, out); for benches.
@@ -90,6 +90,7 @@ class DecodeAttention(NativeAttention):
         pool: WorkerPool,
         sm_scale: float | Sequence[float] | None = None,
         softcap: float | Sequence[float] = 0.0,
+        windows: int | Sequence[int] = 0,
         isa: str | None = None,
         make_compression: MakeCompression = lambda attention, pool: None,
     ) -> None:
@@ -105,6 +106,7 @@ class DecodeAttention(NativeAttention):
             int8_rows=store.format.is_int8,
             sm_scale=sm_scale,
             softcap=softcap,
+            windows=windows,
             isa=isa,
         )
         for qo_heads, kv_heads, head_dim in set(self.layer_heads):
@@ -131,6 +133,7 @@ class DecodeAttention(NativeAttention):
                 sparse = np.arange(store.num_layers) >= policy.dense_layers
             else:
                 sparse = (roles != DENSE).any(axis=1)
+            sparse &= np.equal(self.windows, 0)
             self._prepares = any(member.prepare is not None for member in policy.members)
             self.sparse_layers = sparse
             self.budget_tokens = policy.budget_tokens

@@ -61,6 +61,7 @@ class NativeDecoder(SequencePart):
             num_qo_heads=model.each("num_qo_heads"),
             pool=self.pool,
             sm_scale=model.sm_scales,
+            windows=model.each("window"),
             make_compression=make_compression,
         )
         self.stack = DecoderLayers([layer.on_cpu() for layer in model.layers], self.attention)

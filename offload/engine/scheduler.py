@@ -95,11 +95,11 @@ class Admission:
             if request.correction is not None:
                 for of_seq, copy in request.correction.copies.items():
                     num_shared = request.correction.tokens[of_seq].first // self._store.page_tokens
-                    num_own = self._store.num_own_pages(copy) - num_shared
-                    pages -= num_own * self._store.num_page_rows
+                    pages -= self._store.num_own_pages(copy)
+                    pages += num_shared * self._store.num_page_rows
             own = seq if request.seq is None and request is requests[-1] else request.seq
             if own is not None:
-                pages -= self._store.num_own_pages(own) * self._store.num_page_rows
+                pages -= self._store.num_own_pages(own)
                 states -= self._policy_states.bytes_of([own])
                 states -= self._bytes_at(self._store.kv_len(own))
         pages += corrected
@@ -134,7 +134,7 @@ class Admission:
         return min(request.most_tokens, max(expected, now))
 
     def _pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._store.page_tokens) * self._store.num_page_rows
+        return self._store.pages_at(num_tokens)
 
     def _corrected_pages(self, num_tokens: int) -> int:
         """That are there twice while a sequence is corrected."""

@@ -350,7 +350,7 @@ class Sessions:
 
     def _bytes_of(self, seq: int) -> int:
         store = self._runtime.store
-        sequences, kv_len = self._runtime.sequences, store.kv_len(seq)
-        num_pages = -(-kv_len // store.page_tokens) * store.num_page_rows
+        sequences = self._runtime.sequences
+        num_pages = store.num_present_pages(seq)
         of_parts = sequences.states.bytes_of([seq]) + sequences.kept_bytes(seq)
         return num_pages * store.page_bytes + of_parts

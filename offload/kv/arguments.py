@@ -86,7 +86,7 @@ def check_writable(
         )
     if start == stop:
         return
-    first = int(sequence.starts[layer_idx].max()) if sequence.per_head_pages else 0
+    first = int(sequence.starts[layer_idx].max())
     if start < first:
         raise ValueError(
             f"positions {start}..{stop} of sequence {seq} cannot be written to: a head of layer "

@@ -26,6 +26,8 @@ from offload.system.pinned_memory import HostRegistration
 
 # Touching takes 2 ms per MiB on a slow machine, and all that decode wait for it.
 DEFAULT_SLAB_BYTES = 16 * 2**20
+# Tokens before a layer's window that stay, so that as many of the newest can be taken back.
+WINDOW_SLACK = 64
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -272,6 +274,20 @@ def slots_of(heads: Iterable[tuple[int, int]], page_tokens: int) -> list[Slot]:
         slots.append((offset, page_shape(num_kv_heads, page_tokens, row_items)))
         offset += math.prod(slots[-1][1])
     return slots
+
+
+def pages_at(num_tokens: int, page_tokens: int, windows: Iterable[int]) -> int:
+    """Pages that a sequence of so many tokens has at most, in rows of a page table.
+
+    Args:
+        windows: of each row, tokens that are seen; 0: all.
+    """
+    pages = -(-num_tokens // page_tokens)
+    # In a window's first page and its last one there may be a single token, before one more comes.
+    most = (
+        -(-(window + WINDOW_SLACK) // page_tokens) + 2 if window else pages for window in windows
+    )
+    return sum(min(pages, of_row) for of_row in most)
 
 
 def pages_of_slabs(num_pages: int, page_bytes: int, slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:

@@ -3,18 +3,24 @@
 A row of its page table is a layer, or a KV head of a layer where heads are apart (`store`). Where
 layers differ one page is of all layers: a row of `page_ids`, of which each layer has a slot.
 
+A row of a layer with a window lacks what is well before the window (`free_behind`), and of tokens
+that are reserved `at_once` it gets only what will be kept. Until then there is a gap in it, from
+`gap` to `gap_ends`: what is before the gap is read while these tokens are written.
+
 Nothing is checked here: `KVStore` checks what it is given, then calls these.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from offload.kv.page_pool import Int64Array, PagePool, Slot
+from offload.kv.page_pool import WINDOW_SLACK, Int64Array, PagePool, Slot
 from offload.kv.transfer import Part, Piece
 
 
@@ -23,14 +29,16 @@ class SequencePages:
 
     Invariants: kv_len <= reserved_len <= num_pages * page_tokens. The rows are extended, forked
     and truncated together, so the pages of a column of `page_ids` have one and the same number of
-    owners. Of the pages from position kv_len onward, only the one that holds kv_len itself can
-    have other owners, and only while `tail_may_be_shared`. Where heads are apart a row lacks its
-    pages before `starts`, which is at most kv_len, and 0 in one row at least.
+    owners, but where windows left them: the row with the widest window has the most. Of the pages
+    from position kv_len onward, only the one that holds kv_len itself can have other owners, and
+    only while `tail_may_be_shared`. Where heads are apart a row lacks its pages before `starts`,
+    which is at most kv_len, and 0 in one row at least; a row with a window likewise.
 
     Args:
         starts: int64 [num_layers, num_kv_heads], multiples of page_tokens; kept, and written to.
-            All 0 unless heads are apart.
+            All 0 unless heads are apart or layers have windows.
         slots: of each layer in a page of all; [] where each row has pages of its own.
+        windows: int64 [num_layers], tokens that a layer sees, 0: all; None: of all of them.
     """
 
     def __init__(
@@ -41,11 +49,20 @@ class SequencePages:
         starts: Int64Array,
         per_head_pages: bool,
         slots: Sequence[Slot] = (),
+        windows: Int64Array | None = None,
     ) -> None:
         self.page_tokens = page_tokens
         self.starts = starts
         self.per_head_pages = per_head_pages
         self.slots = slots
+        self.windows = windows
+        self.gap = 0
+        self.gap_ends: Int64Array = np.zeros(len(starts), np.int64)  # 0: none
+        # Of windows, the row that has the most.
+        self._widest_row = (
+            0 if windows is None else int(np.where(windows, windows, sys.maxsize).argmax())
+        )
+        self._frees_at = 0  # the kv_len at which a page may have come to be behind a window
         self.num_rows = 1 if slots else starts.size if per_head_pages else len(starts)
         self.num_pages = 0  # per row
         self.kv_len = 0
@@ -71,13 +88,31 @@ class SequencePages:
 
     def num_present_pages(self) -> int:
         """Pages of the committed positions, of all rows."""
-        lacking = int(self.starts.sum()) // self.page_tokens
-        return self.num_rows * self.pages_of(self.kv_len) - lacking
+        return int((self.page_ids[:, : self.pages_of(self.kv_len)] >= 0).sum())
+
+    def num_unshared_pages(self) -> int:
+        """Those of them without another owner."""
+        page_ids = self.page_ids[:, : self.pages_of(self.kv_len)]
+        return int((self._pool.refcounts[page_ids[page_ids >= 0]] == 1).sum())
+
+    def num_own_pages(self) -> int:
+        """`KVStore.num_own_pages`."""
+        tail_id = self.shared_tail_id()
+        is_copied = tail_id is not None and self._pool.refcounts[tail_id] > 1
+        own = self.pages_of(self.kv_len) - int(is_copied)
+        if self.windows is None:
+            return self.num_rows * own
+        # Others keep what a window leaves.
+        page_ids = self.page_ids[self.windows > 0, : self.pages_of(self.kv_len)]
+        unshared = (self._pool.refcounts[page_ids[page_ids >= 0]] == 1).sum()
+        return int((self.windows == 0).sum()) * own + int(unshared)
 
     def shared_tail_id(self) -> int | None:
-        """The page of row 0 that a write at kv_len would hit, if it may have other owners."""
+        """The page of the whole row that a write at kv_len would hit, if it may have other
+        owners."""
         tail, filled = divmod(self.kv_len, self.page_tokens)
-        return int(self.page_ids[0, tail]) if filled and self.tail_may_be_shared else None
+        may_be = filled and self.tail_may_be_shared
+        return int(self.page_ids[self._widest_row, tail]) if may_be else None
 
     def is_shared(self, layer_idx: int, start: int, stop: int) -> bool:
         """Whether a page of positions start .. stop (start < stop) has another owner."""
@@ -90,8 +125,9 @@ class SequencePages:
         have each of them."""
         page_ids = self.page_ids[:, : self.pages_of(num_tokens)]
         # A row without a front that is missing stands for all.
-        whole = int(self.starts.argmin()) if self.per_head_pages else 0
-        pages = np.flatnonzero(self._pool.refcounts[page_ids[whole]] > 1)
+        whole = int(self.starts.argmin()) if self.per_head_pages else self._widest_row
+        has_others = (page_ids[whole] >= 0) & (self._pool.refcounts[page_ids[whole]] > 1)
+        pages = np.flatnonzero(has_others)
         return pages.tolist(), (page_ids[:, pages] >= 0).sum(axis=0).tolist()
 
     def extend(self, new_ids: Int64Array) -> None:
@@ -101,6 +137,17 @@ class SequencePages:
         self.page_ids[:, first:stop] = new_ids
         self.page_table[:, first:stop] = self._addresses(new_ids)
         self.num_pages = stop
+
+    def extend_by(self, made: npt.NDArray[np.bool_], new_ids: Int64Array) -> None:
+        """Add pages where `made` [num_rows, num_new_pages] says so; others are in a gap."""
+        of_rows = np.full(made.shape, -1, np.int64)
+        of_rows[made] = new_ids
+        if not made.all():
+            self.gap, self._frees_at = self.num_pages * self.page_tokens, 0
+            self.gap_ends = np.where(
+                made[:, 0], 0, self.gap + self.page_tokens * (~made).sum(axis=1)
+            )
+        self.extend(of_rows)
 
     def widen(self, num_pages: int) -> None:
         """Let the page table have room for `num_pages` in each row."""
@@ -173,6 +220,9 @@ class SequencePages:
         self.tail_may_be_shared = True  # the tail is another page now
         if kv_len == 0:
             self.starts[:] = 0
+        if kv_len <= self.gap:
+            self.gap_ends[:] = 0
+        self._frees_at = 0
 
     def drop(self, rows: slice, pages: slice) -> None:
         """Give up the pages of a part of the page table."""
@@ -196,18 +246,65 @@ class SequencePages:
             starts=self.starts.copy(),
             per_head_pages=self.per_head_pages,
             slots=self.slots,
+            windows=self.windows,
         )
+        child.gap, child.gap_ends = self.gap, self.gap_ends.copy()
         child.extend(self.page_ids[:, :num_pages])
         self._pool.share(child.page_ids[child.page_ids >= 0])
         child.kv_len = child.reserved_len = self.reserved_len = self.kv_len
         child.tail_may_be_shared = self.tail_may_be_shared = True
+        child.free_behind()
         return child
+
+    def first_kept(self, kv_len: int) -> Int64Array:
+        """int64 [num_layers]: the first position of what windows leave of so many tokens."""
+        assert self.windows is not None
+        first = np.maximum(0, kv_len - self.windows - WINDOW_SLACK)
+        return np.where(self.windows > 0, first // self.page_tokens * self.page_tokens, 0)
+
+    def least_kv_len(self, kv_len: int) -> int:
+        """What the first `kv_len` tokens may be cut to, where windows have left some; 0: to any
+        number."""
+        if self.windows is None:
+            return 0
+        has_gap = (self.gap_ends > 0) & (kv_len > self.gap)
+        first = np.where(has_gap, self.gap_ends, self.starts[:, 0])
+        return int((first + self.windows - 1).max(where=first > 0, initial=0))
+
+    def free_behind(self, starts: Sequence[int] | None = None) -> None:
+        """`KVStore.free_behind`."""
+        if self.windows is None or (self.kv_len < self._frees_at and starts is None):
+            return
+        firsts = np.maximum(self.first_kept(self.kv_len), self.starts[:, 0])
+        if self.kv_len > self.gap:
+            firsts = np.maximum(firsts, self.gap_ends)
+        if starts is not None:
+            firsts = np.maximum(firsts, [self.pages_of(n) * self.page_tokens for n in starts])
+        pages = (self.starts[:, 0] // self.page_tokens, firsts // self.page_tokens)
+        for row, (first, stop) in enumerate(zip(*(x.tolist() for x in pages), strict=True)):
+            if first < stop:
+                self.drop(slice(row, row + 1), slice(first, stop))
+        self.starts[:] = firsts[:, None]
+        self.gap_ends[:] = 0
+        next_page = firsts + self.windows + self.page_tokens + WINDOW_SLACK
+        self._frees_at = int(next_page.min(where=self.windows > 0, initial=sys.maxsize))
+
+    def made_pages(self, num_new_tokens: int, *, at_once: bool) -> npt.NDArray[np.bool_]:
+        """[num_rows, missing pages]: which rows get a page before num_new_tokens can follow."""
+        missing = self.num_missing_pages(num_new_tokens)
+        if self.windows is None or not at_once:
+            return np.ones((self.num_rows, missing), bool)
+        first_pages = self.first_kept(self.kv_len + num_new_tokens) // self.page_tokens
+        return np.arange(self.num_pages, self.num_pages + missing) >= first_pages[:, None]
 
     def parts(self, layer_idx: int, start: int, stop: int) -> Iterator[Part]:
         """Positions start .. stop of a layer: (heads, how many of the first positions they lack,
         `pieces` of the others)."""
         if not self.per_head_pages:
-            yield slice(None), 0, self.pieces(layer_idx, start, stop)
+            begin = max(start, min(int(self.starts[layer_idx, 0]), stop))
+            if stop > self.gap:
+                begin = max(begin, min(int(self.gap_ends[layer_idx]), stop))
+            yield slice(None), begin - start, self.pieces(layer_idx, begin, stop)
             return
         first_row = layer_idx * self.starts.shape[1]
         for head, begin in enumerate(self.starts[layer_idx].clip(start, stop).tolist()):
@@ -263,10 +360,12 @@ def make_room(pool: PagePool, batch: Sequence[tuple[SequencePages, int]]) -> Non
         pool.make_room(num_pages)
 
 
-def reserve(pool: PagePool, batch: Sequence[tuple[SequencePages, int]]) -> None:
+def reserve(
+    pool: PagePool, batch: Sequence[tuple[SequencePages, int]], *, at_once: bool = False
+) -> None:
     """`KVStore.reserve` of distinct sequences and the numbers of their new tokens."""
     num_rows = batch[0][0].num_rows if batch else 0
-    missing = [sequence.num_missing_pages(num_new) for sequence, num_new in batch]
+    made = [sequence.made_pages(num_new, at_once=at_once) for sequence, num_new in batch]
     copied = [False] * len(batch)
     owners: dict[int, int] = {}  # of the shared pages, less those that get a copy here
     for i, (sequence, num_new) in enumerate(batch):
@@ -277,16 +376,16 @@ def reserve(pool: PagePool, batch: Sequence[tuple[SequencePages, int]]) -> None:
             copied[i] = num_owners > 1
             owners[page_id] -= copied[i]
 
-    num_pages = num_rows * (sum(missing) + sum(copied))
+    num_pages = sum(int(of_sequence.sum()) for of_sequence in made) + num_rows * sum(copied)
     page_ids = pool.allocate(num_pages) if num_pages else np.empty(0, np.int64)
     for i, (sequence, num_new) in enumerate(batch):
         if copied[i]:
             tail_ids, page_ids = np.split(page_ids, [num_rows])
             tail, filled = divmod(sequence.kv_len, sequence.page_tokens)
             sequence.replace_page(tail, tail_ids, filled)
-        if missing[i]:
-            new_ids, page_ids = np.split(page_ids, [num_rows * missing[i]])
-            sequence.extend(new_ids.reshape(num_rows, missing[i]))
+        if made[i].size:
+            new_ids, page_ids = np.split(page_ids, [int(made[i].sum())])
+            sequence.extend_by(made[i], new_ids)
         if num_new:
             sequence.tail_may_be_shared = False
             sequence.reserved_len = max(sequence.reserved_len, sequence.kv_len + num_new)

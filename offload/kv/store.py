@@ -26,6 +26,9 @@ With `per_head_pages` a page is of one KV head, so that heads may have different
 Positions are the same 0 .. kv_len for all heads, and new tokens are the last of all. A head lacks
 the first `starts[layer_idx, kv_head]` positions, a multiple of page_tokens: it has no pages there.
 
+Layers with windows have no pages of tokens that are well before their windows; `starts` says where
+those of each begin.
+
 Where layers differ in num_kv_heads or head_dim, the pages of all layers for the same tokens, one
 after the other, are one page of the pool, and a row of the page table is a layer as above.
 
@@ -55,7 +58,14 @@ from offload.kv.arguments import (
 )
 from offload.kv.format import KVFormat
 from offload.kv.ledger import MemoryLedger
-from offload.kv.page_pool import DEFAULT_SLAB_BYTES, Int64Array, PagePool, page_shape, slots_of
+from offload.kv.page_pool import (
+    DEFAULT_SLAB_BYTES,
+    Int64Array,
+    PagePool,
+    page_shape,
+    pages_at,
+    slots_of,
+)
 from offload.kv.rewriting import RowsOfLayer, rewrite
 from offload.kv.sequence_pages import SequencePages, make_room, reserve
 from offload.kv.transfer import Part, all_finite, read_rows, write_rows
@@ -78,6 +88,9 @@ class KVStore:
         page_tokens: tokens in a page.
         per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`);
             not where layers differ (NotImplementedError).
+        windows: tokens that each layer sees, the last ones, itself included; 0: all. What is before
+            is freed (`free_behind`). Not with per_head_pages, nor where layers differ
+            (NotImplementedError).
         slab_bytes: host memory is taken from the system in multiples of this, as needed, up to the
             budget (the last slab may be smaller); at least one page.
         pinned: register slabs with the CUDA driver, so that `append_async` does not wait, and
@@ -97,6 +110,7 @@ class KVStore:
         host_budget_bytes: int | None = None,
         page_tokens: int = 256,
         per_head_pages: bool = False,
+        windows: int | Sequence[int] = 0,
         slab_bytes: int = DEFAULT_SLAB_BYTES,
         pinned: bool | HostRegistration = False,
     ) -> None:
@@ -109,6 +123,13 @@ class KVStore:
         self.format = KVFormat.of(kv_dtype, dtype, [dim for _, dim in self._heads])
         in_rows = [(heads, self.format.row_items(dim)) for heads, dim in self._heads]
         self._slots = [] if len(set(self._heads)) == 1 else slots_of(in_rows, page_tokens)
+        of_layer = np.asarray(of_layers(num_layers, "windows", windows), np.int64)
+        self._windows = of_layer if of_layer.any() else None
+        if self._windows is not None and (per_head_pages or self._slots):
+            raise NotImplementedError(
+                f"layers that see windows of {of_layer.max()} tokens beside pages of each KV head, "
+                "or heads that differ, are not in one KV store yet"
+            )
         if host_budget_bytes is None:
             host_budget_bytes = host_memory().model_bytes()
         if host_budget_bytes < 0:
@@ -165,6 +186,18 @@ class KVStore:
         if self._slots:
             return 1
         return self.num_layers * (self.num_kv_heads if self.per_head_pages else 1)
+
+    @property
+    def num_full_rows(self) -> int:
+        """`num_page_rows` without layers that have windows."""
+        windowed = 0 if self._windows is None else np.count_nonzero(self._windows)
+        return self.num_page_rows - int(windowed)
+
+    def pages_at(self, num_tokens: int) -> int:
+        """Pages that a sequence of so many tokens has at most, in all rows together."""
+        if self._windows is None:
+            return self.num_page_rows * -(-num_tokens // self.page_tokens)
+        return pages_at(num_tokens, self.page_tokens, self._windows.tolist())
 
     @property
     def token_bytes(self) -> int:
@@ -235,6 +268,7 @@ class KVStore:
             starts=np.zeros((self.num_layers, max(self._heads)[0]), np.int64),
             per_head_pages=self.per_head_pages,
             slots=self._slots,
+            windows=self._windows,
         )
         return self._add(sequence)
 
@@ -243,25 +277,25 @@ class KVStore:
         return self._sequence(seq).kv_len
 
     def num_own_pages(self, seq: int) -> int:
-        """Pages per row of the page table that the committed tokens of `seq` are in, but for the
-        one that would be copied if a token were added, as a fork has it, too. Those that a head
-        lacks count as had: none comes in their place."""
-        sequence = self._sequence(seq)
-        tail_id = sequence.shared_tail_id()
-        is_copied = tail_id is not None and self._pool.refcounts[tail_id] > 1
-        return -(-sequence.kv_len // self.page_tokens) - int(is_copied)
+        """Pages that `seq` does not take again as it grows, in all rows together: those of its
+        committed tokens, but for what would be copied if a token were added, as a fork has it, too.
+        Those that a head lacks count as had: none comes in their place. Of layers with
+        windows only those count that no fork has."""
+        return self._sequence(seq).num_own_pages()
+
+    def num_present_pages(self, seq: int) -> int:
+        """Pages of the committed tokens of `seq`, in all rows together."""
+        return self._sequence(seq).num_present_pages()
 
     def num_unshared_pages(self, seq: int) -> int:
         """Pages of the committed tokens of `seq` that no fork has, in all rows together."""
-        sequence = self._sequence(seq)
-        _, counts = sequence.shared_pages(sequence.kv_len)
-        return sequence.num_present_pages() - sum(counts)
+        return self._sequence(seq).num_unshared_pages()
 
     def starts(self, seq: int) -> Int64Array:
         """int64 [num_layers, most num_kv_heads], C-contiguous: the first position that a head has.
 
-        The store's own array, not a copy: `rewrite`, and `truncate` to 0, update it in place. All 0
-        unless heads are apart.
+        The store's own array, not a copy: `rewrite`, `free_behind`, and `truncate` to 0, update it
+        in place. All 0 unless heads are apart or layers have windows.
         """
         return self._sequence(seq).starts
 
@@ -278,11 +312,18 @@ class KVStore:
         sequence = self._sequence(seq)
         sequence.page_table = sequence.page_table.copy()
 
-    def reserve(self, seqs: Sequence[int], num_new_tokens: Sequence[int]) -> None:
+    def reserve(
+        self, seqs: Sequence[int], num_new_tokens: Sequence[int], *, at_once: bool = False
+    ) -> None:
         """Make token positions kv_len .. kv_len + num_new_tokens[i] of seqs[i] writable.
 
         All or nothing: allocates the missing pages of all layers of all `seqs`, and copies pages
         shared with a fork where they would be written to. A sequence keeps what it had reserved.
+
+        Args:
+            at_once: all of these tokens are written layer by layer and committed, or none: of
+                layers with windows there is only room for what stays, and `append` drops the rest.
+                Then `free_behind`, or `truncate` to the present kv_len, before more is reserved.
 
         Raises:
             HostBudgetError: before anything changes, if the pages do not fit the budget or the
@@ -290,7 +331,10 @@ class KVStore:
             ValueError: for lists of different length, a handle given twice, a negative count.
         """
         batch = self._batch(seqs, num_new_tokens)
-        reserve(self._pool, batch)
+        for seq, (sequence, _) in zip(seqs, batch, strict=True):
+            if sequence.gap_ends.any():
+                raise ValueError(f"sequence {seq} has tokens that are written at once: end these")
+        reserve(self._pool, batch, at_once=at_once)
 
     def make_room(self, seqs: Sequence[int], num_new_tokens: Sequence[int]) -> None:
         """Let `reserve` of as many, or of less several times, take no memory from the system.
@@ -370,6 +414,30 @@ class KVStore:
         for sequence, num_new in batch:
             sequence.kv_len += num_new
 
+    def free_behind(self, seqs: Sequence[int], starts: Sequence[int] | None = None) -> None:
+        """Free the pages that layers with windows will not read any more, but for a few tokens that
+        `truncate` may want: nothing rolls back to before the last `commit` now.
+
+        Args:
+            starts: of each layer, positions before which it has nothing that may be read.
+        """
+        if self._windows is not None:
+            for seq in seqs:
+                self._sequence(seq).free_behind(starts)
+
+    def check_starts(self, starts: Sequence[int], kv_len: int) -> None:
+        """ValueError unless a sequence of `kv_len` tokens can go on when its layers lack the first
+        `starts` of them."""
+        windows = [0] * self.num_layers if self._windows is None else self._windows.tolist()
+        for layer_idx, (start, window) in enumerate(zip(starts, windows, strict=True)):
+            most = max(0, kv_len - window + 1) if window else 0
+            most -= most % self.page_tokens
+            if not (isinstance(start, int) and 0 <= start <= most):
+                raise ValueError(
+                    f"layer {layer_idx} must lack at most the first {most} of {kv_len} tokens, "
+                    f"got {start!r}"
+                )
+
     def gather(
         self,
         seq: int,
@@ -410,12 +478,15 @@ class KVStore:
         """The committed tokens of one layer where they are, not copied.
 
         Yields (first, last + 1, [n, K|V, num_kv_heads, tokens, row]): runs of n adjoining
-        whole pages, and part of the last page (n = 1). ValueError if heads are apart.
+        whole pages, and part of the last page (n = 1). ValueError if heads are apart, or the layer
+        lacks some.
         """
         if self.per_head_pages:
             raise ValueError("page_views is of pages of all heads, but here heads are apart")
         sequence = self._sequence(seq)
         self._check_layer(layer_idx)
+        if first := int(sequence.starts[layer_idx, 0]):
+            raise ValueError(f"layer {layer_idx} of sequence {seq} lacks the first {first} tokens")
         return sequence.pieces(layer_idx, 0, sequence.kv_len)
 
     def fork(self, seq: int) -> int:
@@ -431,17 +502,32 @@ class KVStore:
         Raises:
             ValueError: unless 0 <= kv_len <= the present kv_len, or where a head lacks some.
         """
+        self.check_truncate(seq, kv_len)
+        self._sequence(seq).truncate(kv_len)
+
+    def least_kv_len(self, seq: int) -> int:
+        """The fewest tokens, but for none, that `truncate` can leave of `seq`."""
+        sequence = self._sequence(seq)
+        return sequence.least_kv_len(sequence.kv_len)
+
+    def check_truncate(self, seq: int, kv_len: int) -> None:
+        """Raise what `truncate` would."""
         sequence = self._sequence(seq)
         if not 0 <= kv_len <= sequence.kv_len:
             raise ValueError(
                 f"cannot truncate sequence {seq} of {sequence.kv_len} tokens to {kv_len}"
+            )
+        if self._windows is not None and 0 < kv_len < sequence.least_kv_len(kv_len):
+            raise ValueError(
+                f"cannot cut sequence {seq} of {sequence.kv_len} tokens to {kv_len}: layers that "
+                f"see a window of {self._windows.max()} tokens have freed what is before it, and "
+                f"can go back to {self.least_kv_len(seq)}; read the first {kv_len} tokens again"
             )
         first = int(sequence.starts.max()) if self.per_head_pages else 0
         if 0 < kv_len < first:
             raise ValueError(
                 f"cannot truncate sequence {seq} to {kv_len} tokens: a head lacks the first {first}"
             )
-        sequence.truncate(kv_len)
 
     def exchange(self, seq: int, copy: int, first: int, last: int) -> None:
         """Give `seq` the tokens first .. last that were written anew to `copy`, a fork of it that
@@ -454,6 +540,8 @@ class KVStore:
         ours, theirs = self._sequence(seq), self._sequence(copy)
         if self.per_head_pages:
             raise ValueError("exchange is of pages of all heads, but here heads are apart")
+        if self._windows is not None:
+            raise ValueError("exchange is not for layers with windows")
         if not 0 <= first < last <= min(ours.kv_len, theirs.reserved_len):
             raise ValueError(
                 f"cannot exchange {first}..{last} of sequence {seq} of {ours.kv_len} tokens with "

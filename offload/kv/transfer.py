@@ -37,14 +37,15 @@ Part = tuple[slice, int, Iterator[Piece]]
 def write_rows(
     rows: Rows, parts: Iterable[Part], kv_format: KVFormat, *, waits: bool = True
 ) -> None:
-    """Keys and values [num_tokens, num_kv_heads, head_dim], which no head lacks, into pages.
+    """Keys and values [num_tokens, num_kv_heads, head_dim] into pages; those that are lacking are
+    not kept.
 
     Args:
         waits: False: rows are on a CUDA device, and are copied in the order of the current stream.
     """
     keys, values = rows
-    for heads, _, pieces in parts:
-        of_heads = keys[:, heads], values[:, heads]
+    for heads, num_lacking, pieces in parts:
+        of_heads = keys[num_lacking:, heads], values[num_lacking:, heads]
         if waits:
             fill_pages(of_heads, pieces, kv_format)
         else:

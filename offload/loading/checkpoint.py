@@ -18,8 +18,7 @@ import torch
 from offload.loading.quantised_checkpoint import quantised_format
 from offload.models import (
     ModelShape,
-    fuses_projections,
-    has_experts,
+    family_of,
     is_generic,
     lean_model_maker,
 )
@@ -91,7 +90,8 @@ class Checkpoint:
             ValueError: a matrix is missing, or has another size.
         """
         stored, problem = self.stored_shapes, f"{self.folder} does not fit its config.json"
-        for name, fields, size in matrix_sizes(shape, fuses=fuses_projections(self.config)):
+        family = family_of(self.config)
+        for name, fields, size in matrix_sizes(shape, fuses=family is not None and family.fuses):
             # Without the prefix: files of the model without its head.
             found = stored.get(name) or stored.get(name.removeprefix("model."))
             if found is None and name == "model.embed_tokens.weight":  # maybe tied, the other way
@@ -110,8 +110,8 @@ class Checkpoint:
     @property
     def packs_as_generic(self) -> bool:
         """Whether its quantised matrices, if any, are packed by `generic_packing`."""
-        named = has_experts(self.config) or fuses_projections(self.config)
-        return bool(self.stored_types) and named
+        family = family_of(self.config)
+        return bool(self.stored_types) and family is not None and family.packs_as_generic
 
     def loaded_dtype(self, asked: torch.dtype | None) -> torch.dtype:
         """The dtype of the weights in memory; None asks for the checkpoint's own.

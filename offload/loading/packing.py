@@ -33,7 +33,7 @@ from offload.loading.gguf_header import PLAIN_TYPES, read_gguf_header
 from offload.loading.one_at_a_time import loading
 from offload.loading.packed_bytes import kept_formats
 from offload.loading.quantised_checkpoint import quantised_format
-from offload.models.packed_embedding import PackedEmbedding
+from offload.models.packed_embedding import PackedEmbedding, embedding_scale
 from offload.models.packed_linear import PackedModule
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,8 @@ def _replace(
         path = name.removesuffix(".weight")
         if path == "model.embed_tokens":
             weight, dtype = packed(name, kept), embedding.weight.dtype
-            stock.model.embed_tokens = PackedEmbedding(weight, dtype)
+            scale = embedding_scale(embedding) or 1.0
+            stock.model.embed_tokens = PackedEmbedding(weight, dtype, scale)
             if is_tied:
                 stock.lm_head = PackedModule(weight, None, dtype)
                 stock.model.embed_tokens.tie(stock.lm_head)

@@ -24,7 +24,7 @@ from offload.loading.names import check_has_owner, check_not_empty, checkpoint_n
 from offload.loading.packed_bytes import kept_as, packed_weight_bytes
 from offload.loading.quantised_checkpoint import FP4, quantised_format
 from offload.loading.stock_model import generic_skeleton, text_part
-from offload.models import fuses_projections, has_experts, is_generic, lean_model_maker
+from offload.models import family_of, has_experts, is_generic, lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
 from offload.models.shape import MODEL_SHAPES, ModelShape, matrix_sizes, weight_elements
@@ -157,7 +157,8 @@ def planned_skeleton(
     config, stored, folder, header = _config(name_or_path, path)
     # Of these a skeleton tells the bytes.
     is_packed = header is not None or quantised_format(config.to_dict(), folder / "config.json")
-    by_parts = has_experts(config.to_dict()) or (fuses_projections(config.to_dict()) and is_packed)
+    family, by_parts = family_of(config.to_dict()), has_experts(config.to_dict())
+    by_parts = by_parts or (bool(is_packed) and family is not None and family.packs_as_generic)
     native = device == "cpu" and not by_parts
     if not is_generic(config.to_dict(), native=native):
         return None
@@ -272,5 +273,8 @@ def _of_config(
     with torch.device("meta"):  # shapes without memory: biases, norms and ties count as they are
         stock = model.from_config(config, dtype=dtype)
     shapes = {name: tuple(weight.shape) for name, weight in stock.named_parameters()}
+    if (family := family_of(config.to_dict())) is not None:
+        windows = tuple(family.window(stock, i) for i in range(shape.num_layers))
+        shape = replace(shape, windows=windows if any(windows) else ())
     weight_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
     return PlannedModel(name, config.model_type, shape, dtype, weight_bytes), shapes

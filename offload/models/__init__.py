@@ -19,7 +19,7 @@ __all__ = [
     "LeanModel",
     "ModelFamily",
     "ModelShape",
-    "fuses_projections",
+    "family_of",
     "has_experts",
     "is_generic",
     "lean_model_maker",
@@ -49,17 +49,15 @@ def is_generic(config: Mapping[str, Any], *, native: bool = True) -> bool:
     return model_type in TYPES or (text is not None and text.get("model_type") in TYPES)
 
 
-def fuses_projections(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a family with fused projections; of its checkpoints that are
-    quantised the generic parts load packed weights, too."""
-    family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.fuses
+def family_of(config: Mapping[str, Any]) -> ModelFamily | None:
+    """The family with lean layers of a config.json; None: it has none."""
+    return FAMILIES.get(str(config.get("model_type")))
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a family whose lean layers may have experts; of its checkpoints
     that are quantised the generic parts load packed weights."""
-    return isinstance(FAMILIES.get(str(config.get("model_type"))), Routed)
+    return isinstance(family_of(config), Routed)
 
 
 def _is_lean(family: ModelFamily, config: Mapping[str, Any], native: bool) -> bool:

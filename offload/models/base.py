@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_WINDOWLESS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+)  # others with windows are generic, or know them
+
 # By the type of the stock modules.
 _FORMATS: dict[type[nn.Module], Callable[[Sequence[Any]], Linear]] = {
     nn.Linear: DenseLinear,
@@ -45,6 +52,7 @@ class LayerSpec:
     Attributes:
         sm_scale: multiplies q @ k.
         rope_idx: which of `LeanModel.ropes` rotates queries and keys.
+        window: how many tokens attention sees, the last ones; 0: all.
         has_qk_norm: whether an RMSNorm comes before the rotation, of each head or of all at once.
     """
 
@@ -54,11 +62,12 @@ class LayerSpec:
     sm_scale: float
     rope_idx: int = 0
     has_qk_norm: bool = False
+    window: int = 0
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer: x += o(attention(qkv(norm(x)))); x += down(silu(gate) * up of norm(x)).
+    """One layer: x += o(attention(qkv(norm(x)))); x += down(f(gate) * up of norm(x)).
 
     Attributes:
         q_norm, k_norm: RMSNorms before the rotary embedding, over head_dim or over all heads at
@@ -66,6 +75,7 @@ class DecoderLayer:
         input_norm, mlp_norm: of x, or None.
         attention_out_norm, mlp_out_norm: RMSNorms of what is added to x, or None.
         routed: the MLP, where it has experts, instead of gate_up and down.
+        gate: f, "silu" or "gelu_tanh".
     """
 
     input_norm: nn.Module | None
@@ -80,6 +90,7 @@ class DecoderLayer:
     attention_out_norm: nn.Module | None = None
     mlp_out_norm: nn.Module | None = None
     routed: RoutedMlp | None = None
+    gate: str = "silu"
 
     @property
     def dense_mlp(self) -> tuple[Linear, Linear]:
@@ -115,6 +126,7 @@ class DecoderLayer:
             attention_out_norm=norm(self.attention_out_norm),
             mlp_out_norm=norm(self.mlp_out_norm),
             rope_idx=self.spec.rope_idx,
+            gate=self.gate,
         )
 
 
@@ -202,10 +214,13 @@ def check_computation(config: Any) -> None:
         ValueError: heads of a width that the kernels do not take, or a pad token that is none of
             the vocabulary's.
     """
-    activation = getattr(config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
+    name = "hidden_activation" if hasattr(config, "hidden_activation") else "hidden_act"
+    activation, known = getattr(config, name, "silu"), ["gelu_pytorch_tanh"]
+    if name == "hidden_act":
+        known = ["silu", "swish"]
+    if activation not in known:
         raise NotImplementedError(
-            f"hidden_act={activation!r}: that activation is not supported yet; available: silu"
+            f"{name}={activation!r}: that activation is not supported yet; available: {known[0]}"
         )
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None):
@@ -222,8 +237,9 @@ def check_computation(config: Any) -> None:
 def context_limit(config: Any) -> tuple[int, str]:
     """(tokens, what bounds them): the positions of the model, or a smaller sliding window.
 
-    Inside its window a sliding-window layer computes full attention, so a context that fits is
-    exact; a longer one is refused instead of being answered with the wrong attention.
+    Inside its window a sliding-window layer computes full attention, so of types whose layers know
+    no windows a context that fits is exact; a longer one is refused instead of being answered with
+    the wrong attention.
 
     Raises: as `rope_context`.
     """
@@ -232,7 +248,7 @@ def context_limit(config: Any) -> tuple[int, str]:
     window = config.sliding_window if hasattr(type(config), "sliding_window") else None
     layer_types = getattr(config, "layer_types", None)
     slides = layer_types is None or "sliding_attention" in layer_types
-    if window is not None and slides and window < positions:
+    if window is not None and slides and window < positions and config.model_type in _WINDOWLESS:
         return int(window), f"sliding_window={window}; sliding-window layers are not supported yet"
     return positions, reason
 
@@ -270,6 +286,16 @@ class ScaledNorm(nn.Module):
         wide = x.float()
         variance = wide.pow(2).mean(-1, keepdim=True)
         return self.weight * (wide * torch.rsqrt(variance + self.variance_epsilon)).to(x.dtype)
+
+
+class OnePlusNorm(ScaledNorm):
+    """The RMSNorm of a stock module whose output is times 1 + weight, which is copied and rounded
+    to the model's dtype: transformers rounds their product only."""
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__(stock, stock.eps)
+        weight = (1.0 + stock.weight.detach().float()).to(stock.weight.dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
 
 class ScaledEmbedding(nn.Module):

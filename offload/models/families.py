@@ -14,6 +14,7 @@ from offload.models.base import (
     DecoderLayer,
     LayerSpec,
     LeanModel,
+    OnePlusNorm,
     ScaledEmbedding,
     ScaledNorm,
     check_alike,
@@ -22,7 +23,7 @@ from offload.models.base import (
     fused_linear,
     has_windows,
 )
-from offload.models.rope import NoRotation, RoundedRotary, rotary_view
+from offload.models.rope import NoRotation, RotaryOfType, RoundedRotary, rotary_view
 from offload.models.routed_mlp import RoutedMlp
 from offload.models.shape import ModelShape
 
@@ -48,6 +49,16 @@ class ModelFamily:
     may_be_generic: bool = True
 
     @property
+    def packs_as_generic(self) -> bool:
+        """Whether `generic_packing` loads packed weights of quantised checkpoints."""
+        return self.fuses
+
+    @property
+    def knows_windows(self) -> bool:
+        """Whether the native layers attend through windows."""
+        return self.fuses
+
+    @property
     def native_only(self) -> str:
         """What the native layers know, and a GPU's step, ranks, training and benchmarks do not; ""
         if there is nothing."""
@@ -68,7 +79,8 @@ class ModelFamily:
             if self.fuses and config.rope_parameters["rope_type"] == "longrope":
                 # transformers reads a text anew where it gets longer than the short factors' range
                 return False
-            return (native or not self.native_only) and not has_windows(config)
+            has_others = has_windows(config) and not self.knows_windows
+            return (native or not self.native_only) and not has_others
         except (NotImplementedError, ValueError):
             return False
 
@@ -93,7 +105,16 @@ class ModelFamily:
             sm_scale=float(attention.scaling),
             rope_idx=0 if self.rotates(attention) else 1,
             has_qk_norm=self.has_qk_norm,
+            window=self.window(stock, layer_idx),
         )
+
+    def window(self, stock: Any, layer_idx: int) -> int:
+        """How many tokens a layer sees; 0: all, or as many as there are positions."""
+        config = stock.config
+        if not (self.knows_windows and has_windows(config)):
+            return 0
+        is_full = getattr(stock.model.layers[layer_idx].self_attn, "is_sliding", True) is False
+        return 0 if is_full else int(config.sliding_window)
 
     def layer(self, stock: Any, layer_idx: int, spec: LayerSpec) -> DecoderLayer:
         """A layer's weights before and after its attention."""
@@ -170,13 +191,17 @@ class ModelFamily:
         if self.float32_tables:
             ropes = [RoundedRotary(rope) for rope in ropes]
         max_context, reason = context_limit(config)
+        windows = [spec.window for spec in specs]
         return LeanModel(
             embed_tokens=model.embed_tokens,
             layers=tuple(self.layer(stock, i, spec) for i, spec in enumerate(specs)),
             final_norm=model.norm,
             lm_head=fused_linear("", stock, "lm_head"),
             ropes=tuple(ropes),
-            shape=ModelShape.of_config(config.to_dict() | most, max_context),
+            shape=replace(
+                ModelShape.of_config(config.to_dict() | most, max_context),
+                windows=tuple(windows) if any(windows) else (),
+            ),
             max_context_reason=reason,
         )
 
@@ -196,6 +221,47 @@ class SlidingLayersRotate(ModelFamily):
         return attention.sliding_window is None or bool(attention.is_sliding)
 
 
+class Gemma3(ModelFamily):
+    """Norms times 1 + weight around attention and MLP, whose gate is a GELU, and two rotary
+    embeddings: that of layers with a window, and that of the others."""
+
+    packs_as_generic = knows_windows = True
+    native_only = "its norms come before and after attention and the MLP"
+
+    def is_lean(self, config: Any, *, native: bool) -> bool:
+        ropes = [rope["rope_type"] for rope in config.rope_parameters.values()]
+        others = set(ropes) - {"default", "linear", "llama3", "yarn"}
+        if others or config.use_bidirectional_attention:
+            return False
+        return super().is_lean(config, native=native)
+
+    def rotary_modules(self, stock: Any) -> tuple[Any, ...]:
+        rotary = stock.model.rotary_emb
+        return tuple(RotaryOfType(rotary, kind) for kind in rotary.layer_types)
+
+    def layer_spec(self, stock: Any, layer_idx: int) -> LayerSpec:
+        kind = stock.config.layer_types[layer_idx]
+        rope_idx = stock.model.rotary_emb.layer_types.index(kind)
+        return replace(super().layer_spec(stock, layer_idx), rope_idx=rope_idx)
+
+    def layer(self, stock: Any, layer_idx: int, spec: LayerSpec) -> DecoderLayer:
+        stock_layer = stock.model.layers[layer_idx]
+        norms: dict[str, Any] = {
+            "input_norm": stock_layer.input_layernorm,
+            "attention_out_norm": stock_layer.post_attention_layernorm,
+            "mlp_norm": stock_layer.pre_feedforward_layernorm,
+            "mlp_out_norm": stock_layer.post_feedforward_layernorm,
+            "q_norm": stock_layer.self_attn.q_norm,
+            "k_norm": stock_layer.self_attn.k_norm,
+        }
+        made: dict[str, Any] = {name: OnePlusNorm(norm) for name, norm in norms.items()}
+        return replace(super().layer(stock, layer_idx, spec), gate="gelu_tanh", **made)
+
+    def lean_model(self, stock: Any, *, heads_may_differ: bool = False) -> LeanModel:
+        lean = super().lean_model(stock, heads_may_differ=heads_may_differ)
+        return replace(lean, final_norm=OnePlusNorm(lean.final_norm))
+
+
 @dataclass(frozen=True)
 class Routed(ModelFamily):
     """Experts in the place of an MLP, in all layers or some.
@@ -206,9 +272,8 @@ class Routed(ModelFamily):
 
     rounds_weights: bool = False
 
-    @property
-    def native_only(self) -> str:
-        return "its MLPs have experts"
+    packs_as_generic = True
+    native_only = "its MLPs have experts"
 
     def mlp(self, stock: Any, name: str) -> dict[str, Any]:
         module, config = stock.get_submodule(name.removesuffix(".")), stock.config
@@ -270,6 +335,7 @@ FAMILIES = {
         Routed("qwen3_moe", has_qk_norm=True, rounds_weights=True),  # dense layers, too
         Routed("mixtral"),
         ModelFamily("phi3", fuses=True),  # Phi-4 too; those with long and short factors are generic
+        Gemma3("gemma3_text", has_qk_norm=True),
     )
 }
 # Those whose models have lean layers wherever they run.

@@ -100,7 +100,7 @@ def rotary_view(stock: Any, head_dim: int, *, may_be_partial: bool = False) -> A
     Raises:
         NotImplementedError: if it rotates a part of each head only, but where that `may_be`.
     """
-    if isinstance(stock, NoRotation):
+    if isinstance(stock, NoRotation | RotaryOfType):
         return stock
     rotated = 2 * int(stock.inv_freq.numel())
     if rotated != head_dim and not may_be_partial:
@@ -109,6 +109,21 @@ def rotary_view(stock: Any, head_dim: int, *, may_be_partial: bool = False) -> A
             "rotary embeddings are not supported yet; take a model that rotates whole heads"
         )
     return DynamicRotary(stock) if "dynamic" in stock.rope_type else stock
+
+
+@dataclass(frozen=True)
+class RotaryOfType:
+    """The tables of one kind of layers, of a rotary embedding that has several."""
+
+    stock: Any
+    layer_type: str
+    rope_type: str = "default"  # of any that does not follow the length
+
+    def __call__(
+        self, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.stock(x, position_ids, self.layer_type)
+        return cos, sin
 
 
 @dataclass(frozen=True)

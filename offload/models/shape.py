@@ -13,6 +13,7 @@ class ModelShape:
 
     Attributes:
         max_context: tokens a sequence may have.
+        windows: tokens that each layer sees, 0: all; (): of all of them.
         rope_theta, ties_embeddings: of models that are made from a shape; they decide no work.
     """
 
@@ -26,6 +27,7 @@ class ModelShape:
     max_context: int
     rope_theta: float = 0.0
     ties_embeddings: bool = False
+    windows: tuple[int, ...] = ()
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], max_context: int) -> ModelShape:

@@ -24,7 +24,7 @@ from offload.decode.gpu.placement import HeadPlacement
 from offload.decode.gpu.resident_codes import CodeShape
 from offload.decode.gpu.resident_kv import ResidentKV, resident_pages, window_of
 from offload.decode.sampling import TokenChooser
-from offload.kv.page_pool import DEFAULT_SLAB_BYTES, page_shape, pool_bytes
+from offload.kv.page_pool import DEFAULT_SLAB_BYTES, page_shape, pages_at, pool_bytes
 from offload.models.shape import ModelShape
 from offload.planning.profile import DeviceProfile
 from offload.planning.workload import Workload
@@ -162,7 +162,8 @@ def store_bytes(work: Workload, slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
     """Bytes of the host store's slabs with sequences that share nothing."""
     shape = work.shape
     page_bytes = math.prod(page_shape(shape.num_kv_heads, work.page_tokens, work.row_bytes))
-    num_pages = shape.num_layers * work.pages_per_layer
+    windows = shape.windows or [0] * shape.num_layers
+    num_pages = work.batch_size * pages_at(work.kv_len, work.page_tokens, windows)
     return pool_bytes(num_pages, page_bytes, slab_bytes)
 
 

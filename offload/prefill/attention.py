@@ -31,6 +31,7 @@ import itertools
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cpu_ops.causal_attention import causal_attention, has_causal_attention
@@ -59,6 +60,7 @@ _CUDNN_WIDTH = 1024  # of all heads
 # Of one call. A block goes through all keys of its queries, behind 128K of them for 3 ms, and what
 # runs beside it (`LayerStream`) waits for some block to end: 1,025 tokens took 508 ms, now 380.
 _PIECE_KEYS = 16384
+_WINDOW_QUERIES = 512  # whose mask exists at one time
 
 
 def attend(
@@ -82,6 +84,38 @@ def attend(
         assert pool is not None
         return causal_attention(pool, q, *new, sm_scale)
     return attend_with_lse(q, past, new, sm_scale)[0]
+
+
+def attend_in_window(
+    q: Tensor, kv: KV, window: int, sm_scale: float, pool: WorkerPool | None = None
+) -> Tensor:
+    """`attend` where each query sees `window` tokens, itself the last of them.
+
+    Args:
+        q: [num_qo_heads, n, head_dim], of the last n tokens of `kv`.
+        kv: all the tokens that the first of them sees, and those up to the last.
+    """
+    keys, values = kv
+    n, kv_len = q.shape[1], keys.shape[1]
+    if _is_native(q, pool):
+        assert pool is not None
+        return causal_attention(pool, q, keys, values, sm_scale, window=window)
+    parts = []
+    for start in range(0, n, _WINDOW_QUERIES):
+        stop = min(start + _WINDOW_QUERIES, n)
+        first, last = max(0, kv_len - n + start - window + 1), kv_len - n + stop
+        queries = torch.arange(last - stop + start, last, device=q.device)[:, None]
+        positions = torch.arange(first, last, device=q.device)
+        o = F.scaled_dot_product_attention(
+            q[None, :, start:stop],
+            keys[None, :, first:last],
+            values[None, :, first:last],
+            attn_mask=(positions <= queries) & (positions > queries - window),
+            scale=sm_scale,
+            enable_gqa=True,
+        )
+        parts.append(o[0].transpose(0, 1))
+    return torch.cat(parts)
 
 
 def attend_with_lse(q: Tensor, past: KV | None, new: KV, sm_scale: float) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,9 @@ import torch
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
-from offload.models import DecoderLayer, LeanModel
+from offload.models import DecoderLayer, LayerSpec, LeanModel
 from offload.models.batch import RaggedBatch
-from offload.prefill.attention import KV, attend, takes_all_keys
+from offload.prefill.attention import KV, attend, attend_in_window, takes_all_keys
 from offload.prefill.kv_stream import LayerStream
 from offload.prefill.layer import add_mlp, project_qkv, rotate
 from offload.prefill.memory import PrefillMemory, available_bytes, check_fits
@@ -131,7 +131,7 @@ def prefill_by_layer(
                     if store is not None and on_queries is not None:
                         for sequence, of_slice, kv_len in stream.spans(start, stop):
                             on_queries(seqs[sequence], layer_idx, q[:, of_slice], kv_len)
-                    o = _attend(q, layer_idx, stream, layer.spec.sm_scale, start, stop, pool)
+                    o = _attend(q, layer_idx, stream, layer.spec, start, stop, pool)
                     delta = layer.o_proj(o, pool)
                     del o
                     if store is not None and on_attended is not None:
@@ -210,7 +210,7 @@ def _attend(
     q: torch.Tensor,
     layer_idx: int,
     stream: LayerStream,
-    sm_scale: float,
+    spec: LayerSpec,
     start: int,
     stop: int,
     pool: WorkerPool | None,
@@ -226,16 +226,21 @@ def _attend(
     parts = []
     for sequence, of_slice, kv_len in stream.spans(start, stop):
         past_len, of_sequence = stream.past_len(sequence), q[:, of_slice]
+        if spec.window and kv_len > spec.window:
+            first = max(0, kv_len - of_sequence.shape[1] - spec.window + 1)
+            kv = stream.rows(sequence, first, kv_len)
+            parts.append(attend_in_window(of_sequence, kv, spec.window, spec.sm_scale, pool))
+            continue
         starts = stream.past_starts(sequence, layer_idx)
         if starts is not None:
             kv = stream.rows(sequence, 0, kv_len)
-            parts.append(_attend_by_head(of_sequence, past_len, kv, starts, sm_scale, pool))
+            parts.append(_attend_by_head(of_sequence, past_len, kv, starts, spec.sm_scale, pool))
             continue
         past = None
         if past_len and not takes_all_keys(q, pool):
             past = stream.rows(sequence, 0, past_len)
         new = stream.rows(sequence, 0 if past is None else past_len, kv_len)
-        parts.append(attend(of_sequence, past, new, sm_scale, pool))
+        parts.append(attend(of_sequence, past, new, spec.sm_scale, pool))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpu_ops.rms_norm import rms_norm
@@ -54,7 +55,7 @@ def _outputs(
     if len(linear.parts) == len(shares):
         return [projection(x, pool) for projection in linear.parts]
     unit = linear.out_features // sum(shares)
-    return [*linear(x, pool).split([unit * share for share in shares], dim=-1)]
+    return [*torch.split(linear(x, pool), [unit * share for share in shares], dim=-1)]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pool: WorkerPool | None = None) -> Tensor:
@@ -110,9 +111,17 @@ def add_mlp(
 def _dense_mlp(layer: DecoderLayer, normed: Tensor, pool: WorkerPool | None) -> Tensor:
     gate_up, down = layer.dense_mlp
     if pool is not None and gate_up.prefers_cpu_ops(normed):
-        return down.on_cpu()(pool, gate_up(normed, pool), silu_mul=True)
+        return down.on_cpu()(
+            pool,
+            gate_up(normed, pool),
+            silu_mul=layer.gate == "silu",
+            gelu_mul=layer.gate == "gelu_tanh",
+        )
     gate, up = (y.contiguous() for y in _outputs(gate_up, normed, pool, (1, 1)))
-    activate(gate, up)
+    if layer.gate == "silu":
+        activate(gate, up)
+    else:
+        gate = F.gelu(gate, approximate="tanh").mul_(up)
     return down(gate, pool)
 
 

@@ -240,7 +240,8 @@ class OffloadedCache(Cache):
         """Drop the last `-tokens_to_remove` columns (transformers wants 0 or less).
 
         Raises:
-            ValueError: for a positive number, or to where tokens were condensed.
+            ValueError: for a positive number, or to where tokens were condensed, or where a layer
+                has freed those before its window.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -259,6 +260,8 @@ class OffloadedCache(Cache):
             for seq, kv_len in zip(self._seqs, lens, strict=True):
                 if compression is not None:
                     compression.check_truncate(seq, kv_len)
+                if kv_len < self.store.kv_len(seq):
+                    self.store.check_truncate(seq, kv_len)
             self._num_columns = num_columns
             for seq, kv_len in zip(self._seqs, lens, strict=True):
                 if kv_len < self.store.kv_len(seq):
@@ -480,6 +483,12 @@ class CachedLayer:
                 "the tokens of this cache were condensed to stay within host_bytes_per_sequence: "
                 "there are no keys and values of each column"
             )
+        for seq in self._cache.seqs:
+            if first := int(store.starts(seq)[self._layer_idx].max()):
+                raise ValueError(
+                    f"layer {self._layer_idx} sees a window, and has freed the keys and values of "
+                    f"the first {first} tokens before it"
+                )
         batch_size, columns = attended.shape
         num_kv_heads, head_dim = store.heads_of(self._layer_idx)
         shape = (2, batch_size, num_kv_heads, columns, head_dim)

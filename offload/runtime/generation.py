@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from offload.kv.page_pool import WINDOW_SLACK
 from offload.kv.store import HostBudgetError
 from offload.prefill.forward import OnTokens
 from offload.runtime.cache import OffloadedCache
@@ -149,6 +150,12 @@ class GenerationRequest:
             self._check_draft(cache.bound.most_cropped)
         if self.prompt_columns == 0:
             raise ValueError("the prompt is empty")
+        has_windows = cache.store.num_full_rows < cache.store.num_page_rows
+        if has_windows and (self.draft_tokens or 0) > WINDOW_SLACK:
+            raise ValueError(
+                f"prompt_lookup_num_tokens={self.draft_tokens} with layers that see a window: they "
+                f"take back up to {WINDOW_SLACK} tokens; lower prompt_lookup_num_tokens"
+            )
         if cache.corrections is not None and self.drafts:
             raise ValueError(
                 "assistant_model or prompt_lookup_num_tokens with cache_correction_every: tokens "
@@ -212,11 +219,12 @@ class GenerationRequest:
             most = bound.slots // page_tokens
             ends = [min(end, most) for end in ends]
             return num_rows * sum(ends) - sum(map(store.num_unshared_pages, cache.seqs))
+        of_ends = sum(store.pages_at(end * page_tokens) for end in ends)
         if cache.seqs:
-            return num_rows * (sum(ends) - sum(map(store.num_own_pages, cache.seqs)))
+            return of_ends - sum(map(store.num_own_pages, cache.seqs))
+        # Full layers share what the rows of one prompt read once.
         shared = [kv_len // page_tokens for kv_len in self.shared_lens]
-        own = sum(end - of_row for end, of_row in zip(ends, shared, strict=True))
-        return num_rows * (own + sum(shared[:: self.copies]))
+        return of_ends - store.num_full_rows * (sum(shared) - sum(shared[:: self.copies]))
 
     def _state_bytes_needed(
         self, cache: OffloadedCache, states: PolicyStates, *, builds: bool

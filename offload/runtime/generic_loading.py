@@ -306,7 +306,7 @@ class GenericRuntime:
         """
         store, states = cache.store, cache.attention.states
         ends = [n + request.max_new_tokens for n in request.prompt_lens]
-        own_pages = store.num_page_rows * sum(map(store.num_own_pages, cache.seqs))
+        own_pages = sum(map(store.num_own_pages, cache.seqs))
         pages = num_pages(store, ends) - own_pages
         state = policy_bytes(states.bytes, ends)
         columns = request.prompt_columns + request.max_new_tokens

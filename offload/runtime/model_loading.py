@@ -213,13 +213,15 @@ def prepare_loaded(
 
 
 def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | None) -> None:
-    """Where layers differ in their heads, refuse what needs them alike before it is allocated.
+    """Where layers differ in their heads or have windows, refuse what needs them alike before it is
+    allocated.
 
     Raises:
-        NotImplementedError: names the option, the first layer that differs, and in what.
+        NotImplementedError: names the option, and the first layer that differs or the window.
     """
     policy, shape = config.policy, lean.shape
     of_policy = needs_alike_layers(policy, shape.num_layers, shape.num_kv_heads)
+    of_this_policy = f"policy={policy.name!r}, which {of_policy},"
     needs = {
         "a model of several ranks": ranks is not None,
         f"device={config.device!r}": config.device != "cpu",
@@ -227,11 +229,25 @@ def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | 
         "host_bytes_per_sequence": config.host_bytes_per_sequence is not None,
         "quality_probe": config.quality_probe > 0.0,
         "cache_correction_every": config.cache_correction_every is not None,
-        f"policy={policy.name!r}, which {of_policy},": of_policy != "",
+        of_this_policy: of_policy != "",
     }
     for what, is_asked in needs.items():
         if is_asked:
             check_alike([layer.spec for layer in lean.layers], what)
+    if not (window := max(lean.each("window"))):
+        return
+    units = shape.num_layers, shape.num_kv_heads
+    by_unit = [policy.roles(*units), policy.unit_members(*units)] if policy.selects else []
+    del needs[of_this_policy]
+    needs[f"policy={policy.name!r}, which tells layers or heads apart,"] = any(
+        x is not None for x in by_unit
+    )
+    for what, is_asked in needs.items():
+        if is_asked:
+            raise NotImplementedError(
+                f"{what} is not for layers that see a window of {window} tokens yet; others decode "
+                "with device='cpu' under policies such as 'full', 'exact_topk' and 'sketch'"
+            )
 
 
 def check_before_loading(

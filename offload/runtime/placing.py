@@ -7,6 +7,7 @@ profile decides what the CPU had better do; else a typical machine's.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,6 +15,7 @@ import torch
 
 from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.kv.format import KVFormat
+from offload.kv.page_pool import pages_at
 from offload.models import LeanModel
 from offload.models.shape import ModelShape
 from offload.planning.choose import DeviceRoom, choose_beside_prefill, least_placement
@@ -214,7 +216,17 @@ def longest_context(
     of_sequence = host_kv_bytes
     if config.host_bytes_per_sequence is not None:
         of_sequence = min(of_sequence, config.host_bytes_per_sequence)
-    return min(shape.max_context, max(config.page_tokens, of_sequence // token_bytes))
+    longest = of_sequence // token_bytes
+    if shape.windows:
+        of_page = token_bytes // shape.num_layers * config.page_tokens
+        longest = bisect_right(
+            range(shape.max_context + 1),
+            of_sequence,
+            lo=1,
+            key=lambda n: pages_at(n, config.page_tokens, shape.windows) * of_page,
+        )
+        longest -= 1
+    return min(shape.max_context, max(config.page_tokens, longest))
 
 
 def known_profile(device: torch.device, num_threads: int) -> MachineProfile | None:

@@ -42,6 +42,7 @@ class Pass:
     Attributes:
         seqs: those that get the tokens: copies in the place of sequences that are corrected.
         num_begun: tokens of each that the policy has not seen yet.
+        at_once: as of `KVStore.reserve`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Pass:
         self.num_begun = num_new_tokens
         if correction is not None:
             self.num_begun = correction.batch.num_new_tokens
+        self.at_once = False
         self._sequences, self._store = sequences, sequences.store
         self._num_new_tokens, self._correction = num_new_tokens, correction
         self._lens_before: list[int] = []
@@ -75,7 +77,7 @@ class Pass:
             if self._correction is not None:
                 num_read = self._correction.batch.num_new_tokens
                 self._set_aside(self._correction)
-            self._store.reserve(self.seqs, num_read)
+            self._store.reserve(self.seqs, num_read, at_once=self.at_once)
         except BaseException:
             self._take_back()
             raise
@@ -91,6 +93,7 @@ class Pass:
         """What comes after `commit` went well, too."""
         self._sequences.free(self._corrected.values())
         self._corrected.clear()
+        self._store.free_behind(self.seqs)
 
     def roll_back(self) -> None:
         """As before `reserve`, which went well, after anything that did not."""
@@ -252,6 +255,7 @@ class Runner:
             self.sequences.note_text(batch, seqs, tokens, batch.position_ids)
             return self.prefill_by_layer(hidden, batch, seqs, builds=builds)
 
+        this.at_once = True
         on_device = builds and self.attention.builds_in_prefill(self.device)
         return (yield from self.extend_by_layer(this, compute, prefill=True, builds=on_device))
 

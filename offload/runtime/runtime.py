@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from offload.decode.sampling import BurstError, Sampler, SamplingOptions, check_chosen
+from offload.kv.page_pool import WINDOW_SLACK
 from offload.kv.store import KVStore
 from offload.models.batch import RaggedBatch, tokens_each
 from offload.prefill.forward import OnTokens
@@ -67,6 +68,7 @@ class Runtime:
             page_tokens=page_tokens_of(config, shape),
             pinned=self.device.type == "cuda",
             per_head_pages=reconstructs(config, shape),
+            windows=self.lean.each("window"),
         )
         self.decoder = decoder = make_decoder(
             opened, self.store, lambda: self.sequences.background.give_up()
@@ -184,6 +186,9 @@ class Runtime:
         on_device = self.attention.builds_in_prefill(hidden.device)
         builds = prefill and (on_device or parts[-1].phase != phase)
         this = cache.begin(batch, correction)
+        # Behind a prompt no more is decoded in the same pass than windows leave room for.
+        decoded = [n for part in parts if part.phase == "decode" for n in part.batch.num_new_tokens]
+        this.at_once = prefill and max(decoded, default=0) <= WINDOW_SLACK
         return self.runner.extend(this, compute, prefill=prefill, builds=builds), phase
 
     def _run_parts(

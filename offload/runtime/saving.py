@@ -4,7 +4,8 @@ A file has, for each row `r`:
 
     r.tokens                int64 [n], where they are known
     r.kv.LAYER              the store's dtype [K|V, num_kv_heads, kv_len, head_dim], or int8 with
-                            rows as in pages (`KVFormat`)
+                            rows as in pages (`KVFormat`); without the first `starts[LAYER]` tokens,
+                            which a layer with a window has freed
     r.marks                 uint8, of the text
     r.queries.LAYER         the store's dtype [num_qo_heads, n, head_dim], the recent ones
     r.state.LAYER.NAME      arrays of the policy; of records their bytes
@@ -78,6 +79,8 @@ def file_of(
     rows, entries = list[RowToSave](), list[Entry]()
     for place, seq in enumerate(seqs):
         row = RowToSave(place, {"kv_len": sequences.store.kv_len(seq)})
+        if any(starts := _starts(sequences.store, seq)):
+            row.numbers["starts"] = starts
         if tokens is not None:
             row.add("tokens", np.asarray(tokens[place], np.int64))
         row.entries += _pages(sequences.store, place, seq)
@@ -96,19 +99,24 @@ def file_of(
 
 
 def _pages(store: KVStore, row: int, seq: int) -> Iterator[Entry]:
-    dtype, shape = store.format.page_dtype, _kept_shape(store, store.kv_len(seq))
+    dtype, kv_len = store.format.page_dtype, store.kv_len(seq)
 
-    def keys_and_values(layer_idx: int) -> Bytes:
-        both = torch.empty(shape, dtype=dtype)
+    def keys_and_values(layer_idx: int, start: int) -> Bytes:
+        both = torch.empty(_kept_shape(store, kv_len - start), dtype=dtype)
         with torch_threads(1):
-            store.gather(seq, layer_idx, out=(both[0], both[1]), kept=True)
+            store.gather(seq, layer_idx, start, out=(both[0], both[1]), kept=True)
         return bytes_of(both)
 
-    for layer_idx in range(store.num_layers):
-        name = f"{row}.kv.{layer_idx}"
-        yield Entry(
-            name, str(dtype).removeprefix("torch."), shape, partial(keys_and_values, layer_idx)
-        )
+    for layer_idx, start in enumerate(_starts(store, seq)):
+        name, shape = f"{row}.kv.{layer_idx}", _kept_shape(store, kv_len - start)
+        values = partial(keys_and_values, layer_idx, start)
+        yield Entry(name, str(dtype).removeprefix("torch."), shape, values)
+
+
+def _starts(store: KVStore, seq: int) -> list[int]:
+    """Of each layer, the first token that it has."""
+    starts: list[int] = store.starts(seq)[:, 0].tolist()
+    return starts
 
 
 def _kept_shape(store: KVStore, kv_len: int) -> tuple[int, int, int, int]:
@@ -203,17 +211,20 @@ def _read_row(
     store, kv_len = sequences.store, int(row.numbers["kv_len"])
     if not 0 <= kv_len <= most_tokens:
         raise SessionMiss(f"it has {kv_len} tokens, and the model at most {most_tokens}")
-    dtype, shape = store.format.page_dtype, _kept_shape(store, kv_len)
-    for layer_idx in range(store.num_layers):
+    dtype, starts = store.format.page_dtype, row.numbers.get("starts", [0] * store.num_layers)
+    store.check_starts(starts, kv_len)
+    shapes = [_kept_shape(store, kv_len - start) for start in starts]
+    for layer_idx, shape in enumerate(shapes):
         row.check(f"kv.{layer_idx}", dtype, shape)
     of_parts = [part.load(row) for part in sequences.parts]
-    store.reserve([seq], [kv_len])
-    for layer_idx in range(store.num_layers):
+    store.reserve([seq], [kv_len], at_once=True)
+    for layer_idx, (start, shape) in enumerate(zip(starts, shapes, strict=True)):
         data = yield from row.reader.read_in_parts(f"{row.row}.kv.{layer_idx}")
         keys, values = torch.from_numpy(data).view(dtype).view(shape).transpose(1, 2)
         with torch_threads(1):  # copies are small: with more they would wait for each other
-            store.append(seq, layer_idx, keys, values, kept=True)
+            store.append(seq, layer_idx, keys, values, start, kept=True)
     store.commit([seq], [kv_len])
+    store.free_behind([seq], starts)
     for give in of_parts:
         give(seq)
     if "tokens" not in row.names():

@@ -273,6 +273,7 @@ class Sequences:
         What a policy has learnt from tokens that go is forgotten, bit for bit, where they are of
         the last forward pass (a draft).
         """
+        self.store.check_truncate(seq, kv_len)
         finish = [part.truncate(seq, kv_len) for part in reversed(self.parts)]
         self.store.truncate(seq, kv_len)
         for finish_part in finish:
@@ -291,7 +292,8 @@ class Sequences:
 
     def longest_cut(self, seq: int, kv_len: int) -> int:
         """The most of its first `kv_len` tokens that `truncate` can leave."""
-        return min(part.longest_cut(seq, kv_len) for part in self.parts)
+        kv_len = min(part.longest_cut(seq, kv_len) for part in self.parts)
+        return kv_len if kv_len >= self.store.least_kv_len(seq) else 0
 
     def bytes_at(self, kv_len: int) -> int:
         """Host bytes of a sequence of so many tokens, beside pages and policy."""

@@ -242,6 +242,7 @@ class SharedModel:
                 without_autocast(reader.device),
             ):
                 this = cache.begin(batch)
+                this.at_once = True
                 this.reserve()
                 (seq,) = this.seqs
                 for runtime in self.runtimes:
@@ -249,6 +250,7 @@ class SharedModel:
                 embedded = reader.lean.embed_tokens(ids.to(reader.device))
                 hidden = reader.runner.prefill(embedded, batch, [seq], attentions=attentions)
                 this.commit()
+                this.end()
                 logits = reader.runner.logits(hidden[-1:], "prefill").to(self.device)
             seconds = time.perf_counter() - start
             yield ReadPrompt(ids, cache, logits, seconds)

@@ -70,6 +70,15 @@ DENSE_MODELS = TINY_MODELS | {
         "phi3",
         {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
     ),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 20,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 LEAN_MODELS = DENSE_MODELS | {
     "qwen3_moe": (
@@ -97,7 +106,7 @@ def make_tiny_model(name: str, **changes: Any) -> Any:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
-                parameter.normal_(1.0, 0.2)
+                parameter.normal_(0.0 if model_type == "gemma3_text" else 1.0, 0.2)
             else:
                 parameter.normal_(0.0, 0.5 if parameter_name.endswith("bias") else 0.15)
     return model

@@ -29,17 +29,27 @@ def greedy_tokens(stock: Any, policy: Policy, prompt: torch.Tensor, num_new: int
 
 
 def attend_to_top_k(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    scaling: float,
+    sliding_window: int | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention; a single token attends to what ExactTopK selects of each KV head."""
+    """transformers' attention; a single token attends to what ExactTopK selects of each KV head,
+    but in layers with a window."""
     del mask
     _, num_heads, num_new, _ = query.shape
     kv_len, num_kv_heads = key.shape[2], key.shape[1]
     keys, values = (x.repeat_interleave(num_heads // num_kv_heads, 1) for x in (key, value))
     scores = scaling * (query @ keys.mT)
     later = torch.ones(num_new, kv_len, dtype=torch.bool).triu(kv_len - num_new + 1)
+    if sliding_window is not None:
+        later |= torch.ones_like(later).tril(kv_len - num_new - sliding_window)
     weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-    if num_new == 1 and kv_len > TOP_K.budget_tokens:
+    if sliding_window is None and num_new == 1 and kv_len > TOP_K.budget_tokens:
         first, last = TOP_K.sink_tokens, kv_len - TOP_K.recent_tokens
         mass = weights[0, :, 0].view(num_kv_heads, -1, kv_len).sum(1)
         count = TOP_K.budget_tokens - TOP_K.sink_tokens - TOP_K.recent_tokens

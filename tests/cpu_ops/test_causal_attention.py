@@ -48,6 +48,16 @@ def test_matches_reference(
         expected, _ = reference_attention(q, keys, values, head_dim**-0.5)
         error = (o.double() - expected).norm() / expected.norm()
         assert error < TOLERANCE[dtype], (n, kv_len)
+        for window in (1, 40, 290):
+            o = causal_attention(pool, q, keys, values, head_dim**-0.5, window=window, isa=isa)
+            last = torch.arange(kv_len - n, kv_len)[:, None]
+            seen = (torch.arange(kv_len) <= last) & (torch.arange(kv_len) > last - window)
+            given = (x.double()[None] for x in (q, keys, values))
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                *given, attn_mask=seen, enable_gqa=True
+            )[0].transpose(0, 1)
+            error = (o.double() - expected).norm() / expected.norm()
+            assert error < TOLERANCE[dtype], (n, kv_len, window)
 
 
 @each_kernel

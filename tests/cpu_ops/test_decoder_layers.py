@@ -28,6 +28,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NUM_LAYERS, HIDDEN, INTERMEDIATE, EPS = 2, 96, 160, 1e-5
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
 NUM_EXPERTS = 3
+WINDOW = 20
 QUERY_FEATURES, KV_FEATURES = NUM_QO_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
 
 
@@ -60,9 +61,10 @@ def make_case(
     isa: str | None = None,
 ) -> Case:
     """`kind`: "llama"; "qwen3" with norms of heads; "olmo2" with norms of all heads and of sums;
-    "smollm3" with layers that rotate otherwise; "phi3" that rotates a part of each head, and has
-    q, k and v in one matrix; "moe" whose second MLP has experts, which are all
-    chosen: the next best one in bfloat16 is another than in float64."""
+    "smollm3" with layers that rotate otherwise; "gemma3" with a window in the first, and GELUs;
+    "phi3" that rotates a part of each head, and has q, k and v in one matrix; "moe" whose second
+    MLP has experts, which are all chosen: the next best one in bfloat16 is another than in
+    float64."""
     rng = new_rng()
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -77,7 +79,14 @@ def make_case(
         page_tokens=16,
     )
     policy = make_policy(policy) if isinstance(policy, str) else policy
-    attention = DecodeAttention(policy, store, num_qo_heads=NUM_QO_HEADS, pool=pool, isa=isa)
+    attention = DecodeAttention(
+        policy,
+        store,
+        num_qo_heads=NUM_QO_HEADS,
+        pool=pool,
+        windows=[WINDOW if kind == "gemma3" and not i else 0 for i in range(NUM_LAYERS)],
+        isa=isa,
+    )
     seqs, kv_lens, past = [], [], []
     for row in range(rows):
         n = kv_len + 5 * row
@@ -135,6 +144,7 @@ def make_case(
                 attention_out_norm=(w["input_norm"], EPS) if kind == "olmo2" else None,
                 mlp_out_norm=(w["mlp_norm"], EPS) if kind == "olmo2" else None,
                 rope_idx=layer_idx % 2 if kind == "smollm3" else 0,
+                gate="gelu_tanh" if kind == "gemma3" else "silu",
             )
         )
     rotated = HEAD_DIM - 4 if kind == "phi3" else HEAD_DIM
@@ -144,8 +154,10 @@ def make_case(
     return Case(layers, weights, attention, seqs, kv_lens, hidden, (cos, sin), (sin, cos), past)
 
 
-def gated(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    return gate / (1 + np.exp(-gate)) * up
+def gated(gate: np.ndarray, up: np.ndarray, kind: str = "silu") -> np.ndarray:
+    if kind == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    return gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
 
 
 def float64_layers(case: Case, rows: int) -> np.ndarray:
@@ -178,6 +190,8 @@ def float64_layers(case: Case, rows: int) -> np.ndarray:
                 np.concatenate([past[layer_idx], new[:, None]], axis=1)
                 for past, new in zip(case.past[row], (k, v), strict=True)
             )
+            window = case.attention.windows[layer_idx]
+            keys, values = keys[:, -window:], values[:, -window:]
             attended = []
             for head in range(NUM_QO_HEADS):
                 kv_head = head * NUM_KV_HEADS // NUM_QO_HEADS
@@ -192,7 +206,7 @@ def float64_layers(case: Case, rows: int) -> np.ndarray:
                 each = [down @ gated(*up) for up, down in zip(ups, w["downs"], strict=True)]
                 down = routes / routes.sum() @ np.stack(each)
             else:
-                down = w["down"] @ gated(w["gate"] @ normed, w["up"] @ normed)
+                down = w["down"] @ gated(w["gate"] @ normed, w["up"] @ normed, layer.gate)
             x = x + norm(down, "mlp_norm", layer.mlp_out_norm)
         out.append(x)
     return np.stack(out)
@@ -209,7 +223,7 @@ def begin(case: Case, stack: DecoderLayers, **options):
     combinations(
         native.available_isas(),
         DTYPES,
-        ["llama", "qwen3", "olmo2", "smollm3", "phi3", "moe"],
+        ["llama", "qwen3", "olmo2", "smollm3", "phi3", "gemma3", "moe"],
         [1, 3, 16],
     ),
 )

@@ -170,6 +170,24 @@ def test_silu_of_large_values(isa, dtype, pool):
     )
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_of_any_values(isa, dtype, pool):
+    """At every lane and in the tail; what is not finite is as torch's."""
+    rng, width = new_rng(), 41
+    gate = random(rng, dtype, 12, width, scale=3.0)
+    gate[0, :8] = torch.tensor([-1e4, -100.0, -20.0, -0.0, 0.0, 20.0, 100.0, 1e4])
+    largest = torch.finfo(dtype).max
+    for row, value in enumerate([torch.inf, -torch.inf, torch.nan, largest, -largest], 1):
+        gate[row, 5 * row], gate[row + 5, 40] = value, value
+    up = random(rng, dtype, 12, width).clamp(-1, 1)
+    linear = Linear([torch.eye(width, dtype=dtype)], isa=isa)
+    gelu = torch.nn.functional.gelu(gate.double(), approximate="tanh")
+    expected = gelu.to(dtype).double() * up.double() @ torch.eye(width).double()
+    found = wide(linear(pool, torch.cat([gate, up], dim=1), gelu_mul=True))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=2e-2, atol=2e-6)
+
+
 def test_bad_input_is_refused(pool):
     weight = torch.zeros(6, 32)
     linear = Linear([weight])

@@ -18,7 +18,7 @@ from offload.runtime.config import runtime_config
 from offload.runtime.generic_shared import GenericSharedModel
 
 runner = CliRunner(env={"COLUMNS": "250", "TERM": "dumb"})
-TYPES = ["qwen3_5_text", "gemma3_text", "gpt_oss"]
+TYPES = ["qwen3_5_text", "gemma2", "gpt_oss"]
 _SPARSE = "exact_topk.dense_layers=0"
 _POSITIONS, _CONTEXT, _STEPS = 2048, 300, 12
 
@@ -83,7 +83,7 @@ def test_perplexity_is_that_of_the_stock_model(
 
 
 def test_ruler_asks_each_policy(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder, resume = folders["gemma3_text"], tmp_path / "answers.jsonl"
+    folder, resume = folders["gemma2"], tmp_path / "answers.jsonl"
     arguments = ["--context", "1100", "--tasks", "niah_single_1", "--samples", "2"]
     arguments += ["--policy", "exact_topk", "--budget-tokens", "4096,96", "--resume", str(resume)]
     arguments += ["--option", _SPARSE]
@@ -121,11 +121,11 @@ def test_one_prompt_at_a_time_is_in_memory(folders: dict[str, Path]) -> None:
         (
             "ruler",
             ["--batch-size", "2"],
-            "--batch-size with a model of type 'gemma3_text', which has",
+            "--batch-size with a model of type 'gemma2', which has",
         ),
         ("ruler", ["--host-share", "0.5"], "--host-share with a model of type"),
-        ("ruler", ["--policy", "lychee_decode"], "policy 'lychee_decode' with type 'gemma3_text'"),
-        ("ruler", ["--weights", "q8"], "weights='q8' with a model of type 'gemma3_text'"),
+        ("ruler", ["--policy", "lychee_decode"], "policy 'lychee_decode' with type 'gemma2'"),
+        ("ruler", ["--weights", "q8"], "weights='q8' with a model of type 'gemma2'"),
         ("ruler", ["--context", "4096"], "4,096 tokens are more than the 2,048 positions"),
         ("perplexity", ["--kv-dtype", "int8"], "--kv-dtype with a model of type"),
         ("perplexity", ["--selections-every", "2"], "--selections-every 2 needs lean layers"),
@@ -135,7 +135,7 @@ def test_what_does_not_apply_is_refused(
     folders: dict[str, Path], kind: str, arguments: list[str], said: str
 ) -> None:
     lengths = [] if "--context" in arguments else ["--context", "1100"]
-    result = run(kind, folders["gemma3_text"], *lengths, *arguments)
+    result = run(kind, folders["gemma2"], *lengths, *arguments)
     assert result.exit_code == 1, result.output
     assert said in " ".join(result.stderr.split())
 

@@ -51,6 +51,27 @@ def test_tokens_are_those_of_transformers(
     assert len(set(expected)) > 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "changes"), [("phi3", {"sliding_window": 40}), ("gemma3_text", {}), ("phi3", {})]
+)
+@torch.inference_mode()
+def test_windows_of_layers(
+    name: str, changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Prompts and steps on both sides of a window; in bfloat16 by torch's attention or ours."""
+    stock = make_tiny_model(name, **changes).to(dtype)
+    stock.save_pretrained(tmp_path)
+    model = OffloadedModel.from_pretrained(
+        tmp_path, policy="full", num_threads=2, page_tokens=16, prefill_slice_tokens=48
+    )
+    tokens, cache = random_tokens(1, 300, seed=3), model.new_cache()
+    parts = tokens.split([30, 1, 9, 1, 1, 60, 190, 4, 4], 1)
+    found = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1).double()
+    error = float((found - stock(tokens).logits).norm() / found.norm())
+    assert error < (1e-5 if dtype is torch.float32 else 0.1)
+
+
 @pytest.mark.parametrize("name", NEW)
 @torch.inference_mode()
 def test_embeddings_that_are_given(
@@ -72,8 +93,10 @@ def test_embeddings_that_are_given(
         ("olmo2", {}, False),
         ("exaone4", {}, False),
         ("phi3", {}, False),
-        ("phi3", {"sliding_window": 64}, True),
         ("phi3", {"rope_parameters": LONGROPE, "head_dim": 16}, True),
+        ("gemma3_text", {}, False),
+        ("gemma3_text", {"hidden_activation": "silu"}, True),
+        ("gemma3_text", {"final_logit_softcapping": 3.0}, True),
         ("qwen3_moe", {}, False),
         ("mixtral", {"hidden_act": "gelu"}, True),
     ],
@@ -119,7 +142,7 @@ def test_which_layers_rotate(name: str, changes: dict[str, Any], tmp_path: Path)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral", "phi3"])
+@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text"])
 def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
     name: str, stock_models: dict[str, Any]
 ) -> None:

@@ -20,7 +20,7 @@ from offload.system.errors import HostBudgetError
 from offload.system.memory import format_bytes
 
 runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-TYPES = ["qwen3_5_text", "gemma3_text", "gpt_oss"]
+TYPES = ["qwen3_5_text", "gemma2", "gpt_oss"]
 _CONTEXT = 512  # whole pages
 
 
@@ -116,10 +116,10 @@ def test_a_step_takes_no_less_than_reading_what_is_active(folders: dict[str, str
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--weights", "q8"], "--weights with a model of type 'gemma3_text', which has no lean"),
+        (["--weights", "q8"], "--weights with a model of type 'gemma2', which has no lean"),
         (["--remeasure"], "--remeasure with a model of type"),
         (["--prompt-tokens", "5"], "--prompt-tokens with a model of type"),
-        (["--policy", "lychee_decode"], "policy 'lychee_decode' with type 'gemma3_text'"),
+        (["--policy", "lychee_decode"], "policy 'lychee_decode' with type 'gemma2'"),
         (["--context", "2000000"], "a context of 2000000 tokens exceeds the 1024 tokens"),
         (["--device", "cuda:0", "--kv-dtype", "int8"], "kv_dtype='int8' is for a CPU"),
         (["--max-memory", "1=1GiB"], "max_memory names 1, but device is 'cpu'"),
@@ -129,7 +129,7 @@ def test_what_does_not_apply_is_refused_by_name(
     folders: dict[str, str], arguments: list[str], said: str
 ) -> None:
     arguments = [*arguments, "--profile", folders["h200"]] if "cuda:0" in arguments else arguments
-    assert said in refusal(folders["gemma3_text"], "--device", "cpu", *arguments)
+    assert said in refusal(folders["gemma2"], "--device", "cpu", *arguments)
 
 
 def test_a_config_alone_will_do(folders: dict[str, str], tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ _HEAD = """\
 
 *lean*: native layers, on a CPU and with a GPU, with every feature. What a lean type's layers do not
 compute, such as windows smaller than the context, is refused for llama, mistral, qwen2 and qwen3,
-and makes a model of another type generic (layers of phi3 and gemma3_text attend through windows, and
+and makes a model of another type generic (layers of phi3 and gemma3_text attend through windows and
 keep 64 tokens more: what goes back further is read again, as prompts are that share only the front
 of an earlier one; they refuse policies that tell layers or heads apart); so does a
 GPU, a backend or a rank where the table says so, and of phi3 `rope_type: longrope`, which reads a

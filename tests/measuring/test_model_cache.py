@@ -260,6 +260,14 @@ def test_bad_numbers_are_refused(pool: WorkerPool, rotary_emb: Any) -> None:
         make(pool, rotary_emb, kv_len=10**9)
 
 
+def test_what_policies_keep_counts(
+    pool: WorkerPool, rotary_emb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.selection.state_bytes.StateBytes.at", lambda *_: 2**60)
+    with pytest.raises(HostBudgetError, match="with what policies keep of them, need"):
+        make(pool, rotary_emb, policies=[make_policy("quest", budget_tokens=256)])
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", ["quest", "lfps", "lychee_cluster"])

@@ -157,6 +157,17 @@ def structured_model_cache(
         for policy in policies
         if policy.selects and policy.state.has_arrays
     }
+    in_pages = batch_size * _pages_of_sequence(kv_len, num_steps) * shape.num_layers
+    in_arrays = sum(x.states.bytes.at(kv_len + num_steps) for x in attentions.values())
+    need = in_pages * store.page_bytes + batch_size * in_arrays
+    if need > store.host_budget_bytes:
+        store.close()
+        raise HostBudgetError(
+            f"{batch_size} x {kv_len + num_steps} tokens in {shape.num_layers} layers, with what "
+            f"policies keep of them, need {format_bytes(need)} of host memory, but "
+            f"{format_bytes(store.host_budget_bytes)} are left for them; lower --context or the "
+            "batch size, or measure fewer policies at once"
+        )
     arrays: dict[Policy, list[PolicyArrays]] = {policy: [] for policy in policies}
     width = shape.qkv_width
     rows = torch.empty(num_steps, shape.num_layers, batch_size, width, dtype=dtype, device=device)

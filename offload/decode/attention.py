@@ -133,7 +133,8 @@ class DecodeAttention(NativeAttention):
                 sparse = np.arange(store.num_layers) >= policy.dense_layers
             else:
                 sparse = (roles != DENSE).any(axis=1)
-            sparse &= np.equal(self.windows, 0)
+            if any(self.windows):
+                sparse &= np.equal(self.windows, 0)
             self._prepares = any(member.prepare is not None for member in policy.members)
             self.sparse_layers = sparse
             self.budget_tokens = policy.budget_tokens

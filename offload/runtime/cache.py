@@ -378,7 +378,8 @@ class OffloadedCache(Cache):
             self._sequences.free(seq for row, seq in enumerate(self._seqs) if row not in taken)
             self._seqs[:] = seqs
             if self._attended is not None:
-                self._attended = self._attended[list(rows)]
+                with torch.inference_mode(False):
+                    self._attended = self._attended[list(rows)]
 
     def _continue(self, batch: RaggedBatch) -> None:
         """The rows have the tokens of `batch`: of a sequence with several rows, each its own."""

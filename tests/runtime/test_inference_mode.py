@@ -48,3 +48,15 @@ def test_first_call(name: str, backend: Any, tiny_folders: dict[str, Path]) -> N
     )
     assert greedy(model, prompt, 4).tolist() == expected
     assert greedy(model, prompt, 4, do_sample=True, top_k=1).tolist() == expected
+
+
+@pytest.mark.parametrize("backend", [NATIVE, FLAGS])
+def test_beams_of_padded_prompts(backend: Any, tiny_folders: dict[str, Path]) -> None:
+    """Rows that beams choose again are written outside of the mode."""
+    model = load(tiny_folders["llama"], "full", backend, num_threads=1)
+    prompt = random_tokens(2, 70)
+    mask = torch.ones_like(prompt).index_fill_(1, torch.arange(5), 0)
+    expected = greedy(model, prompt, 4, attention_mask=mask, num_beams=2).tolist()
+    with torch.inference_mode():
+        found = greedy(model, prompt, 4, attention_mask=mask, num_beams=2).tolist()
+    assert found == expected

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases.inside import allow_host_bytes
 from cases.tiny_models import make_tiny_model, random_tokens
+from engine.test_sessions import ask as ask_engine
 
 from offload import Engine, OffloadedCache, OffloadedModel, SamplingParams
 from offload.engine.sessions import Sessions
@@ -155,13 +156,7 @@ def test_engine_and_its_sessions(model: Any, stock: Any, tmp_path: Path) -> None
         return found[0, len(prompt) :].tolist()
 
     def ask(engine: Engine, prompt: list[int], session_id: str | None) -> tuple[list[int], int]:
-        engine.add_request(prompt, params, session_id=session_id)
-        answer, output = list[int](), None
-        while engine.has_work or engine._saves:
-            for output in engine.step():
-                assert output.error is None, output
-                answer += [chosen.token for chosen in output.tokens]
-        assert output is not None
+        answer, output = ask_engine(engine, prompt, session_id, params)
         return answer, output.num_cached
 
     prompt, more = PROMPT[0].tolist(), random_tokens(1, 12, seed=5).clamp(min=1)[0].tolist()

@@ -522,3 +522,15 @@ def test_the_embedded_model() -> None:
     divergence = (np.exp(chances[0]) * (chances[0] - chances[1])).sum(-1).mean()
     print(f"KL {divergence:.5f}")
     assert 0.0 <= divergence < 0.01
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_gpu_rounds_to_the_same_grid(format):
+    """Ranks and one process may round a matrix on different devices."""
+    torch.manual_seed(3)
+    weight = torch.randn(256, 1000)
+    here, there = quantise(weight, format), quantise(weight.cuda(), format)
+    for name in ("codes", "scales", "minimums"):
+        wanted, got = getattr(here, name), getattr(there, name)
+        assert wanted is got is None or torch.equal(got.cpu(), wanted)

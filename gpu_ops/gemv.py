@@ -23,25 +23,23 @@ _BYTES_PER_LOAD = 1024  # of each weight row
 
 
 @jit
-def gemv_kernel(
+def row_products(
     x: tl.tensor,
     weight: tl.tensor,
-    bias: tl.tensor,  # None: there is none; so with the next two
-    norm_weight: tl.tensor,
-    residual: tl.tensor,
-    out: tl.tensor,
+    norm_weight: tl.tensor,  # None: no norm
     eps: tl.tensor,
-    num_out: tl.tensor,
+    n: tl.tensor,
+    inside_n: tl.tensor,
+    up_rows: tl.tensor,
+    dtype: tl.constexpr,
     K: tl.constexpr,
     GLU: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_X: tl.constexpr,
-) -> None:
-    """One program per BLOCK_N outputs; with GLU rows i, i + num_out are gate and up of output i."""
-    dtype = out.dtype.element_ty
-    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside_n = n < num_out
+) -> tuple[tl.tensor, tl.tensor]:
+    """Products of rows n [BLOCK_N] of the weight and x, or its RMSNorm; with GLU of rows
+    n + up_rows, too: float32 [BLOCK_N] each."""
     inverse = 1.0
     if norm_weight is not None:
         d = tl.arange(0, BLOCK_X)
@@ -61,20 +59,48 @@ def gemv_kernel(
         tile = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
         sums += tile.to(tl.float32) * row[None, :]
         if GLU:
-            at += num_out.to(tl.int64) * K
+            at += up_rows.to(tl.int64) * K
             tile = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
             ups += tile.to(tl.float32) * row[None, :]
-    y = tl.sum(sums, 1)
+    return tl.sum(sums, 1), tl.sum(ups, 1)
+
+
+@jit
+def swiglu(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """silu(gate) * up of float32, each rounded to the dtype before and after."""
+    gate = gate.to(dtype).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
+    return (gate.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+
+
+@jit
+def gemv_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,  # None: there is none; so with the next two
+    norm_weight: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    num_out: tl.tensor,
+    K: tl.constexpr,
+    GLU: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+) -> None:
+    """One program per BLOCK_N outputs; with GLU rows i, i + num_out are gate and up of output i."""
+    dtype = out.dtype.element_ty
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_n = n < num_out
+    y, up = row_products(
+        x, weight, norm_weight, eps, n, inside_n, num_out, dtype, K, GLU, BLOCK_N, BLOCK_K, BLOCK_X
+    )
     if bias is not None:
         y += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)
-    y = y.to(dtype)
-    if GLU:
-        up = tl.sum(ups, 1)
-        if bias is not None:
+        if GLU:
             up += tl.load(bias + num_out + n, mask=inside_n, other=0.0).to(tl.float32)
-        gate = y.to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
-        y = (gate.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+    y = swiglu(y, up, dtype) if GLU else y.to(dtype)
     if residual is not None:
         added = tl.load(residual + n, mask=inside_n, other=0.0).to(tl.float32)
         y = (y.to(tl.float32) + added).to(dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gpu_ops.checks import check_dtype, check_tensor
+from gpu_ops.gemv import swiglu
 from gpu_ops.launch import interprets, jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.linear import GpuLinear
 from gpu_ops.packed_rows import MOST_ROWS, UNROLLED, few_rows, has_tensor_cores
@@ -84,7 +85,7 @@ def _dot4(a: tl.tensor, b: tl.tensor, c: tl.tensor, DP4A: tl.constexpr) -> tl.te
 
 
 @jit
-def _products(
+def packed_products(
     weight_codes: tl.tensor,
     weight_scales: tl.tensor,
     codes: tl.tensor,
@@ -171,23 +172,22 @@ def packed_product_kernel(
     codes += row * NUM_GROUPS * 8
     scales += row * NUM_GROUPS
     sums += row * NUM_GROUPS
-    y = _products(
+    y = packed_products(
         weight_codes, weight_scales, codes, scales, sums, n, inside_n,
         NUM_GROUPS, FORMAT, BLOCK_N, GROUPS, DP4A,
     )  # fmt: skip
     if bias is not None:
         y += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)
-    y = y.to(dtype)
     if GLU:
-        up = _products(
+        up = packed_products(
             weight_codes, weight_scales, codes, scales, sums, n + num_out, inside_n,
             NUM_GROUPS, FORMAT, BLOCK_N, GROUPS, DP4A,
         )  # fmt: skip
         if bias is not None:
             up += tl.load(bias + num_out + n, mask=inside_n, other=0.0).to(tl.float32)
-        gate = y.to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
-        y = (gate.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+        y = swiglu(y, up, dtype)
+    else:
+        y = y.to(dtype)
     at = row * stride + n
     if residual is not None:
         added = tl.load(residual + at, mask=inside_n, other=0.0).to(tl.float32)

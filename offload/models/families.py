@@ -7,7 +7,7 @@ or its layers differ.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from cpu_ops.routed_linear import ExpertChoice
 from offload.models.base import (
@@ -26,6 +26,9 @@ from offload.models.base import (
 from offload.models.rope import NoRotation, RotaryOfType, RoundedRotary, rotary_view
 from offload.models.routed_mlp import RoutedMlp
 from offload.models.shape import ModelShape
+
+# What computes the lean layers: the native ones in one process, a GPU's step, or several ranks.
+RunsOn = Literal["cpu", "gpu", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,19 @@ class ModelFamily:
 
     @property
     def native_only(self) -> str:
-        """What the native layers know, and a GPU's step, ranks, training and benchmarks do not; ""
-        if there is nothing."""
+        """What the native layers know, and ranks, training and benchmarks do not; "" if there is
+        nothing."""
         if self.fuses:
             return "its projections are fused"
         return "its norms come after attention and the MLP" if self.normed_sums else ""
 
-    def is_lean(self, config: Any, *, native: bool) -> bool:
-        """Whether the lean layers compute all that transformers' `config` says.
+    @property
+    def gpu_lacks(self) -> str:
+        """As `native_only`, of what a GPU's step does not know."""
+        return self.native_only
 
-        Args:
-            native: by the native layers, not by a GPU's step or one of several ranks.
-        """
+    def is_lean(self, config: Any, *, runs_on: RunsOn) -> bool:
+        """Whether the lean layers compute all that transformers' `config` says."""
         if not self.may_be_generic:
             return True
         try:
@@ -80,7 +84,8 @@ class ModelFamily:
                 # transformers reads a text anew where it gets longer than the short factors' range
                 return False
             has_others = has_windows(config) and not self.knows_windows
-            return (native or not self.native_only) and not has_others
+            lacks = {"cpu": "", "gpu": self.gpu_lacks, "ranks": self.native_only}[runs_on]
+            return not lacks and not has_others
         except (NotImplementedError, ValueError):
             return False
 
@@ -228,12 +233,12 @@ class Gemma3(ModelFamily):
     packs_as_generic = knows_windows = True
     native_only = "its norms come before and after attention and the MLP"
 
-    def is_lean(self, config: Any, *, native: bool) -> bool:
+    def is_lean(self, config: Any, *, runs_on: RunsOn) -> bool:
         ropes = [rope["rope_type"] for rope in config.rope_parameters.values()]
         others = set(ropes) - {"default", "linear", "llama3", "yarn"}
         if others or config.use_bidirectional_attention:
             return False
-        return super().is_lean(config, native=native)
+        return super().is_lean(config, runs_on=runs_on)
 
     def rotary_modules(self, stock: Any) -> tuple[Any, ...]:
         rotary = stock.model.rotary_emb
@@ -274,6 +279,7 @@ class Routed(ModelFamily):
 
     packs_as_generic = True
     native_only = "its MLPs have experts"
+    gpu_lacks = ""
 
     def mlp(self, stock: Any, name: str) -> dict[str, Any]:
         module, config = stock.get_submodule(name.removesuffix(".")), stock.config

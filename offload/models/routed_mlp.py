@@ -10,7 +10,10 @@ from cpu_ops import routed_linear
 from cpu_ops.linear import Linear as CpuLinear
 from cpu_ops.routed_linear import ExpertChoice, Gate, RoutedLinear, run_experts
 from cpu_ops.worker_pool import WorkerPool
-from offload.models.packed_linear import PackedMatrix
+from gpu_ops.linear import GpuLinear
+from gpu_ops.packed_linear import PackedRows
+from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp
+from offload.models.packed_linear import PackedMatrix, rows_on_gpu
 
 
 class RoutedMlp:
@@ -27,9 +30,13 @@ class RoutedMlp:
     def __init__(self, module: Any, choice: ExpertChoice) -> None:
         self._module, self._choice = module, choice
         self._made: tuple[RoutedLinear, RoutedLinear] | None = None
+        self._gpu: GpuRoutedMlp | None = None
 
     def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
         """x [n, hidden_size] -> the same; on a pool by kernels, else by torch."""
+        if pool is None and x.is_cuda and self._is_packed:
+            mlp = self.on_gpu()
+            return mlp.reference(x, *mlp.choose(mlp.router(x)))
         if pool is None:
             out: Tensor = self._module(x[None])[0]
             return out
@@ -42,6 +49,36 @@ class RoutedMlp:
         """Kernels over the weights where they are now, in the CPU's memory; nothing is copied."""
         router = CpuLinear([self._module.gate.weight.detach()])
         return routed_linear.RoutedMlp(router, *self._experts(), self._choice)
+
+    def on_gpu(self) -> GpuRoutedMlp:
+        """Kernels over the weights where they are now.
+
+        Raises: as `PackedLinear.on_gpu`.
+        """
+        if self._gpu is None or self._gpu.device != self._module.gate.weight.device:
+            choice = self._choice
+            self._gpu = GpuRoutedMlp(
+                GpuLinear(self._module.gate.weight.detach()),
+                *(self._on_gpu(name) for name in ("gate_up_proj", "down_proj")),
+                per_token=choice.per_token,
+                normalises=choice.normalises,
+                rounds=choice.rounds,
+            )
+        return self._gpu
+
+    def _on_gpu(self, name: str) -> GpuExperts:
+        matrix: nn.Module | Tensor = getattr(self._module.experts, name)
+        rows: Tensor | PackedRows
+        if isinstance(matrix, PackedMatrix):
+            rows = rows_on_gpu(matrix)
+        else:
+            assert isinstance(matrix, Tensor)
+            rows = matrix.detach()
+        return GpuExperts(rows, self._num_experts)
+
+    @property
+    def _is_packed(self) -> bool:
+        return isinstance(self._module.experts.gate_up_proj, PackedMatrix)
 
     def _experts(self) -> tuple[RoutedLinear, RoutedLinear]:
         """Weights are not replaced once a model is loaded: these are made once."""

@@ -22,11 +22,12 @@ from cpu_ops.decoder_layers import FusedLayer, Norm
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.linear import GpuLinear
 from gpu_ops.rms_norm import add_rms_norm
+from gpu_ops.routed_linear import GpuRoutedMlp
 from offload.models import LeanModel, ModelShape
 from offload.models.base import norm_of
 from offload.ranks.group import TensorParallel
 
-DeviceLayer = FusedLayer[GpuLinear]
+DeviceLayer = FusedLayer[GpuLinear, GpuRoutedMlp]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class LinearPath(Protocol):
         """x += o_proj(attended)."""
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
-        """x += down(silu(gate) * up)."""
+        """x += down(silu(gate) * up), or the experts' sum of that."""
 
     def finish(self, x: Tensor) -> None:
         """After the last layer."""
@@ -93,6 +94,9 @@ class OneRow:
         self._project_and_add(attended, layer.o_proj, x)
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
+        if layer.routed is not None:
+            layer.routed(x, x, norm=layer.mlp_norm, residual=x)
+            return
         gate_up, down = _dense_mlp(layer)
         gate_up(x, self._gated, norm=layer.mlp_norm, glu=True)
         self._project_and_add(self._gated, down, x)
@@ -130,8 +134,11 @@ class ManyRows:
         self._waiting = self._sum(layer.o_proj(attended))
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
-        gate_up, down = _dense_mlp(layer)
         normed = self._add_and_norm(x, layer.mlp_norm)
+        if layer.routed is not None:
+            self._waiting = layer.routed(normed)
+            return
+        gate_up, down = _dense_mlp(layer)
         gated = gate_up(normed, self._gated[: len(x)], glu=True)
         self._waiting = self._sum(down(gated))
 

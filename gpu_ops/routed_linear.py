@@ -7,6 +7,7 @@ and the residual stay in registers. Only chosen experts are read, and the host n
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,6 +71,17 @@ def choose_experts_kernel(
 
 
 @jit
+def _clamped_glu(
+    gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, dtype: tl.constexpr
+) -> tl.tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) of clamped float32; NaN stays NaN."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return ((up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))).to(dtype)
+
+
+@jit
 def _expert_products(
     x: tl.tensor,
     x_scales: tl.tensor,
@@ -81,7 +93,7 @@ def _expert_products(
     row: tl.tensor,
     n: tl.tensor,
     inside_n: tl.tensor,
-    num_out: tl.tensor,
+    up_rows: tl.tensor,
     dtype: tl.constexpr,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -91,11 +103,11 @@ def _expert_products(
     BLOCK_X: tl.constexpr,
     DP4A: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Products of a row of x and rows n of the weight, and with GLU of rows n + num_out: float32
+    """Products of a row of x and rows n of the weight, and with GLU of rows n + up_rows: float32
     [BLOCK_N] each. Of packed weights K and BLOCK_K count groups, and x is on a grid."""
     if FORMAT == "dense":
         y, up = row_products(
-            x + row * K, codes, norm_weight, eps, n, inside_n, num_out, dtype,
+            x + row * K, codes, norm_weight, eps, n, inside_n, up_rows, dtype,
             K, GLU, BLOCK_N, BLOCK_K, BLOCK_X,
         )  # fmt: skip
     else:
@@ -108,7 +120,7 @@ def _expert_products(
         up = y
         if GLU:
             up = packed_products(
-                codes, scales, x, x_scales, x_sums, n + num_out, inside_n,
+                codes, scales, x, x_scales, x_sums, n + up_rows, inside_n,
                 K, FORMAT, BLOCK_N, BLOCK_K, DP4A,
             )  # fmt: skip
     return y, up
@@ -123,29 +135,41 @@ def routed_up_kernel(
     eps: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
+    bias: tl.tensor,  # None: there is none
     experts: tl.tensor,
     out: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
     num_out: tl.tensor,
     num_pairs: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
+    CLAMPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_X: tl.constexpr,
     DP4A: tl.constexpr,
 ) -> None:
-    """One program per pair of a row and an expert, and BLOCK_N outputs of silu(gate) * up."""
+    """One program per pair of a row and an expert, and BLOCK_N outputs of the gate; gate and up of
+    one are neighbours with CLAMPED, else in halves."""
     dtype = out.dtype.element_ty
     pair = (tl.program_id(0) % num_pairs).to(tl.int64)
     n = (tl.program_id(0) // num_pairs).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = n < num_out
-    of_expert = n + tl.load(experts + pair).to(tl.int64) * num_out * 2
+    expert = tl.minimum(tl.load(experts + pair).to(tl.int64), NUM_EXPERTS - 1)
+    of_expert = expert * num_out * 2 + (n * 2 if CLAMPED else n)
+    up_rows = num_out * 0 + 1 if CLAMPED else num_out
     y, up = _expert_products(
         x, x_scales, x_sums, norm_weight, eps, codes, scales, pair // PER_TOKEN, of_expert,
-        inside_n, num_out, dtype, K, FORMAT, True, BLOCK_N, BLOCK_K, BLOCK_X, DP4A,
+        inside_n, up_rows, dtype, K, FORMAT, True, BLOCK_N, BLOCK_K, BLOCK_X, DP4A,
     )  # fmt: skip
-    tl.store(out + pair * num_out + n, swiglu(y, up, dtype), mask=inside_n)
+    if bias is not None:
+        y += tl.load(bias + of_expert, mask=inside_n, other=0.0).to(tl.float32)
+        up += tl.load(bias + of_expert + up_rows, mask=inside_n, other=0.0).to(tl.float32)
+    y = _clamped_glu(y, up, alpha, limit, dtype) if CLAMPED else swiglu(y, up, dtype)
+    tl.store(out + pair * num_out + n, y, mask=inside_n)
 
 
 @jit
@@ -155,12 +179,14 @@ def routed_down_kernel(
     x_sums: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
+    bias: tl.tensor,  # None: there is none; so with `residual`
     experts: tl.tensor,
     weights: tl.tensor,
-    residual: tl.tensor,  # None: none is added
+    residual: tl.tensor,
     out: tl.tensor,
     num_out: tl.tensor,
     num_rows: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -176,12 +202,19 @@ def routed_down_kernel(
     total = tl.zeros((BLOCK_N,), tl.float32)
     for i in range(PER_TOKEN):
         pair = row * PER_TOKEN + i
-        of_expert = n + tl.load(experts + pair).to(tl.int64) * num_out
+        expert = tl.load(experts + pair).to(tl.int64)
+        of_expert = n + tl.minimum(expert, NUM_EXPERTS - 1) * num_out
         y, _ = _expert_products(
             x, x_scales, x_sums, None, 0.0, codes, scales, pair, of_expert,
             inside_n, num_out, dtype, K, FORMAT, False, BLOCK_N, BLOCK_K, BLOCK_K, DP4A,
         )  # fmt: skip
-        total += y.to(dtype).to(tl.float32) * tl.load(weights + pair)
+        if bias is not None:
+            at = expert * num_out + n
+            y += tl.load(bias + at, mask=inside_n & (expert < NUM_EXPERTS), other=0.0).to(
+                tl.float32
+            )
+        of_pair = y.to(dtype).to(tl.float32) * tl.load(weights + pair)
+        total += tl.where(expert < NUM_EXPERTS, of_pair, 0.0)
     y = total.to(dtype)
     at = row * num_out + n
     if residual is not None:
@@ -196,18 +229,33 @@ class GpuExperts:
     Args:
         weight: [num_experts, out_features, in_features], or packed [num_experts * out_features,
             in_features]; kept by reference.
+        bias: [num_experts, out_features] or None.
+        clamp: (alpha, limit) of a gate (up + 1) * gate * sigmoid(alpha * gate) of gates in the even
+            outputs, at most `limit`, and up in the odd ones, between -limit and limit; None: of
+            silu(first half) * second half. Of gate and up alone.
     """
 
-    def __init__(self, weight: Tensor | PackedRows, num_experts: int) -> None:
+    def __init__(
+        self,
+        weight: Tensor | PackedRows,
+        num_experts: int,
+        bias: Tensor | None = None,
+        clamp: tuple[float, float] | None = None,
+    ) -> None:
         self.num_experts, self._packed = num_experts, None
+        self.bias, self.clamp = bias, clamp
         if isinstance(weight, PackedRows):
             self._packed, self.in_features = weight, weight.in_features
             self.out_features = weight.num_out // num_experts
-            self.num_bytes = weight.num_bytes
+            self.device, self.num_bytes = weight.codes.device, weight.num_bytes
         else:
             self._dense = weight
             self.out_features, self.in_features = weight.shape[1:]
-            self.num_bytes = weight.nbytes
+            self.device, self.num_bytes = weight.device, weight.nbytes
+
+    def reads(self, codes: Tensor) -> bool:
+        """Whether these are its packed ones."""
+        return self._packed is not None and self._packed.codes.data_ptr() == codes.data_ptr()
 
     @property
     def format(self) -> str:
@@ -237,47 +285,114 @@ class GpuExperts:
         groups = self._packed.num_groups
         return groups, *launch_shape(groups, self.format)
 
-    def of(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """One expert's matrix in `dtype`, unpacked if it is packed."""
+    def multiply(self, x: Tensor, expert: int) -> Tensor:
+        """x [n, in_features] through one expert's matrix, unpacked if it is packed."""
+        bias = None if self.bias is None else self.bias[expert]
         if self._packed is None:
-            return self._dense[expert]
+            return functional.linear(x, self._dense[expert], bias)
         first = expert * self.out_features
-        return unpack(self._packed.part(first, first + self.out_features), dtype)
+        weight = unpack(self._packed.part(first, first + self.out_features), x.dtype)
+        return functional.linear(x, weight, bias)
+
+    def gate(self, y: Tensor) -> Tensor:
+        """What becomes of outputs of gate and up."""
+        if self.clamp is None:
+            gate, up = y.chunk(2, -1)
+            return functional.silu(gate) * up
+        alpha, limit = self.clamp
+        gate, up = y[..., ::2].clamp(max=limit), y[..., 1::2].clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
-class GpuRoutedMlp:
-    """out = the experts' weighted sum of down(silu(gate) * up) of f(x), + residual.
+def run_experts(
+    up: GpuExperts,
+    down: GpuExperts,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    out: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The sum of weights[:, j] * down(gate(up)) of experts[:, j] and f(x), + residual.
 
     Args:
-        router: hidden_size -> num_experts.
         up: hidden_size -> gate above up. down: back to hidden_size.
+        x: [n, hidden_size], a few rows.
+        experts: int32 or int64 [n, k]; num_experts or more stands for none.
+        weights: float32 [n, k].
+        out: [n, hidden_size], made if None; may be `residual` itself.
+        norm: (weight, eps) of an RMSNorm f of x.
+        residual: added last.
+    """
+    check_dtype("x", x)
+    n, k = experts.shape
+    hidden, device, dtype = up.in_features, up.device, x.dtype
+    out = torch.empty_like(x) if out is None else out
+    for name, rows in (("x", x), ("out", out), ("residual", residual)):
+        if rows is not None:
+            check_tensor(name, rows, (n, hidden), dtype, device)
+    check_tensor("experts", experts, (n, k), experts.dtype, device)
+    check_tensor("weights", weights, (n, k), torch.float32, device)
+    if not runs_kernel(x):
+        x = x if norm is None else rms_norm_reference(x, *norm)
+        summed = run_experts_reference(up, down, x, experts, weights)
+        return out.copy_(summed if residual is None else summed + residual)
+    pairs, dp4a = n * k, not interprets()
+    read, (norm_weight, eps) = up.read(x, norm)
+    inner = x.new_empty(pairs, up.out_features // 2)
+    size, block_n, block_k, warps = up.shape(glu=True)
+    routed_up_kernel[(pairs * -(-inner.shape[1] // block_n),)](
+        *read, norm_weight, eps, *up.operands, up.bias, experts, inner, *(up.clamp or (0.0, 0.0)),
+        inner.shape[1], pairs, up.num_experts, k, size, up.format, up.clamp is not None, block_n,
+        block_k, next_power_of_2(hidden), dp4a, num_warps=warps,
+    )  # fmt: skip
+    read, _ = down.read(inner, None)
+    size, block_n, block_k, warps = down.shape(glu=False)
+    routed_down_kernel[(n * -(-hidden // block_n),)](
+        *read, *down.operands, down.bias, experts, weights, residual, out, hidden, n,
+        up.num_experts, k, size, down.format, block_n, block_k, dp4a, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def run_experts_reference(
+    up: GpuExperts, down: GpuExperts, x: Tensor, experts: Tensor, weights: Tensor
+) -> Tensor:
+    """The sum by torch, one expert after the other."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in experts.unique().tolist():
+        if expert >= up.num_experts:
+            continue
+        rows, places = torch.where(experts == expert)
+        found = down.multiply(up.gate(up.multiply(x[rows], expert)), expert)
+        total.index_add_(0, rows, found.float() * weights[rows, places, None])
+    return total.to(x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class GpuRoutedMlp:
+    """Experts, and the router that chooses them.
+
+    Attributes:
+        router: hidden_size -> num_experts.
+        up, down: as `run_experts` takes them.
         per_token, normalises, rounds: as `cpu_ops.routed_linear.ExpertChoice`.
     """
 
-    def __init__(
-        self,
-        router: GpuLinear,
-        up: GpuExperts,
-        down: GpuExperts,
-        *,
-        per_token: int,
-        normalises: bool,
-        rounds: bool,
-    ) -> None:
-        self.router, self._up, self._down = router, up, down
-        self.per_token, self._normalises, self._rounds = per_token, normalises, rounds
-        self.dtype, self.device, self.hidden_size = router.dtype, router.device, up.in_features
+    router: GpuLinear
+    up: GpuExperts
+    down: GpuExperts
+    per_token: int
+    normalises: bool
+    rounds: bool
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights, all of them."""
-        return self.router.num_bytes + self._up.num_bytes + self._down.num_bytes
-
-    @property
-    def read_bytes(self) -> int:
         """Of the weights that one row reads."""
-        of_experts = self._up.num_bytes + self._down.num_bytes
-        return self.router.num_bytes + of_experts * self.per_token // self._up.num_experts
+        of_experts = self.up.num_bytes + self.down.num_bytes
+        return self.router.num_bytes + of_experts * self.per_token // self.up.num_experts
 
     def __call__(
         self,
@@ -287,41 +402,9 @@ class GpuRoutedMlp:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Run on x [n, hidden_size], a few rows.
-
-        Args:
-            out: [n, hidden_size], made if None; may be `residual` itself.
-            norm: (weight, eps) of an RMSNorm f of x.
-            residual: added last.
-        """
-        check_dtype("x", x)
-        shape = (len(x), self.hidden_size)
-        out = torch.empty_like(x) if out is None else out
-        for name, rows in (("x", x), ("out", out), ("residual", residual)):
-            if rows is not None:
-                check_tensor(name, rows, shape, self.dtype, self.device)
-        experts, weights = self.choose(self.router(x, norm=norm))
-        if not runs_kernel(x):
-            summed = self.reference(
-                x if norm is None else rms_norm_reference(x, *norm), experts, weights
-            )
-            return out.copy_(summed if residual is None else summed + residual)
-        num_pairs, dp4a = experts.numel(), not interprets()
-        rows, (norm_weight, eps) = self._up.read(x, norm)
-        inner = x.new_empty(num_pairs, self._up.out_features // 2)
-        k, block_n, block_k, warps = self._up.shape(glu=True)
-        routed_up_kernel[(num_pairs * -(-inner.shape[1] // block_n),)](
-            *rows, norm_weight, eps, *self._up.operands, experts, inner, inner.shape[1], num_pairs,
-            self.per_token, k, self._up.format, block_n, block_k,
-            next_power_of_2(self.hidden_size), dp4a, num_warps=warps,
-        )  # fmt: skip
-        rows, _ = self._down.read(inner, None)
-        k, block_n, block_k, warps = self._down.shape(glu=False)
-        routed_down_kernel[(len(x) * -(-self.hidden_size // block_n),)](
-            *rows, *self._down.operands, experts, weights, residual, out, self.hidden_size, len(x),
-            self.per_token, k, self._down.format, block_n, block_k, dp4a, num_warps=warps,
-        )  # fmt: skip
-        return out
+        """`run_experts` of the chosen ones."""
+        choice = self.choose(self.router(x, norm=norm))
+        return run_experts(self.up, self.down, x, *choice, out, norm=norm, residual=residual)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [n, num_experts] -> experts, int32 [n, per_token], and weights, float32 likewise.
@@ -334,25 +417,15 @@ class GpuRoutedMlp:
                 dim=-1, descending=True, stable=True
             )
             weights, experts = (y[:, : self.per_token].contiguous() for y in found)
-            if self._normalises:
+            if self.normalises:
                 weights /= weights.sum(-1, keepdim=True)
-            if self._rounds:
+            if self.rounds:
                 weights = weights.to(logits.dtype).float()
             return experts.int(), weights
         experts = logits.new_empty(num_rows, self.per_token, dtype=torch.int32)
         weights = logits.new_empty(num_rows, self.per_token, dtype=torch.float32)
         choose_experts_kernel[(num_rows,)](
-            logits, experts, weights, num_experts, self.per_token, self._normalises, self._rounds,
+            logits, experts, weights, num_experts, self.per_token, self.normalises, self.rounds,
             next_power_of_2(num_experts), next_power_of_2(self.per_token), num_warps=1,
         )  # fmt: skip
         return experts, weights
-
-    def reference(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """The sum by torch, one expert after the other, for any number of rows."""
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in experts.unique().tolist():
-            rows, places = torch.where(experts == expert)
-            gate, up = functional.linear(x[rows], self._up.of(expert, x.dtype)).chunk(2, -1)
-            found = functional.linear(functional.silu(gate) * up, self._down.of(expert, x.dtype))
-            total.index_add_(0, rows, found.float() * weights[rows, places, None])
-        return total.to(x.dtype)

@@ -160,7 +160,7 @@ def _quantised(
         if ordered[0][0]:  # of experts, whose matrices have the same inputs
             rows = sum(shapes[part][0] for part in parts)
             shape = (wanted[0], rows // wanted[0], shape[1])
-        kept = kept_as(format_of(types[parts[0]]), packing, of_experts=len(wanted) == 3)
+        kept = kept_as(format_of(types[parts[0]]), packing)
         found[target] = _Quantised(parts, shape, kept if may_pack(empty, target) else "")
     return found
 
@@ -175,10 +175,7 @@ def kept_in_safetensors(
 
 def kept_in_gguf(tensors: GenericTensors, empty: Any, packing: str) -> dict[str, str]:
     """The same of a GGUF file."""
-    kept = {
-        name: kept_as(tensors.format(name), packing, of_experts=not name.endswith(".weight"))
-        for name in tensors.types
-    }
+    kept = {name: kept_as(tensors.format(name), packing) for name in tensors.types}
     return {name: format for name, format in kept.items() if format and may_pack(empty, name)}
 
 

@@ -20,15 +20,14 @@ _ON_GPU = {"t4": "q8", "t4x16": ""}  # what its kernels multiply instead
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one product in a step
 
 
-def kept_as(format: str, packing: str, *, of_experts: bool) -> str:
+def kept_as(format: str, packing: str) -> str:
     """What a matrix whose file has a format is kept as; "" for the dtype.
 
     Args:
         packing: "auto", AUTO_ON_GPU; "": nothing is packed.
-        of_experts: several in one, which only the CPU multiplies.
     """
     if packing == AUTO_ON_GPU:
-        return "" if of_experts else _ON_GPU.get(format, format)
+        return _ON_GPU.get(format, format)
     return format if packing else ""
 
 
@@ -51,7 +50,7 @@ def kept_formats(
         in_layers, kind = name.startswith(_LAYERS) and len(shape) == 2, types.get(name, "")
         if weights in ("auto", AUTO_ON_GPU):  # all experts' matrices may be one parameter
             format = format_of(kind) if len(shape) > 1 and kind else ""
-            kept[name] = kept_as(format, weights, of_experts=len(shape) == 3)
+            kept[name] = kept_as(format, weights)
         elif not weights:
             continue
         elif name == head:

@@ -173,9 +173,8 @@ def planned_skeleton(
     if how is None:
         return empty, kept
     for name, weight in empty.named_parameters():
-        of_experts = weight.dim() == 3
-        if ".layers." in name and (of_experts or (weight.dim() == 2 and how.kind != FP4)):
-            kept[name] = kept_as(format_of(how.kind), packing, of_experts=of_experts)
+        if ".layers." in name and (weight.dim() == 3 or (weight.dim() == 2 and how.kind != FP4)):
+            kept[name] = kept_as(format_of(how.kind), packing)
     return empty, {name: x for name, x in kept.items() if x and may_pack(empty, name)}
 
 

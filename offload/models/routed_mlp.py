@@ -11,9 +11,9 @@ from cpu_ops.linear import Linear as CpuLinear
 from cpu_ops.routed_linear import ExpertChoice, Gate, RoutedLinear, run_experts
 from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.linear import GpuLinear
-from gpu_ops.packed_linear import PackedRows
 from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp
-from offload.models.packed_linear import PackedMatrix, rows_on_gpu
+from offload.models.packed_experts import ExpertMatrix
+from offload.models.packed_linear import PackedMatrix
 
 
 class RoutedMlp:
@@ -34,9 +34,6 @@ class RoutedMlp:
 
     def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
         """x [n, hidden_size] -> the same; on a pool by kernels, else by torch."""
-        if pool is None and x.is_cuda and self._is_packed:
-            mlp = self.on_gpu()
-            return mlp.reference(x, *mlp.choose(mlp.router(x)))
         if pool is None:
             out: Tensor = self._module(x[None])[0]
             return out
@@ -55,7 +52,7 @@ class RoutedMlp:
 
         Raises: as `PackedLinear.on_gpu`.
         """
-        if self._gpu is None or self._gpu.device != self._module.gate.weight.device:
+        if self._gpu is None or self._gpu.up.device != self._module.gate.weight.device:
             choice = self._choice
             self._gpu = GpuRoutedMlp(
                 GpuLinear(self._module.gate.weight.detach()),
@@ -68,17 +65,10 @@ class RoutedMlp:
 
     def _on_gpu(self, name: str) -> GpuExperts:
         matrix: nn.Module | Tensor = getattr(self._module.experts, name)
-        rows: Tensor | PackedRows
-        if isinstance(matrix, PackedMatrix):
-            rows = rows_on_gpu(matrix)
-        else:
-            assert isinstance(matrix, Tensor)
-            rows = matrix.detach()
-        return GpuExperts(rows, self._num_experts)
-
-    @property
-    def _is_packed(self) -> bool:
-        return isinstance(self._module.experts.gate_up_proj, PackedMatrix)
+        if isinstance(matrix, ExpertMatrix):
+            return matrix.on_gpu()
+        assert isinstance(matrix, Tensor)
+        return GpuExperts(matrix.detach(), self._num_experts)
 
     def _experts(self) -> tuple[RoutedLinear, RoutedLinear]:
         """Weights are not replaced once a model is loaded: these are made once."""

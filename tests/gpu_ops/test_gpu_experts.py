@@ -11,7 +11,7 @@ from cases.slowly import combinations
 
 from gpu_ops.linear import GpuLinear
 from gpu_ops.packed_linear import GPU_FORMATS, PackedRows
-from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp
+from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp, run_experts, run_experts_reference
 
 EPS = 1e-5
 
@@ -27,14 +27,24 @@ def experts_of(rng, num_experts, rows, num_in, format, dtype, device):
 
 
 class Case:
-    def __init__(self, device, dtype, format, num_experts, per_token, sizes, **options):
+    def __init__(
+        self, device, dtype, format, num_experts, per_token, sizes, *, clamps=False, **options
+    ):
         rng, (hidden, inner) = new_rng(), sizes
         router = random(rng, num_experts, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
         self.router = router.double()
         what = (format, dtype, device)
         up, self.up = experts_of(rng, num_experts, 2 * inner, hidden, *what)
         down, self.down = experts_of(rng, num_experts, hidden, inner, *what)
-        self.mlp = GpuRoutedMlp(GpuLinear(router), up, down, per_token=per_token, **options)
+        if clamps:
+            for experts in (up, down):
+                experts.bias = random(
+                    rng, num_experts, experts.out_features, dtype=dtype, device=device
+                )
+            up.clamp = (1.7, 0.8)
+        self.clamp = up.clamp
+        self.biases = [x.bias if x.bias is None else x.bias.double() for x in (up, down)]
+        self.mlp = GpuRoutedMlp(GpuLinear(router), up, down, per_token, **options)
         self.x = random(rng, 3, hidden, dtype=dtype, device=device)
         self.norm = random(rng, hidden, dtype=dtype, device=device)
 
@@ -48,17 +58,29 @@ class Case:
             zip(experts.tolist(), weights.tolist(), strict=True)
         ):
             for expert, share in zip(chosen, shares, strict=True):
-                gate, up = (self.up[expert] @ x[row]).chunk(2)
-                total[row] += share * (self.down[expert] @ (gate * gate.sigmoid() * up))
+                y = self.up[expert] @ x[row]
+                if self.clamp is None:
+                    gate, up = y.chunk(2)
+                    found = self.down[expert] @ (gate * gate.sigmoid() * up)
+                else:
+                    (alpha, limit), y = self.clamp, y + self.biases[0][expert]
+                    gate, up = y[::2].clamp(max=limit), y[1::2].clamp(-limit, limit)
+                    found = self.down[expert] @ ((up + 1) * gate * (alpha * gate).sigmoid())
+                    found += self.biases[1][expert]
+                total[row] += share * found
         return total
 
 
 @pytest.mark.parametrize(
-    ("dtype", "format", "hidden", "inner", "n", "has_norm"),
-    combinations(DTYPES, ["dense", *GPU_FORMATS], [(64, 40), (96, 24)], [1, 3], [False, True]),
+    ("dtype", "format", "hidden", "inner", "n", "has_norm", "clamps"),
+    combinations(
+        DTYPES, ["dense", *GPU_FORMATS], [(64, 40), (96, 24)], [1, 3], [False, True], [False, True]
+    ),
 )
-def test_experts_of_rows(device, dtype, format, hidden, inner, n, has_norm):
-    case = Case(device, dtype, format, 5, 2, (hidden, inner), normalises=True, rounds=False)
+def test_experts_of_rows(device, dtype, format, hidden, inner, n, has_norm, clamps):
+    case = Case(
+        device, dtype, format, 5, 2, (hidden, inner), clamps=clamps, normalises=True, rounds=False
+    )
     x, norm = case.x[:n].contiguous(), (case.norm, EPS) if has_norm else None
     seen = (case.normed() if has_norm else case.x.double())[:n]
     experts, weights = case.mlp.choose(case.mlp.router(x, norm=norm))
@@ -77,7 +99,8 @@ def test_of_many_rows(format):
     case = Case("cpu", torch.float32, format, 5, 2, (64, 40), normalises=True, rounds=False)
     experts, weights = case.mlp.choose(case.mlp.router(case.x))
     expected = case.expected(case.x.double(), experts, weights)
-    assert_close(case.mlp.reference(case.x, experts, weights).double(), expected, 1e-5)
+    found = run_experts_reference(case.mlp.up, case.mlp.down, case.x, experts, weights)
+    assert_close(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +150,13 @@ def test_non_finite(device, format, bad):
 
 def test_wrong_operands():
     case = Case("cpu", torch.float32, "dense", 5, 2, (64, 48), normalises=True, rounds=False)
-    with pytest.raises(ValueError, match=r"x must be \[3, 64\], got \[3, 16\]"):
-        case.mlp(case.x[:, :16])
+    with pytest.raises(ValueError, match=r"weights must be \[3, 2\], got \[3, 1\]"):
+        run_experts(case.mlp.up, case.mlp.down, case.x, torch.zeros(3, 2).long(), torch.ones(3, 1))
     with pytest.raises(ValueError, match=r"residual must be \[3, 64\], got \[1, 64\]"):
         case.mlp(case.x, residual=case.x[:1])
-    assert case.mlp.read_bytes == case.mlp.router.num_bytes + 2 * 3 * 48 * 64 * 4
+    assert torch.equal(
+        run_experts(case.mlp.up, case.mlp.down, case.x, torch.full((3, 2), 5), torch.ones(3, 2)),
+        torch.zeros_like(case.x),
+    )  # no expert
+    assert case.mlp.num_bytes == case.mlp.router.num_bytes + 2 * 3 * 48 * 64 * 4
     assert isinstance(rows_of(torch.ones(4, 32), "q8"), PackedRows)

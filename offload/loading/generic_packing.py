@@ -29,7 +29,7 @@ from offload.loading.one_at_a_time import loading
 from offload.loading.packed_bytes import kept_as
 from offload.loading.packing import SafetensorsSource, log_formats
 from offload.models.packed_embedding import PackedEmbedding, embedding_scale
-from offload.models.packed_experts import PackedExperts
+from offload.models.packed_experts import pack_experts
 from offload.models.packed_linear import PackedModule
 
 _EXPERTS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
@@ -107,12 +107,7 @@ def may_pack(empty: Any, name: str) -> bool:
 def _replace(model: Any, name: str, weight: PackedWeight) -> None:
     path, dtype = name.removesuffix(".weight"), model.dtype
     if path == name:
-        owner, _, projection = name.rpartition(".")
-        experts = model.get_submodule(owner)
-        if not isinstance(experts, PackedExperts):
-            experts = PackedExperts(experts)
-            model.set_submodule(owner, experts)
-        experts.pack(projection, weight, dtype)
+        pack_experts(model, name, weight, dtype)
         return
     module = model.get_submodule(path)
     if isinstance(module, nn.Linear):

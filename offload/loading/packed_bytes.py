@@ -41,13 +41,14 @@ def kept_formats(
         types: in the model's GGUF file, by the same names; without one empty.
         weights: "auto": what the file has, where a format holds that, and matrices of one product
             packed all or none; AUTO_ON_GPU: the same of what its kernels multiply. "q8" or "q4":
-            all matrices of layers, "q4" but for those that have more bits in the file; and the
-            head as "q8". "": none.
+            all matrices of layers but routers, "q4" but for those that have more bits in the
+            file; and the head as "q8". "": none.
     """
     head = _HEAD if _HEAD in shapes else _EMBEDDING
     kept = dict.fromkeys(shapes, "")
     for name, shape in shapes.items():
-        in_layers, kind = name.startswith(_LAYERS) and len(shape) == 2, types.get(name, "")
+        in_layers, kind = name.startswith(_LAYERS) and len(shape) > 1, types.get(name, "")
+        in_layers = in_layers and not name.endswith(".gate.weight")
         if weights in ("auto", AUTO_ON_GPU):  # all experts' matrices may be one parameter
             format = format_of(kind) if len(shape) > 1 and kind else ""
             kept[name] = kept_as(format, weights)

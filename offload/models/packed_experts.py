@@ -116,8 +116,9 @@ class PackedExperts(nn.Module):
         """`routed_sum`; on a pool few tokens of an expert are rounded to int8."""
         stock = self._of[0]
         if x.is_cuda and len(x) <= _FEW_TOKENS and (kernels := self._on_gpu()):
-            choice = top_k_index.contiguous(), top_k_weights.detach().float().contiguous()
-            return run_experts_on_gpu(*kernels, x.detach().contiguous(), *choice)
+            weights = top_k_weights.detach().float().contiguous()
+            x, experts = x.detach().contiguous(), top_k_index.contiguous()
+            return run_experts_on_gpu(*kernels, x, experts, weights)
         if pool is None:
             return routed_sum(stock, x, top_k_index, top_k_weights, self._multiply)
         up, down = self._kernels()
@@ -142,19 +143,20 @@ class PackedExperts(nn.Module):
             return y if bias is None or matrix.on_gpu().bias is not None else y + bias
         return F.linear(x, matrix.of(expert).dequantise(matrix.dtype), bias)
 
-    def _on_gpu(self) -> list[GpuExperts]:
-        """Kernels of up and down; none, where a GPU's do not compute all of it."""
+    def _on_gpu(self) -> tuple[GpuExperts, GpuExperts] | None:
+        """Kernels of up and down; None, where a GPU's do not compute all of it."""
         stock, made = self._of[0], list[GpuExperts]()
         gate = _native_gate(stock)
         if gate is None or stock.has_post_expert_norm:
-            return made
+            return None
         for name in ("gate_up_proj", "down_proj"):
             matrix: Any = getattr(self, name)
             experts = matrix.on_gpu()
             experts.bias = getattr(self, f"{name}_bias").detach() if stock.has_bias else None
             made.append(experts)
-        made[0].clamp = (gate.alpha, gate.limit) if gate.kind == "clamped" else None
-        return made
+        up, down = made
+        up.clamp = (gate.alpha, gate.limit) if gate.kind == "clamped" else None
+        return up, down
 
     def _kernels(self) -> tuple[RoutedLinear, RoutedLinear]:
         """Of up and down, over the weights where they are now."""
@@ -177,6 +179,16 @@ class PackedExperts(nn.Module):
             )
             self._made, self._addresses = (up, down), addresses
         return self._made
+
+
+def pack_experts(model: Any, name: str, weight: PackedWeight, dtype: torch.dtype) -> None:
+    """The parameter `name` of a stock model, matrices of experts, becomes packed."""
+    owner, _, projection = name.rpartition(".")
+    experts = model.get_submodule(owner)
+    if not isinstance(experts, PackedExperts):
+        experts = PackedExperts(experts)
+        model.set_submodule(owner, experts)
+    experts.pack(projection, weight, dtype)
 
 
 def _native_gate(stock: Any) -> Gate | None:

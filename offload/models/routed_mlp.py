@@ -56,7 +56,8 @@ class RoutedMlp:
             choice = self._choice
             self._gpu = GpuRoutedMlp(
                 GpuLinear(self._module.gate.weight.detach()),
-                *(self._on_gpu(name) for name in ("gate_up_proj", "down_proj")),
+                self._on_gpu("gate_up_proj"),
+                self._on_gpu("down_proj"),
                 per_token=choice.per_token,
                 normalises=choice.normalises,
                 rounds=choice.rounds,

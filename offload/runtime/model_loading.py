@@ -24,7 +24,7 @@ from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import HubOptions, checkpoint_name, resolve_folder
 from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import folder_tokenizer, load_delimiter_classes, load_stock_model
-from offload.models import LeanModel, ModelShape, has_experts, lean_model_maker
+from offload.models import LeanModel, ModelShape, lean_model_maker
 from offload.models.base import check_alike
 from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
@@ -262,11 +262,6 @@ def check_before_loading(
             ranks than KV heads, or ranks between which packed weights cannot be cut; a kv_dtype
             that does not fit the model.
     """
-    if config.weights in FORMATS and has_experts(checkpoint.config):
-        raise NotImplementedError(
-            f"weights={config.weights!r} with a model of type {checkpoint.config['model_type']!r}: "
-            "experts are packed where their checkpoint has them so; give weights='auto'"
-        )
     if config.weights in FORMATS and checkpoint.packs_as_generic:
         raise NotImplementedError(
             f"weights={config.weights!r} with a quantised checkpoint of type "

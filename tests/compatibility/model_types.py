@@ -60,8 +60,8 @@ is so for types that are not in this table, too, such as `mistral3` and `llava`.
 
 Quantised safetensors of a generic type (GPTQ, AWQ, compressed-tensors, FP8, NVFP4, bitsandbytes
 NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gpt-oss, lfm2, nemotron, phi3, qwen2moe,
-qwen3moe, qwen35, qwen35moe, stablelm and starcoder2 stay packed: linear layers, embeddings and, on
-a CPU, experts. What has a layout of its own is dequantised by itself; memory never holds the dense
+qwen3moe, qwen35, qwen35moe, stablelm and starcoder2 stay packed: linear layers, embeddings and
+experts. What has a layout of its own is dequantised by itself; memory never holds the dense
 model. `weights="q8"`, `"q4"` or a dtype is refused; phi3, gemma3_text, qwen3_moe and mixtral pack
 on a CPU what their files have so, too, and take a dtype. GGUF files of other generic types, such as
 gemma4 and falcon, are refused by name, and so is metadata that may change what is computed.
@@ -89,7 +89,7 @@ Row = tuple[str, str]  # one of the four words, and why
 def judged(model_type: str) -> Row:
     """What becomes of a model type."""
     if model_type in FAMILIES:
-        return LEAN, "generic but on a CPU" if FAMILIES[model_type].native_only else ""
+        return LEAN, "generic but on a CPU" if FAMILIES[model_type].gpu_lacks else ""
     try:
         config = CONFIG_MAPPING[model_type]().to_dict()
         if not is_generic(config):

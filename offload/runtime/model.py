@@ -22,7 +22,7 @@ from transformers.utils.generic import can_return_tuple
 from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.loading.checkpoint import check_model_type
 from offload.loading.names import HubOptions
-from offload.models import is_generic
+from offload.models import Where, is_generic
 from offload.ranks.group import connect
 from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import RuntimeConfig, runtime_config
@@ -149,8 +149,9 @@ class OffloadedModel(FixedModel):
         together = nullcontext() if ranks is None else ranks.together()
         with together, without_autocast(torch.device(config.device)):
             folder = find_folder(name_or_path, hub, ranks)
-            native = config.device == "cpu" and config.backend is None and ranks is None
-            if is_generic(check_model_type(folder / "config.json"), native=native):
+            native = config.device == "cpu" and config.backend is None
+            where: Where = "ranks" if ranks is not None else "cpu" if native else "gpu"
+            if is_generic(check_model_type(folder / "config.json"), where=where):
                 return load_generic_model(folder, config)
             return _offloaded(load_model(name_or_path, folder, config, ranks))
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gpu_ops.checks import check_dtype, check_tensor
+from gpu_ops.gemv import glu, row_products
 from gpu_ops.gemv import launch_shape as dense_shape
-from gpu_ops.gemv import row_products, swiglu
 from gpu_ops.launch import interprets, jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.linear import GpuLinear
 from gpu_ops.packed_linear import (
@@ -168,7 +168,7 @@ def routed_up_kernel(
     if bias is not None:
         y += tl.load(bias + of_expert, mask=inside_n, other=0.0).to(tl.float32)
         up += tl.load(bias + of_expert + up_rows, mask=inside_n, other=0.0).to(tl.float32)
-    y = _clamped_glu(y, up, alpha, limit, dtype) if CLAMPED else swiglu(y, up, dtype)
+    y = _clamped_glu(y, up, alpha, limit, dtype) if CLAMPED else glu(y, up, False, dtype)
     tl.store(out + pair * num_out + n, y, mask=inside_n)
 
 

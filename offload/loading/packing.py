@@ -34,6 +34,7 @@ from offload.loading.one_at_a_time import loading
 from offload.loading.packed_bytes import kept_formats
 from offload.loading.quantised_checkpoint import quantised_format
 from offload.models.packed_embedding import PackedEmbedding, embedding_scale
+from offload.models.packed_experts import pack_experts
 from offload.models.packed_linear import PackedModule
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from offload.loading.names import check_has_owner, check_not_empty, checkpoint_n
 from offload.loading.packed_bytes import kept_as, packed_weight_bytes
 from offload.loading.quantised_checkpoint import FP4, quantised_format
 from offload.loading.stock_model import generic_skeleton, text_part
-from offload.models import RunsOn, family_of, has_experts, is_generic, lean_model_maker
+from offload.models import Where, family_of, has_experts, is_generic, lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
 from offload.models.shape import MODEL_SHAPES, ModelShape, matrix_sizes, weight_elements
@@ -159,8 +159,8 @@ def planned_skeleton(
     is_packed = header is not None or quantised_format(config.to_dict(), folder / "config.json")
     family, by_parts = family_of(config.to_dict()), has_experts(config.to_dict())
     by_parts = by_parts or (bool(is_packed) and family is not None and family.packs_as_generic)
-    runs_on: RunsOn = "ranks" if by_parts else "cpu" if device == "cpu" else "gpu"
-    if not is_generic(config.to_dict(), runs_on=runs_on):
+    where: Where = "cpu" if device == "cpu" else "gpu"
+    if not (by_parts or is_generic(config.to_dict(), where=where)):
         return None
     wanted, packing = DTYPES.get(dtype), "auto" if device == "cpu" else AUTO_ON_GPU
     if header is None and any(x.is_file() for x in (folder / GGUF_FILE, *_weights(folder))):

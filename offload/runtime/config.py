@@ -16,7 +16,7 @@ from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.kv.format import KV_DTYPES
 from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
-from offload.models.families import RunsOn
+from offload.models.families import Where
 from offload.policies import Policy
 from offload.policies.auto import Auto
 from offload.policies.registry import make_policy
@@ -174,7 +174,7 @@ class RuntimeConfig:
             raise _unknown("kv_dtype", self.kv_dtype, list(KV_DTYPES))
 
     @property
-    def runs_on(self) -> RunsOn:
+    def runs_on(self) -> Where:
         """What computes the layers."""
         if self.tensor_parallel_size > 1:
             return "ranks"

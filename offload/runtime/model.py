@@ -149,7 +149,7 @@ class OffloadedModel(FixedModel):
         together = nullcontext() if ranks is None else ranks.together()
         with together, without_autocast(torch.device(config.device)):
             folder = find_folder(name_or_path, hub, ranks)
-            if is_generic(check_model_type(folder / "config.json"), runs_on=config.runs_on):
+            if is_generic(check_model_type(folder / "config.json"), where=config.runs_on):
                 return load_generic_model(folder, config)
             return _offloaded(load_model(name_or_path, folder, config, ranks))
 

@@ -221,11 +221,12 @@ def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | 
     """
     policy, shape = config.policy, lean.shape
     of_policy = needs_alike_layers(policy, shape.num_layers, shape.num_kv_heads)
+    of_device, of_backend = f"device={config.device!r}", f"backend={config.backend!r}"
     of_this_policy = f"policy={policy.name!r}, which {of_policy},"
     needs = {
         "a model of several ranks": ranks is not None,
-        f"device={config.device!r}": config.device != "cpu",
-        f"backend={config.backend!r}": config.backend is not None,
+        of_device: config.device != "cpu",
+        of_backend: config.backend is not None,
         "host_bytes_per_sequence": config.host_bytes_per_sequence is not None,
         "quality_probe": config.quality_probe > 0.0,
         "cache_correction_every": config.cache_correction_every is not None,
@@ -238,15 +239,16 @@ def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | 
         return
     units = shape.num_layers, shape.num_kv_heads
     by_unit = [policy.roles(*units), policy.unit_members(*units)] if policy.selects else []
-    del needs[of_this_policy]
+    for of_windows in (of_this_policy, of_device, of_backend):
+        needs.pop(of_windows, None)
     needs[f"policy={policy.name!r}, which tells layers or heads apart,"] = any(
         x is not None for x in by_unit
     )
     for what, is_asked in needs.items():
         if is_asked:
             raise NotImplementedError(
-                f"{what} is not for layers that see a window of {window} tokens yet; others decode "
-                "with device='cpu' under policies such as 'full', 'exact_topk' and 'sketch'"
+                f"{what} is not for layers that see a window of {window} tokens yet; they decode "
+                "in one process under policies such as 'full', 'exact_topk' and 'sketch'"
             )
 
 

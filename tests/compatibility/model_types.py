@@ -89,7 +89,10 @@ Row = tuple[str, str]  # one of the four words, and why
 def judged(model_type: str) -> Row:
     """What becomes of a model type."""
     if model_type in FAMILIES:
-        return LEAN, "generic but on a CPU" if FAMILIES[model_type].gpu_lacks else ""
+        family = FAMILIES[model_type]
+        if not family.peculiar:
+            return LEAN, ""
+        return LEAN, "generic of several ranks" if family.on_gpu else "generic but on a CPU"
     try:
         config = CONFIG_MAPPING[model_type]().to_dict()
         if not is_generic(config):

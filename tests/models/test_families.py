@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load
 from cases.tiny_models import LEAN_MODELS, TINY_MODELS, make_tiny_model, random_tokens
 from cases.top_k_reference import TOP_K, greedy_tokens
 
 from offload import OffloadedModel
+from offload.decode.gpu.placement import Place
 from offload.loading.checkpoint import check_checkpoint
 from offload.models import FAMILIES, is_generic, lean_model_maker
+from offload.models.families import Routed
 from offload.policies import Policy
 from offload.policies.full import Full
 from offload.runtime.budgets import weight_bytes_before_loading, weight_bytes_of
@@ -23,7 +26,7 @@ from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import GenericRuntime
 
 NEW = sorted(set(LEAN_MODELS) - set(TINY_MODELS))
-WITH_GPU = [name for name in NEW if not FAMILIES[name.partition("-")[0]].gpu_lacks]
+WITH_GPU = [name for name in NEW if isinstance(FAMILIES[name.partition("-")[0]], Routed)]
 PLACES = [
     *((name, {}) for name in NEW),
     *((name, {"backend": "inline"}) for name in WITH_GPU),
@@ -107,9 +110,7 @@ def test_embeddings_that_are_given(
         ("granite", {"hidden_act": "gelu"}, True),
         ("olmo2", {}, False),
         ("exaone4", {}, False),
-        ("phi3", {}, False),
         ("phi3", {"rope_parameters": LONGROPE, "head_dim": 16}, True),
-        ("gemma3_text", {}, False),
         ("gemma3_text", {"hidden_activation": "silu"}, True),
         ("gemma3_text", {"final_logit_softcapping": 3.0}, True),
         ("mixtral", {"hidden_act": "gelu"}, True),
@@ -122,7 +123,8 @@ def test_what_the_lean_layers_lack_is_generic(
     stock = make_tiny_model(name, **changes)
     stock.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert is_generic(config, runs_on="cpu" if native else "gpu")
+    assert is_generic(config, where="cpu" if native else "gpu")
+    assert is_generic(config, where="ranks")
     assert not is_generic(make_tiny_model(name).config.to_dict())
     model = OffloadedModel.from_pretrained(
         tmp_path, num_threads=1, page_tokens=16, backend=None if native else "inline"
@@ -179,3 +181,36 @@ def test_a_router_that_changes_is_refused(tiny_folders: dict[str, Path]) -> None
     model.model.layers[0].mlp.gate.top_k = 1
     with pytest.raises(NotImplementedError, match=r"gate\.top_k was changed from 3 to 1"):
         model(random_tokens(1, 8))
+
+
+@pytest.mark.parametrize("backend", [INLINE, STREAM, GRAPH])
+@pytest.mark.parametrize("policy", [Full(), TOP_K], ids=["full", "exact_topk"])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("phi3", {}), ("phi3", {"sliding_window": 40}), ("gemma3_text", {})]
+)
+@torch.inference_mode()
+def test_on_a_gpu(
+    name: str,
+    changes: dict[str, Any],
+    policy: Policy,
+    backend: tuple[str, str | None],
+    tmp_path: Path,
+) -> None:
+    """Alone, in a batch, and where a cache was cut to before a window's tokens."""
+    stock = make_tiny_model(name, **changes)
+    stock.save_pretrained(tmp_path)
+    model = load(tmp_path, policy, backend)
+    assert not isinstance(model._offload, GenericRuntime)
+    windows = model._offload.lean.each("window")
+    places = model._offload.decoder.placement.places
+    assert all((of == Place.GPU).all() for of, n in zip(places, windows, strict=True) if n)
+    prompts, reference = random_tokens(2, 61, seed=4), load(tmp_path, policy, ("cpu", None))
+    expected = greedy(reference, prompts, NUM_NEW)
+    if not (policy.selects or changes):
+        assert torch.equal(expected, greedy(stock, prompts, NUM_NEW))
+    assert torch.equal(greedy(model, prompts, NUM_NEW), expected)
+    cache = model.new_cache()
+    assert torch.equal(greedy(model, prompts[:1], NUM_NEW, past_key_values=cache), expected[:1])
+    cache.crop(-12)
+    again = greedy(model, expected[:1, :82], NUM_NEW - 21, past_key_values=cache)
+    assert torch.equal(again, expected[:1])

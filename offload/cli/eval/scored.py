@@ -68,8 +68,8 @@ class Setup:
         from offload.models import is_generic
 
         runs = self.runs
-        on_cpu = runs.device == "cpu" and runs.reads_on is None and not runs.hot_rows
-        return is_generic(self.checkpoint.config, runs_on="cpu" if on_cpu else "gpu")
+        native = runs.device == "cpu" and runs.reads_on is None and not runs.hot_rows
+        return is_generic(self.checkpoint.config, where="cpu" if native else "gpu")
 
     def _check_generic(self) -> None:
         """Refuse, before anything is loaded, what a model without lean layers does not take here.

@@ -18,8 +18,8 @@ _STD = 0.02  # as transformers draws them
 def random_model(
     shape: ModelShape, *, device: torch.device, dtype: torch.dtype, seed: int | None = 0
 ) -> Any:
-    """A stock `LlamaForCausalLM` of transformers, or with experts a `MixtralForCausalLM`, with random
-    weights on `device`.
+    """A stock `LlamaForCausalLM` of transformers, or a `MixtralForCausalLM` if there are experts,
+    with random weights on `device`.
 
     With seed=None all weights are one small number: as fast to run, and made sooner on a CPU.
 

@@ -153,7 +153,8 @@ def generic_skeleton(
     empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
     if not checkpoint.stored_types:
         shapes = {name: tuple(weight.shape) for name, weight in empty.named_parameters()}
-        return empty, kept_formats(shapes, {}, packing) if packing in FORMATS else {}
+        formats = kept_formats(shapes, {}, packing if packing in FORMATS else "")
+        return empty, {name: format for name, format in formats.items() if format}
     if (checkpoint.folder / GGUF_FILE).is_file():
         tensors = GenericTensors(read_gguf_header(kept_source(checkpoint.folder)), empty)
         return empty, kept_in_gguf(tensors, empty, packing)

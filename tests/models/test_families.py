@@ -19,6 +19,7 @@ from offload.decode.gpu.placement import Place
 from offload.loading.checkpoint import check_checkpoint
 from offload.models import FAMILIES, is_generic, lean_model_maker
 from offload.models.families import Routed
+from offload.models.packed_experts import PackedExperts
 from offload.policies import Policy
 from offload.policies.full import Full
 from offload.runtime.budgets import weight_bytes_before_loading, weight_bytes_of
@@ -167,13 +168,29 @@ def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_dense_experts_are_not_packed(name: str, tiny_folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("weights", ["auto", "q8", "q4"])
+@pytest.mark.parametrize("where", [{}, {"backend": "inline"}], ids=["cpu", "inline"])
+def test_experts_may_be_packed(
+    name: str, weights: str, where: dict[str, Any], tiny_folders: dict[str, Path]
+) -> None:
     folder = tiny_folders[name]
-    with pytest.raises(NotImplementedError, match=f"weights='q8' with a model of type '{name}'"):
-        OffloadedModel.from_pretrained(folder, weights="q8")
-    checkpoint, config = check_checkpoint(folder), runtime_config(num_threads=1)
-    loaded = OffloadedModel.from_pretrained(folder, num_threads=1)
+    options: dict[str, Any] = {"num_threads": 1, "weights": weights, **where}
+    checkpoint, config = check_checkpoint(folder), runtime_config(**options)
+    loaded = OffloadedModel.from_pretrained(folder, policy="full", **options)
     assert weight_bytes_before_loading(checkpoint, config) == weight_bytes_of(loaded)
+    experts = [x for x in loaded.modules() if isinstance(x, PackedExperts)]
+    assert bool(experts) == (weights != "auto")
+    dense = OffloadedModel.from_pretrained(folder, policy="full", num_threads=1)
+    for mine, theirs in zip(loaded.model.layers, dense.model.layers, strict=True):
+        if not hasattr(mine.mlp, "experts"):
+            continue
+        assert torch.equal(mine.mlp.gate.weight, theirs.mlp.gate.weight)  # routers stay
+        if experts:
+            matrices = mine.mlp.experts.down_proj.of_stock(), theirs.mlp.experts.down_proj
+            assert torch.dist(*matrices) < {"q8": 0.01, "q4": 0.1}[weights] * matrices[1].norm()
+    tokens, cache = random_tokens(1, 40), loaded.new_cache()
+    found = [loaded(part, past_key_values=cache).logits for part in tokens.split([37, 1, 2], 1)]
+    assert torch.cat(found, 1).isfinite().all()
 
 
 def test_a_router_that_changes_is_refused(tiny_folders: dict[str, Path]) -> None:

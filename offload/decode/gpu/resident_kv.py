@@ -160,6 +160,7 @@ class ResidentKV:
             (num_layers, *shape), dtype = layout[name]
             return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
+        self._most_pages = [layer.num_pages(max_context, store.page_tokens) for layer in layers]
         self._holds_all = all(layer.is_resident and not layer.window for layer in layers)
         windows = [layer_idx for layer_idx, layer in enumerate(layers) if layer.has_window]
         self.windows = dict(zip(windows, of_layers("windows"), strict=True))
@@ -414,11 +415,11 @@ class ResidentKV:
                 self.codes.clear(index)
 
     def _reserve(self, index: int, kv_len: int) -> None:
-        page_tokens = self._store.page_tokens
+        pages, most = -(-kv_len // self._store.page_tokens), self._most_pages
         missing = {
             layer_idx: needed - len(addresses)
             for layer_idx, addresses in self._addresses[index].items()
-            if len(addresses) < (needed := self._layers[layer_idx].num_pages(kv_len, page_tokens))
+            if len(addresses) < (needed := min(pages, most[layer_idx]))
         }
         if not missing:
             return

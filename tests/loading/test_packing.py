@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases.linear_cases import packed
+from cases.slowly import combinations
 from cases.tiny_models import (
     DENSE_MODELS,
     byte_tokenizer,
@@ -64,8 +65,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", DENSE_MODELS)
+@pytest.mark.parametrize(("name", "format"), combinations(DENSE_MODELS, FORMATS))
 @pytest.mark.parametrize(
     "where",
     [
@@ -302,8 +302,7 @@ def test_they_are_counted_as_they_are(tiny_folders: dict[str, Path]) -> None:
     assert sizes["bfloat16"] * 2 == sizes["auto"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", DENSE_MODELS)
+@pytest.mark.parametrize(("name", "format"), combinations(DENSE_MODELS, FORMATS[::-1]))
 def test_their_bytes_are_known_before(
     name: str, format: str, tiny_folders: dict[str, Path]
 ) -> None:

@@ -32,7 +32,7 @@ from offload.models.packed_embedding import PackedEmbedding, embedding_scale
 from offload.models.packed_experts import pack_experts
 from offload.models.packed_linear import PackedModule
 
-_EXPERTS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
+_EXPERTS = ("has_gate", "has_bias", "is_transposed", "num_experts")
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def routed_sum(
         inner = multiply(up, expert, x[tokens])
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         found = multiply("down_proj", expert, inner)
-        if module.has_post_expert_norm:
+        if _has_norm(module):
             found = module.post_expert_norm(found)
         part = (found * top_k_weights[tokens, places, None]).float()
         if x.is_cuda:
@@ -130,7 +130,7 @@ class PackedExperts(nn.Module):
         inner = stock._apply_gate(inner) if stock.has_gate else stock.act_fn(inner)
         flat = experts.view(-1, 1)
         found = down(pool, inner.flatten(0, 1).contiguous(), flat).view(*experts.shape, -1)
-        if stock.has_post_expert_norm:
+        if _has_norm(stock):
             found = stock.post_expert_norm(found)
         routed = torch.where(experts < stock.num_experts, weights, 0.0)
         return (found.float() * routed.unsqueeze(-1)).sum(1).to(x.dtype)
@@ -147,7 +147,7 @@ class PackedExperts(nn.Module):
         """Kernels of up and down; None, where a GPU's do not compute all of it."""
         stock, made = self._of[0], list[GpuExperts]()
         gate = _native_gate(stock)
-        if gate is None or stock.has_post_expert_norm:
+        if gate is None or _has_norm(stock):
             return None
         for name in ("gate_up_proj", "down_proj"):
             matrix: Any = getattr(self, name)
@@ -166,7 +166,7 @@ class PackedExperts(nn.Module):
         addresses = [matrix.codes.data_ptr() for matrix in matrices]
         if self._made is None or self._addresses != addresses:
             gate = _native_gate(stock)
-            self._is_native = gate is not None and not stock.has_post_expert_norm
+            self._is_native = gate is not None and not _has_norm(stock)
             up, down = (
                 RoutedLinear(
                     matrix.packed,
@@ -189,6 +189,10 @@ def pack_experts(model: Any, name: str, weight: PackedWeight, dtype: torch.dtype
         experts = PackedExperts(experts)
         model.set_submodule(owner, experts)
     experts.pack(projection, weight, dtype)
+
+
+def _has_norm(stock: Any) -> bool:
+    return getattr(stock, "has_post_expert_norm", False)  # of newer versions of transformers
 
 
 def _native_gate(stock: Any) -> Gate | None:

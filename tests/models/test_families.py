@@ -65,7 +65,9 @@ def test_tokens_are_those_of_transformers(
         **where,
     )
     assert not isinstance(model._offload, GenericRuntime)
-    made = model.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)
+    made = model.generate(
+        prompt.to(model.device), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
+    )
     assert made[0, prompt.shape[1] :].tolist() == expected
     assert len(set(expected)) > 2
 

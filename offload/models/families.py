@@ -83,6 +83,14 @@ class ModelFamily:
         except (NotImplementedError, ValueError):
             return False
 
+    def check_plain(self) -> None:
+        """NotImplementedError for a family that is not for all that lean layers are for."""
+        if self.peculiar:
+            raise NotImplementedError(
+                f"{self.model_type} is not for calibration, training, benchmarks or ranks yet: "
+                f"{self.peculiar}"
+            )
+
     def rotates(self, attention: Any) -> bool:
         """Whether a layer's attention rotates queries and keys."""
         return True
@@ -164,11 +172,7 @@ class ModelFamily:
         check_computation(config)
         specs = [self.layer_spec(stock, layer_idx) for layer_idx in range(len(model.layers))]
         if not heads_may_differ:
-            if self.peculiar:
-                raise NotImplementedError(
-                    f"{self.model_type} is not for calibration, training, benchmarks or ranks yet: "
-                    f"{self.peculiar}"
-                )
+            self.check_plain()
             check_alike(specs, "calibration, training, benchmarks or ranks")
         most = {
             key: max(getattr(spec, name) for spec in specs)

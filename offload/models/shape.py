@@ -38,15 +38,20 @@ class ModelShape:
     def of_config(cls, config: Mapping[str, Any], max_context: int) -> ModelShape:
         """The shape that a config.json describes."""
         num_qo_heads = config["num_attention_heads"]
+        num_experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        inner = config["intermediate_size"]
         return cls(
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
             num_qo_heads=num_qo_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_qo_heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // num_qo_heads,
-            intermediate_size=config["intermediate_size"],
+            intermediate_size=inner,
             vocab_size=config["vocab_size"],
             max_context=max_context,
+            num_experts=num_experts,
+            experts_per_token=config["num_experts_per_tok"] if num_experts else 0,
+            expert_size=(config.get("moe_intermediate_size") or inner) if num_experts else 0,
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -52,6 +52,16 @@ class ModelShape:
             num_experts=num_experts,
             experts_per_token=config["num_experts_per_tok"] if num_experts else 0,
             expert_size=(config.get("moe_intermediate_size") or inner) if num_experts else 0,
+        )
+
+    @property
+    def of_a_token(self) -> ModelShape:
+        """That of a model without experts which takes as much work for a token."""
+        if not self.num_experts:
+            return self
+        inner = self.experts_per_token * self.expert_size
+        return replace(
+            self, intermediate_size=inner, num_experts=0, experts_per_token=0, expert_size=0
         )
 
     @property

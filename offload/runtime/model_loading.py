@@ -213,8 +213,8 @@ def prepare_loaded(
 
 
 def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | None) -> None:
-    """Where layers differ in their heads or have windows, refuse what needs them alike before it is
-    allocated.
+    """Where layers differ in their heads, have windows or sinks, refuse what is not for that before
+    it is allocated.
 
     Raises:
         NotImplementedError: names the option, and the first layer that differs or the window.
@@ -234,8 +234,10 @@ def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | 
     for what, is_asked in needs.items():
         if is_asked:
             check_alike([layer.spec for layer in lean.layers], what)
-    if not (window := max(lean.each("window"))):
+    window = max(lean.each("window"))
+    if not window and all(layer.sinks is None for layer in lean.layers):
         return
+    whose = f"layers that see a window of {window} tokens" if window else "attention with sinks"
     units = shape.num_layers, shape.num_kv_heads
     by_unit = [policy.roles(*units), policy.unit_members(*units)] if policy.selects else []
     del needs[of_this_policy]
@@ -245,7 +247,7 @@ def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | 
     for what, is_asked in needs.items():
         if is_asked:
             raise NotImplementedError(
-                f"{what} is not for layers that see a window of {window} tokens yet; others decode "
+                f"{what} is not for {whose} yet; others decode "
                 "with device='cpu' under policies such as 'full', 'exact_topk' and 'sketch'"
             )
 

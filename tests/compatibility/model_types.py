@@ -36,9 +36,9 @@ _HEAD = """\
 
 *lean*: native layers, on a CPU and with a GPU, with every feature. What a lean type's layers do not
 compute, such as windows smaller than the context, is refused for llama, mistral, qwen2 and qwen3,
-and makes a model of another type generic (layers of phi3 and gemma3_text attend through windows and
-keep 64 tokens more: what goes back further is read again, as prompts are that share only the front
-of an earlier one; they refuse policies that tell layers or heads apart); so does a
+and makes a model of another type generic (layers of phi3, gemma3_text and gpt_oss attend through
+windows and keep 64 tokens more: what goes back further is read again, as prompts are that share
+only the front of an earlier one; they refuse policies that tell layers or heads apart); so does a
 GPU, a backend or a rank where the table says so, and of phi3 `rope_type: longrope`, which reads a
 text anew where it outgrows its short factors. *generic*: transformers' own modules, on a CPU or,
 with `device="cuda"`, on a GPU. Attention of the layers that attend to all tokens is ours, their
@@ -62,9 +62,10 @@ Quantised safetensors of a generic type (GPTQ, AWQ, compressed-tensors, FP8, NVF
 NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gpt-oss, lfm2, nemotron, phi3, qwen2moe,
 qwen3moe, qwen35, qwen35moe, stablelm and starcoder2 stay packed: linear layers, embeddings and, on
 a CPU, experts. What has a layout of its own is dequantised by itself; memory never holds the dense
-model. `weights="q8"`, `"q4"` or a dtype is refused; phi3, gemma3_text, qwen3_moe and mixtral pack
-on a CPU what their files have so, too, and take a dtype. GGUF files of other generic types, such as
-gemma4 and falcon, are refused by name, and so is metadata that may change what is computed.
+model. `weights="q8"`, `"q4"` or a dtype is refused; phi3, gemma3_text, gpt_oss, qwen3_moe and
+mixtral pack on a CPU what their files have so, too, and take a dtype. GGUF files of other generic
+types, such as gemma4 and falcon, are refused by name, and so is metadata that may change what is
+computed.
 
 With `device="cuda"` modules, windows and recurrent states are on the GPU, in `max_memory` of that
 GPU, and weights must fit it whole. A generation under `auto` or `full` whose keys and values fit

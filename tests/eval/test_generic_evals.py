@@ -18,7 +18,7 @@ from offload.runtime.config import runtime_config
 from offload.runtime.generic_shared import GenericSharedModel
 
 runner = CliRunner(env={"COLUMNS": "250", "TERM": "dumb"})
-TYPES = ["qwen3_5_text", "gemma2", "gpt_oss"]
+TYPES = ["qwen3_5_text", "gemma2", "granitemoe_swa"]
 _SPARSE = "exact_topk.dense_layers=0"
 _POSITIONS, _CONTEXT, _STEPS = 2048, 300, 12
 
@@ -62,7 +62,9 @@ def test_perplexity_is_that_of_the_stock_model(
     assert result.exit_code == 0, result.output
     rows = {row["policy"]: row for row in json.loads(result.stdout)["rows"]}
     sparse, whole = (f"exact_topk {budget} dense_layers=0" for budget in (96, 4096))
-    auto = "sketch" if model_type == "gpt_oss" else "full"  # which has room for long contexts
+    auto = (
+        "sketch" if model_type == "granitemoe_swa" else "full"
+    )  # which has room for long contexts
     assert {*rows} == {"full", f"auto 96 ({auto})", f"auto 4096 ({auto})", sparse, whole}
     stock = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
     tokenizer, losses = byte_tokenizer(), []

@@ -53,7 +53,8 @@ def test_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("name", "changes"), [("phi3", {"sliding_window": 40}), ("gemma3_text", {}), ("phi3", {})]
+    ("name", "changes"),
+    [("phi3", {"sliding_window": 40}), ("gemma3_text", {}), ("phi3", {}), ("gpt_oss", {})],
 )
 @torch.inference_mode()
 def test_windows_of_layers(
@@ -98,6 +99,7 @@ def test_embeddings_that_are_given(
         ("gemma3_text", {"hidden_activation": "silu"}, True),
         ("gemma3_text", {"final_logit_softcapping": 3.0}, True),
         ("qwen3_moe", {}, False),
+        ("gpt_oss", {}, False),
         ("mixtral", {"hidden_act": "gelu"}, True),
     ],
 )
@@ -142,7 +144,7 @@ def test_which_layers_rotate(name: str, changes: dict[str, Any], tmp_path: Path)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text", "gpt_oss"])
 def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
     name: str, stock_models: dict[str, Any]
 ) -> None:
@@ -150,7 +152,7 @@ def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
         lean_model_maker(name)(stock_models[name])
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_dense_experts_are_not_packed(name: str, tiny_folders: dict[str, Path]) -> None:
     folder = tiny_folders[name]
     with pytest.raises(NotImplementedError, match=f"weights='q8' with a model of type '{name}'"):

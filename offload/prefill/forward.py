@@ -262,14 +262,13 @@ def _attend_by_head(
     Returns:
         [n, num_qo_heads, head_dim].
     """
-    parts, sinks = [], [None] * len(starts)
-    if layer.sinks is not None:
-        sinks = [*layer.sinks.chunk(len(starts))]
+    parts, by_head = [], None if layer.sinks is None else layer.sinks.chunk(len(starts))
     for head, queries in enumerate(q.chunk(len(starts))):
         keys, values = (x[head : head + 1] for x in kv)
         past, new_from = None, starts[head]
         if new_from < past_len and not takes_all_keys(q, pool):
             past, new_from = (keys[:, new_from:past_len], values[:, new_from:past_len]), past_len
         new = keys[:, new_from:], values[:, new_from:]
-        parts.append(attend(queries, past, new, layer.spec.sm_scale, pool, sinks[head]))
+        sinks = None if by_head is None else by_head[head]
+        parts.append(attend(queries, past, new, layer.spec.sm_scale, pool, sinks))
     return torch.cat(parts, dim=1)

@@ -27,7 +27,7 @@ from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import GenericRuntime
 
 NEW = sorted(set(LEAN_MODELS) - set(TINY_MODELS))
-WITH_GPU = [name for name in NEW if isinstance(FAMILIES[name.partition("-")[0]], Routed)]
+WITH_GPU = [name for name in NEW if isinstance(x := FAMILIES[name], Routed) and x.on_gpu]
 PLACES = [
     *((name, {}) for name in NEW),
     *((name, {"backend": "inline"}) for name in WITH_GPU),

@@ -368,7 +368,7 @@ def _print_generic(found: GenericPlan) -> None:
         style="bold",
     )
     cached = f"{format_bytes(found.kv_token_bytes)} a token in {len(sizes.specs)} layers"
-    others = format_bytes(sizes.states.at(found.context))
+    others = format_bytes(found.state_bytes_at(found.context))
     console.print(
         f"KV: {cached} that attend to everything; windows and recurrent states: {others} a "
         "sequence\n"

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from cpu_ops.worker_pool import WorkerPool
+from offload.kv.page_pool import pages_at
+from offload.models import family_of, is_generic
 from offload.planning.profile import MachineProfile
 from offload.planning.workload import Workload
 from offload.policies import Policy
@@ -176,8 +178,25 @@ class GenericPlan:
         need = self._pass.resident_need(self.batch_size, context, resident)
         return need + self.sizes.weight_bytes <= self.device_limit_bytes
 
+    @cached_property
+    def native_windows(self) -> tuple[int, ...]:
+        """Where layers with experts are native: tokens that each of those with a window sees."""
+        config = self.empty.config
+        family = family_of(config.to_dict())
+        if self.on_gpu or family is None or is_generic(config.to_dict()):
+            return ()
+        windows = (family.window(self.empty, i) for i in range(config.num_hidden_layers))
+        return tuple(window for window in windows if window)
+
+    def state_bytes_at(self, context: int) -> int:
+        """Of a sequence: windows and recurrent states."""
+        if self.native_windows:
+            store = self._parts[0]
+            return pages_at(context, store.page_tokens, self.native_windows) * store.page_bytes
+        return self.sizes.states.at(context)
+
     def _states_at(self, context: int) -> int:
-        return self.batch_size * self.sizes.states.at(context)
+        return self.batch_size * self.state_bytes_at(context)
 
     def _resident_at(self, context: int) -> int:
         return self.batch_size * self.sizes.all_states.at(context)
@@ -268,7 +287,7 @@ class GenericPlan:
         policy, most = self.policy, self.context
         if policy.selects and most > policy.dense_tokens:
             most = min(most, policy.budget_tokens)
-        modules = self.sizes.active_bytes + self._states_at(self.context)
+        modules = self.sizes.active_bytes + self.batch_size * self.sizes.states.at(self.context)
         keys = self.batch_size * most * self.kv_token_bytes * bool(self.sizes.specs)
         seconds = keys / profile.read_bandwidth
         if profile.device is None or not self.on_gpu:

@@ -274,8 +274,8 @@ def check_before_loading(
     family = family_of(checkpoint.config)
     if config.weights in FORMATS and family is not None and not family.packs_dense:
         raise NotImplementedError(
-            f"weights={config.weights!r} with a model of type {family.model_type!r}: give 'auto' or "
-            "a dtype, or a checkpoint with MXFP4 experts"
+            f"weights={config.weights!r} with a model of type {family.model_type!r}: give "
+            "weights='auto' or a dtype, or a checkpoint with MXFP4 experts"
         )
     weight_bytes = weight_bytes_before_loading(checkpoint, config)
     kv_budget_bytes(config, weight_bytes, loaded=False)

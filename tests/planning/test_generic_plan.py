@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _CONTEXT = 512  # whole pages
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made = {}
-    for model_type in TYPES:
+    for model_type in (*TYPES, "gpt_oss"):
         made[model_type] = str(tmp_path_factory.mktemp(model_type))
         tiny_model_of(model_type).save_pretrained(made[model_type])
     machine_profile().save(Path(made["granitemoe_swa"]) / "h200.json")
@@ -46,8 +47,9 @@ def refusal(*arguments: str) -> str:
     return " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("policy", ["auto", "quest"])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    ("model_type", "policy"), [*product(TYPES, ["auto", "quest"]), ("gpt_oss", "auto")]
+)
 def test_a_generation_needs_what_the_plan_says(
     folders: dict[str, str], model_type: str, policy: str
 ) -> None:
@@ -67,8 +69,10 @@ def test_a_generation_needs_what_the_plan_says(
         return model
 
     model = generate(need)
-    assert plan["host_bytes"]["weights"] == weight_bytes_of(model._offload.stock)
-    assert plan["kv_bytes_per_token"] == model.kv_store.token_bytes
+    assert plan["host_bytes"]["weights"] == weight_bytes_of(model)
+    store = model.kv_store  # of native layers it has windows, too
+    in_full = store.num_full_rows * store.page_bytes // store.page_tokens
+    assert plan["kv_bytes_per_token"] == in_full
     assert plan["policy"] == ("full" if policy == "auto" else policy)
     with pytest.raises(HostBudgetError):
         generate(need - 1)

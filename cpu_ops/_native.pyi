@@ -103,6 +103,7 @@ def causal_attention(
     head_dim: int,
     scale: float,
     window: int,
+    sinks: int,
     out: int,
 ) -> None: ...
 def rms_norm(
@@ -158,7 +159,7 @@ class DecodeAttention:
         self,
         pool: WorkerPool,
         isa: str,
-        layers: Sequence[tuple[int, int, int, float, float, int]],
+        layers: Sequence[tuple[int, int, int, float, float, int, int]],
         page_shift: int,
         dtype: int,
         row_format: int,

@@ -40,6 +40,8 @@ class NativeAttention:
         softcap: scores are softcap * tanh(score / softcap), or that of each layer; 0: not capped.
         windows: how many tokens a row sees in each layer, the last ones; 0: all. A layer with a
             window selects nothing.
+        sinks: of each layer float32 [num_qo_heads], logits that join each softmax and have no
+            value, or None: outputs are less by their share, lse is of the tokens alone.
         isa: an ISA other than the process's (tests).
 
     Attributes:
@@ -71,6 +73,7 @@ class NativeAttention:
         sm_scale: float | Sequence[float] | None = None,
         softcap: float | Sequence[float] = 0.0,
         windows: int | Sequence[int] = 0,
+        sinks: Sequence[Tensor | None] | None = None,
         int8_rows: bool = False,
         isa: str | None = None,
     ) -> None:
@@ -87,6 +90,11 @@ class NativeAttention:
         self.sm_scales = of_layers(num_layers, "sm_scale", scale)
         caps = of_layers(num_layers, "softcap", softcap)
         self.windows = of_layers(num_layers, "windows", windows)
+        self.sinks = [None] * num_layers if sinks is None else list(sinks)  # kept alive
+        for (num_heads, *_), of_layer in zip(self.layer_heads, self.sinks, strict=True):
+            if of_layer is not None:
+                check_tensor("sinks", of_layer, (num_heads,), torch.float32)
+        addresses = [0 if x is None else x.data_ptr() for x in self.sinks]
         self.sparse_layers = np.zeros(num_layers, bool)
         self.window: tuple[int, int] | None = None
         self.budget_tokens = 0
@@ -96,7 +104,7 @@ class NativeAttention:
         self.native = _native.DecodeAttention(
             pool.native,
             isa or isa_name(),
-            [*zip(*columns, self.sm_scales, caps, self.windows, strict=True)],
+            [*zip(*columns, self.sm_scales, caps, self.windows, addresses, strict=True)],
             page_shift(page_tokens),
             dtype_code(dtype),
             INT8_ROWS if int8_rows else dtype_code(dtype),

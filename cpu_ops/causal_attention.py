@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cpu_ops import _native
-from cpu_ops.native import DTYPE_CODES, isa_name
+from cpu_ops.native import DTYPE_CODES, check_tensor, isa_name
 from cpu_ops.worker_pool import WorkerPool
 
 
@@ -30,6 +30,7 @@ def causal_attention(
     sm_scale: float,
     *,
     window: int = 0,
+    sinks: Tensor | None = None,
     isa: str | None = None,
 ) -> Tensor:
     """Attention of the last n tokens of `keys` and `values`, each over those up to itself.
@@ -39,6 +40,7 @@ def causal_attention(
         keys, values: [num_kv_heads, kv_len, head_dim] with kv_len >= n, of the same strides.
             Unit stride in the last dimension, as in q.
         window: how many tokens each sees, itself the last of them; 0: all.
+        sinks: float32 [num_qo_heads], logits that join each softmax and have no value; or None.
 
     Returns:
         [n, num_qo_heads, head_dim].
@@ -62,6 +64,8 @@ def causal_attention(
             " head_dim] alike, on the CPU,"
             f" got {[(x.dtype, list(x.shape), x.stride(), str(x.device)) for x in given]}"
         )
+    if sinks is not None:
+        check_tensor("sinks", sinks, (num_qo_heads,), torch.float32)
     out = q.new_empty(n, num_qo_heads, head_dim)
     _native.causal_attention(
         pool.native,
@@ -81,6 +85,7 @@ def causal_attention(
         head_dim,
         sm_scale,
         window,
+        0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
     )
     return out

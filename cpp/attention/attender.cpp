@@ -135,16 +135,17 @@ bool Attender::merge(int r, int u) {
       for (int64_t d = 0; d < head_dim; ++d) out[d] = out[d] * of_tokens + means[d] * of_estimate;
       row_lse = highest + std::log(sum) + of_scored;
     }
+    const int head = u * group + g;
+    const float share = setup_.share_beside_sink(pass_.layer_idx, head, row_lse);
     float check = 0.0f;  // stays 0 unless some output is NaN or inf
     for (int64_t d = 0; d < head_dim; ++d) {
-      out[d] = vanishes ? out[d] : out[d] / sum;
+      out[d] = vanishes ? out[d] : out[d] / sum * share;
       check += out[d] * 0.0f;
     }
     if (check != 0.0f || !(vanishes || std::isfinite(row_lse))) {
       pass_.report_non_finite(r, u);
       return false;
     }
-    const int head = u * group + g;
     pass_.write_output(r, head, 1, out);
     if (row.lse != nullptr) row.lse[head] = row_lse;
   }

@@ -18,6 +18,9 @@ struct AttentionShape {
   DType format;        // of keys and values in pages
   float cap = 0.0f;    // of its scores, as of ScoreArgs
   int64_t window = 0;  // how many tokens a row sees where it attends to all, the last; 0: all
+  // [num_qo_heads] logits that take their share of each softmax and have no value, or null. Outputs are what is left;
+  // an lse is of tokens alone. For who attends to all tokens here.
+  const float* sinks = nullptr;
 
   int group_size() const { return num_qo_heads / num_kv_heads; }
   bool has_heads_of(const AttentionShape& other) const {

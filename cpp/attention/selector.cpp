@@ -95,8 +95,8 @@ void Selector::call_propose(int r, int u, int64_t may_defer, int worker) {
   make_room(candidates);
 }
 
-void Selector::write_answer(int r, int u, const float* output, const float* lse) {
-  const int group = setup_.unit_group();
+void Selector::write_answer(int r, int u, float* output, const float* lse) {
+  const int group = setup_.unit_group(), head_dim = setup_.shape.head_dim;
   Unit& unit = pass_.unit(r, u);
   unit.answered = true;
   unit.n = 0;
@@ -107,8 +107,11 @@ void Selector::write_answer(int r, int u, const float* output, const float* lse)
     pass_.published_of(r, u).set_own();
   }
   float check = 0.0f;  // stays 0 unless some output is NaN or inf
-  for (int i = 0; i < group * setup_.shape.head_dim; ++i) check += output[i] * 0.0f;
-  for (int g = 0; g < group; ++g) check += lse[g] * 0.0f;
+  for (int g = 0; g < group; ++g) {
+    const float share = setup_.share_beside_sink(pass_.layer_idx, u * group + g, lse[g]);
+    for (int i = g * head_dim; i < (g + 1) * head_dim; ++i) check += (output[i] *= share) * 0.0f;
+    check += lse[g] * 0.0f;
+  }
   if (check != 0.0f) return pass_.report_non_finite(r, u);
   pass_.write_output(r, u * group, group, output);
   float* lse_out = pass_.row(r).lse;

@@ -46,7 +46,7 @@ class Selector {
   void call_propose(int r, int u, int64_t may_defer, int worker);
   void scan_codes(int r, int u, int64_t range);
   void rank_range(int r, int u, int64_t range);
-  void write_answer(int r, int u, const float* output, const float* lse);
+  void write_answer(int r, int u, float* output, const float* lse);
   bool takes_list(int r, int u);
   // Whether nobody asks for weights: what propose names is the choice, if there is room.
   bool is_unscored(int r, int u) const;

@@ -76,11 +76,13 @@ PYBIND11_MODULE(_native, m) {
       "causal_attention",
       [](WorkerPool& pool, const std::string& isa, int dtype, int64_t queries, int64_t query_head, int64_t query_row,
          int64_t num_queries, int64_t group_size, int64_t keys, int64_t values, int64_t kv_head, int64_t kv_row,
-         int64_t kv_len, int64_t num_kv_heads, int64_t head_dim, float scale, int64_t window, int64_t out) {
-        causal_attention(kernels_for(isa), pool, static_cast<DType>(dtype), num_kv_heads,
-                         {pointer<const void>(queries), query_head, query_row, num_queries, group_size,
-                          pointer<const void>(keys), pointer<const void>(values), kv_head, kv_row, kv_len, head_dim,
-                          scale, pointer<void>(out), num_kv_heads * group_size * head_dim, window});
+         int64_t kv_len, int64_t num_kv_heads, int64_t head_dim, float scale, int64_t window, int64_t sinks,
+         int64_t out) {
+        causal_attention(
+            kernels_for(isa), pool, static_cast<DType>(dtype), num_kv_heads,
+            {pointer<const void>(queries), query_head, query_row, num_queries, group_size, pointer<const void>(keys),
+             pointer<const void>(values), kv_head, kv_row, kv_len, head_dim, scale, pointer<void>(out),
+             num_kv_heads * group_size * head_dim, window, pointer<const float>(sinks)});
       },
       WithoutGil());
   m.def(

@@ -24,16 +24,16 @@ KeptRows kept_rows(const Int64s& page_tables, const Int64s& table_strides, const
           {page_tables, table_strides, kv_lens, arrays, text_marks, starts, budgets}};
 }
 
-// (num_qo_heads, num_kv_heads, head_dim, sm_scale, softcap, window) of a layer.
-using Heads = std::tuple<int, int, int, float, float, int64_t>;
+// (num_qo_heads, num_kv_heads, head_dim, sm_scale, softcap, window, address of sinks or 0) of a layer.
+using Heads = std::tuple<int, int, int, float, float, int64_t, int64_t>;
 
 std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::string& isa,
                                                 const std::vector<Heads>& layers, int page_shift, int dtype,
                                                 int format) {
   std::vector<AttentionShape> shapes;
-  for (const auto& [num_qo_heads, num_kv_heads, head_dim, sm_scale, cap, window] : layers) {
+  for (const auto& [num_qo_heads, num_kv_heads, head_dim, sm_scale, cap, window, sinks] : layers) {
     shapes.push_back({num_qo_heads, num_kv_heads, head_dim, page_shift, static_cast<DType>(dtype), sm_scale,
-                      static_cast<DType>(format), cap, window});
+                      static_cast<DType>(format), cap, window, pointer<const float>(sinks)});
   }
   return std::make_unique<DecodeAttention>(std::move(shapes), kernels_for(isa), pool);
 }

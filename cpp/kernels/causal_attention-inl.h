@@ -61,7 +61,11 @@ static void attend_causal(const CausalArgs& args, int64_t kv_head, int64_t first
   auto* packed_keys = reinterpret_cast<typename P::Packed*>(sums + num_rows);
   auto* packed_values = packed_keys + P::packed_items(kCausalKeys, head_dim);
   for (int64_t i = 0; i < num_rows * head_dim; ++i) acc[i] = 0.0f;
-  for (int64_t i = 0; i < num_rows; ++i) maxima[i] = kHidden, sums[i] = 0.0f;
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const float sink = args.sinks != nullptr ? args.sinks[kv_head * group_size + i % group_size] : kHidden;
+    maxima[i] = sink < kHidden ? kHidden : sink;  // NaN stays
+    sums[i] = args.sinks != nullptr ? 1.0f : 0.0f;
+  }
 
   const auto seen_by = [&](int64_t row) { return args.kv_len - args.num_queries + first + row / group_size + 1; };
   const int64_t window = args.window > 0 ? args.window : args.kv_len;

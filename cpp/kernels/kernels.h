@@ -167,7 +167,8 @@ struct CausalArgs {
   float scale;
   void* out;  // [num_queries, num_kv_heads * group_size, head_dim]
   int64_t out_row;
-  int64_t window = 0;  // how many tokens a query sees, its own the last of them; 0: all
+  int64_t window = 0;            // how many tokens a query sees, its own the last of them; 0: all
+  const float* sinks = nullptr;  // [num_kv_heads * group_size], logits that join each softmax without a value; or null
 
   // float32 of scratch for that many rows: sums, and the keys and values of a block
   int64_t scratch_items(int64_t num_rows) const { return num_rows * (head_dim + 2) + 2 * kCausalKeys * head_dim; }

@@ -55,7 +55,7 @@ class DecodeAttention(NativeAttention):
     Args:
         policy: what to attend to.
         store: the host KV store; its layout, dtype and head_dim are used.
-        num_qo_heads, sm_scale, softcap, windows, isa: as `NativeAttention` takes them.
+        num_qo_heads, sm_scale, softcap, windows, sinks, isa: as `NativeAttention` takes them.
 
     Attributes:
         on_attended: called after each `attend` with (layer_idx, step, query, out); for benches.
@@ -91,6 +91,7 @@ class DecodeAttention(NativeAttention):
         sm_scale: float | Sequence[float] | None = None,
         softcap: float | Sequence[float] = 0.0,
         windows: int | Sequence[int] = 0,
+        sinks: Sequence[Tensor | None] | None = None,
         isa: str | None = None,
         make_compression: MakeCompression = lambda attention, pool: None,
     ) -> None:
@@ -107,6 +108,7 @@ class DecodeAttention(NativeAttention):
             sm_scale=sm_scale,
             softcap=softcap,
             windows=windows,
+            sinks=sinks,
             isa=isa,
         )
         for qo_heads, kv_heads, head_dim in set(self.layer_heads):

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from cpu_ops.native import MAX_GROUP_SIZE, MAX_HEAD_DIM
-from offload.prefill.attention import attend_with_lse
+from offload.prefill.attention import attend_with_lse, without_sinks
 
 OFFLOAD = "offload"  # the attention's name in transformers
 _CAPPED_QUERIES = 64  # at a time
@@ -167,13 +167,6 @@ class AttentionCall:
             weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
             outs.append((weights @ v).transpose(1, 2))
         return torch.cat(outs, dim=1)
-
-
-def without_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """`out` [..., num_qo_heads, v_dim] less the share of the softmax that sinks take, where `lse`
-    float32 [..., num_qo_heads] is of the tokens alone: exp(lse) / (exp(lse) + exp(sink)) is left.
-    """
-    return out * torch.sigmoid(lse - sinks.float()).to(out.dtype)[..., None]
 
 
 def _on_cuda(

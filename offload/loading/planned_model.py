@@ -126,6 +126,12 @@ def planned_model(
                 f"weights={weights!r} with weights that are quantised already ({kind}) of type "
                 f"{config.model_type!r}: they stay as they are; give weights='auto'"
             )
+        family = family_of(config.to_dict())
+        if weights in FORMATS and family is not None and not family.packs_dense:
+            raise NotImplementedError(
+                f"weights={weights!r} with a model of type {config.model_type!r}: its experts are "
+                "packed where their checkpoint has them so; give weights='auto'"
+            )
         packing = "" if weights in DTYPES else weights
         if packing == "auto" and device != "cpu":
             packing = AUTO_ON_GPU

@@ -78,6 +78,7 @@ class DecoderLayer:
         attention_out_norm, mlp_out_norm: RMSNorms of what is added to x, or None.
         routed: the MLP, where it has experts, instead of gate_up and down.
         gate: f, "silu" or "gelu_tanh".
+        sinks: float32 [num_qo_heads], logits that join each softmax and have no value; or None.
     """
 
     input_norm: nn.Module | None
@@ -93,6 +94,7 @@ class DecoderLayer:
     mlp_out_norm: nn.Module | None = None
     routed: RoutedMlp | None = None
     gate: str = "silu"
+    sinks: torch.Tensor | None = None
 
     @property
     def dense_mlp(self) -> tuple[Linear, Linear]:
@@ -301,6 +303,15 @@ class OnePlusNorm(ScaledNorm):
         super().__init__(stock, stock.eps)
         weight = (1.0 + stock.weight.detach().float()).to(stock.weight.dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+class RoundedNorm(ScaledNorm):
+    """The RMSNorm of a stock module that multiplies in float32; its weight is copied and rounded to
+    `dtype`: transformers rounds the product only."""
+
+    def __init__(self, stock: Any, dtype: torch.dtype) -> None:
+        super().__init__(stock, stock.variance_epsilon)
+        self.weight = nn.Parameter(stock.weight.detach().to(dtype), requires_grad=False)
 
 
 class ScaledEmbedding(nn.Module):

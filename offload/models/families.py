@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cpu_ops.routed_linear import ExpertChoice
+from cpu_ops.routed_linear import ExpertChoice, Gate
 from offload.models.base import (
     DecoderLayer,
     LayerSpec,
     LeanModel,
     OnePlusNorm,
+    RoundedNorm,
     ScaledEmbedding,
     ScaledNorm,
     check_alike,
@@ -23,7 +24,7 @@ from offload.models.base import (
     fused_linear,
     has_windows,
 )
-from offload.models.rope import NoRotation, RotaryOfType, RoundedRotary, rotary_view
+from offload.models.rope import NoRotation, RotaryOfHalves, RotaryOfType, RoundedRotary, rotary_view
 from offload.models.routed_mlp import RoutedMlp
 from offload.models.shape import ModelShape
 
@@ -57,6 +58,11 @@ class ModelFamily:
         return self.fuses
 
     @property
+    def packs_dense(self) -> bool:
+        """Whether `weights="q8"` and `"q4"` pack its dense checkpoints."""
+        return True
+
+    @property
     def knows_windows(self) -> bool:
         """Whether the lean layers attend through windows."""
         return self.fuses
@@ -69,6 +75,11 @@ class ModelFamily:
             return "its projections are fused"
         return "its norms come after attention and the MLP" if self.normed_sums else ""
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU's step knows that, too."""
+        return True
+
     def is_lean(self, config: Any, *, where: Where) -> bool:
         """Whether the lean layers compute all that transformers' `config` says."""
         if not self.may_be_generic:
@@ -79,7 +90,8 @@ class ModelFamily:
                 # transformers reads a text anew where it gets longer than the short factors' range
                 return False
             has_others = has_windows(config) and not self.knows_windows
-            return not (where == "ranks" and self.peculiar) and not has_others
+            knows = where == "cpu" or not self.peculiar or (where == "gpu" and self.on_gpu)
+            return knows and not has_others
         except (NotImplementedError, ValueError):
             return False
 
@@ -120,7 +132,9 @@ class ModelFamily:
         config = stock.config
         if not (self.knows_windows and has_windows(config)):
             return 0
-        is_full = getattr(stock.model.layers[layer_idx].self_attn, "is_sliding", True) is False
+        attention = stock.model.layers[layer_idx].self_attn
+        is_full = getattr(attention, "is_sliding", True) is False
+        is_full = is_full or getattr(attention, "sliding_window", 0) is None
         return 0 if is_full else int(config.sliding_window)
 
     def layer(self, stock: Any, layer_idx: int, spec: LayerSpec) -> DecoderLayer:
@@ -278,6 +292,10 @@ class Routed(ModelFamily):
     packs_as_generic = True
     peculiar = "its MLPs have experts"
 
+    def gate(self, config: Any) -> Gate:
+        """What experts do with the outputs of their first matrix."""
+        return Gate("silu")
+
     def mlp(self, stock: Any, name: str) -> dict[str, Any]:
         module, config = stock.get_submodule(name.removesuffix(".")), stock.config
         if not hasattr(module, "experts"):
@@ -287,7 +305,39 @@ class Routed(ModelFamily):
             normalises=getattr(config, "norm_topk_prob", True),
             rounds=self.rounds_weights,
         )
-        return {"gate_up": None, "down": None, "routed": RoutedMlp(module, choice)}
+        return {
+            "gate_up": None,
+            "down": None,
+            "routed": RoutedMlp(module, choice, self.gate(config)),
+        }
+
+
+class GptOss(Routed):
+    """Experts whose gates are clamped, and attention with sinks, in some layers through windows."""
+
+    knows_windows = True
+    on_gpu = packs_dense = False  # experts are transposed
+    peculiar = "its attention has sinks, and its MLPs experts"
+
+    def gate(self, config: Any) -> Gate:
+        return Gate("clamped", config.swiglu_alpha, config.swiglu_limit)
+
+    def layer(self, stock: Any, layer_idx: int, spec: LayerSpec) -> DecoderLayer:
+        layer = super().layer(stock, layer_idx, spec)
+        norms: dict[str, Any] = {
+            name: RoundedNorm(norm, stock.dtype)
+            for name in ("input_norm", "mlp_norm")
+            if (norm := getattr(layer, name)).weight.dtype != stock.dtype  # of float16
+        }
+        sinks = stock.model.layers[layer_idx].self_attn.sinks.detach().float()
+        return replace(layer, sinks=sinks, **norms)
+
+    def lean_model(self, stock: Any, *, heads_may_differ: bool = False) -> LeanModel:
+        lean = super().lean_model(stock, heads_may_differ=heads_may_differ)
+        norm: Any = lean.final_norm
+        if norm.weight.dtype != stock.dtype:
+            norm = RoundedNorm(norm, stock.dtype)
+        return replace(lean, final_norm=norm, ropes=tuple(map(RotaryOfHalves, lean.ropes)))
 
 
 class Granite(ModelFamily):
@@ -337,6 +387,7 @@ FAMILIES = {
         SlidingLayersRotate("exaone4", has_qk_norm=True, normed_sums=True),
         Routed("qwen3_moe", has_qk_norm=True, rounds_weights=True),  # dense layers, too
         Routed("mixtral"),
+        GptOss("gpt_oss", rounds_weights=True),
         ModelFamily("phi3", fuses=True),  # Phi-4 too; those with long and short factors are generic
         Gemma3("gemma3_text", has_qk_norm=True),
     )

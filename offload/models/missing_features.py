@@ -10,7 +10,6 @@ _OF_TYPES = {
     "gemma": "RMSNorms of another kind, scaled embeddings",
     "gemma2": "RMSNorms around each block, scaled embeddings",
     "gemma3": "RMSNorms around each block, scaled embeddings",
-    "gpt_oss": "attention sinks that the model has learnt",
     "mamba": "state-space layers instead of attention",
     "mamba2": "state-space layers instead of attention",
     "phi4_multimodal": "fused projections (qkv_proj, gate_up_proj)",

@@ -99,6 +99,11 @@ class PackedExperts(nn.Module):
         for name, parameter in stock.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
 
+    @property
+    def is_transposed(self) -> bool:
+        """Of matrices that are not packed."""
+        return bool(self._of[0].is_transposed)
+
     def pack(self, name: str, weight: PackedWeight, dtype: torch.dtype) -> None:
         """The matrices of the projection `name` become packed."""
         del self._parameters[name]

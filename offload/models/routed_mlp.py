@@ -17,34 +17,44 @@ from offload.models.packed_linear import PackedMatrix
 
 
 class RoutedMlp:
-    """A stock module with a router, `gate`, and `experts` of silu(gate) * up.
+    """A stock module with a router, `gate` or `router`, and `experts`.
 
     Args:
-        module: of transformers; its weights load, tie and save as it does it.
+        module: of transformers; its weights load, tie and save as it does it. Dense ones that it
+            has [num_experts, in, out] are put into memory as the kernels read them.
         choice: as its router chooses.
+        gate: what its experts do with the outputs of their first matrix.
 
     Raises:
         NotImplementedError: experts are in the place of transformers' own.
     """
 
-    def __init__(self, module: Any, choice: ExpertChoice) -> None:
-        self._module, self._choice = module, choice
+    def __init__(self, module: Any, choice: ExpertChoice, gate: Gate) -> None:
+        self._module, self._choice, self._gate = module, choice, gate
+        self._router: Any = module.router if hasattr(module, "router") else module.gate
+        for name in ("gate_up_proj", "down_proj"):
+            matrix = getattr(module.experts, name)
+            if isinstance(matrix, nn.Parameter) and module.experts.is_transposed:
+                matrix.data = matrix.data.transpose(1, 2).contiguous().transpose(1, 2)
         self._made: tuple[RoutedLinear, RoutedLinear] | None = None
         self._gpu: GpuRoutedMlp | None = None
 
     def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
         """x [n, hidden_size] -> the same; of a CPU and on a pool by kernels, else by torch."""
         if pool is None or x.is_cuda:
-            out: Tensor = self._module(x[None])[0]
+            found = self._module(x[None])
+            out: Tensor = (found[0] if isinstance(found, tuple) else found)[0]
             return out
-        _, weights, experts = self._module.gate(x)
+        _, weights, experts = self._router(x)
         up, down = self._experts()
         weights = weights.detach().float().contiguous()
         return run_experts(pool, up, down, x.contiguous(), experts.contiguous(), weights)
 
     def on_cpu(self) -> routed_linear.RoutedMlp:
         """Kernels over the weights where they are now, in the CPU's memory; nothing is copied."""
-        router = CpuLinear([self._module.gate.weight.detach()])
+        bias = getattr(self._router, "bias", None)
+        biases = None if bias is None else [bias.detach()]
+        router = CpuLinear([self._router.weight.detach()], biases)
         return routed_linear.RoutedMlp(router, *self._experts(), self._choice)
 
     def on_gpu(self) -> GpuRoutedMlp:
@@ -74,18 +84,23 @@ class RoutedMlp:
     def _experts(self) -> tuple[RoutedLinear, RoutedLinear]:
         """Weights are not replaced once a model is loaded: these are made once."""
         if self._made is None:
-            up = self._projection("gate_up_proj", Gate("silu"))
+            up = self._projection("gate_up_proj", self._gate)
             self._made = up, self._projection("down_proj")
         return self._made
 
     def _projection(self, name: str, gate: Gate | None = None) -> RoutedLinear:
         experts = self._module.experts
         matrix: nn.Module | Tensor = getattr(experts, name)
+        bias = getattr(experts, f"{name}_bias", None)
+        others = self._num_experts, None if bias is None else bias.detach()
         if isinstance(matrix, PackedMatrix):
-            return RoutedLinear(matrix.packed, matrix.dtype, self._num_experts, gate=gate)
+            return RoutedLinear(matrix.packed, matrix.dtype, *others, gate=gate)
         assert isinstance(matrix, Tensor)
-        return RoutedLinear(matrix.detach(), matrix.dtype, self._num_experts, gate=gate)
+        dense = matrix.detach()
+        if experts.is_transposed:
+            dense = dense.transpose(1, 2)
+        return RoutedLinear(dense, matrix.dtype, *others, gate=gate)
 
     @property
     def _num_experts(self) -> int:
-        return len(self._module.gate.weight)
+        return len(self._router.weight)

@@ -64,7 +64,12 @@ _WINDOW_QUERIES = 512  # whose mask exists at one time
 
 
 def attend(
-    q: Tensor, past: KV | None, new: KV, sm_scale: float, pool: WorkerPool | None = None
+    q: Tensor,
+    past: KV | None,
+    new: KV,
+    sm_scale: float,
+    pool: WorkerPool | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Exact causal attention of the last n tokens of `new` over `past` and `new`.
 
@@ -73,6 +78,7 @@ def attend(
         past, new: K/V of the tokens cached before, and of those that end with the n queries; any
             strides but a unit stride in the last dimension. No `past` where `takes_all_keys`.
         pool: the threads of NATIVE; None leaves a CPU to torch.
+        sinks: float32 [num_qo_heads], logits that join each softmax and have no value; or None.
 
     Returns:
         [n, num_qo_heads, head_dim].
@@ -82,12 +88,18 @@ def attend(
     assert past is None or kernel in (CPU, EFFICIENT), "takes_all_keys"
     if kernel == NATIVE:
         assert pool is not None
-        return causal_attention(pool, q, *new, sm_scale)
-    return attend_with_lse(q, past, new, sm_scale)[0]
+        return causal_attention(pool, q, *new, sm_scale, sinks=sinks)
+    o, lse = attend_with_lse(q, past, new, sm_scale)
+    return o if sinks is None else without_sinks(o, lse, sinks)
 
 
 def attend_in_window(
-    q: Tensor, kv: KV, window: int, sm_scale: float, pool: WorkerPool | None = None
+    q: Tensor,
+    kv: KV,
+    window: int,
+    sm_scale: float,
+    pool: WorkerPool | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend` where each query sees `window` tokens, itself the last of them.
 
@@ -99,23 +111,33 @@ def attend_in_window(
     n, kv_len = q.shape[1], keys.shape[1]
     if _is_native(q, pool):
         assert pool is not None
-        return causal_attention(pool, q, keys, values, sm_scale, window=window)
+        return causal_attention(pool, q, keys, values, sm_scale, window=window, sinks=sinks)
     parts = []
     for start in range(0, n, _WINDOW_QUERIES):
         stop = min(start + _WINDOW_QUERIES, n)
         first, last = max(0, kv_len - n + start - window + 1), kv_len - n + stop
         queries = torch.arange(last - stop + start, last, device=q.device)[:, None]
         positions = torch.arange(first, last, device=q.device)
-        o = F.scaled_dot_product_attention(
-            q[None, :, start:stop],
-            keys[None, :, first:last],
-            values[None, :, first:last],
-            attn_mask=(positions <= queries) & (positions > queries - window),
-            scale=sm_scale,
-            enable_gqa=True,
-        )
-        parts.append(o[0].transpose(0, 1))
+        seen = (positions <= queries) & (positions > queries - window)
+        some, k, v = q[None, :, start:stop], keys[None, :, first:last], values[None, :, first:last]
+        if sinks is None:
+            o = F.scaled_dot_product_attention(
+                some, k, v, attn_mask=seen, scale=sm_scale, enable_gqa=True
+            )
+            parts.append(o[0].transpose(0, 1))
+            continue
+        k, v = (x.repeat_interleave(q.shape[0] // keys.shape[0], 1) for x in (k, v))
+        mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+        o, lse = _cpu_flash(some, k, v, 0.0, False, attn_mask=mask, scale=sm_scale)
+        parts.append(without_sinks(o[0].transpose(0, 1), lse[0].transpose(0, 1), sinks))
     return torch.cat(parts)
+
+
+def without_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """`out` [..., num_qo_heads, v_dim] less the share of the softmax that sinks take, where `lse`
+    float32 [..., num_qo_heads] is of the tokens alone: exp(lse) / (exp(lse) + exp(sink)) is left.
+    """
+    return out * torch.sigmoid(lse - sinks.float()).to(out.dtype)[..., None]
 
 
 def attend_with_lse(q: Tensor, past: KV | None, new: KV, sm_scale: float) -> tuple[Tensor, Tensor]:

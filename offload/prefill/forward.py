@@ -15,7 +15,7 @@ import torch
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
-from offload.models import DecoderLayer, LayerSpec, LeanModel
+from offload.models import DecoderLayer, LeanModel
 from offload.models.batch import RaggedBatch
 from offload.prefill.attention import KV, attend, attend_in_window, takes_all_keys
 from offload.prefill.kv_stream import LayerStream
@@ -131,7 +131,7 @@ def prefill_by_layer(
                     if store is not None and on_queries is not None:
                         for sequence, of_slice, kv_len in stream.spans(start, stop):
                             on_queries(seqs[sequence], layer_idx, q[:, of_slice], kv_len)
-                    o = _attend(q, layer_idx, stream, layer.spec, start, stop, pool)
+                    o = _attend(q, layer_idx, stream, layer, start, stop, pool)
                     delta = layer.o_proj(o, pool)
                     del o
                     if store is not None and on_attended is not None:
@@ -210,7 +210,7 @@ def _attend(
     q: torch.Tensor,
     layer_idx: int,
     stream: LayerStream,
-    spec: LayerSpec,
+    layer: DecoderLayer,
     start: int,
     stop: int,
     pool: WorkerPool | None,
@@ -223,24 +223,25 @@ def _attend(
     Returns:
         [n, num_qo_heads * head_dim].
     """
-    parts = []
+    spec, sinks, parts = layer.spec, layer.sinks, []
     for sequence, of_slice, kv_len in stream.spans(start, stop):
         past_len, of_sequence = stream.past_len(sequence), q[:, of_slice]
         if spec.window and kv_len > spec.window:
             first = max(0, kv_len - of_sequence.shape[1] - spec.window + 1)
             kv = stream.rows(sequence, first, kv_len)
-            parts.append(attend_in_window(of_sequence, kv, spec.window, spec.sm_scale, pool))
+            parts.append(attend_in_window(of_sequence, kv, spec.window, spec.sm_scale, pool, sinks))
             continue
         starts = stream.past_starts(sequence, layer_idx)
         if starts is not None:
             kv = stream.rows(sequence, 0, kv_len)
-            parts.append(_attend_by_head(of_sequence, past_len, kv, starts, spec.sm_scale, pool))
+            of_heads = _attend_by_head(of_sequence, past_len, kv, starts, layer, pool)
+            parts.append(of_heads)
             continue
         past = None
         if past_len and not takes_all_keys(q, pool):
             past = stream.rows(sequence, 0, past_len)
         new = stream.rows(sequence, 0 if past is None else past_len, kv_len)
-        parts.append(attend(of_sequence, past, new, spec.sm_scale, pool))
+        parts.append(attend(of_sequence, past, new, spec.sm_scale, pool, sinks))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 
@@ -249,7 +250,7 @@ def _attend_by_head(
     past_len: int,
     kv: KV,
     starts: Sequence[int],
-    sm_scale: float,
+    layer: DecoderLayer,
     pool: WorkerPool | None,
 ) -> torch.Tensor:
     """Attention over other cached tokens for each KV head: those from `starts` on.
@@ -261,12 +262,13 @@ def _attend_by_head(
     Returns:
         [n, num_qo_heads, head_dim].
     """
-    parts = []
+    parts, by_head = [], None if layer.sinks is None else layer.sinks.chunk(len(starts))
     for head, queries in enumerate(q.chunk(len(starts))):
         keys, values = (x[head : head + 1] for x in kv)
         past, new_from = None, starts[head]
         if new_from < past_len and not takes_all_keys(q, pool):
             past, new_from = (keys[:, new_from:past_len], values[:, new_from:past_len]), past_len
         new = keys[:, new_from:], values[:, new_from:]
-        parts.append(attend(queries, past, new, sm_scale, pool))
+        sinks = None if by_head is None else by_head[head]
+        parts.append(attend(queries, past, new, layer.spec.sm_scale, pool, sinks))
     return torch.cat(parts, dim=1)

@@ -24,15 +24,10 @@ from transformers import DynamicCache
 
 from cpu_ops.step_rows import DecodeStep
 from offload.decode.attention import DecodeAttention
-from offload.decode.stock_attention import (
-    AttentionCall,
-    AttentionSpec,
-    taking,
-    widened,
-    without_sinks,
-)
+from offload.decode.stock_attention import AttentionCall, AttentionSpec, taking, widened
 from offload.kv.store import HostBudgetError, KVStore
 from offload.models.batch import pack
+from offload.prefill.attention import without_sinks
 from offload.runtime.modules_device import ModulesDevice
 from offload.runtime.runner import Pass
 from offload.runtime.sequences import Sequences

@@ -24,7 +24,7 @@ from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import HubOptions, checkpoint_name, resolve_folder
 from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import folder_tokenizer, load_delimiter_classes, load_stock_model
-from offload.models import LeanModel, ModelShape, lean_model_maker
+from offload.models import LeanModel, ModelShape, family_of, lean_model_maker
 from offload.models.base import check_alike
 from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
@@ -213,8 +213,8 @@ def prepare_loaded(
 
 
 def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | None) -> None:
-    """Where layers differ in their heads or have windows, refuse what needs them alike before it is
-    allocated.
+    """Where layers differ in their heads, have windows or sinks, refuse what is not for that before
+    it is allocated.
 
     Raises:
         NotImplementedError: names the option, and the first layer that differs or the window.
@@ -235,8 +235,10 @@ def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | 
     for what, is_asked in needs.items():
         if is_asked:
             check_alike([layer.spec for layer in lean.layers], what)
-    if not (window := max(lean.each("window"))):
+    window = max(lean.each("window"))
+    if not window and all(layer.sinks is None for layer in lean.layers):
         return
+    whose = f"layers that see a window of {window} tokens" if window else "attention with sinks"
     units = shape.num_layers, shape.num_kv_heads
     by_unit = [policy.roles(*units), policy.unit_members(*units)] if policy.selects else []
     for of_windows in (of_this_policy, of_device, of_backend):
@@ -247,7 +249,7 @@ def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | 
     for what, is_asked in needs.items():
         if is_asked:
             raise NotImplementedError(
-                f"{what} is not for layers that see a window of {window} tokens yet; they decode "
+                f"{what} is not for {whose} yet; others decode "
                 "in one process under policies such as 'full', 'exact_topk' and 'sketch'"
             )
 
@@ -268,6 +270,12 @@ def check_before_loading(
         raise NotImplementedError(
             f"weights={config.weights!r} with a GGUF file or a quantised checkpoint of type "
             f"{checkpoint.config['model_type']!r}: it stays as it is; give weights='auto'"
+        )
+    family = family_of(checkpoint.config)
+    if config.weights in FORMATS and family is not None and not family.packs_dense:
+        raise NotImplementedError(
+            f"weights={config.weights!r} with a model of type {family.model_type!r}: give "
+            "weights='auto' or a dtype, or a checkpoint with MXFP4 experts"
         )
     weight_bytes = weight_bytes_before_loading(checkpoint, config)
     kv_budget_bytes(config, weight_bytes, loaded=False)

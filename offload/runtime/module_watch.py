@@ -25,7 +25,7 @@ from offload.models.rope import follows_length
 # in every forward pass, or we when we load it.
 _VALUES = (
     *("variance_epsilon", "scaling", "attention_scaling", "top_k", "norm_topk_prob"),
-    *("embedding_multiplier", "residual_multiplier"),
+    *("embedding_multiplier", "residual_multiplier", "alpha", "limit"),
 )
 _CONFIG = (
     "num_hidden_layers",

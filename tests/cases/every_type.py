@@ -108,6 +108,7 @@ _OF_TYPES: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 2]],
         "attention_layers": ["global", "local"] * 2,
     },
+    "granitemoe_swa": {"attention_multiplier": 0.25, "max_position_embeddings": 131072},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

@@ -92,6 +92,21 @@ LEAN_MODELS = DENSE_MODELS | {
         },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "tie_word_embeddings": False}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "sliding_window": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
 }
 
 
@@ -108,7 +123,8 @@ def make_tiny_model(name: str, **changes: Any) -> Any:
             if "norm" in parameter_name:
                 parameter.normal_(0.0 if model_type == "gemma3_text" else 1.0, 0.2)
             else:
-                parameter.normal_(0.0, 0.5 if parameter_name.endswith("bias") else 0.15)
+                is_wide = parameter_name.endswith(("bias", "sinks"))
+                parameter.normal_(0.0, 0.5 if is_wide else 0.15)
     return model
 
 

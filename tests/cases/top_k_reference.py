@@ -36,6 +36,7 @@ def attend_to_top_k(
     mask: Any,
     scaling: float,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention; a single token attends to what ExactTopK selects of each KV head,
@@ -48,7 +49,8 @@ def attend_to_top_k(
     later = torch.ones(num_new, kv_len, dtype=torch.bool).triu(kv_len - num_new + 1)
     if sliding_window is not None:
         later |= torch.ones_like(later).tril(kv_len - num_new - sliding_window)
-    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(later, -torch.inf)
+    weights, lse = scores.softmax(-1), scores.logsumexp(-1, keepdim=True)
     if sliding_window is None and num_new == 1 and kv_len > TOP_K.budget_tokens:
         first, last = TOP_K.sink_tokens, kv_len - TOP_K.recent_tokens
         mass = weights[0, :, 0].view(num_kv_heads, -1, kv_len).sum(1)
@@ -58,5 +60,8 @@ def attend_to_top_k(
         keeps[:, :first] = keeps[:, last:] = 1.0
         keeps.scatter_(1, chosen, 1.0)
         weights = weights * keeps.repeat_interleave(num_heads // num_kv_heads, 0)[None, :, None]
-        weights /= weights.sum(-1, keepdim=True)
+        total = weights.sum(-1, keepdim=True)
+        weights, lse = weights / total, lse + total.log()
+    if s_aux is not None:
+        weights = weights * torch.sigmoid(lse - s_aux[:, None, None])
     return (weights @ values).transpose(1, 2).contiguous(), None

@@ -36,10 +36,10 @@ _HEAD = """\
 
 *lean*: native layers, on a CPU and with a GPU, with every feature. What a lean type's layers do not
 compute, such as windows smaller than the context, is refused for llama, mistral, qwen2 and qwen3,
-and makes a model of another type generic (layers of phi3 and gemma3_text attend through windows and
-keep 64 tokens more: what goes back further is read again, as prompts are that share only the front
-of an earlier one; they refuse policies that tell layers or heads apart); so do several ranks where
-the table says so, and of phi3 `rope_type: longrope`, which reads a
+and makes a model of another type generic (layers of phi3, gemma3_text and gpt_oss attend through
+windows and keep 64 tokens more: what goes back further is read again, as prompts are that share
+only the front of an earlier one; they refuse policies that tell layers or heads apart); so do
+several ranks, or a GPU, where the table says so, and of phi3 `rope_type: longrope`, which reads a
 text anew where it outgrows its short factors. *generic*: transformers' own modules, on a CPU or,
 with `device="cuda"`, on a GPU. Attention of the layers that attend to all tokens is ours, their
 keys and values are in the host store; layers with a window or a recurrent state keep transformers'
@@ -62,10 +62,10 @@ Quantised safetensors of a generic type (GPTQ, AWQ, compressed-tensors, FP8, NVF
 NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gpt-oss, lfm2, nemotron, phi3, qwen2moe,
 qwen3moe, qwen35, qwen35moe, stablelm and starcoder2 stay packed: linear layers, embeddings and
 experts. What has a layout of its own is dequantised by itself; memory never holds the dense
-model. `weights="q8"`, `"q4"` or a dtype is refused; phi3, gemma3_text, qwen3_moe and mixtral pack
-what their files have so, too, and take a dtype; their dense checkpoints take q8 and q4. GGUF files
-of other generic types, such as gemma4 and falcon, are refused by name, and so is metadata that may
-change what is computed.
+model. `weights="q8"`, `"q4"` or a dtype is refused; phi3, gemma3_text, gpt_oss, qwen3_moe and
+mixtral pack what their files have so, too, and take a dtype; their dense checkpoints, except
+gpt_oss's, take q8 and q4. GGUF files of other generic types, such as gemma4 and falcon, are refused
+by name, and so is metadata that may change what is computed.
 
 With `device="cuda"` modules, windows and recurrent states are on the GPU, in `max_memory` of that
 GPU, and weights must fit it whole. A generation under `auto` or `full` whose keys and values fit
@@ -90,7 +90,10 @@ Row = tuple[str, str]  # one of the four words, and why
 def judged(model_type: str) -> Row:
     """What becomes of a model type."""
     if model_type in FAMILIES:
-        return LEAN, "generic of several ranks" if FAMILIES[model_type].peculiar else ""
+        family = FAMILIES[model_type]
+        if not family.peculiar:
+            return LEAN, ""
+        return LEAN, "generic of several ranks" if family.on_gpu else "generic but on a CPU"
     try:
         config = CONFIG_MAPPING[model_type]().to_dict()
         if not is_generic(config):

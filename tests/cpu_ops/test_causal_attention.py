@@ -48,14 +48,19 @@ def test_matches_reference(
         expected, _ = reference_attention(q, keys, values, head_dim**-0.5)
         error = (o.double() - expected).norm() / expected.norm()
         assert error < TOLERANCE[dtype], (n, kv_len)
-        for window in (1, 40, 290):
-            o = causal_attention(pool, q, keys, values, head_dim**-0.5, window=window, isa=isa)
+        sinks = normal(len(q), seed=4, scale=4.0, dtype=torch.float32)
+        for window, of_heads in ((1, None), (40, None), (290, None), (40, sinks), (kv_len, sinks)):
+            o = causal_attention(
+                pool, q, keys, values, head_dim**-0.5, window=window, sinks=of_heads, isa=isa
+            )
             last = torch.arange(kv_len - n, kv_len)[:, None]
             seen = (torch.arange(kv_len) <= last) & (torch.arange(kv_len) > last - window)
-            given = (x.double()[None] for x in (q, keys, values))
-            expected = torch.nn.functional.scaled_dot_product_attention(
-                *given, attn_mask=seen, enable_gqa=True
-            )[0].transpose(0, 1)
+            k, v = (x.double().repeat_interleave(group_size, 0) for x in (keys, values))
+            scores = (q.double() @ k.mT * head_dim**-0.5).masked_fill(~seen, -torch.inf)
+            if of_heads is not None:
+                column = of_heads.double().view(-1, 1, 1).expand(-1, n, 1)
+                scores = torch.cat([scores, column], -1)
+            expected = (scores.softmax(-1)[..., :kv_len] @ v).transpose(0, 1)
             error = (o.double() - expected).norm() / expected.norm()
             assert error < TOLERANCE[dtype], (n, kv_len, window)
 
@@ -102,6 +107,13 @@ def test_nan_stays_in_its_row(isa: str, dtype: torch.dtype, pool: WorkerPool) ->
     assert o[7].isnan().all()
     assert o[:7].isfinite().all()
     assert o[8:].isfinite().all()
+    sinks = torch.tensor([torch.nan])
+    assert causal_attention(pool, q, keys, values, 0.125, sinks=sinks, isa=isa).isnan().all()
+    for sink in (-torch.inf, -1e38):  # no share, to the bit
+        found = causal_attention(pool, q, keys, values, 0.125, sinks=sinks.fill_(sink), isa=isa)
+        assert found.nan_to_num(9.0).equal(o.nan_to_num(9.0))
+    with pytest.raises(ValueError, match=r"sinks must be torch.float32 \[1\]"):
+        causal_attention(pool, q, keys, values, 0.125, sinks=torch.ones(2), isa=isa)
 
 
 def test_only_where_there_is_a_kernel(pool: WorkerPool) -> None:

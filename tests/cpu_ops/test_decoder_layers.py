@@ -62,9 +62,9 @@ def make_case(
 ) -> Case:
     """`kind`: "llama"; "qwen3" with norms of heads; "olmo2" with norms of all heads and of sums;
     "smollm3" with layers that rotate otherwise; "gemma3" with a window in the first, and GELUs;
-    "phi3" that rotates a part of each head, and has q, k and v in one matrix; "moe" whose second
-    MLP has experts, which are all chosen: the next best one in bfloat16 is another than in
-    float64."""
+    "gpt_oss" with that window and sinks; "phi3" that rotates a part of each head, and has q, k and
+    v in one matrix; "moe" whose second MLP has experts, which are all chosen: the next best one in
+    bfloat16 is another than in float64."""
     rng = new_rng()
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -79,12 +79,16 @@ def make_case(
         page_tokens=16,
     )
     policy = make_policy(policy) if isinstance(policy, str) else policy
+    sinks = [torch.linspace(-3, 3, NUM_QO_HEADS) + layer_idx for layer_idx in range(NUM_LAYERS)]
     attention = DecodeAttention(
         policy,
         store,
         num_qo_heads=NUM_QO_HEADS,
         pool=pool,
-        windows=[WINDOW if kind == "gemma3" and not i else 0 for i in range(NUM_LAYERS)],
+        windows=[
+            WINDOW if kind in ("gemma3", "gpt_oss") and not i else 0 for i in range(NUM_LAYERS)
+        ],
+        sinks=sinks if kind == "gpt_oss" else None,
         isa=isa,
     )
     seqs, kv_lens, past = [], [], []
@@ -192,12 +196,13 @@ def float64_layers(case: Case, rows: int) -> np.ndarray:
             )
             window = case.attention.windows[layer_idx]
             keys, values = keys[:, -window:], values[:, -window:]
-            attended = []
+            attended, sinks = [], case.attention.sinks[layer_idx]
             for head in range(NUM_QO_HEADS):
                 kv_head = head * NUM_KV_HEADS // NUM_QO_HEADS
                 scores = keys[kv_head] @ q[head] * HEAD_DIM**-0.5
                 p = np.exp(scores - scores.max())
-                attended.append(p / p.sum() @ values[kv_head])
+                of_sink = 0.0 if sinks is None else np.exp(float(sinks[head]) - scores.max())
+                attended.append(p / (p.sum() + of_sink) @ values[kv_head])
             x = x + norm(w["o"] @ np.concatenate(attended), "input_norm", layer.attention_out_norm)
             normed = norm(x, "mlp_norm", layer.mlp_norm)
             if "router" in w:
@@ -223,7 +228,7 @@ def begin(case: Case, stack: DecoderLayers, **options):
     combinations(
         native.available_isas(),
         DTYPES,
-        ["llama", "qwen3", "olmo2", "smollm3", "phi3", "gemma3", "moe"],
+        ["llama", "qwen3", "olmo2", "smollm3", "phi3", "gemma3", "gpt_oss", "moe"],
         [1, 3, 16],
     ),
 )
@@ -258,6 +263,44 @@ def test_one_call_is_its_parts(pool, name):
         stack.finish(layer_idx, parts)
     assert torch.equal(whole.hidden, parts.hidden)
     assert not torch.equal(whole.hidden, case.hidden)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        make_policy("full"),
+        make_policy("exact_topk", budget_tokens=128, dense_layers=0, sink_tokens=4),
+        make_policy("sketch", budget_tokens=128, dense_layers=0, estimate_clusters=16),
+        make_policy("lfps", budget_tokens=128, dense_layers=0, bypass_threshold=1e-9),
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_sinks_take_their_share_of_what_a_policy_chose(pool, policy):
+    """Behind selections, estimates and answers of the policy itself; lse is without them."""
+    case = make_case(pool, torch.float32, kind="gpt_oss", policy=policy, kv_len=300)
+    beside = DecodeAttention(policy, case.attention.store, num_qo_heads=NUM_QO_HEADS, pool=pool)
+    query, found = torch.randn(2, QUERY_FEATURES), []
+    past_queries = torch.randn(NUM_QO_HEADS, 32, HEAD_DIM)
+    for attention in (case.attention, beside):
+        out, lse = torch.zeros_like(query), torch.zeros(2, NUM_QO_HEADS)
+        for seq, kv_len in zip(case.seqs, case.kv_lens, strict=True):
+            for layer_idx in range(NUM_LAYERS):
+                attention.record_queries(seq, layer_idx, past_queries, kv_len - 1)
+        rows = attention.begin_step(case.seqs, case.kv_lens)
+        attention.attend(1, rows, query, out, lse)
+        found.append((out.view(2, NUM_QO_HEADS, -1), lse))
+    (out, lse), (without, expected) = found
+    assert lse.equal(expected)
+    share = torch.sigmoid(lse - case.attention.sinks[1])[..., None]
+    torch.testing.assert_close(out, without * share, rtol=1e-5, atol=1e-6)
+    case.attention.sinks[1][3] = torch.nan
+    with pytest.raises(RuntimeError, match=r"layer 1, query row \d, KV head 1"):
+        attend_again(case, query)
+
+
+def attend_again(case: Case, query: torch.Tensor) -> None:
+    rows = case.attention.begin_step(case.seqs, case.kv_lens)
+    case.attention.attend(1, rows, query, torch.zeros_like(query))
 
 
 def test_non_finite_numbers_name_their_layer(pool):

@@ -22,13 +22,14 @@ from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import generic_runtime
 from offload.runtime.generic_model import generic_model
 
-TYPES = ["qwen3_5_text", "gpt_oss", "lfm2"]
+TYPES = ["qwen3_5_text", "granitemoe_swa", "lfm2"]
 IDS = torch.randint(3, 250, (8, 200), generator=torch.Generator().manual_seed(1)).tolist()
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(
-    scope="module", params=slow_but([*TYPES, "gpt_oss inline"], *TYPES[:2], "gpt_oss inline")
+    scope="module",
+    params=slow_but([*TYPES, "granitemoe_swa inline"], *TYPES[:2], "granitemoe_swa inline"),
 )
 def model(request: pytest.FixtureRequest) -> Any:
     """The last one with its modules as on a GPU, apart from the attention of decode steps."""

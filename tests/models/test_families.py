@@ -60,7 +60,8 @@ def test_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("name", "changes"), [("phi3", {"sliding_window": 40}), ("gemma3_text", {}), ("phi3", {})]
+    ("name", "changes"),
+    [("phi3", {"sliding_window": 40}), ("gemma3_text", {}), ("phi3", {}), ("gpt_oss", {})],
 )
 @torch.inference_mode()
 def test_windows_of_layers(
@@ -100,6 +101,7 @@ def test_embeddings_that_are_given(
         ("phi3", {"rope_parameters": LONGROPE, "head_dim": 16}, True),
         ("gemma3_text", {"hidden_activation": "silu"}, True),
         ("gemma3_text", {"final_logit_softcapping": 3.0}, True),
+        ("gpt_oss", {}, False),
         ("mixtral", {"hidden_act": "gelu"}, True),
     ],
 )
@@ -145,7 +147,7 @@ def test_which_layers_rotate(name: str, changes: dict[str, Any], tmp_path: Path)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text", "gpt_oss"])
 def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
     name: str, stock_models: dict[str, Any]
 ) -> None:
@@ -177,6 +179,12 @@ def test_experts_may_be_packed(
     tokens, cache = random_tokens(1, 40), loaded.new_cache()
     found = [loaded(part, past_key_values=cache).logits for part in tokens.split([37, 1, 2], 1)]
     assert torch.cat(found, 1).isfinite().all()
+
+
+@pytest.mark.parametrize("weights", ["q8", "q4"])
+def test_transposed_experts_are_not_rounded(weights: str, tiny_folders: dict[str, Path]) -> None:
+    with pytest.raises(NotImplementedError, match=f"{weights}' with a model of type 'gpt_oss'"):
+        OffloadedModel.from_pretrained(tiny_folders["gpt_oss"], weights=weights)
 
 
 def test_a_router_that_changes_is_refused(tiny_folders: dict[str, Path]) -> None:

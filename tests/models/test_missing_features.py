@@ -19,11 +19,9 @@ from offload.loading.names import load_tokenizer
 from offload.models import is_generic
 from offload.models.missing_features import missing_features
 
-SINKS = "attention sinks that the model has learnt"
 TYPES = {
     "gemma3": ["images beside text", "sliding-window layers", "activation gelu_pytorch_tanh"],
     "gemma2": ["sliding-window", "soft caps of logits (attn_logit_softcapping=50.0, final_"],
-    "gpt_oss": ["sliding-window layers (sliding_window=128)", "MoE (num_local_experts=128)", SINKS],
     "qwen3_5": ["images beside text", "layers of linear attention", "a part of each head"],
     "qwen3_5_moe": ["linear attention", "a mixture of experts, MoE (num_experts=256)"],
     "qwen3_next": ["linear attention", "a mixture of experts"],
@@ -38,8 +36,8 @@ TYPES = {
     "t5": ["an encoder beside the decoder"],
 }
 WORKS = (
-    "available: exaone4, gemma3_text, granite, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, "
-    "qwen3_moe, seed_oss, smollm3 "
+    "available: exaone4, gemma3_text, gpt_oss, granite, llama, mistral, mixtral, olmo2, phi3, "
+    "qwen2, qwen3, qwen3_moe, seed_oss, smollm3 "
     "(dense models of text, such as Llama 3, SmolLM2, "
     "Mistral, Qwen2.5 and Qwen3)"
 )

@@ -33,9 +33,10 @@ ROLES = HeadRoles.of(
 APART = PerHead(retrieval=Full(), rest=ExactTopK(budget_tokens=128), head_roles=ROLES)
 
 
-@pytest.fixture(scope="module")
-def stock() -> Any:
-    return make_tiny_model("gemma3_text", sliding_window=WINDOW).float().eval()
+@pytest.fixture(scope="module", params=["gemma3_text", "gpt_oss"])
+def stock(request: pytest.FixtureRequest) -> Any:
+    """Of the last one all layers have sinks, too."""
+    return make_tiny_model(request.param, sliding_window=WINDOW).float().eval()
 
 
 @pytest.fixture(scope="module")

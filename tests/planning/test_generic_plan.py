@@ -20,7 +20,7 @@ from offload.system.errors import HostBudgetError
 from offload.system.memory import format_bytes
 
 runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-TYPES = ["qwen3_5_text", "gemma2", "gpt_oss"]
+TYPES = ["qwen3_5_text", "gemma2", "granitemoe_swa"]
 _CONTEXT = 512  # whole pages
 
 
@@ -30,8 +30,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for model_type in TYPES:
         made[model_type] = str(tmp_path_factory.mktemp(model_type))
         tiny_model_of(model_type).save_pretrained(made[model_type])
-    machine_profile().save(Path(made["gpt_oss"]) / "h200.json")
-    return made | {"h200": str(Path(made["gpt_oss"]) / "h200.json")}
+    machine_profile().save(Path(made["granitemoe_swa"]) / "h200.json")
+    return made | {"h200": str(Path(made["granitemoe_swa"]) / "h200.json")}
 
 
 def planned(*arguments: str) -> Any:
@@ -67,7 +67,7 @@ def test_a_generation_needs_what_the_plan_says(
         return model
 
     model = generate(need)
-    assert plan["host_bytes"]["weights"] == weight_bytes_of(model._offload.stock)
+    assert plan["host_bytes"]["weights"] == weight_bytes_of(model)
     assert plan["kv_bytes_per_token"] == model.kv_store.token_bytes
     assert plan["policy"] == ("full" if policy == "auto" else policy)
     with pytest.raises(HostBudgetError):
@@ -96,11 +96,11 @@ def test_a_gpu_has_weights_and_states_and_what_fits_beside_them(folders: dict[st
 
 
 def test_a_step_takes_no_less_than_reading_what_is_active(folders: dict[str, str]) -> None:
-    """Of gpt_oss's four experts a token meets two; of its embedding it reads a row."""
+    """Of its four experts a token meets two; of its embedding it reads a row."""
     profile = machine_profile()
-    plan = planned(folders["gpt_oss"], "--profile", folders["h200"], "--device", "cpu",
+    plan = planned(folders["granitemoe_swa"], "--profile", folders["h200"], "--device", "cpu",
                    "--context", "1024")  # fmt: skip
-    named = dict(tiny_model_of("gpt_oss").named_parameters())
+    named = dict(tiny_model_of("granitemoe_swa").named_parameters())
     experts = sum(x.nbytes for name, x in named.items() if ".experts." in name)
     active = sum(x.nbytes for name, x in named.items() if "embed_tokens" not in name)
     assert plan["active_weight_bytes"] == active - experts // 2
@@ -108,7 +108,7 @@ def test_a_step_takes_no_less_than_reading_what_is_active(folders: dict[str, str
     read = plan["active_weight_bytes"] + states + 1024 * plan["kv_bytes_per_token"]
     assert plan["least_milliseconds_per_step"] == pytest.approx(1e3 * read / profile.read_bandwidth)
     assert plan["milliseconds_per_step"] is None
-    shown = runner.invoke(app, ["plan", folders["gpt_oss"], "--profile", folders["h200"]])
+    shown = runner.invoke(app, ["plan", folders["granitemoe_swa"], "--profile", folders["h200"]])
     assert "ms per step, at most" in shown.stdout
     assert "largest context that fits: 131,072 tokens" in shown.stdout
 
@@ -134,11 +134,11 @@ def test_what_does_not_apply_is_refused_by_name(
 
 def test_a_config_alone_will_do(folders: dict[str, str], tmp_path: Path) -> None:
     """Its experts are four bits in MXFP4, of which no file is there to tell."""
-    config = json.loads((Path(folders["gpt_oss"]) / "config.json").read_text())
+    config = json.loads((Path(folders["granitemoe_swa"]) / "config.json").read_text())
     sizes = []
     for settings in ({}, {"quantization_config": {"quant_method": "mxfp4"}}):
         (tmp_path / "config.json").write_text(json.dumps(config | settings))
         sizes.append(planned(str(tmp_path), "--device", "cpu")["host_bytes"]["weights"])
-    named = tiny_model_of("gpt_oss").named_parameters()
+    named = tiny_model_of("granitemoe_swa").named_parameters()
     experts = sum(x.nbytes for name, x in named if ".experts." in name and x.dim() == 3)
     assert sizes[0] - experts < sizes[1] < sizes[0] - 0.8 * experts

@@ -45,7 +45,7 @@ def ragged_store(lean: LeanModel, dtype: torch.dtype = torch.float32) -> tuple[K
 def masked_attention(store: KVStore, seqs: list[int]) -> Any:
     """`_attend` in float64, where a head does not see what it lacks."""
 
-    def attend(q, layer_idx, stream, spec, start, stop, pool):
+    def attend(q, layer_idx, stream, layer, start, stop, pool):
         parts = []
         for sequence, of_slice, kv_len in stream.spans(start, stop):
             n = of_slice.stop - of_slice.start
@@ -56,7 +56,7 @@ def masked_attention(store: KVStore, seqs: list[int]) -> Any:
             starts = torch.from_numpy(store.starts(seqs[sequence])[layer_idx].copy())
             starts = starts.repeat_interleave(group_size)
             hidden = (position > query[:, None]) | (position < starts[:, None, None])
-            scores = q[:, of_slice].double() @ keys.mT * spec.sm_scale
+            scores = q[:, of_slice].double() @ keys.mT * layer.spec.sm_scale
             o = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
             parts.append(o.transpose(0, 1).to(q.dtype))
         return torch.cat(parts).flatten(1)

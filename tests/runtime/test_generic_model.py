@@ -34,7 +34,15 @@ from offload.runtime.generic_sizes import (
 )
 from offload.system.errors import HostBudgetError
 
-TYPES = ["olmoe", "qwen3_5_text", "gemma2", "gpt_oss", "stablelm", "deepseek_v3", "ministral"]
+TYPES = [
+    "olmoe",
+    "qwen3_5_text",
+    "gemma2",
+    "granitemoe_swa",
+    "stablelm",
+    "deepseek_v3",
+    "ministral",
+]
 IDS = torch.randint(3, 250, (2, 40), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
 MASK[0, :11] = 0
@@ -135,8 +143,16 @@ def test_policies(folders: dict[str, Path], policy: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "backend", "said"),
     [
-        ("gpt_oss", None, "exact up to 8,192 tokens, then sketch, budget 1,024, .*SmolLM2-135M"),
-        ("gpt_oss", "inline", "exact where all KV of a generation fits the GPU; else, on the CPU"),
+        (
+            "granitemoe_swa",
+            None,
+            "exact up to 8,192 tokens, then sketch, budget 1,024, .*SmolLM2-135M",
+        ),
+        (
+            "granitemoe_swa",
+            "inline",
+            "exact where all KV of a generation fits the GPU; else, on the CPU",
+        ),
         ("stablelm", None, "exact: contexts up to 8,192 tokens are faster so"),
         ("ministral", None, "exact: no layer attends to all tokens"),
     ],
@@ -166,7 +182,7 @@ def test_auto_is_full_where_heads_differ() -> None:
         store_and_attention(specs, named, pool, dtype=torch.float32, host_budget_bytes=2**20)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2"])  # with sinks, with a soft cap
+@pytest.mark.parametrize("model_type", ["granitemoe_swa", "gemma2"])  # with sinks, with a soft cap
 def test_sinks_and_soft_caps_are_in_the_estimate(folders: dict[str, Path], model_type: str) -> None:
     """What is not selected is estimated: nearer to exact attention than without it."""
     ids = torch.randint(3, 250, (1, 404), generator=torch.Generator().manual_seed(2))

@@ -20,11 +20,13 @@ Norm = tuple[Tensor, float]  # RMSNorm weight and eps
 
 
 W = TypeVar("W")
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
-class FusedLayer(Generic[W]):
-    """A decoder layer's weights, with projections W of which some are fused; nothing is copied.
+class FusedLayer(Generic[W, M]):
+    """A decoder layer's weights, with projections W of which some are fused, and experts M; nothing
+    is copied.
 
     Attributes:
         qkv: hidden_size -> queries ++ keys ++ values. gate_up: hidden_size -> gate ++ up.
@@ -50,10 +52,10 @@ class FusedLayer(Generic[W]):
     mlp_out_norm: Norm | None = None
     rope_idx: int = 0
     gate: str = "silu"
-    routed: RoutedMlp | None = None
+    routed: M | None = None
 
 
-NativeLayer = FusedLayer[Linear]
+NativeLayer = FusedLayer[Linear, RoutedMlp]
 
 
 class LayersStep:

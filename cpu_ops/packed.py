@@ -156,7 +156,7 @@ def _groups(rows: Tensor) -> Tensor:
 
 
 def _q8(groups: Tensor) -> tuple[Tensor, Tensor]:
-    scales = (groups.abs().amax(-1) / 127).half()
+    scales = _over(groups.abs().amax(-1), 127).half()
     codes = _nearest(groups, scales).clamp_(-127, 127)
     return codes.to(torch.int8), scales
 
@@ -168,12 +168,17 @@ def _q4(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if rest:  # padding is not among what the last grid must reach
         lowest[:, -1], highest[:, -1] = rows[:, -rest:].amin(-1), rows[:, -rest:].amax(-1)
     minimums = lowest.half()
-    scales = ((highest - minimums.float()) / 15).half()
+    scales = _over(highest - minimums.float(), 15).half()
     codes = _nearest(groups - minimums.float().unsqueeze(-1), scales).clamp_(0, 15)
     if rest:
         codes[:, -1, rest:] = 0
     low, high = codes.to(torch.uint8).chunk(2, dim=-1)
     return low | high << 4, scales, minimums
+
+
+def _over(values: Tensor, steps: int) -> Tensor:
+    """values / steps, as a CPU has it: CUDA multiplies by the inverse of a plain number."""
+    return values / torch.tensor(float(steps), device=values.device)
 
 
 def _nearest(values: Tensor, scales: Tensor) -> Tensor:

@@ -74,6 +74,22 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head_dim must be a multiple of {HEAD_DIM_MULTIPLE}, got {head_dim}")
 
 
+def check_rotary_dim(cos: Tensor, head_dim: int) -> int:
+    """Elements of a head that tables [n, rotary_dim] rotate; ValueError unless they are some pairs
+    of its head_dim."""
+    rotary_dim = cos.shape[-1]
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise ValueError(f"cos and sin must be of 2 to {head_dim} elements, even, got {rotary_dim}")
+    return int(rotary_dim)
+
+
+def check_gate(gate: str) -> bool:
+    """Whether the activation of a gate is "gelu_tanh" and not "silu"; ValueError for another."""
+    if gate not in ("silu", "gelu_tanh"):
+        raise ValueError(f"gate must be 'silu' or 'gelu_tanh', got {gate!r}")
+    return gate != "silu"
+
+
 def check_page_tokens(page_tokens: int) -> None:
     """ValueError unless pages are powers of two that the kernels' tiles of tokens fit in."""
     if page_tokens < _MIN_PAGE_TOKENS or page_tokens & (page_tokens - 1):

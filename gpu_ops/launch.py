@@ -91,7 +91,7 @@ _ANY_ALIGNMENT = (
 )
 
 
-def jit(function: Callable[..., None]) -> Any:
+def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`, or the function as it is where triton is not installed."""
     return jit_for_any()(function)
 
@@ -104,7 +104,7 @@ def jit_for_any(*sizes: str) -> Callable[[Callable[..., None]], Any]:
     if not has_triton:
         return lambda function: function
 
-    def decorate(function: Callable[..., None]) -> Any:
+    def decorate(function: Callable[..., Any]) -> Any:
         names = [name for name in _ANY_ALIGNMENT if name in inspect.signature(function).parameters]
         return _launched_or_ahead(
             triton.jit(

@@ -42,6 +42,7 @@ class GpuLinear:
         *,
         norm: tuple[Tensor, float] | None = None,
         glu: bool = False,
+        gate: str = "silu",
         residual: Tensor | None = None,
     ) -> Tensor:
         """Run on x [n, in_features].
@@ -50,13 +51,14 @@ class GpuLinear:
             out: [n, out_features], half as wide with `glu`, made if None; may be `residual` itself.
                 Of one row without norm, `glu` and residual it may be float32, not rounded.
             norm: (weight [in_features], eps) of an RMSNorm of x.
-            glu: SwiGLU of the outputs, the gate's before the others.
+            glu: a gate's activation times the others, of the outputs; the gate's come first.
+            gate: the activation, "silu" or "gelu_tanh".
             residual: added last.
         """
         if len(x) == 1:
             if out is None:
                 out = x.new_empty(1, self.out_features // (2 if glu else 1))
-            self._row(x, out, norm, residual, glu=glu)
+            self._row(x, out, norm, residual, glu=glu, gate=gate)
             return out
         if norm is not None:
             given, x = x, torch.empty_like(x)
@@ -65,7 +67,7 @@ class GpuLinear:
         if glu:
             into = out if residual is None else None  # which may be `out`
             gated = y.new_empty(len(y), y.shape[1] // 2) if into is None else into
-            silu_mul(y, gated)
+            silu_mul(y, gated, gate)
             y = gated
         if residual is not None:
             return torch.add(y, residual, out=out)
@@ -79,9 +81,19 @@ class GpuLinear:
         residual: Tensor | None,
         *,
         glu: bool,
+        gate: str = "silu",
     ) -> None:
         """One row, with all that is fused into it."""
-        gemv(x, self._weight, out, bias=self._bias, norm=norm, glu=glu, residual=residual)
+        gemv(
+            x,
+            self._weight,
+            out,
+            bias=self._bias,
+            norm=norm,
+            glu=glu,
+            gate=gate,
+            residual=residual,
+        )
 
     def _rows(self, x: Tensor) -> Tensor:
         """Several rows: the product and the bias alone."""

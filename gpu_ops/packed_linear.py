@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpu_ops.checks import check_dtype, check_tensor
+from gpu_ops.checks import check_dtype, check_gate, check_tensor
+from gpu_ops.gemv import glu
 from gpu_ops.launch import interprets, jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.linear import GpuLinear
 from gpu_ops.packed_rows import MOST_ROWS, UNROLLED, few_rows, has_tensor_cores
 from gpu_ops.rms_norm import rms_norm_reference
+from gpu_ops.silu_mul import gate_reference
 
 GROUP = 32  # weights with a scale of their own
 GPU_FORMATS = ("q8", "q4", "q8m", "q8x16")  # of `cpu_ops.packed`
@@ -84,7 +86,7 @@ def _dot4(a: tl.tensor, b: tl.tensor, c: tl.tensor, DP4A: tl.constexpr) -> tl.te
 
 
 @jit
-def _products(
+def packed_products(
     weight_codes: tl.tensor,
     weight_scales: tl.tensor,
     codes: tl.tensor,
@@ -155,6 +157,7 @@ def packed_product_kernel(
     NUM_GROUPS: tl.constexpr,
     FORMAT: tl.constexpr,
     GLU: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     DP4A: tl.constexpr,
@@ -171,23 +174,22 @@ def packed_product_kernel(
     codes += row * NUM_GROUPS * 8
     scales += row * NUM_GROUPS
     sums += row * NUM_GROUPS
-    y = _products(
+    y = packed_products(
         weight_codes, weight_scales, codes, scales, sums, n, inside_n,
         NUM_GROUPS, FORMAT, BLOCK_N, GROUPS, DP4A,
     )  # fmt: skip
     if bias is not None:
         y += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)
-    y = y.to(dtype)
     if GLU:
-        up = _products(
+        up = packed_products(
             weight_codes, weight_scales, codes, scales, sums, n + num_out, inside_n,
             NUM_GROUPS, FORMAT, BLOCK_N, GROUPS, DP4A,
         )  # fmt: skip
         if bias is not None:
             up += tl.load(bias + num_out + n, mask=inside_n, other=0.0).to(tl.float32)
-        gate = y.to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
-        y = (gate.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+        y = glu(y, up, GELU, dtype)
+    else:
+        y = y.to(dtype)
     at = row * stride + n
     if residual is not None:
         added = tl.load(residual + at, mask=inside_n, other=0.0).to(tl.float32)
@@ -373,10 +375,11 @@ class GpuPackedLinear(GpuLinear):
         *,
         norm: tuple[Tensor, float] | None = None,
         glu: bool = False,
+        gate: str = "silu",
         residual: Tensor | None = None,
     ) -> Tensor:
         if not _are_few(x) or (glu and len(self._parts) > 1):  # gate and up of two formats
-            return super().__call__(x, out, norm=norm, glu=glu, residual=residual)
+            return super().__call__(x, out, norm=norm, glu=glu, gate=gate, residual=residual)
         check_dtype("x", x)
         check_tensor("x", x, (len(x), self.in_features), self.dtype, x.device)
         width = self.out_features // (2 if glu else 1)
@@ -388,7 +391,7 @@ class GpuPackedLinear(GpuLinear):
             half = len(x) // 2
             for few in (slice(half), slice(half, None)):
                 summand = None if residual is None else residual[few]
-                self(x[few], out[few], norm=norm, glu=glu, residual=summand)
+                self(x[few], out[few], norm=norm, glu=glu, gate=gate, residual=summand)
             return out
         rows = quantise_rows(x, norm, most_rows=8 if len(x) <= 8 else MOST_ROWS)
         first = 0
@@ -403,6 +406,7 @@ class GpuPackedLinear(GpuLinear):
                 bias=None if self._bias is None else self._bias[first : first + part.num_out],
                 residual=None if residual is None else residual[:, first:last],
                 glu=glu,
+                gate=gate,
             )
             first = last
         return out
@@ -415,6 +419,7 @@ class GpuPackedLinear(GpuLinear):
         residual: Tensor | None,
         *,
         glu: bool,
+        gate: str = "silu",
     ) -> None:
         check_dtype("x", x)
         num_out, device = out.shape[-1], x.device
@@ -427,14 +432,14 @@ class GpuPackedLinear(GpuLinear):
         if glu and len(self._parts) > 1:  # gate and up are of different formats
             both = out.new_empty(1, self.out_features)
             self._row(x, both, norm, None, glu=False)
-            gate, up = both.chunk(2, -1)
-            y = functional.silu(gate) * up
+            gates, up = both.chunk(2, -1)
+            y = gate_reference(gates, gate) * up
             out.copy_(y if residual is None else y + residual)
             return
         if not runs_kernel(x):
-            out.copy_(self._row_reference(x, out.dtype, norm, residual, glu=glu))
+            out.copy_(self._row_reference(x, out.dtype, norm, residual, glu=glu, gate=gate))
             return
-        self._multiply(x, out, norm, residual, glu=glu)
+        self._multiply(x, out, norm, residual, glu=glu, gate=gate)
 
     def _rows(self, x: Tensor) -> Tensor:
         if _are_few(x):
@@ -453,8 +458,10 @@ class GpuPackedLinear(GpuLinear):
         residual: Tensor | None,
         *,
         glu: bool,
+        gate: str = "silu",
     ) -> None:
         """Rows on the grid by the kernel."""
+        is_gelu = check_gate(gate)
         codes, scales, sums = quantise_rows(x, norm)
         first = 0
         for part in self._parts:
@@ -477,6 +484,7 @@ class GpuPackedLinear(GpuLinear):
                 part.num_groups,
                 part.format,
                 glu,
+                is_gelu,
                 block_n,
                 groups,
                 not interprets(),
@@ -504,6 +512,7 @@ class GpuPackedLinear(GpuLinear):
         residual: Tensor | None,
         *,
         glu: bool,
+        gate: str,
     ) -> Tensor:
         """The same with weights in float32."""
         if norm is not None:
@@ -512,8 +521,8 @@ class GpuPackedLinear(GpuLinear):
         bias = None if self._bias is None else self._bias.float()
         y = functional.linear(x.float(), weight, bias).to(out_dtype)
         if glu:
-            gate, up = y.chunk(2, dim=-1)
-            y = functional.silu(gate) * up
+            gates, up = y.chunk(2, dim=-1)
+            y = gate_reference(gates, gate) * up
         return y if residual is None else y + residual
 
 

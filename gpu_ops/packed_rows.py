@@ -13,7 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpu_ops.checks import check_gate
 from gpu_ops.launch import gl, gluon_jit, has_gluon, jit, next_power_of_2, tl
+from gpu_ops.silu_mul import activated
 
 MOST_ROWS = 16
 UNROLLED = 4  # groups whose loads are on their way together; buffers of rows end with whole ones
@@ -176,6 +178,7 @@ def sum_splits_kernel(
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     GLU: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One program per row, `stride` elements apart in `out`, and BLOCK outputs of it."""
@@ -194,8 +197,7 @@ def sum_splits_kernel(
         up = _summed(partial, at + num_out, inside, of_split, SPLITS)
         if bias is not None:
             up += tl.load(bias + num_out + n, mask=inside, other=0.0).to(tl.float32)
-        gate = y.to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
+        gate = activated(y.to(tl.float32), GELU).to(dtype)
         y = (gate.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
     if residual is not None:
         added = tl.load(residual + row * stride + n, mask=inside, other=0.0).to(tl.float32)
@@ -213,6 +215,7 @@ def few_rows(
     bias: Tensor | None,
     residual: Tensor | None,
     glu: bool,
+    gate: str = "silu",
 ) -> None:
     """Products of 2 to 16 rows and packed weights.
 
@@ -223,7 +226,9 @@ def few_rows(
         out: [n, outputs], half as many with `glu`; may be some columns of a tensor.
         bias: [outputs].
         residual: as `out`, of the same strides.
+        gate: the activation of `glu`, "silu" or "gelu_tanh".
     """
+    is_gelu = check_gate(gate)
     codes, scales, sums = rows
     num_rows, num_out = out.shape
     width, num_groups = weight_codes.shape[:2]
@@ -241,5 +246,6 @@ def few_rows(
     )  # fmt: skip
     block = min(_BLOCK, next_power_of_2(num_out))
     sum_splits_kernel[(num_rows, -(-num_out // block))](
-        partial, bias, residual, out, num_out, out.stride(0), num_splits, most_rows, glu, block
-    )
+        partial, bias, residual, out, num_out, out.stride(0), num_splits, most_rows, glu, is_gelu,
+        block,
+    )  # fmt: skip

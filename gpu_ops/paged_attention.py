@@ -71,6 +71,7 @@ def paged_attention_kernel(
     ROW_ITEMS: tl.constexpr,
     PAGE_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    RING_TOKENS: tl.constexpr,  # of which there are at most so many; 0: all. So below.
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,  # divides PAGE_TOKENS: a tile lies in one page, contiguous
     BLOCK_D: tl.constexpr,
@@ -86,6 +87,8 @@ def paged_attention_kernel(
     if heads is not None:
         kv_head = tl.load(heads + page_head)
     kv_len = (position + 1).to(tl.int32)
+    if RING_TOKENS > 0:
+        kv_len = tl.minimum(kv_len, RING_TOKENS)
     length = split_length(kv_len, NUM_SPLITS, BLOCK_T, min_tiles)
     first = split * length
     last = tl.minimum(first + length, kv_len)
@@ -141,6 +144,7 @@ def merge_splits_kernel(
     NUM_QO_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    RING_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,  # of the kernel before
     TILE_S: tl.constexpr,  # of splits
     BLOCK_D: tl.constexpr,
@@ -154,6 +158,8 @@ def merge_splits_kernel(
         kv_head = tl.load(heads + page_head)
     head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE + tl.program_id(1) % GROUP_SIZE
     kv_len = (tl.load(positions + row) + 1).to(tl.int32)
+    if RING_TOKENS > 0:
+        kv_len = tl.minimum(kv_len, RING_TOKENS)
     used = tl.cdiv(kv_len, split_length(kv_len, NUM_SPLITS, BLOCK_T, min_tiles))
     d = piece * BLOCK_D + tl.arange(0, BLOCK_D)
     # Only here: the first kernel had waited for what is read above before this one could start.
@@ -200,6 +206,7 @@ def retrieval_attention(
     *,
     group_size: int,
     page_tokens: int,
+    ring_tokens: int = 0,
     sm_scale: float,
     partial_out: Tensor,
     partial_lse: Tensor,
@@ -221,6 +228,8 @@ def retrieval_attention(
             nobody checks. None: all.
         group_size: query heads of a KV head.
         page_tokens: a power of two; of at least 64 for full speed.
+        ring_tokens: that pages have, and that are attended to, the last ones, in any order (as
+            `rope_publish` writes them); 0: all.
         partial_out, partial_lse: scratch, float32 [n, num_qo_heads, num_splits, head_dim] and
             [n, num_qo_heads, num_splits]; for full speed with the num_splits of
             `num_retrieval_splits`, or where all heads are there of `num_kv_splits`.
@@ -247,6 +256,8 @@ def retrieval_attention(
     num_heads = num_kv_heads if heads is None else heads.numel()
     if not 1 <= num_heads <= num_kv_heads:
         raise ValueError(f"heads must be 1 to {num_kv_heads} KV heads, got {num_heads}")
+    if ring_tokens < 0 or (ring_tokens and scores is not None):
+        raise ValueError(f"ring_tokens must be 0, or positive without scores, got {ring_tokens}")
     if not 1 <= num_splits <= _MAX_RETRIEVAL_SPLITS:
         raise ValueError(f"num_splits must be in 1..{_MAX_RETRIEVAL_SPLITS}, got {num_splits}")
     shape = (n, num_qo_heads * head_dim)
@@ -280,7 +291,16 @@ def retrieval_attention(
     if not runs_kernel(query):
         page_shape = (2, num_heads, page_tokens, row)
         return retrieval_attention_reference(
-            *operands, group_size, page_shape, page_dtype, head_dim, sm_scale, out, lse, scores
+            *operands,
+            group_size,
+            page_shape,
+            page_dtype,
+            head_dim,
+            ring_tokens,
+            sm_scale,
+            out,
+            lse,
+            scores,
         )
     # What two programs on each multiprocessor have the shared memory for.
     block_t = min(page_tokens, tile_tokens(head_dim, query.element_size(), page_dtype))
@@ -299,6 +319,7 @@ def retrieval_attention(
         row,
         num_heads,
         page_tokens,
+        ring_tokens,
         max(MIN_GROUP, next_power_of_2(group_size)),
         block_t,
         block_d,
@@ -316,6 +337,7 @@ def retrieval_attention(
         out,
         lse,
         *splits,
+        ring_tokens,
         block_t,
         min(_MERGED_ELEMENTS // merged_d, next_power_of_2(num_splits)),
         merged_d,
@@ -334,6 +356,7 @@ def retrieval_attention_reference(
     page_shape: tuple[int, int, int, int],
     page_dtype: torch.dtype,
     head_dim: int,
+    ring_tokens: int,
     sm_scale: float,
     out: Tensor,
     lse: Tensor | None,
@@ -351,7 +374,8 @@ def retrieval_attention_reference(
         if position < 0:
             grouped_out[row, kv_heads], grouped_lse[row, kv_heads] = 0.0, float("-inf")
             continue
-        rows = gather_pages(page_table[row], position + 1, page_shape, page_dtype)
+        kv_len = min(position + 1, ring_tokens or position + 1)
+        rows = gather_pages(page_table[row], kv_len, page_shape, page_dtype)
         keys, values = as_numbers(rows, head_dim)
         of_row = grouped_query[row, kv_heads].float() @ keys.transpose(1, 2) * sm_scale
         of_heads = of_row.logsumexp(-1)

@@ -65,6 +65,51 @@ def add_rms_norm(
     )
 
 
+@jit
+def add_normed_kernel(
+    residual: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    HIDDEN_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per row, which it holds in registers."""
+    dtype = residual.dtype.element_ty
+    d = tl.arange(0, BLOCK)
+    inside = d < HIDDEN_SIZE
+    row = tl.program_id(0).to(tl.int64) * HIDDEN_SIZE + d
+    w = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(delta + row, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(residual + row, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(y * y, 0) / HIDDEN_SIZE + eps)
+    normed = (w * (y * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(residual + row, (x + normed).to(dtype), mask=inside)
+
+
+def add_normed(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> None:
+    """residual += delta / sqrt(mean(delta**2) + eps) * weight, rounded as `add_rms_norm` rounds.
+
+    Args:
+        residual, delta: [n, hidden_size].
+        weight: [hidden_size].
+    """
+    check_dtype("residual", residual)
+    n, hidden_size = residual.shape
+    for name, x, shape in (
+        ("residual", residual, (n, hidden_size)),
+        ("delta", delta, (n, hidden_size)),
+        ("weight", weight, (hidden_size,)),
+    ):
+        check_tensor(name, x, shape, residual.dtype, residual.device)
+    if not runs_kernel(residual):
+        residual += rms_norm_reference(delta, weight, eps)
+        return
+    block = next_power_of_2(hidden_size)
+    num_warps = min(32, max(1, block * residual.element_size() // (16 * 32)))
+    add_normed_kernel[(n,)](residual, delta, weight, eps, hidden_size, block, num_warps=num_warps)
+
+
 def add_rms_norm_reference(
     residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor
 ) -> None:

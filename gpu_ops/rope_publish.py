@@ -18,6 +18,7 @@ from gpu_ops.checks import (
     check_head_dim,
     check_page_tokens,
     check_reachable,
+    check_rotary_dim,
     check_tensor,
 )
 from gpu_ops.cpu_pages import page_at
@@ -51,6 +52,27 @@ def write_to_page(
 
 
 @jit
+def rotate_some(
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    e: tl.tensor,
+    own: tl.tensor,
+    ROTARY_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Elements e of a head, `own` at x, of which the first ROTARY_DIM are rotated."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    dtype = own.dtype
+    inside, is_low = e < ROTARY_DIM, e < HALF
+    other = tl.load(x + tl.where(is_low, e + HALF, e - HALF), mask=inside, other=0.0)
+    by_cos = own.to(tl.float32) * tl.load(cos + e, mask=inside, other=0.0).to(tl.float32)
+    by_sin = other.to(tl.float32) * tl.load(sin + e, mask=inside, other=0.0).to(tl.float32)
+    by_cos, by_sin = by_cos.to(dtype).to(tl.float32), by_sin.to(dtype).to(tl.float32)
+    rotated = tl.where(is_low, by_cos - by_sin, by_cos + by_sin).to(dtype)
+    return tl.where(inside, rotated, own)
+
+
+@jit
 def rope_publish_kernel(
     qkv: tl.tensor,
     cos: tl.tensor,
@@ -72,10 +94,12 @@ def rope_publish_kernel(
     NUM_KV_HEADS: tl.constexpr,
     NUM_PAGE_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     ROW_ITEMS: tl.constexpr,
     SINK_TOKENS: tl.constexpr,
     RECENT_TOKENS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    RING_TOKENS: tl.constexpr,  # 0: `page_table` has all tokens
     BLOCK: tl.constexpr,  # at least HEAD_DIM // 2
 ) -> None:
     """One program per row and head of qkv; it holds the head as its two halves."""
@@ -107,13 +131,18 @@ def rope_publish_kernel(
             low32 = (low_weight * (low32 * inverse).to(dtype).to(tl.float32)).to(dtype)
             high32 = (high_weight * (high32 * inverse).to(dtype).to(tl.float32)).to(dtype)
             low32, high32 = low32.to(tl.float32), high32.to(tl.float32)
-        angle = row * HEAD_DIM + d
-        low_cos = low32 * tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        low_sin = high32 * tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        high_cos = high32 * tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
-        high_sin = low32 * tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)
-        low = (low_cos.to(dtype).to(tl.float32) - low_sin.to(dtype).to(tl.float32)).to(dtype)
-        high = (high_cos.to(dtype).to(tl.float32) + high_sin.to(dtype).to(tl.float32)).to(dtype)
+        if ROTARY_DIM < HEAD_DIM:
+            tables = (cos + row * ROTARY_DIM, sin + row * ROTARY_DIM)
+            low = rotate_some(x - d, *tables, d, low, ROTARY_DIM)
+            high = rotate_some(x - d, *tables, d + HALF, high, ROTARY_DIM)
+        else:
+            angle = row * HEAD_DIM + d
+            low_cos = low32 * tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+            low_sin = high32 * tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+            high_cos = high32 * tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+            high_sin = low32 * tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+            low = (low_cos.to(dtype).to(tl.float32) - low_sin.to(dtype).to(tl.float32)).to(dtype)
+            high = (high_cos.to(dtype).to(tl.float32) + high_sin.to(dtype).to(tl.float32)).to(dtype)
 
     if head < NUM_QO_HEADS:
         target = (row * NUM_QO_HEADS + head) * HEAD_DIM + d
@@ -146,7 +175,10 @@ def rope_publish_kernel(
                     page_head += NUM_PAGE_HEADS
             if page_head >= 0:
                 pages = page_table + row * max_pages
-                to = (pages, page_head, position)
+                place = position
+                if RING_TOKENS > 0:
+                    place = position % RING_TOKENS
+                to = (pages, page_head, place)
                 write_to_page(*to, low, high, HEAD_DIM, ROW_ITEMS, PAGE_TOKENS, BLOCK)
         if host_pages is not None:
             pages = host_pages + row * max_host_pages
@@ -161,6 +193,7 @@ def rope_publish(
     positions: Tensor,
     *,
     num_kv_heads: int,
+    head_dim: int | None = None,
     query: Tensor,
     host_query: Tensor | None = None,
     host_kv: Tensor | None = None,
@@ -173,6 +206,7 @@ def rope_publish(
     page_tokens: int = 0,
     page_slots: Tensor | None = None,
     num_page_heads: int = 0,
+    ring_tokens: int = 0,
     host_pages: Tensor | None = None,
     row_dtype: torch.dtype | None = None,
 ) -> None:
@@ -183,12 +217,15 @@ def rope_publish(
 
     Args:
         qkv: [n, (num_qo_heads + 2 * num_kv_heads) * head_dim]; with num_kv_heads = 0 queries only.
-        cos, sin: [n, head_dim], in qkv's dtype.
+        cos, sin: [n, rotary_dim], in qkv's dtype, of the first elements of each head; the others
+            stay as they are.
         positions: int64 [n], of each row's token, or -1.
+        head_dim: rotary_dim if None.
         query: out [n, num_qo_heads * head_dim].
         host_query: out, as `query`; pinned host memory (also on the GPU, as the next).
         host_kv: out [n, 2, num_kv_heads, head_dim], k then v.
-        q_norm, k_norm: RMSNorm weights [head_dim] applied per head before the rotation (Qwen3).
+        q_norm, k_norm: RMSNorm weights [head_dim] applied per head before the rotation (Qwen3),
+            where whole heads are rotated.
         window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, row]. Token p is at index p
             if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens.
         page_table: int64 [n, max_pages], the addresses of each row's GPU pages of this layer,
@@ -196,6 +233,8 @@ def rope_publish(
         page_tokens: of `page_table` and `host_pages`.
         page_slots: int32 [num_kv_heads], where pages hold only `num_page_heads` of the KV heads:
             each head's place in a page, or -1.
+        ring_tokens: that `page_table` has, the last ones, token p as if it were p % ring_tokens; 0:
+            all of them.
         host_pages: int64 [n, max_host_pages], the addresses of each row's pages of this layer in
             host memory that the GPU reaches (pinned or registered), laid out as `page_table`'s are
             without `page_slots` and aligned to 16 bytes.
@@ -206,16 +245,17 @@ def rope_publish(
         ValueError: operands that do not fit together.
     """
     check_dtype("qkv", qkv)
-    n, head_dim = cos.shape
-    device, dtype = qkv.device, qkv.dtype
+    n, device, dtype = len(qkv), qkv.device, qkv.dtype
+    head_dim = head_dim or cos.shape[-1]
     num_heads = qkv.shape[1] // head_dim
     num_qo_heads = num_heads - 2 * num_kv_heads
     check_head_dim(head_dim)
     if num_kv_heads:
         check_group(num_qo_heads, num_kv_heads)
     check_tensor("qkv", qkv, (n, num_heads * head_dim), dtype, device)
-    check_tensor("cos", cos, (n, head_dim), dtype, device)
-    check_tensor("sin", sin, (n, head_dim), dtype, device)
+    rotary_dim = check_rotary_dim(cos, head_dim)
+    check_tensor("cos", cos, (n, rotary_dim), dtype, device)
+    check_tensor("sin", sin, (n, rotary_dim), dtype, device)
     check_tensor("positions", positions, (n,), torch.int64, device)
     query_shape, kv_shape = (n, num_qo_heads * head_dim), (n, 2, num_kv_heads, head_dim)
     check_tensor("query", query, query_shape, dtype, device)
@@ -226,6 +266,10 @@ def rope_publish(
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm must be given together")
     if q_norm is not None and k_norm is not None:
+        if rotary_dim != head_dim:
+            raise ValueError(
+                f"q_norm and k_norm need cos and sin of all {head_dim} elements, got {rotary_dim}"
+            )
         check_tensor("q_norm", q_norm, (head_dim,), dtype, device)
         check_tensor("k_norm", k_norm, (head_dim,), dtype, device)
     recent_tokens, row_dtype = 0, row_dtype or dtype
@@ -251,6 +295,8 @@ def rope_publish(
         check_tensor("page_slots", page_slots, (num_kv_heads,), torch.int32, device)
         if not 1 <= num_page_heads <= num_kv_heads:
             raise ValueError(f"num_page_heads must be in [1, {num_kv_heads}], got {num_page_heads}")
+    if ring_tokens < 0:
+        raise ValueError(f"ring_tokens must not be negative, got {ring_tokens}")
     operands = (qkv, cos, sin, positions, q_norm, k_norm, norm_eps)
     host = (host_query, host_kv)
     if not runs_kernel(qkv):
@@ -264,8 +310,10 @@ def rope_publish(
             page_table,
             page_shape,
             page_slots,
+            ring_tokens,
             host_pages,
             row_dtype,
+            head_dim,
         )
     rope_publish_kernel[(n, num_heads)](
         *operands,
@@ -281,10 +329,12 @@ def rope_publish(
         num_kv_heads,
         num_page_heads,
         head_dim,
+        rotary_dim,
         row,
         sink_tokens,
         recent_tokens,
         page_tokens,
+        ring_tokens,
         next_power_of_2(head_dim // 2),
         num_warps=1,
         enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of a float32 product
@@ -307,12 +357,13 @@ def rope_publish_reference(
     page_table: Tensor | None,
     page_shape: tuple[int, int, int, int],
     page_slots: Tensor | None,
+    ring_tokens: int,
     host_pages: Tensor | None,
     row_dtype: torch.dtype,
+    head_dim: int,
 ) -> None:
     """`rope_publish` by torch; pages are CPU memory, those of `page_table` [*page_shape]."""
     _, num_page_heads, page_tokens, row_width = page_shape
-    head_dim = cos.shape[1]
     heads = qkv.view(len(qkv), -1, head_dim)
     num_qo_heads = query.shape[1] // head_dim
     q, (k, v) = heads[:, :num_qo_heads], heads[:, num_qo_heads:].chunk(2, dim=1)
@@ -337,10 +388,11 @@ def rope_publish_reference(
             if index < window.shape[3]:
                 window[row, :, :, index] = kv[row]
         if page_table is not None:
-            address = int(page_table[row, position // page_tokens])
+            place = position % ring_tokens if ring_tokens else position
+            address = int(page_table[row, place // page_tokens])
             page = page_at(address, page_shape, row_dtype)
             held = slice(None) if page_slots is None else page_slots.argsort()[-num_page_heads:]
-            page[:, :, position % page_tokens] = kv[row][:, held]
+            page[:, :, place % page_tokens] = kv[row][:, held]
         if host_pages is not None:
             address = int(host_pages[row, position // page_tokens])
             page = page_at(address, (2, kv.shape[2], page_tokens, row_width), row_dtype)

@@ -198,7 +198,8 @@ def save_plot(figure: Any, path: Path, results: Any) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None, "Identifier": _digest(results)})
+    metadata = {"Date": None, "Identifier": _digest(results)}
+    figure.savefig(drawn, format="svg", bbox_inches="tight", metadata=metadata)
     load_pyplot().close(figure)
     path.write_text(drawn.getvalue().replace("<defs>", f"<defs>\n{_dark_style()}", 1), "utf-8")
 

@@ -1,4 +1,4 @@
-"""The picture of the trade-off: quality by milliseconds per token, with names at the points."""
+"""The picture of the trade-off: quality by milliseconds per token."""
 
 from __future__ import annotations
 
@@ -30,9 +30,6 @@ _POLICY_COLORS = {
     "quest": "#d9730d",
     "streaming_llm": "#7a8f00",
 }
-_CHARACTER_POINTS = 5.2  # width of a character of small text
-_LINE_POINTS = 9.0
-_NEAR_POINTS = 14.0  # names farther from their points have a line
 # Of a policy: (budget or None, milliseconds, score) each.
 _Curve = list[tuple[int | None, float, float]]
 
@@ -49,11 +46,11 @@ def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
         sharey="col",
         squeeze=False,
     )
-    points: list[tuple[Any, dict[str, _Curve]]] = []
+    names: dict[str, Any] = {}
     for device, of_device in zip(devices, all_axes, strict=True):
         for length, axes in zip(ends, of_device, strict=True):
             curves = _curves(result, device, length)
-            _draw_policies(axes, curves)
+            names |= _draw_policies(axes, curves)
             _draw_baselines(axes, rows, device, length, curves)
             axes.set_xscale("log")
             least, most = axes.get_xlim()
@@ -64,13 +61,18 @@ def plot_tradeoff(result: dict[str, Any], path: Path) -> None:
             axes.set_ylim(-3, 95)
             axes.set_title(f"{length:,} tokens, {_WHERE[device]}")
             axes.grid(alpha=0.3)
-            points.append((axes, curves))
         of_device[0].set_ylabel("RULER, % right")
     for axes in all_axes[-1]:
         axes.set_xlabel("ms per token, batch 1")
-    figure.tight_layout()  # as in `save_plot`: where labels have room depends on it
-    for axes, curves in points:
-        _label_policies(axes, curves)
+    figure.legend(
+        list(names.values()),
+        list(names),
+        fontsize="small",
+        frameon=False,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.0),
+        ncols=6,
+    )
     save_plot(figure, path, result)
 
 
@@ -91,15 +93,19 @@ def _curves(result: dict[str, Any], device: str, length: int) -> dict[str, _Curv
     return found
 
 
-def _draw_policies(axes: Any, curves: dict[str, _Curve]) -> None:
-    """A colour for each policy, a marker for each budget, and a line that joins them."""
+def _draw_policies(axes: Any, curves: dict[str, _Curve]) -> dict[str, Any]:
+    """A colour for each policy, a marker for each budget, and a line that joins them; the lines by
+    policy, for a legend."""
     budgets = sorted({budget or 0 for curve in curves.values() for budget, *_ in curve} - {0})
+    lines = {}
     for policy, curve in curves.items():
         color = _POLICY_COLORS.get(policy, INK)
-        axes.plot([x for _, x, _ in curve], [y for *_, y in curve], color=color, linewidth=1)
         for budget, x, y in curve:
             marker = "*" if budget is None else _MARKERS[budgets.index(budget) % len(_MARKERS)]
             axes.plot(x, y, marker=marker, markersize=12 if budget is None else 6, color=color)
+        at, scores = [x for _, x, _ in curve], [y for *_, y in curve]
+        (lines[policy],) = axes.plot(at, scores, color=color, linewidth=1)
+    return lines
 
 
 def _draw_baselines(
@@ -132,64 +138,3 @@ def _draw_baselines(
             color=FAINT,
             fontsize="small",
         )
-
-
-def _label_policies(axes: Any, curves: dict[str, _Curve]) -> None:
-    """A name near the point of each policy's largest budget."""
-    to_points = 72 / axes.figure.dpi
-    inside = _box(*(to_points * edge for edge in axes.bbox.extents))
-    at = {
-        policy: [tuple(to_points * axes.transData.transform((x, y))) for _, x, y in curve]
-        for policy, curve in curves.items()
-    }
-    taken = [_box_around(x, y, 7, 7) for points in at.values() for x, y in points]
-    for policy, points in sorted(at.items(), key=lambda item: -item[1][0][1]):
-        largest = max(range(len(points)), key=lambda i: curves[policy][i][0] or 0)
-        x, y = points[largest]
-        box = _free_box(x, y, _CHARACTER_POINTS * len(policy), inside, taken)
-        taken.append(box)
-        dx, dy = (box.x0 + box.x1) / 2 - x, (box.y0 + box.y1) / 2 - y
-        line = {"arrowstyle": "-", "color": FAINT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
-        is_far = math.hypot(max(0.0, abs(dx) - box.width / 2), dy) > _NEAR_POINTS
-        label = axes.annotate(
-            policy,
-            curves[policy][largest][1:],
-            (dx, dy),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            color=_POLICY_COLORS.get(policy, INK),
-            fontsize="small",
-            arrowprops=line if is_far else None,
-        )
-        label.set_in_layout(False)
-
-
-def _free_box(x: float, y: float, width: float, inside: Any, taken: Sequence[Any]) -> Any:
-    """The nearest place for a name at a point that covers nothing; the one that covers least if
-    there is none."""
-    found, least = None, math.inf
-    for distance in range(9, 100, 3):
-        for angle in range(0, 360, 15):
-            away_x, away_y = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-            centre_x = x + distance * away_x + width / 2 * max(-1, min(1, 2 * away_x))
-            box = _box_around(centre_x, y + distance * away_y, width, _LINE_POINTS)
-            covered = box.count_overlaps(taken)
-            is_inside = inside.contains(*box.min) and inside.contains(*box.max)
-            covered += 0 if is_inside else len(taken)
-            if covered < least:
-                found, least = box, covered
-        if least == 0:
-            break
-    return found
-
-
-def _box_around(x: float, y: float, width: float, height: float) -> Any:
-    """A rectangle of a figure, in points."""
-    return _box(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
-
-
-def _box(*edges: float) -> Any:
-    from matplotlib.transforms import Bbox
-
-    return Bbox.from_extents(*edges)

@@ -29,10 +29,10 @@ from offload.loading.one_at_a_time import loading
 from offload.loading.packed_bytes import kept_as
 from offload.loading.packing import SafetensorsSource, log_formats
 from offload.models.packed_embedding import PackedEmbedding, embedding_scale
-from offload.models.packed_experts import PackedExperts
+from offload.models.packed_experts import pack_experts
 from offload.models.packed_linear import PackedModule
 
-_EXPERTS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
+_EXPERTS = ("has_gate", "has_bias", "is_transposed", "num_experts")
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,7 @@ def may_pack(empty: Any, name: str) -> bool:
 def _replace(model: Any, name: str, weight: PackedWeight) -> None:
     path, dtype = name.removesuffix(".weight"), model.dtype
     if path == name:
-        owner, _, projection = name.rpartition(".")
-        experts = model.get_submodule(owner)
-        if not isinstance(experts, PackedExperts):
-            experts = PackedExperts(experts)
-            model.set_submodule(owner, experts)
-        experts.pack(projection, weight, dtype)
+        pack_experts(model, name, weight, dtype)
         return
     module = model.get_submodule(path)
     if isinstance(module, nn.Linear):
@@ -160,7 +155,7 @@ def _quantised(
         if ordered[0][0]:  # of experts, whose matrices have the same inputs
             rows = sum(shapes[part][0] for part in parts)
             shape = (wanted[0], rows // wanted[0], shape[1])
-        kept = kept_as(format_of(types[parts[0]]), packing, of_experts=len(wanted) == 3)
+        kept = kept_as(format_of(types[parts[0]]), packing)
         found[target] = _Quantised(parts, shape, kept if may_pack(empty, target) else "")
     return found
 
@@ -175,10 +170,7 @@ def kept_in_safetensors(
 
 def kept_in_gguf(tensors: GenericTensors, empty: Any, packing: str) -> dict[str, str]:
     """The same of a GGUF file."""
-    kept = {
-        name: kept_as(tensors.format(name), packing, of_experts=not name.endswith(".weight"))
-        for name in tensors.types
-    }
+    kept = {name: kept_as(tensors.format(name), packing) for name in tensors.types}
     return {name: format for name, format in kept.items() if format and may_pack(empty, name)}
 
 

@@ -20,15 +20,14 @@ _ON_GPU = {"t4": "q8", "t4x16": ""}  # what its kernels multiply instead
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one product in a step
 
 
-def kept_as(format: str, packing: str, *, of_experts: bool) -> str:
+def kept_as(format: str, packing: str) -> str:
     """What a matrix whose file has a format is kept as; "" for the dtype.
 
     Args:
         packing: "auto", AUTO_ON_GPU; "": nothing is packed.
-        of_experts: several in one, which only the CPU multiplies.
     """
     if packing == AUTO_ON_GPU:
-        return "" if of_experts else _ON_GPU.get(format, format)
+        return _ON_GPU.get(format, format)
     return format if packing else ""
 
 
@@ -42,16 +41,17 @@ def kept_formats(
         types: in the model's GGUF file, by the same names; without one empty.
         weights: "auto": what the file has, where a format holds that, and matrices of one product
             packed all or none; AUTO_ON_GPU: the same of what its kernels multiply. "q8" or "q4":
-            all matrices of layers, "q4" but for those that have more bits in the file; and the
-            head as "q8". "": none.
+            all matrices of layers but routers, "q4" but for those that have more bits in the
+            file; and the head as "q8". "": none.
     """
     head = _HEAD if _HEAD in shapes else _EMBEDDING
     kept = dict.fromkeys(shapes, "")
     for name, shape in shapes.items():
-        in_layers, kind = name.startswith(_LAYERS) and len(shape) == 2, types.get(name, "")
+        in_layers, kind = name.startswith(_LAYERS) and len(shape) > 1, types.get(name, "")
+        in_layers = in_layers and not name.endswith(".gate.weight")
         if weights in ("auto", AUTO_ON_GPU):  # all experts' matrices may be one parameter
             format = format_of(kind) if len(shape) > 1 and kind else ""
-            kept[name] = kept_as(format, weights, of_experts=len(shape) == 3)
+            kept[name] = kept_as(format, weights)
         elif not weights:
             continue
         elif name == head:

@@ -34,6 +34,7 @@ from offload.loading.one_at_a_time import loading
 from offload.loading.packed_bytes import kept_formats
 from offload.loading.quantised_checkpoint import quantised_format
 from offload.models.packed_embedding import PackedEmbedding, embedding_scale
+from offload.models.packed_experts import pack_experts
 from offload.models.packed_linear import PackedModule
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ logger = logging.getLogger(__name__)
 @loading()
 def pack_weights(stock: Any, weights: str) -> None:
     """Replace the head of a stock model and the linear layers inside its decoder layers by
-    `PackedModule`s, and an embedding that the head is tied to by a `PackedEmbedding`.
+    `PackedModule`s, experts there by `PackedExperts`, and an embedding that the head is tied to by
+    a `PackedEmbedding`.
 
     Each matrix is freed when its packed one is there, so that memory holds one model and a matrix.
 
@@ -50,7 +52,12 @@ def pack_weights(stock: Any, weights: str) -> None:
         weights: "q8" or "q4".
     """
     formats = kept_formats(_shapes(stock), {}, weights)
-    _replace(stock, formats, lambda name, kept: quantise(stock.get_parameter(name).detach(), kept))
+
+    def packed(name: str, kept: str) -> PackedWeight:
+        weight = stock.get_parameter(name).detach()
+        return quantise(weight.flatten(0, -2), kept)  # of experts one after the other
+
+    _replace(stock, formats, packed)
     log_formats(weights, Counter(f"{kept} rounded" for kept in formats.values() if kept))
 
 
@@ -220,6 +227,9 @@ def _replace(
             if is_tied:
                 stock.lm_head = PackedModule(weight, None, dtype)
                 stock.model.embed_tokens.tie(stock.lm_head)
+            continue
+        if path == name:
+            pack_experts(stock, name, packed(name, kept), stock.dtype)
             continue
         module = stock.get_submodule(path)
         bias = None if module.bias is None else module.bias.detach()

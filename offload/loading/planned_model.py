@@ -24,7 +24,7 @@ from offload.loading.names import check_has_owner, check_not_empty, checkpoint_n
 from offload.loading.packed_bytes import kept_as, packed_weight_bytes
 from offload.loading.quantised_checkpoint import FP4, quantised_format
 from offload.loading.stock_model import generic_skeleton, text_part
-from offload.models import family_of, has_experts, is_generic, lean_model_maker
+from offload.models import Where, family_of, has_experts, is_generic, lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
 from offload.models.shape import MODEL_SHAPES, ModelShape, matrix_sizes, weight_elements
@@ -159,8 +159,8 @@ def planned_skeleton(
     is_packed = header is not None or quantised_format(config.to_dict(), folder / "config.json")
     family, by_parts = family_of(config.to_dict()), has_experts(config.to_dict())
     by_parts = by_parts or (bool(is_packed) and family is not None and family.packs_as_generic)
-    native = device == "cpu" and not by_parts
-    if not is_generic(config.to_dict(), native=native):
+    where: Where = "cpu" if device == "cpu" else "gpu"
+    if not (by_parts or is_generic(config.to_dict(), where=where)):
         return None
     wanted, packing = DTYPES.get(dtype), "auto" if device == "cpu" else AUTO_ON_GPU
     if header is None and any(x.is_file() for x in (folder / GGUF_FILE, *_weights(folder))):
@@ -173,9 +173,8 @@ def planned_skeleton(
     if how is None:
         return empty, kept
     for name, weight in empty.named_parameters():
-        of_experts = weight.dim() == 3
-        if ".layers." in name and (of_experts or (weight.dim() == 2 and how.kind != FP4)):
-            kept[name] = kept_as(format_of(how.kind), packing, of_experts=of_experts)
+        if ".layers." in name and (weight.dim() == 3 or (weight.dim() == 2 and how.kind != FP4)):
+            kept[name] = kept_as(format_of(how.kind), packing)
     return empty, {name: x for name, x in kept.items() if x and may_pack(empty, name)}
 
 

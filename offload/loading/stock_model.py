@@ -27,6 +27,7 @@ from offload.loading.gguf import CONVERTED_MARK, kept_source, weights_folder
 from offload.loading.gguf_generic import GenericTensors
 from offload.loading.gguf_header import read_gguf_header
 from offload.loading.one_at_a_time import loading
+from offload.loading.packed_bytes import kept_formats
 from offload.loading.packing import model_from_parts, pack_weights
 from offload.models import ModelShape, has_experts
 from offload.models.base import check_computation, context_limit
@@ -151,7 +152,9 @@ def generic_skeleton(
     config, kind, is_part = _generic_config(checkpoint, checkpoint.folder / "config.json")
     empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
     if not checkpoint.stored_types:
-        return empty, {}
+        shapes = {name: tuple(weight.shape) for name, weight in empty.named_parameters()}
+        formats = kept_formats(shapes, {}, packing if packing in FORMATS else "")
+        return empty, {name: format for name, format in formats.items() if format}
     if (checkpoint.folder / GGUF_FILE).is_file():
         tensors = GenericTensors(read_gguf_header(kept_source(checkpoint.folder)), empty)
         return empty, kept_in_gguf(tensors, empty, packing)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from offload.models.base import DecoderLayer, LayerSpec, LeanModel
-from offload.models.families import ALWAYS_LEAN, FAMILIES, ModelFamily, Routed
+from offload.models.families import ALWAYS_LEAN, FAMILIES, ModelFamily, Routed, Where
 from offload.models.missing_features import MEDIA, NEVER_GENERIC, unsupported_type
 from offload.models.shape import ModelShape
 
@@ -19,6 +19,7 @@ __all__ = [
     "LeanModel",
     "ModelFamily",
     "ModelShape",
+    "Where",
     "family_of",
     "has_experts",
     "is_generic",
@@ -26,17 +27,17 @@ __all__ = [
 ]
 
 
-def is_generic(config: Mapping[str, Any], *, native: bool = True) -> bool:
+def is_generic(config: Mapping[str, Any], *, where: Where = "cpu") -> bool:
     """Whether a config.json is of a causal language model of text in transformers, maybe beside
     other models, for which there are no lean layers here, and whose own modules can be tried
     (`offload.runtime.generic_loading`).
 
     Args:
-        native: the native layers would decode, in one process; else a GPU's step or several ranks.
+        where: what would compute its layers.
     """
     model_type = str(config.get("model_type"))
     if model_type in FAMILIES:
-        return not _is_lean(FAMILIES[model_type], config, native)
+        return not _is_lean(FAMILIES[model_type], config, where)
     if model_type in NEVER_GENERIC:
         return False
     text = config.get("text_config")
@@ -60,7 +61,7 @@ def has_experts(config: Mapping[str, Any]) -> bool:
     return isinstance(family_of(config), Routed)
 
 
-def _is_lean(family: ModelFamily, config: Mapping[str, Any], native: bool) -> bool:
+def _is_lean(family: ModelFamily, config: Mapping[str, Any], where: Where) -> bool:
     from transformers import CONFIG_MAPPING
 
     if not family.may_be_generic:
@@ -69,7 +70,7 @@ def _is_lean(family: ModelFamily, config: Mapping[str, Any], native: bool) -> bo
         made = CONFIG_MAPPING[family.model_type].from_dict(dict(config))
     except Exception:  # of any kind: whoever loads it says what is wrong
         return True
-    return family.is_lean(made, native=native)
+    return family.is_lean(made, where=where)
 
 
 def lean_model_maker(

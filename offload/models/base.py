@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from cpu_ops.decoder_layers import FusedLayer, Norm, W
+from cpu_ops.decoder_layers import FusedLayer, M, Norm, W
 from cpu_ops.linear import Linear as CpuLinear
 from cpu_ops.native import check_head_dim
+from cpu_ops.routed_linear import RoutedMlp as CpuRoutedMlp
 from gpu_ops.linear import GpuLinear
+from gpu_ops.routed_linear import GpuRoutedMlp
 from offload.models.dense_linear import DenseLinear
 from offload.models.linear import Linear
 from offload.models.packed_linear import PackedLinear, PackedModule
@@ -99,14 +101,15 @@ class DecoderLayer:
         assert self.down is not None
         return self.gate_up, self.down
 
-    def on_cpu(self) -> FusedLayer[CpuLinear]:
-        made = self._with_kernels(lambda linear: linear.on_cpu())
-        return made if self.routed is None else replace(made, routed=self.routed.on_cpu())
+    def on_cpu(self) -> FusedLayer[CpuLinear, CpuRoutedMlp]:
+        routed = None if self.routed is None else self.routed.on_cpu()
+        return self._with_kernels(lambda linear: linear.on_cpu(), routed)
 
-    def on_gpu(self) -> FusedLayer[GpuLinear]:
-        return self._with_kernels(lambda linear: linear.on_gpu())
+    def on_gpu(self) -> FusedLayer[GpuLinear, GpuRoutedMlp]:
+        routed = None if self.routed is None else self.routed.on_gpu()
+        return self._with_kernels(lambda linear: linear.on_gpu(), routed)
 
-    def _with_kernels(self, make: Callable[[Linear], W]) -> FusedLayer[W]:
+    def _with_kernels(self, make: Callable[[Linear], W], routed: M | None) -> FusedLayer[W, M]:
         has_qk_norm = self.q_norm is not None and self.k_norm is not None
         q_norm, eps = norm_of(self.q_norm) if has_qk_norm else (None, 0.0)
 
@@ -127,6 +130,7 @@ class DecoderLayer:
             mlp_out_norm=norm(self.mlp_out_norm),
             rope_idx=self.spec.rope_idx,
             gate=self.gate,
+            routed=routed,
         )
 
 

@@ -7,7 +7,7 @@ or its layers differ.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from cpu_ops.routed_linear import ExpertChoice
 from offload.models.base import (
@@ -26,6 +26,9 @@ from offload.models.base import (
 from offload.models.rope import NoRotation, RotaryOfType, RoundedRotary, rotary_view
 from offload.models.routed_mlp import RoutedMlp
 from offload.models.shape import ModelShape
+
+# What computes lean layers: the native ones, a GPU's step (or an inline one), or several ranks.
+Where = Literal["cpu", "gpu", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -55,23 +58,24 @@ class ModelFamily:
 
     @property
     def knows_windows(self) -> bool:
-        """Whether the native layers attend through windows."""
+        """Whether the lean layers attend through windows."""
         return self.fuses
 
     @property
-    def native_only(self) -> str:
-        """What the native layers know, and a GPU's step, ranks, training and benchmarks do not; ""
-        if there is nothing."""
+    def peculiar(self) -> str:
+        """What the native layers know, and ranks, training and benchmarks do not; "" if there is
+        nothing."""
         if self.fuses:
             return "its projections are fused"
         return "its norms come after attention and the MLP" if self.normed_sums else ""
 
-    def is_lean(self, config: Any, *, native: bool) -> bool:
-        """Whether the lean layers compute all that transformers' `config` says.
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU's step knows that, too."""
+        return self.fuses
 
-        Args:
-            native: by the native layers, not by a GPU's step or one of several ranks.
-        """
+    def is_lean(self, config: Any, *, where: Where) -> bool:
+        """Whether the lean layers compute all that transformers' `config` says."""
         if not self.may_be_generic:
             return True
         try:
@@ -80,7 +84,8 @@ class ModelFamily:
                 # transformers reads a text anew where it gets longer than the short factors' range
                 return False
             has_others = has_windows(config) and not self.knows_windows
-            return (native or not self.native_only) and not has_others
+            knows = where == "cpu" or not self.peculiar or (where == "gpu" and self.on_gpu)
+            return knows and not has_others
         except (NotImplementedError, ValueError):
             return False
 
@@ -165,10 +170,10 @@ class ModelFamily:
         check_computation(config)
         specs = [self.layer_spec(stock, layer_idx) for layer_idx in range(len(model.layers))]
         if not heads_may_differ:
-            if self.native_only:
+            if self.peculiar:
                 raise NotImplementedError(
                     f"{self.model_type} is not for calibration, training, benchmarks or ranks yet: "
-                    f"{self.native_only}"
+                    f"{self.peculiar}"
                 )
             check_alike(specs, "calibration, training, benchmarks or ranks")
         most = {
@@ -184,7 +189,7 @@ class ModelFamily:
             rotary_view(
                 rotary,
                 dims.get(rope_idx, specs[0].head_dim),
-                may_be_partial=bool(self.native_only),
+                may_be_partial=bool(self.peculiar),
             )
             for rope_idx, rotary in enumerate(self.rotary_modules(stock))
         ]
@@ -225,15 +230,15 @@ class Gemma3(ModelFamily):
     """Norms times 1 + weight around attention and MLP, whose gate is a GELU, and two rotary
     embeddings: that of layers with a window, and that of the others."""
 
-    packs_as_generic = knows_windows = True
-    native_only = "its norms come before and after attention and the MLP"
+    packs_as_generic = knows_windows = on_gpu = True
+    peculiar = "its norms come before and after attention and the MLP"
 
-    def is_lean(self, config: Any, *, native: bool) -> bool:
+    def is_lean(self, config: Any, *, where: Where) -> bool:
         ropes = [rope["rope_type"] for rope in config.rope_parameters.values()]
         others = set(ropes) - {"default", "linear", "llama3", "yarn"}
         if others or config.use_bidirectional_attention:
             return False
-        return super().is_lean(config, native=native)
+        return super().is_lean(config, where=where)
 
     def rotary_modules(self, stock: Any) -> tuple[Any, ...]:
         rotary = stock.model.rotary_emb
@@ -272,8 +277,8 @@ class Routed(ModelFamily):
 
     rounds_weights: bool = False
 
-    packs_as_generic = True
-    native_only = "its MLPs have experts"
+    packs_as_generic = on_gpu = True
+    peculiar = "its MLPs have experts"
 
     def mlp(self, stock: Any, name: str) -> dict[str, Any]:
         module, config = stock.get_submodule(name.removesuffix(".")), stock.config

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from cpu_ops.packed import PackedWeight
 from cpu_ops.routed_linear import Gate, RoutedLinear, run_experts
 from cpu_ops.worker_pool import WorkerPool
-from offload.models.packed_linear import PackedMatrix
+from gpu_ops.routed_linear import GpuExperts
+from gpu_ops.routed_linear import run_experts as run_experts_on_gpu
+from offload.models.packed_linear import PackedMatrix, rows_on_gpu
+
+_FEW_TOKENS = 32  # of which a GPU multiplies each pair of a token and an expert by itself
 
 
 class Multiply(Protocol):
@@ -30,7 +34,7 @@ def routed_sum(
         x: [num_tokens, hidden_size].
         top_k_index, top_k_weights: [num_tokens, k]; an index of num_experts stands for none.
     """
-    out = torch.zeros(x.shape, dtype=torch.float32)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     up = "gate_up_proj" if module.has_gate else "up_proj"
     for expert in sorted({*top_k_index.flatten().tolist()}):
         if expert >= module.num_experts:
@@ -39,9 +43,12 @@ def routed_sum(
         inner = multiply(up, expert, x[tokens])
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         found = multiply("down_proj", expert, inner)
-        if module.has_post_expert_norm:
+        if _has_norm(module):
             found = module.post_expert_norm(found)
         part = (found * top_k_weights[tokens, places, None]).float()
+        if x.is_cuda:
+            out.index_add_(0, tokens, part.detach())
+            continue
         # NumPy works on this thread; torch's index_add_ wakes a team beside those of the pool.
         at, sums = tokens.numpy(), out.numpy()
         if len(at) == 1 or bool((at[1:] > at[:-1]).all()):  # as it is, unless an expert comes twice
@@ -51,7 +58,7 @@ def routed_sum(
     return out.to(x.dtype)
 
 
-class _ExpertMatrix(PackedMatrix):
+class ExpertMatrix(PackedMatrix):
     """The matrices of one projection, [num_experts * out_features, in_features]."""
 
     def __init__(
@@ -59,6 +66,7 @@ class _ExpertMatrix(PackedMatrix):
     ) -> None:
         super().__init__(weight, dtype)
         self.num_experts, self.is_transposed = num_experts, is_transposed
+        self._gpu: GpuExperts | None = None
 
     def stock_name(self, path: str) -> str:
         return path
@@ -70,6 +78,12 @@ class _ExpertMatrix(PackedMatrix):
     def of(self, expert: int) -> PackedWeight:
         size = self.out_features // self.num_experts
         return self.packed.rows(slice(expert * size, (expert + 1) * size))
+
+    def on_gpu(self) -> GpuExperts:
+        """As a GPU's kernels read them, which the parameters become parts of."""
+        if self._gpu is None or not self._gpu.reads(self.codes):
+            self._gpu = GpuExperts(rows_on_gpu(self), self.num_experts)
+        return self._gpu
 
 
 class PackedExperts(nn.Module):
@@ -89,7 +103,7 @@ class PackedExperts(nn.Module):
         """The matrices of the projection `name` become packed."""
         del self._parameters[name]
         stock = self._of[0]
-        made = _ExpertMatrix(weight, dtype, stock.num_experts, is_transposed=stock.is_transposed)
+        made = ExpertMatrix(weight, dtype, stock.num_experts, is_transposed=stock.is_transposed)
         delattr(stock, name)  # which is kept for its activation
         self.add_module(name, made)
 
@@ -101,6 +115,10 @@ class PackedExperts(nn.Module):
     ) -> Tensor:
         """`routed_sum`; on a pool few tokens of an expert are rounded to int8."""
         stock = self._of[0]
+        if x.is_cuda and len(x) <= _FEW_TOKENS and (kernels := self._on_gpu()):
+            weights = top_k_weights.detach().float().contiguous()
+            x, experts = x.detach().contiguous(), top_k_index.contiguous()
+            return run_experts_on_gpu(*kernels, x, experts, weights)
         if pool is None:
             return routed_sum(stock, x, top_k_index, top_k_weights, self._multiply)
         up, down = self._kernels()
@@ -112,7 +130,7 @@ class PackedExperts(nn.Module):
         inner = stock._apply_gate(inner) if stock.has_gate else stock.act_fn(inner)
         flat = experts.view(-1, 1)
         found = down(pool, inner.flatten(0, 1).contiguous(), flat).view(*experts.shape, -1)
-        if stock.has_post_expert_norm:
+        if _has_norm(stock):
             found = stock.post_expert_norm(found)
         routed = torch.where(experts < stock.num_experts, weights, 0.0)
         return (found.float() * routed.unsqueeze(-1)).sum(1).to(x.dtype)
@@ -120,7 +138,25 @@ class PackedExperts(nn.Module):
     def _multiply(self, name: str, expert: int, x: Tensor) -> Tensor:
         matrix: Any = getattr(self, name)
         bias = getattr(self, f"{name}_bias")[expert] if self._of[0].has_bias else None
+        if x.is_cuda:
+            y: Tensor = matrix.on_gpu().multiply(x, expert)  # which may know of the bias
+            return y if bias is None or matrix.on_gpu().bias is not None else y + bias
         return F.linear(x, matrix.of(expert).dequantise(matrix.dtype), bias)
+
+    def _on_gpu(self) -> tuple[GpuExperts, GpuExperts] | None:
+        """Kernels of up and down; None, where a GPU's do not compute all of it."""
+        stock, made = self._of[0], list[GpuExperts]()
+        gate = _native_gate(stock)
+        if gate is None or _has_norm(stock):
+            return None
+        for name in ("gate_up_proj", "down_proj"):
+            matrix: Any = getattr(self, name)
+            experts = matrix.on_gpu()
+            experts.bias = getattr(self, f"{name}_bias").detach() if stock.has_bias else None
+            made.append(experts)
+        up, down = made
+        up.clamp = (gate.alpha, gate.limit) if gate.kind == "clamped" else None
+        return up, down
 
     def _kernels(self) -> tuple[RoutedLinear, RoutedLinear]:
         """Of up and down, over the weights where they are now."""
@@ -130,7 +166,7 @@ class PackedExperts(nn.Module):
         addresses = [matrix.codes.data_ptr() for matrix in matrices]
         if self._made is None or self._addresses != addresses:
             gate = _native_gate(stock)
-            self._is_native = gate is not None and not stock.has_post_expert_norm
+            self._is_native = gate is not None and not _has_norm(stock)
             up, down = (
                 RoutedLinear(
                     matrix.packed,
@@ -143,6 +179,20 @@ class PackedExperts(nn.Module):
             )
             self._made, self._addresses = (up, down), addresses
         return self._made
+
+
+def pack_experts(model: Any, name: str, weight: PackedWeight, dtype: torch.dtype) -> None:
+    """The parameter `name` of a stock model, matrices of experts, becomes packed."""
+    owner, _, projection = name.rpartition(".")
+    experts = model.get_submodule(owner)
+    if not isinstance(experts, PackedExperts):
+        experts = PackedExperts(experts)
+        model.set_submodule(owner, experts)
+    experts.pack(projection, weight, dtype)
+
+
+def _has_norm(stock: Any) -> bool:
+    return getattr(stock, "has_post_expert_norm", False)  # of newer versions of transformers
 
 
 def _native_gate(stock: Any) -> Gate | None:

@@ -158,11 +158,7 @@ class PackedLinear(Linear):
             NotImplementedError: a format that only the CPU's kernels read.
         """
         for module in self._modules:
-            if module.packed.format not in GPU_FORMATS:
-                raise NotImplementedError(
-                    f"weights kept as {module.packed.format} are multiplied on the CPU only; load "
-                    'the model with weights="q8", "q4" or a dtype for a GPU'
-                )
+            _check_gpu_format(module.packed)
         of_first = _on_gpu.setdefault(self._modules[0], {})
         known = of_first.get(len(self._modules))
         if known is not None and known.reads(self._modules[0].codes):
@@ -203,7 +199,24 @@ class PackedLinear(Linear):
             yield none if module.bias is None else module.bias.detach()
 
 
-def _in_one_piece(modules: Sequence[PackedModule]) -> PackedRows:
+def rows_on_gpu(matrix: PackedMatrix) -> PackedRows:
+    """A matrix by itself as a GPU's kernels read it; its parameters become parts of that.
+
+    Raises: as `PackedLinear.on_gpu`.
+    """
+    _check_gpu_format(matrix.packed)
+    return _in_one_piece([matrix])
+
+
+def _check_gpu_format(packed: PackedWeight) -> None:
+    if packed.format not in GPU_FORMATS:
+        raise NotImplementedError(
+            f"weights kept as {packed.format} are multiplied on the CPU only; load the model with "
+            'weights="q8", "q4" or a dtype for a GPU'
+        )
+
+
+def _in_one_piece(modules: Sequence[PackedMatrix]) -> PackedRows:
     """Their weights as a GPU's kernels read them.
 
     On a GPU the modules' parameters become parts of it; on a CPU, where kernels of the GPU are
@@ -229,7 +242,7 @@ def _attributes(packed: PackedWeight) -> tuple[str, Tensor, Tensor, Tensor | Non
     return packed.format, packed.codes, packed.scales, packed.minimums, packed.in_features
 
 
-def _move_into(rows: PackedRows, modules: Sequence[PackedModule]) -> None:
+def _move_into(rows: PackedRows, modules: Sequence[PackedMatrix]) -> None:
     """The modules' parameters become parts of it."""
     first = 0
     for module in modules:

@@ -10,6 +10,9 @@ from cpu_ops import routed_linear
 from cpu_ops.linear import Linear as CpuLinear
 from cpu_ops.routed_linear import ExpertChoice, Gate, RoutedLinear, run_experts
 from cpu_ops.worker_pool import WorkerPool
+from gpu_ops.linear import GpuLinear
+from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp
+from offload.models.packed_experts import ExpertMatrix
 from offload.models.packed_linear import PackedMatrix
 
 
@@ -27,6 +30,7 @@ class RoutedMlp:
     def __init__(self, module: Any, choice: ExpertChoice) -> None:
         self._module, self._choice = module, choice
         self._made: tuple[RoutedLinear, RoutedLinear] | None = None
+        self._gpu: GpuRoutedMlp | None = None
 
     def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
         """x [n, hidden_size] -> the same; on a pool by kernels, else by torch."""
@@ -42,6 +46,30 @@ class RoutedMlp:
         """Kernels over the weights where they are now, in the CPU's memory; nothing is copied."""
         router = CpuLinear([self._module.gate.weight.detach()])
         return routed_linear.RoutedMlp(router, *self._experts(), self._choice)
+
+    def on_gpu(self) -> GpuRoutedMlp:
+        """Kernels over the weights where they are now.
+
+        Raises: as `PackedLinear.on_gpu`.
+        """
+        if self._gpu is None or self._gpu.up.device != self._module.gate.weight.device:
+            choice = self._choice
+            self._gpu = GpuRoutedMlp(
+                GpuLinear(self._module.gate.weight.detach()),
+                self._on_gpu("gate_up_proj"),
+                self._on_gpu("down_proj"),
+                per_token=choice.per_token,
+                normalises=choice.normalises,
+                rounds=choice.rounds,
+            )
+        return self._gpu
+
+    def _on_gpu(self, name: str) -> GpuExperts:
+        matrix: nn.Module | Tensor = getattr(self._module.experts, name)
+        if isinstance(matrix, ExpertMatrix):
+            return matrix.on_gpu()
+        assert isinstance(matrix, Tensor)
+        return GpuExperts(matrix.detach(), self._num_experts)
 
     def _experts(self) -> tuple[RoutedLinear, RoutedLinear]:
         """Weights are not replaced once a model is loaded: these are made once."""

@@ -14,6 +14,8 @@ class ModelShape:
     Attributes:
         max_context: tokens a sequence may have.
         windows: tokens that each layer sees, 0: all; (): of all of them.
+        num_experts, experts_per_token, expert_size: of MLPs that have some, in the place of
+            `intermediate_size`.
         rope_theta, ties_embeddings: of models that are made from a shape; they decide no work.
     """
 
@@ -28,6 +30,9 @@ class ModelShape:
     rope_theta: float = 0.0
     ties_embeddings: bool = False
     windows: tuple[int, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], max_context: int) -> ModelShape:
@@ -79,6 +84,20 @@ class ModelShape:
 MODEL_SHAPES = {
     "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 131072, 500000.0),
     "llama-3.2-1b": ModelShape(16, 2048, 32, 8, 64, 8192, 128256, 131072, 500000.0, True),
+    "qwen3-30b-a3b": ModelShape(
+        48,
+        2048,
+        32,
+        4,
+        128,
+        6144,
+        151936,
+        40960,
+        1000000.0,
+        num_experts=128,
+        experts_per_token=8,
+        expert_size=768,
+    ),
     "smollm2-135m": ModelShape(30, 576, 9, 3, 64, 1536, 49152, 8192, 100000.0, True),
     "tiny": ModelShape(4, 128, 4, 2, 32, 256, 512, 8192, 10000.0),
 }
@@ -87,13 +106,18 @@ MODEL_SHAPES = {
 def weight_elements(shape: ModelShape) -> int:
     """Parameters of a Llama-like model of this shape without biases; tied ones count once."""
     rows = shape.vocab_size * (1 if shape.ties_embeddings else 2) + 1  # the last norm
-    return rows * shape.hidden_size + layer_elements(shape) * shape.num_layers
+    others = shape.num_experts - shape.experts_per_token
+    unread = 3 * shape.hidden_size * shape.expert_size * others * shape.num_layers
+    return rows * shape.hidden_size + layer_elements(shape) * shape.num_layers + unread
 
 
 def layer_elements(shape: ModelShape) -> int:
-    """Elements of one layer's weights."""
+    """Elements of one layer's weights that a token meets."""
     attention = shape.qkv_width + shape.query_width
-    return shape.hidden_size * (attention + 3 * shape.intermediate_size + 2)
+    inner = shape.intermediate_size
+    if shape.num_experts:
+        inner = shape.experts_per_token * shape.expert_size
+    return shape.hidden_size * (attention + 3 * inner + shape.num_experts + 2)
 
 
 def matrix_sizes(

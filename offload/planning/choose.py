@@ -124,7 +124,7 @@ def least_placement(work: Workload) -> HeadPlacement:
     """Dense layers on the GPU, everything else on the CPU."""
     shape = work.shape
     heads = shape.num_qo_heads, shape.num_kv_heads
-    return HeadPlacement(least_places(work.policy, shape.num_layers, *heads))
+    return HeadPlacement(least_places(work.policy, shape.num_layers, *heads, shape.windows))
 
 
 def _check_dense(placement: HeadPlacement, room: DeviceRoom) -> None:

@@ -50,7 +50,10 @@ def step_layouts(
     shape, policy, dtype, kv_format = work.shape, work.policy, work.dtype, work.kv_format
     row_items = kv_format.row_items(shape.head_dim)
     layers = layer_heads(
-        placement.places, work.selected_roles, shares_selection=policy.shares_selection
+        placement.places,
+        work.selected_roles,
+        shares_selection=policy.shares_selection,
+        windows=shape.windows,
     )
     slots = num_slots(work.batch_size)
     grows = scores_tokens(layers)
@@ -86,7 +89,8 @@ def step_layouts(
     return {
         "KV of resident heads": resident_pages(
             layers,
-            num_pages=work.pages_per_layer,
+            num_sequences=work.batch_size,
+            kv_len=work.kv_len,
             page_tokens=work.page_tokens,
             row_items=row_items,
             dtype=kv_format.page_dtype,

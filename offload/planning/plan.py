@@ -252,7 +252,7 @@ def _given(request: PlanRequest, room: DeviceRoom, limit: int | None) -> HeadPla
     placement, shape = request.placement, request.model.shape
     assert placement is not None
     placement.check_model(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads)
-    placement.check_policy(request.policy, shape.num_qo_heads)
+    placement.check_policy(request.policy, shape.num_qo_heads, shape.windows)
     heads = sum(placement.counts(Place.GPU))
     if room.holds(placement):
         return placement

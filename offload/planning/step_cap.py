@@ -130,7 +130,7 @@ def step_predictor(
             "max_tokens, or give max_tokens"
         )
     else:
-        placement.check_policy(policy, shape.num_qo_heads)
+        placement.check_policy(policy, shape.num_qo_heads, shape.windows)
     # The same for every cap: the inner policy keeps it.
     state_bytes = head_state_bytes(policy, shape, dtype, kv_len)
     work = Workload(shape, policy, kv_len, batch_size, dtype, page_tokens, state_bytes)

@@ -154,7 +154,7 @@ class StepModel:
         self._assumed: list[str] = []
         # Most layers are alike, and so are most placements that are compared.
         self._top_k_times: dict[tuple[bytes, bytes], float] = {}
-        self._layer_times: dict[tuple[bytes, bytes, bytes, float, bool], LayerTime] = {}
+        self._layer_times: dict[tuple[bytes, bytes, bytes, float, bool, int], LayerTime] = {}
         if work.weight_share < 1.0:
             self._assume(
                 f"packed weights: {work.weight_share:.0%} of the time of those in "
@@ -211,9 +211,11 @@ class StepModel:
             publishes: whether somebody waits for what heads on the GPU retrieve.
         """
         roles, members = self.roles[layer_idx], self.work.unit_members[layer_idx]
-        key = (roles.tobytes(), members.tobytes(), places.tobytes(), top_k_us, publishes)
+        window = (self.work.shape.windows or (0,) * (layer_idx + 1))[layer_idx]
+        key = (roles.tobytes(), members.tobytes(), places.tobytes(), top_k_us, publishes, window)
         if key not in self._layer_times:
-            self._layer_times[key] = self._layer(roles, members, places, top_k_us, publishes)
+            layer = (roles, members, places, top_k_us, publishes, window)
+            self._layer_times[key] = self._layer(*layer)
         return self._layer_times[key]
 
     def _layer(
@@ -223,6 +225,7 @@ class StepModel:
         places: UInt8Array,
         top_k_us: float,
         publishes: bool,
+        window_tokens: int,
     ) -> LayerTime:
         work = self.work
         # With codes on the GPU as without: what these save was not measured.
@@ -241,7 +244,9 @@ class StepModel:
         if hot.any():
             return self._hot_layer(device, roles, members, hot, publishes=publishes)
         window = device.window_us if num_on_cpu else 0.0
-        gpu = self._resident_us(device, resident, publishes=publishes) + window
+        gpu = (
+            self._resident_us(device, resident, publishes=publishes, window=window_tokens) + window
+        )
         gather = slowed = merge = reply = 0.0
         if num_on_cpu:
             merge = device.merge_us
@@ -347,10 +352,13 @@ class StepModel:
             self._top_k_times[key] = self._device.top_k.us(num_scores)
         return self._top_k_times[key]
 
-    def _resident_us(self, device: DeviceProfile, roles: UInt8Array, *, publishes: bool) -> float:
-        """Attention to all tokens of heads in GPU pages."""
+    def _resident_us(
+        self, device: DeviceProfile, roles: UInt8Array, *, publishes: bool, window: int = 0
+    ) -> float:
+        """Attention to all tokens of heads in GPU pages, or to those in a layer's window."""
         work = self.work
-        of_head = work.batch_size * work.kv_len * 2 * work.row_bytes
+        kv_len = min(work.kv_len, window or work.kv_len)
+        of_head = work.batch_size * kv_len * 2 * work.row_bytes
         table = device.retrieval if publishes else device.attention
         return table.us(len(roles) * of_head)
 

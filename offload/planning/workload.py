@@ -88,9 +88,14 @@ class Workload:
 
     @cached_property
     def selected_roles(self) -> UInt8Array | None:
-        """Role of each [layer, KV head]; None if the policy selects nothing."""
+        """Role of each [layer, KV head], DENSE where it sees a window; None if the policy selects
+        nothing."""
         shape = self.shape
-        return kv_head_roles(self.policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
+        heads = shape.num_layers, shape.num_qo_heads, shape.num_kv_heads
+        roles = kv_head_roles(self.policy, *heads)
+        if roles is not None:
+            roles[np.flatnonzero(shape.windows)] = DENSE
+        return roles
 
     @cached_property
     def unit_members(self) -> UInt8Array:

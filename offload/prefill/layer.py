@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpu_ops.rms_norm import rms_norm
@@ -118,10 +117,7 @@ def _dense_mlp(layer: DecoderLayer, normed: Tensor, pool: WorkerPool | None) -> 
             gelu_mul=layer.gate == "gelu_tanh",
         )
     gate, up = (y.contiguous() for y in _outputs(gate_up, normed, pool, (1, 1)))
-    if layer.gate == "silu":
-        activate(gate, up)
-    else:
-        gate = F.gelu(gate, approximate="tanh").mul_(up)
+    activate(gate, up, layer.gate)
     return down(gate, pool)
 
 

@@ -16,6 +16,7 @@ from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.kv.format import KV_DTYPES
 from offload.kv_compression.bound import CONDENSED_SHARE
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
+from offload.models.families import Where
 from offload.policies import Policy
 from offload.policies.auto import Auto
 from offload.policies.registry import make_policy
@@ -173,6 +174,13 @@ class RuntimeConfig:
             raise _unknown("kv_dtype", self.kv_dtype, list(KV_DTYPES))
 
     @property
+    def runs_on(self) -> Where:
+        """What computes the layers."""
+        if self.tensor_parallel_size > 1:
+            return "ranks"
+        return "cpu" if self.device == "cpu" and self.backend is None else "gpu"
+
+    @property
     def packing(self) -> str:
         """`weights` if they may be packed here, else ""; "auto" and AUTO_ON_GPU pack what a file
         has so."""
@@ -181,8 +189,7 @@ class RuntimeConfig:
         if self.weights != "auto":
             return self.weights
         if self.device == "cpu":
-            inline = self.backend is not None or self.tensor_parallel_size > 1
-            return "" if inline else "auto"
+            return "auto" if self.runs_on == "cpu" else ""
         return AUTO_ON_GPU
 
     def under(self, policy: Policy) -> RuntimeConfig:

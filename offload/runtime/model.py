@@ -149,8 +149,7 @@ class OffloadedModel(FixedModel):
         together = nullcontext() if ranks is None else ranks.together()
         with together, without_autocast(torch.device(config.device)):
             folder = find_folder(name_or_path, hub, ranks)
-            native = config.device == "cpu" and config.backend is None and ranks is None
-            if is_generic(check_model_type(folder / "config.json"), native=native):
+            if is_generic(check_model_type(folder / "config.json"), where=config.runs_on):
                 return load_generic_model(folder, config)
             return _offloaded(load_model(name_or_path, folder, config, ranks))
 

@@ -24,7 +24,7 @@ from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import HubOptions, checkpoint_name, resolve_folder
 from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import folder_tokenizer, load_delimiter_classes, load_stock_model
-from offload.models import LeanModel, ModelShape, has_experts, lean_model_maker
+from offload.models import LeanModel, ModelShape, lean_model_maker
 from offload.models.base import check_alike
 from offload.models.rank_part import keep_own_weights, rank_view
 from offload.policies import Policy
@@ -221,11 +221,12 @@ def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | 
     """
     policy, shape = config.policy, lean.shape
     of_policy = needs_alike_layers(policy, shape.num_layers, shape.num_kv_heads)
+    of_device, of_backend = f"device={config.device!r}", f"backend={config.backend!r}"
     of_this_policy = f"policy={policy.name!r}, which {of_policy},"
     needs = {
         "a model of several ranks": ranks is not None,
-        f"device={config.device!r}": config.device != "cpu",
-        f"backend={config.backend!r}": config.backend is not None,
+        of_device: config.device != "cpu",
+        of_backend: config.backend is not None,
         "host_bytes_per_sequence": config.host_bytes_per_sequence is not None,
         "quality_probe": config.quality_probe > 0.0,
         "cache_correction_every": config.cache_correction_every is not None,
@@ -238,15 +239,16 @@ def check_heads(lean: LeanModel, config: RuntimeConfig, ranks: TensorParallel | 
         return
     units = shape.num_layers, shape.num_kv_heads
     by_unit = [policy.roles(*units), policy.unit_members(*units)] if policy.selects else []
-    del needs[of_this_policy]
+    for of_windows in (of_this_policy, of_device, of_backend):
+        needs.pop(of_windows, None)
     needs[f"policy={policy.name!r}, which tells layers or heads apart,"] = any(
         x is not None for x in by_unit
     )
     for what, is_asked in needs.items():
         if is_asked:
             raise NotImplementedError(
-                f"{what} is not for layers that see a window of {window} tokens yet; others decode "
-                "with device='cpu' under policies such as 'full', 'exact_topk' and 'sketch'"
+                f"{what} is not for layers that see a window of {window} tokens yet; they decode "
+                "in one process under policies such as 'full', 'exact_topk' and 'sketch'"
             )
 
 
@@ -262,11 +264,6 @@ def check_before_loading(
             ranks than KV heads, or ranks between which packed weights cannot be cut; a kv_dtype
             that does not fit the model.
     """
-    if config.weights in FORMATS and has_experts(checkpoint.config):
-        raise NotImplementedError(
-            f"weights={config.weights!r} with a model of type {checkpoint.config['model_type']!r}: "
-            "experts are packed where their checkpoint has them so; give weights='auto'"
-        )
     if config.weights in FORMATS and checkpoint.packs_as_generic:
         raise NotImplementedError(
             f"weights={config.weights!r} with a quantised checkpoint of type "

@@ -144,7 +144,7 @@ def _pooled_forward(
     if type(module) is nn.Linear:
         return _PooledForward if module.weight.is_contiguous() else None
     down = getattr(module, "down_proj", None)
-    names = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
+    names = ("has_gate", "has_bias", "is_transposed", "num_experts")
     if not isinstance(down, Tensor) or not all(hasattr(module, name) for name in names):
         return None
     up = module.gate_up_proj if module.has_gate else module.up_proj

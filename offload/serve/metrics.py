@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import (
@@ -136,30 +136,17 @@ class Metrics:
         self.registry.register(_OfEngine(engine))
         self.registry.register(_Build(engine))
         self._labelled.register(_OfModel(self.registry, model_name))
-        self.queued = Histogram(
-            "offload_queued_seconds",
-            "Time that a choice waits before its prompt is read.",
-            buckets=_SECONDS,
-            registry=self.registry,
+
+        def seconds(name: str, about: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            name = f"offload_{name}_seconds"
+            return Histogram(name, about, buckets=buckets, registry=self.registry)
+
+        self.queued = seconds("queued", "Time that a choice waits before its prompt is read.")
+        self.first_token = seconds("first_token", "Time to the first token of a choice.")
+        self.inter_token = seconds(
+            "inter_token", "Time from a token of a choice to its next.", _GAP_SECONDS
         )
-        self.first_token = Histogram(
-            "offload_first_token_seconds",
-            "Time to the first token of a choice.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.inter_token = Histogram(
-            "offload_inter_token_seconds",
-            "Time from a token of a choice to its next.",
-            buckets=_GAP_SECONDS,
-            registry=self.registry,
-        )
-        self.answer = Histogram(
-            "offload_answer_seconds",
-            "Time to the last token of a choice.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
+        self.answer = seconds("answer", "Time to the last token of a choice.")
 
     def response(self) -> Response:
         """The text that Prometheus reads."""

@@ -10,7 +10,6 @@ from offload.measuring.steps.step_timeline import SHARES
 from offload.system.memory import format_bytes
 from perf.gpu_steps import NO_OFFLOAD
 from perf.tables.markdown import (
-    DEFAULT_BUDGET_TOKENS,
     Columns,
     Row,
     by_context,
@@ -60,12 +59,9 @@ def gpu_prefill_table(results: Results) -> str:
     title = (
         f"Prefill of one prompt in slices of {prefill['settings']['slice_tokens']:,} tokens; "
         f"*{NO_OFFLOAD}* is the same code with the same kernels, which drops each layer's keys and "
-        "values on the GPU."
+        "values on the GPU. Ours ran with the GPU's memory capped at "
+        f"{format_bytes(prefill['settings']['memory_cap_bytes'])}. {_options_note(prefill)}"
     )
-    cap = prefill["settings"].get("memory_cap_bytes")
-    if cap is not None:
-        title += f" Ours ran with the GPU's memory capped at {format_bytes(cap)}."
-    title += f" {_options_note(prefill)}"
     columns: Columns = {
         "prefill": engine_name,
         "tokens": "{kv_len:,}",
@@ -86,10 +82,7 @@ def _peak_cell(row: Row, weight_bytes: int) -> str:
 
 def _options_note(result: dict[str, Any]) -> str:
     """Options of the policies of a part of `perf.bench_gpu`."""
-    settings = result["settings"]
-    alpha = {"LFPS alpha": settings["lfps_alpha"]} if "lfps_alpha" in settings else {}
-    budget = settings.get("budget_tokens", DEFAULT_BUDGET_TOKENS)
-    return policy_options_note(budget, **alpha)
+    return policy_options_note(result["settings"]["budget_tokens"])
 
 
 def _section(result: dict[str, Any], title: str, columns: Columns, rows: Iterable[Any]) -> str:
@@ -102,12 +95,11 @@ def _machine_line(result: dict[str, Any]) -> str:
     machine, settings = result["machine"], result["settings"]
     versions = machine["versions"]
     changed = " with changes" if machine["uncommitted_changes"] else ""
-    run = f", run {settings['run']}" if "run" in settings else ""  # of parts that share one
     return (
         f"*{', '.join(machine['gpus']) or 'no GPU'}, driver {machine['nvidia_driver']}; "
         f"{machine['cpu']}, {machine['cpus_usable']} CPUs, ISA {machine['isa']}; "
         f"torch {versions['torch']}, transformers {versions['transformers']}; commit "
-        f"{machine['commit'][:12]}{changed}, {machine['date']}{run}.*"
+        f"{machine['commit'][:12]}{changed}, {machine['date']}, run {settings['run']}.*"
     )
 
 

@@ -75,15 +75,10 @@ def folded(summary: str, content: str) -> str:
     return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{content}\n\n</details>'
 
 
-def policy_options_note(budget_tokens: int = DEFAULT_BUDGET_TOKENS, **changed: Any) -> str:
-    """Which options the policies of a table of speed had, and where the same are judged.
-
-    Args:
-        changed: options that were not the defaults.
-    """
-    options = [f"a budget of {budget_tokens:,} tokens"]
-    options += [f"{name} {value}" for name, value in changed.items()]
+def policy_options_note(budget_tokens: int = DEFAULT_BUDGET_TOKENS) -> str:
+    """Which options the policies of a table of speed had, and where the same are judged."""
     return (
-        f"Policies with {', '.join(options)} and otherwise default options; what they lose with "
-        "these: [results](results.md), of a model of 135M parameters at 32K tokens and less."
+        f"Policies with a budget of {budget_tokens:,} tokens and otherwise default options; what "
+        "they lose with these: [results](results.md), of a model of 135M parameters at 32K tokens "
+        "and less."
     )

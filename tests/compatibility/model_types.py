@@ -38,8 +38,8 @@ _HEAD = """\
 compute, such as windows smaller than the context, is refused for llama, mistral, qwen2 and qwen3,
 and makes a model of another type generic (layers of phi3 and gemma3_text attend through windows and
 keep 64 tokens more: what goes back further is read again, as prompts are that share only the front
-of an earlier one; they refuse policies that tell layers or heads apart); so does a
-GPU, a backend or a rank where the table says so, and of phi3 `rope_type: longrope`, which reads a
+of an earlier one; they refuse policies that tell layers or heads apart); so do several ranks, or
+a GPU, where the table says so, and of phi3 `rope_type: longrope`, which reads a
 text anew where it outgrows its short factors. *generic*: transformers' own modules, on a CPU or,
 with `device="cuda"`, on a GPU. Attention of the layers that attend to all tokens is ours, their
 keys and values are in the host store; layers with a window or a recurrent state keep transformers'
@@ -62,11 +62,12 @@ is so for types that are not in this table, too, such as `mistral3` and `llava`.
 
 Quantised safetensors of a generic type (GPTQ, AWQ, compressed-tensors, FP8, NVFP4, bitsandbytes
 NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gpt-oss, lfm2, nemotron, phi3, qwen2moe,
-qwen3moe, qwen35, qwen35moe, stablelm and starcoder2 stay packed: linear layers, embeddings and, on
-a CPU, experts. What has a layout of its own is dequantised by itself; memory never holds the dense
+qwen3moe, qwen35, qwen35moe, stablelm and starcoder2 stay packed: linear layers, embeddings and
+experts. What has a layout of its own is dequantised by itself; memory never holds the dense
 model. `weights="q8"`, `"q4"` or a dtype is refused; phi3, gemma3_text, qwen3_moe and mixtral pack
-on a CPU what their files have so, too, and take a dtype. GGUF files of other generic types, such as
-gemma4 and falcon, are refused by name, and so is metadata that may change what is computed.
+what their files have so, too, and take a dtype; their dense checkpoints take q8 and q4. GGUF files
+of other generic types, such as gemma4 and falcon, are refused by name, and so is metadata that may
+change what is computed.
 
 With `device="cuda"` modules, windows and recurrent states are on the GPU, in `max_memory` of that
 GPU, and weights must fit it whole. A generation under `auto` or `full` whose keys and values fit
@@ -91,7 +92,10 @@ Row = tuple[str, str]  # one of the four words, and why
 def judged(model_type: str) -> Row:
     """What becomes of a model type."""
     if model_type in FAMILIES:
-        return LEAN, "generic but on a CPU" if FAMILIES[model_type].native_only else ""
+        family = FAMILIES[model_type]
+        if not family.peculiar:
+            return LEAN, ""
+        return LEAN, "generic of several ranks" if family.on_gpu else "generic but on a CPU"
     try:
         config = CONFIG_MAPPING[model_type]().to_dict()
         if not is_generic(config):

@@ -13,12 +13,11 @@ EMULATOR = "qemu-aarch64"
 
 
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="tests/cpu_ops runs NEON natively here")
-def test_neon_agrees_with_scalar(tmp_path):
+def test_neon_agrees_with_scalar():
     """Debian: apt-get install g++-aarch64-linux-gnu qemu-user."""
     if shutil.which(EMULATOR) is None:
         pytest.skip(f"{EMULATOR} is not installed")
     program = compile_program(
-        tmp_path,
         "kernel_parity.cpp",
         kernels=ALL_ISAS,
         units=["dispatch", "top_k"],

@@ -1,4 +1,4 @@
-"""Pool, attention and coprocessor under ThreadSanitizer, the kernels under ASan and UBSan."""
+"""Pool, attention and coprocessor under ThreadSanitizer, the kernels under ASan (and UBSan)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.slowly import slow_but
 from programs import ALL_ISAS, CPP, compile_program, run
 
 from cpu_ops import native
 from cpu_ops.causal_attention import has_causal_attention
 
 THREAD = ["-fsanitize=thread"]
-# What ASan finds as well would take the compiler a third of its time.
-ADDRESS = [
+ADDRESS = ["-fsanitize=address"]
+# What ASan finds as well would take the compiler a third of its time. The rest of UBSan's takes it
+# another third, and is left to `make test-all`.
+BOTH = [
     "-fsanitize=address,undefined",
     "-fno-sanitize=null,pointer-overflow,object-size,vptr",
     "-fno-sanitize-recover=all",
@@ -23,14 +26,9 @@ ATTENTION = [*sorted(path.stem for path in (CPP / "attention").glob("*.cpp")), "
 COPROCESSOR = ["coprocessor", "step_server", "hot_rows"]
 
 
-@pytest.fixture(scope="module")
-def thread_folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("tsan")
-
-
-@pytest.fixture(scope="module")
-def address_folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("asan")
+address = pytest.mark.parametrize(
+    "flags", slow_but([ADDRESS, BOTH], ADDRESS), ids=["address", "address and undefined"]
+)
 
 
 def run_threads(program: Path) -> None:
@@ -44,19 +42,16 @@ def run_threads(program: Path) -> None:
     assert result.stdout.strip() == "ok"
 
 
-def test_worker_pool_has_no_races(thread_folder):
+def test_worker_pool_has_no_races():
     run_threads(
-        compile_program(
-            thread_folder, "worker_pool_stress.cpp", kernels=[], units=["worker_pool"], flags=THREAD
-        )
+        compile_program("worker_pool_stress.cpp", kernels=[], units=["worker_pool"], flags=THREAD)
     )
 
 
 @pytest.mark.slow
-def test_decode_attention_has_no_races(thread_folder):
+def test_decode_attention_has_no_races():
     run_threads(
         compile_program(
-            thread_folder,
             "decode_attention_stress.cpp",
             kernels=["scalar"],
             units=ATTENTION,
@@ -66,10 +61,9 @@ def test_decode_attention_has_no_races(thread_folder):
 
 
 @pytest.mark.slow
-def test_coprocessor_has_no_races(thread_folder):
+def test_coprocessor_has_no_races():
     run_threads(
         compile_program(
-            thread_folder,
             "coprocessor_stress.cpp",
             kernels=["scalar"],
             units=[*ATTENTION, *COPROCESSOR],
@@ -78,54 +72,52 @@ def test_coprocessor_has_no_races(thread_folder):
     )
 
 
-def stays_in_bounds(folder, source, *units):
+def stays_in_bounds(source, *units):
     """What a program of attention prints under the address sanitizer."""
-    program = compile_program(
-        folder, source, kernels=["scalar"], units=[*ATTENTION, *units], flags=ADDRESS
-    )
+    program = compile_program(source, kernels=["scalar"], units=[*ATTENTION, *units], flags=BOTH)
     result = run([program])
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 @pytest.mark.slow
-def test_heads_apart_stay_in_bounds_and_agree(address_folder):
+def test_heads_apart_stay_in_bounds_and_agree():
     """KV heads with pages of their own, each against attention to it alone."""
-    assert stays_in_bounds(address_folder, "heads_apart_stress.cpp").strip() == "ok"
+    assert stays_in_bounds("heads_apart_stress.cpp").strip() == "ok"
 
 
 @pytest.mark.slow
-def test_coprocessor_stays_in_bounds(address_folder):
+def test_coprocessor_stays_in_bounds():
     """Also of mailboxes that are gone."""
-    stays_in_bounds(address_folder, "coprocessor_stress.cpp", *COPROCESSOR)
+    stays_in_bounds("coprocessor_stress.cpp", *COPROCESSOR)
 
 
 @pytest.mark.slow
-def test_decode_attention_stays_in_bounds(address_folder):
-    stays_in_bounds(address_folder, "decode_attention_stress.cpp")
+def test_decode_attention_stays_in_bounds():
+    stays_in_bounds("decode_attention_stress.cpp")
 
 
-def test_kernels_stay_in_bounds_and_agree(address_folder):
+@address
+def test_kernels_stay_in_bounds_and_agree(flags):
     """Every ISA that runs here, on buffers of exactly the size a kernel may touch."""
     program = compile_program(
-        address_folder,
         "kernel_parity.cpp",
         kernels=ALL_ISAS,
         units=["dispatch", "top_k"],
-        flags=ADDRESS,
+        flags=flags,
     )
     result = run([program])
     assert result.returncode == 0, result.stderr
     assert result.stdout.split("\n")[:-1] == [f"{isa}: ok" for isa in native.available_isas()]
 
 
-def test_causal_attention_stays_in_bounds_and_agrees(address_folder):
+@address
+def test_causal_attention_stays_in_bounds_and_agrees(flags):
     program = compile_program(
-        address_folder,
         "causal_parity.cpp",
         kernels=ALL_ISAS,
         units=["dispatch"],
-        flags=ADDRESS,
+        flags=flags,
     )
     result = run([program])
     assert result.returncode == 0, result.stderr
@@ -136,16 +128,15 @@ def test_causal_attention_stays_in_bounds_and_agrees(address_folder):
 
 
 @pytest.mark.slow
-def test_amx_agrees_on_modelled_tiles(address_folder):
+def test_amx_agrees_on_modelled_tiles():
     """No AMX needed; where the CPU has it, tests/cpu_ops runs the real instructions."""
     if "avx512_bf16" not in native.available_isas():
         pytest.skip("AVX512-BF16, which the AMX table builds on, is not on this CPU")
     program = compile_program(
-        address_folder,
         "amx_parity.cpp",
         kernels=["scalar", "avx512", "avx512_vnni", "avx512_bf16"],
         units=[],
-        flags=ADDRESS,
+        flags=BOTH,
     )
     result = run([program])
     assert result.returncode == 0, result.stderr

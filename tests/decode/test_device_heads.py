@@ -87,9 +87,7 @@ def expected(tiny_folders: dict[str, Path]):
 
 
 @pytest.mark.parametrize("kind", slow_but(["retrieval", "gathered", "mixed"], "mixed"))
-@pytest.mark.parametrize(
-    "name", slow_but(policies(), "lychee_decode", "tidal_decode", "lychee_decode_threshold")
-)
+@pytest.mark.parametrize("name", slow_but(policies(), "tidal_decode", "lychee_decode_threshold"))
 def test_the_tokens_do_not_depend_on_the_place(backend, name, kind, tiny_folders, expected):
     policy = policies()[name]
     if name == "full" and kind != "retrieval":

@@ -215,7 +215,7 @@ def test_what_is_not_hot_is_estimated(policy, backend, tiny_folders, stock_model
     assert torch.equal(greedy(exact, tokens, 40), greedy(stock_models["llama"], tokens, 40))
 
 
-@pytest.mark.parametrize("clusters", [0, 16])
+@pytest.mark.parametrize("clusters", slow_but([0, 16], 16))
 def test_the_gpu_finds_rows_by_itself(clusters, backend, tiny_folders, stock_models):
     """By codes and the true query: nobody asks the host. Around the budget, of a batch with
     padding, in forks, after a crop, and when slots have other sequences."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases.every_type import tiny_model_of
+from cases.slowly import slow_but
 from cases.tiny_models import VOCAB_SIZE
 
 from offload.engine.engine import Engine
@@ -26,7 +27,9 @@ IDS = torch.randint(3, 250, (8, 200), generator=torch.Generator().manual_seed(1)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=[*TYPES, "gpt_oss inline"])
+@pytest.fixture(
+    scope="module", params=slow_but([*TYPES, "gpt_oss inline"], *TYPES[:2], "gpt_oss inline")
+)
 def model(request: pytest.FixtureRequest) -> Any:
     """The last one with its modules as on a GPU, apart from the attention of decode steps."""
     model_type, *backend = request.param.split()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from cases.operands import DTYPES, TOLERANCE, assert_close, poisoned, quiet_numpy, random
+from cases.packed_rows import OF_CODES, rows_of
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
-from cpu_ops.packed import FORMATS, PackedWeight, quantise
 from gpu_ops.launch import runs_kernel
 from gpu_ops.packed_linear import (
     GPU_FORMATS,
@@ -22,7 +20,6 @@ from gpu_ops.packed_linear import (
 from gpu_ops.packed_rows import has_tensor_cores
 
 EPS = 1e-5
-OF_CODES = 2e-2  # relative L2 of a row's int8 codes, of which the largest sets the grid
 
 
 def made(rng, rows: int, num_in: int, formats: str, device: str) -> list[PackedRows]:
@@ -33,27 +30,6 @@ def made(rng, rows: int, num_in: int, formats: str, device: str) -> list[PackedR
         dense = random(rng, share, num_in, dtype=torch.float32, device=device, scale=num_in**-0.5)
         parts.append(rows_of(dense, name))
     return parts
-
-
-def rows_of(dense: torch.Tensor, format: str) -> PackedRows:
-    packed = quantise(dense, format) if format in FORMATS else random_packed(dense, format)
-    rows = PackedRows.of(*attributes_of(packed))
-    assert torch.equal(rows.dequantise(), packed.dequantise())
-    return rows
-
-
-def attributes_of(packed: PackedWeight) -> tuple:
-    return packed.format, packed.codes, packed.scales, packed.minimums, packed.in_features
-
-
-def random_packed(dense: torch.Tensor, format: str) -> PackedWeight:
-    """q8 codes with minimums, or with a scale to each half of a group."""
-    q8 = quantise(dense, "q8")
-    if format == "q8m":
-        minimums = (q8.scales.float() * torch.randn_like(q8.scales.float()) * 40).half()
-        return replace(q8, minimums=minimums)
-    scales = torch.stack([q8.scales, (q8.scales.float() * 0.7).half()], -1).flatten(1)
-    return replace(q8, scales=scales)
 
 
 def dense_of(parts: list[PackedRows]) -> torch.Tensor:
@@ -136,8 +112,9 @@ def test_rows(
     assert_close(out, expected, neighbours + 16 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16, 27, 65])
-@pytest.mark.parametrize("format", GPU_FORMATS)
+@pytest.mark.parametrize(
+    ("format", "num_rows"), combinations(GPU_FORMATS, [1, 2, 8, 9, 16, 27, 65])
+)
 def test_numbers_of_rows(device: str, format: str, num_rows: int) -> None:
     rng = new_rng()
     x = random(rng, num_rows, 200, dtype=torch.bfloat16, device=device)

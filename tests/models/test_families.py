@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load
 from cases.tiny_models import LEAN_MODELS, TINY_MODELS, make_tiny_model, random_tokens
 from cases.top_k_reference import TOP_K, greedy_tokens
 
 from offload import OffloadedModel
+from offload.decode.gpu.placement import Place
 from offload.loading.checkpoint import check_checkpoint
-from offload.models import is_generic, lean_model_maker
+from offload.models import FAMILIES, is_generic, lean_model_maker
+from offload.models.families import Routed
+from offload.models.packed_experts import PackedExperts
 from offload.policies import Policy
 from offload.policies.full import Full
 from offload.runtime.budgets import weight_bytes_before_loading, weight_bytes_of
@@ -23,6 +27,12 @@ from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import GenericRuntime
 
 NEW = sorted(set(LEAN_MODELS) - set(TINY_MODELS))
+WITH_GPU = [name for name in NEW if isinstance(FAMILIES[name.partition("-")[0]], Routed)]
+PLACES = [
+    *((name, {}) for name in NEW),
+    *((name, {"backend": "inline"}) for name in WITH_GPU),
+    *(pytest.param(name, {"device": "cuda"}, marks=pytest.mark.cuda) for name in WITH_GPU),
+]
 NUM_NEW = 32
 LONGROPE = {
     "rope_type": "longrope",
@@ -35,18 +45,29 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 @pytest.mark.parametrize("policy", [Full(), TOP_K], ids=["full", "exact_topk"])
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize(("name", "where"), PLACES)
 @torch.inference_mode()
 def test_tokens_are_those_of_transformers(
-    name: str, policy: Policy, stock_models: dict[str, Any], tiny_folders: dict[str, Path]
+    name: str,
+    where: dict[str, Any],
+    policy: Policy,
+    stock_models: dict[str, Any],
+    tiny_folders: dict[str, Path],
 ) -> None:
     prompt = random_tokens(1, 61, seed=3)
     expected = greedy_tokens(copy.deepcopy(stock_models[name]), policy, prompt, NUM_NEW)
     model = OffloadedModel.from_pretrained(
-        tiny_folders[name], policy=policy, num_threads=2, page_tokens=16, prefill_slice_tokens=24
+        tiny_folders[name],
+        policy=policy,
+        num_threads=2,
+        page_tokens=16,
+        prefill_slice_tokens=24,
+        **where,
     )
     assert not isinstance(model._offload, GenericRuntime)
-    made = model.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)
+    made = model.generate(
+        prompt.to(model.device), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
+    )
     assert made[0, prompt.shape[1] :].tolist() == expected
     assert len(set(expected)) > 2
 
@@ -92,12 +113,9 @@ def test_embeddings_that_are_given(
         ("granite", {"hidden_act": "gelu"}, True),
         ("olmo2", {}, False),
         ("exaone4", {}, False),
-        ("phi3", {}, False),
         ("phi3", {"rope_parameters": LONGROPE, "head_dim": 16}, True),
-        ("gemma3_text", {}, False),
         ("gemma3_text", {"hidden_activation": "silu"}, True),
         ("gemma3_text", {"final_logit_softcapping": 3.0}, True),
-        ("qwen3_moe", {}, False),
         ("mixtral", {"hidden_act": "gelu"}, True),
     ],
 )
@@ -108,7 +126,8 @@ def test_what_the_lean_layers_lack_is_generic(
     stock = make_tiny_model(name, **changes)
     stock.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert is_generic(config, native=native)
+    assert is_generic(config, where="cpu" if native else "gpu")
+    assert is_generic(config, where="ranks")
     assert not is_generic(make_tiny_model(name).config.to_dict())
     model = OffloadedModel.from_pretrained(
         tmp_path, num_threads=1, page_tokens=16, backend=None if native else "inline"
@@ -151,13 +170,29 @@ def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_dense_experts_are_not_packed(name: str, tiny_folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("weights", ["auto", "q8", "q4"])
+@pytest.mark.parametrize("where", [{}, {"backend": "inline"}], ids=["cpu", "inline"])
+def test_experts_may_be_packed(
+    name: str, weights: str, where: dict[str, Any], tiny_folders: dict[str, Path]
+) -> None:
     folder = tiny_folders[name]
-    with pytest.raises(NotImplementedError, match=f"weights='q8' with a model of type '{name}'"):
-        OffloadedModel.from_pretrained(folder, weights="q8")
-    checkpoint, config = check_checkpoint(folder), runtime_config(num_threads=1)
-    loaded = OffloadedModel.from_pretrained(folder, num_threads=1)
+    options: dict[str, Any] = {"num_threads": 1, "weights": weights, **where}
+    checkpoint, config = check_checkpoint(folder), runtime_config(**options)
+    loaded = OffloadedModel.from_pretrained(folder, policy="full", **options)
     assert weight_bytes_before_loading(checkpoint, config) == weight_bytes_of(loaded)
+    experts = [x for x in loaded.modules() if isinstance(x, PackedExperts)]
+    assert bool(experts) == (weights != "auto")
+    dense = OffloadedModel.from_pretrained(folder, policy="full", num_threads=1)
+    for mine, theirs in zip(loaded.model.layers, dense.model.layers, strict=True):
+        if not hasattr(mine.mlp, "experts"):
+            continue
+        assert torch.equal(mine.mlp.gate.weight, theirs.mlp.gate.weight)  # routers stay
+        if experts:
+            matrices = mine.mlp.experts.down_proj.of_stock(), theirs.mlp.experts.down_proj
+            assert torch.dist(*matrices) < {"q8": 0.01, "q4": 0.1}[weights] * matrices[1].norm()
+    tokens, cache = random_tokens(1, 40), loaded.new_cache()
+    found = [loaded(part, past_key_values=cache).logits for part in tokens.split([37, 1, 2], 1)]
+    assert torch.cat(found, 1).isfinite().all()
 
 
 def test_a_router_that_changes_is_refused(tiny_folders: dict[str, Path]) -> None:
@@ -165,3 +200,36 @@ def test_a_router_that_changes_is_refused(tiny_folders: dict[str, Path]) -> None
     model.model.layers[0].mlp.gate.top_k = 1
     with pytest.raises(NotImplementedError, match=r"gate\.top_k was changed from 3 to 1"):
         model(random_tokens(1, 8))
+
+
+@pytest.mark.parametrize("backend", [INLINE, STREAM, GRAPH])
+@pytest.mark.parametrize("policy", [Full(), TOP_K], ids=["full", "exact_topk"])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("phi3", {}), ("phi3", {"sliding_window": 40}), ("gemma3_text", {})]
+)
+@torch.inference_mode()
+def test_on_a_gpu(
+    name: str,
+    changes: dict[str, Any],
+    policy: Policy,
+    backend: tuple[str, str | None],
+    tmp_path: Path,
+) -> None:
+    """Alone, in a batch, and where a cache was cut to before a window's tokens."""
+    stock = make_tiny_model(name, **changes)
+    stock.save_pretrained(tmp_path)
+    model = load(tmp_path, policy, backend)
+    assert not isinstance(model._offload, GenericRuntime)
+    windows = model._offload.lean.each("window")
+    places = model._offload.decoder.placement.places
+    assert all((of == Place.GPU).all() for of, n in zip(places, windows, strict=True) if n)
+    prompts, reference = random_tokens(2, 61, seed=4), load(tmp_path, policy, ("cpu", None))
+    expected = greedy(reference, prompts, NUM_NEW)
+    if not (policy.selects or changes):
+        assert torch.equal(expected, greedy(stock, prompts, NUM_NEW))
+    assert torch.equal(greedy(model, prompts, NUM_NEW), expected)
+    cache = model.new_cache()
+    assert torch.equal(greedy(model, prompts[:1], NUM_NEW, past_key_values=cache), expected[:1])
+    cache.crop(-12)
+    again = greedy(model, expected[:1, :82], NUM_NEW - 21, past_key_values=cache)
+    assert torch.equal(again, expected[:1])

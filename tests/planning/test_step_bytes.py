@@ -184,7 +184,7 @@ def test_a_step_takes_what_was_planned(
 def test_layers_of_equally_many_heads_share_slabs() -> None:
     def pages(*heads: int) -> int:
         layers = [LayerHeads(tuple(range(n)), (), ()) for n in heads]
-        sizes = {"num_pages": 14, "page_tokens": 16, "row_items": 8}
+        sizes = {"num_sequences": 7, "kv_len": 20, "page_tokens": 16, "row_items": 8}
         return layout_bytes(resident_pages(layers, dtype=torch.bfloat16, **sizes))
 
     page = 2 * 16 * 8 * 2

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases.every_type import tiny_model_of
+from cases.slowly import combinations
 from cases.tiny_models import VOCAB_SIZE, byte_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
@@ -61,8 +62,7 @@ def tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) ->
     return model.generate(input_ids=ids, attention_mask=mask, **settings)
 
 
-@pytest.mark.parametrize("backend", [None, "inline"])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(("model_type", "backend"), combinations(TYPES, [None, "inline"]))
 def test_tokens_are_those_of_the_stock_model(
     folders: dict[str, Path], model_type: str, backend: str | None
 ) -> None:
@@ -84,8 +84,7 @@ def test_tokens_are_those_of_the_stock_model(
     assert model.kv_store.num_sequences == 0
 
 
-@pytest.mark.parametrize("backend", [None, "inline"])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(("model_type", "backend"), combinations(TYPES, ["inline", None]))
 def test_turns_go_on_from_the_cache(
     folders: dict[str, Path], model_type: str, backend: str | None
 ) -> None:

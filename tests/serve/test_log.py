@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases.slowly import slow_but
 from serve.conftest import Serve, serving_process
 from serve.test_life import LONG, SHORT, engine_of, raw, until
 
@@ -257,7 +258,7 @@ def test_who_may_not_come_in_is_told(serve: Serve, lines: Lines) -> None:
         assert lines.one("keyless")["error"] == "missing or wrong API key"
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("form", slow_but(["text", "json"], "json"))
 def test_the_command(serve_folder: Path, tmp_path: Path, form: str) -> None:
     """Every line of stderr has the form, and none is wrapped; keys are of a file."""
     keys = tmp_path / "keys.txt"

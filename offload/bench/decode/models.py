@@ -28,6 +28,7 @@ from offload.measuring.steps.session import (
 from offload.measuring.synthetic.model_cache import structured_model_cache
 from offload.measuring.synthetic.random_model import random_model
 from offload.models import LeanModel, lean_model_maker
+from offload.models.base import check_alike
 from offload.models.shape import MODEL_SHAPES
 from offload.policies import Policy
 from offload.runtime.budgets import pool_threads, weight_bytes_of
@@ -226,8 +227,16 @@ def _room_for_weights(name: str) -> Iterator[None]:
 
 
 def lean_model(stock: Any) -> LeanModel:
-    """The lean view of a stock model."""
-    return lean_model_maker(stock.config.model_type)(stock)
+    """The lean view of a stock model, for engines that attend to all tokens in layers alike.
+
+    Raises:
+        NotImplementedError: a layer has a window, or other heads than the first.
+    """
+    lean = lean_model_maker(stock.config.model_type, heads_may_differ=True)(stock)
+    check_alike([layer.spec for layer in lean.layers], "the graph of all on the GPU")
+    if lean.shape.windows:
+        raise NotImplementedError("layers with a window are not for the graph of all on the GPU")
+    return lean
 
 
 def synchronize(device: torch.device) -> None:

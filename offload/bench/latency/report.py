@@ -64,8 +64,7 @@ def threads_title(num_threads: int) -> str:
 def table_cells(rows: Sequence[Row], num_threads: int) -> list[list[str]]:
     """Header and lines of one number of threads, sorted by context; times in microseconds.
 
-    The last column is what the policy keeps, or, beside a block of fewer threads that says so
-    already, the speedup over that.
+    Beside a block of fewer threads the last column is the speedup over that.
     """
     fewest = min(row["num_threads"] for row in rows)
     columns: dict[str, Callable[[Row], str]] = {
@@ -76,9 +75,7 @@ def table_cells(rows: Sequence[Row], num_threads: int) -> list[list[str]]:
         "over top-k": lambda row: _times(row["speedup_over_exact_topk"]),
         "memory": lambda row: f"{row['yardstick_share']:.0%}",
     }
-    if num_threads == fewest:
-        columns["mass"] = lambda row: f"{row['mass_kept']:.0%}"
-    else:
+    if num_threads > fewest:
         columns[f"vs {threads_title(fewest)}"] = lambda row: _times(row["thread_speedup"])
     chosen = [row for row in rows if row["num_threads"] == num_threads]
     chosen.sort(key=lambda row: int(row["kv_len"]))
@@ -89,8 +86,7 @@ CAPTION = """\
 µs: per token and layer that is not dense; median ± half of p10 to p90
 over full, over top-k: how many times faster than full, than exact_topk
 memory: of the bandwidth measured in this run; in sequence for full and
-  policies that scan, by rows for others
-mass: attention kept, sinks left out"""
+  policies that scan, by rows for others"""
 
 
 def _times(ratio: float | None) -> str:

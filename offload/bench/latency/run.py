@@ -88,6 +88,7 @@ def run_latency(
     for depth in depths:
         workload = structured_workload(
             heads,
+            policies,
             kv_len=depth,
             num_steps=num_steps,
             num_layers=layers[depth],
@@ -96,10 +97,9 @@ def run_latency(
             seed=seed,
             on_layer=advance(f"{depth:,} tokens: keys"),
         )
-        with closing(workload.store):
+        with closing(workload):
             rows += measure_latency(
                 workload,
-                policies,
                 threads=threads,
                 repeats=repeats,
                 on_step=advance(f"{depth:,} tokens: steps"),

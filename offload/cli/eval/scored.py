@@ -69,7 +69,7 @@ class Setup:
 
         runs = self.runs
         native = runs.device == "cpu" and runs.reads_on is None and not runs.hot_rows
-        return is_generic(self.checkpoint.config, native=native)
+        return is_generic(self.checkpoint.config, where="cpu" if native else "gpu")
 
     def _check_generic(self) -> None:
         """Refuse, before anything is loaded, what a model without lean layers does not take here.

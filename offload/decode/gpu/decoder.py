@@ -77,6 +77,7 @@ class DeviceDecoder(SequencePart):
             num_qo_heads=model.shape.num_qo_heads,
             pool=self.pool,
             sm_scale=model.sm_scales,
+            windows=model.each("window"),
             make_compression=make_compression,
         )
         self._weights = weights = DeviceWeights.of(model)

@@ -186,6 +186,7 @@ class DeviceHeads:
             heads,
             group_size=self._group_size,
             page_tokens=self._page_tokens,
+            ring_tokens=layer.window,
             sm_scale=self._sm_scales[layer_idx],
             partial_out=partial_out,
             partial_lse=partial_lse,

@@ -36,6 +36,7 @@ class LayerHeads:
         coded: of the host's, those for which the GPU lists candidates; or all hot ones.
         finds: whether hot heads' rows are found by codes.
         predicts: whether the choice for some hot heads needs a query, or all reuse one from above.
+        window: tokens that the layer sees, the last ones, of which the GPU has no others; 0: all.
     """
 
     resident: tuple[int, ...]
@@ -47,10 +48,11 @@ class LayerHeads:
     coded: tuple[int, ...] = ()
     finds: bool = False
     predicts: bool = False
+    window: int = 0
 
     @cached_property
     def is_resident(self) -> bool:
-        """All tokens of all heads are on the GPU, and no layer waits for a selection."""
+        """All that all heads see is on the GPU, and no layer waits for a selection."""
         return not (self.gathered or self.host or self.hot or self.publishing)
 
     @cached_property
@@ -63,12 +65,17 @@ class LayerHeads:
         """Some heads need the sink tokens and the recent window on the GPU."""
         return bool(self.gathered or self.host or self.hot)
 
+    def num_pages(self, kv_len: int, page_tokens: int) -> int:
+        """GPU pages of a sequence's resident heads."""
+        return -(-min(kv_len, self.window or kv_len) // page_tokens)
+
 
 def layer_heads(
     places: npt.NDArray[np.uint8],
     roles: npt.NDArray[np.uint8] | None,
     *,
     shares_selection: bool = False,
+    windows: Sequence[int] = (),
 ) -> tuple[LayerHeads, ...]:
     """The heads of each layer.
 
@@ -76,6 +83,7 @@ def layer_heads(
         places: Place of each [layer, KV head].
         roles: of `Policy.roles` for units that are KV heads; None: none retrieves.
         shares_selection: the policy's; what one head publishes is for all.
+        windows: tokens that each layer sees, 0: all; (): of all of them.
     """
     layers: list[LayerHeads] = []
     awaited = np.zeros(places.shape, np.bool_)
@@ -85,17 +93,19 @@ def layer_heads(
     predicts = places == Place.HOT
     if roles is not None:
         predicts &= roles != REUSE
-    of_layers = zip(places.tolist(), publishing, predicts.any(axis=1).tolist(), strict=True)
-    for of_layer, publishes, needs_query in of_layers:
+    windows = windows or [0] * len(places)
+    queries = predicts.any(axis=1).tolist()
+    of_layers = zip(places.tolist(), publishing, queries, windows, strict=True)
+    for of_layer, publishes, needs_query, window in of_layers:
         above = layers[-1].publishing if layers else ()
         late = tuple(range(len(of_layer))) if above and shares_selection else above
-        layers.append(_heads_of(tuple(of_layer), publishes, late, needs_query))
+        layers.append(_heads_of(tuple(of_layer), publishes, late, needs_query, window))
     return tuple(layers)
 
 
 @lru_cache(maxsize=1024)  # most layers are alike, and so are placements that are compared
 def _heads_of(
-    of_layer: tuple[int, ...], publishes: bool, late: tuple[int, ...], predicts: bool
+    of_layer: tuple[int, ...], publishes: bool, late: tuple[int, ...], predicts: bool, window: int
 ) -> LayerHeads:
     """The heads of one layer; fetched ones that are in `late` wait for the layer above."""
 
@@ -114,6 +124,7 @@ def _heads_of(
         heads(Place.CODES, Place.FOUND),
         Place.FOUND in of_layer,
         predicts,
+        window,
     )
 
 

@@ -21,12 +21,13 @@ from torch import Tensor
 from cpu_ops.decoder_layers import FusedLayer, Norm
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.linear import GpuLinear
-from gpu_ops.rms_norm import add_rms_norm
+from gpu_ops.rms_norm import add_normed, add_rms_norm
+from gpu_ops.routed_linear import GpuRoutedMlp
 from offload.models import LeanModel, ModelShape
 from offload.models.base import norm_of
 from offload.ranks.group import TensorParallel
 
-DeviceLayer = FusedLayer[GpuLinear]
+DeviceLayer = FusedLayer[GpuLinear, GpuRoutedMlp]
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ class LinearPath(Protocol):
         """Queries of x alone, [n, num_qo_heads * head_dim]; after `qkv` of the same x."""
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
-        """x += o_proj(attended)."""
+        """x += o_proj(attended), or its norm."""
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
-        """x += down(silu(gate) * up)."""
+        """x += down(f(gate) * up), or the experts' sum of that, or its norm."""
 
     def finish(self, x: Tensor) -> None:
         """After the last layer."""
@@ -90,12 +91,15 @@ class OneRow:
         return queries(x, self._query, norm=layer.input_norm)
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
-        self._project_and_add(attended, layer.o_proj, x)
+        self._project_and_add(attended, layer.o_proj, x, layer.attention_out_norm)
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
+        if layer.routed is not None:
+            layer.routed(x, x, norm=layer.mlp_norm, residual=x)
+            return
         gate_up, down = _dense_mlp(layer)
-        gate_up(x, self._gated, norm=layer.mlp_norm, glu=True)
-        self._project_and_add(self._gated, down, x)
+        gate_up(x, self._gated, norm=layer.mlp_norm, glu=True, gate=layer.gate)
+        self._project_and_add(self._gated, down, x, layer.mlp_out_norm)
 
     def finish(self, x: Tensor) -> None:
         """Nothing waits."""
@@ -103,8 +107,12 @@ class OneRow:
     def logits(self, weights: DeviceWeights, x: Tensor) -> Tensor:
         return weights.lm_head(x, self._logits, norm=weights.final_norm)
 
-    def _project_and_add(self, row: Tensor, linear: GpuLinear, x: Tensor) -> None:
-        if self._ranks is None:
+    def _project_and_add(
+        self, row: Tensor, linear: GpuLinear, x: Tensor, norm: Norm | None
+    ) -> None:
+        if norm is not None:  # of families that have no ranks
+            add_normed(x, linear(row), *norm)
+        elif self._ranks is None:
             linear(row, x, residual=x)
         else:
             x += self._ranks.all_reduce(linear(row, self._summand))
@@ -127,13 +135,16 @@ class ManyRows:
         return layer.qkv.first(self._query_width)(normed)
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
-        self._waiting = self._sum(layer.o_proj(attended))
+        self._add_later(x, layer.o_proj(attended), layer.attention_out_norm)
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
-        gate_up, down = _dense_mlp(layer)
         normed = self._add_and_norm(x, layer.mlp_norm)
-        gated = gate_up(normed, self._gated[: len(x)], glu=True)
-        self._waiting = self._sum(down(gated))
+        if layer.routed is not None:
+            self._waiting = layer.routed(normed)
+            return
+        gate_up, down = _dense_mlp(layer)
+        gated = gate_up(normed, self._gated[: len(x)], glu=True, gate=layer.gate)
+        self._add_later(x, down(gated), layer.mlp_out_norm)
 
     def finish(self, x: Tensor) -> None:
         if self._waiting is not None:
@@ -143,8 +154,12 @@ class ManyRows:
     def logits(self, weights: DeviceWeights, x: Tensor) -> Tensor:
         return weights.lm_head(self._add_and_norm(x, weights.final_norm))
 
-    def _sum(self, x: Tensor) -> Tensor:
-        return x if self._ranks is None else self._ranks.all_reduce(x)
+    def _add_later(self, x: Tensor, delta: Tensor, norm: Norm | None) -> None:
+        """x += delta with the next norm, or its own `norm` now."""
+        if norm is not None:  # of families that have no ranks
+            add_normed(x, delta, *norm)
+        else:
+            self._waiting = delta if self._ranks is None else self._ranks.all_reduce(delta)
 
     def _add_and_norm(self, x: Tensor, norm: Norm | None) -> Tensor:
         assert norm is not None  # families without one have no layers on a GPU

@@ -63,7 +63,8 @@ class PlacedHeads:
         self.window = window_of(self._policy)
         self.expected, self.num_changes = Expected(), 0
         heads = attention.num_qo_heads, self._store.num_kv_heads
-        self.least = HeadPlacement(least_places(self._policy, len(model.layers), *heads))
+        self._windows = windows = model.shape.windows
+        self.least = HeadPlacement(least_places(self._policy, len(model.layers), *heads, windows))
         self._code_shape = CodeShape.of(self._policy, model.shape, self._store.page_tokens)
         placement = placement or self.least
         self.check(placement)
@@ -73,7 +74,7 @@ class PlacedHeads:
         """Raise ValueError for one of another model, or that the policy does not allow."""
         num_kv_heads = self._store.num_kv_heads
         placement.check_model(num_layers=len(self._model.layers), num_kv_heads=num_kv_heads)
-        placement.check_policy(self._policy, self._model.shape.num_qo_heads)
+        placement.check_policy(self._policy, self._model.shape.num_qo_heads, self._windows)
 
     def use(self, placement: HeadPlacement) -> None:
         """Attend as `placement`, which was checked, says."""
@@ -89,7 +90,12 @@ class PlacedHeads:
     def layers_of(self, placement: HeadPlacement) -> tuple[LayerHeads, ...]:
         policy = self._policy
         roles = None if policy.per_query_head else self._attention.roles
-        return layer_heads(placement.places, roles, shares_selection=policy.shares_selection)
+        return layer_heads(
+            placement.places,
+            roles,
+            shares_selection=policy.shares_selection,
+            windows=self._windows,
+        )
 
     def num_pages(self, kv_len: int) -> int:
         """Pages of each KV head."""
@@ -163,12 +169,12 @@ class PlacedHeads:
 
     def _check_room(self, placement: HeadPlacement, expected: Expected) -> None:
         """Raises DeviceMemoryError where the budget cannot hold its pages."""
-        heads = int((placement.places == Place.GPU).sum())
         shape, codes = self._code_shape, 0
         if shape is not None and expected.kv_len > shape.budget_tokens:
             coded = zip(*map(placement.counts, (Place.CODES, Place.FOUND)), strict=True)
             codes = sum(shape.page_bytes(sum(counts)) for counts in coded)
-        check_resident_room(self._store, heads, *expected[:2], self.budget_bytes, codes)
+        layers = self.layers_of(placement)
+        check_resident_room(self._store, layers, *expected[:2], self.budget_bytes, codes)
 
     def _chosen(
         self, now: HeadPlacement, num_sequences: int, kv_len: int, held_bytes: int

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,13 +127,25 @@ class HeadPlacement:
                 f"num_kv_heads={num_kv_heads}; make one for it with `offload plan --json`"
             )
 
-    def check_policy(self, policy: Policy, num_qo_heads: int) -> None:
+    def check_policy(self, policy: Policy, num_qo_heads: int, windows: Sequence[int] = ()) -> None:
         """Refuse places that the policy's heads cannot have when a GPU decodes.
+
+        Args:
+            windows: tokens that each layer sees, 0: all; (): of all of them.
 
         Raises:
             ValueError: names the layer, the head and the rule.
         """
         check_dense_until(policy)
+        for layer_idx in np.flatnonzero(windows).tolist():
+            elsewhere = np.flatnonzero(self.places[layer_idx] != Place.GPU)
+            if elsewhere.size:
+                self._refuse(
+                    layer_idx,
+                    int(elsewhere[0]),
+                    f"the layer sees a window of {windows[layer_idx]} tokens, and such layers stay "
+                    "on the GPU as a whole",
+                )
         roles = kv_head_roles(policy, self.num_layers, num_qo_heads, self.num_kv_heads)
         if roles is None:
             self._check_full(policy)
@@ -391,11 +404,16 @@ def kv_head_roles(
 
 
 def least_places(
-    policy: Policy, num_layers: int, num_qo_heads: int, num_kv_heads: int
+    policy: Policy,
+    num_layers: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    windows: Sequence[int] = (),
 ) -> UInt8Array:
     """What decoding needs no choice for: dense layers on the GPU, everything else on the CPU.
 
-    A policy's first `dense_layers` are dense there if they may as well attend to everything.
+    A policy's first `dense_layers` are dense there if they may as well attend to everything, and so
+    are layers with `windows` (of each; 0: none).
     """
     places = np.full((num_layers, num_kv_heads), Place.CPU, np.uint8)
     roles = kv_head_roles(policy, num_layers, num_qo_heads, num_kv_heads)
@@ -403,6 +421,7 @@ def least_places(
         dense = roles == DENSE
         dense[: policy.dense_layers] |= whole_on_device(policy, roles)[: policy.dense_layers]
         places[dense.all(axis=1)] = Place.GPU
+    places[np.flatnonzero(windows)] = Place.GPU
     return places
 
 

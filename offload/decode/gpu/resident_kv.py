@@ -3,7 +3,8 @@
 A *slot* is a row of a decode step. While a sequence is bound to a slot, the GPU holds of it
     - in every layer that has heads which are not resident: its sink tokens and its recent window;
     - of the resident heads (those of layers that a policy leaves dense, and others that placement
-      puts there): every token, in pages of the layer's resident heads;
+      puts there): every token, in pages of the layer's resident heads; of layers with a window the
+      last tokens alone, token p in the place of p % window;
     - of layers whose rows the GPU fetches, and of all if it holds all: the addresses of the host's
       pages;
     - of layers in which it lists candidates: codes of the keys (`resident_codes`);
@@ -159,7 +160,8 @@ class ResidentKV:
             (num_layers, *shape), dtype = layout[name]
             return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
-        self._holds_all = all(layer.is_resident for layer in layers)
+        self._most_pages = [layer.num_pages(max_context, store.page_tokens) for layer in layers]
+        self._holds_all = all(layer.is_resident and not layer.window for layer in layers)
         windows = [layer_idx for layer_idx, layer in enumerate(layers) if layer.has_window]
         self.windows = dict(zip(windows, of_layers("windows"), strict=True))
         tables = of_layers("page_tables")
@@ -413,11 +415,11 @@ class ResidentKV:
                 self.codes.clear(index)
 
     def _reserve(self, index: int, kv_len: int) -> None:
-        needed = -(-kv_len // self._store.page_tokens)
+        pages, most = -(-kv_len // self._store.page_tokens), self._most_pages
         missing = {
             layer_idx: needed - len(addresses)
             for layer_idx, addresses in self._addresses[index].items()
-            if len(addresses) < needed
+            if len(addresses) < (needed := min(pages, most[layer_idx]))
         }
         if not missing:
             return
@@ -425,7 +427,8 @@ class ResidentKV:
             new = self._allocate(index, missing)
             for layer_idx, taken in new.items():
                 addresses, table = self._addresses[index][layer_idx], self.page_tables[layer_idx]
-                table[index, len(addresses) : needed] = torch.tensor(taken).to(table.device)
+                stop = len(addresses) + len(taken)
+                table[index, len(addresses) : stop] = torch.tensor(taken).to(table.device)
                 addresses += taken
 
     def _allocate(self, index: int, missing: Mapping[int, int]) -> dict[int, list[int]]:
@@ -521,9 +524,22 @@ class ResidentKV:
                 for side, rows in enumerate(recent):
                     window[index, side][:, places] = rows.to(window.device)
         for layer_idx in resident:
-            self._load_pages(layer_idx, seq, self._addresses[index][layer_idx], num_known)
+            addresses = self._addresses[index][layer_idx]
+            if self._layers[layer_idx].window:
+                self._load_window(layer_idx, seq, addresses, kv_len)
+            else:
+                self._load_pages(layer_idx, seq, addresses, num_known)
         if self.codes is not None:
             self._load_codes(self.codes, index, seq, kv_len)
+
+    def _load_window(self, layer_idx: int, seq: int, addresses: Sequence[int], kv_len: int) -> None:
+        """The last tokens of a layer with a window, in the order of their places."""
+        window, page_tokens = self._layers[layer_idx].window, self._store.page_tokens
+        first = max(0, kv_len - window)
+        rows = torch.stack(self._store.gather(seq, layer_idx, first, kv_len, kept=True))
+        rows = rows.roll(first % window, 2)  # first = 0 until there are as many as places
+        for address, part in zip(addresses, torch.split(rows, page_tokens, 2), strict=False):
+            self.page(layer_idx, address)[:, :, : part.shape[2]].copy_(part)
 
     def _load_pages(
         self, layer_idx: int, seq: int, addresses: Sequence[int], num_known: int
@@ -562,34 +578,38 @@ def window_of(policy: Policy) -> tuple[int, int]:
 def resident_pages(
     layers: Sequence[LayerHeads],
     *,
-    num_pages: int,
+    num_sequences: int,
+    kv_len: int,
     page_tokens: int,
     row_items: int,
     dtype: torch.dtype,
 ) -> Layout:
-    """Slabs of what `ResidentKV` holds when each layer with resident heads has `num_pages` pages,
-    of rows as `KVFormat` has them; layers of equally many heads share slabs.
+    """Slabs of what `ResidentKV` holds of so many sequences of `kv_len` tokens, of rows as
+    `KVFormat` has them; layers of equally many heads share slabs.
     """
-    counts = Counter(len(layer.resident) for layer in layers if layer.resident)
+    counts: Counter[int] = Counter()
+    for layer in layers:
+        if layer.resident:
+            counts[len(layer.resident)] += num_sequences * layer.num_pages(kv_len, page_tokens)
     return {
         f"pages of {num_heads} heads": (
-            (whole_slabs(num_layers * num_pages), *page_shape(num_heads, page_tokens, row_items)),
+            (whole_slabs(num_pages), *page_shape(num_heads, page_tokens, row_items)),
             dtype,
         )
-        for num_heads, num_layers in counts.items()
+        for num_heads, num_pages in counts.items()
     }
 
 
 def check_resident_room(
     store: KVStore,
-    num_heads: int,
+    layers: Sequence[LayerHeads],
     num_sequences: int,
     kv_len: int,
     budget_bytes: int | None,
     code_page_bytes: int = 0,
 ) -> None:
-    """Refuse sequences of `kv_len` tokens of which `num_heads` KV heads, of all layers, stay on a
-    GPU that has `budget_bytes` for them; None: what will fit is not known beforehand.
+    """Refuse sequences of `kv_len` tokens whose resident heads do not fit a GPU that has
+    `budget_bytes` for them; None: what will fit is not known beforehand.
 
     Args:
         code_page_bytes: of codes for each page of tokens, all layers together.
@@ -597,8 +617,10 @@ def check_resident_room(
     Raises:
         DeviceMemoryError: names both, and the options.
     """
-    page_bytes = num_heads * store.page_bytes // store.num_kv_heads + code_page_bytes
-    needed = num_sequences * -(-kv_len // store.page_tokens) * page_bytes
+    num_heads = sum(len(layer.resident) for layer in layers)
+    pages = sum(len(x.resident) * x.num_pages(kv_len, store.page_tokens) for x in layers)
+    needed = pages * store.page_bytes // store.num_kv_heads
+    needed = num_sequences * (needed + -(-kv_len // store.page_tokens) * code_page_bytes)
     codes = " and the codes of others' keys" if code_page_bytes else ""
     if budget_bytes is not None and needed > budget_bytes:
         raise DeviceMemoryError(

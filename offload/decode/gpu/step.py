@@ -39,7 +39,7 @@ class _MicroBatch:
 
     rows: slice
     x: Tensor  # [n, hidden_size]
-    ropes: list[tuple[Tensor, Tensor]]  # cos, sin: [n, head_dim], of each of the model's ropes
+    ropes: list[tuple[Tensor, Tensor]]  # cos, sin: [n, rotary_dim], of each of the model's ropes
     linears: LinearPath
     selection: SideWork | None = None  # on its way to the mailbox
     gathering: list[SideWork] = field(default_factory=list)  # rows of a layer's heads from the host
@@ -153,6 +153,7 @@ class DeviceStep:
             *self._rope(layer_idx, batch),
             b.positions[rows],
             num_kv_heads=self.model.shape.num_kv_heads,
+            head_dim=self.model.shape.head_dim,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
             norm_eps=layer.qk_norm_eps,
@@ -168,6 +169,7 @@ class DeviceStep:
             page_tokens=self.store.page_tokens,
             page_slots=self.heads.page_slots(layer_idx),
             num_page_heads=len(placed.resident),
+            ring_tokens=placed.window,
             row_dtype=self.resident.row_dtype,
         )
         self._mark("linear", layer_idx)
@@ -260,6 +262,7 @@ class DeviceStep:
                 *self._rope(layer_idx, batch),
                 positions,
                 num_kv_heads=0,
+                head_dim=self.model.shape.head_dim,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 norm_eps=layer.qk_norm_eps,

@@ -194,8 +194,8 @@ class _LinearBench(Operands):
             return microseconds(calls * max(1, CALLS // len(calls)), self.device)
 
         layer = weights.layers[0]
-        mlp = (layer.gate_up, layer.down)
-        mlp_bytes = sum(linear.num_bytes for linear in mlp if linear is not None)
+        mlp = (layer.gate_up, layer.down, layer.routed)
+        mlp_bytes = sum(weights.num_bytes for weights in mlp if weights is not None)
         last_us = microseconds([lambda: path.logits(weights, x)] * 4, self.device)
         points = {
             layer.qkv.num_bytes: times(lambda layer: path.qkv(layer, x)),

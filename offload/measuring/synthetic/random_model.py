@@ -18,19 +18,30 @@ _STD = 0.02  # as transformers draws them
 def random_model(
     shape: ModelShape, *, device: torch.device, dtype: torch.dtype, seed: int | None = 0
 ) -> Any:
-    """A stock `LlamaForCausalLM` of transformers with random weights on `device`.
+    """A stock `LlamaForCausalLM` of transformers, or a `MixtralForCausalLM` if there are experts,
+    with random weights on `device`.
 
     With seed=None all weights are one small number: as fast to run, and made sooner on a CPU.
 
     The positions that decode steps need beyond `shape.max_context` are there, too: a benchmark
     starts its steps after the longest prompt.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    config = LlamaConfig(
+    config_of: Any = LlamaConfig
+    model: Any = LlamaForCausalLM
+    of_experts: dict[str, int] = {}
+    if shape.num_experts:
+        config_of, model = MixtralConfig, MixtralForCausalLM
+        of_experts = {
+            "intermediate_size": shape.expert_size,
+            "num_local_experts": shape.num_experts,
+            "num_experts_per_tok": shape.experts_per_token,
+        }
+    config = config_of(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        **{"intermediate_size": shape.intermediate_size, **of_experts},
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_qo_heads,
         num_key_value_heads=shape.num_kv_heads,
@@ -41,7 +52,6 @@ def random_model(
         use_cache=True,
     )
     config._attn_implementation = "sdpa"
-    model: Any = LlamaForCausalLM
     with torch.device("meta"):
         stock = model(config).to(dtype)
     stock = stock.to_empty(device=device).eval()

@@ -224,6 +224,7 @@ class DecodeAttention:
         qkv: int,
         cos: int,
         sin: int,
+        rotary_dim: int,
         q_norm: int,
         k_norm: int,
         norm_eps: float,

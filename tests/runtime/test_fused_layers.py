@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases.every_type import tiny_model_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from offload import OffloadedModel
@@ -27,7 +27,7 @@ def both(folder: Path, model_type: str, **options: Any) -> tuple[Any, Any]:
             if "norm" in name or name.endswith(("A_log", "dt_bias")):
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     made.save_pretrained(folder)
-    stock = AutoModelForCausalLM.from_pretrained(folder).eval()
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=options.get("dtype")).eval()
     return stock, OffloadedModel.from_pretrained(folder, num_threads=2, page_tokens=16, **options)
 
 
@@ -44,6 +44,25 @@ def test_tokens_are_those_of_the_stock_model(tmp_path: Path, model_type: str) ->
         assert tokens(model, first) == tokens(stock, first)
     batch = {"input_ids": IDS[:1].expand(20, -1)}  # more rows than the kernels take
     assert model.generate(**batch, max_new_tokens=4).shape == (20, 44)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_logits_of_steps_are_close_in_half(tmp_path: Path, model_type: str, dtype: str) -> None:
+    """Of steps, to those in float32, they are as close as the stock model's."""
+    stock, model = both(tmp_path, model_type, dtype=dtype)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
+
+    def logits(each: Any) -> torch.Tensor:
+        cache = model.new_cache() if each is model else DynamicCache(config=stock.config)
+        with torch.no_grad():
+            each(input_ids=IDS[:, :32], past_key_values=cache)
+            steps = [each(input_ids=IDS[:, [i]], past_key_values=cache) for i in range(32, 40)]
+        return torch.cat([step.logits for step in steps], 1).float()
+
+    expected = logits(exact)
+    off, off_stock = ((logits(x) - expected).norm() / expected.norm() for x in (model, stock))
+    assert off < 1.5 * off_stock + 1e-3
 
 
 def test_changes_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,8 @@ class NativeAttention:
         for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
             if weight is not None:
                 check_tensor(name, weight, (head_dim,), self.dtype)
+        if (q_norm is None) != (k_norm is None):
+            raise ValueError("q_norm and k_norm must both be given, or neither")
         self.native.rope_append(
             layer_idx,
             step.native,

@@ -184,10 +184,10 @@ class _FusedForward:
             return False
         if made_of != self._made_of:
             layer = self._layer
-            mixer = _Mixer if hasattr(layer, "linear_attn") else _Attention
-            mlp = _Mlp if hasattr(layer.mlp, "gate_proj") else _Experts
             self._made_of = made_of
-            self._mixer, self._mlp = _made(mixer, layer), _made(mlp, layer)
+            is_linear, is_dense = hasattr(layer, "linear_attn"), hasattr(layer.mlp, "gate_proj")
+            self._mixer = _made(_Mixer, layer) if is_linear else _made(_Attention, layer)
+            self._mlp = _made(_Mlp, layer) if is_dense else _made(_Experts, layer)
         return self._mixer is not None or self._mlp is not None
 
     def _current(self) -> object:

@@ -198,10 +198,12 @@ def test_bad_input_is_refused():
     for change, message in (
         ({"qkv": torch.zeros(1, width - 64)}, rf"qkv must be .* \[1, {width}\]"),
         ({"qkv": torch.zeros(1, width, dtype=torch.float64)}, "qkv must be torch.float32"),
-        ({"cos": torch.zeros(1, 32)}, r"cos must be .* \[1, 64\] .* \[1, 32\]"),
+        ({"cos": torch.zeros(1, 66)}, "an even number of elements up to 64, got 66"),
+        ({"cos": torch.zeros(1, 32)}, r"sin must be .* \[1, 32\] .* \[1, 64\]"),
         ({"sin": torch.zeros(2, 64)}, r"sin must be .* \[1, 64\] .* \[2, 64\]"),
         ({"sin": torch.zeros(1, 64).half()}, "sin must be torch.float32"),
         ({"q_norm": torch.zeros(32)}, r"q_norm must be torch.float32 \[64\]"),
+        ({"q_norm": torch.zeros(64)}, "q_norm and k_norm must both be given, or neither"),
         ({"k_norm": torch.zeros(64).half()}, r"k_norm must be torch.float32 \[64\]"),
     ):
         with pytest.raises(ValueError, match=message):

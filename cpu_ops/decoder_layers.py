@@ -35,6 +35,7 @@ class FusedLayer(Generic[W, M]):
             heads at once, [num_qo_heads * head_dim] and [num_kv_heads * head_dim].
         input_norm, mlp_norm: of what attention and the MLP read; None: none.
         attention_out_norm, mlp_out_norm: of what they add, likewise.
+        norms_all_heads: q_norm and k_norm are of all heads at once.
         rope_idx: which of a step's ropes rotates the heads.
         gate: "silu" or "gelu_tanh", of gate_up.
     """
@@ -53,6 +54,7 @@ class FusedLayer(Generic[W, M]):
     rope_idx: int = 0
     gate: str = "silu"
     routed: M | None = None
+    norms_all_heads: bool = False
 
 
 NativeLayer = FusedLayer[Linear, RoutedMlp]

@@ -30,6 +30,11 @@ from gpu_ops.rms_norm import rms_norm_reference
 
 Norm = tuple[Tensor, float]
 
+# Measured with 8 of 128 experts of 768 on an H200: 25.7 us dense (4 outputs: 29.7), 16.4 in q4 by
+# one warp (21.0 by four).
+_OUTPUTS = 2  # of a program, dense
+_FEW_GROUPS = 128
+
 
 @jit
 def choose_experts_kernel(
@@ -280,9 +285,11 @@ class GpuExperts:
     def shape(self, *, glu: bool) -> tuple[int, int, int, int]:
         """K, BLOCK_N, BLOCK_K and warps of a program."""
         if self._packed is None:
-            shape = dense_shape(self.in_features, self._dense.element_size(), glu=glu)
-            return self.in_features, *shape
+            _, block_k, warps = dense_shape(self.in_features, self._dense.element_size(), glu=glu)
+            return self.in_features, _OUTPUTS, block_k, warps
         groups = self._packed.num_groups
+        if groups <= _FEW_GROUPS:
+            return groups, 1, min(32, next_power_of_2(groups)), 1
         return groups, *launch_shape(groups, self.format)
 
     def multiply(self, x: Tensor, expert: int) -> Tensor:

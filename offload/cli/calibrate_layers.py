@@ -176,9 +176,11 @@ def _loaded(folder: Path, config: Any) -> tuple[LeanModel, str]:
     """The model on its device, and its type."""
     from offload.loading.checkpoint import check_checkpoint
     from offload.loading.stock_model import load_stock_model
-    from offload.models import lean_model_maker
+    from offload.models import FAMILIES, lean_model_maker
 
-    stock = load_stock_model(check_checkpoint(folder), config.dtype).eval().to(config.device)
+    checkpoint = check_checkpoint(folder)
+    FAMILIES[checkpoint.config["model_type"]].check_plain()  # before weights are read
+    stock = load_stock_model(checkpoint, config.dtype).eval().to(config.device)
     model_type: str = stock.config.model_type
     return lean_model_maker(model_type)(stock), model_type
 

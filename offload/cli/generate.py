@@ -35,6 +35,7 @@ from offload.cli.options import (
 )
 from offload.policies.registry import make_policy
 from offload.ranks.launch import is_rank, is_silent_rank, run_ranks
+from offload.system.errors import HostBudgetError
 from offload.system.garbage import importing_torch
 from offload.system.stdlib_text import DEMO_ANSWER, DEMO_CONTEXT_TOKENS, DEMO_NEEDLE, DEMO_QUESTION
 from offload.system.text_file import argument_text, decoded, read_text_file
@@ -319,9 +320,18 @@ def generate(
                 label = made.name if made.name != "auto" else policy_label(made.name, came_to)
                 shown = not as_json and not is_silent
                 with Screen(label, input_ids.shape[1], shown=shown) as screen:
-                    run = answer(
-                        loaded, made, tokenizer, input_ids, screen, sampling.seed, settings
-                    )
+                    try:
+                        run = answer(
+                            loaded, made, tokenizer, input_ids, screen, sampling.seed, settings
+                        )
+                    except HostBudgetError as error:
+                        if not (screen.is_untouched and _takes_int8(loaded, loading.kv_dtype)):
+                            raise
+                        in_int8 = f"--kv-dtype auto: int8, as otherwise {error}"
+                        stderr().print(in_int8, style="dim", soft_wrap=True)
+                        arguments["kv_dtype"], policies = "int8", [made, *policies]
+                        del loaded, error
+                        continue
                 runs.append(run | {"label": label})
                 if policies and isinstance(made, Auto) and is_exact:
                     sparse = _beyond_crossover(made, loaded, most)
@@ -338,6 +348,15 @@ def generate(
         names = " and ".join(missed)
         print_marked("wrong:", f"no {expect!r} in the answer with {names}", "bold red")
         raise typer.Exit(3)
+
+
+def _takes_int8(loaded: Any, kv_dtype: str) -> bool:
+    """Whether what a model has no room for in its dtype may be tried in int8."""
+    from offload.runtime.generic_loading import GenericRuntime
+
+    runtime = loaded._offload
+    of_layers = not isinstance(runtime, GenericRuntime) or runtime.device.type == "cpu"
+    return kv_dtype == "auto" and not runtime.store.format.is_int8 and of_layers
 
 
 def _beyond_crossover(auto: Auto, loaded: Any, most: int) -> Policy:

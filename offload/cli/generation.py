@@ -130,6 +130,11 @@ class Screen:
         self._task = self._progress.add_task(self._description(), total=context_tokens)
         self._started = False
 
+    @property
+    def is_untouched(self) -> bool:
+        """Nothing was read, and nothing of an answer is shown."""
+        return self._read == 0 and not self._started
+
     def __enter__(self) -> Screen:
         self._start = time.perf_counter()
         self._progress.start()

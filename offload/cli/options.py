@@ -78,8 +78,9 @@ KVDtype = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="What keys and values are kept as: auto (the model's dtype), bfloat16 (of a model in "
-        "it) or int8, which takes 0.52 of the bytes of bfloat16 and is a little less exact.",
+        help="What keys and values are kept as: auto (the model's dtype, or int8 where offload "
+        "generate has no room for that), bfloat16 (of a model in it) or int8, which takes 0.52 of "
+        "the bytes of bfloat16 and is a little less exact.",
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")]

@@ -185,10 +185,12 @@ def _trainer(folder: Path, tokenizer: Any, settings: Settings, config: Any) -> t
     """With the model on its device; and the model's type."""
     from offload.loading.checkpoint import check_checkpoint
     from offload.loading.stock_model import load_stock_model
-    from offload.models import lean_model_maker
+    from offload.models import FAMILIES, lean_model_maker
     from offload.training.train import Trainer
 
-    stock = load_stock_model(check_checkpoint(folder), config.dtype).to(config.device)
+    checkpoint = check_checkpoint(folder)
+    FAMILIES[checkpoint.config["model_type"]].check_plain()  # before weights are read
+    stock = load_stock_model(checkpoint, config.dtype).to(config.device)
     model_type: str = stock.config.model_type
     return Trainer(stock, lean_model_maker(model_type)(stock), tokenizer, settings), model_type
 

@@ -332,7 +332,7 @@ class KVStore:
         """
         batch = self._batch(seqs, num_new_tokens)
         for seq, (sequence, _) in zip(seqs, batch, strict=True):
-            if sequence.gap_ends.any():
+            if sequence.windows is not None and sequence.gap_ends.any():
                 raise ValueError(f"sequence {seq} has tokens that are written at once: end these")
         reserve(self._pool, batch, at_once=at_once)
 

@@ -14,14 +14,14 @@ import torch
 from cpu_ops.packed import FORMATS
 from offload.loading.checkpoint import GGUF_FILE, check_checkpoint, check_config_file
 from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL, embedded_gguf
-from offload.loading.generic_packing import kept_in_gguf, may_pack, skeleton
+from offload.loading.generic_packing import kept_in_gguf, may_pack, parameter_bytes, skeleton
 from offload.loading.gguf import long_context_adapter, made_folder
 from offload.loading.gguf_blocks import format_of
 from offload.loading.gguf_config import empty_model, gguf_config, gguf_names
 from offload.loading.gguf_generic import GenericTensors
 from offload.loading.gguf_header import GgufHeader, read_gguf_header
 from offload.loading.names import check_has_owner, check_not_empty, checkpoint_name
-from offload.loading.packed_bytes import kept_as, packed_weight_bytes
+from offload.loading.packed_bytes import kept_as, kept_formats, packed_weight_bytes
 from offload.loading.quantised_checkpoint import FP4, quantised_format
 from offload.loading.stock_model import generic_skeleton, text_part
 from offload.models import Where, family_of, has_experts, is_generic, lean_model_maker
@@ -120,6 +120,24 @@ def planned_model(
     check_computation(config)
     chosen = wanted or stored or _dtype_of(config, name_or_path)
     planned, shapes = _of_config(name_or_path, config, chosen)
+    if _is_made_of_parts(config, folder, header):
+        if weights in FORMATS and (kind := _quantised(config, folder, header)):
+            raise NotImplementedError(
+                f"weights={weights!r} with weights that are quantised already ({kind}) of type "
+                f"{config.model_type!r}: they stay as they are; give weights='auto'"
+            )
+        packing = "" if weights in DTYPES else weights
+        if packing == "auto" and device != "cpu":
+            packing = AUTO_ON_GPU
+        made = _skeleton(name_or_path, config, folder, header, chosen, packing)
+        num_bytes = sum(parameter_bytes(*made).values())
+        return replace(
+            planned,
+            weight_bytes=num_bytes,
+            weight_share=num_bytes / planned.weight_bytes,
+            folder=folder,
+            weights=weights,
+        )
     types = _types(config, folder, header, name_or_path)
     if not types and (how := quantised_format(config.to_dict(), folder / "config.json")):
         # On the hub: that its layers' matrices are, nothing but its files would tell.
@@ -142,10 +160,7 @@ def planned_skeleton(
     name_or_path: str, dtype: str = "auto", device: str = "cpu"
 ) -> tuple[Any, dict[str, str]] | None:
     """`generic_skeleton` of a model without lean layers, by any name that `planned_model` takes;
-    None: it has lean layers and no experts, or is a name of `MODEL_SHAPES`.
-
-    Of a folder with weights headers are read, too. Else quantised matrices are taken to be those of
-    its layers.
+    None: it has lean layers, or is a name of `MODEL_SHAPES`.
 
     Raises: as `planned_model`, and `load_generic_model`.
     """
@@ -155,23 +170,47 @@ def planned_skeleton(
     if name_or_path in (*MODEL_SHAPES, EMBEDDED_MODEL, LONG_CONTEXT_MODEL) and not path.exists():
         return None
     config, stored, folder, header = _config(name_or_path, path)
-    # Of these a skeleton tells the bytes.
-    is_packed = header is not None or quantised_format(config.to_dict(), folder / "config.json")
-    family, by_parts = family_of(config.to_dict()), has_experts(config.to_dict())
-    by_parts = by_parts or (bool(is_packed) and family is not None and family.packs_as_generic)
     where: Where = "cpu" if device == "cpu" else "gpu"
-    if not (by_parts or is_generic(config.to_dict(), where=where)):
+    if not is_generic(config.to_dict(), where=where):
         return None
-    wanted, packing = DTYPES.get(dtype), "auto" if device == "cpu" else AUTO_ON_GPU
+    packing, wanted = "auto" if device == "cpu" else AUTO_ON_GPU, DTYPES.get(dtype) or stored
+    return _skeleton(name_or_path, config, folder, header, wanted, packing)
+
+
+def _quantised(config: Any, folder: Path, header: GgufHeader | None) -> str:
+    """In what way its files have weights; "": in a dtype."""
+    how = quantised_format(config.to_dict(), folder / "config.json")
+    return "GGUF" if header is not None else "" if how is None else how.kind
+
+
+def _is_made_of_parts(config: Any, folder: Path, header: GgufHeader | None) -> bool:
+    """Whether a `_skeleton` tells the bytes of a model with lean layers."""
+    family = family_of(config.to_dict())
+    packs = family is not None and family.packs_as_generic
+    return has_experts(config.to_dict()) or (packs and bool(_quantised(config, folder, header)))
+
+
+def _skeleton(
+    name: str,
+    config: Any,
+    folder: Path,
+    header: GgufHeader | None,
+    dtype: torch.dtype | None,
+    packing: str,
+) -> tuple[Any, dict[str, str]]:
+    """Of a folder with weights headers are read, too. Else quantised matrices are taken to be those
+    of its layers."""
     if header is None and any(x.is_file() for x in (folder / GGUF_FILE, *_weights(folder))):
-        return generic_skeleton(check_checkpoint(folder, takes_generic=True), wanted, packing)
+        return generic_skeleton(check_checkpoint(folder, takes_generic=True), dtype, packing)
     text, kind = text_part(config)
-    empty = skeleton(kind, text, wanted or stored or _dtype_of(config, name_or_path))
+    empty = skeleton(kind, text, dtype or _dtype_of(config, name))
     if header is not None:
         return empty, kept_in_gguf(GenericTensors(header, empty), empty, packing)
     how, kept = quantised_format(config.to_dict(), folder / "config.json"), dict[str, str]()
     if how is None:
-        return empty, kept
+        shapes = {of: tuple(weight.shape) for of, weight in empty.named_parameters()}
+        kept = kept_formats(shapes, {}, packing if packing in FORMATS else "")
+        return empty, {of: format for of, format in kept.items() if format}
     for name, weight in empty.named_parameters():
         if ".layers." in name and (weight.dim() == 3 or (weight.dim() == 2 and how.kind != FP4)):
             kept[name] = kept_as(format_of(how.kind), packing)
@@ -185,6 +224,13 @@ def _weights(folder: Path) -> Iterator[Path]:
 def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Sizes of a model's matrices by name, and of all the rest as one vector."""
     found: dict[str, tuple[int, ...]] = {name: size for name, _, size in matrix_sizes(shape)}
+    if shape.num_experts:
+        found = {name: size for name, size in found.items() if ".mlp." not in name}
+        inner, hidden = shape.num_experts * shape.expert_size, shape.hidden_size
+        for layer_idx in range(shape.num_layers):
+            experts = f"model.layers.{layer_idx}.mlp.experts."
+            found[experts + "gate_up_proj"] = (2 * inner, hidden)
+            found[experts + "down_proj"] = (shape.num_experts * hidden, shape.expert_size)
     if not shape.ties_embeddings:
         found["lm_head.weight"] = (shape.vocab_size, shape.hidden_size)
     rest = weight_elements(shape) - sum(math.prod(size) for size in found.values())

@@ -131,6 +131,7 @@ class DecoderLayer:
             rope_idx=self.spec.rope_idx,
             gate=self.gate,
             routed=routed,
+            norms_all_heads=q_norm is not None and len(q_norm) != self.spec.head_dim,
         )
 
 

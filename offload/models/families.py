@@ -69,11 +69,6 @@ class ModelFamily:
             return "its projections are fused"
         return "its norms come after attention and the MLP" if self.normed_sums else ""
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether a GPU's step knows that, too."""
-        return self.fuses
-
     def is_lean(self, config: Any, *, where: Where) -> bool:
         """Whether the lean layers compute all that transformers' `config` says."""
         if not self.may_be_generic:
@@ -84,10 +79,17 @@ class ModelFamily:
                 # transformers reads a text anew where it gets longer than the short factors' range
                 return False
             has_others = has_windows(config) and not self.knows_windows
-            knows = where == "cpu" or not self.peculiar or (where == "gpu" and self.on_gpu)
-            return knows and not has_others
+            return not (where == "ranks" and self.peculiar) and not has_others
         except (NotImplementedError, ValueError):
             return False
+
+    def check_plain(self) -> None:
+        """NotImplementedError for a family that is not for all that lean layers are for."""
+        if self.peculiar:
+            raise NotImplementedError(
+                f"{self.model_type} is not for calibration, training, benchmarks or ranks yet: "
+                f"{self.peculiar}"
+            )
 
     def rotates(self, attention: Any) -> bool:
         """Whether a layer's attention rotates queries and keys."""
@@ -170,11 +172,7 @@ class ModelFamily:
         check_computation(config)
         specs = [self.layer_spec(stock, layer_idx) for layer_idx in range(len(model.layers))]
         if not heads_may_differ:
-            if self.peculiar:
-                raise NotImplementedError(
-                    f"{self.model_type} is not for calibration, training, benchmarks or ranks yet: "
-                    f"{self.peculiar}"
-                )
+            self.check_plain()
             check_alike(specs, "calibration, training, benchmarks or ranks")
         most = {
             key: max(getattr(spec, name) for spec in specs)
@@ -230,7 +228,7 @@ class Gemma3(ModelFamily):
     """Norms times 1 + weight around attention and MLP, whose gate is a GELU, and two rotary
     embeddings: that of layers with a window, and that of the others."""
 
-    packs_as_generic = knows_windows = on_gpu = True
+    packs_as_generic = knows_windows = True
     peculiar = "its norms come before and after attention and the MLP"
 
     def is_lean(self, config: Any, *, where: Where) -> bool:
@@ -277,7 +275,7 @@ class Routed(ModelFamily):
 
     rounds_weights: bool = False
 
-    packs_as_generic = on_gpu = True
+    packs_as_generic = True
     peculiar = "its MLPs have experts"
 
     def mlp(self, stock: Any, name: str) -> dict[str, Any]:

@@ -33,8 +33,8 @@ class RoutedMlp:
         self._gpu: GpuRoutedMlp | None = None
 
     def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
-        """x [n, hidden_size] -> the same; on a pool by kernels, else by torch."""
-        if pool is None:
+        """x [n, hidden_size] -> the same; of a CPU and on a pool by kernels, else by torch."""
+        if pool is None or x.is_cuda:
             out: Tensor = self._module(x[None])[0]
             return out
         _, weights, experts = self._module.gate(x)

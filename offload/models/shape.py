@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -38,15 +38,30 @@ class ModelShape:
     def of_config(cls, config: Mapping[str, Any], max_context: int) -> ModelShape:
         """The shape that a config.json describes."""
         num_qo_heads = config["num_attention_heads"]
+        num_experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        inner = config["intermediate_size"]
         return cls(
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
             num_qo_heads=num_qo_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_qo_heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // num_qo_heads,
-            intermediate_size=config["intermediate_size"],
+            intermediate_size=inner,
             vocab_size=config["vocab_size"],
             max_context=max_context,
+            num_experts=num_experts,
+            experts_per_token=config["num_experts_per_tok"] if num_experts else 0,
+            expert_size=(config.get("moe_intermediate_size") or inner) if num_experts else 0,
+        )
+
+    @property
+    def of_a_token(self) -> ModelShape:
+        """That of a model without experts which takes as much work for a token."""
+        if not self.num_experts:
+            return self
+        inner = self.experts_per_token * self.expert_size
+        return replace(
+            self, intermediate_size=inner, num_experts=0, experts_per_token=0, expert_size=0
         )
 
     @property

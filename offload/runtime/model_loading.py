@@ -266,7 +266,7 @@ def check_before_loading(
     """
     if config.weights in FORMATS and checkpoint.packs_as_generic:
         raise NotImplementedError(
-            f"weights={config.weights!r} with a quantised checkpoint of type "
+            f"weights={config.weights!r} with a GGUF file or a quantised checkpoint of type "
             f"{checkpoint.config['model_type']!r}: it stays as it is; give weights='auto'"
         )
     weight_bytes = weight_bytes_before_loading(checkpoint, config)

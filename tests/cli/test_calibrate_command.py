@@ -236,6 +236,19 @@ def test_refusals_of_a_sweep(
     assert not [*tmp_path.rglob("*.json")]
 
 
+def test_types_with_more_than_plain_layers_are_refused_before_loading(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_model("phi3", num_hidden_layers=5, max_position_embeddings=4096).save_pretrained(
+        tmp_path
+    )
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr("offload.loading.stock_model.load_stock_model", None)
+    result = runner.invoke(app, ["calibrate", str(tmp_path), "--policy", "tidal_decode"])
+    assert result.exit_code == 1
+    assert "phi3 is not for calibration" in " ".join(result.stderr.replace("│", " ").split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

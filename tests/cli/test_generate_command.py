@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from cpu_ops.native import isa_name
 from offload.cli import app
 from offload.cli.generation import condensed_line
+from offload.loading.checkpoint import check_checkpoint
 
 runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 
@@ -51,6 +52,23 @@ def test_stdout_has_the_answer_alone(generate: Any) -> None:
     assert sum(line.startswith("│ exact_topk") for line in lines) == 1
     assert sum(line.startswith("│ full") for line in lines) == 1
     assert "exact_topk:" in lines
+
+
+def test_what_has_no_room_is_kept_as_int8(generate: Any, tiny_folders: dict[str, Path]) -> None:
+    options = ["-p", "the quick brown fox", "--context", "300", "-n", "9", "--policy", "full"]
+    (whole,) = json.loads(generate(*options, "--json").stdout)["runs"]
+    weights = check_checkpoint(tiny_folders["llama"]).weight_bytes(None)
+    limit = ["--max-memory", f"cpu={weights + int(0.6 * whole['kv_host_bytes'])}", "--json"]
+    result = generate(*options, *limit)
+    assert result.exit_code == 0, result.stderr
+    assert "--kv-dtype auto: int8, as otherwise 1 sequences of up to" in result.stderr
+    (half,) = json.loads(result.stdout)["runs"]
+    assert half["kv_host_bytes"] < 0.6 * whole["kv_host_bytes"]
+    refused = generate(*options, *limit, "--kv-dtype", "bfloat16", "--dtype", "bfloat16")
+    assert refused.exit_code == 0  # of which there is room
+    result = generate(*options, "--max-memory", f"cpu={weights + 4096}")
+    assert result.exit_code == 1
+    assert "raise max_memory" in result.stderr
 
 
 def test_progress_of_reading(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,8 @@ _HEAD = """\
 compute, such as windows smaller than the context, is refused for llama, mistral, qwen2 and qwen3,
 and makes a model of another type generic (layers of phi3 and gemma3_text attend through windows and
 keep 64 tokens more: what goes back further is read again, as prompts are that share only the front
-of an earlier one; they refuse policies that tell layers or heads apart); so do several ranks, or
-a GPU, where the table says so, and of phi3 `rope_type: longrope`, which reads a
+of an earlier one; they refuse policies that tell layers or heads apart); so do several ranks where
+the table says so, and of phi3 `rope_type: longrope`, which reads a
 text anew where it outgrows its short factors. *generic*: transformers' own modules, on a CPU or,
 with `device="cuda"`, on a GPU. Attention of the layers that attend to all tokens is ours, their
 keys and values are in the host store; layers with a window or a recurrent state keep transformers'
@@ -92,10 +92,7 @@ Row = tuple[str, str]  # one of the four words, and why
 def judged(model_type: str) -> Row:
     """What becomes of a model type."""
     if model_type in FAMILIES:
-        family = FAMILIES[model_type]
-        if not family.peculiar:
-            return LEAN, ""
-        return LEAN, "generic of several ranks" if family.on_gpu else "generic but on a CPU"
+        return LEAN, "generic of several ranks" if FAMILIES[model_type].peculiar else ""
     try:
         config = CONFIG_MAPPING[model_type]().to_dict()
         if not is_generic(config):

@@ -26,11 +26,6 @@ ATTENTION = [*sorted(path.stem for path in (CPP / "attention").glob("*.cpp")), "
 COPROCESSOR = ["coprocessor", "step_server", "hot_rows"]
 
 
-address = pytest.mark.parametrize(
-    "flags", slow_but([ADDRESS, BOTH], ADDRESS), ids=["address", "address and undefined"]
-)
-
-
 def run_threads(program: Path) -> None:
     """Run under ThreadSanitizer, without address randomisation where it cannot cope with it."""
     result = run([program])
@@ -106,7 +101,8 @@ def test_decode_attention_stays_in_bounds():
     stays_in_bounds("decode_attention_stress.cpp")
 
 
-@address
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [ADDRESS, BOTH], ids=["address", "address and undefined"])
 def test_kernels_stay_in_bounds_and_agree(flags):
     """Every ISA that runs here, on buffers of exactly the size a kernel may touch."""
     program = compile_program(
@@ -120,7 +116,9 @@ def test_kernels_stay_in_bounds_and_agree(flags):
     assert result.stdout.split("\n")[:-1] == [f"{isa}: ok" for isa in native.available_isas()]
 
 
-@address
+@pytest.mark.parametrize(
+    "flags", slow_but([ADDRESS, BOTH], ADDRESS), ids=["address", "address and undefined"]
+)
 def test_causal_attention_stays_in_bounds_and_agrees(flags):
     program = compile_program(
         "causal_parity.cpp",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases.every_type import tiny_model_of
-from cases.tiny_models import VOCAB_SIZE, byte_tokenizer, make_tiny_model
+from cases.tiny_models import VOCAB_SIZE, byte_tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -141,9 +141,9 @@ def test_what_does_not_apply_is_refused(
 
 
 def test_a_type_that_is_lean_on_a_cpu_alone_has_no_hot_rows(tmp_path: Path) -> None:
-    """The GPU's step, which hot rows are of, does not compute its norms."""
-    make_tiny_model("olmo2").save_pretrained(tmp_path)
+    """The GPU's step, which hot rows are of, does not know its sinks."""
+    tiny_model_of("gpt_oss", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     result = run("ruler", tmp_path, "--policy", "sketch", "--context", "300", "--hot-rows")
     assert result.exit_code == 1
-    assert "--hot-rows with a model of type 'olmo2'" in " ".join(result.stderr.split())
+    assert "--hot-rows with a model of type 'gpt_oss'" in " ".join(result.stderr.split())

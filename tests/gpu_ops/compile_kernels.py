@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from cpu_ops.packed import FORMATS, quantise
+from cpu_ops.packed import FORMATS, PackedWeight, quantise
 from gpu_ops import launch
 from gpu_ops.append_codes import append_codes
 from gpu_ops.choose_places import HotMap, choose_places
@@ -34,6 +34,7 @@ from gpu_ops.gemv import gemv
 from gpu_ops.greedy import greedy_tokens
 from gpu_ops.grow_clusters import grow_clusters
 from gpu_ops.layout import allocate
+from gpu_ops.linear import GpuLinear
 from gpu_ops.merge_parts import merge_parts
 from gpu_ops.merge_state import merge_state
 from gpu_ops.packed_linear import GpuPackedLinear, PackedRows
@@ -42,9 +43,10 @@ from gpu_ops.paged_attention import (
     num_retrieval_splits,
     retrieval_attention,
 )
-from gpu_ops.rms_norm import add_rms_norm
+from gpu_ops.rms_norm import add_normed, add_rms_norm
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.rotate import rotate_tokens
+from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp
 from gpu_ops.row_format import row_items
 from gpu_ops.sampling import sample_tokens
 from gpu_ops.silu_mul import activate, silu_mul
@@ -85,6 +87,10 @@ def compile_only(run: Any) -> Any:
     return warmup
 
 
+def packed_rows(p: PackedWeight) -> PackedRows:
+    return PackedRows.of(p.format, p.codes, p.scales, p.minimums, p.in_features)
+
+
 def call_all(
     dtype: torch.dtype,
     n: int,
@@ -112,10 +118,7 @@ def call_all(
 
     made = [quantise(square, name) for name in FORMATS]
     halves = replace(made[0], scales=made[0].scales.repeat_interleave(2, 1))
-    parts = [
-        PackedRows.of(p.format, p.codes, p.scales, p.minimums, p.in_features)
-        for p in (*made, replace(made[0], minimums=made[0].scales), halves)
-    ]
+    parts = [packed_rows(p) for p in (*made, replace(made[0], minimums=made[0].scales), halves)]
     for packed in (parts[:2], *([part] for part in parts)):
         linear = GpuPackedLinear(packed, dtype, zeros(hidden_size * len(packed)))
         linear(row, norm=(zeros(hidden_size), 1e-5))
@@ -123,6 +126,17 @@ def call_all(
         linear(zeros(4, hidden_size), glu=len(packed) == 1)
         linear(zeros(16, hidden_size))
         linear(zeros(128, hidden_size))
+        linear(row, glu=len(packed) == 1, gate="gelu_tanh")
+    add_normed(x, x, zeros(hidden_size), 1e-5)
+    silu_mul(zeros(n, 2 * hidden_size), x, "gelu_tanh")
+    up, down = zeros(8, 2 * hidden_size, hidden_size), zeros(8, hidden_size, hidden_size)
+    router, choice = GpuLinear(zeros(8, hidden_size)), (2, True, True)
+    of_packed = quantise(up.flatten(0, 1), "q4"), quantise(down.flatten(0, 1), "q4")
+    for weights in ((up, down), map(packed_rows, of_packed)):
+        experts = [GpuExperts(weight, 8) for weight in weights]
+        for clamp, bias in ((None, None), ((1.7, 7.0), zeros(8, 2 * hidden_size))):
+            experts[0].clamp, experts[0].bias = clamp, bias
+            GpuRoutedMlp(router, *experts, *choice)(x, x, norm=(zeros(hidden_size), 1e-5))
 
     qkv = zeros(n, (num_qo_heads + 2 * num_kv_heads) * head_dim)
     angle, norm = zeros(n, head_dim), zeros(head_dim)
@@ -147,6 +161,8 @@ def call_all(
         page_tokens=256,
     )
     rope_publish(qkv, angle, angle, positions, **rope, host_pages=table, page_tokens=256)
+    part, ring = angle[:, : head_dim // 2].contiguous(), {"page_tokens": 256, "ring_tokens": 512}
+    rope_publish(qkv, part, part, positions, **rope, head_dim=head_dim, page_table=table, **ring)
 
     out, lse = zeros(*query.shape, dtype=torch.float32), zeros(n, num_qo_heads, dtype=torch.float32)
     window_attention(query, window, positions, sm_scale=0.125, out=out, lse=lse)

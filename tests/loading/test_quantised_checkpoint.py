@@ -482,9 +482,7 @@ def test_types_without_lean_layers(
         pytest.skip("kept as another format on a GPU")
     model = OffloadedModel.from_pretrained(tmp_path / "made", num_threads=1, device=device)
     packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedMatrix)}
-    family = None if prefix else FAMILIES.get(model_type)
-    is_lean = family is not None and (device == "cpu" or not family.peculiar or family.on_gpu)
-    assert isinstance(model._offload, Runtime) == is_lean
+    assert isinstance(model._offload, Runtime) == (model_type in FAMILIES and not prefix)
     linears = [n for n, m in stock.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"]
     experts = [n for n, _ in stock.named_parameters() if n.endswith("_proj")]
     assert packed.keys() == {*linears, *experts}

@@ -17,8 +17,7 @@ from cases.top_k_reference import TOP_K, greedy_tokens
 from offload import OffloadedModel
 from offload.decode.gpu.placement import Place
 from offload.loading.checkpoint import check_checkpoint
-from offload.models import FAMILIES, is_generic, lean_model_maker
-from offload.models.families import Routed
+from offload.models import is_generic, lean_model_maker
 from offload.models.packed_experts import PackedExperts
 from offload.policies import Policy
 from offload.policies.full import Full
@@ -27,12 +26,6 @@ from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import GenericRuntime
 
 NEW = sorted(set(LEAN_MODELS) - set(TINY_MODELS))
-WITH_GPU = [name for name in NEW if isinstance(FAMILIES[name.partition("-")[0]], Routed)]
-PLACES = [
-    *((name, {}) for name in NEW),
-    *((name, {"backend": "inline"}) for name in WITH_GPU),
-    *(pytest.param(name, {"device": "cuda"}, marks=pytest.mark.cuda) for name in WITH_GPU),
-]
 NUM_NEW = 32
 LONGROPE = {
     "rope_type": "longrope",
@@ -45,14 +38,10 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 @pytest.mark.parametrize("policy", [Full(), TOP_K], ids=["full", "exact_topk"])
-@pytest.mark.parametrize(("name", "where"), PLACES)
+@pytest.mark.parametrize("name", NEW)
 @torch.inference_mode()
 def test_tokens_are_those_of_transformers(
-    name: str,
-    where: dict[str, Any],
-    policy: Policy,
-    stock_models: dict[str, Any],
-    tiny_folders: dict[str, Path],
+    name: str, policy: Policy, stock_models: dict[str, Any], tiny_folders: dict[str, Path]
 ) -> None:
     prompt = random_tokens(1, 61, seed=3)
     expected = greedy_tokens(copy.deepcopy(stock_models[name]), policy, prompt, NUM_NEW)
@@ -62,12 +51,9 @@ def test_tokens_are_those_of_transformers(
         num_threads=2,
         page_tokens=16,
         prefill_slice_tokens=24,
-        **where,
     )
     assert not isinstance(model._offload, GenericRuntime)
-    made = model.generate(
-        prompt.to(model.device), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
-    )
+    made = model.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)
     assert made[0, prompt.shape[1] :].tolist() == expected
     assert len(set(expected)) > 2
 
@@ -111,8 +97,6 @@ def test_embeddings_that_are_given(
         ("exaone4", {"sliding_window": 64, "layer_types": ["sliding_attention"] * 3}, True),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}, True),
         ("granite", {"hidden_act": "gelu"}, True),
-        ("olmo2", {}, False),
-        ("exaone4", {}, False),
         ("phi3", {"rope_parameters": LONGROPE, "head_dim": 16}, True),
         ("gemma3_text", {"hidden_activation": "silu"}, True),
         ("gemma3_text", {"final_logit_softcapping": 3.0}, True),
@@ -205,7 +189,14 @@ def test_a_router_that_changes_is_refused(tiny_folders: dict[str, Path]) -> None
 @pytest.mark.parametrize("backend", [INLINE, STREAM, GRAPH])
 @pytest.mark.parametrize("policy", [Full(), TOP_K], ids=["full", "exact_topk"])
 @pytest.mark.parametrize(
-    ("name", "changes"), [("phi3", {}), ("phi3", {"sliding_window": 40}), ("gemma3_text", {})]
+    ("name", "changes"),
+    [
+        *(
+            (name, {})
+            for name in ("phi3", "gemma3_text", "qwen3_moe", "mixtral", "olmo2", "exaone4")
+        ),
+        ("phi3", {"sliding_window": 40}),
+    ],
 )
 @torch.inference_mode()
 def test_on_a_gpu(
@@ -230,6 +221,8 @@ def test_on_a_gpu(
     assert torch.equal(greedy(model, prompts, NUM_NEW), expected)
     cache = model.new_cache()
     assert torch.equal(greedy(model, prompts[:1], NUM_NEW, past_key_values=cache), expected[:1])
+    if policy.selects:  # what is read again attends to all
+        return
     cache.crop(-12)
     again = greedy(model, expected[:1, :82], NUM_NEW - 21, past_key_values=cache)
     assert torch.equal(again, expected[:1])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases.device_cases import greedy, small
 from cases.inside import decoder_of, runtime_of
-from cases.profile_cases import SMALL, machine_profile
+from cases.profile_cases import SMALL, device_profile, machine_profile
 from cases.tiny_models import make_tiny_model, random_tokens, write_gguf
 
 from offload import HostBudgetError, OffloadedModel
@@ -23,7 +23,7 @@ from offload.kv.page_pool import DEFAULT_SLAB_BYTES
 from offload.kv.store import KVStore
 from offload.loading.planned_model import PlannedModel, planned_model
 from offload.measuring.synthetic.random_model import random_model
-from offload.models.shape import MODEL_SHAPES, weight_elements
+from offload.models.shape import MODEL_SHAPES, layer_elements, weight_elements
 from offload.planning.choose import DeviceRoom, choose_placement, least_placement
 from offload.planning.placement_bytes import policy_state_bytes, step_device_bytes, store_bytes
 from offload.planning.plan import PlanRequest, make_plan
@@ -124,6 +124,23 @@ def test_what_policies_keep(policy: str) -> None:
 
 
 # Models that are not loaded
+
+
+@pytest.mark.parametrize("weights", ["auto", "q8", "q4"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts(tiny_folders: dict[str, Path], weights: str, device: str) -> None:
+    """All of them are in memory; a token's time is that of those it meets."""
+    folder = tiny_folders["qwen3_moe"]
+    model = OffloadedModel.from_pretrained(folder, num_threads=1, weights=weights)
+    planned = planned_model(str(folder), weights=weights, device=device)
+    assert planned.weight_bytes == weight_bytes_of(model)
+    shape, like = planned.shape, planned.shape.of_a_token
+    assert (shape.num_experts, like.num_experts) == (model.config.num_experts, 0)
+    assert layer_elements(like) < layer_elements(shape) < layer_elements(like) * 1.2  # a router
+    profile = machine_profile(device=device_profile() if device == "cuda" else None)
+    found = make_plan(PlanRequest(planned, make_policy("full"), 300, 1, device, {}), profile)
+    counted = found.device_bytes if device == "cuda" else found.host_bytes
+    assert counted["weights"] == planned.weight_bytes
 
 
 def test_only_the_config_is_read(tiny_folders: dict[str, Path], tmp_path: Path) -> None:

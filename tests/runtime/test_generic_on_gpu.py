@@ -22,7 +22,7 @@ from offload.policies.registry import make_policy
 from offload.runtime.modules_device import ModulesDevice
 from offload.system.errors import DeviceMemoryError
 
-TYPES = ["qwen3_5_text", "gemma3_text", "gpt_oss", "lfm2", "gemma2"]
+TYPES = ["qwen3_5_text", "gpt_oss", "lfm2", "gemma2"]
 CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])
 IDS = torch.randint(3, 250, (2, 90), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)

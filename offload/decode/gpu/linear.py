@@ -84,11 +84,11 @@ class OneRow:
         self._ranks = weights.ranks
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
-        return layer.qkv(x, self._qkv, norm=layer.input_norm)
+        return _norm_all_heads(layer, layer.qkv(x, self._qkv, norm=layer.input_norm))
 
     def query(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         queries = layer.qkv.first(self._query.shape[1])
-        return queries(x, self._query, norm=layer.input_norm)
+        return _norm_all_heads(layer, queries(x, self._query, norm=layer.input_norm))
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
         self._project_and_add(attended, layer.o_proj, x, layer.attention_out_norm)
@@ -128,11 +128,11 @@ class ManyRows:
         self._ranks = weights.ranks
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
-        return layer.qkv(self._add_and_norm(x, layer.input_norm))
+        return _norm_all_heads(layer, layer.qkv(self._add_and_norm(x, layer.input_norm)))
 
     def query(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         normed = self._add_and_norm(x, layer.input_norm)
-        return layer.qkv.first(self._query_width)(normed)
+        return _norm_all_heads(layer, layer.qkv.first(self._query_width)(normed))
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
         self._add_later(x, layer.o_proj(attended), layer.attention_out_norm)
@@ -162,11 +162,27 @@ class ManyRows:
             self._waiting = delta if self._ranks is None else self._ranks.all_reduce(delta)
 
     def _add_and_norm(self, x: Tensor, norm: Norm | None) -> Tensor:
-        assert norm is not None  # families without one have no layers on a GPU
+        if norm is None:
+            self.finish(x)
+            return x
         normed = self._normed[: len(x)]
         add_rms_norm(x, self._waiting, *norm, normed)
         self._waiting = None
         return normed
+
+
+def _norm_all_heads(layer: DeviceLayer, qkv: Tensor) -> Tensor:
+    """Queries and keys with their RMSNorm, where that is of all heads at once."""
+    start = 0
+    for norm in (layer.q_norm, layer.k_norm) if layer.norms_all_heads else ():
+        assert norm is not None
+        if start < qkv.shape[1]:  # else there are queries alone
+            of_heads = qkv[:, start : start + len(norm)]
+            rows = of_heads.contiguous()
+            add_rms_norm(rows, None, norm, layer.qk_norm_eps, rows)
+            of_heads.copy_(rows)
+        start += len(norm)
+    return qkv
 
 
 def linear_path(weights: DeviceWeights, num_rows: int) -> LinearPath:

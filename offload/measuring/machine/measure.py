@@ -30,6 +30,7 @@ def measure_profile(
     """
     key = machine_key(device)
     spread = Spread()
+    shape = shape.of_a_token
     host = measure_host(num_threads, shape, dtype, on_progress, spread)
     measured = None
     linear: dict[str, dict[int, float]] = {}

@@ -64,7 +64,7 @@ def _measure(
     device: torch.device, shape: ModelShape, dtype: torch.dtype, num_threads: int, spread: Spread
 ) -> tuple[float, float, float] | None:
     """Microseconds of a layer: by token, by pair of a token and one it attends to, at least."""
-    layers = _LAYERS[device.type]
+    shape, layers = shape.of_a_token, _LAYERS[device.type]
     of_layers = 2 * layers * layer_elements(shape) * dtype.itemsize  # twice while they move
     free = (
         torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_limit_bytes()

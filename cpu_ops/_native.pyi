@@ -117,6 +117,31 @@ def rms_norm(
     width: int,
     out: int,
 ) -> None: ...
+
+class DeltaRule:
+    def __init__(
+        self,
+        dtype: int,
+        sizes: Sequence[int],
+        places: Sequence[int],
+        conv: int,
+        norm: int,
+        rate: int,
+        dt_bias: int,
+        eps: float,
+    ) -> None: ...
+    def run(
+        self,
+        pool: WorkerPool,
+        isa: str,
+        projected: int,
+        num_rows: int,
+        row_size: int,
+        conv_state: int,
+        state: int,
+        out: int,
+    ) -> None: ...
+
 def rotate_heads(
     pool: WorkerPool,
     isa: str,
@@ -200,6 +225,7 @@ class DecodeAttention:
         qkv: int,
         cos: int,
         sin: int,
+        rotary_dim: int,
         q_norm: int,
         k_norm: int,
         norm_eps: float,

@@ -15,6 +15,7 @@ from cpu_ops.native import (
     INT8_ROWS,
     MAX_GROUP_SIZE,
     check_head_dim,
+    check_rotary_dim,
     check_tensor,
     dtype_code,
     isa_name,
@@ -135,23 +136,28 @@ class NativeAttention:
 
         Args:
             qkv: [n, (num_qo_heads + 2 num_kv_heads) * head_dim]; queries are rotated in place.
-            rope: cos, sin: [n, head_dim].
-            q_norm, k_norm: RMSNorm weights [head_dim] applied per head before the rotation (Qwen3).
+            rope: cos, sin: [n, rotary_dim], of the first elements of each head.
+            q_norm, k_norm: RMSNorm weights [head_dim] applied per head before the rotation (Qwen3);
+                both or neither.
         """
         n, cos, sin = len(step.seqs), *rope
         head_dim = self.layer_heads[layer_idx][2]
         check_tensor("qkv", qkv, (n, self.qkv_features(layer_idx)), self.dtype)
+        rotary_dim = check_rotary_dim(cos.shape[-1], head_dim)
         for name, table in (("cos", cos), ("sin", sin)):
-            check_tensor(name, table, (n, head_dim), self.dtype)
+            check_tensor(name, table, (n, rotary_dim), self.dtype)
         for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
             if weight is not None:
                 check_tensor(name, weight, (head_dim,), self.dtype)
+        if (q_norm is None) != (k_norm is None):
+            raise ValueError("q_norm and k_norm must both be given, or neither")
         self.native.rope_append(
             layer_idx,
             step.native,
             qkv.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
+            rotary_dim,
             0 if q_norm is None else q_norm.data_ptr(),
             0 if k_norm is None else k_norm.data_ptr(),
             norm_eps,

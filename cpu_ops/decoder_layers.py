@@ -93,8 +93,6 @@ class LayersStep:
         ropes = (rope, *other_ropes)
         for tables in ropes:
             width = check_rotary_dim(tables[0].shape[-1], max(layers.head_dims))
-            if width not in layers.head_dims and layers.norms_heads:
-                raise ValueError(f"cos and sin must be of {layers.head_dims} elements, got {width}")
             for name, table in zip(("cos", "sin"), tables, strict=True):
                 check_tensor(name, table, (n, width), layers.dtype)
         self.rows = rows
@@ -154,7 +152,6 @@ class DecoderLayers:
         self._heads = attention.layer_heads
         self.layers = tuple(layers)
         self.num_ropes = 1 + max(layer.rope_idx for layer in layers)
-        self.norms_heads = any(x.q_norm is not None for x in layers)
         self.adds_apart = any(x.attention_out_norm or x.mlp_out_norm or x.routed for x in layers)
         self._attention = attention  # kept alive
         self._native = _native.DecoderLayers(attention.native)

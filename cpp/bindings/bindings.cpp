@@ -7,6 +7,7 @@
 #include "operators/bandwidth.h"
 #include "operators/causal_attention.h"
 #include "operators/clustering.h"
+#include "operators/delta_rule.h"
 #include "operators/rms_norm.h"
 #include "operators/rope.h"
 #include "attention/decode_attention.h"
@@ -93,6 +94,23 @@ PYBIND11_MODULE(_native, m) {
                  eps, num_rows, width, pointer<void>(out));
       },
       WithoutGil());
+  py::class_<DeltaRule>(m, "DeltaRule")
+      .def(py::init([](int dtype, const std::vector<int64_t>& sizes, const std::vector<int64_t>& places, int64_t conv,
+                       int64_t norm, int64_t rate, int64_t dt_bias, float eps) {
+        const auto place = [&](size_t i) { return HeadPlace{places[2 * i], places[2 * i + 1]}; };
+        return DeltaRule{{static_cast<DType>(dtype), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]},
+                         {place(0), place(1), place(2), place(3), place(4), place(5)},
+                         {pointer<const void>(conv), pointer<const void>(norm), pointer<const float>(rate),
+                          pointer<const float>(dt_bias), eps}};
+      }))
+      .def(
+          "run",
+          [](const DeltaRule& rule, WorkerPool& pool, const std::string& isa, int64_t projected, int64_t num_rows,
+             int64_t row_size, int64_t conv_state, int64_t state, int64_t out) {
+            rule.run(kernels_for(isa), pool, pointer<const void>(projected), num_rows, row_size,
+                     pointer<void>(conv_state), pointer<float>(state), pointer<void>(out));
+          },
+          WithoutGil());
   m.def(
       "rotate_heads",
       [](WorkerPool& pool, const std::string& isa, int dtype, int64_t x, int64_t token, int64_t num_tokens,

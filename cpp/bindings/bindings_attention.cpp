@@ -173,9 +173,9 @@ py::tuple drain(DecodeAttention& attention) {
 }
 
 void append(const DecodeAttention& attention, int64_t layer_idx, const KeptRows& step, int64_t qkv, int64_t cos,
-            int64_t sin, int64_t q_norm, int64_t k_norm, float norm_eps) {
+            int64_t sin, int64_t rotary_dim, int64_t q_norm, int64_t k_norm, float norm_eps) {
   rope_append(attention, layer_idx, step.rows, pointer<char>(qkv),
-              {pointer<const char>(cos), pointer<const char>(sin), attention.shape(layer_idx).head_dim},
+              {pointer<const char>(cos), pointer<const char>(sin), rotary_dim},
               {pointer<const void>(q_norm), pointer<const void>(k_norm), norm_eps});
 }
 

@@ -20,19 +20,26 @@ void rope_append(const DecodeAttention& attention, int64_t layer_idx, const Step
   const AttentionShape& shape = attention.shape(layer_idx);
   const auto rope_head = attention.kernels().rope_head[static_cast<int>(shape.dtype)];
   const int64_t head_bytes = shape.head_bytes();
-  const void* const of_query_head = norms.whole ? nullptr : norms.query;
-  const void* const of_key_head = norms.whole ? nullptr : norms.key;
+  // A head of which a part is rotated is normed as a whole before.
+  const bool apart = norms.whole || rope.dim < shape.head_dim;
+  const void* const of_query_head = apart ? nullptr : norms.query;
+  const void* const of_key_head = apart ? nullptr : norms.key;
+  const int64_t query_width = norms.whole ? shape.num_qo_heads * shape.head_dim : shape.head_dim;
+  const int64_t key_width = norms.whole ? shape.num_kv_heads * shape.head_dim : shape.head_dim;
+  const int64_t item = dtype_bytes(shape.dtype);
   const int64_t rope_bytes = rope.dim * dtype_bytes(shape.dtype);
   const char *cos = rope.cos, *sin = rope.sin;
   char* head = qkv;
   for (int64_t r = 0; r < rows.num_rows; ++r, cos += rope_bytes, sin += rope_bytes) {
     const QueryRow row = rows.row(r, layer_idx, shape.num_kv_heads);
-    if (norms.whole) {
-      const int64_t query_bytes = shape.num_qo_heads * head_bytes;
-      norm_in_place(attention.kernels(), shape.dtype, {norms.query, norms.eps}, shape.num_qo_heads * shape.head_dim,
-                    head);
-      norm_in_place(attention.kernels(), shape.dtype, {norms.key, norms.eps}, shape.num_kv_heads * shape.head_dim,
-                    head + query_bytes);
+    if (apart && norms.query != nullptr) {
+      char *x = head, *const keys = head + shape.num_qo_heads * head_bytes;
+      for (; x < keys; x += query_width * item) {
+        norm_in_place(attention.kernels(), shape.dtype, {norms.query, norms.eps}, query_width, x);
+      }
+      for (; x < keys + shape.num_kv_heads * head_bytes; x += key_width * item) {
+        norm_in_place(attention.kernels(), shape.dtype, {norms.key, norms.eps}, key_width, x);
+      }
     }
     for (int h = 0; h < shape.num_qo_heads; ++h, head += head_bytes) {
       rope_head(head, cos, sin, of_query_head, norms.eps, rope.dim);

@@ -151,7 +151,7 @@ class PackedExperts(nn.Module):
     def _on_gpu(self) -> tuple[GpuExperts, GpuExperts] | None:
         """Kernels of up and down; None, where a GPU's do not compute all of it."""
         stock, made = self._of[0], list[GpuExperts]()
-        gate = _native_gate(stock)
+        gate = native_gate(stock)
         if gate is None or _has_norm(stock):
             return None
         for name in ("gate_up_proj", "down_proj"):
@@ -170,7 +170,7 @@ class PackedExperts(nn.Module):
         matrices: list[Any] = [getattr(self, name) for name in names]
         addresses = [matrix.codes.data_ptr() for matrix in matrices]
         if self._made is None or self._addresses != addresses:
-            gate = _native_gate(stock)
+            gate = native_gate(stock)
             self._is_native = gate is not None and not _has_norm(stock)
             up, down = (
                 RoutedLinear(
@@ -200,11 +200,13 @@ def _has_norm(stock: Any) -> bool:
     return getattr(stock, "has_post_expert_norm", False)  # of newer versions of transformers
 
 
-def _native_gate(stock: Any) -> Gate | None:
-    """What the kernels compute in the place of a stock module's gate; None: torch computes it."""
+def native_gate(experts: Any) -> Gate | None:
+    """What the kernels compute in the place of the gate of transformers' experts, or of packed
+    ones; None: torch computes it."""
     from transformers.activations import SiLUActivation
     from transformers.integrations.moe import _default_apply_gate
 
+    stock = experts._of[0] if isinstance(experts, PackedExperts) else experts
     if not stock.has_gate:
         return None
     of_class = type(stock)._apply_gate

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
+from cpu_ops.decoder_layers import Norm
 from cpu_ops.step_rows import DecodeStep
 from offload.decode.attention import DecodeAttention
 from offload.decode.stock_attention import AttentionCall, AttentionSpec, taking, widened
@@ -533,7 +534,7 @@ class GenericCache(DynamicCache):
             return None
         modules, seen = self._hosted.others.modules, layer.get_seq_length()
         if self._step is not None or modules is not None:
-            self._check_mask(call, seen)
+            self._check_mask(call.mask, call.query.shape[2], seen)
         if self._hosted.is_resident:
             return self._attend_rows(seen, call, None)
         if self._step is not None:
@@ -551,13 +552,12 @@ class GenericCache(DynamicCache):
             self.between()
         return out
 
-    def _check_mask(self, call: AttentionCall, seen: int) -> None:
+    def _check_mask(self, mask: Tensor | None, n: int, seen: int) -> None:
         """Refuse a mask that hides anything but padding, and what comes later, from a decode step,
         or from the first, the middle one and the last of a prompt's columns."""
-        mask = call.mask
         if mask is None or mask is self._known_mask:
             return
-        n, device = call.query.shape[2], mask.device
+        device = mask.device
         some = sorted({0, n // 2, n - 1})
         rows = mask[:, 0, some, :seen]  # [batch_size, len(some), columns]
         attended = rows if rows.dtype == torch.bool else rows == 0
@@ -633,6 +633,41 @@ class GenericCache(DynamicCache):
                 for out, found in zip((keys, values), rows, strict=True):
                     out[row, pad:] = found.transpose(0, 1)[..., : out.shape[-1]]
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def can_decode(self, layer_idx: int) -> bool:
+        """Whether `decode` may take the place of a layer's attention in this pass."""
+        layer = self.layers[layer_idx]
+        on_host = self._hosted.others.modules is None and isinstance(layer, _HostedLayer)
+        return on_host and self._step is not None
+
+    def decode(
+        self,
+        layer_idx: int,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norms: tuple[Norm, Norm],
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Attention of a layer's new token: [n, num_qo_heads * head_dim], if it `can_decode`.
+
+        Args:
+            qkv: [n, (num_qo_heads + 2 num_kv_heads) * head_dim]; queries are rotated in place.
+            rope: cos, sin: [n, rotary_dim].
+            norms: of query and key heads, of one eps.
+            mask: as of `AttentionCall`, of a padded batch.
+        """
+        layer: Any = self.layers[layer_idx]
+        attention, step = self._hosted.attention, self._step
+        assert step is not None
+        layer.seen += 1
+        self._check_mask(mask, 1, layer.seen)
+        (q_norm, eps), (k_norm, _) = norms
+        attention.rope_append(
+            layer.number, step, qkv, rope, q_norm=q_norm, k_norm=k_norm, norm_eps=eps
+        )
+        out = torch.empty(len(qkv), layer.spec.num_qo_heads * layer.spec.head_dim, dtype=qkv.dtype)
+        attention.attend(layer.number, step, qkv, out, None)
+        return out
 
     def _decode(
         self, layer: _HostedLayer, call: AttentionCall, step: DecodeStep, *, appends: bool

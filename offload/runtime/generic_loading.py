@@ -50,6 +50,7 @@ from offload.runtime.budgets import (
 )
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.fingerprint import fingerprint
+from offload.runtime.fused_layers import use_fused_layers
 from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.generic_cache import GenericCache, HostedLayers, LayerStates
 from offload.runtime.generic_runner import GenericRunner
@@ -488,6 +489,7 @@ def generic_runtime(
         runtime = made = kind(stock, specs, config, folder, pool)
         if not is_on_device(config):
             use_pool(stock, pool, lambda: made.decodes)
+            use_fused_layers(stock, pool, lambda: made.decodes)
         is_rounded = stock.dtype != torch.float32 or runtime.store.format.is_int8
         is_exact = not is_rounded and not any(
             isinstance(module, PackedMatrix) for module in stock.modules()

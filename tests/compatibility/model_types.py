@@ -55,6 +55,8 @@ of a model, and `offload eval` compares policies on a CPU, a prompt at a time. B
 caches of `generate()`, scores of prompts, ranks and `host_bytes_per_sequence` are refused. Before
 it is used, each model must give the logits of the stock path for a padded prompt and three steps;
 it is refused if it does not.
+Decode steps of qwen3_5, qwen3_5_moe and qwen3_next on a CPU go through fused kernels: the gated
+delta rule with its convolution, norms and dense MLPs; a layer that was hooked runs its modules.
 Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class for it; that
 is so for types that are not in this table, too, such as `mistral3` and `llava`.
 

@@ -82,6 +82,15 @@ def test_heads_apart_stay_in_bounds_and_agree():
 
 
 @pytest.mark.slow
+def test_delta_rule_stays_in_bounds_and_rows_agree():
+    program = compile_program(
+        "delta_rule_stress.cpp", kernels=["scalar"], units=["worker_pool", "delta_rule"], flags=BOTH
+    )
+    result = run([program])
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.slow
 def test_coprocessor_stays_in_bounds():
     """Also of mailboxes that are gone."""
     stays_in_bounds("coprocessor_stress.cpp", *COPROCESSOR)

@@ -59,22 +59,24 @@ def append_rows(
 
 
 def expected_rotation(x, cos, sin, dtype, norm_weight=None):
-    """x float64 [heads, head_dim], with the rounding points of apply_rotary_pos_emb."""
+    """x float64 [heads, head_dim], with the rounding points of apply_rotary_pos_emb; behind the
+    width of cos and sin nothing is rotated."""
     if norm_weight is not None:
         normed = rounded(reference.rms_norm(x, np.ones(x.shape[-1]), EPS), dtype)
         x = rounded(normed * norm_weight.double().numpy(), dtype)
     cos, sin = cos.double().numpy(), sin.double().numpy()
-    zero = np.zeros_like(cos)
+    zero, (x, rest) = np.zeros_like(cos), np.split(x, [len(cos)], axis=-1)
     products = [reference.rope(x, cos, zero), reference.rope(x, zero, sin)]
-    return rounded(sum(rounded(product, dtype) for product in products), dtype)
+    rotated = rounded(sum(rounded(product, dtype) for product in products), dtype)
+    return np.concatenate([rotated, rest], axis=-1)
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "head_dim", "with_norm"),
-    pairwise(ISAS, DTYPES, [16, 48, 64, 96, 128, 256, 512], [False, True], together=2),
+    ("isa", "dtype", "head_dim", "with_norm", "part"),
+    pairwise(ISAS, DTYPES, [16, 48, 64, 96, 128, 256, 512], [False, True], [1, 4], together=2),
     ids=str,
 )
-def test_rows_of_several_sequences(isa, dtype, head_dim, with_norm):
+def test_rows_of_several_sequences(isa, dtype, head_dim, with_norm, part):
     """Rows land at their positions, across page boundaries, and leave everything else alone."""
     rng = new_rng()
     store = make_store(head_dim, dtype)
@@ -82,7 +84,7 @@ def test_rows_of_several_sequences(isa, dtype, head_dim, with_norm):
     rows = [seqs[i] for i in (0, 1, 1, 1, 2, 0)]
     positions = [0, 3, 4, 5, 8, 7]
     qkv = random(rng, dtype, len(rows), (NUM_QO_HEADS + 2 * NUM_KV_HEADS) * head_dim)
-    angles = rng.uniform(0, 2 * np.pi, (len(rows), head_dim))
+    angles = rng.uniform(0, 2 * np.pi, (len(rows), head_dim // part))
     cos, sin = (torch.from_numpy(f(angles)).to(dtype) for f in (np.cos, np.sin))
     norms = {}
     tolerance = NORM_TOLERANCE[dtype] if with_norm else TOLERANCE[dtype]
@@ -196,10 +198,12 @@ def test_bad_input_is_refused():
     for change, message in (
         ({"qkv": torch.zeros(1, width - 64)}, rf"qkv must be .* \[1, {width}\]"),
         ({"qkv": torch.zeros(1, width, dtype=torch.float64)}, "qkv must be torch.float32"),
-        ({"cos": torch.zeros(1, 32)}, r"cos must be .* \[1, 64\] .* \[1, 32\]"),
+        ({"cos": torch.zeros(1, 66)}, "an even number of elements up to 64, got 66"),
+        ({"cos": torch.zeros(1, 32)}, r"sin must be .* \[1, 32\] .* \[1, 64\]"),
         ({"sin": torch.zeros(2, 64)}, r"sin must be .* \[1, 64\] .* \[2, 64\]"),
         ({"sin": torch.zeros(1, 64).half()}, "sin must be torch.float32"),
         ({"q_norm": torch.zeros(32)}, r"q_norm must be torch.float32 \[64\]"),
+        ({"q_norm": torch.zeros(64)}, "q_norm and k_norm must both be given, or neither"),
         ({"k_norm": torch.zeros(64).half()}, r"k_norm must be torch.float32 \[64\]"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -296,6 +296,7 @@ def _generic_plan(
     import torch
 
     from offload.loading.planned_model import planned_skeleton
+    from offload.models import FAMILIES
     from offload.models.base import stock_context_limit
     from offload.planning.profile import MachineProfile, cached_profile
     from offload.runtime.config import RuntimeConfig, checked_device
@@ -310,9 +311,11 @@ def _generic_plan(
         return None
     empty, kept = skeleton
     if needs_lean:
+        is_lean = empty.config.model_type in FAMILIES  # with experts, or packed
+        why = "is planned as its modules are" if is_lean else "has no lean layers"
         raise NotImplementedError(
-            f"{needs_lean[0]} with a model of type {empty.config.model_type!r}, which has no lean "
-            "layers; leave it out"
+            f"{needs_lean[0]} with a model of type {empty.config.model_type!r}, which {why}; leave "
+            "it out"
         )
     limits = {k: parse_size(size, name=f"max_memory[{k!r}]") for k, size in max_memory.items()}
     index = torch.device(device).index or 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases.every_type import tiny_model_of
 from cases.profile_cases import machine_profile
+from cases.tiny_models import make_tiny_model
 from typer.testing import CliRunner
 
 from offload import OffloadedModel
@@ -130,6 +131,13 @@ def test_what_does_not_apply_is_refused_by_name(
 ) -> None:
     arguments = [*arguments, "--profile", folders["h200"]] if "cuda:0" in arguments else arguments
     assert said in refusal(folders["gemma2"], "--device", "cpu", *arguments)
+
+
+def test_options_that_a_plan_of_experts_lacks(tmp_path: Path) -> None:
+    """They have lean layers, and load with it."""
+    make_tiny_model("mixtral").save_pretrained(tmp_path)
+    said = "--weights with a model of type 'mixtral', which is planned as its modules are"
+    assert said in refusal(str(tmp_path), "--device", "cpu", "--weights", "q8")
 
 
 def test_a_config_alone_will_do(folders: dict[str, str], tmp_path: Path) -> None:

@@ -232,11 +232,11 @@ def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {name: size for name, _, size in matrix_sizes(shape)}
     if shape.num_experts:
         found = {name: size for name, size in found.items() if ".mlp." not in name}
-        inner, hidden = shape.num_experts * shape.expert_size, shape.hidden_size
-        for layer_idx in range(shape.num_layers):
-            experts = f"model.layers.{layer_idx}.mlp.experts."
-            found[experts + "gate_up_proj"] = (2 * inner, hidden)
-            found[experts + "down_proj"] = (shape.num_experts * hidden, shape.expert_size)
+        experts, inner, hidden = shape.num_experts, shape.expert_size, shape.hidden_size
+        for mlp in (f"model.layers.{i}.mlp" for i in range(shape.num_layers)):
+            found[f"{mlp}.gate.weight"] = (experts, hidden)
+            found[f"{mlp}.experts.gate_up_proj"] = (experts, hidden, 2 * inner)  # [in, out]
+            found[f"{mlp}.experts.down_proj"] = (experts, inner, hidden)
     if not shape.ties_embeddings:
         found["lm_head.weight"] = (shape.vocab_size, shape.hidden_size)
     rest = weight_elements(shape) - sum(math.prod(size) for size in found.values())

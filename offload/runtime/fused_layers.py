@@ -122,7 +122,7 @@ class _Experts:
         normalises = getattr(mlp.gate, "norm_topk_prob", True)
         choice = ExpertChoice(mlp.gate.top_k, normalises=normalises, rounds=True)
         self._norm = norm_of(OnePlusNorm(layer.post_attention_layernorm))
-        self._routed = RoutedMlp(mlp, choice).on_cpu()
+        self._routed = RoutedMlp(mlp, choice, gate).on_cpu()
         self._gate = fused_linear("", mlp, "shared_expert_gate").on_cpu()
         self._gate_up, self._down = _mlp_linears(mlp.shared_expert)
 

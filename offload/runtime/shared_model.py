@@ -21,6 +21,7 @@ from offload.decode.gpu.placement import HeadPlacement, places_by_role
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.names import resolve_folder
 from offload.loading.stock_model import load_stock_model
+from offload.models import lean_model_maker
 from offload.models.batch import pack
 from offload.models.shape import ModelShape
 from offload.policies import Policy
@@ -153,7 +154,11 @@ class SharedModel:
         self.stock = load_stock_model(checkpoint, config.dtype, config.packing).eval()
         move_to_device(self.stock, config)
         configs = [with_calibrated_policy(self.stock, of_policy, folder) for of_policy in configs]
-        configs = [_placed_by_role(each, checkpoint.shape, hot_rows=hot_rows) for each in configs]
+        # Of a checkpoint's the windows of its layers are not known.
+        shape = lean_model_maker(self.stock.config.model_type, heads_may_differ=True)(
+            self.stock
+        ).shape
+        configs = [_placed_by_role(each, shape, hot_rows=hot_rows) for each in configs]
         reader = None
         if reads_on is not None:
             host: dict[int | str, int] = {
@@ -276,7 +281,8 @@ def _placed_by_role(config: RuntimeConfig, shape: ModelShape, *, hot_rows: bool)
     policy, decodes = config.policy, config.device != "cpu" or config.backend is not None
     if config.placement is not None or not decodes or not policy.selects:
         return config
-    places = places_by_role(policy, shape.num_layers, shape.num_qo_heads, shape.num_kv_heads)
+    heads = shape.num_qo_heads, shape.num_kv_heads
+    places = places_by_role(policy, shape.num_layers, *heads, shape.windows)
     placement = HeadPlacement(places)
     if hot_rows:
         placement = placement.with_hot_rows(policy, shape.num_qo_heads)

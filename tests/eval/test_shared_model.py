@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases.device_cases import small
-from cases.tiny_models import EOS_TOKEN, VOCAB_SIZE, random_tokens
+from cases.tiny_models import EOS_TOKEN, VOCAB_SIZE, make_tiny_model, random_tokens
 
 from offload import OffloadedModel
 from offload.bench.eval.answers import Answer, greedy_answers
@@ -309,6 +309,17 @@ def test_a_gpu_leaves_the_choice_to_the_policy(tiny_folders: dict[str, Path]) ->
             roles = np.repeat([[DENSE], [SELECT], [SELECT]], 2, axis=1)
         assert ((places == Place.GPU) == np.isin(roles, (DENSE, RETRIEVE))).all()
         assert (places != Place.GPU).any()
+
+
+@pytest.mark.parametrize("hot_rows", [False, True])
+def test_windows_stay_on_a_gpu(hot_rows: bool, tmp_path: Path) -> None:
+    make_tiny_model("gemma3_text", sliding_window=32).save_pretrained(tmp_path)
+    config = runtime_config(num_threads=1, backend="inline")
+    model = SharedModel(tmp_path, [small("exact_topk")], config, hot_rows=hot_rows)
+    on_gpu = model.runtimes[0].decoder.placement.places == Place.GPU
+    windows = np.array(model.runtimes[0].lean.each("window"))
+    assert (on_gpu.all(axis=1) >= (windows > 0)).all()
+    assert windows.any()
 
 
 def test_hot_rows_are_where_they_may_be(tiny_folders: dict[str, Path]) -> None:

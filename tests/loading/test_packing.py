@@ -349,6 +349,8 @@ def test_a_planned_shape_counts_them() -> None:
     norms = 2 * 4096 * (2 * 32 + 1)
     assert of_q4 == layers * 20 // 32 + vocabulary * 34 // 32 + 2 * vocabulary + norms
     assert planned_model("smollm2-135m", weights="q8").weight_bytes < 0.54 * 2 * 134_515_008
+    with_experts = (planned_model("qwen3-30b-a3b", weights=x).weight_share for x in ("q4", "q8"))
+    assert [round(32 * share) for share in with_experts] == [10, 17]
     with pytest.raises(ValueError, match="unknown weights 'q5'; available: auto, q8, q4, bfloat"):
         planned_model("tiny", weights="q5")
     with pytest.raises(ValueError, match="weights='bfloat16' contradicts dtype='float16'"):

@@ -426,12 +426,16 @@ def least_places(
 
 
 def places_by_role(
-    policy: Policy, num_layers: int, num_qo_heads: int, num_kv_heads: int
+    policy: Policy,
+    num_layers: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    windows: Sequence[int] = (),
 ) -> UInt8Array:
     """Places at which all heads do what the policy says, however much the GPU has room for: those
-    that attend to everything there, the others on the CPU.
+    that attend to everything, or to `windows` (as of `least_places`), there, the others on the CPU.
     """
-    places = least_places(policy, num_layers, num_qo_heads, num_kv_heads)
+    places = least_places(policy, num_layers, num_qo_heads, num_kv_heads, windows)
     roles = kv_head_roles(policy, num_layers, num_qo_heads, num_kv_heads)
     if roles is not None and policy.device.top_k() is not None:
         places[roles == RETRIEVE] = Place.GPU

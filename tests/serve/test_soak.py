@@ -112,7 +112,8 @@ class Client(threading.Thread):
 
     def __init__(self, url: str, work: Work, until: float, number: int) -> None:
         super().__init__(daemon=True)
-        self._http = httpx.Client(base_url=url, timeout=300)
+        # Hours run beside other work: what hangs is told at the end.
+        self._http = httpx.Client(base_url=url, timeout=300 if SECONDS < 600 else 1800)
         self._work, self._until, self._chance = work, until, random.Random(number)
         self._asks = self._of_session(f"s{number}") if number < NUM_SESSIONS else self._single()
         self.counts, self.failures = Counter[str](), list[str]()
@@ -246,7 +247,7 @@ def test_ten_times_the_load_with_too_little_memory(tmp_path: Path) -> None:
         for client in clients:
             client.start()
         while any(client.is_alive() for client in clients):
-            assert time.monotonic() < until + 300, "a request hangs"
+            assert time.monotonic() < until + 600, "a request hangs"
             samples.take()
             time.sleep(5 if SECONDS > 600 else 0.5)
         failures = [failure for client in clients for failure in client.failures]

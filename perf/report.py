@@ -61,6 +61,8 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prefill-avx2": ("decode-avx2", tables.prefill_table),
     "decode-q4": ("decode-q4", tables.decode_table),
     "prefill-q4": ("decode-q4", tables.prefill_table),
+    "decode-q4-avx2": ("decode-q4-avx2", tables.decode_table),
+    "prefill-q4-avx2": ("decode-q4-avx2", tables.prefill_table),
     "measured-loss": ("hard-ruler-found", lambda _: loss_tables.loss_table(_hard_results())),
     "tradeoff": ("tradeoff", tradeoff_tables.tradeoff_table),
     "tradeoff-in-short": (

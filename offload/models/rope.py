@@ -144,19 +144,13 @@ class RoundedRotary:
 
 
 @dataclass(frozen=True)
-class RotaryOfHalves:
+class RotaryOfHalves(RoundedRotary):
     """Tables of both halves of a head, of a rotary embedding that has those of one."""
-
-    stock: Any
-
-    @property
-    def rope_type(self) -> str:
-        return str(self.stock.rope_type)
 
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = (torch.cat((half, half), -1) for half in self.stock(x, position_ids))
+        cos, sin = (torch.cat((half, half), -1) for half in super().__call__(x, position_ids))
         return cos, sin
 
 

@@ -356,7 +356,8 @@ def _takes_int8(loaded: Any, kv_dtype: str) -> bool:
 
     runtime = loaded._offload
     of_layers = not isinstance(runtime, GenericRuntime) or runtime.device.type == "cpu"
-    return kv_dtype == "auto" and not runtime.store.format.is_int8 and of_layers
+    alone = runtime.ranks is None  # ranks would have to agree
+    return alone and kv_dtype == "auto" and not runtime.store.format.is_int8 and of_layers
 
 
 def _beyond_crossover(auto: Auto, loaded: Any, most: int) -> Policy:

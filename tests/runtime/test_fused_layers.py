@@ -42,6 +42,9 @@ def test_tokens_are_those_of_the_stock_model(tmp_path: Path, model_type: str) ->
     stock, model = both(tmp_path, model_type)
     for first in (0, 1):  # a padded batch, and a row alone
         assert tokens(model, first) == tokens(stock, first)
+    for layer in model.model.layers:  # nothing went to the stock modules
+        assert layer.forward._mixer is not None
+        assert layer.forward._mlp is not None
     batch = {"input_ids": IDS[:1].expand(20, -1)}  # more rows than the kernels take
     assert model.generate(**batch, max_new_tokens=4).shape == (20, 44)
 

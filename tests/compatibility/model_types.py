@@ -38,7 +38,8 @@ _HEAD = """\
 compute, such as windows smaller than the context, is refused for llama, mistral, qwen2 and qwen3,
 and makes a model of another type generic (layers of phi3, gemma3_text and gpt_oss attend through
 windows and keep 64 tokens more: what goes back further is read again, as prompts are that share
-only the front of an earlier one; they refuse policies that tell layers or heads apart); so do
+only the front of an earlier one; padding between a sequence's tokens is no part of a window, where
+transformers counts it; they refuse policies that tell layers or heads apart); so do
 several ranks, or a GPU, where the table says so, and of phi3 `rope_type: longrope`, which reads a
 text anew where it outgrows its short factors. *generic*: transformers' own modules, on a CPU or,
 with `device="cuda"`, on a GPU. Attention of the layers that attend to all tokens is ours, their

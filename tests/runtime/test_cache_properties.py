@@ -102,7 +102,9 @@ class CacheMachine(RuleBasedStateMachine):
         num_rows = talk.num_rows
         tokens = self.draw_tokens(data, num_rows, num_new)
         mask = torch.ones_like(tokens)
-        if num_new > 1 and data.draw(st.booleans(), label="padding"):
+        # In the middle it is no part of our windows, and of the stock model's it is.
+        may_pad = not talk.num_columns or not any(self.pair[1]._offload.lean.each("window"))
+        if num_new > 1 and may_pad and data.draw(st.booleans(), label="padding"):
             for row in mask:
                 row[: data.draw(st.integers(0, num_new - 1), label="padding of row")] = 0
         talk.tokens = torch.cat([talk.tokens, tokens], dim=1)

@@ -58,13 +58,19 @@ def rotate_some(
     sin: tl.tensor,
     e: tl.tensor,
     own: tl.tensor,
+    norm: tl.tensor,  # None: no norm
+    inverse: tl.tensor,
     ROTARY_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Elements e of a head, `own` at x, of which the first ROTARY_DIM are rotated."""
+    """Elements e of a head, `own` behind its norm, of which the first ROTARY_DIM are rotated."""
     HALF: tl.constexpr = ROTARY_DIM // 2
     dtype = own.dtype
     inside, is_low = e < ROTARY_DIM, e < HALF
-    other = tl.load(x + tl.where(is_low, e + HALF, e - HALF), mask=inside, other=0.0)
+    at = tl.where(is_low, e + HALF, e - HALF)
+    other = tl.load(x + at, mask=inside, other=0.0)
+    if norm is not None:
+        weight = tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
+        other = (weight * (other.to(tl.float32) * inverse).to(dtype).to(tl.float32)).to(dtype)
     by_cos = own.to(tl.float32) * tl.load(cos + e, mask=inside, other=0.0).to(tl.float32)
     by_sin = other.to(tl.float32) * tl.load(sin + e, mask=inside, other=0.0).to(tl.float32)
     by_cos, by_sin = by_cos.to(dtype).to(tl.float32), by_sin.to(dtype).to(tl.float32)
@@ -119,22 +125,22 @@ def rope_publish_kernel(
 
     if head < NUM_QO_HEADS + NUM_KV_HEADS:  # a value is neither normalised nor rotated
         low32, high32 = low.to(tl.float32), high.to(tl.float32)
+        norm, inverse = q_norm, norm_eps
         if q_norm is not None:
-            is_query = head < NUM_QO_HEADS
+            if head >= NUM_QO_HEADS:
+                norm = k_norm
             squares = tl.sum(low32 * low32, 0) + tl.sum(high32 * high32, 0)
             inverse = tl.rsqrt(squares / HEAD_DIM + norm_eps)
-            of_query, of_key = inside & is_query, inside & (head >= NUM_QO_HEADS)
-            low_weight = tl.load(q_norm + d, mask=of_query, other=0.0).to(tl.float32)
-            low_weight += tl.load(k_norm + d, mask=of_key, other=0.0).to(tl.float32)
-            high_weight = tl.load(q_norm + HALF + d, mask=of_query, other=0.0).to(tl.float32)
-            high_weight += tl.load(k_norm + HALF + d, mask=of_key, other=0.0).to(tl.float32)
+            low_weight = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
+            high_weight = tl.load(norm + HALF + d, mask=inside, other=0.0).to(tl.float32)
             low32 = (low_weight * (low32 * inverse).to(dtype).to(tl.float32)).to(dtype)
             high32 = (high_weight * (high32 * inverse).to(dtype).to(tl.float32)).to(dtype)
+            low, high = low32, high32
             low32, high32 = low32.to(tl.float32), high32.to(tl.float32)
         if ROTARY_DIM < HEAD_DIM:
             tables = (cos + row * ROTARY_DIM, sin + row * ROTARY_DIM)
-            low = rotate_some(x - d, *tables, d, low, ROTARY_DIM)
-            high = rotate_some(x - d, *tables, d + HALF, high, ROTARY_DIM)
+            low = rotate_some(x - d, *tables, d, low, norm, inverse, ROTARY_DIM)
+            high = rotate_some(x - d, *tables, d + HALF, high, norm, inverse, ROTARY_DIM)
         else:
             angle = row * HEAD_DIM + d
             low_cos = low32 * tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
@@ -224,8 +230,7 @@ def rope_publish(
         query: out [n, num_qo_heads * head_dim].
         host_query: out, as `query`; pinned host memory (also on the GPU, as the next).
         host_kv: out [n, 2, num_kv_heads, head_dim], k then v.
-        q_norm, k_norm: RMSNorm weights [head_dim] applied per head before the rotation (Qwen3),
-            where whole heads are rotated.
+        q_norm, k_norm: RMSNorm weights [head_dim] applied per head before the rotation (Qwen3).
         window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, row]. Token p is at index p
             if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens.
         page_table: int64 [n, max_pages], the addresses of each row's GPU pages of this layer,
@@ -266,10 +271,6 @@ def rope_publish(
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm must be given together")
     if q_norm is not None and k_norm is not None:
-        if rotary_dim != head_dim:
-            raise ValueError(
-                f"q_norm and k_norm need cos and sin of all {head_dim} elements, got {rotary_dim}"
-            )
         check_tensor("q_norm", q_norm, (head_dim,), dtype, device)
         check_tensor("k_norm", k_norm, (head_dim,), dtype, device)
     recent_tokens, row_dtype = 0, row_dtype or dtype

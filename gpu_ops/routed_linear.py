@@ -379,6 +379,19 @@ def run_experts_reference(
 
 
 @dataclass(frozen=True, eq=False)
+class SharedExpert:
+    """An MLP that all rows meet, times the sigmoid of a gate: hidden_size -> 1."""
+
+    gate: GpuLinear
+    gate_up: GpuLinear
+    down: GpuLinear
+
+    def __call__(self, x: Tensor, norm: Norm | None) -> Tensor:
+        share = self.gate(x, norm=norm).sigmoid_()
+        return self.down(self.gate_up(x, norm=norm, glu=True)).mul_(share)
+
+
+@dataclass(frozen=True, eq=False)
 class GpuRoutedMlp:
     """Experts, and the router that chooses them.
 
@@ -386,6 +399,7 @@ class GpuRoutedMlp:
         router: hidden_size -> num_experts.
         up, down: as `run_experts` takes them.
         per_token, normalises, rounds: as `cpu_ops.routed_linear.ExpertChoice`.
+        shared: what is added; None: nothing.
     """
 
     router: GpuLinear
@@ -394,6 +408,7 @@ class GpuRoutedMlp:
     per_token: int
     normalises: bool
     rounds: bool
+    shared: SharedExpert | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -410,8 +425,10 @@ class GpuRoutedMlp:
         residual: Tensor | None = None,
     ) -> Tensor:
         """`run_experts` of the chosen ones."""
+        shared = None if self.shared is None else self.shared(x, norm)  # `out` may be x
         choice = self.choose(self.router(x, norm=norm))
-        return run_experts(self.up, self.down, x, *choice, out, norm=norm, residual=residual)
+        found = run_experts(self.up, self.down, x, *choice, out, norm=norm, residual=residual)
+        return found if shared is None else found.add_(shared)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [n, num_experts] -> experts, int32 [n, per_token], and weights, float32 likewise.

@@ -164,6 +164,7 @@ class HostedLayers:
         specs: of each by its number in the model; their order is that in the store.
         is_resident: keys and values stay with the modules, and are attended to there; the store
             only counts tokens.
+        steps_on_device: `GenericSteps` run decode steps.
     """
 
     config: Any
@@ -172,6 +173,7 @@ class HostedLayers:
     attention: DecodeAttention
     others: LayerStates = field(default_factory=LayerStates)
     is_resident: bool = False
+    steps_on_device: bool = False
 
     @property
     def store(self) -> KVStore:
@@ -256,6 +258,7 @@ class GenericCache(DynamicCache):
         self._updated.clear()
         self._layer_of: dict[int, tuple[Tensor, _HostedLayer]] = {}  # by the id of its keys
         self._step: DecodeStep | None = None
+        self._step_lens: list[int] = []  # of a step that may begin
         self._pads: list[int] = []  # columns of padding before each row's first token
         self._known_mask: Tensor | None = None
         self._no_rotation: tuple[Tensor, Tensor] | None = None  # cos, sin of a step
@@ -451,8 +454,9 @@ class GenericCache(DynamicCache):
             self._forget_pass()
             self._pads = pads
             if is_decode:
-                lens = [past + 1 - pad for pad in pads]
-                self._step = self._hosted.attention.begin_step(self._seqs, lens)
+                self._step_lens = [past + 1 - pad for pad in pads]
+                if not self.steps_on_device:
+                    self.begin_step()
             began = True
             with taking(self._attend):
                 yield
@@ -475,6 +479,26 @@ class GenericCache(DynamicCache):
             raise
         finally:
             self._forget_pass()
+
+    @property
+    def steps_on_device(self) -> bool:
+        """Whether a step may run on the modules' device as a whole, and `note_step` after it."""
+        return self._hosted.steps_on_device
+
+    @property
+    def num_columns(self) -> int:
+        """Columns before the pass, in it."""
+        return self._num_columns - 1
+
+    def begin_step(self) -> None:
+        """The stock modules run this step; the CPU attends."""
+        self._step = self._hosted.attention.begin_step(self._seqs, self._step_lens)
+
+    def note_step(self) -> None:
+        """All layers have the new token of each row."""
+        for layer in self.layers:
+            if isinstance(layer, _HostedLayer):
+                layer.seen += 1
 
     def _wait_for_rows(self) -> None:
         """Until the device has written all that it was given to pages.

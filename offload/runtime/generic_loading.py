@@ -36,12 +36,15 @@ from offload.loading.stock_model import (
 )
 from offload.models import ALWAYS_LEAN, ModelShape
 from offload.models.base import stock_context_limit
+from offload.models.hybrid import HybridModel
 from offload.models.missing_features import READ_AT_ONCE, unsupported_generic
 from offload.models.packed_linear import PackedMatrix
+from offload.planning.profile import typical_profile
 from offload.planning.workload import Workload
 from offload.policies import Policy
 from offload.policies.auto import Auto
 from offload.policies.full import Full
+from offload.runtime.auto_policy import Room, resolve_auto
 from offload.runtime.budgets import (
     device_kv_budget_bytes,
     kv_budget_bytes,
@@ -65,7 +68,14 @@ from offload.runtime.generic_sizes import (
     store_and_attention,
 )
 from offload.runtime.generic_states import SequenceStates
-from offload.runtime.modules_device import ModulesDevice, check_weights_fit
+from offload.runtime.generic_steps import GenericSteps, hybrid_view
+from offload.runtime.modules_device import (
+    LEAST_SLICE,
+    ModulesDevice,
+    PassBytes,
+    check_weights_fit,
+    token_bytes,
+)
 from offload.runtime.placing import known_profile, longest_context
 from offload.runtime.pooled_modules import POOLED_TOKENS, multiplies_on_pool, use_pool
 from offload.runtime.sequences import Sequences
@@ -85,6 +95,8 @@ _DEFAULTS = {x.name: x.default for x in fields(RuntimeConfig) if x.name not in _
 # or of inputs of packed experts, changes which experts a token gets: single logits differ by much.
 _MOST_DIFFERENCE = 1e-3  # the largest, in float32
 _MOST_ROUNDED_DIFFERENCE = 0.2  # the mean
+_STATES_KEPT = 4  # of sequences, a GPU has room for beside keys and values, or gives these back
+_LONG = 2**17  # tokens, of which a layer's keys and values lie there while a prompt is read
 _FEW_SCORES = 2**18  # of queries and keys: attention on one thread takes less than the products
 
 
@@ -118,12 +130,19 @@ class GenericRuntime:
         self.stock, self.policy_reason = stock, ""
         self.device = torch.device(config.device)
         host_bytes = kv_budget_bytes(config, weight_bytes_of(stock), loaded=True)
-        is_auto = isinstance(config.policy, Auto)
+        is_auto, view = isinstance(config.policy, Auto), None
+        if is_on_device(config):
+            view = hybrid_view(stock)
+        device_bytes = None if view is None else device_bytes_beside(stock, view, config)
         if isinstance(config.policy, Auto):
             most, _ = stock_context_limit(stock.config)
-            policy, reason = resolved_auto(
-                config.policy, specs, config, stock.dtype, most, host_bytes
-            )
+            if view is not None and device_bytes is not None:
+                sizes = stock.dtype, host_bytes, device_bytes
+                policy, reason = resolved_on_gpu(config.policy, view.shape, config, *sizes)
+            else:
+                policy, reason = resolved_auto(
+                    config.policy, specs, config, stock.dtype, most, host_bytes
+                )
             config, self.policy_reason = config.under(policy), reason
             logger.info("auto: %s", reason)
         self.config, self.policy = config, config.policy
@@ -140,8 +159,14 @@ class GenericRuntime:
         classes = None
         if self.policy.state.reads_text and folder is not None:
             classes = load_delimiter_classes(folder, stock.config.vocab_size)
+        self.steps: GenericSteps | None = None
+        if view is not None:
+            of_steps = self.store, config, pool, device_bytes, lambda: self.decodes
+            self.steps = GenericSteps(stock, view, *of_steps)
+            self.attention = self.steps.decoder.attention
         held, weights = LayerStates(), dict(stock.named_parameters())
-        self.states = self.decoder = SequenceStates(self.store, held)
+        decoder = None if self.steps is None else self.steps.decoder
+        self.states = self.decoder = SequenceStates(self.store, held, decoder)
         self.sequences = Sequences(
             self.store,
             self.attention,
@@ -150,14 +175,22 @@ class GenericRuntime:
             classes,
             fingerprint=partial(fingerprint, weights, stock.config, self.policy, self.store),
         )
-        self.hosted = HostedLayers(stock.config, specs, self.sequences, self.attention, held)
+        self.hosted = HostedLayers(
+            stock.config,
+            specs,
+            self.sequences,
+            self.attention,
+            held,
+            steps_on_device=self.steps is not None,
+        )
         if is_on_device(config):
             row = row_bytes(self.store)
             held.modules = ModulesDevice(stock, config, row, lambda: held.held_bytes)
         else:
             self.store.ledger.add("windows and recurrent states", lambda: held.held_bytes)
         self.resident: HostedLayers | None = None
-        if is_on_device(config) and specs and (is_auto or not self.policy.selects):
+        keeps = is_auto or not self.policy.selects
+        if is_on_device(config) and self.steps is None and specs and keeps:
             self.resident = self._resident(specs, held.modules)
         self.runner = GenericRunner(self, [*signature(stock.forward).parameters])
         self.run_lock = self.sequences.run_lock
@@ -234,6 +267,8 @@ class GenericRuntime:
 
     def close(self) -> None:
         """Give its threads and the memory of its store back."""
+        if self.steps is not None:
+            self.steps.decoder.close()
         self.pool.close()
         self.store.close()
         if self.resident is not None:
@@ -245,6 +280,8 @@ class GenericRuntime:
         left behind by an error."""
         outer = self.current_generation
         threads = outer.prefill_threads or torch.get_num_threads()
+        if self.steps is not None:
+            self.steps.check_modules()
         generation = self.current_generation = Generation(threads, is_running=True)
         try:
             with torch_threads(1):  # in its passes a prompt has more
@@ -255,6 +292,7 @@ class GenericRuntime:
             raise
         finally:
             if not outer.is_running:
+                self.states.end_generation()
                 outer = Generation(self.config.num_threads, stats=generation.stats)
             self.current_generation = outer
 
@@ -270,12 +308,16 @@ class GenericRuntime:
         if cache is not None and inputs[0][1] > 1:
             self._check_reads(cache.kv_lens)
         counter = self.current_generation
+        if self.steps is not None and not counter.is_running:
+            self.steps.check_modules()
         counter.begin_pass()
         decodes = not self.reads_prompt and cache is not None and cache.would_decode(inputs[0])
         if decodes and cache is not None:
             with torch_threads(counter.prefill_threads):
                 seconds = cache.attention.build_states(cache.seqs, [n + 1 for n in cache.kv_lens])
             counter.count_index(seconds)
+        elif cache is not None and cache.steps_on_device:
+            self.states.begin_prompt(cache.seqs)
         in_cache: AbstractContextManager[None] = nullcontext()
         if cache is not None:
             in_cache = cache.forward_pass(*inputs, is_decode=decodes)
@@ -292,7 +334,10 @@ class GenericRuntime:
         stats = counter.stats
         stats.kv_host_bytes = max(stats.kv_host_bytes, self.store.host_bytes_used)
         if cache is not None and cache.others.modules is not None:
-            stats.kv_device_bytes = max(stats.kv_device_bytes, cache.state_bytes)
+            on_device = cache.state_bytes
+            if self.steps is not None:
+                on_device += self.steps.decoder.device_bytes
+            stats.kv_device_bytes = max(stats.kv_device_bytes, on_device)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         return result
 
@@ -319,6 +364,7 @@ class GenericRuntime:
         self.check_context(max(ends))
         if modules is None:
             return request.prompt_columns
+        self.states.begin_generation(len(ends), max(ends))
         return modules.slice_tokens(len(ends), request.prompt_columns, others)
 
     @property
@@ -366,6 +412,38 @@ def resolved_auto(
         work = Workload(shape, auto, tokens, dtype=dtype, kv_dtype=config.kv_dtype)
     profile = known_profile(torch.device(config.device), pool_threads(config))
     return resolve_generic(auto, specs, work, profile, on_gpu=on_gpu)
+
+
+def device_bytes_beside(stock: Any, view: HybridModel, config: RuntimeConfig) -> int | None:
+    """What a GPU has for keys and values beside weights that are there, states and slices of
+    prompts; None: it is none."""
+    device, weight_bytes = torch.device(config.device), weight_bytes_of(stock)
+    if device.type == "cpu":
+        return None
+    free, budget = torch.cuda.mem_get_info(device)[0], device_kv_budget_bytes(config, weight_bytes)
+    kv_bytes = 2 * view.shape.num_kv_heads * view.shape.head_dim * stock.dtype.itemsize
+    passes = PassBytes(token_bytes(stock), kv_bytes, LEAST_SLICE)
+    states = _STATES_KEPT * sum(layer.rule.state_bytes for layer in view.recurrent)
+    columns = min(view.shape.max_context, _LONG)
+    kept = passes.need(1, LEAST_SLICE, columns, states)
+    return max(0, (free if budget is None else min(free, budget)) - kept)
+
+
+def resolved_on_gpu(
+    auto: Auto,
+    shape: ModelShape,
+    config: RuntimeConfig,
+    dtype: torch.dtype,
+    host_kv_bytes: int,
+    device_kv_bytes: int,
+) -> tuple[Policy, str]:
+    """`resolved_auto` where a GPU attends, as of lean layers."""
+    tokens = longest_context(config, shape, dtype, host_kv_bytes)
+    work = Workload(shape, auto, tokens, dtype=dtype, page_tokens=config.page_tokens)
+    threads = pool_threads(config)
+    profile = known_profile(torch.device(config.device), threads) or typical_profile(threads)
+    slices = config.prefill_slice_tokens
+    return resolve_auto(auto, work, Room(True, device_kv_bytes, slices, profile))
 
 
 def resolved_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -> Policy:

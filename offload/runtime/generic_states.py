@@ -14,6 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
+from offload.decode.gpu.decoder import DeviceDecoder
 from offload.kv.sequence_part import RowToLoad, RowToSave, SequencePart
 from offload.kv.store import KVStore
 from offload.runtime.generic_cache import GenericCache, LayerStates, RowState
@@ -28,22 +29,36 @@ class SequenceStates(SequencePart):
 
     Args:
         layers: sizes of them, and who has some.
+        steps: what decodes on the modules' device; None: the modules do.
     """
 
     samples = False
 
-    def __init__(self, store: KVStore, layers: LayerStates) -> None:
-        self._store, self._layers = store, layers
+    def __init__(
+        self, store: KVStore, layers: LayerStates, steps: DeviceDecoder | None = None
+    ) -> None:
+        self._store, self._layers, self._steps = store, layers, steps
         self._rows: dict[int, RowState | tuple[GenericCache, int]] = {}
         self._marks: dict[int, tuple[RowState, ...]] = {}
 
     def begin_generation(
         self, num_sequences: int, kv_len: int, read_tokens: int | None = None
     ) -> None:
-        """Nothing."""
+        """As of `Decoder`."""
+        if self._steps is not None:
+            self._steps.begin_generation(num_sequences, kv_len, read_tokens)
 
     def end_generation(self) -> None:
-        """Nothing, either."""
+        """As of `Decoder`."""
+        if self._steps is not None:
+            self._steps.end_generation()
+
+    def begin_prompt(self, seqs: Sequence[int]) -> None:
+        """The stock modules read more of these."""
+        if self._steps is not None:
+            self._steps.trim()
+            for seq in seqs:
+                self._steps.rebase(seq, self._store.kv_len(seq), seq)
 
     @property
     def is_cut_at_marks(self) -> bool:
@@ -74,9 +89,10 @@ class SequenceStates(SequencePart):
 
     @property
     def device_bytes(self) -> int:
-        """Of states on the device of the model's modules."""
+        """Of states on the device of the model's modules, and of keys and values there."""
         modules = self._layers.modules
-        return 0 if modules is None else modules.device_bytes
+        of_steps = 0 if self._steps is None else self._steps.device_bytes
+        return of_steps + (0 if modules is None else modules.device_bytes)
 
     def cache_of(
         self, seqs: Sequence[int], new_cache: Callable[[Sequence[int]], GenericCache]
@@ -181,11 +197,15 @@ class SequenceStates(SequencePart):
                 "it has no windows and recurrent states, but to "
                 f"{self.longest_cut(seq, kv_len)}"
             )
+        if self._steps is not None:
+            self._steps.truncate(seq, kv_len)
         self._rows[seq] = state
         marks = self._marks.get(seq, ())
         self._marks[seq] = tuple(mark for mark in marks if mark.kv_len <= kv_len)
 
     def roll_back(self, seq: int, kv_len: int) -> None:
+        if self._steps is not None:
+            self._steps.roll_back(seq, kv_len)
         place = self._rows.get(seq)
         if isinstance(place, tuple) and place[0].has_failed:
             del self._rows[seq]
@@ -194,6 +214,8 @@ class SequenceStates(SequencePart):
                 self._rows[seq] = state
 
     def forget(self, seq: int) -> None:
+        if self._steps is not None:
+            self._steps.forget(seq)
         self._rows.pop(seq, None)
         self._marks.pop(seq, None)
 

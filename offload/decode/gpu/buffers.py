@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,14 +26,30 @@ _MIN_SCORE_TOKENS = 4096
 
 
 class StepBuffers:
-    """The static tensors of steps with up to `num_rows` rows."""
+    """The static tensors of steps with up to `num_rows` rows.
 
-    def __init__(self, model: LeanModel, num_rows: int, dtype: torch.dtype, device: torch.device):
+    Args:
+        num_recurrent: layers that keep a state of each sequence, at the addresses in `pointers`:
+            int64 [num_recurrent, 2, num_rows], as `GpuDeltaRule` takes them.
+    """
+
+    def __init__(
+        self,
+        model: LeanModel,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_recurrent: int = 0,
+    ) -> None:
         shape = model.shape
         # What changes from step to step: the host writes it, or the step before.
         host_state = torch.full((3, num_rows), -1, dtype=torch.int64)
         self.host_state = host_state.pin_memory() if device.type == "cuda" else host_state
         self.host_tokens = torch.empty_like(self.host_state[2], pin_memory=device.type == "cuda")
+        self._host_pointers = torch.zeros(
+            num_recurrent, 2, num_rows, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        self.pointers = self._host_pointers.to(device, copy=True)
         self.chooser = TokenChooser(num_rows, shape.vocab_size, device)
         layout = self.layout(shape, num_rows, dtype, _num_multiprocessors(device))
         buffers = allocate(layout, device)
@@ -65,6 +82,13 @@ class StepBuffers:
         self.state.copy_(self.host_state, non_blocking=True)
         if draws is not None:
             self.chooser.use(draws, slots, rows[0].tolist())
+
+    def write_pointers(self, slots: Sequence[int], pointers: npt.NDArray[np.int64]) -> None:
+        """Where the states of the rows `slots` are, [num_recurrent, 2, len(slots)]."""
+        host = self._host_pointers.numpy()
+        host.fill(0)
+        host[..., slots] = pointers
+        self.pointers.copy_(self._host_pointers, non_blocking=True)
 
     @staticmethod
     def layout(

@@ -46,6 +46,7 @@ class DeviceDecoder(SequencePart):
         choose: the placement for what is to come, asked whenever a generation begins, and when its
             placement does not fit. None: `placement` is for all.
         make_room: gives back what others have of the GPU for a while; whether it was anything.
+        pool: of `num_threads`; None: a new one.
     """
 
     max_step_tokens: int | None = 1
@@ -68,9 +69,10 @@ class DeviceDecoder(SequencePart):
         choose: PlacementChooser | None = None,
         make_room: Callable[[], bool] = lambda: False,
         make_compression: MakeCompression = lambda attention, pool: None,
+        pool: WorkerPool | None = None,
     ) -> None:
         self.model, self.store, self.device = model, store, device
-        self.pool = WorkerPool(num_threads)
+        self.pool = pool or WorkerPool(num_threads)
         self.attention = DecodeAttention(
             policy,
             store,

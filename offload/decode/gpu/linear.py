@@ -11,34 +11,54 @@ Several rows are summed in the model's dtype, and added by the norm that follows
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from cpu_ops.decoder_layers import FusedLayer, Norm
+from gpu_ops.delta_rule import GpuDeltaRule
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.linear import GpuLinear
 from gpu_ops.rms_norm import add_normed, add_rms_norm
 from gpu_ops.routed_linear import GpuRoutedMlp
 from offload.models import LeanModel, ModelShape
 from offload.models.base import norm_of
+from offload.models.hybrid import HybridModel
 from offload.ranks.group import TensorParallel
 
 DeviceLayer = FusedLayer[GpuLinear, GpuRoutedMlp]
 
 
+class Recurrent(NamedTuple):
+    """A layer of a hybrid model whose `qkv` and `o_proj` are before and behind a rule.
+
+    Attributes:
+        number: among layers of this kind.
+    """
+
+    number: int
+    layer: DeviceLayer
+    rule: GpuDeltaRule
+
+
 @dataclass(frozen=True)
 class DeviceWeights:
-    """A model's weights."""
+    """A model's weights.
+
+    Attributes:
+        recurrent: before each of `layers`, and behind the last; (): the model has none.
+    """
 
     shape: ModelShape
     layers: tuple[DeviceLayer, ...]
     final_norm: Norm
     lm_head: GpuLinear
     ranks: TensorParallel | None = None
+    recurrent: tuple[tuple[Recurrent, ...], ...] = ()
 
     @classmethod
     def of(cls, model: LeanModel) -> DeviceWeights:
@@ -48,7 +68,13 @@ class DeviceWeights:
             final_norm=norm_of(model.final_norm),
             lm_head=model.lm_head.on_gpu(),
             ranks=model.ranks,
+            recurrent=_recurrent(model) if isinstance(model, HybridModel) else (),
         )
+
+    @property
+    def num_recurrent(self) -> int:
+        """Layers that keep a state of each sequence."""
+        return sum(map(len, self.recurrent))
 
 
 class LinearPath(Protocol):
@@ -61,7 +87,8 @@ class LinearPath(Protocol):
         """Queries, keys and values of x: [n, (num_qo_heads + 2 num_kv_heads) * head_dim]."""
 
     def query(self, layer: DeviceLayer, x: Tensor) -> Tensor:
-        """Queries of x alone, [n, num_qo_heads * head_dim]; after `qkv` of the same x."""
+        """Queries of x alone, [n, num_qo_heads * head_dim], of a hybrid model each with its gate
+        behind it; after `qkv` of the same x."""
 
     def add_attention(self, layer: DeviceLayer, x: Tensor, attended: Tensor) -> None:
         """x += o_proj(attended), or its norm."""
@@ -84,7 +111,8 @@ class OneRow:
         self._ranks = weights.ranks
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
-        return _norm_all_heads(layer, layer.qkv(x, self._qkv, norm=layer.input_norm))
+        out = self._qkv[:, : layer.qkv.out_features]
+        return _norm_all_heads(layer, layer.qkv(x, out, norm=layer.input_norm))
 
     def query(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         queries = layer.qkv.first(self._query.shape[1])
@@ -123,7 +151,7 @@ class ManyRows:
 
     def __init__(self, weights: DeviceWeights, max_rows: int) -> None:
         self._normed, self._gated = _allocate(weights, max_rows)
-        self._query_width = weights.shape.query_width
+        self._query_width = _query_width(weights)
         self._waiting: Tensor | None = None  # what the next norm adds to x
         self._ranks = weights.ranks
 
@@ -209,7 +237,24 @@ def linear_layout(shape: ModelShape, num_rows: int, dtype: torch.dtype) -> Layou
 def _allocate(weights: DeviceWeights, num_rows: int) -> Iterable[Tensor]:
     like = weights.lm_head
     layout = linear_layout(weights.shape, num_rows, like.dtype)
+    if num_rows == 1 and weights.recurrent:
+        of_rules = (x.layer.qkv.out_features for group in weights.recurrent for x in group)
+        width = max(weights.layers[0].qkv.out_features, *of_rules)
+        layout |= {"qkv": ((1, width), like.dtype), "query": ((1, _query_width(weights)), like.dtype)}
     return allocate(layout, like.device, torch.empty).values()
+
+
+def _query_width(weights: DeviceWeights) -> int:
+    """Elements of a token's queries, with their gates."""
+    return weights.shape.query_width * (2 if weights.recurrent else 1)
+
+
+def _recurrent(model: HybridModel) -> tuple[tuple[Recurrent, ...], ...]:
+    groups, number = list[tuple[Recurrent, ...]](), itertools.count()
+    for group in (*(getattr(layer, "before", ()) for layer in model.layers), model.after):
+        made = (Recurrent(next(number), x.layer.on_gpu(), x.rule.on_gpu()) for x in group)
+        groups.append(tuple(made))
+    return tuple(groups)
 
 
 def _dense_mlp(layer: DeviceLayer) -> tuple[GpuLinear, GpuLinear]:

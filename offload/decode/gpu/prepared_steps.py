@@ -216,7 +216,8 @@ class PreparedSteps:
             kv_format=store.format,
             device=device,
         )
-        buffers = StepBuffers(model, self.num_slots, store.dtype, device)
+        num_recurrent = self.weights.num_recurrent
+        buffers = StepBuffers(model, self.num_slots, store.dtype, device, num_recurrent)
         lists = None
         if codes is not None:
             lists = CodeLists(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from gpu_ops.gate_heads import gate_heads, split_gates
 from gpu_ops.merge_state import merge_state
 from gpu_ops.rope_publish import rope_publish
 from offload.decode.gpu.buffers import AttentionSource, HostLink, StepBuffers
@@ -44,6 +45,7 @@ class _MicroBatch:
     selection: SideWork | None = None  # on its way to the mailbox
     gathering: list[SideWork] = field(default_factory=list)  # rows of a layer's heads from the host
     growing: SideWork | None = None  # what the next step finds its tokens by
+    gates: Tensor | None = None  # of the layer that attends, in a hybrid model
 
 
 @dataclass
@@ -132,6 +134,7 @@ class DeviceStep:
                 if layer_idx < num_layers:
                     self.project_and_send(layer_idx, batch, link)
         for batch in batches:
+            self._mix(num_layers, batch)
             self._join_selection(batch, link)
             if batch.growing is not None:
                 link.gpu_sync.join(batch.growing)
@@ -145,7 +148,10 @@ class DeviceStep:
 
         placed = self.heads.layers[layer_idx]
 
+        self._mix(layer_idx, batch)
         qkv = batch.linears.qkv(layer, batch.x)
+        if self.weights.recurrent:
+            qkv, batch.gates = self._split_gates(qkv)
         if self.after_projection is not None:
             self.after_projection(layer_idx, rows.start, qkv, b.positions[rows])
         rope_publish(
@@ -204,7 +210,10 @@ class DeviceStep:
                 self.resident.hot.grow(*step)
         self.gather_ahead(layer_idx + 1, batch, link, early=False)
         self._fetch_ahead(layer_idx + 1, batch, link)
-        batch.linears.add_attention(layer, batch.x, self.buffers.attended[batch.rows])
+        attended = self.buffers.attended[batch.rows]
+        if batch.gates is not None:
+            gate_heads(attended, batch.gates)
+        batch.linears.add_attention(layer, batch.x, attended)
         batch.linears.add_mlp(layer, batch.x)
 
     def attend_to_sources(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
@@ -255,6 +264,8 @@ class DeviceStep:
         self._join_selection(batch, link)
         if self.heads.layers[layer_idx].predicts:
             positions, query = self.buffers.positions[rows], batch.linears.query(layer, batch.x)
+            if self.weights.recurrent:
+                query, _ = self._split_gates(query)
             if self.after_projection is not None:
                 self.after_projection(layer_idx, rows.start, query, positions)
             rope_publish(
@@ -282,6 +293,23 @@ class DeviceStep:
             link.gpu_sync.await_reply(link.request_of[layer_idx, rows.start])
             hot.fetch(layer_idx, rows, b, link.mailbox, self.resident.host_pages.tables[layer_idx])
         batch.gathering.append(fetching)
+
+    def _mix(self, layer_idx: int, batch: _MicroBatch) -> None:
+        """The layers with a rule before a layer, or behind the last."""
+        if not self.weights.recurrent:
+            return
+        pointers = self.buffers.pointers
+        for number, layer, rule in self.weights.recurrent[layer_idx]:
+            projected = batch.linears.qkv(layer, batch.x)
+            mixed = rule(projected, pointers[number, :, batch.rows])
+            batch.linears.add_attention(layer, batch.x, mixed)
+            batch.linears.add_mlp(layer, batch.x)
+            self._mark("recurrent", layer_idx)
+
+    def _split_gates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, and what is behind them, without their gates; and these."""
+        shape = self.model.shape
+        return split_gates(projected, shape.num_qo_heads, shape.head_dim)
 
     def _rope(self, layer_idx: int, batch: _MicroBatch) -> tuple[Tensor, Tensor]:
         return batch.ropes[self.model.layers[layer_idx].spec.rope_idx]

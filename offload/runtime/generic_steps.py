@@ -1,0 +1,151 @@
+"""Decode steps of a stock model with layers of the gated delta rule, by a GPU's kernels.
+
+A step is one CUDA graph, as of lean layers: attention where `DeviceDecoder` places its heads, and
+the layers in between over the states of the `GenericCache` of the pass, where these lie. Prompts
+are read by the stock modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from cpu_ops.worker_pool import WorkerPool
+from offload.decode.gpu.decoder import DeviceDecoder
+from offload.kv.store import KVStore
+from offload.models.batch import tokens_each
+from offload.models.hybrid import TYPES, HybridModel, hybrid_model
+from offload.runtime.backends import decode_backend
+from offload.runtime.config import RuntimeConfig
+from offload.runtime.generic_cache import GenericCache
+from offload.runtime.module_watch import ModuleWatch
+from offload.runtime.placing import Chooser, placement_for
+
+
+def hybrid_view(stock: Any) -> HybridModel | None:
+    """The view of a model that has one; None: its layers are others."""
+    if stock.config.model_type not in TYPES:
+        return None
+    with suppress(NotImplementedError, ValueError):
+        view = hybrid_model(stock)
+        if view.shape.head_dim % 16 == 0:  # else the store pads heads
+            return view
+    return None
+
+
+class GenericSteps:
+    """In the place of `forward` of the stock model's decoder.
+
+    Args:
+        stock: on its device.
+        config: `Auto` is resolved.
+        device_kv_bytes: of the device, for keys and values; None: as much as there is.
+        decodes: whether the forward pass that runs is a decode step.
+    """
+
+    def __init__(
+        self,
+        stock: Any,
+        view: HybridModel,
+        store: KVStore,
+        config: RuntimeConfig,
+        pool: WorkerPool,
+        device_kv_bytes: int | None,
+        decodes: Callable[[], bool],
+    ) -> None:
+        self._view, self._decodes, device = view, decodes, torch.device(config.device)
+        choose = None
+        if device.type == "cuda":
+            choose = Chooser.of(config, view.shape, stock.dtype, config.num_threads)
+        place = partial(placement_for, config, view, choose, dtype=stock.dtype)
+        self.decoder = DeviceDecoder(
+            view,
+            store,
+            config.policy,
+            device=device,
+            backend=decode_backend(view, config.backend, device),
+            num_threads=config.num_threads,
+            deadline_seconds=config.deadline_seconds,
+            device_budget_bytes=device_kv_bytes,
+            device_limit_bytes=config.max_memory.get(device.index or 0),
+            placement=place(
+                host_kv_bytes=store.host_budget_bytes, device_kv_bytes=device_kv_bytes
+            ),
+            keeps_placement=False,
+            choose=choose,
+            pool=pool,
+        )
+        self.decoder.slots.captures_aside = False  # the stock modules run in between
+        self.decoder.captured.states_of = self._states_of
+        self._cache: GenericCache | None = None
+        self._model, self._stock = stock.model, stock.model.forward
+        stock.model.forward = self
+        self._watch = ModuleWatch(stock, own_forward=self)
+
+    def check_modules(self) -> None:
+        """As `ModuleWatch.check`."""
+        self._watch.check()
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        cache, positions = past_key_values, position_ids
+        if positions is not None and positions.dim() == 3:  # of texts, images have others
+            is_text = bool((positions == positions[:1]).all())
+            positions = positions[0] if is_text else None
+        takes = isinstance(cache, GenericCache) and cache.steps_on_device and self._decodes()
+        is_known = positions is not None or position_ids is None
+        if not takes or not is_known or kwargs.get("output_hidden_states"):
+            if takes:
+                cache.begin_step()
+                for seq in cache.seqs:
+                    self.decoder.forget(seq)
+            return self._stock(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=cache,
+                inputs_embeds=inputs_embeds,
+                **kwargs,
+            )
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self._model.embed_tokens(input_ids)
+        batch = tokens_each(len(inputs_embeds))
+        batch.position_ids[:] = cache.num_columns if positions is None else positions[:, 0].cpu()
+        self._cache = cache
+        try:
+            hidden = self.decoder.decode(inputs_embeds[:, 0], batch, cache.seqs)
+        finally:
+            self._cache = None
+        cache.note_step()
+        return BaseModelOutputWithPast(
+            last_hidden_state=self._model.norm(hidden[:, None]), past_key_values=cache
+        )
+
+    def _states_of(self, seqs: Sequence[int]) -> npt.NDArray[np.int64]:
+        cache = self._cache
+        assert cache is not None
+        addresses = np.zeros((len(self._view.recurrent), 2, len(seqs)), np.int64)
+        rows = np.arange(len(seqs))
+        for at, layer in zip(addresses, self._view.recurrent, strict=True):
+            states: Any = cache.layers[layer.number]
+            for of_rows, kept in zip(at, (states.conv_states, states.recurrent_states), strict=True):
+                if not kept[0].is_contiguous():
+                    kept[0] = kept[0].contiguous()
+                of_rows[:] = kept[0].data_ptr() + rows * (kept[0].nbytes // len(seqs))
+        return addresses

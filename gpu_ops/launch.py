@@ -81,6 +81,7 @@ _ANY_ALIGNMENT = (
     "hot_counts",
     "rest_counts",
     "log_counts",
+    "addresses",
     "page_table",
     "host_pages",
     "partial_lse",

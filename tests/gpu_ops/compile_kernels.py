@@ -20,14 +20,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from cpu_ops.delta_rule import DeltaHeads
 from cpu_ops.packed import FORMATS, PackedWeight, quantise
 from gpu_ops import launch
 from gpu_ops.append_codes import append_codes
 from gpu_ops.choose_places import HotMap, choose_places
 from gpu_ops.chunk_clusters import chunk_boxes, fill_empty, mean_directions
 from gpu_ops.code_scores import CodeQuery
+from gpu_ops.delta_rule import GpuDeltaRule
 from gpu_ops.fetch_rows import fetch_rows
 from gpu_ops.flags import await_flag, raise_flag
+from gpu_ops.gate_heads import gate_heads, split_gates
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import MissingRows, gathered_attention, num_gathered_splits
 from gpu_ops.gemv import gemv
@@ -388,6 +391,15 @@ def cluster_all(dtype: torch.dtype, heads: int, n: int, num_clusters: int, head_
     mean_directions(points, labels, centroids.to(torch.int64), centroids)
 
 
+def step_all(dtype: torch.dtype, heads: DeltaHeads, width: int) -> None:
+    """The operators of layers with the gated delta rule, and of attention with gates, once."""
+    conv, norm = torch.zeros(heads.channels, width, dtype=dtype), torch.zeros(heads.v_dim).to(dtype)
+    gates = torch.zeros(2, heads.num_v_heads)
+    rows = torch.zeros(2, heads.row_size, dtype=dtype)
+    GpuDeltaRule(heads, conv, (norm, 1e-6), *gates)(rows, torch.zeros(2, 2).long())
+    gate_heads(*split_gates(torch.zeros(2, 24 * 2 * 256, dtype=dtype), 24, 256))
+
+
 if __name__ == "__main__":
     driver.set_active(Hopper())
     JITFunction.run = compile_only(JITFunction.run)
@@ -410,3 +422,6 @@ if __name__ == "__main__":
     sample_all(torch.bfloat16, 1, 128256)
     cluster_all(torch.bfloat16, 8, 2048, 1024, 128)
     prefill_all(torch.bfloat16, 8192, 32, 128)
+    for dtype in DTYPES:
+        step_all(dtype, DeltaHeads(16, 48, 128, 128), 4)
+    step_all(torch.bfloat16, DeltaHeads(2, 6, 7, 9), 3)

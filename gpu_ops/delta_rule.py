@@ -229,7 +229,8 @@ class GpuDeltaRule:
         if projected.dim() != 2 or projected.stride(1) != 1:
             raise ValueError(f"rows of projected must be contiguous, got {projected.stride()}")
         check_tensor("a row of projected", projected[0], (heads.row_size,), conv.dtype, conv.device)
-        check_tensor("pointers", pointers, (2, n), torch.int64, conv.device)
+        for addresses in pointers:
+            check_tensor("pointers", addresses, (n,), torch.int64, conv.device)
         size = heads.num_v_heads * heads.v_dim
         if out is None:
             out = torch.empty(n, size, dtype=conv.dtype, device=conv.device)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.gpu.decoder import DeviceDecoder
@@ -64,7 +64,7 @@ class GenericSteps:
         self._view, self._decodes, device = view, decodes, torch.device(config.device)
         choose = None
         if device.type == "cuda":
-            choose = Chooser.of(config, view.shape, stock.dtype, config.num_threads)
+            choose = Chooser.of(config, view.shape, stock.dtype, pool.num_threads)
         place = partial(placement_for, config, view, choose, dtype=stock.dtype)
         self.decoder = DeviceDecoder(
             view,
@@ -72,7 +72,7 @@ class GenericSteps:
             config.policy,
             device=device,
             backend=decode_backend(view, config.backend, device),
-            num_threads=config.num_threads,
+            num_threads=pool.num_threads,
             deadline_seconds=config.deadline_seconds,
             device_budget_bytes=device_kv_bytes,
             device_limit_bytes=config.max_memory.get(device.index or 0),
@@ -109,7 +109,8 @@ class GenericSteps:
             positions = positions[0] if is_text else None
         takes = isinstance(cache, GenericCache) and cache.steps_on_device and self._decodes()
         is_known = positions is not None or position_ids is None
-        if not takes or not is_known or kwargs.get("output_hidden_states"):
+        asks = kwargs.get("output_hidden_states") or kwargs.get("output_router_logits")
+        if not takes or not is_known or asks:
             if takes:
                 cache.begin_step()
                 for seq in cache.seqs:
@@ -133,7 +134,7 @@ class GenericSteps:
         finally:
             self._cache = None
         cache.note_step()
-        return BaseModelOutputWithPast(
+        return MoeModelOutputWithPast(
             last_hidden_state=self._model.norm(hidden[:, None]), past_key_values=cache
         )
 

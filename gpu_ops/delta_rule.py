@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.cpu_pages import page_at
+from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.rms_norm import rms_norm_reference
 from gpu_ops.silu_mul import activated
@@ -65,8 +66,10 @@ def delta_conv_kernel(
     VALUE_STRIDE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """mixed <- silu(convolution); one program per block of channels and row."""
+    await_inputs(EARLY)
     KEYS: tl.constexpr = NUM_K_HEADS * K_DIM
     VALUES: tl.constexpr = (CHANNELS - 2 * KEYS) // NUM_K_HEADS  # of a key head
     dtype = mixed.dtype.element_ty
@@ -118,8 +121,12 @@ def delta_step_kernel(
     ALPHA_STRIDE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """One program per value head and row, which holds the head's state in registers."""
+    """One program per value head and row, which holds the head's state in registers.
+
+    It is launched early, but the convolution before it is not: all but `mixed` is there already.
+    """
     EACH: tl.constexpr = NUM_V_HEADS // NUM_K_HEADS
     KEYS: tl.constexpr = NUM_K_HEADS * K_DIM
     dtype = out.dtype.element_ty
@@ -130,6 +137,7 @@ def delta_step_kernel(
     target = out + (row * NUM_V_HEADS + head) * V_DIM + v
     address = tl.load(addresses + row)
     if address == 0:
+        await_inputs(EARLY)
         tl.store(target, tl.zeros([BLOCK_V], dtype), mask=of_value)
     else:
         inside = of_key[:, None] & of_value[None, :]
@@ -137,18 +145,20 @@ def delta_step_kernel(
         state = tl.load(elements_at(address, first, k, v, V_DIM), mask=inside, other=0.0)
 
         key_head, i = head // EACH, head % EACH
-        mixed_row = mixed + row * (2 * KEYS + NUM_V_HEADS * V_DIM)
-        query_at = mixed_row + key_head * K_DIM + k
-        query = tl.load(query_at, mask=of_key, other=0.0).to(tl.float32)
-        key = tl.load(query_at + KEYS, mask=of_key, other=0.0).to(tl.float32)
-        value_at = mixed_row + 2 * KEYS + head * V_DIM + v
-        value = tl.load(value_at, mask=of_value, other=0.0).to(tl.float32)
         of_row = projected + row * row_stride
         beta = tl.load(of_row + BETA_FIRST + key_head * BETA_STRIDE + i).to(tl.float32)
         alpha = tl.load(of_row + ALPHA_FIRST + key_head * ALPHA_STRIDE + i).to(tl.float32)
         gate_at = of_row + GATE_FIRST + key_head * GATE_STRIDE + i * V_DIM + v
         gate = tl.load(gate_at, mask=of_value, other=0.0).to(tl.float32)
         weight = tl.load(norm + v, mask=of_value, other=0.0).to(tl.float32)
+
+        await_inputs(EARLY)
+        mixed_row = mixed + row * (2 * KEYS + NUM_V_HEADS * V_DIM)
+        query_at = mixed_row + key_head * K_DIM + k
+        query = tl.load(query_at, mask=of_key, other=0.0).to(tl.float32)
+        key = tl.load(query_at + KEYS, mask=of_key, other=0.0).to(tl.float32)
+        value_at = mixed_row + 2 * KEYS + head * V_DIM + v
+        value = tl.load(value_at, mask=of_value, other=0.0).to(tl.float32)
 
         query *= tl.rsqrt(tl.sum(query * query, 0) + UNIT_EPS) / tl.sqrt(K_DIM + 0.0)
         key *= tl.rsqrt(tl.sum(key * key, 0) + UNIT_EPS)
@@ -251,7 +261,7 @@ class GpuDeltaRule:
             for row, addresses, to in zip(projected, pointers.T.tolist(), out, strict=True):
                 self._step_reference(row, addresses, to)
             return out
-        width = conv.shape[-1]
+        width, early = conv.shape[-1], can_launch_early(projected)
         query, key, value, gate, beta, alpha = self.places
         mixed = torch.empty(n, heads.channels, dtype=conv.dtype, device=conv.device)
         delta_conv_kernel[(-(-heads.channels // _CHANNELS), n)](
@@ -267,6 +277,7 @@ class GpuDeltaRule:
             *(*query, *key, *value),
             _CHANNELS,
             next_power_of_2(width),
+            early,
             num_warps=4,
         )
         blocks = next_power_of_2(heads.k_dim), next_power_of_2(heads.v_dim)
@@ -288,8 +299,10 @@ class GpuDeltaRule:
             heads.v_dim,
             *(*gate, *beta, *alpha),
             *blocks,
+            early,
             num_warps=min(16, max(1, num_warps)),
             maxnreg=_MAX_REGISTERS,
+            **early_option(early),
         )
         return out
 

@@ -16,12 +16,14 @@ from torch.nn import functional
 
 from gpu_ops.checks import check_dtype, check_tensor
 from gpu_ops.cpu_pages import page_at
+from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.rms_norm import rms_norm_reference
 from gpu_ops.silu_mul import activated
 
 _CHANNELS = 128  # of a program of the convolution
-_ELEMENTS_PER_THREAD = 32  # of a state
+_ELEMENTS_PER_THREAD = 64  # of a state
+_MAX_REGISTERS = 128  # of a thread: a multiprocessor has two programs of 8 warps
 _UNIT_EPS = 1e-6  # of the squared length of queries and keys
 
 Place = tuple[int, int]  # in a row of projections: first element, and from key head to next
@@ -64,8 +66,10 @@ def delta_conv_kernel(
     VALUE_STRIDE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """mixed <- silu(convolution); one program per block of channels and row."""
+    await_inputs(EARLY)
     KEYS: tl.constexpr = NUM_K_HEADS * K_DIM
     VALUES: tl.constexpr = (CHANNELS - 2 * KEYS) // NUM_K_HEADS  # of a key head
     dtype = mixed.dtype.element_ty
@@ -117,8 +121,12 @@ def delta_step_kernel(
     ALPHA_STRIDE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """One program per value head and row, which holds the head's state in registers."""
+    """One program per value head and row, which holds the head's state in registers.
+
+    It is launched early, but the convolution before it is not: all but `mixed` is there already.
+    """
     EACH: tl.constexpr = NUM_V_HEADS // NUM_K_HEADS
     KEYS: tl.constexpr = NUM_K_HEADS * K_DIM
     dtype = out.dtype.element_ty
@@ -129,28 +137,28 @@ def delta_step_kernel(
     target = out + (row * NUM_V_HEADS + head) * V_DIM + v
     address = tl.load(addresses + row)
     if address == 0:
+        await_inputs(EARLY)
         tl.store(target, tl.zeros([BLOCK_V], dtype), mask=of_value)
     else:
         inside = of_key[:, None] & of_value[None, :]
-        state_at = address.to(tl.pointer_type(tl.float32)) + head * (K_DIM * V_DIM)
-        state_at = state_at + (k[:, None] * V_DIM + v[None, :])
-        if V_DIM % 4 == 0:
-            state_at = tl.multiple_of(state_at, (1, 16))
-        state = tl.load(state_at, mask=inside, other=0.0)
+        first = head * (K_DIM * V_DIM)
+        state = tl.load(elements_at(address, first, k, v, V_DIM), mask=inside, other=0.0)
 
         key_head, i = head // EACH, head % EACH
-        first = mixed + row * (2 * KEYS + NUM_V_HEADS * V_DIM)
-        query_at = first + key_head * K_DIM + k
-        query = tl.load(query_at, mask=of_key, other=0.0).to(tl.float32)
-        key = tl.load(query_at + KEYS, mask=of_key, other=0.0).to(tl.float32)
-        value_at = first + 2 * KEYS + head * V_DIM + v
-        value = tl.load(value_at, mask=of_value, other=0.0).to(tl.float32)
-        first = projected + row * row_stride
-        beta = tl.load(first + BETA_FIRST + key_head * BETA_STRIDE + i).to(tl.float32)
-        alpha = tl.load(first + ALPHA_FIRST + key_head * ALPHA_STRIDE + i).to(tl.float32)
-        gate_at = first + GATE_FIRST + key_head * GATE_STRIDE + i * V_DIM + v
+        of_row = projected + row * row_stride
+        beta = tl.load(of_row + BETA_FIRST + key_head * BETA_STRIDE + i).to(tl.float32)
+        alpha = tl.load(of_row + ALPHA_FIRST + key_head * ALPHA_STRIDE + i).to(tl.float32)
+        gate_at = of_row + GATE_FIRST + key_head * GATE_STRIDE + i * V_DIM + v
         gate = tl.load(gate_at, mask=of_value, other=0.0).to(tl.float32)
         weight = tl.load(norm + v, mask=of_value, other=0.0).to(tl.float32)
+
+        await_inputs(EARLY)
+        mixed_row = mixed + row * (2 * KEYS + NUM_V_HEADS * V_DIM)
+        query_at = mixed_row + key_head * K_DIM + k
+        query = tl.load(query_at, mask=of_key, other=0.0).to(tl.float32)
+        key = tl.load(query_at + KEYS, mask=of_key, other=0.0).to(tl.float32)
+        value_at = mixed_row + 2 * KEYS + head * V_DIM + v
+        value = tl.load(value_at, mask=of_value, other=0.0).to(tl.float32)
 
         query *= tl.rsqrt(tl.sum(query * query, 0) + UNIT_EPS) / tl.sqrt(K_DIM + 0.0)
         key *= tl.rsqrt(tl.sum(key * key, 0) + UNIT_EPS)
@@ -158,15 +166,30 @@ def delta_step_kernel(
         alpha += tl.load(dt_bias + head)
         decay = tl.exp(-tl.load(rate + head) * softplus(alpha))
 
+        # Read again, or the compiler would keep 32 registers of pointers until the state is stored.
+        address = tl.load(addresses + row, volatile=True)
         state *= decay
         delta = (value - tl.sum(state * key[:, None], 0)) * beta
         state += key[:, None] * delta[None, :]
-        tl.store(state_at, state, mask=inside)
+        tl.store(elements_at(address, first, k, v, V_DIM), state, mask=inside)
         attended = tl.sum(state * query[:, None], 0).to(dtype).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(attended * attended, 0) / V_DIM + eps)
         normed = (attended * inverse).to(dtype).to(tl.float32)
         normed = (weight * normed).to(dtype).to(tl.float32)
         tl.store(target, (normed * activated(gate, False)).to(dtype), mask=of_value)
+
+
+@jit
+def elements_at(
+    address: tl.tensor, first: tl.tensor, k: tl.tensor, v: tl.tensor, V_DIM: tl.constexpr
+) -> tl.tensor:
+    """Pointers to the rows k and columns v of a state of float32 from its element `first` on."""
+    pointers = address.to(tl.pointer_type(tl.float32)) + first
+    pointers = pointers + (k[:, None] * V_DIM + v[None, :])
+    if V_DIM % 4 == 0:  # what the compiler does not know of an address
+        return tl.multiple_of(pointers, (1, 16))
+    else:
+        return pointers
 
 
 @jit
@@ -239,7 +262,7 @@ class GpuDeltaRule:
             for row, addresses, to in zip(projected, pointers.T.tolist(), out, strict=True):
                 self._step_reference(row, addresses, to)
             return out
-        width = conv.shape[-1]
+        width, early = conv.shape[-1], can_launch_early(projected)
         query, key, value, gate, beta, alpha = self.places
         mixed = torch.empty(n, heads.channels, dtype=conv.dtype, device=conv.device)
         delta_conv_kernel[(-(-heads.channels // _CHANNELS), n)](
@@ -255,6 +278,7 @@ class GpuDeltaRule:
             *(*query, *key, *value),
             _CHANNELS,
             next_power_of_2(width),
+            early,
             num_warps=4,
         )
         blocks = next_power_of_2(heads.k_dim), next_power_of_2(heads.v_dim)
@@ -276,7 +300,10 @@ class GpuDeltaRule:
             heads.v_dim,
             *(*gate, *beta, *alpha),
             *blocks,
+            early,
             num_warps=min(16, max(1, num_warps)),
+            maxnreg=_MAX_REGISTERS,
+            **early_option(early),
         )
         return out
 

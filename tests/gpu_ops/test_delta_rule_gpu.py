@@ -47,12 +47,15 @@ class Sequences:
             "state": torch.stack(self.states).cpu(),
         }
 
-    def step(self, rows: torch.Tensor) -> torch.Tensor:
+    def apart(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows as the kernel finds them."""
         rows = ordered(self.heads, rows, by_key_head=self.by_key_head).to(self.pointers.device)
-        apart = torch.cat([rows, rows], 1)[:, : rows.shape[1]]
+        return torch.cat([rows, rows], 1)[:, : rows.shape[1]]
+
+    def step(self, rows: torch.Tensor) -> torch.Tensor:
         shape = len(rows), self.heads.num_v_heads * self.heads.v_dim
-        out = poisoned(*shape, dtype=rows.dtype, device=str(rows.device))
-        return self.kernel(apart, self.pointers, out).cpu()
+        out = poisoned(*shape, dtype=rows.dtype, device=str(self.pointers.device))
+        return self.kernel(self.apart(rows), self.pointers, out).cpu()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -96,6 +99,26 @@ def test_rows_are_alone(device: str, case: tuple) -> None:
         out = sequences.step(sequences.rows)
     assert out[0].isnan().all()
     assert torch.equal(out[1:], good[1:])
+
+
+@pytest.mark.cuda
+def test_a_graph_takes_states_from_where_they_are() -> None:
+    sequences, others = (Sequences("cuda", torch.bfloat16, CASES[1]) for _ in range(2))
+    expected_out = [others.step(others.rows) for _ in range(3)]
+    rows = sequences.apart(sequences.rows)
+    assert torch.equal(sequences.kernel(rows, sequences.pointers).cpu(), expected_out[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sequences.kernel(rows, sequences.pointers)
+    graph.replay()
+    assert torch.equal(out.cpu(), expected_out[1])
+    pointers = sequences.pointers.clone()
+    sequences.pointers.zero_()
+    graph.replay()
+    assert not out.any()
+    sequences.pointers.copy_(pointers)
+    graph.replay()
+    assert torch.equal(out.cpu(), expected_out[2])
 
 
 def test_refuses_what_does_not_fit() -> None:

@@ -26,7 +26,7 @@ from offload.models.base import (
     stock_context_limit,
 )
 from offload.models.packed_experts import native_gate
-from offload.models.rope import rotary_view
+from offload.models.rope import RotaryOfTexts, rotary_view
 from offload.models.routed_mlp import RoutedMlp
 from offload.models.shape import ModelShape
 
@@ -151,12 +151,15 @@ def hybrid_model(stock: Any) -> HybridModel:
     }
     sizes.setdefault("intermediate_size", sizes.get("moe_intermediate_size"))
     most, reason = stock_context_limit(config)
+    rope: Any = rotary_view(model.rotary_emb, spec.head_dim, may_be_partial=True)
+    if hasattr(model.rotary_emb, "mrope_section"):
+        rope = RotaryOfTexts(rope)
     return HybridModel(
         embed_tokens=model.embed_tokens,
         layers=tuple(layers),
         final_norm=OnePlusNorm(model.norm),
         lm_head=fused_linear("", stock, "lm_head"),
-        ropes=(rotary_view(model.rotary_emb, spec.head_dim, may_be_partial=True),),
+        ropes=(rope,),
         shape=ModelShape.of_config(sizes, most),
         max_context_reason=reason,
         numbers=tuple(numbers),

@@ -144,6 +144,17 @@ class RoundedRotary:
 
 
 @dataclass(frozen=True)
+class RotaryOfTexts(RoundedRotary):
+    """Of a rotary embedding that takes positions in time, height and width, which a text has all
+    the same."""
+
+    def __call__(
+        self, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().__call__(x, position_ids.expand(3, -1, -1))
+
+
+@dataclass(frozen=True)
 class RotaryOfHalves(RoundedRotary):
     """Tables of both halves of a head, of a rotary embedding that has those of one."""
 

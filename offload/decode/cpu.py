@@ -62,7 +62,7 @@ class NativeDecoder(SequencePart):
             pool=self.pool,
             sm_scale=model.sm_scales,
             windows=model.each("window"),
-            sinks=[layer.sinks for layer in model.layers],
+            sinks=model.sinks,
             make_compression=make_compression,
         )
         self.stack = DecoderLayers([layer.on_cpu() for layer in model.layers], self.attention)

@@ -166,6 +166,11 @@ class LeanModel:
         return [getattr(layer.spec, name) for layer in self.layers]
 
     @property
+    def sinks(self) -> list[torch.Tensor | None]:
+        """`DecoderLayer.sinks` of each layer."""
+        return [layer.sinks for layer in self.layers]
+
+    @property
     def sm_scales(self) -> list[float]:
         """Softmax scale of each layer."""
         return self.each("sm_scale")

@@ -75,11 +75,6 @@ class ModelFamily:
             return "its projections are fused"
         return "its norms come after attention and the MLP" if self.normed_sums else ""
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether a GPU's step knows that, too."""
-        return True
-
     def is_lean(self, config: Any, *, where: Where) -> bool:
         """Whether the lean layers compute all that transformers' `config` says."""
         if not self.may_be_generic:
@@ -90,8 +85,7 @@ class ModelFamily:
                 # transformers reads a text anew where it gets longer than the short factors' range
                 return False
             has_others = has_windows(config) and not self.knows_windows
-            knows = where == "cpu" or not self.peculiar or (where == "gpu" and self.on_gpu)
-            return knows and not has_others
+            return not has_others and (where != "ranks" or not self.peculiar)
         except (NotImplementedError, ValueError):
             return False
 
@@ -316,7 +310,7 @@ class GptOss(Routed):
     """Experts whose gates are clamped, and attention with sinks, in some layers through windows."""
 
     knows_windows = True
-    on_gpu = packs_dense = False  # experts are transposed
+    packs_dense = False  # experts are transposed
     peculiar = "its attention has sinks, and its MLPs experts"
 
     def gate(self, config: Any) -> Gate:

@@ -62,12 +62,16 @@ class RoutedMlp:
 
         Raises: as `PackedLinear.on_gpu`.
         """
-        if self._gpu is None or self._gpu.up.device != self._module.gate.weight.device:
-            choice = self._choice
+        router = self._router
+        if self._gpu is None or self._gpu.up.device != router.weight.device:
+            choice, gate = self._choice, self._gate
+            bias = getattr(router, "bias", None)
+            up, down = self._on_gpu("gate_up_proj"), self._on_gpu("down_proj")
+            up.clamp = (gate.alpha, gate.limit) if gate.kind == "clamped" else None
             self._gpu = GpuRoutedMlp(
-                GpuLinear(self._module.gate.weight.detach()),
-                self._on_gpu("gate_up_proj"),
-                self._on_gpu("down_proj"),
+                GpuLinear(router.weight.detach(), None if bias is None else bias.detach()),
+                up,
+                down,
                 per_token=choice.per_token,
                 normalises=choice.normalises,
                 rounds=choice.rounds,
@@ -75,11 +79,14 @@ class RoutedMlp:
         return self._gpu
 
     def _on_gpu(self, name: str) -> GpuExperts:
-        matrix: nn.Module | Tensor = getattr(self._module.experts, name)
+        matrix, bias = self._parameters(name)
         if isinstance(matrix, ExpertMatrix):
-            return matrix.on_gpu()
-        assert isinstance(matrix, Tensor)
-        return GpuExperts(matrix.detach(), self._num_experts)
+            made = matrix.on_gpu()
+        else:
+            assert isinstance(matrix, Tensor)
+            made = GpuExperts(matrix.contiguous(), self._num_experts)
+        made.bias = bias
+        return made
 
     def _experts(self) -> tuple[RoutedLinear, RoutedLinear]:
         """Weights are not replaced once a model is loaded: these are made once."""
@@ -89,17 +96,19 @@ class RoutedMlp:
         return self._made
 
     def _projection(self, name: str, gate: Gate | None = None) -> RoutedLinear:
+        matrix, bias = self._parameters(name)
+        weight = matrix.packed if isinstance(matrix, PackedMatrix) else matrix
+        return RoutedLinear(weight, matrix.dtype, self._num_experts, bias, gate=gate)
+
+    def _parameters(self, name: str) -> tuple[PackedMatrix | Tensor, Tensor | None]:
+        """Matrices, dense ones [num_experts, out, in], and biases of the projection `name`."""
         experts = self._module.experts
-        matrix: nn.Module | Tensor = getattr(experts, name)
+        matrix: Any = getattr(experts, name)
         bias = getattr(experts, f"{name}_bias", None)
-        others = self._num_experts, None if bias is None else bias.detach()
-        if isinstance(matrix, PackedMatrix):
-            return RoutedLinear(matrix.packed, matrix.dtype, *others, gate=gate)
-        assert isinstance(matrix, Tensor)
-        dense = matrix.detach()
-        if experts.is_transposed:
-            dense = dense.transpose(1, 2)
-        return RoutedLinear(dense, matrix.dtype, *others, gate=gate)
+        if isinstance(matrix, Tensor):
+            matrix = matrix.detach()
+            matrix = matrix.transpose(1, 2) if experts.is_transposed else matrix
+        return matrix, None if bias is None else bias.detach()
 
     @property
     def _num_experts(self) -> int:

@@ -40,7 +40,7 @@ and makes a model of another type generic (layers of phi3, gemma3_text and gpt_o
 windows and keep 64 tokens more: what goes back further is read again, as prompts are that share
 only the front of an earlier one; padding between a sequence's tokens is no part of a window, where
 transformers counts it; they refuse policies that tell layers or heads apart); so do
-several ranks, or a GPU, where the table says so, and of phi3 `rope_type: longrope`, which reads a
+several ranks, where the table says so, and of phi3 `rope_type: longrope`, which reads a
 text anew where it outgrows its short factors. *generic*: transformers' own modules, on a CPU or,
 with `device="cuda"`, on a GPU. Attention of the layers that attend to all tokens is ours, their
 keys and values are in the host store; layers with a window or a recurrent state keep transformers'
@@ -94,9 +94,7 @@ def judged(model_type: str) -> Row:
     """What becomes of a model type."""
     if model_type in FAMILIES:
         family = FAMILIES[model_type]
-        if not family.peculiar:
-            return LEAN, ""
-        return LEAN, "generic of several ranks" if family.on_gpu else "generic but on a CPU"
+        return LEAN, "generic of several ranks" if family.peculiar else ""
     try:
         config = CONFIG_MAPPING[model_type]().to_dict()
         if not is_generic(config):

@@ -208,7 +208,8 @@ class DeviceStep:
         batch.linears.add_mlp(layer, batch.x)
 
     def attend_to_sources(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
-        """What the GPU holds and has fetched, here; what the host attends to, there meanwhile."""
+        """What the GPU holds and has fetched, here; what the host attends to, there meanwhile. Who
+        writes `attended` of a head takes its sink into account."""
         self._join_selection(batch, link)  # which reads the scores and lse that are written here
         b, rows, placed = self.buffers, batch.rows, self.heads.layers[layer_idx]
         self._attend(self.heads.held, layer_idx, rows)
@@ -223,7 +224,9 @@ class DeviceStep:
         if placed.host:  # else it is all in `attended`
             of_host = link.attend(layer_idx, rows)
             self._mark("wait", layer_idx)
-            merge_state(b.device_out[rows], b.device_lse[rows], *of_host, b.attended[rows])
+            of_device = b.device_out[rows], b.device_lse[rows]
+            sinks = self.model.layers[layer_idx].sinks
+            merge_state(*of_device, *of_host, b.attended[rows], sinks)
             self._mark("merge", layer_idx)
 
     def gather_ahead(

@@ -356,6 +356,20 @@ def test_experts_stay_packed(dtype: torch.dtype, tmp_path: Path) -> None:
         assert again.state_dict()[name].equal(value), name
 
 
+@pytest.mark.cuda
+@torch.inference_mode()
+def test_packed_experts_with_a_gpu(tmp_path: Path) -> None:
+    """As q8, in the prompt and in steps of native layers."""
+    stock = write_experts(tmp_path, torch.float32)
+    model = OffloadedModel.from_pretrained(tmp_path, num_threads=1, device="cuda")
+    lean = model._offload.lean
+    assert all(layer.routed.on_gpu().up.format == "q8" for layer in lean.layers)
+    ids, cache = random_tokens(54, seed=1).unsqueeze(0), model.new_cache()
+    parts = ids.to(model.device).split([30, *[1] * 24], 1)
+    found = [model(part, past_key_values=cache).logits[0].cpu() for part in parts]
+    assert relative(torch.cat(found), stock(ids).logits[0]) < 0.03
+
+
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [

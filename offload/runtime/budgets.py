@@ -30,7 +30,8 @@ def device_kv_budget_bytes(config: RuntimeConfig, weight_bytes: int) -> int | No
     if weight_bytes > limit:
         raise DeviceMemoryError(
             f"the weights need {format_bytes(weight_bytes)}, but max_memory[{device.index or 0}] "
-            f"is {format_bytes(limit)}; raise it, or choose a smaller dtype or model"
+            f"is {format_bytes(limit)}; raise it, or choose a smaller dtype or model, or give "
+            'host_experts="auto" for a MoE model'
         )
     return limit - weight_bytes
 

@@ -306,6 +306,7 @@ class Coprocessor:
         listed_heads: list[bool],
         hot_heads: list[bool],
         hot_rows: HotRows | None,
+        experts: list[RoutedMlp | None],
         keep: object,
     ) -> None: ...
     def set_deadline(self, ns: int) -> None: ...

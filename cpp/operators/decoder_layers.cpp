@@ -136,8 +136,7 @@ void DecoderLayers::add_experts(const DecoderLayer& layer, const DecoderStep& st
   const DType dtype = attention_.shape().dtype;
   const int type = static_cast<int>(dtype);
   const auto n = static_cast<int>(step.rows.num_rows);
-  const int64_t width = mlp.down->columns(), num_experts = mlp.router->out_features();
-  const int64_t row_bytes = width * dtype_bytes(dtype);
+  const int64_t width = mlp.down->columns(), row_bytes = width * dtype_bytes(dtype);
   const NormWeight& norm = layer.mlp_norm;
   const char* rows = step.hidden;
   if (norm.weight != nullptr) {
@@ -149,14 +148,7 @@ void DecoderLayers::add_experts(const DecoderLayer& layer, const DecoderStep& st
     }
     rows = routed_rows_.data();
   }
-  logits_.resize(static_cast<size_t>(n * num_experts * dtype_bytes(dtype)));
-  mlp.router->run(kernels_, attention_.pool(), {rows, n, nullptr, 0.0f, Gate::none}, nullptr, logits_.data());
-  const int64_t k = mlp.choice.per_token;
-  experts_.resize(static_cast<size_t>(n * k));
-  expert_weights_.resize(experts_.size());
-  choose_experts(kernels_, dtype, logits_.data(), n, num_experts, mlp.choice, experts_.data(), expert_weights_.data());
-  run_experts(kernels_, attention_.pool(), *mlp.up, *mlp.down, {rows, n, experts_.data(), expert_weights_.data(), k},
-              step.added);
+  mlp.run(kernels_, attention_.pool(), rows, n, step.added);
   add_rows(layer.mlp_out_norm, width, step);
 }
 

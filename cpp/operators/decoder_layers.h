@@ -39,14 +39,6 @@ struct Rope {
 void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, Rope rope,
                  const HeadNorms& norms);
 
-// An MLP of experts: the router's outputs choose them.
-struct RoutedMlp {
-  const Linear* router;
-  const RoutedLinear* up;
-  const RoutedLinear* down;
-  ExpertChoice choice;
-};
-
 // A norm without a weight is none: input_norm and mlp_norm are of what a block reads, the others of what it adds.
 struct DecoderLayer {
   NormWeight input_norm;
@@ -107,10 +99,7 @@ class DecoderLayers {
   std::vector<DecoderLayer> layers_;
   std::vector<QueryRow> rows_;     // scratch
   std::vector<float> normed_;      // scratch
-  std::vector<char> routed_rows_;  // likewise: what experts read, their router's outputs, and whom it chooses
-  std::vector<char> logits_;
-  std::vector<int64_t> experts_;
-  std::vector<float> expert_weights_;
+  std::vector<char> routed_rows_;  // likewise: what experts read
 };
 
 }  // namespace offload

@@ -107,8 +107,9 @@ class DecoderLayer:
         routed = None if self.routed is None else self.routed.on_cpu()
         return self._with_kernels(lambda linear: linear.on_cpu(), routed)
 
-    def on_gpu(self) -> FusedLayer[GpuLinear, GpuRoutedMlp]:
-        routed = None if self.routed is None else self.routed.on_gpu()
+    def on_gpu(self, *, has_experts: bool = True) -> FusedLayer[GpuLinear, GpuRoutedMlp]:
+        """Kernels there; without `has_experts` these are left out, as they stay on the host."""
+        routed = self.routed.on_gpu() if self.routed is not None and has_experts else None
         return self._with_kernels(lambda linear: linear.on_gpu(), routed)
 
     def _with_kernels(self, make: Callable[[Linear], W], routed: M | None) -> FusedLayer[W, M]:
@@ -146,6 +147,7 @@ class LeanModel:
             [1, n, head_dim] in x's dtype; `LayerSpec.rope_idx` says which is a layer's.
         shape: where layers differ in their heads, the most that a layer has.
         max_context_reason: what bounds `shape.max_context`, for messages.
+        host_experts: layers whose experts a GPU leaves to the CPU.
         embedding_scale: multiplies embeddings that are given; `embed_tokens` has done so.
         ranks: the processes that run the model together, each with a part of the heads and of the
             MLP (`shape` and `layers` are this one's); None: this process has all.
@@ -159,6 +161,7 @@ class LeanModel:
     shape: ModelShape
     max_context_reason: str
     embedding_scale: float = 1.0
+    host_experts: frozenset[int] = frozenset()
     ranks: TensorParallel | None = None
 
     def each(self, name: str) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cpu_ops import routed_linear
@@ -11,7 +12,7 @@ from cpu_ops.linear import Linear as CpuLinear
 from cpu_ops.routed_linear import ExpertChoice, Gate, RoutedLinear, run_experts
 from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.linear import GpuLinear
-from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp
+from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp, run_experts_reference
 from offload.models.packed_experts import ExpertMatrix
 from offload.models.packed_linear import PackedMatrix
 
@@ -41,6 +42,8 @@ class RoutedMlp:
 
     def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
         """x [n, hidden_size] -> the same; of a CPU and on a pool by kernels, else by torch."""
+        if x.is_cuda and self._stays_on_host:
+            return self._run_from_host(x)
         if pool is None or x.is_cuda:
             found = self._module(x[None])
             out: Tensor = (found[0] if isinstance(found, tuple) else found)[0]
@@ -51,10 +54,11 @@ class RoutedMlp:
         return run_experts(pool, up, down, x.contiguous(), experts.contiguous(), weights)
 
     def on_cpu(self) -> routed_linear.RoutedMlp:
-        """Kernels over the weights where they are now, in the CPU's memory; nothing is copied."""
+        """Kernels over the weights where they are now, in the CPU's memory; nothing is copied but a
+        router on a GPU."""
         bias = getattr(self._router, "bias", None)
-        biases = None if bias is None else [bias.detach()]
-        router = CpuLinear([self._router.weight.detach()], biases)
+        biases = None if bias is None else [bias.detach().cpu()]
+        router = CpuLinear([self._router.weight.detach().cpu()], biases)
         return routed_linear.RoutedMlp(router, *self._experts(), self._choice)
 
     def on_gpu(self) -> GpuRoutedMlp:
@@ -77,6 +81,17 @@ class RoutedMlp:
                 rounds=choice.rounds,
             )
         return self._gpu
+
+    def _run_from_host(self, x: Tensor) -> Tensor:
+        """x through experts whose weights are copied to its device, one expert after the other."""
+        _, weights, experts = self._router(x)
+        up, down = self._on_gpu("gate_up_proj"), self._on_gpu("down_proj")
+        return run_experts_reference(up, down, x, experts, weights.float())
+
+    @property
+    def _stays_on_host(self) -> bool:
+        device: torch.device = next(self._module.experts.parameters()).device
+        return device.type == "cpu"
 
     def _on_gpu(self, name: str) -> GpuExperts:
         matrix, bias = self._parameters(name)

@@ -251,7 +251,7 @@ def play(
                 world.heads_publish(mailbox, layer_idx, i, slots[i])
         published[slots[i]] = max(published[slots[i]], end_layer)
 
-    for request, (layer_idx, first_row, num_rows) in enumerate(coprocessor.requests):
+    for request, (layer_idx, first_row, num_rows, _) in enumerate(coprocessor.requests):
         rows = [i for i, s in enumerate(slots) if first_row <= s < first_row + num_rows]
         for i in rows:
             mailbox.query[slots[i]] = given[0][layer_idx, i]

@@ -205,7 +205,14 @@ class DeviceStep:
         self.gather_ahead(layer_idx + 1, batch, link, early=False)
         self._fetch_ahead(layer_idx + 1, batch, link)
         batch.linears.add_attention(layer, batch.x, self.buffers.attended[batch.rows])
-        batch.linears.add_mlp(layer, batch.x)
+        if layer_idx not in self.model.host_experts:
+            batch.linears.add_mlp(layer, batch.x)
+            return
+        normed = batch.linears.mlp_input(layer, batch.x)
+        self._mark("linear", layer_idx)
+        link.run_experts(layer_idx, batch.rows, normed)
+        self._mark("wait", layer_idx)
+        batch.linears.add_summed(batch.x, normed)
 
     def attend_to_sources(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """What the GPU holds and has fetched, here; what the host attends to, there meanwhile. Who

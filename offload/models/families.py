@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cpu_ops.routed_linear import ExpertChoice, Gate
+from cpu_ops.routed_linear import ExpertChoice
 from offload.models.base import (
     DecoderLayer,
     LayerSpec,
@@ -24,6 +24,7 @@ from offload.models.base import (
     fused_linear,
     has_windows,
 )
+from offload.models.packed_experts import native_gate
 from offload.models.rope import NoRotation, RotaryOfHalves, RotaryOfType, RoundedRotary, rotary_view
 from offload.models.routed_mlp import RoutedMlp
 from offload.models.shape import ModelShape
@@ -286,14 +287,13 @@ class Routed(ModelFamily):
     packs_as_generic = True
     peculiar = "its MLPs have experts"
 
-    def gate(self, config: Any) -> Gate:
-        """What experts do with the outputs of their first matrix."""
-        return Gate("silu")
-
     def mlp(self, stock: Any, name: str) -> dict[str, Any]:
         module, config = stock.get_submodule(name.removesuffix(".")), stock.config
         if not hasattr(module, "experts"):
             return super().mlp(stock, name)
+        gate = native_gate(module.experts)
+        if gate is None:
+            raise NotImplementedError(f"{name}experts have a gate that no kernel computes")
         choice = ExpertChoice(
             per_token=config.num_experts_per_tok,
             normalises=getattr(config, "norm_topk_prob", True),
@@ -302,7 +302,7 @@ class Routed(ModelFamily):
         return {
             "gate_up": None,
             "down": None,
-            "routed": RoutedMlp(module, choice, self.gate(config)),
+            "routed": RoutedMlp(module, choice, gate),
         }
 
 
@@ -312,9 +312,6 @@ class GptOss(Routed):
     knows_windows = True
     packs_dense = False  # experts are transposed
     peculiar = "its attention has sinks, and its MLPs experts"
-
-    def gate(self, config: Any) -> Gate:
-        return Gate("clamped", config.swiglu_alpha, config.swiglu_limit)
 
     def layer(self, stock: Any, layer_idx: int, spec: LayerSpec) -> DecoderLayer:
         layer = super().layer(stock, layer_idx, spec)

@@ -34,6 +34,12 @@ LONGROPE = {
     "short_factor": [1.0] * 8,
     "long_factor": [2.0] * 8,
 }
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 64,
+}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -61,7 +67,14 @@ def test_tokens_are_those_of_transformers(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("phi3", {"sliding_window": 40}), ("gemma3_text", {}), ("phi3", {}), ("gpt_oss", {})],
+    [
+        ("phi3", {"sliding_window": 40}),
+        ("gemma3_text", {}),
+        ("gemma4_text", {}),
+        ("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
+        ("phi3", {}),
+        ("gpt_oss", {}),
+    ],
 )
 @torch.inference_mode()
 def test_windows_of_layers(
@@ -101,6 +114,9 @@ def test_embeddings_that_are_given(
         ("phi3", {"rope_parameters": LONGROPE, "head_dim": 16}, True),
         ("gemma3_text", {"hidden_activation": "silu"}, True),
         ("gemma3_text", {"final_logit_softcapping": 3.0}, True),
+        ("gemma4_text", {"hidden_size_per_layer_input": 16}, True),
+        ("gemma4_text", GEMMA4_EXPERTS, True),
+        ("gemma4_text", {}, False),
         ("gpt_oss", {}, False),
         ("mixtral", {"hidden_act": "gelu"}, True),
     ],
@@ -147,7 +163,9 @@ def test_which_layers_rotate(name: str, changes: dict[str, Any], tmp_path: Path)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text", "gemma4_text", "gpt_oss"]
+)
 def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
     name: str, stock_models: dict[str, Any]
 ) -> None:

@@ -18,12 +18,14 @@ struct NormWeight {
   float eps;
 };
 
-// RMSNorm before the rotation, per head (Qwen3) or over all heads at once (OLMo 2); null weights: none.
+// RMSNorm before the rotation, per head (Qwen3) or over all heads at once (OLMo 2), and of the heads of values (Gemma
+// 4); null weights: none.
 struct HeadNorms {
   const void* query;  // [head_dim], or of all query heads
   const void* key;
   float eps;
   bool whole = false;
+  const void* value = nullptr;  // [head_dim]
 };
 
 // The tables of one rotary embedding: [num_rows, dim], of the first elements of each head, the others of which stay as
@@ -54,6 +56,7 @@ struct DecoderLayer {
   size_t rope_idx;  // into the ropes of a step
   bool sparse;      // the policy has a say in it
   Gate gate;        // of the MLP
+  float out_scale;  // multiplies what the layer returns
 };
 
 // The memory of one step over at most kMaxLinearRows rows; all of it in the model's dtype.
@@ -92,6 +95,8 @@ class DecoderLayers {
   // hidden += added, or its norm.
   void add_rows(const NormWeight& norm, int64_t width, const DecoderStep& step);
   void add_experts(const DecoderLayer& layer, const DecoderStep& step);
+  // hidden *= scale.
+  void scale_rows(float scale, int64_t width, const DecoderStep& step);
   std::string attend(int64_t layer_idx, const DecoderStep& step);
 
   DecodeAttention& attention_;

@@ -32,7 +32,7 @@ from offload.loading.names import check_has_owner, check_not_empty, checkpoint_n
 from offload.loading.packed_bytes import kept_as, kept_formats, packed_weight_bytes
 from offload.loading.quantised_checkpoint import FP4, quantised_format
 from offload.loading.stock_model import generic_skeleton, text_part
-from offload.models import Where, family_of, has_experts, is_generic, lean_model_maker
+from offload.models import Where, family_of, has_other_matrices, is_generic, lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
 from offload.models.shape import MODEL_SHAPES, ModelShape, matrix_sizes, weight_elements
@@ -227,7 +227,8 @@ def _is_made_of_parts(config: Any, folder: Path, header: GgufHeader | None) -> b
     """Whether a `_skeleton` tells the bytes of a model with lean layers."""
     family = family_of(config.to_dict())
     packs = family is not None and family.packs_as_generic
-    return has_experts(config.to_dict()) or (packs and bool(_quantised(config, folder, header)))
+    is_quantised = packs and bool(_quantised(config, folder, header))
+    return has_other_matrices(config.to_dict()) or is_quantised
 
 
 def _skeleton(

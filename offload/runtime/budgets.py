@@ -10,7 +10,7 @@ from offload.loading.checkpoint import Checkpoint
 from offload.loading.generic_packing import parameter_bytes
 from offload.loading.packed_bytes import checkpoint_packed_bytes
 from offload.loading.stock_model import generic_skeleton
-from offload.models import has_experts
+from offload.models import has_other_matrices
 from offload.ranks.group import TensorParallel
 from offload.runtime.config import RuntimeConfig
 from offload.system.errors import DeviceMemoryError, HostBudgetError
@@ -94,7 +94,7 @@ def weight_bytes_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -
     """Bytes that the weights of a checkpoint will have in memory: of packed ones, as packed."""
     if not config.packing:
         return checkpoint.weight_bytes(config.dtype)
-    if has_experts(checkpoint.config) or checkpoint.packs_as_generic:
+    if has_other_matrices(checkpoint.config) or checkpoint.packs_as_generic:
         skeleton = generic_skeleton(checkpoint, config.dtype, config.packing)
         return sum(parameter_bytes(*skeleton).values())
     dtype = checkpoint.loaded_dtype(config.dtype)

@@ -15,8 +15,8 @@ from cpu_ops.worker_pool import MAX_THREADS
 from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.kv.format import KV_DTYPES
 from offload.kv_compression.bound import CONDENSED_SHARE
+from offload.models import Where
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
-from offload.models.families import Where
 from offload.policies import Policy
 from offload.policies.auto import Auto
 from offload.policies.registry import make_policy

@@ -36,6 +36,12 @@ LONGROPE = {
     "short_factor": [1.0] * 8,
     "long_factor": [2.0] * 8,
 }
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 64,
+}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -63,7 +69,14 @@ def test_tokens_are_those_of_transformers(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("phi3", {"sliding_window": 40}), ("gemma3_text", {}), ("phi3", {}), ("gpt_oss", {})],
+    [
+        ("phi3", {"sliding_window": 40}),
+        ("gemma3_text", {}),
+        ("gemma4_text", {}),
+        ("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
+        ("phi3", {}),
+        ("gpt_oss", {}),
+    ],
 )
 @torch.inference_mode()
 def test_windows_of_layers(
@@ -95,28 +108,33 @@ def test_embeddings_that_are_given(
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "changes", "native"),
     [
-        ("exaone4", {"sliding_window": 64, "layer_types": ["sliding_attention"] * 3}),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}),
-        ("granite", {"hidden_act": "gelu"}),
-        ("phi3", {"rope_parameters": LONGROPE, "head_dim": 16}),
-        ("gemma3_text", {"hidden_activation": "silu"}),
-        ("gemma3_text", {"final_logit_softcapping": 3.0}),
-        ("mixtral", {"hidden_act": "gelu"}),
+        ("exaone4", {"sliding_window": 64, "layer_types": ["sliding_attention"] * 3}, True),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}, True),
+        ("granite", {"hidden_act": "gelu"}, True),
+        ("phi3", {"rope_parameters": LONGROPE, "head_dim": 16}, True),
+        ("gemma3_text", {"hidden_activation": "silu"}, True),
+        ("gemma3_text", {"final_logit_softcapping": 3.0}, True),
+        ("gemma4_text", {"hidden_size_per_layer_input": 16}, True),
+        ("gemma4_text", GEMMA4_EXPERTS, True),
+        ("gemma4_text", {}, False),
+        ("mixtral", {"hidden_act": "gelu"}, True),
     ],
 )
 @torch.inference_mode()
 def test_what_the_lean_layers_lack_is_generic(
-    name: str, changes: dict[str, Any], tmp_path: Path
+    name: str, changes: dict[str, Any], native: bool, tmp_path: Path
 ) -> None:
     stock = make_tiny_model(name, **changes)
     stock.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert is_generic(config)
+    assert is_generic(config, where="cpu" if native else "gpu")
     assert is_generic(config, where="ranks")
     assert not is_generic(make_tiny_model(name).config.to_dict())
-    model = OffloadedModel.from_pretrained(tmp_path, num_threads=1, page_tokens=16)
+    model = OffloadedModel.from_pretrained(
+        tmp_path, num_threads=1, page_tokens=16, backend=None if native else "inline"
+    )
     assert isinstance(model._offload, GenericRuntime)
     prompt = random_tokens(1, 90, seed=3)
     made = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
@@ -146,7 +164,9 @@ def test_which_layers_rotate(name: str, changes: dict[str, Any], tmp_path: Path)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text", "gemma4_text", "gpt_oss"]
+)
 def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
     name: str, stock_models: dict[str, Any]
 ) -> None:

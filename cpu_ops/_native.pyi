@@ -306,6 +306,7 @@ class Coprocessor:
         listed_heads: list[bool],
         hot_heads: list[bool],
         hot_rows: HotRows | None,
+        experts: list[RoutedMlp | None],
         keep: object,
     ) -> None: ...
     def set_deadline(self, ns: int) -> None: ...
@@ -457,7 +458,8 @@ class DecoderLayers:
         qkv: Linear,
         q_norm: int,
         k_norm: int,
-        qk_norm_eps: float,
+        v_norm: int,
+        head_norms_eps: float,
         whole: bool,
         o_proj: Linear,
         mlp_norm: tuple[int, float],
@@ -469,6 +471,7 @@ class DecoderLayers:
         rope_idx: int,
         sparse: bool,
         gate: int,
+        out_scale: float,
     ) -> None: ...
     def run(self, step: DecoderStep) -> None: ...
     def project(self, layer_idx: int, step: DecoderStep) -> None: ...

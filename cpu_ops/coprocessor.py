@@ -1,5 +1,7 @@
 """The CPU as a GPU's coprocessor: attention to the part of the cache that the GPU does not hold.
 
+It also runs the experts of layers whose weights the GPU does not hold.
+
 The GPU attends to the sinks and the recent window; the `Coprocessor` attends to the rest of what
 was selected, writes a partial result (o, lse) to merge with the GPU's, and keeps the pages on the
 host and the selection's arrays up to date. `cpu_ops.mailbox` states what passes between the two.
@@ -28,6 +30,7 @@ cache and to policies is undefined after that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,9 +41,20 @@ from cpu_ops import _native
 from cpu_ops.attention import NativeAttention
 from cpu_ops.mailbox import FLAG_STRIDE, Mailbox
 from cpu_ops.native import check_tensor
+from cpu_ops.routed_linear import RoutedMlp
 from cpu_ops.step_rows import DecodeStep
 
-Request = tuple[int, int, int]
+
+class Request(NamedTuple):
+    """Rows [first_row, first_row + num_rows) of the mailbox in one layer: of its attention, or its
+    experts."""
+
+    layer_idx: int
+    first_row: int
+    num_rows: int
+    of_experts: bool = False
+
+
 OnDone = Callable[[DecodeStep, Mapping[int, Tensor]], None]
 # What must live until a step is done; its queries are [num_layers, n, num_qo_heads * head_dim].
 _KeptStep = tuple[DecodeStep, Tensor | None, NativeAttention]
@@ -56,9 +70,9 @@ class Coprocessor:
     Args:
         attention: what to attend to; its pages receive the keys and values.
         mailbox: shared with the GPU.
-        requests: (layer_idx, first_row, num_rows) of each request of a step, in the order in which
-            the GPU raises them. Layers of a row ascend. In a layer that is not sparse all tokens
-            outside of the window are attended.
+        requests: each request of a step, a `Request` or its first three elements, in the order in
+            which the GPU raises them. Layers of a row's attention ascend. In a layer that is not
+            sparse all tokens outside of the window are attended.
         sink_tokens, recent_tokens: the window on the GPU: the attention's, if it selects.
         deadline_seconds: how long one side waits for the other before it gives up.
         device_heads: bool [num_layers, num_kv_heads], heads to which the GPU attends by itself; of
@@ -69,6 +83,7 @@ class Coprocessor:
         hot_heads: likewise: the GPU attends to rows that are chosen a layer ahead. The CPU attends
             to no head of such a layer, and each unit of the policy is a KV head.
         hot_rows: what the GPU holds of them, by slots of at least `mailbox.max_rows`.
+        experts: of each layer with a request of them; None: of others, and of all by default.
         on_done: called when a step that `keeps_queries` is done, by whoever closes it or waits for
             it: with the step and the queries [n, num_qo_heads * head_dim] of each sparse layer that
             had a request.
@@ -86,7 +101,7 @@ class Coprocessor:
         self,
         attention: NativeAttention,
         mailbox: Mailbox,
-        requests: Sequence[Request],
+        requests: Sequence[Request | tuple[int, int, int]],
         *,
         sink_tokens: int,
         recent_tokens: int,
@@ -96,11 +111,17 @@ class Coprocessor:
         listed_heads: npt.NDArray[np.bool_] | None = None,
         hot_heads: npt.NDArray[np.bool_] | None = None,
         hot_rows: _native.HotRows | None = None,
+        experts: Sequence[RoutedMlp | None] = (),
         on_done: OnDone | None = None,
     ) -> None:
         _check_mailbox(attention, mailbox)
-        self.requests = tuple((int(a), int(b), int(c)) for a, b, c in requests)
-        _check_requests(self.requests, mailbox)
+        self.requests = tuple(Request(*request) for request in requests)
+        _check_requests([x for x in self.requests if not x.of_experts], mailbox)
+        if len(self.requests) != mailbox.num_requests:
+            raise ValueError(
+                f"the mailbox has flags for {mailbox.num_requests} requests, got {len(requests)}"
+            )
+        _check_experts(self.requests, experts, mailbox)
         if not 0.0 < deadline_seconds < 1e6:
             raise ValueError(f"deadline_seconds must be above 0 and finite, got {deadline_seconds}")
         _check_window(sink_tokens, recent_tokens, attention.window)
@@ -111,7 +132,7 @@ class Coprocessor:
         self._on_done, self._max_rows = on_done, mailbox.max_rows
         self._asked = [
             layer_idx
-            for layer_idx in sorted({layer_idx for layer_idx, _, _ in self.requests})
+            for layer_idx in sorted({x.layer_idx for x in self.requests if not x.of_experts})
             if attention.sparse_layers[layer_idx]
         ]
         self._native = _native.Coprocessor(
@@ -121,7 +142,7 @@ class Coprocessor:
             mailbox.selection.shape[1],
             mailbox.selection.shape[2],
             mailbox.fetches.shape[3],
-            [list(request) for request in self.requests],
+            [[int(x) for x in request] for request in self.requests],
             attention.sparse_layers.tolist(),
             sink_tokens,
             recent_tokens,
@@ -130,7 +151,8 @@ class Coprocessor:
             _check_listed(listed_heads, publishing_heads, attention, mailbox),
             _check_hot(hot_heads, device_heads, hot_rows, attention, mailbox),
             hot_rows,
-            mailbox,
+            [None if mlp is None else mlp.native for mlp in experts],
+            (mailbox, experts),
         )
         self._native.set_deadline(round(deadline_seconds * 1e9))
         self._started = False
@@ -315,18 +337,15 @@ def _check_mailbox(attention: NativeAttention, mailbox: Mailbox) -> None:
         selection_tokens=tokens,
         fetch_tokens=mailbox.fetches.shape[3] if mailbox.fetches.dim() == 5 else 0,
         rest_clusters=attention.estimate_clusters if estimates else 0,
+        hidden_size=mailbox.normed.shape[-1],
     )
     for (name, (shape, dtype)), x in zip(layout.items(), mailbox.tensors, strict=True):
         check_tensor(f"mailbox.{name}", x, shape, dtype)
 
 
 def _check_requests(requests: Sequence[Request], mailbox: Mailbox) -> None:
-    if len(requests) != mailbox.num_requests:
-        raise ValueError(
-            f"the mailbox has flags for {mailbox.num_requests} requests, got {len(requests)}"
-        )
     layer_of = np.full(mailbox.max_rows, -1)
-    for i, (layer_idx, first_row, num_rows) in enumerate(requests):
+    for i, (layer_idx, first_row, num_rows, _) in enumerate(requests):
         if not 0 <= layer_idx < mailbox.num_layers:
             raise ValueError(
                 f"request {i} names layer {layer_idx}, but there are {mailbox.num_layers} layers"
@@ -343,6 +362,25 @@ def _check_requests(requests: Sequence[Request], mailbox: Mailbox) -> None:
                 " of the same rows"
             )
         layer_of[rows] = layer_idx
+
+
+def _check_experts(
+    requests: Sequence[Request], experts: Sequence[RoutedMlp | None], mailbox: Mailbox
+) -> None:
+    for layer_idx, first_row, num_rows, of_experts in requests:
+        if not of_experts:
+            continue
+        mlp = experts[layer_idx] if 0 <= layer_idx < len(experts) else None
+        if mlp is None or first_row < 0 or num_rows < 1:
+            raise ValueError(f"a request names experts of layer {layer_idx}, but none are given")
+        check_tensor(
+            "mailbox.normed", mailbox.normed, (mailbox.max_rows, mlp.down.columns), mlp.down.dtype
+        )
+        if first_row + num_rows > mailbox.max_rows:
+            raise ValueError(
+                f"a request names rows {first_row} to {first_row + num_rows}, but the mailbox has "
+                f"{mailbox.max_rows}"
+            )
 
 
 def _head_flags(

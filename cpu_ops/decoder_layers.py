@@ -38,6 +38,8 @@ class FusedLayer(Generic[W, M]):
         norms_all_heads: q_norm and k_norm are of all heads at once.
         rope_idx: which of a step's ropes rotates the heads.
         gate: "silu" or "gelu_tanh", of gate_up.
+        v_norm: RMSNorm weight [head_dim] of each head of values, or None; its eps is qk_norm_eps.
+        out_scale: multiplies what the layer returns.
     """
 
     input_norm: Norm | None
@@ -55,6 +57,8 @@ class FusedLayer(Generic[W, M]):
     gate: str = "silu"
     routed: M | None = None
     norms_all_heads: bool = False
+    v_norm: Tensor | None = None
+    out_scale: float = 1.0
 
 
 NativeLayer = FusedLayer[Linear, RoutedMlp]
@@ -163,6 +167,7 @@ class DecoderLayers:
                 layer.qkv.native,
                 0 if layer.q_norm is None else layer.q_norm.data_ptr(),
                 0 if layer.k_norm is None else layer.k_norm.data_ptr(),
+                0 if layer.v_norm is None else layer.v_norm.data_ptr(),
                 layer.qk_norm_eps,
                 self._norms_whole(layer_idx, layer),
                 layer.o_proj.native,
@@ -175,6 +180,7 @@ class DecoderLayers:
                 layer.rope_idx,
                 sparse,
                 GATES.index(layer.gate),
+                layer.out_scale,
             )
 
     def run(self, step: LayersStep) -> None:
@@ -226,6 +232,7 @@ class DecoderLayers:
             ("mlp_out_norm", _weight(layer.mlp_out_norm), self.hidden_size),
             ("q_norm", layer.q_norm, q_width),
             ("k_norm", layer.k_norm, k_width),
+            ("v_norm", layer.v_norm, head_dim),
         ):
             if weight is not None:
                 check_tensor(name, weight, (size,), self.dtype)

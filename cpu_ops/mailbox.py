@@ -19,6 +19,8 @@ Rows are slots, one sequence each; all tensors are contiguous.
                                                                   neither hot nor in the window;
                                                                   which cluster has grown, or -1
     rest_means float32 [2, max_rows, num_kv_heads, 2, head_dim]   that one's mean key and value
+    normed    dtype   [max_rows, hidden_size]                     what a layer's experts read
+    summed    dtype   [max_rows, hidden_size]                     their sum
 
 An lse of -inf: the CPU attended to nothing. An lse of +inf: the output is the whole answer, what
 others attended to does not count.
@@ -39,7 +41,10 @@ head on the GPU publishes. What layer l publishes is there before the next reque
 Candidates that the GPU lists by codes of keys are in `selection` and `counts` instead, those of
 layer l before its own request is raised. A count of -1: the numbers were not finite.
 
-The last two have no elements where nothing is estimated of the tokens that are not hot.
+The two before the last two have no elements where nothing is estimated of the tokens that are not
+hot; the last two have none where no layer's experts are on the CPU. Else these have a request of
+their own, behind those of the layer's attention: its rows are in `normed`, and its reply says that
+`summed` is there.
 """
 
 from __future__ import annotations
@@ -72,6 +77,8 @@ class Mailbox:
     hot_counts: Tensor
     rest_counts: Tensor
     rest_means: Tensor
+    normed: Tensor
+    summed: Tensor
 
     @staticmethod
     def layout(
@@ -87,6 +94,7 @@ class Mailbox:
         selection_tokens: int = 0,
         fetch_tokens: int = 0,
         rest_clusters: int = 0,
+        hidden_size: int = 0,
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of each tensor.
 
@@ -95,6 +103,7 @@ class Mailbox:
             dtype: of queries, keys and values: the KV store's.
             fetch_tokens: that the GPU fetches of a KV head at most; 0: no layer has hot rows.
             rest_clusters: of a KV head with hot rows; 0: what is not hot is not estimated.
+            hidden_size: of what experts on the CPU read; 0: there are none.
         """
         if num_requests < 0:
             raise ValueError(f"num_requests must not be negative, got {num_requests}")
@@ -125,6 +134,8 @@ class Mailbox:
             "hot_counts": ((2, max_rows, num_kv_heads if fetch_tokens else 0, 2), torch.int32),
             "rest_counts": ((2, max_rows, estimating, rest_clusters + 1), torch.int32),
             "rest_means": ((2, max_rows, estimating, 2, head_dim), torch.float32),
+            "normed": ((max_rows, hidden_size), dtype),
+            "summed": ((max_rows, hidden_size), dtype),
         }
 
     @classmethod

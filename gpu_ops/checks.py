@@ -74,6 +74,12 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head_dim must be a multiple of {HEAD_DIM_MULTIPLE}, got {head_dim}")
 
 
+def check_sinks(sinks: Tensor | None, num_qo_heads: int, device: torch.device) -> None:
+    """ValueError unless `sinks` are None or one float32 of each query head, on `device`."""
+    if sinks is not None:
+        check_tensor("sinks", sinks, (num_qo_heads,), torch.float32, device)
+
+
 def check_rotary_dim(cos: Tensor, head_dim: int) -> int:
     """Elements of a head that tables [n, rotary_dim] rotate; ValueError unless they are some pairs
     of its head_dim."""

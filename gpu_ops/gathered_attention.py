@@ -20,6 +20,7 @@ from gpu_ops.checks import (
     check_head_dim,
     check_page_tokens,
     check_rows,
+    check_sinks,
     check_tensor,
 )
 from gpu_ops.choose_places import fresh
@@ -39,6 +40,7 @@ from gpu_ops.online_softmax import (
     split_length,
     store_state,
     tile_tokens,
+    with_sink,
 )
 from gpu_ops.paged_attention import num_kv_splits
 from gpu_ops.row_format import as_numbers
@@ -221,6 +223,7 @@ def merge_gathered_kernel(
     heads: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,  # None: the window is the last split, and this is all
+    sinks: tl.tensor,  # None: heads have none, or there is an lse
     capacity: tl.tensor,
     NUM_SPLITS: tl.constexpr,
     min_tiles: tl.tensor,
@@ -269,6 +272,9 @@ def merge_gathered_kernel(
     new_total = total * weight + window_weight
     o = acc * weight + window_out * window_weight
     if lse is None:
+        if sinks is not None:
+            of_row = head - row * (NUM_KV_HEADS * GROUP_SIZE)
+            new_total = with_sink(new_total, new_largest, sinks, of_row)
         o /= tl.where(new_total == 0, 1.0, new_total)  # an inactive row's is 0
     else:
         o /= new_total
@@ -295,6 +301,7 @@ def gathered_attention(
     means: Tensor | None = None,
     log_counts: Tensor | None = None,
     missing: MissingRows | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend the query heads of `heads` to their gathered tokens, and merge that into (out, lse);
     or attend to them and the window, which is all that there is.
@@ -322,6 +329,8 @@ def gathered_attention(
             float32 [n, num_kv_heads, clusters], as `fetch_rows` keeps them: mean keys and values of
             clusters of other tokens, and the base-2 logarithm of how many each stands for.
         missing: rows of `gathered` that have to be brought first, into it; None: all are there.
+        sinks: with a window, float32 [num_qo_heads], logits that join each softmax and have no
+            value; or None.
 
     Raises:
         ValueError: operands that do not fit together.
@@ -377,6 +386,9 @@ def gathered_attention(
     check_tensor("out", out, row_shape, torch.float32 if window is None else query.dtype, device)
     if lse is not None:
         check_tensor("lse", lse, (n, num_kv_heads * group_size), torch.float32, device)
+    if sinks is not None and window is None:
+        raise ValueError("sinks need a window: else they are of the last merge")
+    check_sinks(sinks, num_kv_heads * group_size, device)
     if missing is not None:
         token_of, page_table = missing.token_of, missing.page_table
         check_dims("token_of", token_of, "[n, T, capacity]")
@@ -406,6 +418,7 @@ def gathered_attention(
             window,
             means,
             log_counts,
+            sinks,
         )
     block_t = tile_tokens(head_dim, query.element_size(), gathered.dtype)
     block_d, block_row = next_power_of_2(head_dim), next_power_of_2(row_items)
@@ -451,6 +464,7 @@ def gathered_attention(
         *selected,
         out,
         lse,
+        sinks,
         capacity,
         *splits,
         *shape,
@@ -502,6 +516,7 @@ def gathered_attention_reference(
     window: Tensor | None,
     means: Tensor | None = None,
     log_counts: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """`gathered_attention` by torch, in float32."""
     result = out
@@ -531,5 +546,8 @@ def gathered_attention_reference(
                 weights = (scores - part.clamp_min(-1e30)[:, None]).exp()
                 merge_parts_reference(before_out, before, weights @ value, part)
     if window is not None:
+        if sinks is not None:
+            out *= (lse - lse.logaddexp(sinks)).exp().repeat_interleave(head_dim, 1)
+            out.masked_fill_((positions < 0)[:, None], 0.0)
         to, of = (x.view(len(out), -1, group_size, head_dim) for x in (result, out))
         to[:, heads.long()] = of[:, heads.long()].to(to.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_ops.checks import check_dtype, check_reachable, check_tensor
+from gpu_ops.checks import check_dtype, check_reachable, check_sinks, check_tensor
 from gpu_ops.launch import jit, next_power_of_2, pointer, runs_kernel, tl
 
 
@@ -16,6 +16,8 @@ def merge_state_kernel(
     o_b: tl.tensor,
     lse_b: tl.tensor,
     out: tl.tensor,
+    sinks: tl.tensor,  # None: heads have none
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -38,6 +40,9 @@ def merge_state_kernel(
     largest = tl.where(largest > none, largest, 0.0)
     weight_a, weight_b = tl.exp(a - largest), tl.exp(b - largest)
     total = weight_a + weight_b
+    if sinks is not None:
+        sink = tl.load(sinks + head % NUM_HEADS)
+        total += tl.where(is_complete, 0.0, tl.exp(sink - largest))
     total = tl.where(total == 0, 1.0, total)
 
     # A part that does not count may be anything: it may never have been written.
@@ -46,7 +51,14 @@ def merge_state_kernel(
     tl.store(out + head * HEAD_DIM + d, o.to(out.dtype.element_ty), mask=inside)
 
 
-def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Tensor) -> None:
+def merge_state(
+    o_a: Tensor,
+    lse_a: Tensor,
+    o_b: Tensor,
+    lse_b: Tensor,
+    out: Tensor,
+    sinks: Tensor | None = None,
+) -> None:
     """out = the softmax over what both parts attended to.
 
     A part whose lse is -inf attended to nothing, and its o may be anything; two give 0. Where
@@ -58,6 +70,8 @@ def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Ten
         lse_a: float32 [n, num_qo_heads], natural log.
         o_b, lse_b: as the above; may be pinned host memory that the CPU has written.
         out: [n, num_qo_heads * head_dim], float32, float16 or bfloat16.
+        sinks: float32 [num_qo_heads], logits that join each softmax, but not what is complete, and
+            have no value; or None.
     """
     check_dtype("out", out)
     device, shape = o_a.device, o_a.shape
@@ -69,8 +83,9 @@ def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Ten
     check_reachable("o_b", o_b, shape, torch.float32, device)
     check_reachable("lse_b", lse_b, (shape[0], heads), torch.float32, device)
     check_tensor("out", out, shape, out.dtype, device)
+    check_sinks(sinks, heads, device)
     if not runs_kernel(o_a):
-        return merge_state_reference(o_a, lse_a, o_b, lse_b, out)
+        return merge_state_reference(o_a, lse_a, o_b, lse_b, out, sinks)
     head_dim = shape[1] // heads
     merge_state_kernel[(shape[0] * heads,)](
         o_a,
@@ -78,6 +93,8 @@ def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Ten
         pointer(o_b),
         pointer(lse_b),
         out,
+        sinks,
+        heads,
         head_dim,
         next_power_of_2(head_dim),
         num_warps=1,
@@ -85,7 +102,12 @@ def merge_state(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Ten
 
 
 def merge_state_reference(
-    o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Tensor
+    o_a: Tensor,
+    lse_a: Tensor,
+    o_b: Tensor,
+    lse_b: Tensor,
+    out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """`merge_state` by torch."""
     parts = torch.stack((o_a, o_b)).view(2, *lse_a.shape, -1)
@@ -95,6 +117,10 @@ def merge_state_reference(
     lse[1].masked_fill_(complete, 0.0)
     parts.masked_fill_((lse == float("-inf"))[..., None], 0.0)
     # Not by the sum's lse: in float32 the difference to a large one is off by its last bit.
-    weights = (lse - lse.amax(0).clamp_min(-1e30)).exp()
-    weights /= weights.sum(0).masked_fill_(lse.isinf().all(0), 1.0)
+    largest = lse.amax(0).clamp_min(-1e30)
+    weights = (lse - largest).exp()
+    total = weights.sum(0)
+    if sinks is not None:
+        total += (sinks - largest).exp().masked_fill_(complete, 0.0)
+    weights /= total.masked_fill_(lse.isinf().all(0), 1.0)
     out.copy_((weights[..., None] * parts).sum(0).view(out.shape))

@@ -195,6 +195,13 @@ def merge_states(
     return largest, total, acc
 
 
+@jit
+def with_sink(total: tl.tensor, largest: tl.tensor, sinks: tl.tensor, head: tl.tensor) -> tl.tensor:
+    """`total` and the weight of a head's sink, which has no value: with exponents of differences to
+    `largest`, which is finite where that is a number."""
+    return total + tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - largest)
+
+
 def tile_tokens(head_dim: int, itemsize: int, rows: torch.dtype | None = None) -> int:
     """BLOCK_T: keys of a tile, of `itemsize` bytes an element, or of int8 `rows`."""
     if rows == torch.int8:

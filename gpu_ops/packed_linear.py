@@ -9,7 +9,7 @@ are unpacked, a block of outputs at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -287,6 +287,11 @@ class PackedRows:
         strides = num_groups * per_group, per_group, 1
         numbers = scales.as_strided((num_out, num_groups, per_group), strides)
         return cls(format, codes, numbers, in_features)
+
+    def to(self, device: torch.device) -> PackedRows:
+        """The same there; nothing is copied where they are there already."""
+        codes, numbers = (x.to(device, non_blocking=True) for x in (self.codes, self.numbers))
+        return replace(self, codes=codes, numbers=numbers)
 
     @property
     def num_out(self) -> int:

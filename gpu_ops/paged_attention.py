@@ -25,6 +25,7 @@ from gpu_ops.checks import (
     check_dtype,
     check_head_dim,
     check_page_tokens,
+    check_sinks,
     check_tensor,
 )
 from gpu_ops.cpu_pages import gather_pages
@@ -39,6 +40,7 @@ from gpu_ops.online_softmax import (
     split_length,
     tile_tokens,
     weigh_tile,
+    with_sink,
 )
 from gpu_ops.row_format import as_numbers, row_items
 
@@ -139,6 +141,7 @@ def merge_splits_kernel(
     heads: tl.tensor,  # as above
     out: tl.tensor,
     lse: tl.tensor,  # natural log; None: not wanted
+    sinks: tl.tensor,  # None: heads have none
     NUM_SPLITS: tl.constexpr,
     min_tiles: tl.tensor,
     NUM_QO_HEADS: tl.constexpr,
@@ -169,7 +172,10 @@ def merge_splits_kernel(
     )
     attended = used > 0  # an inactive row has no splits: 0, and an lse of -inf
     total = tl.where(attended, total, 1.0)
-    o = (acc / total).to(out.dtype.element_ty)
+    of_all = total
+    if sinks is not None:
+        of_all = with_sink(total, largest, sinks, head - row * NUM_QO_HEADS)
+    o = (acc / of_all).to(out.dtype.element_ty)
     tl.store(out + head * HEAD_DIM + d, o, mask=d < HEAD_DIM)
     if lse is not None:
         natural = tl.where(attended, (largest + tl.log2(total)) * 0.6931471805599453, float("-inf"))
@@ -214,6 +220,7 @@ def retrieval_attention(
     lse: Tensor | None = None,
     scores: Tensor | None = None,
     page_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend to all tokens [0, position] of each row with the query heads of some KV heads.
 
@@ -241,6 +248,8 @@ def retrieval_attention(
             has the weight 2**score / e**lse.
         page_dtype: of the rows in pages: query's dtype, also where None is given, or int8
             (`row_format`).
+        sinks: float32 [num_qo_heads], logits that join each softmax and have no value; or None.
+            They count in `out` alone, not in `lse`.
     """
     check_dtype("query", query)
     check_dims("partial_out", partial_out, "[n, num_qo_heads, num_splits, head_dim]")
@@ -274,6 +283,7 @@ def retrieval_attention(
         check_tensor("out", out, shape, torch.float32, device)
     if lse is not None:
         check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
+    check_sinks(sinks, num_qo_heads, device)
     max_tokens = 0
     if scores is not None:
         max_tokens = scores.shape[-1]
@@ -301,6 +311,7 @@ def retrieval_attention(
             out,
             lse,
             scores,
+            sinks,
         )
     # What two programs on each multiprocessor have the shared memory for.
     block_t = min(page_tokens, tile_tokens(head_dim, query.element_size(), page_dtype))
@@ -336,6 +347,7 @@ def retrieval_attention(
         heads,
         out,
         lse,
+        sinks,
         *splits,
         ring_tokens,
         block_t,
@@ -361,6 +373,7 @@ def retrieval_attention_reference(
     out: Tensor,
     lse: Tensor | None,
     scores: Tensor | None,
+    sinks: Tensor | None,
 ) -> None:
     """`retrieval_attention` by torch, in float32; pages [*page_shape] are CPU memory."""
     n = len(query)
@@ -381,7 +394,10 @@ def retrieval_attention_reference(
         of_heads = of_row.logsumexp(-1)
         of_heads = of_heads.masked_fill(of_heads == float("-inf"), float("nan"))
         grouped_lse[row, kv_heads] = of_heads
-        o = (of_row - of_heads[..., None]).exp() @ values
+        of_all = of_heads
+        if sinks is not None:
+            of_all = of_heads.logaddexp(sinks.view(num_kv_heads, group_size)[kv_heads])
+        o = (of_row - of_all[..., None]).exp() @ values
         grouped_out[row, kv_heads] = o.to(out.dtype)
         if scores is not None:
             scores[row, :, :, : position + 1] = of_row * math.log2(math.e)

@@ -293,12 +293,14 @@ class GpuExperts:
         return groups, *launch_shape(groups, self.format)
 
     def multiply(self, x: Tensor, expert: int) -> Tensor:
-        """x [n, in_features] through one expert's matrix, unpacked if it is packed."""
+        """x [n, in_features] through one expert's matrix, unpacked, on x's device."""
         bias = None if self.bias is None else self.bias[expert]
         if self._packed is None:
-            return functional.linear(x, self._dense[expert], bias)
+            weight = self._dense[expert].to(x.device, non_blocking=True)
+            return functional.linear(x, weight, bias)
         first = expert * self.out_features
-        weight = unpack(self._packed.part(first, first + self.out_features), x.dtype)
+        part = self._packed.part(first, first + self.out_features).to(x.device)
+        weight = unpack(part, x.dtype)
         return functional.linear(x, weight, bias)
 
     def gate(self, y: Tensor) -> Tensor:

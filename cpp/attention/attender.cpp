@@ -136,7 +136,8 @@ bool Attender::merge(int r, int u) {
       row_lse = highest + std::log(sum) + of_scored;
     }
     const int head = u * group + g;
-    const float share = setup_.share_beside_sink(pass_.layer_idx, head, row_lse);
+    const bool is_part = pass_.options.window_on_device;  // whoever has the whole takes sinks into account
+    const float share = is_part ? 1.0f : setup_.share_beside_sink(pass_.layer_idx, head, row_lse);
     float check = 0.0f;  // stays 0 unless some output is NaN or inf
     for (int64_t d = 0; d < head_dim; ++d) {
       out[d] = vanishes ? out[d] : out[d] / sum * share;

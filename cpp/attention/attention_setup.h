@@ -80,7 +80,7 @@ struct AttentionSetup {
   int64_t window(int64_t layer_idx) const { return shape_of(layer_idx).window; }
   float cap(int64_t layer_idx) const { return shape_of(layer_idx).cap; }
   float sm_scale(int64_t layer_idx) const { return shape_of(layer_idx).sm_scale; }
-  // What a head's sink leaves of its output; `lse` is of the tokens.
+  // What a head's sink leaves of its whole output; `lse` is of the tokens.
   float share_beside_sink(int64_t layer_idx, int head, float lse) const {
     const float* sinks = shape_of(layer_idx).sinks;
     return sinks == nullptr ? 1.0f : 1.0f / (1.0f + std::exp(sinks[head] - lse));

@@ -15,7 +15,7 @@ constexpr int64_t kLastGraceNs = 1'000'000'000;
 
 std::vector<Request> requests_of(const std::vector<std::vector<int64_t>>& requests) {
   std::vector<Request> result;
-  for (const auto& r : requests) result.push_back({r.at(0), r.at(1), r.at(2)});
+  for (const auto& r : requests) result.push_back({r.at(0), r.at(1), r.at(2), r.at(3) != 0});
   return result;
 }
 
@@ -44,7 +44,9 @@ Mailbox mailbox_of(const std::vector<int64_t>& addresses, int64_t max_rows, int6
           pointer<int32_t>(addresses.at(10)),
           fetch_tokens,
           pointer<int32_t>(addresses.at(11)),
-          pointer<float>(addresses.at(12))};
+          pointer<float>(addresses.at(12)),
+          pointer<const char>(addresses.at(13)),
+          pointer<char>(addresses.at(14))};
 }
 
 // Rows in the order of their slots.
@@ -73,7 +75,7 @@ class PyCoprocessor : public Coprocessor {
                 const std::vector<uint8_t>& sparse_layers, int64_t sink_tokens, int64_t recent_tokens,
                 const std::vector<uint8_t>& device_heads, const std::vector<uint8_t>& publishing_heads,
                 const std::vector<uint8_t>& listed_heads, const std::vector<uint8_t>& hot_heads, py::object hot_rows,
-                py::object keep)
+                const std::vector<const RoutedMlp*>& experts, py::object keep)
       : Coprocessor(attention.cast<DecodeAttention&>(),
                     mailbox_of(mailbox, max_rows, selection_units, selection_tokens, fetch_tokens),
                     {requests_of(requests),
@@ -81,7 +83,8 @@ class PyCoprocessor : public Coprocessor {
                      sink_tokens,
                      recent_tokens,
                      {device_heads, publishing_heads, listed_heads, hot_heads},
-                     hot_rows.is_none() ? nullptr : hot_rows.cast<HotRows*>()}),
+                     hot_rows.is_none() ? nullptr : hot_rows.cast<HotRows*>(),
+                     experts}),
         kept_{std::move(attention), std::move(keep), std::move(hot_rows)} {}
 
   ~PyCoprocessor() {
@@ -194,7 +197,7 @@ void bind_coprocessor(py::module_& m) {
       .def(py::init<py::object, const std::vector<int64_t>&, int64_t, int64_t, int64_t, int64_t,
                     const std::vector<std::vector<int64_t>>&, const std::vector<uint8_t>&, int64_t, int64_t,
                     const std::vector<uint8_t>&, const std::vector<uint8_t>&, const std::vector<uint8_t>&,
-                    const std::vector<uint8_t>&, py::object, py::object>())
+                    const std::vector<uint8_t>&, py::object, const std::vector<const RoutedMlp*>&, py::object>())
       .def("set_deadline", &PyCoprocessor::set_deadline)
       .def("begin", &PyCoprocessor::begin_step)
       .def(

@@ -97,22 +97,25 @@ using NormAddress = std::pair<int64_t, float>;
 NormWeight norm_weight(const NormAddress& norm) { return {pointer<const void>(norm.first), norm.second}; }
 
 void add_layer(DecoderLayers& layers, const NormAddress& input_norm, const Linear& qkv, int64_t q_norm, int64_t k_norm,
-               float qk_norm_eps, bool whole, const Linear& o_proj, const NormAddress& mlp_norm, const Linear* gate_up,
-               const Linear* down, const RoutedMlp* routed, const NormAddress& attention_out_norm,
-               const NormAddress& mlp_out_norm, size_t rope_idx, bool sparse, int gate) {
-  layers.add({norm_weight(input_norm),
-              &qkv,
-              {pointer<const void>(q_norm), pointer<const void>(k_norm), qk_norm_eps, whole},
-              &o_proj,
-              norm_weight(mlp_norm),
-              gate_up,
-              down,
-              routed,
-              norm_weight(attention_out_norm),
-              norm_weight(mlp_out_norm),
-              rope_idx,
-              sparse,
-              static_cast<Gate>(gate)});
+               int64_t v_norm, float head_norms_eps, bool whole, const Linear& o_proj, const NormAddress& mlp_norm,
+               const Linear* gate_up, const Linear* down, const RoutedMlp* routed,
+               const NormAddress& attention_out_norm, const NormAddress& mlp_out_norm, size_t rope_idx, bool sparse,
+               int gate, float out_scale) {
+  layers.add(
+      {norm_weight(input_norm),
+       &qkv,
+       {pointer<const void>(q_norm), pointer<const void>(k_norm), head_norms_eps, whole, pointer<const void>(v_norm)},
+       &o_proj,
+       norm_weight(mlp_norm),
+       gate_up,
+       down,
+       routed,
+       norm_weight(attention_out_norm),
+       norm_weight(mlp_out_norm),
+       rope_idx,
+       sparse,
+       static_cast<Gate>(gate),
+       out_scale});
 }
 
 }  // namespace

@@ -18,11 +18,12 @@ constexpr auto kDrainPause = std::chrono::microseconds(20);
 bool is_up(int32_t* flag) { return std::atomic_ref<int32_t>(*flag).load(std::memory_order_acquire) != 0; }
 void set(int32_t* flag, int32_t value) { std::atomic_ref<int32_t>(*flag).store(value, std::memory_order_release); }
 
-enum class At : int { idle, preparing, waiting, storing, attending, updating, stalled, probing };
+enum class At : int { idle, preparing, waiting, storing, attending, updating, stalled, probing, experts };
 constexpr const char* kAtNames[] = {"between steps",       "preparing",
                                     "waiting for the GPU", "storing keys and values",
                                     "attending",           "updating policy, or preparing the next layer",
-                                    "stalled on purpose",  "comparing with exact attention"};
+                                    "stalled on purpose",  "comparing with exact attention",
+                                    "running experts"};
 
 }  // namespace
 
@@ -88,7 +89,7 @@ struct Coprocessor::State {
   bool wait_for(int request, const Thread& self);
   bool pass_faults(int request, Thread& self);
   bool serve_step(const ServedStep& step, Thread& self);
-  void warm_up(int request);
+  void warm_up(int next);
   void run(Thread& self);
   // Also for a thread that cannot do it any more.
   void let_pool_sleep(Thread& of) {
@@ -167,10 +168,12 @@ bool Coprocessor::State::pass_faults(int request, Thread& self) {
   return self.enter();
 }
 
-// While the GPU does not ask yet.
-void Coprocessor::State::warm_up(int request) {
+// For the attention that comes first from request `next` on, while the GPU does not ask for that yet.
+void Coprocessor::State::warm_up(int next) {
+  const int request = server.attention_from(next);
+  if (request == static_cast<int>(num_requests())) return;
   progress(At::preparing, request);
-  int32_t* flag = request_flag(static_cast<size_t>(request));
+  int32_t* flag = request_flag(static_cast<size_t>(next));
   if (!is_up(flag)) server.warm_up(request, flag);
 }
 
@@ -179,9 +182,9 @@ bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
   const int num = static_cast<int>(num_requests());
   set(reply_flag(has_begun()), 1);
   server.begin(step);
-  if (num > 0) {
-    progress(At::preparing, 0);
-    server.prepare(0);
+  if (const int first = server.attention_from(0); first < num) {
+    progress(At::preparing, first);
+    server.prepare(first);
     warm_up(0);
   }
   for (int i = 0; i < num; ++i) {
@@ -190,6 +193,13 @@ bool Coprocessor::State::serve_step(const ServedStep& step, Thread& self) {
     if (death_layer.load(std::memory_order_relaxed) != kNever ||
         stall_layer.load(std::memory_order_relaxed) != kNever) {
       if (!pass_faults(i, self)) return false;
+    }
+    if (server.is_of_experts(i)) {
+      progress(At::experts, i);
+      server.run_experts(i);
+      set(reply_flag(static_cast<size_t>(i)), 1);
+      if (i + 1 < num) warm_up(i + 1);
+      continue;
     }
     server.store(i);
     progress(At::attending, i);
@@ -271,6 +281,10 @@ void Coprocessor::begin(ServedStep step) {
 
 std::string Coprocessor::serve(int request) {
   StepServer& server = state_->server;
+  if (server.is_of_experts(request)) {
+    server.run_experts(request);
+    return {};
+  }
   server.prepare(request);
   server.store(request);
   std::string failure = server.attend(request);

@@ -25,7 +25,8 @@ StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, StepP
   options_.defers_updates = true;
   for (const Request& request : plan_.requests) {
     const uint8_t* hot = of_layer(plan_.device_heads.hot, request.layer_idx);
-    is_ahead_.push_back(hot != nullptr && std::any_of(hot, hot + attention.shape().num_kv_heads, std::identity{}));
+    is_ahead_.push_back(!request.of_experts && hot != nullptr &&
+                        std::any_of(hot, hot + attention.shape().num_kv_heads, std::identity{}));
   }
 }
 
@@ -105,6 +106,35 @@ size_t StepServer::rows_of(int request, std::vector<QueryRow>& rows) const {
     rows.push_back(row);
   }
   return first;
+}
+
+int StepServer::attention_from(int request) const {
+  const auto num = static_cast<int>(plan_.requests.size());
+  while (request < num && is_of_experts(request)) ++request;
+  return request;
+}
+
+void StepServer::run_experts(int request) {
+  const Request& r = plan_.requests[static_cast<size_t>(request)];
+  const TraceSpan span(trace_, TraceKind::experts, r.layer_idx, request);
+  const RoutedMlp& mlp = *plan_.experts[static_cast<size_t>(r.layer_idx)];
+  const int64_t bytes = mlp.down->columns() * dtype_bytes(mlp.down->dtype());
+  std::vector<int64_t> slots;
+  for (const StepRow& row : step_->rows) {
+    if (row.slot >= r.first_row && row.slot < r.first_row + r.num_rows) slots.push_back(row.slot);
+  }
+  if (slots.empty()) return;
+  normed_.resize(slots.size() * static_cast<size_t>(bytes));
+  summed_.resize(normed_.size());
+  for (size_t i = 0; i < slots.size(); ++i) {
+    std::memcpy(normed_.data() + static_cast<int64_t>(i) * bytes, mailbox_.normed + slots[i] * bytes,
+                static_cast<size_t>(bytes));
+  }
+  mlp.run(attention_.kernels(), attention_.pool(), normed_.data(), static_cast<int64_t>(slots.size()), summed_.data());
+  for (size_t i = 0; i < slots.size(); ++i) {
+    std::memcpy(mailbox_.summed + slots[i] * bytes, summed_.data() + static_cast<int64_t>(i) * bytes,
+                static_cast<size_t>(bytes));
+  }
 }
 
 void StepServer::prepare(int request) {
@@ -249,16 +279,17 @@ void StepServer::update(int request) {
 }
 
 void StepServer::update_and_prepare_next(int request) {
-  const auto next = static_cast<size_t>(request) + 1;
-  if (next == plan_.requests.size() || rows_.empty() || !is_sparse(request) || !is_sparse(request + 1)) {
+  const int next = attention_from(request + 1);
+  const bool is_last = next == static_cast<int>(plan_.requests.size());
+  if (is_last || rows_.empty() || !is_sparse(request) || !is_sparse(next)) {
     update(request);
-    if (next < plan_.requests.size()) prepare(request + 1);
+    if (!is_last) prepare(next);
     return;
   }
   const int64_t layer_idx = layer_of(request);
   const TraceSpan span(trace_, TraceKind::update, layer_idx, request);
-  rows_of(request + 1, prepared_rows_);
-  attention_.update_and_prepare(layer_of(request + 1), prepared_rows_);
+  rows_of(next, prepared_rows_);
+  attention_.update_and_prepare(layer_of(next), prepared_rows_);
 }
 
 void StepServer::remember(int request) {

@@ -9,6 +9,7 @@
 
 #include "attention/decode_attention.h"
 #include "coprocessor/hot_rows.h"
+#include "operators/routed_linear.h"
 #include "pool/trace.h"
 
 namespace offload {
@@ -41,6 +42,10 @@ struct Mailbox {
   // cluster has grown, or -1: int32 [clusters + 1]; and that one's means, [2, head_dim]. Null: nothing is estimated.
   int32_t* rest_counts = nullptr;
   float* rest_means = nullptr;
+  // Of layers whose experts are on the CPU: what they read, and their sum; [max_rows, hidden_size]. Null: there are
+  // none.
+  const char* normed = nullptr;
+  char* summed = nullptr;
 };
 
 // What the GPU does of each [layer, KV head], in whole layers that are asked for or not.
@@ -58,6 +63,7 @@ struct Request {
   int64_t layer_idx;
   int64_t first_row;
   int64_t num_rows;
+  bool of_experts = false;  // else of attention
 };
 
 // One sequence in one step.
@@ -86,6 +92,7 @@ struct StepPlan {
   int64_t recent_tokens;
   DeviceHeads device_heads = {};
   HotRows* hot_rows = nullptr;
+  std::vector<const RoutedMlp*> experts = {};  // of each layer that has a request of them
 };
 
 class StepServer {
@@ -96,8 +103,14 @@ class StepServer {
   Trace& trace() { return trace_; }  // the attention's
 
   // A step's requests are served in their order, each as: prepare, warm_up, store, attend, update, remember. update and
-  // the next request's prepare may be done at a time.
+  // the next request's prepare may be done at a time. Those of experts: run_experts alone, between remember of the
+  // request before and warm_up of the next.
   void begin(const ServedStep& step);
+  bool is_of_experts(int request) const { return plan_.requests[static_cast<size_t>(request)].of_experts; }
+  // The first request of attention that is not before `request`; the number of requests if there is none.
+  int attention_from(int request) const;
+  // Writes the experts' sum of the request's rows.
+  void run_experts(int request);
   void prepare(int request);
   // K/V of the request's rows, of all layers up to its own.
   void store(int request);
@@ -151,6 +164,8 @@ class StepServer {
   size_t first_ = 0;                      // rows_[0] is step_->rows[first_]
   std::vector<uint8_t> is_ahead_;         // of each request
   mutable std::vector<float> no_output_;  // of what only chooses
+  std::vector<char> normed_;              // rows that are in use, and the experts' sums of these
+  std::vector<char> summed_;
 };
 
 }  // namespace offload

@@ -44,9 +44,12 @@ void rope_append(const DecodeAttention& attention, int64_t layer_idx, const Step
     for (int h = 0; h < shape.num_qo_heads; ++h, head += head_bytes) {
       rope_head(head, cos, sin, of_query_head, norms.eps, rope.dim);
     }
-    const char* value = head + shape.num_kv_heads * head_bytes;
+    char* value = head + shape.num_kv_heads * head_bytes;
     for (int h = 0; h < shape.num_kv_heads; ++h, head += head_bytes, value += head_bytes) {
       rope_head(head, cos, sin, of_key_head, norms.eps, rope.dim);
+      if (norms.value != nullptr) {
+        norm_in_place(attention.kernels(), shape.dtype, {norms.value, norms.eps}, shape.head_dim, value);
+      }
       const int64_t newest = row.num_tokens(h) - 1;
       shape.write(attention.kernels(), row.keys(shape, h), newest, head);
       shape.write(attention.kernels(), row.values(shape, h), newest, value);
@@ -103,9 +106,13 @@ void DecoderLayers::finish(int64_t layer_idx, const DecoderStep& step) {
   const NormWeight& norm = layer.mlp_norm;
   WorkerPool& pool = attention_.pool();
   add(*layer.o_proj, {step.attended, n, nullptr, 0.0f, Gate::none}, layer.attention_out_norm, step);
-  if (layer.routed != nullptr) return add_experts(layer, step);
-  layer.gate_up->run(kernels_, pool, {step.hidden, n, norm.weight, norm.eps, Gate::none}, nullptr, step.gate_up);
-  add(*layer.down, {step.gate_up, n, nullptr, 0.0f, layer.gate}, layer.mlp_out_norm, step);
+  if (layer.routed != nullptr) {
+    add_experts(layer, step);
+  } else {
+    layer.gate_up->run(kernels_, pool, {step.hidden, n, norm.weight, norm.eps, Gate::none}, nullptr, step.gate_up);
+    add(*layer.down, {step.gate_up, n, nullptr, 0.0f, layer.gate}, layer.mlp_out_norm, step);
+  }
+  if (layer.out_scale != 1.0f) scale_rows(layer.out_scale, layer.o_proj->out_features(), step);
 }
 
 void DecoderLayers::add(const Linear& linear, const LinearInput& x, const NormWeight& norm, const DecoderStep& step) {
@@ -131,13 +138,21 @@ void DecoderLayers::add_rows(const NormWeight& norm, int64_t width, const Decode
   }
 }
 
+void DecoderLayers::scale_rows(float scale, int64_t width, const DecoderStep& step) {
+  const int type = static_cast<int>(attention_.shape().dtype);
+  const int64_t size = step.rows.num_rows * width;
+  normed_.resize(static_cast<size_t>(size));
+  kernels_.to_float[type](step.hidden, size, normed_.data());
+  for (float& x : normed_) x *= scale;
+  kernels_.from_float[type](normed_.data(), size, step.hidden);
+}
+
 void DecoderLayers::add_experts(const DecoderLayer& layer, const DecoderStep& step) {
   const RoutedMlp& mlp = *layer.routed;
   const DType dtype = attention_.shape().dtype;
   const int type = static_cast<int>(dtype);
   const auto n = static_cast<int>(step.rows.num_rows);
-  const int64_t width = mlp.down->columns(), num_experts = mlp.router->out_features();
-  const int64_t row_bytes = width * dtype_bytes(dtype);
+  const int64_t width = mlp.down->columns(), row_bytes = width * dtype_bytes(dtype);
   const NormWeight& norm = layer.mlp_norm;
   const char* rows = step.hidden;
   if (norm.weight != nullptr) {
@@ -149,14 +164,7 @@ void DecoderLayers::add_experts(const DecoderLayer& layer, const DecoderStep& st
     }
     rows = routed_rows_.data();
   }
-  logits_.resize(static_cast<size_t>(n * num_experts * dtype_bytes(dtype)));
-  mlp.router->run(kernels_, attention_.pool(), {rows, n, nullptr, 0.0f, Gate::none}, nullptr, logits_.data());
-  const int64_t k = mlp.choice.per_token;
-  experts_.resize(static_cast<size_t>(n * k));
-  expert_weights_.resize(experts_.size());
-  choose_experts(kernels_, dtype, logits_.data(), n, num_experts, mlp.choice, experts_.data(), expert_weights_.data());
-  run_experts(kernels_, attention_.pool(), *mlp.up, *mlp.down, {rows, n, experts_.data(), expert_weights_.data(), k},
-              step.added);
+  mlp.run(kernels_, attention_.pool(), rows, n, step.added);
   add_rows(layer.mlp_out_norm, width, step);
 }
 

@@ -18,12 +18,14 @@ struct NormWeight {
   float eps;
 };
 
-// RMSNorm before the rotation, per head (Qwen3) or over all heads at once (OLMo 2); null weights: none.
+// RMSNorm before the rotation, per head (Qwen3) or over all heads at once (OLMo 2), and of the heads of values (Gemma
+// 4); null weights: none.
 struct HeadNorms {
   const void* query;  // [head_dim], or of all query heads
   const void* key;
   float eps;
   bool whole = false;
+  const void* value = nullptr;  // [head_dim]
 };
 
 // The tables of one rotary embedding: [num_rows, dim], of the first elements of each head, the others of which stay as
@@ -38,14 +40,6 @@ struct Rope {
 // * num_kv_heads, head_dim], whose query heads are rotated in place.
 void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, Rope rope,
                  const HeadNorms& norms);
-
-// An MLP of experts: the router's outputs choose them.
-struct RoutedMlp {
-  const Linear* router;
-  const RoutedLinear* up;
-  const RoutedLinear* down;
-  ExpertChoice choice;
-};
 
 // A norm without a weight is none: input_norm and mlp_norm are of what a block reads, the others of what it adds.
 struct DecoderLayer {
@@ -62,6 +56,7 @@ struct DecoderLayer {
   size_t rope_idx;  // into the ropes of a step
   bool sparse;      // the policy has a say in it
   Gate gate;        // of the MLP
+  float out_scale;  // multiplies what the layer returns
 };
 
 // The memory of one step over at most kMaxLinearRows rows; all of it in the model's dtype.
@@ -100,6 +95,8 @@ class DecoderLayers {
   // hidden += added, or its norm.
   void add_rows(const NormWeight& norm, int64_t width, const DecoderStep& step);
   void add_experts(const DecoderLayer& layer, const DecoderStep& step);
+  // hidden *= scale.
+  void scale_rows(float scale, int64_t width, const DecoderStep& step);
   std::string attend(int64_t layer_idx, const DecoderStep& step);
 
   DecodeAttention& attention_;
@@ -107,10 +104,7 @@ class DecoderLayers {
   std::vector<DecoderLayer> layers_;
   std::vector<QueryRow> rows_;     // scratch
   std::vector<float> normed_;      // scratch
-  std::vector<char> routed_rows_;  // likewise: what experts read, their router's outputs, and whom it chooses
-  std::vector<char> logits_;
-  std::vector<int64_t> experts_;
-  std::vector<float> expert_weights_;
+  std::vector<char> routed_rows_;  // likewise: what experts read
 };
 
 }  // namespace offload

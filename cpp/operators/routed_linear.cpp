@@ -361,4 +361,22 @@ void run_experts(const KernelTable& kernels, WorkerPool& pool, const RoutedLinea
   for_blocks(pool, input.num_tokens, sum);
 }
 
+void RoutedMlp::run(const KernelTable& kernels, WorkerPool& pool, const void* x, int64_t num_rows, void* out) const {
+  static thread_local std::vector<char> logits;
+  static thread_local std::vector<int64_t> experts;
+  static thread_local std::vector<float> weights;
+  const int64_t num_experts = router->out_features(), k = choice.per_token, item = dtype_bytes(down->dtype());
+  logits.resize(static_cast<size_t>(num_rows * num_experts * item));
+  for (int64_t first = 0; first < num_rows; first += kMaxLinearRows) {
+    const char* rows = static_cast<const char*>(x) + first * down->columns() * item;
+    const auto n = static_cast<int>(std::min<int64_t>(kMaxLinearRows, num_rows - first));
+    router->run(kernels, pool, {rows, n, nullptr, 0.0f, Gate::none}, nullptr,
+                logits.data() + first * num_experts * item);
+  }
+  experts.resize(static_cast<size_t>(num_rows * k));
+  weights.resize(experts.size());
+  choose_experts(kernels, down->dtype(), logits.data(), num_rows, num_experts, choice, experts.data(), weights.data());
+  run_experts(kernels, pool, *up, *down, {x, num_rows, experts.data(), weights.data(), k}, out);
+}
+
 }  // namespace offload

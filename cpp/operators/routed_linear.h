@@ -98,4 +98,15 @@ void choose_experts(const KernelTable& kernels, DType dtype, const void* logits,
 void run_experts(const KernelTable& kernels, WorkerPool& pool, const RoutedLinear& up, const RoutedLinear& down,
                  const RoutedInput& input, void* out);
 
+// An MLP of experts: the router's outputs choose them.
+struct RoutedMlp {
+  const Linear* router;
+  const RoutedLinear* up;
+  const RoutedLinear* down;
+  ExpertChoice choice;
+
+  // out <- the experts' sum of x, both [num_rows, down's columns]. Not by two threads at a time.
+  void run(const KernelTable& kernels, WorkerPool& pool, const void* x, int64_t num_rows, void* out) const;
+};
+
 }  // namespace offload

@@ -12,9 +12,22 @@
 namespace offload {
 
 // From `ask` on, only workers do it; of the others a worker does a share.
-enum class TraceKind : int64_t { wait, store, attend, update, prepare, warm, ask, score, choose, merge, remember };
-inline constexpr const char* kTraceKindNames[] = {"wait", "store", "attend", "update", "prepare", "warm",
-                                                  "ask",  "score", "choose", "merge",  "remember"};
+enum class TraceKind : int64_t {
+  wait,
+  store,
+  attend,
+  update,
+  prepare,
+  warm,
+  experts,
+  ask,
+  score,
+  choose,
+  merge,
+  remember
+};
+inline constexpr const char* kTraceKindNames[] = {"wait",    "store", "attend", "update", "prepare", "warm",
+                                                  "experts", "ask",   "score",  "choose", "merge",   "remember"};
 
 struct TraceEvent {
   TraceKind kind;

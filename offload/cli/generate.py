@@ -22,6 +22,7 @@ from offload.cli.options import (
     DEFAULT_MODEL,
     Device,
     DType,
+    HostExperts,
     KVDtype,
     MaxMemory,
     ModelName,
@@ -156,6 +157,7 @@ class Loading:
         ),
     ] = 1
     max_memory: MaxMemory = None
+    host_experts: HostExperts = "0"
     host_bytes_per_sequence: Annotated[
         str | None,
         typer.Option(

@@ -83,6 +83,14 @@ KVDtype = Annotated[
         "the bytes of bfloat16 and is a little less exact.",
     ),
 ]
+HostExperts = Annotated[
+    str,
+    typer.Option(
+        metavar="N|auto",
+        help="Of a MoE model with --device cuda, layers whose experts stay in host memory and "
+        "run on the CPU. auto: as many as the GPU has too little memory for.",
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from offload.cli.console import (
 from offload.cli.options import (
     AnyDevice,
     DType,
+    HostExperts,
     KVDtype,
     MaxMemory,
     PolicyChoice,
@@ -110,6 +112,7 @@ def plan(
     dtype: DType = "auto",
     weights: Weights = "auto",
     kv_dtype: KVDtype = "auto",
+    host_experts: HostExperts = "0",
     placement: Annotated[
         Path | None,
         typer.Option(
@@ -156,6 +159,7 @@ def plan(
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
         needs_lean = {
             "--weights": weights != "auto",
+            "--host-experts": host_experts != "0",
             "--placement": placement is not None,
             "--prompt-tokens": prompt_tokens is not None,
             "--remeasure": machine.remeasure,
@@ -206,6 +210,8 @@ def plan(
         where = device or ("cuda" if measured.device is not None else "cpu")
         if device is None and where != "cpu":
             planned = planned_model(model, dtype, weights, where)  # packs less there
+        if host_experts != "0":
+            planned = _with_host_experts(planned, host_experts, where, limits, measured)
         if isinstance(made_policy, Auto) and placement is not None:
             made_policy = planned_policy(placement)
         if isinstance(made_policy, Auto):
@@ -272,6 +278,32 @@ def plan(
             print_json(found.as_json())
         else:
             _print(found)
+
+
+def _with_host_experts(
+    planned: PlannedModel,
+    asked: str,
+    where: str,
+    limits: Mapping[int | str, int],
+    measured: MachineProfile,
+) -> PlannedModel:
+    import torch
+
+    from offload.runtime.host_experts import room_beside
+
+    if where == "cpu" or not (asked == "auto" or asked.isdecimal()):
+        raise typer.BadParameter(
+            f"{asked!r} with device {where!r}: give auto or a number of layers, and --device cuda",
+            param_hint="--host-experts",
+        )
+    device = measured.device
+    limit = None if device is None else device.memory_bytes or None
+    limit = limits.get(torch.device(where).index or 0, limit)
+    return planned.with_host_experts(
+        "auto" if asked == "auto" else int(asked),
+        limit,
+        lambda: room_beside(planned.shape, planned.dtype, 8192),
+    )
 
 
 def _generic_plan(

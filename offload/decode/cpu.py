@@ -62,7 +62,7 @@ class NativeDecoder(SequencePart):
             pool=self.pool,
             sm_scale=model.sm_scales,
             windows=model.each("window"),
-            sinks=[layer.sinks for layer in model.layers],
+            sinks=model.sinks,
             make_compression=make_compression,
         )
         self.stack = DecoderLayers([layer.on_cpu() for layer in model.layers], self.attention)
@@ -169,11 +169,12 @@ class NativeDecoder(SequencePart):
         Args:
             ropes: cos, sin [n, head_dim], of each of the model's.
 
-        Where heads of layers differ, Python goes layer by layer.
+        Where heads of layers differ and queries are kept, Python goes layer by layer.
         """
         attention, stack = self.attention, self.stack
         is_watched = self.after_projection is not None or self.on_mark is not None
-        by_layer = attention.on_attended is not None or attention.heads_differ
+        by_layer = attention.on_attended is not None
+        by_layer |= attention.heads_differ and rows.keeps_queries
         if by_layer or rows.in_turns or is_watched:
             step = LayersStep(stack, hidden, ropes[0], rows, other_ropes=ropes[1:])
             for layer_idx, layer in enumerate(self.model.layers):
@@ -237,7 +238,12 @@ class NativeDecoder(SequencePart):
         for start in range(0, hidden.shape[0], self.max_rows):
             rows = slice(start, start + self.max_rows)
             self.lm_head(self.pool, hidden[rows], out=logits[rows], norm=self.final_norm)
-        return logits
+        return capped(logits, self.model.logit_cap)
+
+
+def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Outputs of the head, overwritten, as logits under `LeanModel.logit_cap`."""
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ WINDOW_SLACK = 64
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-# Of a layer in a page of all layers: its first element, and the shape of its part.
+# Of a layer in a page: its first element, and the shape of its part.
 Slot = tuple[int, tuple[int, ...]]
 
 
@@ -266,13 +266,16 @@ def page_shape(num_heads: int, page_tokens: int, row_items: int) -> tuple[int, i
     return 2, num_heads, page_tokens, row_items
 
 
-def slots_of(heads: Iterable[tuple[int, int]], page_tokens: int) -> list[Slot]:
-    """Where each layer is in a page of all, by (num_kv_heads, elements of a row) of each."""
+def slots_of(
+    heads: Iterable[tuple[int, int]], page_tokens: int, *, apart: bool = False
+) -> list[Slot]:
+    """Where each layer is in a page of all, or in its own if they are `apart`, by (num_kv_heads,
+    elements of a row) of each."""
     slots: list[Slot] = []
     offset = 0
     for num_kv_heads, row_items in heads:
         slots.append((offset, page_shape(num_kv_heads, page_tokens, row_items)))
-        offset += math.prod(slots[-1][1])
+        offset += 0 if apart else math.prod(slots[-1][1])
     return slots
 
 

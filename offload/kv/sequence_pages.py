@@ -1,7 +1,8 @@
 """The pages of one sequence, in every layer: which there are, and which are shared with a fork.
 
 A row of its page table is a layer, or a KV head of a layer where heads are apart (`store`). Where
-layers differ one page is of all layers: a row of `page_ids`, of which each layer has a slot.
+layers differ one page is of all layers: a row of `page_ids`, of which each layer has a slot. With
+windows, too, a layer has the front of pages of its own.
 
 A row of a layer with a window lacks what is well before the window (`free_behind`), and of tokens
 that are reserved `at_once` it gets only what will be kept. Until then there is a gap in it, from
@@ -37,7 +38,8 @@ class SequencePages:
     Args:
         starts: int64 [num_layers, num_kv_heads], multiples of page_tokens; kept, and written to.
             All 0 unless heads are apart or layers have windows.
-        slots: of each layer in a page of all; [] where each row has pages of its own.
+        slots: of each layer in a page of all, or with windows in one of its own; [] where all rows
+            have whole pages of their own.
         windows: int64 [num_layers], tokens that a layer sees, 0: all; None: of all of them.
     """
 
@@ -63,7 +65,8 @@ class SequencePages:
             0 if windows is None else int(np.where(windows, windows, sys.maxsize).argmax())
         )
         self._frees_at = 0  # the kv_len at which a page may have come to be behind a window
-        self.num_rows = 1 if slots else starts.size if per_head_pages else len(starts)
+        self._is_one_row = bool(slots) and windows is None
+        self.num_rows = 1 if self._is_one_row else starts.size if per_head_pages else len(starts)
         self.num_pages = 0  # per row
         self.kv_len = 0
         self.reserved_len = 0
@@ -76,8 +79,8 @@ class SequencePages:
         self._offsets = np.array([[offset * item_bytes] for offset, _ in slots or [(0, ())]])
 
     def rows_of(self, layer_idx: int) -> slice:
-        """The layer's rows of the page table, or where layers differ the one of all."""
-        if self.slots:
+        """The layer's rows of `page_ids`, or the one of all layers."""
+        if self._is_one_row:
             return slice(0, 1)
         heads = self.num_rows // len(self.starts)
         return slice(layer_idx * heads, (layer_idx + 1) * heads)
@@ -162,8 +165,8 @@ class SequencePages:
         the first `filled` tokens matter."""
         rows = np.flatnonzero(self.page_ids[:, page] >= 0)
         old_ids = self.page_ids[rows, page]
-        for old_id, new_id in zip(old_ids.tolist(), new_ids.tolist(), strict=True):
-            self._copy_tokens(old_id, new_id, slice(filled))
+        for row, *ids in zip(rows.tolist(), old_ids.tolist(), new_ids.tolist(), strict=True):
+            self._copy_tokens(row, *ids, slice(filled))
         self._pool.release(old_ids)
         self.page_ids[rows, page] = new_ids
         column = slice(page, page + 1)
@@ -174,13 +177,14 @@ class SequencePages:
         addresses = self._pool.addresses[page_ids] + self._offsets
         return np.where(page_ids < 0, 0, addresses)
 
-    def _copy_tokens(self, from_id: int, to_id: int, tokens: slice) -> None:
-        """Tokens of a page, counted in it, of all heads."""
+    def _copy_tokens(self, row: int, from_id: int, to_id: int, tokens: slice) -> None:
+        """Tokens of a page of a row, counted in it, of all heads."""
         from_page, to_page = self._pool.page(from_id)[None], self._pool.page(to_id)[None]
-        for row in range(len(self.slots) or 1):
+        for of_row in range(len(self.slots)) if self._is_one_row else [row]:
             # NumPy, because torch would start all its threads for each of these small copies.
             theirs, ours = (
-                self._of_row(page, row).view(torch.uint8).numpy() for page in (from_page, to_page)
+                self._of_row(page, of_row).view(torch.uint8).numpy()
+                for page in (from_page, to_page)
             )
             ours[:, :, :, tokens] = theirs[:, :, :, tokens]
 
@@ -192,10 +196,10 @@ class SequencePages:
         filled = min(self.kv_len, pages.stop * tokens)
         if last < filled:
             behind = slice(last - (pages.stop - 1) * tokens, filled - (pages.stop - 1) * tokens)
-            for our_id, their_id in zip(
-                *(x.page_ids[:, pages.stop - 1].tolist() for x in (self, other)), strict=True
+            for row, (our_id, their_id) in enumerate(
+                zip(*(x.page_ids[:, pages.stop - 1].tolist() for x in (self, other)), strict=True)
             ):
-                self._copy_tokens(our_id, their_id, behind)
+                self._copy_tokens(row, our_id, their_id, behind)
         for mine, theirs in (
             (self.page_ids, other.page_ids),
             (self.page_table, other.page_table),
@@ -318,7 +322,7 @@ class SequencePages:
         The views cover a part of a page (n = 1), or a run of adjoining whole pages, however long:
         a copy per run instead of per page keeps a long prompt at memory speed.
         """
-        page_ids = self.page_ids[0 if self.slots else row]
+        page_ids = self.page_ids[0 if self._is_one_row else row]
         head = min(self.pages_of(start) * self.page_tokens, stop)
         tail = max(stop // self.page_tokens * self.page_tokens, head)
         before = head - start

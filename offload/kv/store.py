@@ -30,7 +30,8 @@ Layers with windows have no pages of tokens that are well before their windows; 
 those of each begin.
 
 Where layers differ in num_kv_heads or head_dim, the pages of all layers for the same tokens, one
-after the other, are one page of the pool, and a row of the page table is a layer as above.
+after the other, are one page of the pool, and a row of the page table is a layer as above. With
+windows, too, each layer has the front of pages of its own, which are as large as the largest needs.
 
 A decode step: `reserve` room for the new tokens, write every layer (`append`, or a native kernel
 that writes the rows through the page table), `commit`. Forked sequences share pages; `reserve`
@@ -89,8 +90,7 @@ class KVStore:
         per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`);
             not where layers differ (NotImplementedError).
         windows: tokens that each layer sees, the last ones, itself included; 0: all. What is before
-            is freed (`free_behind`). Not with per_head_pages, nor where layers differ
-            (NotImplementedError).
+            is freed (`free_behind`). Not with per_head_pages (NotImplementedError).
         slab_bytes: host memory is taken from the system in multiples of this, as needed, up to the
             budget (the last slab may be smaller); at least one page.
         pinned: register slabs with the CUDA driver, so that `append_async` does not wait, and
@@ -122,14 +122,15 @@ class KVStore:
         check_dtype(dtype)
         self.format = KVFormat.of(kv_dtype, dtype, [dim for _, dim in self._heads])
         in_rows = [(heads, self.format.row_items(dim)) for heads, dim in self._heads]
-        self._slots = [] if len(set(self._heads)) == 1 else slots_of(in_rows, page_tokens)
         of_layer = np.asarray(of_layers(num_layers, "windows", windows), np.int64)
         self._windows = of_layer if of_layer.any() else None
-        if self._windows is not None and (per_head_pages or self._slots):
+        if self._windows is not None and per_head_pages:
             raise NotImplementedError(
-                f"layers that see windows of {of_layer.max()} tokens beside pages of each KV head, "
-                "or heads that differ, are not in one KV store yet"
+                f"layers that see windows of {of_layer.max()} tokens beside pages of each KV head "
+                "are not in one KV store yet"
             )
+        alike, apart = len(set(self._heads)) == 1, self._windows is not None
+        self._slots = [] if alike else slots_of(in_rows, page_tokens, apart=apart)
         if host_budget_bytes is None:
             host_budget_bytes = host_memory().model_bytes()
         if host_budget_bytes < 0:
@@ -143,7 +144,7 @@ class KVStore:
         )
         self._pool = PagePool(
             page_shape=(
-                (sum(math.prod(shape) for _, shape in self._slots),)
+                (max(offset + math.prod(shape) for offset, shape in self._slots),)
                 if self._slots and not per_head_pages
                 else page_shape(
                     1 if per_head_pages else self.num_kv_heads,
@@ -182,8 +183,8 @@ class KVStore:
     @property
     def num_page_rows(self) -> int:
         """Pages of the same tokens: of layers, or KV heads of all layers where heads are apart, as
-        rows of a page table; 1 where layers differ."""
-        if self._slots:
+        rows of a page table; 1 where layers differ and have no windows."""
+        if self._slots and self._windows is None:
             return 1
         return self.num_layers * (self.num_kv_heads if self.per_head_pages else 1)
 
@@ -638,7 +639,7 @@ class KVStore:
             if heads != self._heads[0]:
                 raise NotImplementedError(
                     f"layer {layer_idx} has (num_kv_heads, head_dim) = {heads}, layer 0 has "
-                    f"{self._heads[0]}: pages of each KV head, saved caches and GPUs need layers "
+                    f"{self._heads[0]}: pages of each KV head and GPUs need layers "
                     "whose heads are alike yet"
                 )
         return self._heads[0][i]

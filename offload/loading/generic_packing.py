@@ -33,6 +33,7 @@ from offload.models.packed_experts import pack_experts
 from offload.models.packed_linear import PackedModule
 
 _EXPERTS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+_OF_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.")
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,40 @@ def parameter_bytes(empty: Any, kept: Mapping[str, str]) -> dict[str, int]:
         rows = weight.numel() // columns
         sizes[name] = rows * -(-columns // GROUP) * GROUP_BYTES[format] + TABLE_BYTES[format]
     return sizes
+
+
+def expert_bytes(empty: Any, kept: Mapping[str, str]) -> dict[int, int]:
+    """Of these, bytes of the experts of each layer that has some, by layer."""
+    sizes: dict[int, int] = {}
+    for name, num_bytes in parameter_bytes(empty, kept).items():
+        if (match := _OF_EXPERTS.match(name)) is not None:
+            sizes[int(match[1])] = sizes.get(int(match[1]), 0) + num_bytes
+    return dict(sorted(sizes.items()))
+
+
+def experts_beyond(sizes: Sequence[int], needed_bytes: int, limit: int) -> int:
+    """Of how many layers the experts have to go for `needed_bytes` to become at most `limit`."""
+    for count, num_bytes in enumerate(sizes):
+        if needed_bytes <= limit:
+            return count
+        needed_bytes -= num_bytes
+    return len(sizes)
+
+
+def check_host_experts(asked: int | str, num_layers: int, model_type: str) -> None:
+    """ValueError unless so many layers have experts; "auto" is fine with any."""
+    if asked in (0, "auto"):
+        return
+    if not num_layers:
+        raise ValueError(
+            f"host_experts={asked} with a model of type {model_type!r}, of which no layer has "
+            "experts that can stay on the host; leave it out"
+        )
+    if isinstance(asked, int) and asked > num_layers:
+        raise ValueError(
+            f"host_experts={asked}, but only {num_layers} layers have experts; give at most "
+            f'{num_layers}, or "auto"'
+        )
 
 
 @loading()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,15 @@ import torch
 from cpu_ops.packed import FORMATS
 from offload.loading.checkpoint import GGUF_FILE, check_checkpoint, check_config_file
 from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL, embedded_gguf
-from offload.loading.generic_packing import kept_in_gguf, may_pack, parameter_bytes, skeleton
+from offload.loading.generic_packing import (
+    check_host_experts,
+    expert_bytes,
+    experts_beyond,
+    kept_in_gguf,
+    may_pack,
+    parameter_bytes,
+    skeleton,
+)
 from offload.loading.gguf import long_context_adapter, made_folder
 from offload.loading.gguf_blocks import format_of
 from offload.loading.gguf_config import empty_model, gguf_config, gguf_names
@@ -24,7 +32,7 @@ from offload.loading.names import check_has_owner, check_not_empty, checkpoint_n
 from offload.loading.packed_bytes import kept_as, kept_formats, packed_weight_bytes
 from offload.loading.quantised_checkpoint import FP4, quantised_format
 from offload.loading.stock_model import generic_skeleton, text_part
-from offload.models import Where, family_of, has_experts, is_generic, lean_model_maker
+from offload.models import Where, family_of, has_other_matrices, is_generic, lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
 from offload.models.shape import MODEL_SHAPES, ModelShape, matrix_sizes, weight_elements
@@ -43,6 +51,8 @@ class PlannedModel:
         weight_bytes: of all weights in that dtype, or packed; tied ones count once.
         folder: where its weights are or will be on this machine; None: it has none.
         weights: as `RuntimeConfig` has them.
+        expert_bytes: of the experts of each layer that has some.
+        host_bytes: of experts that stay on the host, which `weight_bytes` lacks.
         weight_share: of the bytes that all weights would have in that dtype; below 1: packed.
     """
 
@@ -54,6 +64,29 @@ class PlannedModel:
     folder: Path | None = None
     weights: str = "auto"
     weight_share: float = 1.0
+    expert_bytes: tuple[int, ...] = ()
+    host_bytes: int = 0
+
+    def with_host_experts(
+        self, asked: int | str, limit: int | None, beside: Callable[[], int]
+    ) -> PlannedModel:
+        """The same on a GPU whose experts stay on the host as `RuntimeConfig.host_experts` says.
+
+        Args:
+            limit: of the GPU; None: there is none.
+            beside: bytes that "auto" leaves beside the weights.
+
+        Raises:
+            ValueError: more layers than have experts.
+        """
+        sizes = self.expert_bytes
+        check_host_experts(asked, len(sizes), self.model_type)
+        if not isinstance(asked, int):
+            asked = 0
+            if limit is not None and sizes:
+                asked = experts_beyond(sizes, self.weight_bytes + beside(), limit)
+        stays = sum(sizes[:asked])
+        return replace(self, weight_bytes=self.weight_bytes - stays, host_bytes=stays)
 
     @property
     def checkpoint(self) -> str:
@@ -143,6 +176,7 @@ def planned_model(
             weight_share=num_bytes / planned.weight_bytes,
             folder=folder,
             weights=weights,
+            expert_bytes=tuple(expert_bytes(*made).values()),
         )
     types = _types(config, folder, header, name_or_path)
     if not types and (how := quantised_format(config.to_dict(), folder / "config.json")):
@@ -193,7 +227,8 @@ def _is_made_of_parts(config: Any, folder: Path, header: GgufHeader | None) -> b
     """Whether a `_skeleton` tells the bytes of a model with lean layers."""
     family = family_of(config.to_dict())
     packs = family is not None and family.packs_as_generic
-    return has_experts(config.to_dict()) or (packs and bool(_quantised(config, folder, header)))
+    is_quantised = packs and bool(_quantised(config, folder, header))
+    return has_other_matrices(config.to_dict()) or is_quantised
 
 
 def _skeleton(

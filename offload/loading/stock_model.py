@@ -29,7 +29,7 @@ from offload.loading.gguf_header import read_gguf_header
 from offload.loading.one_at_a_time import loading
 from offload.loading.packed_bytes import kept_formats
 from offload.loading.packing import model_from_parts, pack_weights
-from offload.models import ModelShape, has_experts
+from offload.models import ModelShape, has_other_matrices
 from offload.models.base import check_computation, context_limit
 from offload.models.missing_features import unsupported_generic
 from offload.system.json_file import read_json_object
@@ -94,7 +94,7 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing:
         empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
         _override(empty.config, _OUTPUTS, path)
         return _generic_packed(checkpoint, empty, path, packing, is_part=False)
-    if not has_experts(checkpoint.config):
+    if not has_other_matrices(checkpoint.config):
         checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
     return _loaded(checkpoint, config, dtype, path, packing)
 

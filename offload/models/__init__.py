@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from offload.models.base import DecoderLayer, LayerSpec, LeanModel
-from offload.models.families import ALWAYS_LEAN, FAMILIES, ModelFamily, Routed, Where
+from offload.models.families import ALWAYS_LEAN, FAMILIES
 from offload.models.missing_features import MEDIA, NEVER_GENERIC, unsupported_type
+from offload.models.model_family import ModelFamily, Where
 from offload.models.shape import ModelShape
 
 __all__ = [
@@ -21,7 +22,7 @@ __all__ = [
     "ModelShape",
     "Where",
     "family_of",
-    "has_experts",
+    "has_other_matrices",
     "is_generic",
     "lean_model_maker",
 ]
@@ -55,10 +56,11 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily | None:
     return FAMILIES.get(str(config.get("model_type")))
 
 
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a family whose lean layers may have experts; of its checkpoints
-    that are quantised the generic parts load packed weights."""
-    return isinstance(family_of(config), Routed)
+def has_other_matrices(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family with lean layers whose matrices `matrix_sizes` does not
+    tell, such as experts: a skeleton of the stock model does."""
+    family = family_of(config)
+    return family is not None and family.has_other_matrices
 
 
 def _is_lean(family: ModelFamily, config: Mapping[str, Any], where: Where) -> bool:

@@ -24,7 +24,7 @@ from gpu_ops.routed_linear import GpuRoutedMlp
 from offload.models.dense_linear import DenseLinear
 from offload.models.linear import Linear
 from offload.models.packed_linear import PackedLinear, PackedModule
-from offload.models.rope import Rotary, head_dim_of, rope_context
+from offload.models.rope import Rotary, head_dim_of, layer_configs, rope_context
 from offload.models.routed_mlp import RoutedMlp
 from offload.models.shape import ModelShape
 
@@ -39,6 +39,9 @@ _WINDOWLESS = (
     "qwen2",
     "qwen3",
 )  # others with windows are generic, or know them
+
+# Soft caps that are computed.
+_CAPS = {("final_logit_softcapping", "gemma4_text")}
 
 # By the type of the stock modules.
 _FORMATS: dict[type[nn.Module], Callable[[Sequence[Any]], Linear]] = {
@@ -79,6 +82,8 @@ class DecoderLayer:
         routed: the MLP, where it has experts, instead of gate_up and down.
         gate: f, "silu" or "gelu_tanh".
         sinks: float32 [num_qo_heads], logits that join each softmax and have no value; or None.
+        v_norm: RMSNorm of each head of values, with the eps of `q_norm`; or None.
+        out_scale: multiplies x behind the MLP.
     """
 
     input_norm: nn.Module | None
@@ -95,6 +100,8 @@ class DecoderLayer:
     routed: RoutedMlp | None = None
     gate: str = "silu"
     sinks: torch.Tensor | None = None
+    v_norm: nn.Module | None = None
+    out_scale: float = 1.0
 
     @property
     def dense_mlp(self) -> tuple[Linear, Linear]:
@@ -107,8 +114,9 @@ class DecoderLayer:
         routed = None if self.routed is None else self.routed.on_cpu()
         return self._with_kernels(lambda linear: linear.on_cpu(), routed)
 
-    def on_gpu(self) -> FusedLayer[GpuLinear, GpuRoutedMlp]:
-        routed = None if self.routed is None else self.routed.on_gpu()
+    def on_gpu(self, *, has_experts: bool = True) -> FusedLayer[GpuLinear, GpuRoutedMlp]:
+        """Kernels there; without `has_experts` these are left out, as they stay on the host."""
+        routed = self.routed.on_gpu() if self.routed is not None and has_experts else None
         return self._with_kernels(lambda linear: linear.on_gpu(), routed)
 
     def _with_kernels(self, make: Callable[[Linear], W], routed: M | None) -> FusedLayer[W, M]:
@@ -134,6 +142,8 @@ class DecoderLayer:
             gate=self.gate,
             routed=routed,
             norms_all_heads=q_norm is not None and len(q_norm) != self.spec.head_dim,
+            v_norm=None if self.v_norm is None else norm_of(self.v_norm)[0],
+            out_scale=self.out_scale,
         )
 
 
@@ -146,7 +156,9 @@ class LeanModel:
             [1, n, head_dim] in x's dtype; `LayerSpec.rope_idx` says which is a layer's.
         shape: where layers differ in their heads, the most that a layer has.
         max_context_reason: what bounds `shape.max_context`, for messages.
+        host_experts: layers whose experts a GPU leaves to the CPU.
         embedding_scale: multiplies embeddings that are given; `embed_tokens` has done so.
+        logit_cap: c of logits c * tanh(x / c) of outputs x of `lm_head`; 0: logits are x.
         ranks: the processes that run the model together, each with a part of the heads and of the
             MLP (`shape` and `layers` are this one's); None: this process has all.
     """
@@ -159,11 +171,18 @@ class LeanModel:
     shape: ModelShape
     max_context_reason: str
     embedding_scale: float = 1.0
+    logit_cap: float = 0.0
+    host_experts: frozenset[int] = frozenset()
     ranks: TensorParallel | None = None
 
     def each(self, name: str) -> list[Any]:
         """An attribute of the spec of each layer."""
         return [getattr(layer.spec, name) for layer in self.layers]
+
+    @property
+    def sinks(self) -> list[torch.Tensor | None]:
+        """`DecoderLayer.sinks` of each layer."""
+        return [layer.sinks for layer in self.layers]
 
     @property
     def sm_scales(self) -> list[float]:
@@ -230,12 +249,13 @@ def check_computation(config: Any) -> None:
             f"{name}={activation!r}: that activation is not supported yet; available: {known[0]}"
         )
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None):
+        if getattr(config, name, None) and (name, config.model_type) not in _CAPS:
             raise NotImplementedError(
                 f"{name}={getattr(config, name)} is not supported yet: a soft cap of logits; take "
                 "a model without one"
             )
-    check_head_dim(head_dim_of(config))
+    for of_layer in layer_configs(config):
+        check_head_dim(head_dim_of(of_layer))
     pad = getattr(config, "pad_token_id", None)
     if pad is not None and not (type(pad) is int and -config.vocab_size <= pad < config.vocab_size):
         raise ValueError(f"pad_token_id={pad!r} is not among the {config.vocab_size} tokens")
@@ -303,6 +323,15 @@ class OnePlusNorm(ScaledNorm):
         super().__init__(stock, stock.eps)
         weight = (1.0 + stock.weight.detach().float()).to(stock.weight.dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+class UnitNorm(ScaledNorm):
+    """The RMSNorm of a stock module that has no weight: it is one."""
+
+    def __init__(self, stock: Any, width: int, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.variance_epsilon = stock.eps
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype), requires_grad=False)
 
 
 class RoundedNorm(ScaledNorm):

@@ -67,6 +67,13 @@ def head_dim_of(config: Any) -> int:
     )
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """What transformers says of each layer, where they differ; else of all."""
+    if not getattr(config, "is_heterogeneous", False):
+        return [config]
+    return [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+
+
 def follows_length(rope_type: str) -> bool:
     """Whether the frequencies change with the longest position."""
     return "dynamic" in rope_type or rope_type == "longrope"

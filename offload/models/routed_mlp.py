@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cpu_ops import routed_linear
@@ -11,7 +12,7 @@ from cpu_ops.linear import Linear as CpuLinear
 from cpu_ops.routed_linear import ExpertChoice, Gate, RoutedLinear, run_experts
 from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.linear import GpuLinear
-from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp
+from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp, run_experts_reference
 from offload.models.packed_experts import ExpertMatrix
 from offload.models.packed_linear import PackedMatrix
 
@@ -41,6 +42,8 @@ class RoutedMlp:
 
     def __call__(self, x: Tensor, pool: WorkerPool | None = None) -> Tensor:
         """x [n, hidden_size] -> the same; of a CPU and on a pool by kernels, else by torch."""
+        if x.is_cuda and self._stays_on_host:
+            return self._run_from_host(x)
         if pool is None or x.is_cuda:
             found = self._module(x[None])
             out: Tensor = (found[0] if isinstance(found, tuple) else found)[0]
@@ -51,10 +54,11 @@ class RoutedMlp:
         return run_experts(pool, up, down, x.contiguous(), experts.contiguous(), weights)
 
     def on_cpu(self) -> routed_linear.RoutedMlp:
-        """Kernels over the weights where they are now, in the CPU's memory; nothing is copied."""
+        """Kernels over the weights where they are now, in the CPU's memory; nothing is copied but a
+        router on a GPU."""
         bias = getattr(self._router, "bias", None)
-        biases = None if bias is None else [bias.detach()]
-        router = CpuLinear([self._router.weight.detach()], biases)
+        biases = None if bias is None else [bias.detach().cpu()]
+        router = CpuLinear([self._router.weight.detach().cpu()], biases)
         return routed_linear.RoutedMlp(router, *self._experts(), self._choice)
 
     def on_gpu(self) -> GpuRoutedMlp:
@@ -62,24 +66,42 @@ class RoutedMlp:
 
         Raises: as `PackedLinear.on_gpu`.
         """
-        if self._gpu is None or self._gpu.up.device != self._module.gate.weight.device:
-            choice = self._choice
+        router = self._router
+        if self._gpu is None or self._gpu.up.device != router.weight.device:
+            choice, gate = self._choice, self._gate
+            bias = getattr(router, "bias", None)
+            up, down = self._on_gpu("gate_up_proj"), self._on_gpu("down_proj")
+            up.clamp = (gate.alpha, gate.limit) if gate.kind == "clamped" else None
             self._gpu = GpuRoutedMlp(
-                GpuLinear(self._module.gate.weight.detach()),
-                self._on_gpu("gate_up_proj"),
-                self._on_gpu("down_proj"),
+                GpuLinear(router.weight.detach(), None if bias is None else bias.detach()),
+                up,
+                down,
                 per_token=choice.per_token,
                 normalises=choice.normalises,
                 rounds=choice.rounds,
             )
         return self._gpu
 
+    def _run_from_host(self, x: Tensor) -> Tensor:
+        """x through experts whose weights are copied to its device, one expert after the other."""
+        _, weights, experts = self._router(x)
+        up, down = self._on_gpu("gate_up_proj"), self._on_gpu("down_proj")
+        return run_experts_reference(up, down, x, experts, weights.float())
+
+    @property
+    def _stays_on_host(self) -> bool:
+        device: torch.device = next(self._module.experts.parameters()).device
+        return device.type == "cpu"
+
     def _on_gpu(self, name: str) -> GpuExperts:
-        matrix: nn.Module | Tensor = getattr(self._module.experts, name)
+        matrix, bias = self._parameters(name)
         if isinstance(matrix, ExpertMatrix):
-            return matrix.on_gpu()
-        assert isinstance(matrix, Tensor)
-        return GpuExperts(matrix.detach(), self._num_experts)
+            made = matrix.on_gpu()
+        else:
+            assert isinstance(matrix, Tensor)
+            made = GpuExperts(matrix.contiguous(), self._num_experts)
+        made.bias = bias
+        return made
 
     def _experts(self) -> tuple[RoutedLinear, RoutedLinear]:
         """Weights are not replaced once a model is loaded: these are made once."""
@@ -89,17 +111,19 @@ class RoutedMlp:
         return self._made
 
     def _projection(self, name: str, gate: Gate | None = None) -> RoutedLinear:
+        matrix, bias = self._parameters(name)
+        weight = matrix.packed if isinstance(matrix, PackedMatrix) else matrix
+        return RoutedLinear(weight, matrix.dtype, self._num_experts, bias, gate=gate)
+
+    def _parameters(self, name: str) -> tuple[PackedMatrix | Tensor, Tensor | None]:
+        """Matrices, dense ones [num_experts, out, in], and biases of the projection `name`."""
         experts = self._module.experts
-        matrix: nn.Module | Tensor = getattr(experts, name)
+        matrix: Any = getattr(experts, name)
         bias = getattr(experts, f"{name}_bias", None)
-        others = self._num_experts, None if bias is None else bias.detach()
-        if isinstance(matrix, PackedMatrix):
-            return RoutedLinear(matrix.packed, matrix.dtype, *others, gate=gate)
-        assert isinstance(matrix, Tensor)
-        dense = matrix.detach()
-        if experts.is_transposed:
-            dense = dense.transpose(1, 2)
-        return RoutedLinear(dense, matrix.dtype, *others, gate=gate)
+        if isinstance(matrix, Tensor):
+            matrix = matrix.detach()
+            matrix = matrix.transpose(1, 2) if experts.is_transposed else matrix
+        return matrix, None if bias is None else bias.detach()
 
     @property
     def _num_experts(self) -> int:

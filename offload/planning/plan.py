@@ -201,6 +201,8 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
     memory = None if "cpu" in request.max_memory or not request.on_this_machine else host_memory()
     step = step_model.step(placement)
     prompt = replace(work, kv_len=request.prompt_tokens or request.context)
+    if model.host_bytes:
+        notes.append("the step's time is predicted as if the GPU had all experts")
     notes += slow_here(model.dtype, on_cpu=not request.on_gpu) if request.on_this_machine else []
     host_bytes, host_limit = _host(request, work, placement, memory, notes)
     return Plan(
@@ -292,6 +294,9 @@ def _host(
     }
     budgeted, program = counted["KV cache"], 0
     if request.on_gpu:
+        if request.model.host_bytes:
+            counted = {"experts": request.model.host_bytes, **counted}
+            budgeted += request.model.host_bytes
         counted["mailbox"] = layout_bytes(step_layouts(placement, work)["mailbox"])
     else:
         counted = {"weights": weights, **counted}

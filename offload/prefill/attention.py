@@ -120,16 +120,17 @@ def attend_in_window(
         positions = torch.arange(first, last, device=q.device)
         seen = (positions <= queries) & (positions > queries - window)
         some, k, v = q[None, :, start:stop], keys[None, :, first:last], values[None, :, first:last]
-        if sinks is None:
-            o = F.scaled_dot_product_attention(
-                some, k, v, attn_mask=seen, scale=sm_scale, enable_gqa=True
-            )
-            parts.append(o[0].transpose(0, 1))
-            continue
-        k, v = (x.repeat_interleave(q.shape[0] // keys.shape[0], 1) for x in (k, v))
-        mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
-        o, lse = _cpu_flash(some, k, v, 0.0, False, attn_mask=mask, scale=sm_scale)
-        parts.append(without_sinks(o[0].transpose(0, 1), lse[0].transpose(0, 1), sinks))
+        if sinks is not None:  # one key more, whose scores are in the mask
+            of_tokens = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+            shape = len(q), stop - start
+            of_sinks = sinks.to(q.dtype)[:, None, None].expand(*shape, 1)
+            seen = torch.cat([of_tokens.expand(*shape, -1), of_sinks], dim=2)[None]
+            repeats = len(q) // len(keys)  # kernels of a GPU with a mask take no groups
+            k, v = (F.pad(x.repeat_interleave(repeats, 1), (0, 0, 0, 1)) for x in (k, v))
+        o = F.scaled_dot_product_attention(
+            some, k, v, attn_mask=seen, scale=sm_scale, enable_gqa=sinks is None
+        )
+        parts.append(o[0].transpose(0, 1))
     return torch.cat(parts)
 
 

@@ -44,6 +44,8 @@ def project_qkv(
             _norm(norm, y.reshape(len(x), -1, len(norm_of(norm)[0])), pool).view(y.shape)
             for norm, y in ((layer.q_norm, q), (layer.k_norm, k))
         )
+    if layer.v_norm is not None:
+        v = _norm(layer.v_norm, v, pool)
     return q, k, v
 
 
@@ -105,6 +107,8 @@ def add_mlp(
         down = _dense_mlp(layer, normed, pool)
     down = sum_over_ranks(down)
     x += down if layer.mlp_out_norm is None else _norm(layer.mlp_out_norm, down, pool)
+    if layer.out_scale != 1.0:
+        x *= layer.out_scale
 
 
 def _dense_mlp(layer: DecoderLayer, normed: Tensor, pool: WorkerPool | None) -> Tensor:

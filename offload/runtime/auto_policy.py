@@ -44,6 +44,7 @@ from offload.runtime.budgets import (
     weight_bytes_before_loading,
 )
 from offload.runtime.config import RuntimeConfig
+from offload.runtime.host_experts import host_expert_bytes
 from offload.runtime.placing import known_profile, longest_context
 from offload.system.errors import DeviceMemoryError
 from offload.system.memory import format_bytes
@@ -94,6 +95,7 @@ def with_resolved_policy(
     """
     dtype = checkpoint.loaded_dtype(config.dtype)
     weight_bytes = weight_bytes_before_loading(checkpoint, config)
+    weight_bytes -= host_expert_bytes(checkpoint, config)
     model, because = embedded_name(checkpoint.folder) or "", ""
     if isinstance(config.policy, Auto) and _heads_differ(checkpoint):
         because = "heads of layers differ, and estimating what is not selected needs them alike"

@@ -15,8 +15,8 @@ from cpu_ops.worker_pool import MAX_THREADS
 from offload.decode.gpu.placement import HeadPlacement, check_dense_until
 from offload.kv.format import KV_DTYPES
 from offload.kv_compression.bound import CONDENSED_SHARE
+from offload.models import Where
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
-from offload.models.families import Where
 from offload.policies import Policy
 from offload.policies.auto import Auto
 from offload.policies.registry import make_policy
@@ -84,6 +84,10 @@ class RuntimeConfig:
             GPU beside the next ones (see `offload.runtime.corrector`); None: never. Not with ranks,
             host_bytes_per_sequence, drafts, or a policy that attends to everything; `Auto` that
             comes to one does without.
+        host_experts: layers, the first that have some, whose experts a GPU leaves in the host's
+            memory, where the CPU runs them in decode steps; prompts copy them to the GPU, one at a
+            time. "auto": as many as the GPU has too little memory for, often none. Of lean layers
+            in one process; max_memory["cpu"] covers them, too.
         kv_dtype: what keys and values are kept as. "int8": with a float16 scale per token, head
             and 64 dims, in 0.52 of the bytes of bfloat16, and a little less exact. "bfloat16":
             only of a model in bfloat16. "auto": the model's dtype.
@@ -108,6 +112,7 @@ class RuntimeConfig:
     cache_correction_every: int | None = None
     weights: str = "auto"
     kv_dtype: str = "auto"
+    host_experts: int | str = 0
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES.values():
@@ -170,6 +175,7 @@ class RuntimeConfig:
 
         self._check_correction()
         self._check_weights()
+        self._check_host_experts()
         if self.kv_dtype not in KV_DTYPES:
             raise _unknown("kv_dtype", self.kv_dtype, list(KV_DTYPES))
 
@@ -205,6 +211,19 @@ class RuntimeConfig:
             dtype = str(self.dtype).removeprefix("torch.")
             raise ValueError(
                 f"weights={self.weights!r} contradicts dtype={dtype!r}; leave one of the two out"
+            )
+
+    def _check_host_experts(self) -> None:
+        asked = self.host_experts
+        if asked == "auto":
+            return
+        if not isinstance(asked, int) or isinstance(asked, bool) or asked < 0:
+            raise ValueError(f"host_experts must be 'auto' or a number of layers, got {asked!r}")
+        if asked and self.runs_on != "gpu":
+            where = "several ranks" if self.runs_on == "ranks" else "device='cpu'"
+            raise ValueError(
+                f"host_experts={asked} is for one GPU beside this CPU, but the model runs on "
+                f"{where}; leave it out"
             )
 
     def _check_correction(self) -> None:
@@ -254,6 +273,8 @@ def runtime_config(**options: Any) -> RuntimeConfig:
         options["dtype"] = DTYPES[options["weights"]]
     if "device" in options:
         options["device"] = str(options["device"])
+    if str(options.get("host_experts")).isdecimal():
+        options["host_experts"] = int(options["host_experts"])
     if "max_memory" in options:
         options["max_memory"] = check_max_memory(options["max_memory"])
     per_sequence = options.get("host_bytes_per_sequence")

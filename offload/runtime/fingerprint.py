@@ -50,8 +50,16 @@ def fingerprint(
         "kv_dtype": str(store.format.page_dtype).removeprefix("torch."),
         "policy": policy.name,
         "options of the policy": _digest(options),
-        "layout": f"{store.num_layers} layers of [K|V, {store.num_kv_heads}, n, {store.head_dim}]",
+        "layout": _layout(store),
     }
+
+
+def _layout(store: KVStore) -> str:
+    heads = [*map(store.heads_of, range(store.num_layers))]
+    if len(set(heads)) > 1:
+        return f"layers of [K|V, h, n, d], (h, d) = {heads}"
+    (num_kv_heads, head_dim), *_ = heads
+    return f"{store.num_layers} layers of [K|V, {num_kv_heads}, n, {head_dim}]"
 
 
 def _digest(text: str) -> str:

@@ -43,6 +43,12 @@ from offload.runtime.budgets import (
 from offload.runtime.capping import with_cap_in_tokens
 from offload.runtime.compressing import check_bound
 from offload.runtime.config import RuntimeConfig
+from offload.runtime.host_experts import (
+    experts_left_out,
+    host_expert_bytes,
+    layers_of,
+    with_host_experts,
+)
 from offload.runtime.placing import Chooser, placement_for
 from offload.system.captures import CAPTURING
 from offload.system.memory import format_bytes, host_memory
@@ -108,6 +114,7 @@ def load_model(
     """
     start, memory = time.perf_counter(), host_memory()
     checkpoint = check_checkpoint(folder)
+    config = with_host_experts(checkpoint, config)
     config, reason = with_resolved_policy(checkpoint, config, ranks)
     if not reason and (loss := told_loss(checkpoint, config)):
         logger.info("policy %s: %s", config.policy.name, loss)
@@ -159,7 +166,8 @@ def move_to_device(stock: Any, config: RuntimeConfig) -> None:
     if config.device == "cpu":
         move_to_huge_pages(stock)
     else:
-        stock.to(config.device)
+        with experts_left_out(stock, config):
+            stock.to(config.device)
 
 
 def prepare_loaded(
@@ -179,10 +187,14 @@ def prepare_loaded(
         classes = load_delimiter_classes(folder, stock.config.vocab_size)
     whole = lean_model_maker(stock.config.model_type, heads_may_differ=True)(stock)
     check_heads(whole, config, ranks)
-    lean = rank_view(whole, ranks)
-    device, weight_bytes = torch.device(config.device), weight_bytes_of(stock)
+    lean = replace(rank_view(whole, ranks), host_experts=frozenset(layers_of(stock, config)))
+    device = torch.device(config.device)
+    weight_bytes = weight_bytes_of(stock, device.type)
+    host_bytes = 0 if device.type == "cpu" else weight_bytes_of(stock, "cpu")
     num_threads = pool_threads(config, ranks)
-    host_kv_bytes = rank_kv_budget_bytes(config, weight_bytes, lean.shape.num_kv_heads, ranks)
+    host_kv_bytes = rank_kv_budget_bytes(
+        config, weight_bytes, lean.shape.num_kv_heads, ranks, host_bytes
+    )
     backend = None
     if device.type == "cuda" or config.backend is not None:
         backend = decode_backend(lean, config.backend, device)
@@ -277,8 +289,9 @@ def check_before_loading(
             f"weights={config.weights!r} with a model of type {family.model_type!r}: give "
             "weights='auto' or a dtype, or a checkpoint with MXFP4 experts"
         )
-    weight_bytes = weight_bytes_before_loading(checkpoint, config)
-    kv_budget_bytes(config, weight_bytes, loaded=False)
+    host_bytes = host_expert_bytes(checkpoint, config)
+    weight_bytes = weight_bytes_before_loading(checkpoint, config) - host_bytes
+    kv_budget_bytes(config, weight_bytes, loaded=False, host_bytes=host_bytes)
     shape = checkpoint.shape
     config.policy.check_model(**shape.heads)
     dtype = checkpoint.loaded_dtype(config.dtype)

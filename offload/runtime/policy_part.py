@@ -74,7 +74,8 @@ class PolicyPart(SequencePart):
         for layer, newest in row.numbers["queries"].items():
             name = f"queries.{layer}"
             num_heads, num_kept, _ = row.shape(name)
-            row.check(name, store.dtype, (num_heads, min(num_kept, int(newest)), store.head_dim))
+            head_dim = store.heads_of(int(layer))[1]
+            row.check(name, store.dtype, (num_heads, min(num_kept, int(newest)), head_dim))
             saved.queries[int(layer)] = row.read_tensor(name, store.dtype), int(newest)
         for name in row.names("state."):
             _, layer, of_layer = name.split(".", 2)

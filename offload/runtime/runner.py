@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from offload.decode.attention import DecodeAttention
+from offload.decode.cpu import capped
 from offload.decode.decoder import Decoder
 from offload.decode.sampling import Draws, Sampler, check_chosen
 from offload.kv_compression.base import Exposed
@@ -358,7 +359,8 @@ class Runner:
                 return self.decoder.logits(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
             with torch_threads(self.counter().prefill_threads):
                 rows = self.lean.final_norm(hidden).flatten(0, -2)
-                logits = self.lean.lm_head(rows, self.decoder.pool)
+                outputs = self.lean.lm_head(rows, self.decoder.pool)
+                logits = capped(outputs, self.lean.logit_cap)
             return logits.view(*hidden.shape[:-1], -1)
 
     def extend(self, *args: Any, **options: Any) -> Tensor:

@@ -102,13 +102,13 @@ def _pages(store: KVStore, row: int, seq: int) -> Iterator[Entry]:
     dtype, kv_len = store.format.page_dtype, store.kv_len(seq)
 
     def keys_and_values(layer_idx: int, start: int) -> Bytes:
-        both = torch.empty(_kept_shape(store, kv_len - start), dtype=dtype)
+        both = torch.empty(_kept_shape(store, layer_idx, kv_len - start), dtype=dtype)
         with torch_threads(1):
             store.gather(seq, layer_idx, start, out=(both[0], both[1]), kept=True)
         return bytes_of(both)
 
     for layer_idx, start in enumerate(_starts(store, seq)):
-        name, shape = f"{row}.kv.{layer_idx}", _kept_shape(store, kv_len - start)
+        name, shape = f"{row}.kv.{layer_idx}", _kept_shape(store, layer_idx, kv_len - start)
         values = partial(keys_and_values, layer_idx, start)
         yield Entry(name, str(dtype).removeprefix("torch."), shape, values)
 
@@ -119,8 +119,9 @@ def _starts(store: KVStore, seq: int) -> list[int]:
     return starts
 
 
-def _kept_shape(store: KVStore, kv_len: int) -> tuple[int, int, int, int]:
-    return 2, store.num_kv_heads, kv_len, store.format.row_items(store.head_dim)
+def _kept_shape(store: KVStore, layer_idx: int, kv_len: int) -> tuple[int, int, int, int]:
+    num_kv_heads, head_dim = store.heads_of(layer_idx)
+    return 2, num_kv_heads, kv_len, store.format.row_items(head_dim)
 
 
 def saved_rows(reader: CheckedReader) -> list[dict[str, Any]]:
@@ -213,7 +214,7 @@ def _read_row(
         raise SessionMiss(f"it has {kv_len} tokens, and the model at most {most_tokens}")
     dtype, starts = store.format.page_dtype, row.numbers.get("starts", [0] * store.num_layers)
     store.check_starts(starts, kv_len)
-    shapes = [_kept_shape(store, kv_len - start) for start in starts]
+    shapes = [_kept_shape(store, i, kv_len - start) for i, start in enumerate(starts)]
     for layer_idx, shape in enumerate(shapes):
         row.check(f"kv.{layer_idx}", dtype, shape)
     of_parts = [part.load(row) for part in sequences.parts]

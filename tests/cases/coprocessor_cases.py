@@ -66,6 +66,7 @@ class World:
         policy: Policy,
         pool: WorkerPool,
         kv_lens: Sequence[int],
+        **options: Any,
     ) -> World:
         store = KVStore(
             num_layers=shape.num_layers,
@@ -75,7 +76,8 @@ class World:
             page_tokens=shape.page_tokens,
             slab_bytes=1 << 20,
         )
-        attention = DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
+        options |= {"num_qo_heads": shape.num_qo_heads, "pool": pool}
+        attention = DecodeAttention(policy, store, **options)
         world = cls(shape, store, [], attention)
         for kv_len in kv_lens:
             seq = store.new_sequence()
@@ -249,7 +251,7 @@ def play(
                 world.heads_publish(mailbox, layer_idx, i, slots[i])
         published[slots[i]] = max(published[slots[i]], end_layer)
 
-    for request, (layer_idx, first_row, num_rows) in enumerate(coprocessor.requests):
+    for request, (layer_idx, first_row, num_rows, _) in enumerate(coprocessor.requests):
         rows = [i for i, s in enumerate(slots) if first_row <= s < first_row + num_rows]
         for i in rows:
             mailbox.query[slots[i]] = given[0][layer_idx, i]

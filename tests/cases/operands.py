@@ -47,18 +47,27 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float)
 
 
 def attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sm_scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sm_scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 o [num_qo_heads * head_dim] and lse [num_qo_heads] of one row's query.
 
     Args:
         q: [num_qo_heads * head_dim].
         keys, values: [num_kv_heads, kv_len, head_dim].
+        sinks: [num_qo_heads], logits beside those of the tokens; o is less by their share.
     """
     num_kv_heads, _, head_dim = keys.shape
     grouped = q.double().view(num_kv_heads, -1, head_dim)
     scores = grouped @ keys.double().transpose(1, 2) * sm_scale
-    return (scores.softmax(-1) @ values.double()).flatten(), scores.logsumexp(-1).flatten()
+    lse = scores.logsumexp(-1)
+    if sinks is None:
+        return (scores.softmax(-1) @ values.double()).flatten(), lse.flatten()
+    joined = torch.cat([scores, sinks.to(scores).view(*lse.shape, 1)], dim=-1).softmax(-1)
+    return (joined[..., :-1] @ values.double()).flatten(), lse.flatten()
 
 
 class Pages:

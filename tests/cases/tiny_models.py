@@ -79,6 +79,19 @@ DENSE_MODELS = TINY_MODELS | {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 LEAN_MODELS = DENSE_MODELS | {
     "qwen3_moe": (
@@ -119,6 +132,9 @@ def make_tiny_model(name: str, **changes: Any) -> Any:
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
                 parameter.normal_(0.0 if model_type == "gemma3_text" else 1.0, 0.2)

@@ -36,26 +36,26 @@ _HEAD = """\
 
 *lean*: native layers, on a CPU and with a GPU, with every feature. What a lean type's layers do not
 compute, such as windows smaller than the context, is refused for llama, mistral, qwen2 and qwen3,
-and makes a model of another type generic (layers of phi3, gemma3_text and gpt_oss attend through
-windows and keep 64 tokens more: what goes back further is read again, as prompts are that share
-only the front of an earlier one; padding between a sequence's tokens is no part of a window, where
-transformers counts it; they refuse policies that tell layers or heads apart); so do
-several ranks, or a GPU, where the table says so, and of phi3 `rope_type: longrope`, which reads a
-text anew where it outgrows its short factors. *generic*: transformers' own modules, on a CPU or,
-with `device="cuda"`, on a GPU. Attention of the layers that attend to all tokens is ours, their
-keys and values are in the host store; layers with a window or a recurrent state keep transformers'
-cache, whose bytes count in `max_memory`, too. A generic model does `generate()`, greedy or sampled,
-with left padding and several turns, and `forward()`, under [`auto`](policies.md#auto), `full`,
-`exact_topk`, `quest`, `lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The engine and
-`offload serve` run it, with shared prompts and sessions on disk: each sequence has its own windows
-and recurrent states ([which prompts go on from
-them](how-to/many-requests.md#models-without-native-layers)). They refuse `bamba`, `jamba` and
-`zamba`, whose modules forget their states where a prompt is read in parts: these read a prompt at
-once, in a new cache, by `generate()`. [`offload plan`](placement.md#offload-plan) counts the bytes
-of a model, and `offload eval` compares policies on a CPU, a prompt at a time. Beams, drafts, saved
-caches of `generate()`, scores of prompts, ranks and `host_bytes_per_sequence` are refused. Before
-it is used, each model must give the logits of the stock path for a padded prompt and three steps;
-it is refused if it does not.
+and makes a model of another type generic, as do gemma4_text's inputs of each layer, shared keys and
+values, and experts (layers of phi3, gemma3_text, gemma4_text and gpt_oss attend through windows and
+keep 64 tokens more: what goes back further is read again, as prompts are that share only the front
+of an earlier one; padding between a sequence's tokens is no part of a window, where transformers
+counts it; they refuse policies that tell layers or heads apart); so do several ranks, or a GPU,
+where the table says so, and of phi3 `rope_type: longrope`, which reads a text anew where it
+outgrows its short factors. *generic*: transformers' own modules, on a CPU or, with `device="cuda"`,
+on a GPU. Attention of the layers that attend to all tokens is ours, their keys and values are in
+the host store; layers with a window or a recurrent state keep transformers' cache, whose bytes
+count in `max_memory`, too. A generic model does `generate()`, greedy or sampled, with left padding
+and several turns, and `forward()`, under [`auto`](policies.md#auto), `full`, `exact_topk`, `quest`,
+`lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The engine and `offload serve` run it, with
+shared prompts and sessions on disk: each sequence has its own windows and recurrent states ([which
+prompts go on from them](how-to/many-requests.md#models-without-native-layers)). They refuse
+`bamba`, `jamba` and `zamba`, whose modules forget their states where a prompt is read in parts:
+these read a prompt at once, in a new cache, by `generate()`. [`offload
+plan`](placement.md#offload-plan) counts the bytes of a model, and `offload eval` compares policies
+on a CPU, a prompt at a time. Beams, drafts, saved caches of `generate()`, scores of prompts, ranks
+and `host_bytes_per_sequence` are refused. Before it is used, each model must give the logits of the
+stock path for a padded prompt and three steps; it is refused if it does not.
 Decode steps of qwen3_5, qwen3_5_moe and qwen3_next on a CPU go through fused kernels: the gated
 delta rule with its convolution, norms and dense MLPs; a layer that was hooked runs its modules.
 Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class for it; that
@@ -64,8 +64,8 @@ is so for types that are not in this table, too, such as `mistral3` and `llava`.
 Quantised safetensors of a generic type (GPTQ, AWQ, compressed-tensors, FP8, NVFP4, bitsandbytes
 NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gpt-oss, lfm2, nemotron, phi3, qwen2moe,
 qwen3moe, qwen35, qwen35moe, stablelm and starcoder2 stay packed: linear layers, embeddings and
-experts. What has a layout of its own is dequantised by itself; memory never holds the dense
-model. `weights="q8"`, `"q4"` or a dtype is refused; phi3, gemma3_text, gpt_oss, qwen3_moe and
+experts. What has a layout of its own is dequantised by itself; memory never holds the dense model.
+`weights="q8"`, `"q4"` or a dtype is refused; phi3, gemma3_text, gemma4_text, gpt_oss, qwen3_moe and
 mixtral pack what their files have so, too, and take a dtype; their dense checkpoints, except
 gpt_oss's, take q8 and q4. GGUF files of other generic types, such as gemma4 and falcon, are refused
 by name, and so is metadata that may change what is computed.
@@ -94,9 +94,7 @@ def judged(model_type: str) -> Row:
     """What becomes of a model type."""
     if model_type in FAMILIES:
         family = FAMILIES[model_type]
-        if not family.peculiar:
-            return LEAN, ""
-        return LEAN, "generic of several ranks" if family.on_gpu else "generic but on a CPU"
+        return LEAN, "generic of several ranks" if family.peculiar else ""
     try:
         config = CONFIG_MAPPING[model_type]().to_dict()
         if not is_generic(config):

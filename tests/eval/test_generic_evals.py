@@ -140,12 +140,3 @@ def test_what_does_not_apply_is_refused(
     result = run(kind, folders["gemma2"], *lengths, *arguments)
     assert result.exit_code == 1, result.output
     assert said in " ".join(result.stderr.split())
-
-
-def test_a_type_that_is_lean_on_a_cpu_alone_has_no_hot_rows(tmp_path: Path) -> None:
-    """The GPU's step, which hot rows are of, does not know its sinks."""
-    tiny_model_of("gpt_oss", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    result = run("ruler", tmp_path, "--policy", "sketch", "--context", "300", "--hot-rows")
-    assert result.exit_code == 1
-    assert "--hot-rows with a model of type 'gpt_oss'" in " ".join(result.stderr.split())

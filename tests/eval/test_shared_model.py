@@ -311,9 +311,10 @@ def test_a_gpu_leaves_the_choice_to_the_policy(tiny_folders: dict[str, Path]) ->
         assert (places != Place.GPU).any()
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("hot_rows", [False, True])
-def test_windows_stay_on_a_gpu(hot_rows: bool, tmp_path: Path) -> None:
-    make_tiny_model("gemma3_text", sliding_window=32).save_pretrained(tmp_path)
+def test_windows_stay_on_a_gpu(hot_rows: bool, name: str, tmp_path: Path) -> None:
+    make_tiny_model(name, sliding_window=32).save_pretrained(tmp_path)
     config = runtime_config(num_threads=1, backend="inline")
     model = SharedModel(tmp_path, [small("exact_topk")], config, hot_rows=hot_rows)
     on_gpu = model.runtimes[0].decoder.placement.places == Place.GPU

@@ -169,24 +169,28 @@ def call_all(
 
     out, lse = zeros(*query.shape, dtype=torch.float32), zeros(n, num_qo_heads, dtype=torch.float32)
     window_attention(query, window, positions, sm_scale=0.125, out=out, lse=lse)
-    merge_state(out, lse, out, lse, query)
+    sinks = zeros(num_qo_heads, dtype=torch.float32)
+    for of_heads in (None, sinks):
+        merge_state(out, lse, out, lse, query, of_heads)
     flag = zeros(1, dtype=torch.int32)
     raise_flag(flag, flag.device)
     await_flag(flag, flag.device)
     num_splits = num_kv_splits(num_kv_heads, 132)
-    retrieval_attention(
-        query,
-        table,
-        positions,
-        None,
-        group_size=group_size,
-        page_tokens=256,
-        sm_scale=0.125,
-        partial_out=zeros(n, num_qo_heads, num_splits, head_dim, dtype=torch.float32),
-        partial_lse=zeros(n, num_qo_heads, num_splits, dtype=torch.float32),
-        out=query,
-        page_dtype=row_dtype,
-    )
+    for of_heads in (None, sinks):
+        retrieval_attention(
+            query,
+            table,
+            positions,
+            None,
+            group_size=group_size,
+            page_tokens=256,
+            sm_scale=0.125,
+            partial_out=zeros(n, num_qo_heads, num_splits, head_dim, dtype=torch.float32),
+            partial_lse=zeros(n, num_qo_heads, num_splits, dtype=torch.float32),
+            out=query,
+            page_dtype=row_dtype,
+            sinks=of_heads,
+        )
 
 
 def select_all(
@@ -242,8 +246,16 @@ def select_all(
     alone = {"out": query.float(), "lse": torch.zeros(n, num_qo_heads)}
     whole = {"out": query, "window": kept}
     missing = {"missing": MissingRows(hot_map.token_of, 0, table, 256)}
+    sinks = {"sinks": torch.zeros(num_qo_heads)}
     found = torch.zeros(n, 2, num_kv_heads, 3 * capacity, row, dtype=row_dtype)
-    for rest in (alone, whole, whole | logs, whole | missing, whole | logs | missing):
+    for rest in (
+        alone,
+        whole,
+        whole | logs,
+        whole | missing,
+        whole | logs | missing,
+        whole | sinks,
+    ):
         shape = (n, num_qo_heads, num_splits + ("window" in rest))
         gathered_attention(
             query,

@@ -120,7 +120,9 @@ class Step:
                 assert_close(out[row, kv_head].flatten(), o, tolerance)
                 assert_close(lse[row, kv_head], expected_lse, 1e-5)
 
-    def check_with_window(self, tolerance: float, clusters: int = 0) -> None:
+    def check_with_window(
+        self, tolerance: float, clusters: int = 0, *, has_sinks: bool = False
+    ) -> None:
         """In one launch: heads that gathered nothing attend to the window, inactive rows to
         nothing; other heads are left alone. Means of clusters count as often as they have tokens.
         """
@@ -131,6 +133,10 @@ class Step:
         shape_of_means = (n, 2, len(self.heads), clusters, head_dim)
         means = random(self.rng, *shape_of_means, dtype=self.dtype, device=self.device, scale=1.5)
         rest = {"means": means, "log_counts": counts.float().log2().to(self.device)}
+        sinks = random(
+            self.rng, self.lse.shape[1], dtype=torch.float32, device=self.device, scale=4.0
+        )
+        of_groups = sinks.view(num_kv_heads, -1) if has_sinks else [None] * num_kv_heads
         window = poisoned(
             *(
                 n,
@@ -163,6 +169,7 @@ class Step:
             lse=None,
             window=window,
             **(rest if clusters else {}),
+            sinks=sinks if has_sinks else None,
             partial_out=poisoned(*shape, num_splits + 1, partial_out.shape[-1], **options),
             partial_lse=poisoned(*shape, num_splits + 1, **options),
         )
@@ -182,7 +189,8 @@ class Step:
                 times = counts[row, kv_head].to(self.device)
                 others = means[row, :, slot].double().repeat_interleave(times, dim=1)
                 kv = torch.cat((seen, kv, others), dim=1)[:, None]
-                o, _ = attention(query[row, kv_head].flatten(), kv[0], kv[1], self.sm_scale)
+                q, of_group = query[row, kv_head].flatten(), of_groups[kv_head]
+                o, _ = attention(q, kv[0], kv[1], self.sm_scale, of_group)
                 assert_close(grouped[row, kv_head].flatten(), o, tolerance)
 
 
@@ -192,6 +200,16 @@ def check(device: str, dtype: torch.dtype, *arguments: Any, **options: Any) -> N
     step.check(2 * TOLERANCE[dtype])
     if options.get("has_window", True):
         step.check_with_window(2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("clusters", [0, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks(device: str, dtype: torch.dtype, clusters: int) -> None:
+    """Beside rows, means and the window; an inactive row is 0, and so is its sink's value."""
+    step = Step(device, dtype, [[5, 0, 40], [3, 1, 0], [0, 0, 0], [7, 7, 7]], inactive=(1,))
+    step.check_with_window(2 * TOLERANCE[dtype], clusters, has_sinks=True)
+    with pytest.raises(ValueError, match="sinks need a window"):
+        step.run(sinks=torch.zeros_like(step.lse[0]))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,19 @@ from gpu_ops.merge_state import merge_state
 
 INFINITY = float("inf")
 NAN = float("nan")
+# a, lse_a, b, lse_b, what the merge gives
+CASES = [
+    (1.0, 0.0, 3.0, 0.0, 2.0),
+    (1.0, 500.0, 3.0, 500.0, 2.0),
+    (1.0, -500.0, 3.0, -500.0, 2.0),
+    (1.0, 200.0, 3.0, -200.0, 1.0),
+    (1.0, 2.0, NAN, -INFINITY, 1.0),  # the CPU had nothing to attend to
+    (NAN, -INFINITY, 3.0, 1.0, 3.0),
+    (NAN, -INFINITY, NAN, -INFINITY, 0.0),  # an inactive row
+    (1.0, 900.0, 3.0, INFINITY, 3.0),  # the CPU's answer is complete
+    (NAN, -INFINITY, 3.0, INFINITY, 3.0),
+    (NAN, NAN, 3.0, INFINITY, 3.0),
+]
 
 
 def host(x: torch.Tensor, device: str) -> torch.Tensor:
@@ -21,44 +34,51 @@ def host(x: torch.Tensor, device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "group_size", "split"),
-    combinations(DTYPES, [(64, 3), (128, 4), (96, 1)], [1, 20, 39]),
+    ("dtype", "head_dim", "group_size", "split", "has_sinks"),
+    combinations(DTYPES, [(64, 3), (128, 4), (96, 1)], [1, 20, 39], [False, True]),
 )
 def test_parts_make_a_whole(
-    device: str, dtype: torch.dtype, head_dim: int, group_size: int, split: int
+    device: str, dtype: torch.dtype, head_dim: int, group_size: int, split: int, has_sinks: bool
 ) -> None:
     rng = new_rng()
     n, heads = 2, 2 * group_size
     query = random(rng, n, heads * head_dim, dtype=torch.float32, device="cpu", scale=3.0)
     keys, values = random(rng, 2, 2, 40, head_dim, dtype=torch.float32, device="cpu")
-    whole = torch.stack([attention(q, keys, values, 0.2)[0] for q in query])
+    sinks = random(rng, heads, dtype=torch.float32, device="cpu", scale=6.0) if has_sinks else None
+    whole = torch.stack([attention(q, keys, values, 0.2, sinks)[0] for q in query])
     parts = []
     for tokens in (slice(split), slice(split, None)):
         both = [attention(q, keys[:, tokens], values[:, tokens], 0.2) for q in query]
         parts += [torch.stack(x).float() for x in zip(*both, strict=True)]
     out = poisoned(n, heads * head_dim, dtype=dtype, device=device)
     o_a, lse_a = parts[0].to(device), parts[1].to(device)
-    merge_state(o_a, lse_a, host(parts[2], device), host(parts[3], device), out)
+    sinks = sinks if sinks is None else sinks.to(device)
+    merge_state(o_a, lse_a, host(parts[2], device), host(parts[3], device), out, sinks)
     assert_close(out, whole, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
-    ("a", "lse_a", "b", "lse_b", "expected"),
+    ("a", "lse_a", "b", "lse_b", "expected", "sink"),
     [
-        (1.0, 0.0, 3.0, 0.0, 2.0),
-        (1.0, 500.0, 3.0, 500.0, 2.0),
-        (1.0, -500.0, 3.0, -500.0, 2.0),
-        (1.0, 200.0, 3.0, -200.0, 1.0),
-        (1.0, 2.0, NAN, -INFINITY, 1.0),  # the CPU had nothing to attend to
-        (NAN, -INFINITY, 3.0, 1.0, 3.0),
-        (NAN, -INFINITY, NAN, -INFINITY, 0.0),  # an inactive row
-        (1.0, 900.0, 3.0, INFINITY, 3.0),  # the CPU's answer is complete
-        (NAN, -INFINITY, 3.0, INFINITY, 3.0),
-        (NAN, NAN, 3.0, INFINITY, 3.0),
+        *((*case, sink) for case in CASES for sink in (None, -INFINITY)),
+        (1.0, 500.0, 3.0, 500.0, 2.0, 300.0),
+        (1.0, 0.0, 3.0, -INFINITY, 0.5, 0.0),
+        (NAN, -INFINITY, 3.0, 200.0, 1.5, 200.0),
+        (1.0, -200.0, 3.0, -200.0, 0.0, 200.0),  # next to nothing is left
+        (1.0, 0.0, 3.0, 0.0, 0.0, INFINITY),
+        (NAN, -INFINITY, NAN, -INFINITY, 0.0, 200.0),
+        (1.0, 0.0, 3.0, 0.0, NAN, NAN),
+        *((1.0, 900.0, 3.0, INFINITY, 3.0, sink) for sink in (200.0, INFINITY, NAN)),
     ],
 )
 def test_weights(
-    device: str, a: float, lse_a: float, b: float, lse_b: float, expected: float
+    device: str,
+    a: float,
+    lse_a: float,
+    b: float,
+    lse_b: float,
+    expected: float,
+    sink: float | None,
 ) -> None:
     o_a, o_b = (torch.full((1, 64), x) for x in (a, b))
     out = poisoned(1, 64, dtype=torch.float32, device=device)
@@ -68,8 +88,11 @@ def test_weights(
         host(o_b, device),
         host(torch.tensor([[lse_b]]), device),
         out,
+        None if sink is None else torch.tensor([sink], device=device),
     )
-    assert out.tolist() == [[expected] * 64]
+    torch.testing.assert_close(
+        out.cpu(), torch.full_like(o_a, expected), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_wrong_operands() -> None:
@@ -80,6 +103,8 @@ def test_wrong_operands() -> None:
         merge_state(o, lse, o, lse[:, :1], o.clone())
     with pytest.raises(ValueError, match=r"o_a must have 3 heads, got 128 columns"):
         merge_state(o, torch.zeros(2, 3), o, lse, o.clone())
+    with pytest.raises(ValueError, match=r"sinks must be \[2\], got \[3\]"):
+        merge_state(o, lse, o, lse, o.clone(), torch.zeros(3))
 
 
 @pytest.mark.cuda

@@ -31,6 +31,7 @@ def check(
     page_tokens: int = 16,
     num_splits: int = 4,
     with_scores: bool = True,
+    has_sinks: bool = False,
     tolerance: float | None = None,
 ) -> None:
     """With None as `heads` all attend, and there are no scores and no lse."""
@@ -49,6 +50,8 @@ def check(
     lse = poisoned(n, num_qo_heads, **float32)
     max_tokens = pages.table.shape[1] * page_tokens
     scores = poisoned(n, len(chosen), group_size, max_tokens, **float32)
+    sinks = random(rng, num_qo_heads, **float32, scale=4.0) if has_sinks else None
+    of_chosen = None if sinks is None else sinks.view(num_kv_heads, -1)[chosen]
     retrieval_attention(
         query,
         pages.table,
@@ -62,6 +65,7 @@ def check(
         out=out,
         lse=lse if some else None,
         scores=scores if some and with_scores else None,
+        sinks=sinks,
     )
     others = [head for head in range(num_kv_heads) if head not in chosen]
     of_out, of_lse = out.view(n, num_kv_heads, -1), lse.view(n, num_kv_heads, -1)
@@ -75,7 +79,7 @@ def check(
             assert not some or (of_lse[row, chosen] == float("-inf")).all()
             continue
         q = query[row].view(num_kv_heads, -1)[chosen].flatten()
-        expected, expected_lse = attention(q, x[0], x[1], sm_scale)
+        expected, expected_lse = attention(q, x[0], x[1], sm_scale, of_chosen)
         assert_close(of_out[row, chosen].flatten(), expected, tolerance)
         if not some:
             continue
@@ -105,6 +109,17 @@ def test_shapes_of_all_heads(
     device: str, dtype: torch.dtype, head_dim: int, group_size: int
 ) -> None:
     check(device, dtype, [50, 0, 1], head_dim=head_dim, num_kv_heads=2, group_size=group_size)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "num_splits"), combinations(DTYPES, [(None,), ((2, 0),)], [1, 4])
+)
+def test_sinks(
+    device: str, dtype: torch.dtype, heads: tuple[int, ...] | None, num_splits: int
+) -> None:
+    """They are in what heads give, and neither in their lse nor in their scores."""
+    options = {"heads": heads, "num_splits": num_splits, "has_sinks": True}
+    check(device, dtype, [50, 0, 1, 130], **options)
 
 
 @pytest.mark.parametrize("heads", [None, (1,)])

@@ -18,9 +18,8 @@ from torch import Tensor
 from gpu_ops.packed_linear import GPU_FORMATS
 from offload import OffloadedModel
 from offload.loading.checkpoint import check_checkpoint
-from offload.loading.generic_packing import parameter_bytes
 from offload.loading.packed_bytes import checkpoint_packed_bytes
-from offload.loading.planned_model import planned_model, planned_skeleton
+from offload.loading.planned_model import planned_model
 from offload.models import FAMILIES
 from offload.models.packed_experts import PackedExperts
 from offload.models.packed_linear import PackedMatrix, PackedModule
@@ -337,8 +336,7 @@ def test_experts_stay_packed(dtype: torch.dtype, tmp_path: Path) -> None:
     unpacked = OffloadedModel.from_pretrained(tmp_path / "made", num_threads=1, backend="inline")
     assert weight_bytes_of(unpacked) == weight_bytes_of(dense)
     in_four = planned_model(str(tmp_path / "made")).weight_bytes
-    with_gpu: Any = planned_skeleton(str(tmp_path / "made"), device="cuda")
-    in_eight = sum(parameter_bytes(*with_gpu).values())
+    in_eight = planned_model(str(tmp_path / "made"), device="cuda").weight_bytes
     assert in_four == weight_bytes_of(model) < in_eight < weight_bytes_of(dense)
     ids = random_tokens(30, seed=1).unsqueeze(0)
     expected, found, of_unpacked = (
@@ -356,6 +354,20 @@ def test_experts_stay_packed(dtype: torch.dtype, tmp_path: Path) -> None:
     assert again.state_dict().keys() == dense.state_dict().keys()
     for name, value in dense.state_dict().items():
         assert again.state_dict()[name].equal(value), name
+
+
+@pytest.mark.cuda
+@torch.inference_mode()
+def test_packed_experts_with_a_gpu(tmp_path: Path) -> None:
+    """As q8, in the prompt and in steps of native layers."""
+    stock = write_experts(tmp_path, torch.float32)
+    model = OffloadedModel.from_pretrained(tmp_path, num_threads=1, device="cuda")
+    lean = model._offload.lean
+    assert all(layer.routed.on_gpu().up.format == "q8" for layer in lean.layers)
+    ids, cache = random_tokens(54, seed=1).unsqueeze(0), model.new_cache()
+    parts = ids.to(model.device).split([30, *[1] * 24], 1)
+    found = [model(part, past_key_values=cache).logits[0].cpu() for part in parts]
+    assert relative(torch.cat(found), stock(ids).logits[0]) < 0.03
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,15 @@ from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load
 from cases.tiny_models import LEAN_MODELS, TINY_MODELS, make_tiny_model, random_tokens
 from cases.top_k_reference import TOP_K, greedy_tokens
 
+from cpu_ops.packed import quantise
 from offload import OffloadedModel
 from offload.decode.gpu.placement import Place
 from offload.loading.checkpoint import check_checkpoint
 from offload.models import is_generic, lean_model_maker
-from offload.models.packed_experts import PackedExperts
+from offload.models.packed_experts import PackedExperts, pack_experts
 from offload.policies import Policy
 from offload.policies.full import Full
+from offload.prefill.attention import attend, attend_in_window, takes_all_keys
 from offload.runtime.budgets import weight_bytes_before_loading, weight_bytes_of
 from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import GenericRuntime
@@ -33,6 +35,12 @@ LONGROPE = {
     "original_max_position_embeddings": 256,
     "short_factor": [1.0] * 8,
     "long_factor": [2.0] * 8,
+}
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 64,
 }
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -61,7 +69,14 @@ def test_tokens_are_those_of_transformers(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("phi3", {"sliding_window": 40}), ("gemma3_text", {}), ("phi3", {}), ("gpt_oss", {})],
+    [
+        ("phi3", {"sliding_window": 40}),
+        ("gemma3_text", {}),
+        ("gemma4_text", {}),
+        ("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
+        ("phi3", {}),
+        ("gpt_oss", {}),
+    ],
 )
 @torch.inference_mode()
 def test_windows_of_layers(
@@ -101,7 +116,9 @@ def test_embeddings_that_are_given(
         ("phi3", {"rope_parameters": LONGROPE, "head_dim": 16}, True),
         ("gemma3_text", {"hidden_activation": "silu"}, True),
         ("gemma3_text", {"final_logit_softcapping": 3.0}, True),
-        ("gpt_oss", {}, False),
+        ("gemma4_text", {"hidden_size_per_layer_input": 16}, True),
+        ("gemma4_text", GEMMA4_EXPERTS, True),
+        ("gemma4_text", {}, False),
         ("mixtral", {"hidden_act": "gelu"}, True),
     ],
 )
@@ -147,7 +164,9 @@ def test_which_layers_rotate(name: str, changes: dict[str, Any], tmp_path: Path)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text", "gemma4_text", "gpt_oss"]
+)
 def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
     name: str, stock_models: dict[str, Any]
 ) -> None:
@@ -201,7 +220,15 @@ def test_a_router_that_changes_is_refused(tiny_folders: dict[str, Path]) -> None
     [
         *(
             (name, {})
-            for name in ("phi3", "gemma3_text", "qwen3_moe", "mixtral", "olmo2", "exaone4")
+            for name in (
+                "phi3",
+                "gemma3_text",
+                "qwen3_moe",
+                "mixtral",
+                "olmo2",
+                "exaone4",
+                "gpt_oss",
+            )
         ),
         ("phi3", {"sliding_window": 40}),
     ],
@@ -234,3 +261,64 @@ def test_on_a_gpu(
     cache.crop(-12)
     again = greedy(model, expected[:1, :82], NUM_NEW - 21, past_key_values=cache)
     assert torch.equal(again, expected[:1])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packs", [False, True])
+@torch.inference_mode()
+def test_transposed_experts_on_a_gpu(packs: bool, dtype: torch.dtype, device: str) -> None:
+    """Biases of the router, too; packed ones in the place of what they stand for."""
+    stock = make_tiny_model("gpt_oss").to(dtype)
+    dense = copy.deepcopy(stock).double()
+    dense.config._experts_implementation = "eager"
+    if packs:
+        for name, matrix in [*stock.named_parameters()]:
+            if matrix.dim() == 3:
+                packed = quantise(matrix.transpose(1, 2).flatten(0, 1).float(), "q8")
+                pack_experts(stock, name, packed, dtype)
+                numbers = packed.dequantise(torch.float64).view_as(matrix.transpose(1, 2))
+                dense.get_parameter(name).data = numbers.transpose(1, 2).contiguous()
+    stock.to(device)
+    lean = lean_model_maker("gpt_oss", heads_may_differ=True)(stock)
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for layer, of_stock in zip(lean.layers, dense.model.layers, strict=True):
+        assert layer.routed is not None
+        mlp, (expected, _) = layer.routed.on_gpu(), of_stock.mlp(x[None].double())
+        assert (mlp.up.format, mlp.down.format) == (("q8",) * 2 if packs else ("dense",) * 2)
+        for rows in (slice(1), slice(3)):
+            found, wanted = mlp(x[rows].to(device)).cpu(), expected[0, rows]
+            limit = 0.03 if packs or dtype != torch.float32 else 1e-5
+            assert torch.dist(found.double(), wanted) < limit * wanted.norm()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "kv_len"), [(1, 50), (600, 700), (513, 513)])
+def test_prompts_with_sinks(n: int, kv_len: int, dtype: torch.dtype, device: str) -> None:
+    """By torch, of all tokens and through a window."""
+    generator = torch.Generator().manual_seed(n)
+    q, keys, values, sinks = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((6, n, 32), (2, kv_len, 32), (2, kv_len, 32), (6,))
+    )
+    q, kv, sinks = q.to(dtype) * 3, (keys.to(dtype), values.to(dtype)), 4 * sinks.to(dtype).float()
+    k, v = (x.double().repeat_interleave(3, 0) for x in kv)
+    before = torch.arange(kv_len - n, kv_len)[:, None] - torch.arange(kv_len)
+    for window in (kv_len, 40):
+        scores = (q.double() @ k.mT * 0.2).masked_fill(
+            (before < 0) | (before >= window), -torch.inf
+        )
+        joined = torch.cat([scores, sinks.double()[:, None, None].expand(-1, n, 1)], 2).softmax(-1)
+        expected = (joined[..., :-1] @ v).transpose(0, 1)
+        there = q.to(device), tuple(x.to(device) for x in kv), sinks.to(device)
+        if window < kv_len:
+            found = attend_in_window(*there[:2], window, 0.2, sinks=there[2])
+        else:
+            halves = slice(kv_len - n), slice(kv_len - n, None)
+            past, new = (tuple(x[:, half] for x in there[1]) for half in halves)
+            of_all = takes_all_keys(there[0], None) or not past[0].shape[1]
+            parts = (None, there[1]) if of_all else (past, new)
+            found = attend(there[0], *parts, 0.2, sinks=there[2])
+        limit = 1e-5 if dtype == torch.float32 else 0.02
+        assert torch.dist(found.double().cpu(), expected) < limit * expected.norm()

@@ -123,13 +123,24 @@ def test_any_window_beside_full_attention(sinks, recent, pool):
         assert bool(torch.isneginf(lse).all()) == (kv_len <= sinks + recent)
 
 
-def test_an_answered_unit_is_the_whole_answer(pool):
-    rng = new_rng()
+@pytest.mark.parametrize("sink", [None, 301.0])
+def test_an_answered_unit_is_the_whole_answer(sink, pool):
+    """Of which its sinks take their share: half, as its lse is the same. In a part they take none:
+    they are counted where parts are merged."""
+    seed = int(new_rng().integers(1 << 30))
     policy = EveryThird(**SMALL, dense_layers=0, answers=True)
-    world = World.random(rng, Shape(num_layers=1), policy, pool, [300])
-    coprocessor = world.coprocessor()
-    out = decode_synchronously(world, coprocessor, world.random_step(rng))
-    assert (out[0, 0].reshape(2, -1)[1] == 1.0).all()
+    of_parts = []
+    for of_layer in (None, None if sink is None else torch.full((6,), sink)):
+        rng = np.random.default_rng(seed)
+        options = {"sinks": [of_layer]}
+        world = World.random(rng, Shape(num_layers=1), policy, pool, [300], **options)
+        coprocessor = world.coprocessor()
+        part, answer = decode_synchronously(world, coprocessor, world.random_step(rng))[
+            0, 0
+        ].reshape(2, -1)
+        of_parts.append(part)
+    np.testing.assert_array_equal(*of_parts)
+    assert (answer == (1.0 if sink is None else 0.5)).all()
     assert torch.isposinf(coprocessor.mailbox.lse[0, 3:]).all()
     assert torch.isfinite(coprocessor.mailbox.lse[0, :3]).all()
 

@@ -133,7 +133,8 @@ class HostLink:
     """What a step of `num_rows` rows in `num_micro_batches` shares with the host.
 
     Attributes:
-        request_of: number of the request of (layer_idx, first row of the part).
+        request_of: number of the request of attention of (layer_idx, first row of the part).
+        experts_of: likewise, of a layer's experts on the host.
     """
 
     num_rows: int
@@ -142,6 +143,7 @@ class HostLink:
     coprocessor: Coprocessor
     gpu_sync: GpuSync
     request_of: dict[tuple[int, int], int]
+    experts_of: dict[tuple[int, int], int]
 
     @property
     def micro_batches(self) -> list[slice]:
@@ -152,6 +154,14 @@ class HostLink:
         """(out, lse) over the tokens that the host attends to, when it has replied."""
         self.gpu_sync.await_reply(self.request_of[layer_idx, rows.start])
         return self.mailbox.output[rows], self.mailbox.lse[rows]
+
+    def run_experts(self, layer_idx: int, rows: slice, normed: Tensor) -> None:
+        """The sum of a layer's experts on the host of `normed` [n, hidden_size], overwritten."""
+        request = self.experts_of[layer_idx, rows.start]
+        self.mailbox.normed[rows].copy_(normed, non_blocking=True)
+        self.gpu_sync.request_attention(request)
+        self.gpu_sync.await_reply(request)
+        normed.copy_(self.mailbox.summed[rows], non_blocking=True)
 
 
 def micro_batch_rows(num_rows: int, num_micro_batches: int) -> list[slice]:

@@ -80,6 +80,7 @@ class DeviceDecoder(SequencePart):
             pool=self.pool,
             sm_scale=model.sm_scales,
             windows=model.each("window"),
+            sinks=[None if x is None else x.cpu() for x in model.sinks],  # of what it answers alone
             make_compression=make_compression,
         )
         self._weights = weights = DeviceWeights.of(model)

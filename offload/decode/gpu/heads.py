@@ -66,6 +66,7 @@ class DeviceHeads:
         self.layers = tuple(layers)
         self._shape, self._policy, self._page_tokens = model.shape, policy, page_tokens
         self._group_size, self._sm_scales, self._kv = model.shape.group_size, model.sm_scales, kv
+        self._sinks = model.sinks
         self._num_rows, self._max_tokens = num_rows, max_tokens
         self._chosen_tokens = _chosen_tokens(layers, policy)
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
@@ -194,6 +195,7 @@ class DeviceHeads:
             lse=lse,
             scores=self._scores_of(layer_idx, rows) if layer.publishing else None,
             page_dtype=self._row_dtype,
+            sinks=None if layer.host else self._sinks[layer_idx],
         )
 
     def send_selection(self, layer_idx: int, rows: slice, b: StepBuffers, mailbox: Mailbox) -> None:
@@ -262,6 +264,7 @@ class DeviceHeads:
             out=(b.attended if is_whole else b.device_out)[rows],
             lse=None if is_whole else b.device_lse[rows],
             window=self._kv.windows[layer_idx][rows] if is_whole else None,
+            sinks=self._sinks[layer_idx] if is_whole else None,
         )
 
     def _attend_hot(self, layer_idx: int, rows: slice, b: StepBuffers) -> None:

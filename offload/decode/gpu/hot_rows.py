@@ -92,6 +92,7 @@ class HotRows:
         self.fetch_tokens = fetch_tokens(policy)
         self._head_dim = model.shape.head_dim
         self._group_size, self._sm_scales = model.shape.group_size, model.sm_scales
+        self._sinks = model.sinks
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
         layout = self.layout(
             model.shape,
@@ -324,6 +325,7 @@ class HotRows:
             window=window,
             **self._rest(layer_idx, rows),
             missing=missing,
+            sinks=self._sinks[layer_idx],
         )
 
 

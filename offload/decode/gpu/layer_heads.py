@@ -9,13 +9,14 @@ on the GPU it lists candidates (`placement.Place`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from cpu_ops.coprocessor import Request
 from offload.decode.gpu.placement import Place, awaited_heads
 from offload.selection.policy import REUSE
 
@@ -129,17 +130,25 @@ def _heads_of(
 
 
 def requests_of(
-    layers: Sequence[LayerHeads], micro_batches: Sequence[slice]
-) -> list[tuple[int, int, int]]:
-    """(layer_idx, first row, rows) of what a step asks the CPU, in the order in which it does: of a
-    layer with hot rows while the layer above is projected.
+    layers: Sequence[LayerHeads],
+    micro_batches: Sequence[slice],
+    host_experts: Container[int] = (),
+) -> list[Request]:
+    """What a step asks the CPU, in the order in which it does (`DeviceStep.all_layers`): of a layer
+    with hot rows while the layer above is projected.
+
+    Args:
+        host_experts: layers whose experts are on the host.
     """
     requests = []
-    for layer_idx, layer in enumerate(layers):
-        ahead = layer_idx + 1 < len(layers) and layers[layer_idx + 1].asks_ahead
+    for layer_idx in range(len(layers) + 1):
+        here, ahead = layers[layer_idx : layer_idx + 1], layers[layer_idx + 1 : layer_idx + 2]
+        asked = [(layer_idx - 1, True)] * (layer_idx - 1 in host_experts)
+        asked += [(layer_idx, False)] * any(layer.host for layer in here)
+        asked += [(layer_idx + 1, False)] * any(layer.asks_ahead for layer in ahead)
         for rows in micro_batches:
-            asked = [layer_idx] * bool(layer.host) + [layer_idx + 1] * ahead
-            requests += [(of_layer, rows.start, rows.stop - rows.start) for of_layer in asked]
+            of_rows = rows.start, rows.stop - rows.start
+            requests += [Request(layer, *of_rows, of_experts) for layer, of_experts in asked]
     return requests
 
 

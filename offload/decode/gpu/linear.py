@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cpu_ops.decoder_layers import FusedLayer, Norm
+from cpu_ops.routed_linear import RoutedMlp as CpuRoutedMlp
 from gpu_ops.delta_rule import GpuDeltaRule
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.linear import GpuLinear
@@ -51,6 +52,7 @@ class DeviceWeights:
 
     Attributes:
         recurrent: before each of `layers`, and behind the last; (): the model has none.
+        host_experts: of each layer that has them on the host; None: of others.
     """
 
     shape: ModelShape
@@ -59,16 +61,24 @@ class DeviceWeights:
     lm_head: GpuLinear
     ranks: TensorParallel | None = None
     recurrent: tuple[tuple[Recurrent, ...], ...] = ()
+    host_experts: tuple[CpuRoutedMlp | None, ...] = ()
 
     @classmethod
     def of(cls, model: LeanModel) -> DeviceWeights:
         return cls(
             shape=model.shape,
-            layers=tuple(layer.on_gpu() for layer in model.layers),
+            layers=tuple(
+                layer.on_gpu(has_experts=i not in model.host_experts)
+                for i, layer in enumerate(model.layers)
+            ),
             final_norm=norm_of(model.final_norm),
             lm_head=model.lm_head.on_gpu(),
             ranks=model.ranks,
             recurrent=_recurrent(model) if isinstance(model, HybridModel) else (),
+            host_experts=tuple(
+                layer.routed.on_cpu() if layer.routed and i in model.host_experts else None
+                for i, layer in enumerate(model.layers)
+            ),
         )
 
     @property
@@ -95,6 +105,12 @@ class LinearPath(Protocol):
 
     def add_mlp(self, layer: DeviceLayer, x: Tensor) -> None:
         """x += down(f(gate) * up), or the experts' sum of that, or its norm."""
+
+    def mlp_input(self, layer: DeviceLayer, x: Tensor) -> Tensor:
+        """What the MLP reads, [n, hidden_size], for one that is computed elsewhere."""
+
+    def add_summed(self, x: Tensor, summed: Tensor) -> None:
+        """x += what that gave, which is kept until the next of these calls."""
 
     def finish(self, x: Tensor) -> None:
         """After the last layer."""
@@ -128,6 +144,15 @@ class OneRow:
         gate_up, down = _dense_mlp(layer)
         gate_up(x, self._gated, norm=layer.mlp_norm, glu=True, gate=layer.gate)
         self._project_and_add(self._gated, down, x, layer.mlp_out_norm)
+
+    def mlp_input(self, layer: DeviceLayer, x: Tensor) -> Tensor:
+        assert layer.mlp_norm is not None
+        normed = torch.empty_like(x)
+        add_rms_norm(x, None, *layer.mlp_norm, normed)
+        return normed
+
+    def add_summed(self, x: Tensor, summed: Tensor) -> None:
+        x += summed
 
     def finish(self, x: Tensor) -> None:
         """Nothing waits."""
@@ -173,6 +198,12 @@ class ManyRows:
         gate_up, down = _dense_mlp(layer)
         gated = gate_up(normed, self._gated[: len(x)], glu=True, gate=layer.gate)
         self._add_later(x, down(gated), layer.mlp_out_norm)
+
+    def mlp_input(self, layer: DeviceLayer, x: Tensor) -> Tensor:
+        return self._add_and_norm(x, layer.mlp_norm).clone()
+
+    def add_summed(self, x: Tensor, summed: Tensor) -> None:
+        self._waiting = summed
 
     def finish(self, x: Tensor) -> None:
         if self._waiting is not None:

@@ -68,7 +68,7 @@ class PreparedSteps:
         captures: whether steps are CUDA graphs.
         step: what a step launches, with its buffers and what stays on the GPU in the slots.
         links: to the host, by rows and micro-batches of the steps that there have been.
-        bursts: of several steps; None: some heads are not on the GPU.
+        bursts: of several steps; None: some heads, or experts, are not on the GPU.
         burst_length: of these, or of steps that are launched ahead.
 
     Raises:
@@ -99,7 +99,8 @@ class PreparedSteps:
     def __post_init__(self) -> None:
         try:
             self.step = self._make_step()
-            if all(layer.is_resident for layer in self.layers):
+            asks = bool(self.model.host_experts)
+            if not asks and all(layer.is_resident for layer in self.layers):
                 stream = None if self.streams is None else self.streams.main
                 self.bursts = Bursts(self.step, stream, captures=self.captures)
         except torch.OutOfMemoryError as error:
@@ -272,7 +273,10 @@ class PreparedSteps:
 
     def make_link(self, num_rows: int, num_micro_batches: int) -> HostLink:
         """A new one, for steps of so many rows in so many micro-batches."""
-        requests = requests_of(self.layers, micro_batch_rows(num_rows, num_micro_batches))
+        host_experts = self.model.host_experts
+        requests = requests_of(
+            self.layers, micro_batch_rows(num_rows, num_micro_batches), host_experts
+        )
         lists = self.step.lists
         if all(layer.finds for layer in self.layers if layer.coded):
             lists = None  # the host needs none of them
@@ -288,6 +292,7 @@ class PreparedSteps:
             selection_tokens=selection.shape[2],
             fetch_tokens=0 if hot is None else hot.fetch_tokens,
             rest_clusters=self.attention.estimate_clusters,
+            hidden_size=self.model.shape.hidden_size if host_experts else 0,
         )
         publishing, listed, is_hot = np.zeros((3, *self.placement.places.shape), bool)
         for layer_idx, layer in enumerate(self.layers):
@@ -308,11 +313,16 @@ class PreparedSteps:
             listed_heads=listed,
             hot_heads=is_hot,
             hot_rows=None if hot is None else hot.map,
+            experts=self.weights.host_experts,
             on_done=self.attention.record_step_queries,
         )
         gpu_sync = self.make_gpu_sync(coprocessor, mailbox)
-        request_of = {(layer, first): i for i, (layer, first, _) in enumerate(requests)}
-        return HostLink(num_rows, num_micro_batches, mailbox, coprocessor, gpu_sync, request_of)
+        request_of, experts_of = (
+            {(x.layer_idx, x.first_row): i for i, x in enumerate(requests) if x.of_experts == of}
+            for of in (False, True)
+        )
+        of_requests = request_of, experts_of
+        return HostLink(num_rows, num_micro_batches, mailbox, coprocessor, gpu_sync, *of_requests)
 
 
 class BoundRows(NamedTuple):

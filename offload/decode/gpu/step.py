@@ -214,10 +214,18 @@ class DeviceStep:
         if batch.gates is not None:
             gate_heads(attended, batch.gates)
         batch.linears.add_attention(layer, batch.x, attended)
-        batch.linears.add_mlp(layer, batch.x)
+        if layer_idx not in self.model.host_experts:
+            batch.linears.add_mlp(layer, batch.x)
+            return
+        normed = batch.linears.mlp_input(layer, batch.x)
+        self._mark("linear", layer_idx)
+        link.run_experts(layer_idx, batch.rows, normed)
+        self._mark("wait", layer_idx)
+        batch.linears.add_summed(batch.x, normed)
 
     def attend_to_sources(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
-        """What the GPU holds and has fetched, here; what the host attends to, there meanwhile."""
+        """What the GPU holds and has fetched, here; what the host attends to, there meanwhile. Who
+        writes `attended` of a head takes its sink into account."""
         self._join_selection(batch, link)  # which reads the scores and lse that are written here
         b, rows, placed = self.buffers, batch.rows, self.heads.layers[layer_idx]
         self._attend(self.heads.held, layer_idx, rows)
@@ -232,7 +240,9 @@ class DeviceStep:
         if placed.host:  # else it is all in `attended`
             of_host = link.attend(layer_idx, rows)
             self._mark("wait", layer_idx)
-            merge_state(b.device_out[rows], b.device_lse[rows], *of_host, b.attended[rows])
+            of_device = b.device_out[rows], b.device_lse[rows]
+            sinks = self.model.layers[layer_idx].sinks
+            merge_state(*of_device, *of_host, b.attended[rows], sinks)
             self._mark("merge", layer_idx)
 
     def gather_ahead(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 # What counts as work, and what each side does while it waits.
-CPU_WORK = ("store", "attend", "update", "prepare")
+CPU_WORK = ("store", "attend", "update", "prepare", "experts")
 CPU_WAITS = ("warm", "wait")
 GPU_WORK = (
     *("linear", "candidates", "predicted"),

@@ -165,8 +165,8 @@ class SequencePages:
         the first `filled` tokens matter."""
         rows = np.flatnonzero(self.page_ids[:, page] >= 0)
         old_ids = self.page_ids[rows, page]
-        for row, *ids in zip(rows.tolist(), old_ids.tolist(), new_ids.tolist(), strict=True):
-            self._copy_tokens(row, *ids, slice(filled))
+        for row, old, new in zip(rows.tolist(), old_ids.tolist(), new_ids.tolist(), strict=True):
+            self._copy_tokens(row, old, new, slice(filled))
         self._pool.release(old_ids)
         self.page_ids[rows, page] = new_ids
         column = slice(page, page + 1)

@@ -20,7 +20,7 @@ from offload.loading.generic_packing import (
 )
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.stock_model import generic_skeleton
-from offload.models import ModelShape, has_experts
+from offload.models import ModelShape
 from offload.planning.placement_bytes import prefill_bytes
 from offload.planning.workload import Workload
 from offload.policies.full import Full
@@ -84,7 +84,7 @@ def host_expert_bytes(checkpoint: Checkpoint, config: RuntimeConfig) -> int:
 
 
 def _expert_bytes(checkpoint: Checkpoint, config: RuntimeConfig) -> dict[int, int]:
-    if not has_experts(checkpoint.config):
+    if not checkpoint.shape.num_experts:
         return {}
     return expert_bytes(*generic_skeleton(checkpoint, config.dtype, config.packing))
 

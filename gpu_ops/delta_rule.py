@@ -242,16 +242,19 @@ class GpuDeltaRule:
 
         Args:
             projected: [n, row_size], what `places` says; rows may be apart.
-            pointers: int64 [2, n], addresses of each row's conv_state [channels, conv_width], the
-                inputs of the tokens before, and of its state, float32 [num_v_heads, k_dim, v_dim],
-                S, on a multiple of 16 bytes if a row of S is one; both are overwritten. A row
-                whose addresses are 0 is not in use: nothing of it is read, and it becomes zeros.
+            pointers: int64 [2, n], its two rows may be apart: addresses of each row's conv_state
+                [channels, conv_width], the inputs of the tokens before, and of its state, float32
+                [num_v_heads, k_dim, v_dim], S, on a multiple of 16 bytes if a row of S is one;
+                both are overwritten. A row whose addresses are 0 is not in use: nothing of it is
+                read, and it becomes zeros.
             out: what is returned, if given.
         """
         heads, conv, n = self.heads, self.conv, len(projected)
         if projected.dim() != 2 or projected.stride(1) != 1:
             raise ValueError(f"rows of projected must be contiguous, got {projected.stride()}")
         check_tensor("a row of projected", projected[0], (heads.row_size,), conv.dtype, conv.device)
+        if pointers.shape != (2, n):
+            raise ValueError(f"pointers must be [2, {n}], got {list(pointers.shape)}")
         for addresses in pointers:
             check_tensor("pointers", addresses, (n,), torch.int64, conv.device)
         size = heads.num_v_heads * heads.v_dim

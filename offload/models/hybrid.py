@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from cpu_ops.delta_rule import DeltaHeads
+from cpu_ops.delta_rule import DeltaHeads, DeltaRule
 from cpu_ops.routed_linear import ExpertChoice
 from gpu_ops.delta_rule import GpuDeltaRule
 from gpu_ops.routed_linear import GpuRoutedMlp, SharedExpert
@@ -25,6 +25,7 @@ from offload.models.base import (
     norm_of,
     stock_context_limit,
 )
+from offload.models.linear import Linear
 from offload.models.packed_experts import native_gate
 from offload.models.rope import RotaryOfTexts, rotary_view
 from offload.models.routed_mlp import RoutedMlp
@@ -64,9 +65,15 @@ class DeltaWeights:
         heads = self.heads
         return self.conv.nbytes + 4 * heads.num_v_heads * heads.k_dim * heads.v_dim
 
+    def on_cpu(self) -> DeltaRule:
+        return DeltaRule(*self._weights, by_key_head=self.by_key_head)
+
     def on_gpu(self) -> GpuDeltaRule:
-        weights = self.heads, self.conv, self.norm, self.a_log, self.dt_bias
-        return GpuDeltaRule(*weights, by_key_head=self.by_key_head)
+        return GpuDeltaRule(*self._weights, by_key_head=self.by_key_head)
+
+    @property
+    def _weights(self) -> tuple[DeltaHeads, Tensor, tuple[Tensor, float], Tensor, Tensor]:
+        return self.heads, self.conv, self.norm, self.a_log, self.dt_bias
 
 
 @dataclass(frozen=True)
@@ -108,16 +115,25 @@ class HybridModel(LeanModel):
     @property
     def recurrent(self) -> list[RecurrentLayer]:
         """All of them, in their order."""
-        before = [x for layer in self.layers if isinstance(layer, HybridLayer) for x in layer.before]
-        return [*before, *self.after]
+        groups = *(getattr(layer, "before", ()) for layer in self.layers), self.after
+        return [x for group in groups for x in group]
 
 
-class _MlpWithShared(RoutedMlp):
-    """Experts, and one that all tokens meet, with a gate of its own."""
+class MlpWithShared(RoutedMlp):
+    """Experts, and one that all tokens meet, with a gate of its own, which a GPU alone computes."""
+
+    @classmethod
+    def of(cls, mlp: Any) -> MlpWithShared:
+        """Of a stock module; NotImplementedError for another gate than silu."""
+        gate = native_gate(mlp.experts)
+        if gate is None or gate.kind != "silu":
+            raise NotImplementedError("experts of another kind")
+        normalises = getattr(mlp.gate, "norm_topk_prob", True)
+        return cls(mlp, ExpertChoice(mlp.gate.top_k, normalises=normalises, rounds=True), gate)
 
     def on_gpu(self) -> GpuRoutedMlp:
         module = self._module
-        gate_up, down = _dense(module.shared_expert)
+        gate_up, down = dense_mlp(module.shared_expert)
         shared = SharedExpert(
             fused_linear("", module, "shared_expert_gate").on_gpu(), gate_up.on_gpu(), down.on_gpu()
         )
@@ -191,10 +207,9 @@ def _attention(layer: Any, before: tuple[RecurrentLayer, ...]) -> HybridLayer:
 
 def _recurrent(layer: Any, number: int) -> RecurrentLayer:
     mixer = layer.linear_attn
-    names = ("qkvz", "ba") if hasattr(mixer, "in_proj_qkvz") else ("qkv", "z", "b", "a")
     made = DecoderLayer(
         input_norm=OnePlusNorm(layer.input_layernorm),
-        qkv=fused_linear("", mixer, *[f"in_proj_{name}" for name in names]),
+        qkv=rule_projections(mixer),
         q_norm=None,
         k_norm=None,
         o_proj=fused_linear("", mixer, "out_proj"),
@@ -205,20 +220,21 @@ def _recurrent(layer: Any, number: int) -> RecurrentLayer:
     return RecurrentLayer(number, made, DeltaWeights.of(mixer))
 
 
+def rule_projections(mixer: Any) -> Linear:
+    """What a stock module's rule reads."""
+    names = ("qkvz", "ba") if hasattr(mixer, "in_proj_qkvz") else ("qkv", "z", "b", "a")
+    return fused_linear("", mixer, *[f"in_proj_{name}" for name in names])
+
+
 def _mlp(mlp: Any) -> dict[str, Any]:
     if hasattr(mlp, "gate_proj"):
-        gate_up, down = _dense(mlp)
+        gate_up, down = dense_mlp(mlp)
         return {"gate_up": gate_up, "down": down}
-    gate = native_gate(mlp.experts)
-    if gate is None or gate.kind != "silu":
-        raise NotImplementedError("experts of another kind")
-    normalises = getattr(mlp.gate, "norm_topk_prob", True)
-    choice = ExpertChoice(mlp.gate.top_k, normalises=normalises, rounds=True)
-    return {"gate_up": None, "down": None, "routed": _MlpWithShared(mlp, choice, gate)}
+    return {"gate_up": None, "down": None, "routed": MlpWithShared.of(mlp)}
 
 
-def _dense(mlp: Any) -> Any:
-    """gate ++ up, and down."""
+def dense_mlp(mlp: Any) -> tuple[Linear, Linear]:
+    """gate ++ up, and down; NotImplementedError for another activation than silu."""
     if not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation):
         raise NotImplementedError("another activation")
     return fused_linear("", mlp, "gate_proj", "up_proj"), fused_linear("", mlp, "down_proj")

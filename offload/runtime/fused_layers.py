@@ -13,21 +13,23 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from torch import Tensor
 
-from cpu_ops.delta_rule import DeltaHeads, DeltaRule
 from cpu_ops.linear import Linear
 from cpu_ops.rms_norm import rms_norm
-from cpu_ops.routed_linear import ExpertChoice, run_experts
+from cpu_ops.routed_linear import run_experts
 from cpu_ops.worker_pool import WorkerPool
 from offload.models.base import OnePlusNorm, fused_linear, norm_of
-from offload.models.packed_experts import native_gate
-from offload.models.routed_mlp import RoutedMlp
+from offload.models.hybrid import (
+    TYPES,
+    DeltaWeights,
+    MlpWithShared,
+    dense_mlp,
+    rule_projections,
+)
 from offload.runtime.generic_cache import GenericCache
 
 T = TypeVar("T")
-TYPES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # of a text model's config
 
 
 class _Mixer:
@@ -37,20 +39,9 @@ class _Mixer:
         mixer = layer.linear_attn
         self._layer_idx = int(mixer.layer_idx)
         self.norm = norm_of(OnePlusNorm(layer.input_layernorm))
-        by_key_head = hasattr(mixer, "in_proj_qkvz")
-        names = ("qkv", "z", "b", "a") if not by_key_head else ("qkvz", "ba")
-        self._into = fused_linear("", mixer, *[f"in_proj_{name}" for name in names]).on_cpu()
+        self._into = rule_projections(mixer).on_cpu()
         self._out = fused_linear("", mixer, "out_proj").on_cpu()
-        if mixer.activation not in ("silu", "swish") or mixer.conv1d.bias is not None:
-            raise NotImplementedError("a convolution with a bias or another activation")
-        self._rule = DeltaRule(
-            DeltaHeads(mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim),
-            mixer.conv1d.weight.detach().squeeze(1),
-            norm_of(mixer.norm),
-            mixer.A_log.detach(),
-            mixer.dt_bias.detach(),
-            by_key_head=by_key_head,
-        )
+        self._rule = DeltaWeights.of(mixer).on_cpu()
 
     def __call__(self, pool: WorkerPool, x: Tensor, cache: GenericCache) -> Tensor:
         states: Any = cache.layers[self._layer_idx]
@@ -91,20 +82,12 @@ class _Attention:
         return self._out(pool, gated.view(n, width), residual=x)
 
 
-def _mlp_linears(mlp: Any) -> tuple[Linear, Linear]:
-    """gate ++ up, and down."""
-    if not isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation)):
-        raise NotImplementedError("another activation")
-    gate_up = fused_linear("", mlp, "gate_proj", "up_proj")
-    return gate_up.on_cpu(), fused_linear("", mlp, "down_proj").on_cpu()
-
-
 class _Mlp:
     """x += down(silu(gate) * up of norm(x))."""
 
     def __init__(self, layer: Any) -> None:
         self._norm = norm_of(OnePlusNorm(layer.post_attention_layernorm))
-        self._gate_up, self._down = _mlp_linears(layer.mlp)
+        self._gate_up, self._down = (linear.on_cpu() for linear in dense_mlp(layer.mlp))
 
     def __call__(self, pool: WorkerPool, x: Tensor) -> Tensor:
         gate_up = self._gate_up(pool, x, norm=self._norm)
@@ -116,15 +99,10 @@ class _Experts:
 
     def __init__(self, layer: Any) -> None:
         mlp = layer.mlp
-        gate = native_gate(mlp.experts)
-        if gate is None or gate.kind != "silu":
-            raise NotImplementedError("experts of another kind")
-        normalises = getattr(mlp.gate, "norm_topk_prob", True)
-        choice = ExpertChoice(mlp.gate.top_k, normalises=normalises, rounds=True)
         self._norm = norm_of(OnePlusNorm(layer.post_attention_layernorm))
-        self._routed = RoutedMlp(mlp, choice, gate).on_cpu()
+        self._routed = MlpWithShared.of(mlp).on_cpu()
         self._gate = fused_linear("", mlp, "shared_expert_gate").on_cpu()
-        self._gate_up, self._down = _mlp_linears(mlp.shared_expert)
+        self._gate_up, self._down = (linear.on_cpu() for linear in dense_mlp(mlp.shared_expert))
 
     def __call__(self, pool: WorkerPool, x: Tensor) -> Tensor:
         routed, normed = self._routed, rms_norm(pool, x, *self._norm)

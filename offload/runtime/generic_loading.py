@@ -109,6 +109,7 @@ class GenericRuntime:
         resident: the same, where a device attends to all; None if the CPU does, or selects.
         decodes: whether the forward pass that runs is a decode step.
         reads_prompt: whether what runs is a part of a prompt, even if it is a token.
+        is_in_engine: it is a pass of an engine, which checks modules where it reads prompts.
         current_generation: what counts forward passes.
         policy: what `config` asks for, or "auto" came to.
         policy_reason: why "auto" came to the policy; "" if that was asked for.
@@ -128,6 +129,7 @@ class GenericRuntime:
         pool: WorkerPool,
     ) -> None:
         self.stock, self.policy_reason = stock, ""
+        self.decodes = self.reads_prompt = self.is_in_engine = False
         self.device = torch.device(config.device)
         host_bytes = kv_budget_bytes(config, weight_bytes_of(stock), loaded=True)
         is_auto, view = isinstance(config.policy, Auto), None
@@ -196,7 +198,6 @@ class GenericRuntime:
         self.run_lock = self.sequences.run_lock
         self.current_generation = Generation(config.num_threads)
         self.on_tokens: Any = None
-        self.decodes = self.reads_prompt = False
 
     def _resident(self, specs: dict[int, AttentionSpec], modules: Any) -> HostedLayers:
         """Layers of caches without keys and values on the host."""
@@ -280,8 +281,7 @@ class GenericRuntime:
         left behind by an error."""
         outer = self.current_generation
         threads = outer.prefill_threads or torch.get_num_threads()
-        if self.steps is not None:
-            self.steps.check_modules()
+        self.check_modules()
         generation = self.current_generation = Generation(threads, is_running=True)
         try:
             with torch_threads(1):  # in its passes a prompt has more
@@ -308,8 +308,8 @@ class GenericRuntime:
         if cache is not None and inputs[0][1] > 1:
             self._check_reads(cache.kv_lens)
         counter = self.current_generation
-        if self.steps is not None and not counter.is_running:
-            self.steps.check_modules()
+        if not (counter.is_running or self.is_in_engine):
+            self.check_modules()
         counter.begin_pass()
         decodes = not self.reads_prompt and cache is not None and cache.would_decode(inputs[0])
         if decodes and cache is not None:
@@ -340,6 +340,11 @@ class GenericRuntime:
             stats.kv_device_bytes = max(stats.kv_device_bytes, on_device)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         return result
+
+    def check_modules(self) -> None:
+        """Refuse a model that was changed after its kernels were made (`ModuleWatch`)."""
+        if self.steps is not None:
+            self.steps.check_modules()
 
     def check_room(self, cache: GenericCache, request: GenerationRequest) -> int:
         """Refuse a generation that could not come to its end; columns of a prompt that may be read

@@ -45,6 +45,7 @@ class GenericRunner:
             As `GenericCache.forward_pass`; all sequences are as before, also where `between` fails.
         """
         runtime, read = self._runtime, list[tuple[int, int]]()
+        runtime.check_modules()
         with runtime.states.kept([seq for seq, _ in parts]):
             try:
                 logits = list[Tensor]()
@@ -96,12 +97,12 @@ class GenericRunner:
     def phase(self, *, reads_prompt: bool) -> Iterator[None]:
         """Around a pass; a step may come in the middle of a prompt's pass."""
         runtime = self._runtime
-        before = runtime.reads_prompt, runtime.decodes
-        runtime.reads_prompt = reads_prompt
+        before = runtime.reads_prompt, runtime.decodes, runtime.is_in_engine
+        runtime.reads_prompt, runtime.is_in_engine = reads_prompt, True
         try:
             yield
         finally:
-            runtime.reads_prompt, runtime.decodes = before
+            runtime.reads_prompt, runtime.decodes, runtime.is_in_engine = before
 
     def _run(
         self, seqs: Sequence[int], ids: Tensor, between: Callable[[], None] | None = None

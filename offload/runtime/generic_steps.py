@@ -76,9 +76,7 @@ class GenericSteps:
             deadline_seconds=config.deadline_seconds,
             device_budget_bytes=device_kv_bytes,
             device_limit_bytes=config.max_memory.get(device.index or 0),
-            placement=place(
-                host_kv_bytes=store.host_budget_bytes, device_kv_bytes=device_kv_bytes
-            ),
+            placement=place(host_kv_bytes=store.host_budget_bytes, device_kv_bytes=device_kv_bytes),
             keeps_placement=False,
             choose=choose,
             pool=pool,
@@ -88,7 +86,7 @@ class GenericSteps:
         self._cache: GenericCache | None = None
         self._model, self._stock = stock.model, stock.model.forward
         stock.model.forward = self
-        self._watch = ModuleWatch(stock, own_forward=self)
+        self._watch = ModuleWatch(stock.model)
 
     def check_modules(self) -> None:
         """As `ModuleWatch.check`."""
@@ -145,7 +143,8 @@ class GenericSteps:
         rows = np.arange(len(seqs))
         for at, layer in zip(addresses, self._view.recurrent, strict=True):
             states: Any = cache.layers[layer.number]
-            for of_rows, kept in zip(at, (states.conv_states, states.recurrent_states), strict=True):
+            both = states.conv_states, states.recurrent_states
+            for of_rows, kept in zip(at, both, strict=True):
                 if not kept[0].is_contiguous():
                     kept[0] = kept[0].contiguous()
                 of_rows[:] = kept[0].data_ptr() + rows * (kept[0].nbytes // len(seqs))

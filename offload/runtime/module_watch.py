@@ -43,13 +43,9 @@ class ModuleWatch:
     """A stock model as it is now, to be compared with what it is later.
 
     Hooks on the model itself, and its own `forward`, are not watched: whoever calls it sees them.
-
-    Args:
-        own_forward: that a module has in the place of its class's.
     """
 
-    def __init__(self, stock: Any, own_forward: Any = None) -> None:
-        self._own_forward = own_forward
+    def __init__(self, stock: Any) -> None:
         modules = dict(stock.named_modules())
         self._names: list[str] = []  # of the module of each table
         self._tables: list[dict[str, Any]] = []  # what it holds by name
@@ -118,9 +114,7 @@ class ModuleWatch:
 
     def _has_hooks(self) -> bool:
         for fields in self._fields:
-            if fields["_forward_hooks"] or fields["_forward_pre_hooks"]:
-                return True
-            if fields.get("forward", self._own_forward) is not self._own_forward:
+            if fields["_forward_hooks"] or fields["_forward_pre_hooks"] or "forward" in fields:
                 return True
         return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
 
@@ -143,7 +137,7 @@ class ModuleWatch:
         for (name, module), kind in zip(self._modules.items(), self._classes, strict=True):
             if any(map(_is_foreign, _forward_hooks(module))):
                 yield _hooked(name)
-            if vars(module).get("forward", self._own_forward) is not self._own_forward:
+            if "forward" in vars(module):
                 yield _other(name, "forward")
             if type(module) is not kind:
                 yield _other(name, "class")

@@ -56,8 +56,11 @@ plan`](placement.md#offload-plan) counts the bytes of a model, and `offload eval
 on a CPU, a prompt at a time. Beams, drafts, saved caches of `generate()`, scores of prompts, ranks
 and `host_bytes_per_sequence` are refused. Before it is used, each model must give the logits of the
 stock path for a padded prompt and three steps; it is refused if it does not.
-Decode steps of qwen3_5, qwen3_5_moe and qwen3_next on a CPU go through fused kernels: the gated
-delta rule with its convolution, norms and dense MLPs; a layer that was hooked runs its modules.
+Decode steps of qwen3_5, qwen3_5_moe and qwen3_next on a CPU go through fused kernels, with dense or
+packed weights: the gated delta rule with its convolution, attention with its norms and gate, dense
+MLPs, and experts with their router; a layer that was hooked runs its modules. With a GPU a step is
+one CUDA graph as of lean layers, and keys and values are placed as theirs; modules may not be
+changed or hooked then.
 Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class for it; that
 is so for types that are not in this table, too, such as `mistral3` and `llava`.
 

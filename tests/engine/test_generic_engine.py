@@ -23,13 +23,14 @@ from offload.runtime.generic_loading import generic_runtime
 from offload.runtime.generic_model import generic_model
 
 TYPES = ["qwen3_5_text", "granitemoe_swa", "lfm2"]
+INLINE = ["granitemoe_swa inline", "qwen3_5_text inline"]
 IDS = torch.randint(3, 250, (8, 200), generator=torch.Generator().manual_seed(1)).tolist()
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(
     scope="module",
-    params=slow_but([*TYPES, "granitemoe_swa inline"], *TYPES[:2], "granitemoe_swa inline"),
+    params=slow_but([*TYPES, *INLINE], *TYPES[:2], *INLINE),
 )
 def model(request: pytest.FixtureRequest) -> Any:
     """The last one with its modules as on a GPU, apart from the attention of decode steps."""

@@ -22,11 +22,12 @@ from offload.policies.registry import make_policy
 from offload.runtime.modules_device import ModulesDevice
 from offload.system.errors import DeviceMemoryError
 
-TYPES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss", "lfm2", "gemma2"]
+TYPES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "gemma2"]
 CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])
 IDS = torch.randint(3, 250, (2, 90), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
 MASK[0, :37] = 0
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 POLICIES = [
     make_policy("full"),
     make_policy("exact_topk", budget_tokens=4096, sink_tokens=2, recent_tokens=4, dense_layers=0),
@@ -84,6 +85,28 @@ def test_tokens_are_those_of_the_stock_model(
             assert (model.offload_stats().kv_host_bytes > 0) == on_host
             assert model.kv_store.num_sequences == 0
             monkeypatch.undo()
+
+
+@pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
+def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
+    """Steps are those of `GenericSteps`, but where more is asked for; changes are refused."""
+    tiny_model_of("qwen3_5_text", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    model = load(tmp_path, device, policy="full")
+    ids = IDS[1:].to(device)
+    with torch.no_grad():
+        expected = model(input_ids=ids, past_key_values=model.new_cache()).logits[:, 88:]
+        cache = model.new_cache()
+        model(input_ids=ids[:, :88], past_key_values=cache)
+        steps = [
+            model(input_ids=ids[:, i : i + 1], past_key_values=cache, output_hidden_states=asks)
+            for i, asks in ((88, True), (89, False))
+        ]
+    torch.testing.assert_close(torch.cat([x.logits for x in steps], 1), expected, **CLOSE)
+    assert steps[0].hidden_states is not None
+    assert steps[1].hidden_states is None
+    model.model.layers[0].mlp.down_proj = torch.nn.Linear(4, 4)
+    with pytest.raises(NotImplementedError, match="down_proj was replaced"):
+        tokens(model, IDS, MASK)
 
 
 @pytest.mark.cuda

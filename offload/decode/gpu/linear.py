@@ -51,7 +51,7 @@ class DeviceWeights:
     """A model's weights.
 
     Attributes:
-        recurrent: before each of `layers`, and behind the last; (): the model has none.
+        recurrent: of a hybrid model, before each of `layers`, and behind the last.
         host_experts: of each layer that has them on the host; None: of others.
     """
 
@@ -271,7 +271,8 @@ def _allocate(weights: DeviceWeights, num_rows: int) -> Iterable[Tensor]:
     if num_rows == 1 and weights.recurrent:
         of_rules = (x.layer.qkv.out_features for group in weights.recurrent for x in group)
         width = max(weights.layers[0].qkv.out_features, *of_rules)
-        layout |= {"qkv": ((1, width), like.dtype), "query": ((1, _query_width(weights)), like.dtype)}
+        layout["qkv"] = (1, width), like.dtype
+        layout["query"] = (1, _query_width(weights)), like.dtype
     return allocate(layout, like.device, torch.empty).values()
 
 

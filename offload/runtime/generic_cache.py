@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -232,6 +234,8 @@ class GenericCache(DynamicCache):
         self._seqs: list[int] = [*(seqs or ())]
         # Called between two layers that read a prompt.
         self.between: Callable[[], None] | None = None
+        # Of the states that a step writes to, until something else has run.
+        self.addresses: npt.NDArray[np.int64] | None = None
         self._num_columns = 0
         self._has_failed = False
         hosted.others.caches.add(self)
@@ -318,6 +322,7 @@ class GenericCache(DynamicCache):
         Raises:
             HostBudgetError: there is no room for the copies.
         """
+        self.addresses = None
         columns, others = max(state.kv_len for state in states), self._hosted.others
         if columns == 0:
             return
@@ -381,6 +386,7 @@ class GenericCache(DynamicCache):
         self._forget_states()
 
     def _forget_states(self) -> None:
+        self.addresses = None
         self._num_columns = 0
         self.layers = DynamicCache(config=self._hosted.config).layers
         self._host_layers()
@@ -453,7 +459,9 @@ class GenericCache(DynamicCache):
                 sequences.note_text(batch, self._seqs, text)
             self._forget_pass()
             self._pads = pads
-            if is_decode:
+            if not is_decode:
+                self.addresses = None
+            else:
                 self._step_lens = [past + 1 - pad for pad in pads]
                 if not self.steps_on_device:
                     self.begin_step()
@@ -492,6 +500,7 @@ class GenericCache(DynamicCache):
 
     def begin_step(self) -> None:
         """The stock modules run this step; the CPU attends."""
+        self.addresses = None
         self._step = self._hosted.attention.begin_step(self._seqs, self._step_lens)
 
     def note_step(self) -> None:

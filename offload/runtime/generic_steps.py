@@ -139,6 +139,8 @@ class GenericSteps:
     def _states_of(self, seqs: Sequence[int]) -> npt.NDArray[np.int64]:
         cache = self._cache
         assert cache is not None
+        if cache.addresses is not None:
+            return cache.addresses
         addresses = np.zeros((len(self._view.recurrent), 2, len(seqs)), np.int64)
         rows = np.arange(len(seqs))
         for at, layer in zip(addresses, self._view.recurrent, strict=True):
@@ -148,4 +150,5 @@ class GenericSteps:
                 if not kept[0].is_contiguous():
                     kept[0] = kept[0].contiguous()
                 of_rows[:] = kept[0].data_ptr() + rows * (kept[0].nbytes // len(seqs))
+        cache.addresses = addresses
         return addresses

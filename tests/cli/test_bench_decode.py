@@ -8,8 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from cases.tiny_shapes import TINY_WINDOWED
 from typer.testing import CliRunner
 
 from offload.bench.decode.baselines.transformers_compiled import CannotCompileError
@@ -26,7 +28,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.measuring.steps.measure import WARM_UP_STEPS, measure_steps
 from offload.measuring.steps.step_timeline import SHARES
 from offload.models.dtypes import DTYPES
-from offload.models.shape import MODEL_SHAPES
+from offload.models.shape import MODEL_SHAPES, weight_elements
 from offload.policies.registry import make_policy
 from offload.runtime.config import BACKENDS, runtime_config
 
@@ -267,6 +269,45 @@ def test_several_sessions_over_one_cache() -> None:
     assert len({str(token) for token in tokens[0]}) > 1
 
 
+# A random gpt_oss of 8,192 positions: its own yarn is of 131,072.
+@pytest.mark.parametrize("weights", ["auto", "q8"])
+@pytest.mark.parametrize("name", [*TINY_WINDOWED])
+def test_sessions_of_layers_with_windows(
+    name: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store drops what is before windows, and a GPU's step, here inline, chooses as the native
+    layers do."""
+    monkeypatch.setitem(MODEL_SHAPES, name, TINY_WINDOWED[name])
+    policies = [make_policy("full"), make_policy("sketch", budget_tokens=256, dense_layers=0)]
+    chosen: dict[str | None, list[int]] = {}
+    for backend in (None, "inline"):
+        config = runtime_config(
+            device="cpu", num_threads=1, dtype="float32", weights=weights, backend=backend
+        )
+        model = RandomModel(name, config, longest=3000)
+        with model.sessions(3000, policies, num_steps=10) as opened:
+            for policy in policies:
+                with closing(opened(policy)) as session:
+                    session.rewind()
+                    session.decode(10)
+                    store = session.runtime.store
+                    full = store.num_full_rows * 3010 * 2 * 2 * 32 * 4
+                    assert full < store.host_bytes_used < 2 * full
+                    counts = session.runtime.attention.last_selection()
+                    chosen.setdefault(policy.name, []).append(sum(map(len, counts)))
+    assert len({*chosen["sketch"]}) == 1
+    assert sum(chosen["sketch"]) > 0
+    assert bool(model.stock.model.layers[0].self_attn.q_proj.weight.isfinite().all())
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    gemma, gpt_oss = MODEL_SHAPES["gemma-3-12b"], MODEL_SHAPES["gpt-oss-20b"]
+    assert round(weight_elements(gemma) / 1e9, 1) == 11.8
+    assert round(weight_elements(gpt_oss) / 1e9, 1) == 20.9
+    assert [len(x.windows) - np.count_nonzero(x.windows) for x in (gemma, gpt_oss)] == [8, 12]
+    assert [len(x.with_layers(7).windows) for x in (gemma, gpt_oss)] == [7, 7]
+
+
 def test_made_keys_reach_beyond_the_shape() -> None:
     """A GPU's tables have room for as many tokens as the model has positions."""
     model = random_model(longest=13_000)
@@ -307,6 +348,10 @@ def test_measurement() -> None:
             "distinct_layers must be in [1, 4], got 9",
         ),
         (["--layers", "5"], "num_layers must be in [1, 4], got 5"),
+        (
+            ["--shape", "gpt-oss-20b", "--weights", "q4", "--engines", "offload"],
+            "give weights='q8'",
+        ),
         (["--shape", "llama"], "unknown 'llama'; available: llama-3.1-8b"),
         (["--dtype", "int8"], "unknown 'int8'; available: bfloat16"),
         (["--engines", "vllm"], "unknown 'vllm'; available: offload, graph"),

@@ -269,7 +269,6 @@ def test_several_sessions_over_one_cache() -> None:
     assert len({str(token) for token in tokens[0]}) > 1
 
 
-# A random gpt_oss of 8,192 positions: its own yarn is of 131,072.
 @pytest.mark.parametrize("weights", ["auto", "q8"])
 @pytest.mark.parametrize("name", [*TINY_WINDOWED])
 def test_sessions_of_layers_with_windows(
@@ -279,25 +278,32 @@ def test_sessions_of_layers_with_windows(
     layers do."""
     monkeypatch.setitem(MODEL_SHAPES, name, TINY_WINDOWED[name])
     policies = [make_policy("full"), make_policy("sketch", budget_tokens=256, dense_layers=0)]
-    chosen: dict[str | None, list[int]] = {}
+    tokens: dict[str, list[list[int]]] = {"full": [], "sketch": []}
     for backend in (None, "inline"):
-        config = runtime_config(
-            device="cpu", num_threads=1, dtype="float32", weights=weights, backend=backend
-        )
-        model = RandomModel(name, config, longest=3000)
-        with model.sessions(3000, policies, num_steps=10) as opened:
+        options: dict[str, Any] = {"dtype": "float32", "weights": weights, "backend": backend}
+        model = RandomModel(name, runtime_config(num_threads=1, **options), longest=3000)
+        with model.sessions(3000, policies, num_steps=8) as opened:
             for policy in policies:
                 with closing(opened(policy)) as session:
                     session.rewind()
-                    session.decode(10)
+                    choose, chosen = session.runtime.choose_tokens, list[int]()
+
+                    def one(*args: Any, choose: Any = choose, chosen: Any = chosen) -> Any:
+                        chosen.append(int((found := choose(*args[:3], 1))[0, 0]))
+                        return found
+
+                    monkeypatch.setattr(session.runtime, "choose_tokens", one)
+                    session.decode(8)
+                    tokens[policy.name].append(chosen)
                     store = session.runtime.store
-                    full = store.num_full_rows * 3010 * 2 * 2 * 32 * 4
+                    full = store.num_full_rows * 3008 * 2 * 2 * 32 * 4
                     assert full < store.host_bytes_used < 2 * full
-                    counts = session.runtime.attention.last_selection()
-                    chosen.setdefault(policy.name, []).append(sum(map(len, counts)))
-    assert len({*chosen["sketch"]}) == 1
-    assert sum(chosen["sketch"]) > 0
-    assert bool(model.stock.model.layers[0].self_attn.q_proj.weight.isfinite().all())
+    # Those of q8 round what they multiply with on a CPU. Norms of heads, gemma's, are of a GPU's
+    # synthetic queries alone.
+    same = [] if weights == "q8" else ["full"] if name == "gemma-3-12b" else ["full", "sketch"]
+    for policy_name in same:
+        assert tokens[policy_name][0] == tokens[policy_name][1]
+    assert all(len({*chosen}) > 1 for of_policy in tokens.values() for chosen in of_policy)
 
 
 def test_shapes_are_those_of_the_models() -> None:

@@ -261,7 +261,7 @@ def lean_model(stock: Any) -> LeanModel:
 
 def _keep_sizes(stock: Any, lean: LeanModel, rows: Tensor) -> None:
     """Have norms of heads leave synthetic queries and keys, of `QKVRows`, about as large as they
-    are: it decides how sharp attention is."""
+    are: it decides how sharp attention is. A GPU's step norms them; native layers do not."""
     widths = [lean.shape.query_width, lean.shape.num_kv_heads * lean.shape.head_dim]
     for layer_idx, (layer, stock_layer) in enumerate(
         zip(lean.layers, stock.model.layers, strict=True)

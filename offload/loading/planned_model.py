@@ -35,7 +35,13 @@ from offload.loading.stock_model import generic_skeleton, text_part
 from offload.models import Where, family_of, has_other_matrices, is_generic, lean_model_maker
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
-from offload.models.shape import MODEL_SHAPES, ModelShape, matrix_sizes, weight_elements
+from offload.models.shape import (
+    MODEL_SHAPES,
+    SHAPE_TYPES,
+    ModelShape,
+    matrix_sizes,
+    weight_elements,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +147,7 @@ def planned_model(
             num_bytes = packed_weight_bytes(_shapes(shape), chosen, weights)
         return PlannedModel(
             name_or_path,
-            "llama",
+            SHAPE_TYPES.get(name_or_path, "llama"),
             shape,
             chosen,
             num_bytes,

@@ -54,14 +54,24 @@ class ModelShape:
             expert_size=(config.get("moe_intermediate_size") or inner) if num_experts else 0,
         )
 
+    def with_layers(self, num_layers: int) -> ModelShape:
+        """That of its first layers."""
+        return replace(self, num_layers=num_layers, windows=self.windows[:num_layers])
+
     @property
     def of_a_token(self) -> ModelShape:
-        """That of a model without experts which takes as much work for a token."""
+        """That of a model without experts and windows which takes as much work for a token, but
+        for attention."""
         if not self.num_experts:
-            return self
+            return replace(self, windows=())
         inner = self.experts_per_token * self.expert_size
         return replace(
-            self, intermediate_size=inner, num_experts=0, experts_per_token=0, expert_size=0
+            self,
+            intermediate_size=inner,
+            num_experts=0,
+            experts_per_token=0,
+            expert_size=0,
+            windows=(),
         )
 
     @property
@@ -113,9 +123,40 @@ MODEL_SHAPES = {
         experts_per_token=8,
         expert_size=768,
     ),
+    "gemma-3-12b": ModelShape(
+        48,
+        3840,
+        16,
+        8,
+        256,
+        15360,
+        262208,
+        131072,
+        1000000.0,
+        True,
+        windows=(*(1024,) * 5, 0) * 8,
+    ),
+    "gpt-oss-20b": ModelShape(
+        24,
+        2880,
+        64,
+        8,
+        64,
+        2880,
+        201088,
+        131072,
+        150000.0,
+        windows=(128, 0) * 12,
+        num_experts=32,
+        experts_per_token=4,
+        expert_size=2880,
+    ),
     "smollm2-135m": ModelShape(30, 576, 9, 3, 64, 1536, 49152, 8192, 100000.0, True),
     "tiny": ModelShape(4, 128, 4, 2, 32, 256, 512, 8192, 10000.0),
 }
+
+# Of those that are not Llama-like, transformers' type.
+SHAPE_TYPES = {"gemma-3-12b": "gemma3_text", "gpt-oss-20b": "gpt_oss"}
 
 
 def weight_elements(shape: ModelShape) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from cases.tiny_shapes import TINY_WINDOWED
 from transformers import DynamicCache
 
 from offload.bench.decode.baselines import all_on_gpu_graph, transformers_compiled
@@ -17,9 +19,10 @@ from offload.bench.decode.baselines.transformers_decode import (
     prefill_seconds,
 )
 from offload.bench.decode.engines import describe, seconds_row
+from offload.bench.decode.models import lean_model
 from offload.measuring.synthetic.random_model import random_model
 from offload.models import lean_model_maker
-from offload.models.shape import MODEL_SHAPES
+from offload.models.shape import MODEL_SHAPES, SHAPE_TYPES
 
 pytestmark = pytest.mark.slow
 
@@ -106,19 +109,61 @@ def test_attention_of_a_step(groups: bool) -> None:
     torch.testing.assert_close(out.double(), expected.reshape(2, -1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_all_on_gpu_computes_what_the_stock_model_does(stock: Any, batch_size: int) -> None:
-    engine = all_on_gpu_graph.AllOnGPU(
-        lean_model_maker("llama")(stock), kv_len=KV_LEN, batch_size=batch_size
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
+@pytest.mark.parametrize("name", ["default", "flash_attention, then sinks", "ours"])
+def test_attentions_of_a_step(name: str, sinks: torch.Tensor | None) -> None:
+    """Our kernel takes a power of two of tokens as one page."""
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(2, 4 * 32, generator=generator)
+    cache = torch.randn(2, 2, 2, 64, 32, generator=generator)
+    found = all_on_gpu_graph.attentions_over(query, cache, 0.2, sinks)
+    if name not in found:
+        assert (name == "default") == (sinks is not None)
+        return
+    q = query.view(2, 2, 2, 32).double()
+    keys, values = cache.double().unbind(1)
+    scores = 0.2 * q @ keys.transpose(-1, -2)
+    total = scores.exp().sum(-1, keepdim=True)
+    if sinks is not None:
+        total += sinks.double().exp().view(2, 2, 1)
+    expected = (scores.exp() / total) @ values
+    torch.testing.assert_close(
+        found[name]().double(), expected.reshape(2, -1), rtol=1e-4, atol=1e-5
     )
-    cache = DynamicCache(config=stock.config)
-    for layer_idx, keys_values in enumerate(engine.caches):
-        keys, values = keys_values[:, :, :, : KV_LEN - 1].clone().unbind(1)
+
+
+def windowed(name: str) -> Any:
+    """A tiny model of a shape's type, with a window smaller and one larger than the context."""
+    shape = replace(TINY_WINDOWED[name], windows=(24, 0, 24, 0))
+    made = random_model(
+        shape, device=torch.device("cpu"), dtype=torch.float32, model_type=SHAPE_TYPES[name]
+    )
+    for parameter_name, parameter in made.named_parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(5)
+        elif parameter_name.endswith("sinks"):
+            parameter.normal_(0.0, 1.0)
+    return made
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("name", ["llama", *SHAPE_TYPES])
+def test_all_on_gpu_computes_what_the_stock_model_does(
+    stock: Any, name: str, batch_size: int
+) -> None:
+    model = stock if name == "llama" else windowed(name)
+    engine = all_on_gpu_graph.AllOnGPU(lean_model(model), kv_len=KV_LEN, batch_size=batch_size)
+    cache = DynamicCache(config=model.config)
+    rings = [keys_values.shape[3] for keys_values in engine.caches]
+    assert rings == [KV_LEN] * 4 if name == "llama" else [24, KV_LEN] * 2
+    for layer_idx, (ring, keys_values) in enumerate(zip(rings, engine.caches, strict=True)):
+        before = torch.arange(KV_LEN - 1) % ring  # what is before the window, nobody reads
+        keys, values = keys_values[:, :, :, before].unbind(1)
         cache.update(keys, values, layer_idx)
     engine.tokens.copy_(torch.arange(7, 7 + batch_size))
     tokens = engine.tokens[:, None].clone()
     logits = engine.step()
-    expected = stock(
+    expected = model(
         input_ids=tokens,
         past_key_values=cache,
         position_ids=torch.full_like(tokens, KV_LEN - 1),
@@ -126,11 +171,13 @@ def test_all_on_gpu_computes_what_the_stock_model_does(stock: Any, batch_size: i
     error = (logits - expected).double().norm() / expected.double().norm()
     assert float(error) < 1e-5
     assert torch.equal(engine.tokens, expected.argmax(-1))
-    for layer, keys_values in zip(cache.layers, engine.caches, strict=True):
-        torch.testing.assert_close(layer.keys, keys_values[:, 0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(layer.values, keys_values[:, 1], rtol=1e-4, atol=1e-5)
+    for ring, layer, keys_values in zip(rings, cache.layers, engine.caches, strict=True):
+        for made, kept in zip((layer.keys, layer.values), keys_values.unbind(1), strict=True):
+            assert made is not None
+            last = kept[:, :, (KV_LEN - 1) % ring]
+            torch.testing.assert_close(made[:, :, -1], last, rtol=1e-4, atol=1e-5)
     assert len(engine.decode_seconds(2)) == 2
-    assert engine.kv_bytes == batch_size * KV_LEN * MODEL_SHAPES["tiny"].kv_token_bytes * 2
+    assert engine.kv_bytes == batch_size * sum(rings) * 2 * 2 * 32 * 4
 
 
 @pytest.mark.cuda

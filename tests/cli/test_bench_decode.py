@@ -8,8 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from cases.tiny_shapes import TINY_WINDOWED
 from typer.testing import CliRunner
 
 from offload.bench.decode.baselines.transformers_compiled import CannotCompileError
@@ -26,7 +28,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.measuring.steps.measure import WARM_UP_STEPS, measure_steps
 from offload.measuring.steps.step_timeline import SHARES
 from offload.models.dtypes import DTYPES
-from offload.models.shape import MODEL_SHAPES
+from offload.models.shape import MODEL_SHAPES, weight_elements
 from offload.policies.registry import make_policy
 from offload.runtime.config import BACKENDS, runtime_config
 
@@ -267,6 +269,51 @@ def test_several_sessions_over_one_cache() -> None:
     assert len({str(token) for token in tokens[0]}) > 1
 
 
+@pytest.mark.parametrize("weights", ["auto", "q8"])
+@pytest.mark.parametrize("name", [*TINY_WINDOWED])
+def test_sessions_of_layers_with_windows(
+    name: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store drops what is before windows, and a GPU's step, here inline, chooses as the native
+    layers do."""
+    monkeypatch.setitem(MODEL_SHAPES, name, TINY_WINDOWED[name])
+    policies = [make_policy("full"), make_policy("sketch", budget_tokens=256, dense_layers=0)]
+    tokens: dict[str, list[list[int]]] = {"full": [], "sketch": []}
+    for backend in (None, "inline"):
+        options: dict[str, Any] = {"dtype": "float32", "weights": weights, "backend": backend}
+        model = RandomModel(name, runtime_config(num_threads=1, **options), longest=3000)
+        with model.sessions(3000, policies, num_steps=8) as opened:
+            for policy in policies:
+                with closing(opened(policy)) as session:
+                    session.rewind()
+                    choose, chosen = session.runtime.choose_tokens, list[int]()
+
+                    def one(*args: Any, choose: Any = choose, chosen: Any = chosen) -> Any:
+                        chosen.append(int((found := choose(*args[:3], 1))[0, 0]))
+                        return found
+
+                    monkeypatch.setattr(session.runtime, "choose_tokens", one)
+                    session.decode(8)
+                    tokens[policy.name].append(chosen)
+                    store = session.runtime.store
+                    full = store.num_full_rows * 3008 * 2 * 2 * 32 * 4
+                    assert full < store.host_bytes_used < 2 * full
+    # Those of q8 round what they multiply with on a CPU. Norms of heads, gemma's, are of a GPU's
+    # synthetic queries alone.
+    same = [] if weights == "q8" else ["full"] if name == "gemma-3-12b" else ["full", "sketch"]
+    for policy_name in same:
+        assert tokens[policy_name][0] == tokens[policy_name][1]
+    assert all(len({*chosen}) > 1 for of_policy in tokens.values() for chosen in of_policy)
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    gemma, gpt_oss = MODEL_SHAPES["gemma-3-12b"], MODEL_SHAPES["gpt-oss-20b"]
+    assert round(weight_elements(gemma) / 1e9, 1) == 11.8
+    assert round(weight_elements(gpt_oss) / 1e9, 1) == 20.9
+    assert [len(x.windows) - np.count_nonzero(x.windows) for x in (gemma, gpt_oss)] == [8, 12]
+    assert [len(x.with_layers(7).windows) for x in (gemma, gpt_oss)] == [7, 7]
+
+
 def test_made_keys_reach_beyond_the_shape() -> None:
     """A GPU's tables have room for as many tokens as the model has positions."""
     model = random_model(longest=13_000)
@@ -307,6 +354,10 @@ def test_measurement() -> None:
             "distinct_layers must be in [1, 4], got 9",
         ),
         (["--layers", "5"], "num_layers must be in [1, 4], got 5"),
+        (
+            ["--shape", "gpt-oss-20b", "--weights", "q4", "--engines", "offload"],
+            "give weights='q8'",
+        ),
         (["--shape", "llama"], "unknown 'llama'; available: llama-3.1-8b"),
         (["--dtype", "int8"], "unknown 'int8'; available: bfloat16"),
         (["--engines", "vllm"], "unknown 'vllm'; available: offload, graph"),

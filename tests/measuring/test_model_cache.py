@@ -50,7 +50,7 @@ def make(pool: WorkerPool, rotary_emb: Any, **changes: Any) -> ModelCache:
     options: dict[str, Any] = {
         "kv_len": KV_LEN,
         "num_steps": NUM_STEPS,
-        "rotary_emb": rotary_emb,
+        "ropes": [rotary_emb] * SHAPE.num_layers,
         "device": CPU,
         "dtype": torch.float32,
         "pool": pool,

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from cpu_ops.packed import FORMATS
+from cpu_ops.packed import FORMATS, quantise
 from cpu_ops.worker_pool import WorkerPool
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.huge_pages import move_to_huge_pages
@@ -29,7 +30,8 @@ from offload.measuring.synthetic.model_cache import structured_model_cache
 from offload.measuring.synthetic.random_model import random_model
 from offload.models import LeanModel, lean_model_maker
 from offload.models.base import check_alike
-from offload.models.shape import MODEL_SHAPES
+from offload.models.packed_experts import pack_experts
+from offload.models.shape import MODEL_SHAPES, SHAPE_TYPES
 from offload.policies import Policy
 from offload.runtime.budgets import pool_threads, weight_bytes_of
 from offload.runtime.config import RuntimeConfig
@@ -43,6 +45,15 @@ Opener = Callable[..., DecodeSession]  # of a policy, and other options of `Runt
 
 def ignore(what: str, done: int, total: int) -> None:
     """An `OnDone` that does nothing."""
+
+
+def check_weights(shape: str, weights: str) -> None:
+    """NotImplementedError for packed weights that a shape's own checkpoints have nothing like."""
+    if SHAPE_TYPES.get(shape) == "gpt_oss" and weights == "q4":
+        raise NotImplementedError(
+            f"weights='q4' with the shape {shape!r}: its experts take q8, which stands for their "
+            "MXFP4; give weights='q8'"
+        )
 
 
 class RandomModel:
@@ -77,7 +88,9 @@ class RandomModel:
         most = MODEL_SHAPES[shape].num_layers
         if num_layers is not None and not 1 <= num_layers <= most:
             raise ValueError(f"num_layers must be in [1, {most}], got {num_layers}")
-        self._made = replace(MODEL_SHAPES[shape], num_layers=num_layers or most)
+        self._made = MODEL_SHAPES[shape].with_layers(num_layers or most)
+        self._type = SHAPE_TYPES.get(shape)
+        check_weights(shape, config.weights)
 
     @cached_property
     def stock(self) -> Any:
@@ -85,9 +98,16 @@ class RandomModel:
         longest = max(self._made.max_context, self._longest)
         shape = replace(self._made, max_context=longest)
         with _room_for_weights(self.shape):
-            made = random_model(shape, device=self.device, dtype=self.dtype, seed=self._seed)
+            made = random_model(
+                shape,
+                device=self.device,
+                dtype=self.dtype,
+                seed=self._seed,
+                model_type=self._type,
+            )
             if self.config.weights in FORMATS:
-                pack_weights(made, self.config.weights)
+                pack = _pack_experts if self._type == "gpt_oss" else pack_weights
+                pack(made, self.config.weights)
             return made
 
     @contextmanager
@@ -99,12 +119,13 @@ class RandomModel:
         Raises:
             HostBudgetError: caches that do not fit.
         """
+        lean = lean_model(self.stock)
         with closing(WorkerPool(pool_threads(self.config))) as pool:  # decoders have their own
             cache = structured_model_cache(
                 self._made,
                 kv_len=kv_len,
                 num_steps=num_steps,
-                rotary_emb=self.stock.model.rotary_emb,
+                ropes=[lean.ropes[rope_idx] for rope_idx in lean.each("rope_idx")],
                 device=self.device,
                 dtype=self.dtype,
                 kv_dtype=self.config.kv_dtype,
@@ -115,6 +136,7 @@ class RandomModel:
                 seed=self._seed,
                 on_layer=lambda done, total: on_done("layers of keys", done, total),
             )
+        _keep_sizes(self.stock, lean, cache.rows.rows)
         synchronize(self.device)
 
         def opened(policy: Policy, **options: Any) -> DecodeSession:
@@ -227,16 +249,44 @@ def _room_for_weights(name: str) -> Iterator[None]:
 
 
 def lean_model(stock: Any) -> LeanModel:
-    """The lean view of a stock model, for engines that attend to all tokens in layers alike.
+    """The lean view of a stock model, for engines whose layers have heads alike.
 
     Raises:
-        NotImplementedError: a layer has a window, or other heads than the first.
+        NotImplementedError: a layer has other heads than the first.
     """
     lean = lean_model_maker(stock.config.model_type, heads_may_differ=True)(stock)
     check_alike([layer.spec for layer in lean.layers], "the graph of all on the GPU")
-    if lean.shape.windows:
-        raise NotImplementedError("layers with a window are not for the graph of all on the GPU")
     return lean
+
+
+def _keep_sizes(stock: Any, lean: LeanModel, rows: Tensor) -> None:
+    """Have norms of heads leave synthetic queries and keys, of `QKVRows`, about as large as they
+    are: it decides how sharp attention is. A GPU's step norms them; native layers do not."""
+    widths = [lean.shape.query_width, lean.shape.num_kv_heads * lean.shape.head_dim]
+    for layer_idx, (layer, stock_layer) in enumerate(
+        zip(lean.layers, stock.model.layers, strict=True)
+    ):
+        if layer.q_norm is None or layer.k_norm is None:
+            continue
+        attention, of_layer = stock_layer.self_attn, rows[:, layer_idx].float()
+        queries, keys = torch.split(of_layer[..., : sum(widths)], widths, -1)
+        for norm, view, heads in (
+            (attention.q_norm, layer.q_norm, queries),
+            (attention.k_norm, layer.k_norm, keys),
+        ):
+            # What a weight of 0 stands for, its family knows.
+            norm.weight.fill_(heads.pow(2).mean().sqrt() - (view.weight - norm.weight).mean())
+
+
+def _pack_experts(stock: Any, weights: str) -> None:
+    """Experts, whose matrices are [num_experts, in, out], become packed; other matrices stay, as in
+    checkpoints with MXFP4 experts."""
+    for layer_idx, layer in enumerate(stock.model.layers):
+        for projection in ("gate_up_proj", "down_proj"):
+            weight = getattr(layer.mlp.experts, projection).detach().transpose(1, 2)
+            packed = quantise(weight.flatten(0, 1), weights)
+            name = f"model.layers.{layer_idx}.mlp.experts.{projection}"
+            pack_experts(stock, name, packed, stock.dtype)
 
 
 def synchronize(device: torch.device) -> None:

@@ -108,7 +108,7 @@ def structured_workload(
             of_layers,
             kv_len=kv_len,
             num_steps=num_steps,
-            rotary_emb=_no_rotation,
+            ropes=[_no_rotation] * num_layers,
             device=torch.device("cpu"),
             dtype=dtype,
             pool=pool,

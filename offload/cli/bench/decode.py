@@ -244,6 +244,7 @@ def decode(
         import torch
 
         from offload.bench.decode.engines import DecodePlan
+        from offload.bench.decode.models import check_weights
         from offload.policies.registry import policy_names
         from offload.runtime.config import checked_device, planned_policy, runtime_config
 
@@ -273,6 +274,8 @@ def decode(
                 f"--weights {weights} is ours alone, and all engines share one set of weights; "
                 "give --engines offload" + ("" if on_cpu else ",graph")
             )
+        if model is None:
+            check_weights(shape or defaults[0], weights)
         with quiet_transformers(verbose=False), no_loading_bars():
             config = runtime_config(
                 device=where,

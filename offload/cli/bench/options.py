@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from offload.runtime.config import RuntimeConfig
 
 # offload.bench and offload.models have these, but import torch; tests compare the two.
-MODEL_SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-30b-a3b", "smollm2-135m", "tiny")
+MODEL_SHAPE_NAMES = (
+    "llama-3.1-8b",
+    "llama-3.2-1b",
+    "qwen3-30b-a3b",
+    "gemma-3-12b",
+    "gpt-oss-20b",
+    "smollm2-135m",
+    "tiny",
+)
 LAYER_SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-8b", "smollm2-135m")
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
 

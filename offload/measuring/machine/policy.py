@@ -77,7 +77,7 @@ def _with_member(
 
     def model_of(num_layers: int) -> StepModel:
         state_bytes = head_state_bytes(timed, shape, dtype, tokens)
-        layers = replace(shape, num_layers=num_layers)
+        layers = replace(shape, num_layers=num_layers, windows=())
         work = Workload(layers, timed, tokens, dtype=dtype, head_state_bytes=state_bytes)
         return StepModel(profile, work, on_gpu=False)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.kv.format import KVFormat
+from offload.kv.page_pool import pages_at
 from offload.kv.store import HostBudgetError, KVStore
 from offload.measuring.synthetic.one_slab import PAGE_TOKENS, num_pages, one_slab_store, page_bytes
 from offload.measuring.synthetic.structured_cache import (
@@ -25,6 +26,7 @@ from offload.measuring.synthetic.structured_cache import (
     StructuredLayer,
     structured_layer,
 )
+from offload.models.rope import Rotary
 from offload.models.shape import ModelShape
 from offload.policies import Policy
 from offload.selection.estimate import EstimateState
@@ -123,7 +125,7 @@ def structured_model_cache(
     *,
     kv_len: int,
     num_steps: int,
-    rotary_emb: Callable[..., tuple[Tensor, Tensor]],
+    ropes: Sequence[Rotary],
     device: torch.device,
     dtype: torch.dtype,
     pool: WorkerPool,
@@ -137,7 +139,7 @@ def structured_model_cache(
     """Make `batch_size` sequences in all layers of a model of `shape`.
 
     Args:
-        rotary_emb: of the model that decodes: its decode steps rotate the rows.
+        ropes: of each layer of the model that decodes: its decode steps rotate the rows.
         device: where keys are made; the store is in host memory, pinned for a GPU.
         kv_dtype: of the store. Policies build on what it keeps: with "int8" on rounded keys.
         distinct_layers: make only so many, and let the others repeat them, each in memory of its
@@ -153,11 +155,13 @@ def structured_model_cache(
         raise ValueError(f"distinct_layers must be in [1, {shape.num_layers}], got {distinct}")
     store = _store(shape, kv_len, num_steps, batch_size, device, dtype, kv_dtype)
     attentions = {
-        policy: DecodeAttention(policy, store, num_qo_heads=shape.num_qo_heads, pool=pool)
+        policy: DecodeAttention(
+            policy, store, num_qo_heads=shape.num_qo_heads, pool=pool, windows=shape.windows or 0
+        )
         for policy in policies
         if policy.selects and policy.state.has_arrays
     }
-    in_pages = batch_size * _pages_of_sequence(kv_len, num_steps) * shape.num_layers
+    in_pages = batch_size * _pages_of_sequence(shape, kv_len, num_steps)
     in_arrays = sum(x.states.bytes.at(kv_len + num_steps) for x in attentions.values())
     need = in_pages * store.page_bytes + batch_size * in_arrays
     if need > store.host_budget_bytes:
@@ -172,10 +176,13 @@ def structured_model_cache(
     width = shape.qkv_width
     rows = torch.empty(num_steps, shape.num_layers, batch_size, width, dtype=dtype, device=device)
     positions = torch.arange(kv_len, kv_len + num_steps, device=device)
-    cos, sin = (x[0] for x in rotary_emb(rows, positions[None]))
+    tables = {rope: [x[0] for x in rope(rows, positions[None])] for rope in set(ropes)}
     seqs = [store.new_sequence() for _ in range(batch_size)]
-    # At once: what is missing later is taken as another slab of this size, as far as it fits.
-    store.reserve(seqs, [PAGE_TOKENS * _pages_of_sequence(kv_len, num_steps)] * batch_size)
+    at_first = kv_len  # of windows no more than stays
+    if not shape.windows:
+        # At once: what is missing later is taken as another slab of this size, as far as it fits.
+        at_first = PAGE_TOKENS * _pages_of_sequence(shape, kv_len, num_steps) // shape.num_layers
+    store.reserve(seqs, [at_first] * batch_size, at_once=bool(shape.windows))
     for row, seq in enumerate(seqs):
         layers_of: dict[Policy, PolicyArrays] = {policy: {} for policy in policies}
         for source in range(distinct):
@@ -188,16 +195,14 @@ def structured_model_cache(
                 layer_idx=source,
                 device=device,
             )
-            parts = (
-                unrotated(layer.queries[:, PROMPT_QUERIES:].transpose(0, 1), cos, sin),
-                unrotated(layer.keys[:, kv_len:].transpose(0, 1), cos, sin),
-                layer.values[:, kv_len:].transpose(0, 1),
-            )
-            steps = torch.cat([part.to(dtype).flatten(1) for part in parts], 1)
             alike = range(source, shape.num_layers, distinct)
+            steps = {
+                rope: _steps_of(layer, kv_len, *tables[rope]).to(dtype)
+                for rope in {ropes[layer_idx] for layer_idx in alike}
+            }
             keys, values = (x[:, :kv_len] for x in (layer.keys, layer.values))
             for layer_idx in reversed(alike):
-                rows[:, layer_idx, row] = steps
+                rows[:, layer_idx, row] = steps[ropes[layer_idx]]
                 k, v = keys, values
                 if store.format.is_int8 and layer_idx != source:  # `append_async` rounds them
                     k, v = keys.clone(), values.clone()
@@ -220,6 +225,7 @@ def structured_model_cache(
         for policy in policies:
             arrays[policy].append(layers_of[policy])
         store.commit([seq], [kv_len])
+        store.free_behind([seq])
         store.truncate(seq, kv_len)  # the pages that steps take go to forks
     step = torch.zeros(1, dtype=torch.int64, device=device)
     return ModelCache(store, seqs, kv_len, QKVRows(rows, kv_len, step), arrays)
@@ -234,7 +240,7 @@ def _store(
     dtype: torch.dtype,
     kv_dtype: str,
 ) -> KVStore:
-    pages = shape.num_layers * batch_size * _pages_of_sequence(kv_len, num_steps)
+    pages = batch_size * _pages_of_sequence(shape, kv_len, num_steps)
     KVFormat.of(kv_dtype, dtype, [shape.head_dim])
     need = pages * page_bytes(shape, dtype, kv_dtype)
     if need > host_memory_limit_bytes():
@@ -251,13 +257,26 @@ def _store(
         pages=pages,
         kv_dtype=kv_dtype,
         pinned=pinned,
+        windows=shape.windows or 0,
     )
 
 
-def _pages_of_sequence(kv_len: int, num_steps: int) -> int:
-    """Pages of one layer of a sequence and its fork. The fork takes the steps, and has its own last
-    page if that is not full."""
-    return num_pages(kv_len + num_steps) + num_pages(kv_len) - kv_len // PAGE_TOKENS
+def _pages_of_sequence(shape: ModelShape, kv_len: int, num_steps: int) -> int:
+    """Pages of a sequence and its fork. The fork takes the steps, and has its own last page if that
+    is not full."""
+    of_fork = num_pages(kv_len + num_steps) - kv_len // PAGE_TOKENS
+    windows = shape.windows or [0] * shape.num_layers
+    return pages_at(kv_len, PAGE_TOKENS, windows) + of_fork * shape.num_layers
+
+
+def _steps_of(layer: StructuredLayer, kv_len: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries, keys and values of the steps, not rotated: float32 [num_steps, width]."""
+    parts = (
+        unrotated(layer.queries[:, PROMPT_QUERIES:].transpose(0, 1), cos, sin),
+        unrotated(layer.keys[:, kv_len:].transpose(0, 1), cos, sin),
+        layer.values[:, kv_len:].transpose(0, 1),
+    )
+    return torch.cat([part.float().flatten(1) for part in parts], 1)
 
 
 def unrotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

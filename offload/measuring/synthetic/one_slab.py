@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -32,6 +33,7 @@ def one_slab_store(
     pages: int,
     kv_dtype: str = "auto",
     pinned: bool = False,
+    windows: int | Sequence[int] = 0,
 ) -> KVStore:
     """A store of such heads with room for `pages` pages of all layers together."""
     return KVStore(
@@ -43,6 +45,7 @@ def one_slab_store(
         page_tokens=PAGE_TOKENS,
         slab_bytes=pages * page_bytes(heads, dtype, kv_dtype),
         pinned=pinned,
+        windows=windows,
     )
 
 

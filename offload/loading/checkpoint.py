@@ -92,6 +92,7 @@ class Checkpoint:
 
     @property
     def has_head(self) -> bool:
+        """Whether a matrix for the logits is stored, beside the embeddings or in their place."""
         return any("lm_head" in name for name in self.stored_shapes)
 
     def check_sizes(self, shape: ModelShape) -> None:

@@ -54,7 +54,7 @@ def check_context(model: str, context_tokens: int) -> None:
 
     config = AutoConfig.from_pretrained(resolve_folder(model), trust_remote_code=False)
     limit_of = stock_context_limit if is_generic(config.to_dict()) else context_limit
-    limit, reason = limit_of(config)
+    limit, reason = limit_of(config.get_text_config(decoder=True))
     if context_tokens > limit:
         raise ValueError(
             f"--context {context_tokens} exceeds the {limit} tokens of this model ({reason}); "

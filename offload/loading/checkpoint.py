@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -21,6 +22,7 @@ from offload.models import (
     family_of,
     is_generic,
     lean_model_maker,
+    lean_text,
 )
 from offload.models.dtypes import DTYPES
 from offload.models.shape import matrix_sizes
@@ -44,6 +46,11 @@ _TORCH_DTYPES = _FLOATS | {
     **{f"I{8 * size}": getattr(torch, f"int{8 * size}") for size in (1, 2, 4, 8)},
     **{f"U{8 * size}": getattr(torch, f"uint{8 * size}") for size in (1, 2, 4, 8)},
 }
+# Names of a text model within a multi-modal one, and by itself.
+TEXT_NAMES = {
+    r"^(?:model\.)?(?:language|text)_model\.lm_head\.": "lm_head.",
+    r"^(?:model\.)?(?:language|text)_model\.(?:model\.)?": "model.",
+}
 # What every config.json has; the largest size is far beyond any, and products stay below 2**63.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _OPTIONAL_SIZES = ("intermediate_size", "vocab_size", "num_key_value_heads", "head_dim")
@@ -62,6 +69,8 @@ class Checkpoint:
             names, or that of the first weight.
         stored_types: of the tensors of a GGUF file, such as "Q4_1", and of quantised ones elsewhere
             (`quantised_checkpoint`), by the same names.
+        is_part: of a multi-modal model, whose text part has lean layers: `config` and the names are
+            those of the text model by itself (`text_name`).
     """
 
     folder: Path
@@ -69,6 +78,7 @@ class Checkpoint:
     stored_shapes: Mapping[str, tuple[int, ...]]
     own_dtype: torch.dtype
     stored_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_part: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -79,6 +89,11 @@ class Checkpoint:
     @functools.cached_property
     def num_parameters(self) -> int:
         return sum(map(math.prod, self.stored_shapes.values()))
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a matrix for the logits is stored, beside the embeddings or in their place."""
+        return any("lm_head" in name for name in self.stored_shapes)
 
     def check_sizes(self, shape: ModelShape) -> None:
         """Compare what transformers would allocate with what is stored, before it does.
@@ -156,17 +171,31 @@ def check_checkpoint(folder: Path, *, takes_generic: bool = False) -> Checkpoint
         stored = [tensor.dtype for tensor in tensors]
         dtype = _TORCH_DTYPES[next((x for x in stored if x in _FLOATS), stored[0])]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    if "text_config" in config:  # of which the text part is loaded
-        of_text = ("language_model", "lm_head")
+    text = lean_text(config)
+    if any(text_name(name) != name for name in shapes):  # the text part is loaded
         shapes = {
-            name: x for name, x in shapes.items() if any(part in name for part in of_text)
-        } or shapes
+            name: shape
+            for name, shape in shapes.items()
+            if text_name(name) != name or "lm_head" in name
+        }
+    names = {name if text is None else text_name(name): name for name in shapes}
+    shapes = {name: shapes[of_file] for name, of_file in names.items()}
     types: dict[str, str] = {}
     quantised = quantised_format(config, folder / "config.json")
     if quantised is not None:
-        shapes, matrices = quantised.logical(shapes, folder, functools.partial(_tensor, files))
+        shapes, matrices = quantised.logical(
+            shapes, folder, lambda name: _tensor(files, names[name])
+        )
         types = dict.fromkeys(matrices, quantised.kind)
-    return Checkpoint(folder, config, shapes, dtype, types)
+    return Checkpoint(folder, text or config, shapes, dtype, types, text is not None)
+
+
+def text_name(name: str) -> str:
+    """The name that a tensor of a multi-modal model has in its text model by itself; that of any
+    other tensor stays."""
+    for pattern, own in TEXT_NAMES.items():
+        name = re.sub(pattern, own, name)
+    return name
 
 
 def _tensor(files: list[Path], name: str) -> torch.Tensor:
@@ -203,7 +232,9 @@ def check_config_file(path: Path, *, takes_generic: bool = True) -> dict[str, An
     text = config.get("text_config")
     for name in (*_SIZES, *_OPTIONAL_SIZES):
         size = (text if isinstance(text, dict) else config).get(name)
-        if size is None and (name in _OPTIONAL_SIZES or is_generic(config)):
+        if size is None and (
+            name in _OPTIONAL_SIZES or isinstance(text, dict) or is_generic(config)
+        ):
             continue
         if type(size) is not int or not 0 < size <= _MAX_SIZE:
             raise ValueError(f"{path}: {name} must be an integer in 1..{_MAX_SIZE}, got {size!r}")
@@ -228,7 +259,7 @@ def check_model_type(path: Path, *, takes_generic: bool = True) -> dict[str, Any
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{path} has no model_type")
-    if not (takes_generic and is_generic(config)):
+    if not (takes_generic and is_generic(config)) and lean_text(config) is None:
         lean_model_maker(model_type, config)
     return config
 

@@ -24,6 +24,7 @@ from offload.loading.checkpoint import (
     Checkpoint,
     check_loaded,
     check_safetensors,
+    text_name,
     weight_files,
 )
 from offload.loading.gguf import dequantised, in_halves, kept_source
@@ -150,8 +151,9 @@ class SafetensorsSource:
         config_path = checkpoint.folder / "config.json"
         self._format = quantised_format(checkpoint.config, config_path)
         self._checkpoint, self._dtype, self.types = checkpoint, dtype, checkpoint.stored_types
+        of_text = text_name if checkpoint.is_part else str
         self._files = {
-            tensor.name: path
+            of_text(tensor.name): (path, tensor.name)
             for path in weight_files(checkpoint.folder)
             for tensor in check_safetensors(path)
         }
@@ -187,7 +189,7 @@ class SafetensorsSource:
         assert self._format is not None
         prefix = self._format.prefix(name)
         suffixes = (self._format.marks, *self._format.others)
-        where = f"{self._files[prefix + suffixes[0]]}: {name}"
+        where = f"{self._files[prefix + suffixes[0]][0]}: {name}"
         parts = {s: self._tensor(prefix + s) for s in suffixes if prefix + s in self._files}
         try:
             made = self._format.read(parts)
@@ -201,8 +203,9 @@ class SafetensorsSource:
     def _tensor(self, name: str) -> Tensor:
         from safetensors import safe_open
 
-        with safe_open(self._files[name], framework="pt") as file:
-            found: Tensor = file.get_tensor(name)
+        path, of_file = self._files[name]
+        with safe_open(path, framework="pt") as file:
+            found: Tensor = file.get_tensor(of_file)
         return found
 
 

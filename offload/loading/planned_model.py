@@ -32,7 +32,14 @@ from offload.loading.names import check_has_owner, check_not_empty, checkpoint_n
 from offload.loading.packed_bytes import kept_as, kept_formats, packed_weight_bytes
 from offload.loading.quantised_checkpoint import FP4, quantised_format
 from offload.loading.stock_model import generic_skeleton, text_part
-from offload.models import Where, family_of, has_other_matrices, is_generic, lean_model_maker
+from offload.models import (
+    Where,
+    family_of,
+    has_other_matrices,
+    is_generic,
+    lean_model_maker,
+    lean_text,
+)
 from offload.models.base import check_computation, context_limit
 from offload.models.dtypes import AUTO_ON_GPU, DTYPES, WEIGHTS
 from offload.models.shape import (
@@ -299,9 +306,10 @@ def _types(config: Any, folder: Path, header: GgufHeader | None, name: str) -> M
 
 
 def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, GgufHeader | None]:
-    """transformers' config, the dtype of converted weights where there is one, their folder, and
-    the header of a GGUF file that was named."""
-    from transformers import AutoConfig
+    """transformers' config, of a multi-modal model whose text part has lean layers that one's, the
+    dtype of converted weights where there is one, their folder, and the header of a GGUF file that
+    was named."""
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     changed: dict[str, Any] = {}
     embedded = None
@@ -321,7 +329,14 @@ def _config(name: str, path: Path) -> tuple[Any, torch.dtype | None, Path, GgufH
         check_config_file(path / "config.json")
     else:
         path = _hub_config(name).parent
-    return AutoConfig.from_pretrained(path, trust_remote_code=False), None, path, None
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    text = lean_text(config.to_dict())
+    if text is not None:
+        may_tie = getattr(config, "tie_word_embeddings", False) and any(_weights(path))
+        config = CONFIG_MAPPING[text["model_type"]].from_dict(text)
+        if may_tie and not check_checkpoint(path).has_head:
+            config.tie_word_embeddings = True
+    return config, None, path, None
 
 
 def _hub_config(name: str) -> Path:

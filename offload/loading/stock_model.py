@@ -13,7 +13,7 @@ import torch
 
 from cpu_ops.packed import FORMATS
 from offload.loading.bars import passing_bars
-from offload.loading.checkpoint import GGUF_FILE, Checkpoint, check_loaded
+from offload.loading.checkpoint import GGUF_FILE, TEXT_NAMES, Checkpoint, check_loaded
 from offload.loading.generic_packing import (
     built_already,
     generic_from_parts,
@@ -45,11 +45,6 @@ _TOKENIZER_FILES = (
 # One of them has the vocabulary, of all but tokenizers that need none.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "tekken.json")
 logger = logging.getLogger(__name__)
-# Names of a text model within a multi-modal one, and by itself.
-_TEXT_NAMES = {
-    r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
-    r"^(?:model\.)?language_model\.(?:model\.)?": "model.",
-}
 
 # What files may ask an offloaded model for, first what it does. Its KV cache is the host store, it
 # keeps no attention weights or hidden states, and its layers run all or none.
@@ -68,7 +63,8 @@ _GENERATION = _OUTPUTS | {
 
 @loading()
 def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing: str = "") -> Any:
-    """The stock model of a checked checkpoint; `dtype` None keeps the checkpoint's own.
+    """The stock model of a checked checkpoint, of a multi-modal one its text part; `dtype` None
+    keeps the checkpoint's own.
 
     What its files ask of every generation, and an offloaded model does not do, is overridden.
 
@@ -80,7 +76,8 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing:
             a file of settings that transformers refuses.
     """
     path = checkpoint.folder / "config.json"
-    config = _config(checkpoint, path)
+    config, kind, is_part = _text_config(checkpoint, path)
+    _tell_part(path, kind, is_part=is_part)
     # Kernels of the stock layers, which compute nothing here: there is none to look for.
     config._attn_implementation = config._experts_implementation = None
     try:
@@ -90,13 +87,12 @@ def load_stock_model(checkpoint: Checkpoint, dtype: torch.dtype | None, packing:
         raise type(error)(f"{path}: {error}") from error
     _override(config, _OUTPUTS, path)
     if checkpoint.packs_as_generic:
-        config, kind, _ = _generic_config(checkpoint, path)
         empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
         _override(empty.config, _OUTPUTS, path)
-        return _generic_packed(checkpoint, empty, path, packing, is_part=False)
+        return _generic_packed(checkpoint, empty, path, packing, is_part=is_part)
     if not has_other_matrices(checkpoint.config):
         checkpoint.check_sizes(ModelShape.of_config(config.to_dict(), 0))
-    return _loaded(checkpoint, config, dtype, path, packing)
+    return _loaded(checkpoint, config, dtype, path, packing, is_part=is_part)
 
 
 @loading()
@@ -114,9 +110,8 @@ def load_generic_model(
             replaced, or a text part without a class of its own.
     """
     path = checkpoint.folder / "config.json"
-    config, kind, is_part = _generic_config(checkpoint, path)
-    if is_part:
-        logger.info("%s: only the text part is loaded, a %s", path, kind.__name__)
+    config, kind, is_part = _text_config(checkpoint, path)
+    _tell_part(path, kind, is_part=is_part)
     if empty is None:
         empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
     empty.config.name_or_path = str(checkpoint.folder)
@@ -126,7 +121,7 @@ def load_generic_model(
     return _loaded(checkpoint, empty.config, dtype, path, empty=empty, is_part=is_part)
 
 
-def _generic_config(checkpoint: Checkpoint, path: Path) -> tuple[Any, Any, bool]:
+def _text_config(checkpoint: Checkpoint, path: Path) -> tuple[Any, Any, bool]:
     """Config and class of the text model, and whether it is a part of another one."""
     whole = _config(checkpoint, path)
     config, kind = text_part(whole)
@@ -135,8 +130,7 @@ def _generic_config(checkpoint: Checkpoint, path: Path) -> tuple[Any, Any, bool]
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # of the file, not of this model
     is_part = config is not whole
-    has_head = any("lm_head" in name for name in checkpoint.stored_shapes)
-    if is_part and not has_head and getattr(whole, "tie_word_embeddings", False):
+    if is_part and not checkpoint.has_head and getattr(whole, "tie_word_embeddings", False):
         config.tie_word_embeddings = True
     return config, kind, is_part
 
@@ -149,7 +143,7 @@ def generic_skeleton(
 
     Raises: as `load_generic_model`.
     """
-    config, kind, is_part = _generic_config(checkpoint, checkpoint.folder / "config.json")
+    config, kind, is_part = _text_config(checkpoint, checkpoint.folder / "config.json")
     empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
     if not checkpoint.stored_types:
         shapes = {name: tuple(weight.shape) for name, weight in empty.named_parameters()}
@@ -158,7 +152,7 @@ def generic_skeleton(
     if (checkpoint.folder / GGUF_FILE).is_file():
         tensors = GenericTensors(read_gguf_header(kept_source(checkpoint.folder)), empty)
         return empty, kept_in_gguf(tensors, empty, packing)
-    names = _TEXT_NAMES if is_part else None
+    names = TEXT_NAMES if is_part else None
     return empty, kept_in_safetensors(checkpoint, empty, names, packing)
 
 
@@ -166,8 +160,8 @@ def _generic_packed(
     checkpoint: Checkpoint, empty: Any, path: Path, packing: str, *, is_part: bool
 ) -> Any:
     """The model of a class whose checkpoint has quantised weights."""
-    generation, source = _generation_config(checkpoint, path)
-    loaded_dtype, names = empty.dtype, _TEXT_NAMES if is_part else None
+    generation, source = _generation_config(checkpoint, path, is_part=is_part)
+    loaded_dtype, names = empty.dtype, TEXT_NAMES if is_part else None
     if (checkpoint.folder / GGUF_FILE).is_file():
         parts = gguf_parts(kept_source(checkpoint.folder), empty, loaded_dtype, packing)
     else:
@@ -229,7 +223,7 @@ def _loaded(
     """
     from transformers import AutoModelForCausalLM
 
-    generation, source = _generation_config(checkpoint, path)
+    generation, source = _generation_config(checkpoint, path, is_part=is_part)
     loaded_dtype = checkpoint.loaded_dtype(dtype)  # what budgets were checked with
     is_gguf = (checkpoint.folder / GGUF_FILE).is_file()
     if checkpoint.stored_types and (packing or not is_gguf):
@@ -245,29 +239,44 @@ def _loaded(
             config=config,
             dtype=loaded_dtype,
             trust_remote_code=False,
-            key_mapping=_TEXT_NAMES if is_part else None,
+            key_mapping=TEXT_NAMES if is_part else None,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # or transformers raises without naming the file
             output_loading_info=True,
         )
     model, info = loaded
     _check_loaded(model, info, checkpoint, is_part=is_part)
+    if is_part:
+        model.generation_config = generation
     _override(model.generation_config, _GENERATION, source)
     if packing in FORMATS:
         pack_weights(model, packing)
     return model
 
 
-def _generation_config(checkpoint: Checkpoint, path: Path) -> tuple[Any, Path]:
-    """The settings of generations, and the file that has them."""
+def _generation_config(checkpoint: Checkpoint, path: Path, *, is_part: bool) -> tuple[Any, Path]:
+    """The settings of generations, those of the whole model, and the file that has them."""
     from transformers import GenerationConfig
 
     own = checkpoint.folder / "generation_config.json"
     source = own if own.exists() else path
     try:
+        if is_part and source is path:  # where some may be in text_config
+            made = GenerationConfig.from_model_config(_config(checkpoint, path))
+            made._from_model_config = False  # or it would be made anew of the text model's config
+            return made, source
         return GenerationConfig.from_pretrained(checkpoint.folder, source.name), source
     except Exception as error:  # or transformers raises without naming the file
         raise ValueError(f"{source}: {error}") from error
+
+
+def _tell_part(path: Path, kind: Any, *, is_part: bool) -> None:
+    if is_part:
+        logger.info(
+            "%s: only the text part is loaded, a %s: images and sound are not read",
+            path,
+            kind.__name__,
+        )
 
 
 def _check_loaded(

@@ -25,6 +25,7 @@ __all__ = [
     "has_other_matrices",
     "is_generic",
     "lean_model_maker",
+    "lean_text",
 ]
 
 
@@ -39,7 +40,7 @@ def is_generic(config: Mapping[str, Any], *, where: Where = "cpu") -> bool:
     model_type = str(config.get("model_type"))
     if model_type in FAMILIES:
         return not _is_lean(FAMILIES[model_type], config, where)
-    if model_type in NEVER_GENERIC:
+    if model_type in NEVER_GENERIC or lean_text(config, where=where) is not None:
         return False
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -49,6 +50,28 @@ def is_generic(config: Mapping[str, Any], *, where: Where = "cpu") -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
     return model_type in TYPES or (text is not None and text.get("model_type") in TYPES)
+
+
+def lean_text(config: Mapping[str, Any], *, where: Where = "cpu") -> dict[str, Any] | None:
+    """The content that config.json of a multi-modal model's text part would have, if there are lean
+    layers for all that it computes; None: there are not, or the model is no multi-modal one.
+
+    Args:
+        where: what would compute its layers.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(config.get("model_type"))
+    if model_type in FAMILIES or not isinstance(config.get("text_config"), Mapping):
+        return None
+    try:
+        text = CONFIG_MAPPING[model_type].from_dict(dict(config)).get_text_config(decoder=True)
+        if not FAMILIES[text.model_type].is_lean(text, where=where):
+            return None
+    except Exception:  # of any kind: without such a family, or whoever loads it says what is wrong
+        return None
+    of_both = ("quantization_config", "dtype", "torch_dtype")
+    return text.to_dict() | {name: config[name] for name in of_both if name in config}
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily | None:

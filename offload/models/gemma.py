@@ -28,7 +28,7 @@ class Gemma3(ModelFamily):
     def is_lean(self, config: Any, *, where: Where) -> bool:
         if {rope["rope_type"] for rope in config.rope_parameters.values()} - self.ropes:
             return False
-        if config.use_bidirectional_attention:
+        if config.use_bidirectional_attention not in (None, False, "vision"):  # of images
             return False
         return super().is_lean(config, where=where)
 

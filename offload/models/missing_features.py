@@ -9,7 +9,6 @@ from typing import Any
 _OF_TYPES = {
     "gemma": "RMSNorms of another kind, scaled embeddings",
     "gemma2": "RMSNorms around each block, scaled embeddings",
-    "gemma3": "RMSNorms around each block, scaled embeddings",
     "mamba": "state-space layers instead of attention",
     "mamba2": "state-space layers instead of attention",
     "phi4_multimodal": "fused projections (qkv_proj, gate_up_proj)",

@@ -77,8 +77,6 @@ class ModelFamily:
 
     def is_lean(self, config: Any, *, where: Where) -> bool:
         """Whether the lean layers compute all that transformers' `config` says."""
-        if not self.may_be_generic:
-            return True
         try:
             check_computation(config)
             if self.fuses and config.rope_parameters["rope_type"] == "longrope":

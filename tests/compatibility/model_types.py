@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from offload import OffloadedModel
-from offload.models import FAMILIES, is_generic
+from offload.models import FAMILIES, is_generic, lean_text
 from offload.models.missing_features import NEVER_GENERIC, missing_features
 from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import generic_runtime
@@ -61,8 +61,11 @@ packed weights: the gated delta rule with its convolution, attention with its no
 MLPs, and experts with their router; a layer that was hooked runs its modules. With a GPU a step is
 one CUDA graph as of lean layers, and keys and values are placed as theirs; modules may not be
 changed or hooked then.
-Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class for it; that
-is so for types that are not in this table, too, such as `mistral3` and `llava`.
+Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class for it, and
+images and sound are not read. It is lean where the type of its `text_config` is lean and the lean
+layers compute all that `text_config` says, as in `gemma3` and in dense `gemma4` checkpoints; else
+it is generic. That is so for types that are not in this table, too, such as `mistral3`, `llava`,
+`internvl` and `smolvlm`.
 
 Quantised safetensors of a generic type (GPTQ, AWQ, compressed-tensors, FP8, NVFP4, bitsandbytes
 NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gpt-oss, lfm2, nemotron, phi3, qwen2moe,
@@ -100,7 +103,8 @@ def judged(model_type: str) -> Row:
         return LEAN, "generic of several ranks" if family.peculiar else ""
     try:
         config = CONFIG_MAPPING[model_type]().to_dict()
-        if not is_generic(config):
+        is_lean = lean_text(config) is not None
+        if not (is_lean or is_generic(config)):
             return REFUSED, _early_reason(model_type, config)
         stock = _in_time(lambda: tiny_model_of(model_type))
         expected = _in_time(lambda: _tokens(stock))
@@ -120,7 +124,8 @@ def judged(model_type: str) -> Row:
     model._offload.close()
     if found != expected:
         return REFUSED, "other tokens than the stock model's"
-    return GENERIC, "" if is_text else f"its text part, {type(model).__name__}"
+    word = LEAN if is_lean else GENERIC
+    return word, "" if is_text else f"its text part, {type(model).__name__}"
 
 
 def _loaded_text_part(whole: Any, options: dict[str, Any]) -> Any:

@@ -79,11 +79,16 @@ def test_every_model_type(
     name: str, format: str, where: dict[str, str], tiny_folders: dict[str, Path]
 ) -> None:
     """Prompts meet the rounded weights, in float32; steps round what they multiply, too."""
+    family = FAMILIES[name.partition("-")[0]]
+    if where and not family.on_gpu:
+        pytest.skip("it is generic there, which takes no weights")
     model = OffloadedModel.from_pretrained(
         tiny_folders[name], policy="full", num_threads=2, weights=format, **where
     )
-    in_layer = 4 if FAMILIES[name.partition("-")[0]].fuses else 7
-    assert len(packed_modules(model)) == in_layer * model.config.num_hidden_layers + 1
+    in_layer = 4 if family.fuses else 7
+    kinds = getattr(model.config, "layer_types", None) or []
+    shared = kinds.count("full_attention") * getattr(model.config, "attention_k_eq_v", False)
+    assert len(packed_modules(model)) == in_layer * model.config.num_hidden_layers + 1 - shared
     assert model.lm_head.packed.format == "q8"
     assert model.dtype is torch.float32
     expected = AutoModelForCausalLM.from_pretrained(tiny_folders[name]).eval()

@@ -20,7 +20,7 @@ from offload.models import is_generic
 from offload.models.missing_features import missing_features
 
 TYPES = {
-    "gemma3": ["images beside text", "sliding-window layers", "activation gelu_pytorch_tanh"],
+    "gemma4": ["sliding-window layers", "activation gelu_pytorch_tanh"],
     "gemma2": ["sliding-window", "soft caps of logits (attn_logit_softcapping=50.0, final_"],
     "qwen3_5": ["images beside text", "layers of linear attention", "a part of each head"],
     "qwen3_5_moe": ["linear attention", "a mixture of experts, MoE (num_experts=256)"],
@@ -28,7 +28,6 @@ TYPES = {
     "deepseek_v3": ["latent attention, MLA (kv_lora_rank=512)", "MoE (n_routed_experts=256)"],
     "deepseek_v2": ["MLA (kv_lora_rank=512)", "MoE (n_routed_experts=64)"],
     "llama4": ["images beside text", "chunked attention", "MoE (num_local_experts=16)"],
-    "llava": ["images beside text"],
     "gemma3n": ["images and audio beside text", "sliding-window layers (sliding_window=512)"],
     "mamba": ["state-space layers instead of attention"],
     "falcon_h1": ["state-space layers (mamba_d_s"],
@@ -36,8 +35,8 @@ TYPES = {
     "t5": ["an encoder beside the decoder"],
 }
 WORKS = (
-    "available: exaone4, gemma3_text, gpt_oss, granite, llama, mistral, mixtral, olmo2, phi3, "
-    "qwen2, qwen3, qwen3_moe, seed_oss, smollm3 "
+    "available: exaone4, gemma3_text, gemma4_text, gpt_oss, granite, llama, mistral, mixtral, "
+    "olmo2, phi3, qwen2, qwen3, qwen3_moe, seed_oss, smollm3 "
     "(dense models of text, such as Llama 3, SmolLM2, "
     "Mistral, Qwen2.5 and Qwen3)"
 )

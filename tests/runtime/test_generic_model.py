@@ -279,7 +279,7 @@ def test_int8_rows(folders: dict[str, Path], model_type: str) -> None:
     assert (divergence > 0) == bool(model._offload.hosted.specs)  # or no layer is in the store
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("model_type", ["llama4", "qwen3_5"])
 def test_the_text_part_of_a_multi_modal_model(
     tmp_path: Path, model_type: str, caplog: pytest.LogCaptureFixture
 ) -> None:

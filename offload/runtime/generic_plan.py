@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from cpu_ops.worker_pool import WorkerPool
+from offload.models.hybrid import TYPES
 from offload.planning.profile import MachineProfile
 from offload.planning.workload import Workload
 from offload.policies import Policy
 from offload.policies.auto import Auto
 from offload.policies.full import Full
+from offload.runtime.auto_policy import Room, resolve_auto
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.generic_sizes import (
     GenericSizes,
@@ -102,6 +104,9 @@ class GenericPlan:
                 self.empty.dtype,
                 kv_dtype=self.config.kv_dtype,
             )
+        if work is not None and self.steps_on_gpu and self.device_limit_bytes is not None:
+            left = self.device_limit_bytes - self.sizes.weight_bytes - self._states_at(self.context)
+            return resolve_auto(auto, work, Room(True, max(0, left), profile=self.profile))
         return resolve_generic(auto, specs, work, self.profile, on_gpu=self.on_gpu)
 
     @property
@@ -170,6 +175,7 @@ class GenericPlan:
     def is_resident_at(self, context: int) -> bool:
         """Whether `generate()` keeps keys and values on the GPU."""
         attends_to_all = bool(self.policy_reason) or not self.config.policy.selects
+        attends_to_all &= not self.steps_on_gpu
         if self.device_limit_bytes is None or not attends_to_all or not self.sizes.specs:
             return False
         resident = self._resident_at(context)
@@ -185,6 +191,12 @@ class GenericPlan:
     @property
     def on_gpu(self) -> bool:
         return self.device != "cpu"
+
+    @property
+    def steps_on_gpu(self) -> bool:
+        """Whether steps are a GPU's as of lean layers: keys and values are on the host, and as many
+        as there is room for on the GPU, too."""
+        return self.on_gpu and self.model_type in TYPES
 
     @cached_property
     def host_memory(self) -> HostMemory | None:
@@ -251,6 +263,8 @@ class GenericPlan:
                 f"`offload serve` keep them on the host: "
                 f"{format_bytes(in_store * self._parts[0].page_bytes)}"
             )
+        if self.steps_on_gpu:
+            notes.append("what the GPU has left takes keys and values, all or what is chosen")
         if self.least_milliseconds is None:
             notes.append(
                 "no time of a step: this machine was not measured; `offload plan llama-3.1-8b` "
@@ -273,7 +287,7 @@ class GenericPlan:
         seconds = keys / profile.read_bandwidth
         if profile.device is None or not self.on_gpu:
             return 1e3 * (seconds + modules / profile.read_bandwidth)
-        if self.is_resident_at(self.context):
+        if self.is_resident_at(self.context) or self.steps_on_gpu:
             seconds = keys / profile.device.read_bandwidth
         return 1e3 * (seconds + modules / profile.device.read_bandwidth)
 

@@ -80,7 +80,7 @@ def test_a_generation_needs_what_the_plan_says(
 
 
 def test_a_gpu_has_weights_and_states_and_what_fits_beside_them(folders: dict[str, str]) -> None:
-    arguments = [folders["qwen3_5_text"], "--profile", folders["h200"], "--context", "1024"]
+    arguments = [folders["gemma2"], "--profile", folders["h200"], "--context", "1024"]
     whole = planned(*arguments)
     kinds = ["weights", "windows and recurrent states", "KV cache"]
     assert [*whole["device_bytes"]][:3] == kinds
@@ -92,6 +92,17 @@ def test_a_gpu_has_weights_and_states_and_what_fits_beside_them(folders: dict[st
     assert less["device_total_bytes"] <= limit
     assert less["host_bytes"]["KV cache"] == 1024 * less["kv_bytes_per_token"]
     assert "KV cache" in planned(*arguments, "--policy", "quest")["host_bytes"]
+    assert "no context fits" in refusal(*arguments, "--max-memory", "0=1MiB")
+
+
+def test_a_gpu_that_steps_has_keys_and_values_beside_the_host(folders: dict[str, str]) -> None:
+    arguments = [folders["qwen3_5_text"], "--profile", folders["h200"], "--context", "1024"]
+    plan = planned(*arguments)
+    assert [*plan["device_bytes"]][:2] == ["weights", "windows and recurrent states"]
+    assert "KV cache" not in plan["device_bytes"]
+    assert plan["host_bytes"]["KV cache"] == 1024 * plan["kv_bytes_per_token"]
+    assert plan["policy"] == "full"
+    assert "takes keys and values, all or what is chosen" in plan["notes"][0]
     assert "no context fits" in refusal(*arguments, "--max-memory", "0=1MiB")
 
 

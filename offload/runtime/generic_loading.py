@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
@@ -314,8 +315,7 @@ class GenericRuntime:
         decodes = not self.reads_prompt and cache is not None and cache.would_decode(inputs[0])
         if decodes and cache is not None:
             with torch_threads(counter.prefill_threads):
-                seconds = cache.attention.build_states(cache.seqs, [n + 1 for n in cache.kv_lens])
-            counter.count_index(seconds)
+                counter.count_index(self._build_states(cache))
         elif cache is not None and cache.steps_on_device:
             self.states.begin_prompt(cache.seqs)
         in_cache: AbstractContextManager[None] = nullcontext()
@@ -340,6 +340,28 @@ class GenericRuntime:
             stats.kv_device_bytes = max(stats.kv_device_bytes, on_device)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         return result
+
+    def _build_states(self, cache: GenericCache) -> float:
+        """What the policy keeps of sequences before a step; the seconds that it takes. Of those
+        that have none yet on the device, where that is faster than on the host."""
+        start, attention, store = time.perf_counter(), cache.attention, cache.store
+        lens = dict(zip(cache.seqs, cache.kv_lens, strict=True))
+        states, new = attention.states, list[int]()
+        if cache.steps_on_device and states.has_arrays:
+            new = [seq for seq in lens if states.arrays_of(seq) is None]
+        if new:
+            build = attention.prefill_build(new, [lens[seq] for seq in new])
+            for seq, layer_idx in itertools.product(new, range(store.num_layers if build else 0)):
+                num_kv_heads, head_dim = store.heads_of(layer_idx)
+                shape = 2, num_kv_heads, lens[seq], head_dim
+                keys, values = torch.empty(shape, dtype=store.dtype, device=self.device)
+                store.gather(seq, layer_idx, 0, lens[seq], out=(keys, values))
+                assert build is not None
+                build.on_layer(layer_idx, seq, keys, values)
+            if build is not None:
+                build.finish()
+        attention.build_states(cache.seqs, [n + 1 for n in lens.values()])
+        return time.perf_counter() - start
 
     def check_modules(self) -> None:
         """Refuse a model that was changed after its kernels were made (`ModuleWatch`)."""

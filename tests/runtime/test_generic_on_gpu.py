@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from offload import OffloadedModel
 from offload.cli import app
+from offload.decode.attention import DecodeAttention
 from offload.engine.engine import Engine
 from offload.engine.sampling_params import SamplingParams
 from offload.policies.registry import make_policy
@@ -107,6 +108,22 @@ def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
     model.model.layers[0].mlp.down_proj = torch.nn.Linear(4, 4)
     with pytest.raises(NotImplementedError, match="down_proj was replaced"):
         tokens(model, IDS, MASK)
+
+
+@pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
+def test_what_a_policy_keeps_is_built_on_the_device(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model_of("qwen3_5_text", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    sizes = {"budget_tokens": 24, "sink_tokens": 2, "recent_tokens": 4}
+    made, build = list[Any](), DecodeAttention.prefill_build
+    monkeypatch.setattr(
+        DecodeAttention, "prefill_build", lambda *args: made.append(build(*args)) or made[-1]
+    )
+    found = tokens(load(tmp_path, device, policy=make_policy("sketch", **sizes)), IDS, MASK)
+    assert sum(x is not None for x in made) == 1
+    monkeypatch.setattr(DecodeAttention, "prefill_build", lambda *_: None)
+    assert found == tokens(load(tmp_path, device, policy=make_policy("sketch", **sizes)), IDS, MASK)
 
 
 @pytest.mark.cuda

@@ -37,7 +37,7 @@ from offload.loading.stock_model import (
 )
 from offload.models import ALWAYS_LEAN, ModelShape
 from offload.models.base import stock_context_limit
-from offload.models.hybrid import HybridModel
+from offload.models.hybrid import TYPES, HybridModel
 from offload.models.missing_features import READ_AT_ONCE, unsupported_generic
 from offload.models.packed_linear import PackedMatrix
 from offload.planning.profile import typical_profile
@@ -136,6 +136,8 @@ class GenericRuntime:
         is_auto, view = isinstance(config.policy, Auto), None
         if is_on_device(config):
             view = hybrid_view(stock)
+            if view is None and config.kv_dtype == "int8":
+                raise NotImplementedError("kv_dtype='int8' with a GPU: no kernels for its layers")
         device_bytes = None if view is None else device_bytes_beside(stock, view, config)
         if isinstance(config.policy, Auto):
             most, _ = stock_context_limit(stock.config)
@@ -505,7 +507,7 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
                 f"{', '.join(ALWAYS_LEAN)}"
             )
     KVFormat.of(config.kv_dtype, checkpoint.loaded_dtype(config.dtype))
-    if config.kv_dtype == "int8" and is_on_device(config):
+    if config.kv_dtype == "int8" and is_on_device(config) and model_type not in TYPES:
         raise NotImplementedError(
             f"kv_dtype='int8' is for a CPU in this version where a model has no lean layers, as "
             f"{model_type!r}, not with device={config.device!r}; give kv_dtype='auto'"

@@ -76,7 +76,7 @@ class GenericPlan:
 
     def __post_init__(self) -> None:
         check_policy(self.config, self.model_type)
-        if self.config.kv_dtype == "int8" and self.on_gpu:
+        if self.config.kv_dtype == "int8" and self.on_gpu and not self.steps_on_gpu:
             raise NotImplementedError(
                 f"kv_dtype='int8' is for a CPU in this version where a model has no lean layers, "
                 f"not with device={self.device!r}; give --device cpu or --kv-dtype auto"

@@ -111,6 +111,23 @@ def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
+def test_int8_rows(tmp_path: Path, device: str) -> None:
+    tiny_model_of("qwen3_5_text", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+
+    def logits(**options: Any) -> torch.Tensor:
+        model = load(tmp_path, device, **options)
+        assert model.kv_store.format.is_int8 == bool(options)
+        cache, ids = model.new_cache(), IDS[1:].to(device)
+        with torch.no_grad():
+            model(input_ids=ids[:, :80], past_key_values=cache)
+            each = [model(input_ids=ids[:, [i]], past_key_values=cache) for i in range(80, 90)]
+        return torch.cat([x.logits for x in each], 1)
+
+    expected = logits()
+    assert 0.0 < (logits(kv_dtype="int8") - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
 def test_what_a_policy_keeps_is_built_on_the_device(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

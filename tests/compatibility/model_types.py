@@ -59,7 +59,7 @@ stock path for a padded prompt and three steps; it is refused if it does not.
 Decode steps of qwen3_5, qwen3_5_moe and qwen3_next on a CPU go through fused kernels, with dense or
 packed weights: the gated delta rule with its convolution, attention with its norms and gate, dense
 MLPs, and experts with their router; a layer that was hooked runs its modules. With a GPU a step is
-one CUDA graph as of lean layers, and keys and values are placed as theirs, in int8, too; modules may
+one CUDA graph as of lean layers; keys and values are placed as theirs, in int8, too. Modules may
 not be changed or hooked then.
 Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class for it, and
 images and sound are not read. It is lean where the type of its `text_config` is lean and the lean

@@ -378,6 +378,16 @@ class GenericCache(DynamicCache):
             what = f"windows and recurrent states of {batch_size} sequences"
             self.check_room(more, 0, what)
 
+    def check_pass(self, shape: tuple[int, int]) -> None:
+        """Refuse a pass of (batch_size, seq_len) whose states do not fit.
+
+        Raises:
+            HostBudgetError, DeviceMemoryError: name the sizes.
+        """
+        (batch_size, n), columns = shape, self._num_columns + shape[1]
+        more = batch_size * self._hosted.others.at(columns) - self.state_bytes
+        self._check_states(batch_size, n, columns, more)
+
     def reset(self) -> None:
         """Forget all tokens and give their memory back."""
         self._hosted.sequences.free(self._seqs)
@@ -433,8 +443,7 @@ class GenericCache(DynamicCache):
         sequences, (batch_size, n), past = self._hosted.sequences, shape, self._num_columns
         sequences.collect()
         others = self._hosted.others
-        more = batch_size * others.at(past + n) - self.state_bytes
-        self._check_states(batch_size, n, past + n, more)
+        self.check_pass(shape)
         is_new = not self._seqs
         if is_new:
             self._seqs.extend(sequences.new() for _ in range(batch_size))

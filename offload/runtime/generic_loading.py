@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
+from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.stock_attention import (
     AttentionSpec,
     attention_specs,
@@ -53,6 +54,7 @@ from offload.runtime.budgets import (
     weight_bytes_of,
 )
 from offload.runtime.config import RuntimeConfig
+from offload.runtime.corrector import give_back
 from offload.runtime.fingerprint import fingerprint
 from offload.runtime.fused_layers import use_fused_layers
 from offload.runtime.generation import Generation, GenerationRequest
@@ -318,8 +320,10 @@ class GenericRuntime:
         if decodes and cache is not None:
             with torch_threads(counter.prefill_threads):
                 counter.count_index(self._build_states(cache))
-        elif cache is not None and cache.steps_on_device:
+        elif cache is not None and self.steps is not None and cache.steps_on_device:
+            self.sequences.collect()
             self.states.begin_prompt(cache.seqs)
+            self._make_device_room(self.steps.decoder, cache, inputs[0])
         in_cache: AbstractContextManager[None] = nullcontext()
         if cache is not None:
             in_cache = cache.forward_pass(*inputs, is_decode=decodes)
@@ -342,6 +346,18 @@ class GenericRuntime:
             stats.kv_device_bytes = max(stats.kv_device_bytes, on_device)
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         return result
+
+    def _make_device_room(
+        self, decoder: DeviceDecoder, cache: GenericCache, shape: tuple[int, int]
+    ) -> None:
+        """For a part of a prompt: keys and values of steps leave the device where it has none."""
+        while True:
+            try:
+                return cache.check_pass(shape)
+            except DeviceMemoryError as error:
+                failure = DeviceMemoryError(str(error))
+            if not give_back(decoder, cache.seqs, failure):
+                raise failure
 
     def _build_states(self, cache: GenericCache) -> float:
         """What the policy keeps of sequences before a step; the seconds that it takes. Of those

@@ -110,6 +110,19 @@ def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
         tokens(model, IDS, MASK)
 
 
+def test_a_prompt_gets_the_room_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model_of("qwen3_5_text", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    model = load(tmp_path, "cpu", policy="full")
+    slots, expected = model._offload.steps.decoder.slots, tokens(model, IDS, MASK)
+    assert slots.steps is not None
+    left = lambda _: 2**40 if slots.steps is None else 0  # noqa: E731
+    monkeypatch.setattr(ModulesDevice, "left_bytes", left)
+    cache = model.new_cache()
+    with torch.no_grad():
+        logits = model(input_ids=IDS, attention_mask=MASK, past_key_values=cache).logits
+    assert logits[:, -1].argmax(-1).tolist() == [row[90] for row in expected]
+
+
 @pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
 def test_int8_rows(tmp_path: Path, device: str) -> None:
     tiny_model_of("qwen3_5_text", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)

@@ -174,10 +174,9 @@ def test_a_request_makes_room_and_goes_on(model: Any) -> None:
     while not all(request.answer for request in asked):  # a slow prompt lets others step meanwhile
         engine.step()
     assert engine._steps._make_room()  # as where memory runs out
-    found = drain(engine)
+    drain(engine)
     assert engine.stats.preempted == 1
-    tails = [found[f"{i}"][0] for i in range(3)]
-    assert tails == [expected[i][-len(tail) :] for i, tail in enumerate(tails)]
+    assert [request.answer for request in asked] == expected
     engine.stop()
 
 

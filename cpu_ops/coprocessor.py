@@ -83,7 +83,8 @@ class Coprocessor:
         hot_heads: likewise: the GPU attends to rows that are chosen a layer ahead. The CPU attends
             to no head of such a layer, and each unit of the policy is a KV head.
         hot_rows: what the GPU holds of them, by slots of at least `mailbox.max_rows`.
-        experts: of each layer with a request of them; None: of others, and of all by default.
+        experts: at the `layer_idx` of their requests, which may count layers that do not attend;
+            None: at others, and at all by default.
         on_done: called when a step that `keeps_queries` is done, by whoever closes it or waits for
             it: with the step and the queries [n, num_qo_heads * head_dim] of each sparse layer that
             had a request.

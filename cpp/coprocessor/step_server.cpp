@@ -24,9 +24,8 @@ StepServer::StepServer(DecodeAttention& attention, const Mailbox& mailbox, StepP
   options_.float_output = true;
   options_.defers_updates = true;
   for (const Request& request : plan_.requests) {
-    const uint8_t* hot = of_layer(plan_.device_heads.hot, request.layer_idx);
-    is_ahead_.push_back(!request.of_experts && hot != nullptr &&
-                        std::any_of(hot, hot + attention.shape().num_kv_heads, std::identity{}));
+    const uint8_t* hot = request.of_experts ? nullptr : of_layer(plan_.device_heads.hot, request.layer_idx);
+    is_ahead_.push_back(hot != nullptr && std::any_of(hot, hot + attention.shape().num_kv_heads, std::identity{}));
   }
 }
 
@@ -326,7 +325,9 @@ std::string StepServer::find_non_finite(size_t first, size_t last, int64_t first
 
 std::string StepServer::check_asked() {
   num_checked_ = 0;
-  if (!plan_.requests.empty()) num_checked_ = plan_.requests.back().layer_idx + (is_ahead_.back() != 0 ? 0 : 1);
+  for (int i = attention_from(0); i < static_cast<int>(plan_.requests.size()); i = attention_from(i + 1)) {
+    num_checked_ = layer_of(i) + (is_ahead(i) ? 0 : 1);
+  }
   return find_non_finite(0, step_->rows.size(), 0, num_checked_);
 }
 

@@ -60,7 +60,7 @@ struct DeviceHeads {
 
 // Rows [first_row, first_row + num_rows) of the mailbox in one layer.
 struct Request {
-  int64_t layer_idx;
+  int64_t layer_idx;  // of experts, where they are in StepPlan::experts: there may be layers that do not attend
   int64_t first_row;
   int64_t num_rows;
   bool of_experts = false;  // else of attention
@@ -92,7 +92,7 @@ struct StepPlan {
   int64_t recent_tokens;
   DeviceHeads device_heads = {};
   HotRows* hot_rows = nullptr;
-  std::vector<const RoutedMlp*> experts = {};  // of each layer that has a request of them
+  std::vector<const RoutedMlp*> experts = {};  // at the layer_idx of their requests
 };
 
 class StepServer {

@@ -156,7 +156,7 @@ class LeanModel:
             [1, n, head_dim] in x's dtype; `LayerSpec.rope_idx` says which is a layer's.
         shape: where layers differ in their heads, the most that a layer has.
         max_context_reason: what bounds `shape.max_context`, for messages.
-        host_experts: layers whose experts a GPU leaves to the CPU.
+        host_experts: `numbers` of layers whose experts a GPU leaves to the CPU.
         embedding_scale: multiplies embeddings that are given; `embed_tokens` has done so.
         logit_cap: c of logits c * tanh(x / c) of outputs x of `lm_head`; 0: logits are x.
         ranks: the processes that run the model together, each with a part of the heads and of the
@@ -178,6 +178,22 @@ class LeanModel:
     def each(self, name: str) -> list[Any]:
         """An attribute of the spec of each layer."""
         return [getattr(layer.spec, name) for layer in self.layers]
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Of `layers` among all layers of the stock model."""
+        return range(len(self.layers))
+
+    @property
+    def mlp_order(self) -> list[list[int]]:
+        """The layers whose MLPs a step runs before the attention of each of `layers`, and behind
+        the last, by their numbers in the stock model."""
+        return [[], *([number] for number in self.numbers)]
+
+    @property
+    def routed(self) -> dict[int, RoutedMlp]:
+        """MLPs of experts, by the number of their layer."""
+        return {i: layer.routed for i, layer in enumerate(self.layers) if layer.routed is not None}
 
     @property
     def sinks(self) -> list[torch.Tensor | None]:

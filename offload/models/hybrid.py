@@ -115,8 +115,23 @@ class HybridModel(LeanModel):
     @property
     def recurrent(self) -> list[RecurrentLayer]:
         """All of them, in their order."""
-        groups = *(getattr(layer, "before", ()) for layer in self.layers), self.after
-        return [x for group in groups for x in group]
+        return [x for group in self.between for x in group]
+
+    @property
+    def between(self) -> list[tuple[RecurrentLayer, ...]]:
+        """Those before each of `layers`, and behind the last."""
+        return [*(getattr(layer, "before", ()) for layer in self.layers), self.after]
+
+    @property
+    def mlp_order(self) -> list[list[int]]:
+        pairs = zip(super().mlp_order, self.between, strict=True)
+        return [[*above, *(x.number for x in group)] for above, group in pairs]
+
+    @property
+    def routed(self) -> dict[int, RoutedMlp]:
+        layers = {x.number: x.layer for x in self.recurrent}
+        layers |= zip(self.numbers, self.layers, strict=True)
+        return {number: x.routed for number, x in layers.items() if x.routed is not None}
 
 
 class MlpWithShared(RoutedMlp):
@@ -132,12 +147,12 @@ class MlpWithShared(RoutedMlp):
         return cls(mlp, ExpertChoice(mlp.gate.top_k, normalises=normalises, rounds=True), gate)
 
     def on_gpu(self) -> GpuRoutedMlp:
+        return replace(super().on_gpu(), shared=self.shared_on_gpu())
+
+    def shared_on_gpu(self) -> SharedExpert | None:
         module = self._module
-        gate_up, down = dense_mlp(module.shared_expert)
-        shared = SharedExpert(
-            fused_linear("", module, "shared_expert_gate").on_gpu(), gate_up.on_gpu(), down.on_gpu()
-        )
-        return replace(super().on_gpu(), shared=shared)
+        gate = fused_linear("", module, "shared_expert_gate")
+        return SharedExpert(gate.on_gpu(), *(x.on_gpu() for x in dense_mlp(module.shared_expert)))
 
 
 def hybrid_model(stock: Any) -> HybridModel:

@@ -1,4 +1,5 @@
-"""Experts of a stock model whose matrices are packed, all of one projection in one piece."""
+"""Experts of a stock model whose matrices are packed, all of one projection in one piece, or stay
+on the host while a GPU computes with them."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ class ExpertMatrix(PackedMatrix):
 
 class PackedExperts(nn.Module):
     """In the place of transformers' experts, whose matrices are [num_experts, out, in] or, if they
-    are transposed, [num_experts, in, out]."""
+    are transposed, [num_experts, in, out]. What is not packed stays as it is, on a CPU where x may
+    be on a GPU: chosen experts are copied there, one at a time."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__()
@@ -120,7 +122,8 @@ class PackedExperts(nn.Module):
     ) -> Tensor:
         """`routed_sum`; on a pool few tokens of an expert are rounded to int8."""
         stock = self._of[0]
-        if x.is_cuda and len(x) <= _FEW_TOKENS and (kernels := self._on_gpu()):
+        is_there = next(self.parameters()).is_cuda
+        if is_there and len(x) <= _FEW_TOKENS and (kernels := self._on_gpu()):
             weights = top_k_weights.detach().float().contiguous()
             x, experts = x.detach().contiguous(), top_k_index.contiguous()
             return run_experts_on_gpu(*kernels, x, experts, weights)
@@ -142,7 +145,11 @@ class PackedExperts(nn.Module):
 
     def _multiply(self, name: str, expert: int, x: Tensor) -> Tensor:
         matrix: Any = getattr(self, name)
-        bias = getattr(self, f"{name}_bias")[expert] if self._of[0].has_bias else None
+        stock = self._of[0]
+        bias = getattr(self, f"{name}_bias")[expert].to(x.device) if stock.has_bias else None
+        if isinstance(matrix, Tensor):
+            weight = matrix[expert].to(x.device, non_blocking=True)
+            return F.linear(x, weight.t() if stock.is_transposed else weight, bias)
         if x.is_cuda:
             y: Tensor = matrix.on_gpu().multiply(x, expert)  # which may know of the bias
             return y if bias is None or matrix.on_gpu().bias is not None else y + bias

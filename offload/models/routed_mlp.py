@@ -12,7 +12,7 @@ from cpu_ops.linear import Linear as CpuLinear
 from cpu_ops.routed_linear import ExpertChoice, Gate, RoutedLinear, run_experts
 from cpu_ops.worker_pool import WorkerPool
 from gpu_ops.linear import GpuLinear
-from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp, run_experts_reference
+from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp, SharedExpert, run_experts_reference
 from offload.models.packed_experts import ExpertMatrix
 from offload.models.packed_linear import PackedMatrix
 
@@ -81,6 +81,10 @@ class RoutedMlp:
                 rounds=choice.rounds,
             )
         return self._gpu
+
+    def shared_on_gpu(self) -> SharedExpert | None:
+        """What a GPU adds to the sum of experts that are run elsewhere; None: nothing."""
+        return None
 
     def _run_from_host(self, x: Tensor) -> Tensor:
         """x through experts whose weights are copied to its device, one expert after the other."""

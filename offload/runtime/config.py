@@ -86,8 +86,9 @@ class RuntimeConfig:
             comes to one does without.
         host_experts: layers, the first that have some, whose experts a GPU leaves in the host's
             memory, where the CPU runs them in decode steps; prompts copy them to the GPU, one at a
-            time. "auto": as many as the GPU has too little memory for, often none. Of lean layers
-            in one process; max_memory["cpu"] covers them, too.
+            time. "auto": as many as the GPU has too little memory for, often none. Of lean layers,
+            and of hybrids (`offload.models.hybrid`), in one process; max_memory["cpu"] covers them,
+            too.
         kv_dtype: what keys and values are kept as. "int8": with a float16 scale per token, head
             and 64 dims, in 0.52 of the bytes of bfloat16, and a little less exact. "bfloat16":
             only of a model in bfloat16. "auto": the model's dtype.

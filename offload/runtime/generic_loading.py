@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.decoder import DeviceDecoder
+from offload.decode.gpu.free_room import SPARE_BYTES
 from offload.decode.stock_attention import (
     AttentionSpec,
     attention_specs,
@@ -29,7 +30,7 @@ from offload.decode.stock_attention import (
 from offload.kv.format import KVFormat
 from offload.kv.store import HostBudgetError, KVStore
 from offload.loading.checkpoint import Checkpoint
-from offload.loading.generic_packing import parameter_bytes
+from offload.loading.generic_packing import expert_bytes, parameter_bytes
 from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import (
     generic_skeleton,
@@ -72,6 +73,13 @@ from offload.runtime.generic_sizes import (
 )
 from offload.runtime.generic_states import SequenceStates
 from offload.runtime.generic_steps import GenericSteps, hybrid_view
+from offload.runtime.host_experts import (
+    experts_left_out,
+    layers_of,
+    left_out_bytes,
+    run_from_host,
+    with_number,
+)
 from offload.runtime.modules_device import (
     LEAST_SLICE,
     ModulesDevice,
@@ -134,12 +142,17 @@ class GenericRuntime:
         self.stock, self.policy_reason = stock, ""
         self.decodes = self.reads_prompt = self.is_in_engine = False
         self.device = torch.device(config.device)
-        host_bytes = kv_budget_bytes(config, weight_bytes_of(stock), loaded=True)
+        weight_bytes, left_out = weight_bytes_of(stock, self.device.type), 0
+        if self.device.type != "cpu":
+            left_out = weight_bytes_of(stock, "cpu")
+        host_bytes = kv_budget_bytes(config, weight_bytes, loaded=True, host_bytes=left_out)
         is_auto, view = isinstance(config.policy, Auto), None
         if is_on_device(config):
             view = hybrid_view(stock)
             if view is None and config.kv_dtype == "int8":
                 raise NotImplementedError("kv_dtype='int8' with a GPU: no kernels for its layers")
+        if view is not None:
+            view = replace(view, host_experts=frozenset(layers_of(stock, config)))
         device_bytes = None if view is None else device_bytes_beside(stock, view, config)
         if isinstance(config.policy, Auto):
             most, _ = stock_context_limit(stock.config)
@@ -462,16 +475,22 @@ def resolved_auto(
 def device_bytes_beside(stock: Any, view: HybridModel, config: RuntimeConfig) -> int | None:
     """What a GPU has for keys and values beside weights that are there, states and slices of
     prompts; None: it is none."""
-    device, weight_bytes = torch.device(config.device), weight_bytes_of(stock)
+    device = torch.device(config.device)
     if device.type == "cpu":
         return None
-    free, budget = torch.cuda.mem_get_info(device)[0], device_kv_budget_bytes(config, weight_bytes)
-    kv_bytes = 2 * view.shape.num_kv_heads * view.shape.head_dim * stock.dtype.itemsize
-    passes = PassBytes(token_bytes(stock), kv_bytes, LEAST_SLICE)
-    states = _STATES_KEPT * sum(layer.rule.state_bytes for layer in view.recurrent)
-    columns = min(view.shape.max_context, _LONG)
-    kept = passes.need(1, LEAST_SLICE, columns, states)
+    weight_bytes, free = weight_bytes_of(stock, device.type), torch.cuda.mem_get_info(device)[0]
+    budget = device_kv_budget_bytes(config, weight_bytes)
+    kept = bytes_of_pass(stock, view, LEAST_SLICE, _LONG)
     return max(0, (free if budget is None else min(free, budget)) - kept)
+
+
+def bytes_of_pass(stock: Any, view: HybridModel, n: int, columns: int) -> int:
+    """What a GPU needs for n new columns, the last of `columns`, beside states of sequences."""
+    kv_bytes = 2 * view.shape.num_kv_heads * view.shape.head_dim * stock.dtype.itemsize
+    passes = PassBytes(token_bytes(stock), kv_bytes, n)
+    states = _STATES_KEPT * sum(layer.rule.state_bytes for layer in view.recurrent)
+    columns = min(view.shape.max_context, columns)
+    return passes.need(1, min(n, columns), columns, states)
 
 
 def resolved_on_gpu(
@@ -511,11 +530,13 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
         NotImplementedError: names the option, or the policy; a kv_dtype that does not fit.
     """
     model_type = checkpoint.config["model_type"]
+    text_type = (checkpoint.config.get("text_config") or checkpoint.config).get("model_type")
     check_policy(config, model_type)
     for name, default in _DEFAULTS.items():
         value = getattr(config, name)
         is_taken = name == "backend" and value == "inline"
         is_taken = is_taken or (name == "prefill_slice_tokens" and is_on_device(config))
+        is_taken = is_taken or (name == "host_experts" and text_type in TYPES)
         if value != default and not is_taken:
             raise NotImplementedError(
                 f"{name}={value!r} with a model of type {model_type!r}, which has no lean layers "
@@ -530,18 +551,37 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
         )
 
 
-def checked_skeleton(checkpoint: Checkpoint, config: RuntimeConfig) -> Any:
-    """The model without memory for its weights, for which there will be room.
+def checked_skeleton(checkpoint: Checkpoint, config: RuntimeConfig) -> tuple[Any, RuntimeConfig]:
+    """The model without memory for its weights, for which there will be room, and the config with a
+    number for `host_experts`.
 
     Raises:
         HostBudgetError, DeviceMemoryError: the weights do not fit.
+        ValueError: more layers of `host_experts` than have experts.
+        NotImplementedError: experts on the host of a model whose layers the kernels do not compute.
     """
     empty, kept = generic_skeleton(checkpoint, config.dtype, config.packing)
-    weight_bytes = sum(parameter_bytes(empty, kept).values())
-    kv_budget_bytes(config, weight_bytes, loaded=False)
+    weight_bytes, host_bytes = sum(parameter_bytes(empty, kept).values()), 0
+    if config.host_experts:
+        sizes, view = [*expert_bytes(empty, kept).values()], hybrid_view(empty)
+        if view is None:
+            raise NotImplementedError(
+                f"host_experts={config.host_experts!r} with layers of type "
+                f"{empty.config.model_type!r} that the kernels do not compute; leave it out"
+            )
+        slices, whole = config.prefill_slice_tokens, view
+        config = with_number(
+            config,
+            empty.config.model_type,
+            sizes,
+            lambda: weight_bytes + SPARE_BYTES + bytes_of_pass(empty, whole, slices, slices),
+        )
+        host_bytes = left_out_bytes(sizes, config)
+    weight_bytes -= host_bytes
+    kv_budget_bytes(config, weight_bytes, loaded=False, host_bytes=host_bytes)
     device_kv_budget_bytes(config, weight_bytes)
     check_weights_fit(config, weight_bytes)
-    return empty
+    return empty, config
 
 
 def is_on_device(config: RuntimeConfig) -> bool:
@@ -563,10 +603,11 @@ def load_generic(
     """
     start = time.perf_counter()
     check_generic(checkpoint, config)
-    empty = checked_skeleton(checkpoint, config)
+    empty, config = checked_skeleton(checkpoint, config)
     stock = load_generic_model(checkpoint, config.dtype, config.packing, empty).eval()
     if config.device != "cpu":
-        stock.to(config.device)
+        with experts_left_out(stock, config):
+            stock.to(config.device)
     with torch_threads(config.num_threads), current_device(torch.device(config.device)):
         runtime = generic_runtime(stock, config, checkpoint.folder, kind)
     layers = len(runtime.hosted.specs)
@@ -599,6 +640,7 @@ def generic_runtime(
             says why.
     """
     model_type, runtime = stock.config.model_type, None
+    run_from_host(stock, config)
     pool = WorkerPool(pool_threads(config))
     try:
         if not is_on_device(config):  # packed weights, here and below: nothing is dequantised

@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM
 from offload import OffloadedModel, load_tokenizer
 from offload.loading.generic_packing import parameter_bytes
 from offload.loading.planned_model import planned_model, planned_skeleton
+from offload.models.dtypes import AUTO_ON_GPU
 from offload.models.packed_linear import PackedMatrix
 from offload.runtime.budgets import weight_bytes_of
+from offload.runtime.config import RuntimeConfig
 
 _QWEN35: dict[str, Any] = {
     "linear_num_value_heads": 4,
@@ -302,6 +304,27 @@ def test_as_transformers_dequantises_it(
         wanted = expected(ids).logits[0]
     assert relative(model(ids).logits[0], wanted) < 0.05
     assert model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0).shape == (1, 35)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_experts_on_the_host(
+    kind: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(RuntimeConfig, "packing", AUTO_ON_GPU)  # inline, too
+    stock = write(tmp_path / "tiny.gguf", "qwen35moe", kind)
+    options = {"device": device, "backend": "inline" if device == "cpu" else None}
+    options |= {"num_threads": 1, "dtype": "float32", "host_experts": 3}
+    model = OffloadedModel.from_pretrained(tmp_path / "tiny.gguf", **options)
+    for i, layer in enumerate(model.model.layers):
+        matrix = layer.mlp.experts.gate_up_proj
+        assert matrix.packed.format == {"Q8_0": "q8", "Q4_0": "q4"}[kind]
+        assert matrix.codes.device.type == ("cpu" if i < 3 else device)
+    ids = random_tokens(60, seed=1).unsqueeze(0)
+    cache = model.new_cache()
+    parts = [model(x, past_key_values=cache).logits[0] for x in ids.split([40, 16, 1, 1, 1, 1], 1)]
+    assert relative(torch.cat(parts).cpu(), stock(ids).logits[0]) < 0.05
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

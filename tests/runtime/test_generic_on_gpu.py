@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases.device_cases import NO_GPU
 from cases.every_type import tiny_model_of
+from cases.flag_handshake import make_flag_handshake
 from cases.tiny_models import VOCAB_SIZE, byte_tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -86,6 +87,60 @@ def test_tokens_are_those_of_the_stock_model(
             assert (model.offload_stats().kv_host_bytes > 0) == on_host
             assert model.kv_store.num_sequences == 0
             monkeypatch.undo()
+
+
+@pytest.mark.parametrize("folder", ["qwen3_5_moe_text", "qwen3_next"], indirect=True)
+@pytest.mark.parametrize("where", [CUDA, "inline", "flags"])
+@pytest.mark.parametrize("count", [1, 4, "auto"])
+def test_experts_on_the_host(folder: Path, where: str, count: int | str) -> None:
+    """Of layers of both kinds; prompts in slices, and heads of the CPU beside."""
+    device, options = "cuda" if where == "cuda" else "cpu", dict[str, Any]()
+    if count == "auto" and device == "cuda":
+        options = {"max_memory": {0: "768MiB"}}  # less than it leaves beside the weights
+    kept = 0 if count == "auto" and device == "cpu" else 4 if count == "auto" else int(count)
+    expected = stock_tokens(folder, device)
+    for policy, parts in zip(POLICIES, (None, 2), strict=True):
+        model = load(
+            folder, device, policy=policy, host_experts=count, prefill_slice_tokens=32, **options
+        )
+        assert model._offload.config.host_experts == kept
+        for i, layer in enumerate(model.model.layers):
+            of_experts = {x.device.type for x in layer.mlp.experts.parameters()}
+            assert of_experts == {"cpu" if i < kept else device}
+            assert layer.mlp.shared_expert.down_proj.weight.device.type == device
+        decoder = model._offload.steps.decoder
+        decoder.slots.drop()  # those of the check of its logits
+        decoder.captured.num_micro_batches = parts
+        if where == "flags":
+            decoder.captured.make_gpu_sync = make_flag_handshake
+        if parts is not None:
+            decoder.placed.choose = None
+            decoder.place(decoder.placed.least)
+        for row, of_rows in zip((slice(1, 2), slice(0, 2)), expected, strict=True):
+            assert tokens(model, IDS[row], MASK[row]) == of_rows, (policy.name, parts)
+        links = decoder.slots.steps.links.values()
+        requests = [x for link in links for x in link.coprocessor.requests]
+        assert {x.layer_idx for x in requests if x.of_experts} == {*range(kept)}
+        assert parts is None or not all(x.of_experts for x in requests)
+    with torch.no_grad():  # by the stock modules
+        ids, cache = IDS[1:, :4].to(model.device), model.new_cache()
+        model(ids[:, :3], past_key_values=cache)
+        found = model(ids[:, 3:], past_key_values=cache, output_hidden_states=True).logits
+        torch.testing.assert_close(found, model(ids).logits[:, 3:], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("folder", "count", "error"),
+    [
+        ("qwen3_5_text", 1, r"type 'qwen3_5_text', of which no layer has experts"),
+        ("qwen3_5_moe_text", 5, r"host_experts=5, but only 4 layers have experts"),
+        ("lfm2", 1, r"host_experts=1 with a model of type 'lfm2', which has no lean layers"),
+    ],
+    indirect=["folder"],
+)
+def test_experts_that_cannot_stay_on_the_host(folder: Path, count: int, error: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=error):
+        load(folder, "cpu", host_experts=count)
 
 
 @pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])

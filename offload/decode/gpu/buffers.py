@@ -17,6 +17,7 @@ from cpu_ops.mailbox import Mailbox
 from gpu_ops.launch import _num_multiprocessors
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.paged_attention import num_kv_splits
+from gpu_ops.routed_linear import SharedExpert
 from offload.decode.gpu.gpu_sync import GpuSync
 from offload.decode.sampling import Draws, TokenChooser
 from offload.models import LeanModel, ModelShape
@@ -134,7 +135,7 @@ class HostLink:
 
     Attributes:
         request_of: number of the request of attention of (layer_idx, first row of the part).
-        experts_of: likewise, of a layer's experts on the host.
+        experts_of: likewise, of experts on the host, by the layer's number in the stock model.
     """
 
     num_rows: int
@@ -155,13 +156,19 @@ class HostLink:
         self.gpu_sync.await_reply(self.request_of[layer_idx, rows.start])
         return self.mailbox.output[rows], self.mailbox.lse[rows]
 
-    def run_experts(self, layer_idx: int, rows: slice, normed: Tensor) -> None:
-        """The sum of a layer's experts on the host of `normed` [n, hidden_size], overwritten."""
-        request = self.experts_of[layer_idx, rows.start]
+    def run_experts(
+        self, number: int, rows: slice, normed: Tensor, shared: SharedExpert | None
+    ) -> None:
+        """The sum of a layer's experts on the host of `normed` [n, hidden_size], overwritten, and
+        of what the device computes meanwhile."""
+        request = self.experts_of[number, rows.start]
         self.mailbox.normed[rows].copy_(normed, non_blocking=True)
         self.gpu_sync.request_attention(request)
+        of_device = None if shared is None else shared(normed, None)
         self.gpu_sync.await_reply(request)
         normed.copy_(self.mailbox.summed[rows], non_blocking=True)
+        if of_device is not None:
+            normed += of_device
 
 
 def micro_batch_rows(num_rows: int, num_micro_batches: int) -> list[slice]:

@@ -127,12 +127,16 @@ class InlineSync:
 
     def __init__(self, coprocessor: Coprocessor) -> None:
         self._coprocessor = coprocessor
+        self._num_served = 0  # requests of the step
 
     def request_attention(self, request: int) -> None:
         """Nothing is asynchronous: the request is there."""
 
     def await_reply(self, request: int) -> None:
-        self._coprocessor.serve(request)
+        """Those before it are there, too: the attention of other rows may be awaited later."""
+        while self._num_served <= request:
+            self._coprocessor.serve(self._num_served)
+            self._num_served += 1
 
     def await_begin(self) -> None:
         """It has begun before the step."""
@@ -163,6 +167,7 @@ class InlineSync:
     ) -> None:
         try:
             self._coprocessor.begin_step(rows, slots)
+            self._num_served = 0
             self._run_step(key, step, is_launched, ahead, beside or _nothing)
         except BaseException as error:
             self._recover(error)

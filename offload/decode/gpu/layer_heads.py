@@ -9,7 +9,7 @@ on the GPU it lists candidates (`placement.Place`).
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -132,18 +132,19 @@ def _heads_of(
 def requests_of(
     layers: Sequence[LayerHeads],
     micro_batches: Sequence[slice],
-    host_experts: Container[int] = (),
+    host_experts: Sequence[Sequence[int]] = (),
 ) -> list[Request]:
     """What a step asks the CPU, in the order in which it does (`DeviceStep.all_layers`): of a layer
     with hot rows while the layer above is projected.
 
     Args:
-        host_experts: layers whose experts are on the host.
+        host_experts: numbers of layers whose experts are on the host, of those that are computed
+            before the attention of each of `layers`, and behind the last; (): there are none.
     """
     requests = []
     for layer_idx in range(len(layers) + 1):
         here, ahead = layers[layer_idx : layer_idx + 1], layers[layer_idx + 1 : layer_idx + 2]
-        asked = [(layer_idx - 1, True)] * (layer_idx - 1 in host_experts)
+        asked = [(number, True) for of in host_experts[layer_idx : layer_idx + 1] for number in of]
         asked += [(layer_idx, False)] * any(layer.host for layer in here)
         asked += [(layer_idx + 1, False)] * any(layer.asks_ahead for layer in ahead)
         for rows in micro_batches:

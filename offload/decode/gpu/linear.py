@@ -12,8 +12,8 @@ Several rows are summed in the model's dtype, and added by the norm that follows
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from gpu_ops.delta_rule import GpuDeltaRule
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.linear import GpuLinear
 from gpu_ops.rms_norm import add_normed, add_rms_norm
-from gpu_ops.routed_linear import GpuRoutedMlp
+from gpu_ops.routed_linear import GpuRoutedMlp, SharedExpert
 from offload.models import LeanModel, ModelShape
 from offload.models.base import norm_of
 from offload.models.hybrid import HybridModel
@@ -39,9 +39,11 @@ class Recurrent(NamedTuple):
 
     Attributes:
         number: among layers of this kind.
+        stock_number: among all layers of the stock model.
     """
 
     number: int
+    stock_number: int
     layer: DeviceLayer
     rule: GpuDeltaRule
 
@@ -52,7 +54,9 @@ class DeviceWeights:
 
     Attributes:
         recurrent: of a hybrid model, before each of `layers`, and behind the last.
-        host_experts: of each layer that has them on the host; None: of others.
+        host_experts: of layers that have them on the host, at their number in the stock model;
+            None: of others.
+        shared_experts: what is on the GPU of these, by the same numbers.
     """
 
     shape: ModelShape
@@ -62,23 +66,26 @@ class DeviceWeights:
     ranks: TensorParallel | None = None
     recurrent: tuple[tuple[Recurrent, ...], ...] = ()
     host_experts: tuple[CpuRoutedMlp | None, ...] = ()
+    shared_experts: Mapping[int, SharedExpert | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: LeanModel) -> DeviceWeights:
+        on_host = {number: model.routed[number] for number in sorted(model.host_experts)}
         return cls(
             shape=model.shape,
             layers=tuple(
-                layer.on_gpu(has_experts=i not in model.host_experts)
-                for i, layer in enumerate(model.layers)
+                layer.on_gpu(has_experts=layer.routed not in on_host.values())
+                for layer in model.layers
             ),
             final_norm=norm_of(model.final_norm),
             lm_head=model.lm_head.on_gpu(),
             ranks=model.ranks,
             recurrent=_recurrent(model) if isinstance(model, HybridModel) else (),
             host_experts=tuple(
-                layer.routed.on_cpu() if layer.routed and i in model.host_experts else None
-                for i, layer in enumerate(model.layers)
+                on_host[i].on_cpu() if i in on_host else None
+                for i in range(max(on_host, default=-1) + 1)
             ),
+            shared_experts={i: routed.shared_on_gpu() for i, routed in on_host.items()},
         )
 
     @property
@@ -283,8 +290,16 @@ def _query_width(weights: DeviceWeights) -> int:
 
 def _recurrent(model: HybridModel) -> tuple[tuple[Recurrent, ...], ...]:
     groups, number = list[tuple[Recurrent, ...]](), itertools.count()
-    for group in (*(getattr(layer, "before", ()) for layer in model.layers), model.after):
-        made = (Recurrent(next(number), x.layer.on_gpu(), x.rule.on_gpu()) for x in group)
+    for group in model.between:
+        made = (
+            Recurrent(
+                next(number),
+                x.number,
+                x.layer.on_gpu(has_experts=x.number not in model.host_experts),
+                x.rule.on_gpu(),
+            )
+            for x in group
+        )
         groups.append(tuple(made))
     return tuple(groups)
 

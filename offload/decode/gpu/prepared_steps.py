@@ -275,7 +275,9 @@ class PreparedSteps:
         """A new one, for steps of so many rows in so many micro-batches."""
         host_experts = self.model.host_experts
         requests = requests_of(
-            self.layers, micro_batch_rows(num_rows, num_micro_batches), host_experts
+            self.layers,
+            micro_batch_rows(num_rows, num_micro_batches),
+            [[i for i in numbers if i in host_experts] for numbers in self.model.mlp_order],
         )
         lists = self.step.lists
         if all(layer.finds for layer in self.layers if layer.coded):

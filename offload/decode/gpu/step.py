@@ -25,7 +25,7 @@ from gpu_ops.rope_publish import rope_publish
 from offload.decode.gpu.buffers import AttentionSource, HostLink, StepBuffers
 from offload.decode.gpu.gpu_sync import SideWork
 from offload.decode.gpu.heads import DeviceHeads
-from offload.decode.gpu.linear import DeviceWeights, LinearPath, linear_path
+from offload.decode.gpu.linear import DeviceLayer, DeviceWeights, LinearPath, linear_path
 from offload.decode.gpu.resident_codes import CodeLists
 from offload.decode.gpu.resident_kv import ResidentKV
 from offload.kv.store import KVStore
@@ -133,8 +133,9 @@ class DeviceStep:
                     self.attend_and_finish(layer_idx - 1, batch, link)
                 if layer_idx < num_layers:
                     self.project_and_send(layer_idx, batch, link)
+                else:
+                    self._mix(layer_idx, batch, link)
         for batch in batches:
-            self._mix(num_layers, batch)
             self._join_selection(batch, link)
             if batch.growing is not None:
                 link.gpu_sync.join(batch.growing)
@@ -148,7 +149,7 @@ class DeviceStep:
 
         placed = self.heads.layers[layer_idx]
 
-        self._mix(layer_idx, batch)
+        self._mix(layer_idx, batch, link)
         qkv = batch.linears.qkv(layer, batch.x)
         if self.weights.recurrent:
             qkv, batch.gates = self._split_gates(qkv)
@@ -214,14 +215,7 @@ class DeviceStep:
         if batch.gates is not None:
             gate_heads(attended, batch.gates)
         batch.linears.add_attention(layer, batch.x, attended)
-        if layer_idx not in self.model.host_experts:
-            batch.linears.add_mlp(layer, batch.x)
-            return
-        normed = batch.linears.mlp_input(layer, batch.x)
-        self._mark("linear", layer_idx)
-        link.run_experts(layer_idx, batch.rows, normed)
-        self._mark("wait", layer_idx)
-        batch.linears.add_summed(batch.x, normed)
+        self._add_mlp(self.model.numbers[layer_idx], layer, batch, link)
 
     def attend_to_sources(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """What the GPU holds and has fetched, here; what the host attends to, there meanwhile. Who
@@ -304,16 +298,27 @@ class DeviceStep:
             hot.fetch(layer_idx, rows, b, link.mailbox, self.resident.host_pages.tables[layer_idx])
         batch.gathering.append(fetching)
 
-    def _mix(self, layer_idx: int, batch: _MicroBatch) -> None:
+    def _add_mlp(self, number: int, layer: DeviceLayer, batch: _MicroBatch, link: HostLink) -> None:
+        """The MLP of the layer that has this number in the stock model."""
+        if number not in self.model.host_experts:
+            batch.linears.add_mlp(layer, batch.x)
+            return
+        normed = batch.linears.mlp_input(layer, batch.x)
+        self._mark("linear", number)
+        link.run_experts(number, batch.rows, normed, self.weights.shared_experts[number])
+        self._mark("wait", number)
+        batch.linears.add_summed(batch.x, normed)
+
+    def _mix(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """The layers with a rule before a layer, or behind the last."""
         if not self.weights.recurrent:
             return
         pointers = self.buffers.pointers
-        for number, layer, rule in self.weights.recurrent[layer_idx]:
+        for number, stock_number, layer, rule in self.weights.recurrent[layer_idx]:
             projected = batch.linears.qkv(layer, batch.x)
             mixed = rule(projected, pointers[number, :, batch.rows])
             batch.linears.add_attention(layer, batch.x, mixed)
-            batch.linears.add_mlp(layer, batch.x)
+            self._add_mlp(stock_number, layer, batch, link)
             self._mark("recurrent", layer_idx)
 
     def _split_gates(self, projected: Tensor) -> tuple[Tensor, Tensor]:

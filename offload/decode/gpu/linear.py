@@ -12,7 +12,7 @@ Several rows are summed in the model's dtype, and added by the norm that follows
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -53,6 +53,7 @@ class DeviceWeights:
     """A model's weights.
 
     Attributes:
+        numbers: of `layers` among all layers of the stock model.
         recurrent: of a hybrid model, before each of `layers`, and behind the last.
         host_experts: of layers that have them on the host, at their number in the stock model;
             None: of others.
@@ -64,6 +65,7 @@ class DeviceWeights:
     final_norm: Norm
     lm_head: GpuLinear
     ranks: TensorParallel | None = None
+    numbers: Sequence[int] = ()
     recurrent: tuple[tuple[Recurrent, ...], ...] = ()
     host_experts: tuple[CpuRoutedMlp | None, ...] = ()
     shared_experts: Mapping[int, SharedExpert | None] = field(default_factory=dict)
@@ -77,6 +79,7 @@ class DeviceWeights:
                 layer.on_gpu(has_experts=layer.routed not in on_host.values())
                 for layer in model.layers
             ),
+            numbers=model.numbers,
             final_norm=norm_of(model.final_norm),
             lm_head=model.lm_head.on_gpu(),
             ranks=model.ranks,

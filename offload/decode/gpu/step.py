@@ -215,7 +215,7 @@ class DeviceStep:
         if batch.gates is not None:
             gate_heads(attended, batch.gates)
         batch.linears.add_attention(layer, batch.x, attended)
-        self._add_mlp(self.model.numbers[layer_idx], layer, batch, link)
+        self._add_mlp(self.weights.numbers[layer_idx], layer, batch, link)
 
     def attend_to_sources(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """What the GPU holds and has fetched, here; what the host attends to, there meanwhile. Who

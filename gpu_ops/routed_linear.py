@@ -294,7 +294,7 @@ class GpuExperts:
 
     def multiply(self, x: Tensor, expert: int) -> Tensor:
         """x [n, in_features] through one expert's matrix, unpacked, on x's device."""
-        bias = None if self.bias is None else self.bias[expert]
+        bias = None if self.bias is None else self.bias[expert].to(x.device)
         if self._packed is None:
             weight = self._dense[expert].to(x.device, non_blocking=True)
             return functional.linear(x, weight, bias)

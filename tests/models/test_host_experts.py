@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
+from cases.inside import split_steps
 from cases.tiny_models import random_tokens
 from cases.top_k_reference import TOP_K
 
@@ -54,6 +55,8 @@ def test_tokens_are_the_cpus(
     assert torch.equal(greedy(model, prompts, NUM_NEW), expected)
     for i in range(2):
         assert torch.equal(greedy(model, prompts[i : i + 1], NUM_NEW), expected[i : i + 1])
+    split_steps(model, 2)  # the experts of some rows are asked for before attention of others
+    assert torch.equal(greedy(model, prompts, 4), expected[:, : -NUM_NEW + 4])
 
 
 @pytest.mark.parametrize("weights", ["q8", "q4"])

@@ -53,7 +53,7 @@ class DeviceWeights:
     """A model's weights.
 
     Attributes:
-        numbers: as of the model.
+        numbers: of `layers` among all layers of the stock model.
         recurrent: of a hybrid model, before each of `layers`, and behind the last.
         host_experts: of layers that have them on the host, at their number in the stock model;
             None: of others.
@@ -79,6 +79,7 @@ class DeviceWeights:
                 layer.on_gpu(has_experts=layer.routed not in on_host.values())
                 for layer in model.layers
             ),
+            numbers=model.numbers,
             final_norm=norm_of(model.final_norm),
             lm_head=model.lm_head.on_gpu(),
             ranks=model.ranks,

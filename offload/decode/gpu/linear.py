@@ -83,7 +83,6 @@ class DeviceWeights:
             final_norm=norm_of(model.final_norm),
             lm_head=model.lm_head.on_gpu(),
             ranks=model.ranks,
-            numbers=model.numbers,
             recurrent=_recurrent(model) if isinstance(model, HybridModel) else (),
             host_experts=tuple(
                 on_host[i].on_cpu() if i in on_host else None

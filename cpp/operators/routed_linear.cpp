@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kColumns = 64;                // of the result that are computed together
 constexpr int64_t kTileOutputs = 2 * kColumns;  // of a matrix, where two make a column
-constexpr int64_t kTasksPerThread = 6;
+constexpr int64_t kTasksPerRoutedThread = 6;
 constexpr int64_t kSummedAtOnce = 1 << 16;  // numbers that one thread adds up faster than two are told to
 
 // `body` over blocks of at most kMaxLinearRows rows; what is one block runs here.
@@ -143,7 +143,7 @@ void RoutedLinear::run(const KernelTable& kernels, WorkerPool& pool, const void*
     }
   }
   const int64_t wanted =
-      static_cast<int64_t>(routing.runs().size()) * columns_ / (pool.num_threads() * kTasksPerThread);
+      static_cast<int64_t>(routing.runs().size()) * columns_ / (pool.num_threads() * kTasksPerRoutedThread);
   const int64_t tile = std::max(kColumns, wanted / kColumns * kColumns);
   tiles.clear();
   for (const Routing::Run& run : routing.runs()) {

@@ -23,7 +23,7 @@ BOTH = [
     "-fno-sanitize-recover=all",
 ]
 ATTENTION = [*sorted(path.stem for path in (CPP / "attention").glob("*.cpp")), "worker_pool"]
-COPROCESSOR = ["coprocessor", "step_server", "hot_rows"]
+COPROCESSOR = ["coprocessor", "step_server", "hot_rows", "linear", "routed_linear"]
 
 
 def run_threads(program: Path) -> None:

@@ -29,6 +29,9 @@ from offload.runtime.generic_cache import GenericCache
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.placing import Chooser, placement_for
 
+# What the stock modules alone give, where a call or else the config asks for it.
+_OUTPUTS = ("output_hidden_states", "output_router_logits")
+
 
 def hybrid_view(stock: Any) -> HybridModel | None:
     """The view of a model that has one; None: its layers are others."""
@@ -84,6 +87,7 @@ class GenericSteps:
         self.decoder.slots.captures_aside = False  # the stock modules run in between
         self.decoder.captured.states_of = self._states_of
         self._cache: GenericCache | None = None
+        self._config = stock.config
         self._model, self._stock = stock.model, stock.model.forward
         stock.model.forward = self
         self._watch = ModuleWatch(stock.model)
@@ -107,8 +111,8 @@ class GenericSteps:
             positions = positions[0] if is_text else None
         takes = isinstance(cache, GenericCache) and cache.steps_on_device and self._decodes()
         is_known = positions is not None or position_ids is None
-        asks = kwargs.get("output_hidden_states") or kwargs.get("output_router_logits")
-        if not takes or not is_known or asks:
+        asked = (kwargs.get(name, getattr(self._config, name, False)) for name in _OUTPUTS)
+        if not takes or not is_known or any(asked):
             if takes:
                 cache.begin_step()
                 for seq in cache.seqs:

@@ -104,6 +104,8 @@ def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
     torch.testing.assert_close(torch.cat([x.logits for x in steps], 1), expected, **CLOSE)
     assert steps[0].hidden_states is not None
     assert steps[1].hidden_states is None
+    model.config.output_hidden_states = True
+    assert model(input_ids=ids[:, :1], past_key_values=cache).hidden_states is not None
     model.model.layers[0].mlp.down_proj = torch.nn.Linear(4, 4)
     with pytest.raises(NotImplementedError, match="down_proj was replaced"):
         tokens(model, IDS, MASK)

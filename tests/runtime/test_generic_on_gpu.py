@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,23 @@ def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
     model.model.layers[0].mlp.down_proj = torch.nn.Linear(4, 4)
     with pytest.raises(NotImplementedError, match="down_proj was replaced"):
         tokens(model, IDS, MASK)
+
+
+def test_a_step_that_is_interrupted_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    """Between two layers, where a sum waits to be added."""
+    tiny_model_of("qwen3_5_text", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    model = load(tmp_path, "cpu", policy="full")
+    decoder, found = model._offload.steps.decoder, []
+
+    def interrupt(kind: str, layer_idx: int) -> None:
+        raise KeyboardInterrupt
+
+    for on_mark in (None, interrupt, None):
+        cache, decoder.on_mark = model.new_cache(), on_mark
+        model(input_ids=IDS[:, :60], past_key_values=cache)
+        with pytest.raises(KeyboardInterrupt) if on_mark else nullcontext():
+            found.append(model(input_ids=IDS[:, 60:61], past_key_values=cache).logits)
+    assert torch.equal(*found)
 
 
 @pytest.mark.cuda

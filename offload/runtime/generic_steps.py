@@ -7,6 +7,7 @@ are read by the stock modules.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,6 +32,8 @@ from offload.runtime.placing import Chooser, placement_for
 
 # What the stock modules alone give, where a call or else the config asks for it.
 _OUTPUTS = ("output_hidden_states", "output_router_logits")
+# Weights of which steps have copies, in another form.
+_COPIED = re.compile(r"layers\.\d+\..*(layernorm\.weight|_norm\.weight|A_log|dt_bias)")
 
 
 def hybrid_view(stock: Any) -> HybridModel | None:
@@ -91,10 +94,23 @@ class GenericSteps:
         self._model, self._stock = stock.model, stock.model.forward
         stock.model.forward = self
         self._watch = ModuleWatch(stock.model)
+        parameters = stock.model.named_parameters()
+        self._copied = {name: x for name, x in parameters if _COPIED.fullmatch(name)}
+        self._versions = self._current_versions()
 
     def check_modules(self) -> None:
-        """As `ModuleWatch.check`."""
+        """As `ModuleWatch.check`, and of weights that were written to, where steps have copies."""
         self._watch.check()
+        for name, now in self._current_versions().items():
+            if now != self._versions[name]:
+                raise NotImplementedError(
+                    f"{name} was written to after the model was loaded: decode steps on a GPU "
+                    "would go on with the old values; change the stock model, save it and load that"
+                )
+
+    def _current_versions(self) -> dict[str, int]:
+        """How often each was written to; torch does not count it of all."""
+        return {name: x._version for name, x in self._copied.items() if not x.is_inference()}
 
     def __call__(
         self,

@@ -107,6 +107,12 @@ def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
     assert steps[1].hidden_states is None
     model.config.output_hidden_states = True
     assert model(input_ids=ids[:, :1], past_key_values=cache).hidden_states is not None
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)  # which steps see
+        tokens(model, IDS, MASK)
+        model.model.layers[0].linear_attn.A_log.add_(1.0)
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.linear_attn\.A_log was written to"):
+        tokens(model, IDS, MASK)
     model.model.layers[0].mlp.down_proj = torch.nn.Linear(4, 4)
     with pytest.raises(NotImplementedError, match="down_proj was replaced"):
         tokens(model, IDS, MASK)

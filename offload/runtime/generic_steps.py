@@ -7,6 +7,7 @@ are read by the stock modules.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -28,6 +29,11 @@ from offload.runtime.config import RuntimeConfig
 from offload.runtime.generic_cache import GenericCache
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.placing import Chooser, placement_for
+
+# What the stock modules alone give, where a call or else the config asks for it.
+_OUTPUTS = ("output_hidden_states", "output_router_logits")
+# Weights of which steps have copies, in another form.
+_COPIED = re.compile(r"layers\.\d+\..*(layernorm\.weight|_norm\.weight|A_log|dt_bias)")
 
 
 def hybrid_view(stock: Any) -> HybridModel | None:
@@ -84,13 +90,27 @@ class GenericSteps:
         self.decoder.slots.captures_aside = False  # the stock modules run in between
         self.decoder.captured.states_of = self._states_of
         self._cache: GenericCache | None = None
+        self._config = stock.config
         self._model, self._stock = stock.model, stock.model.forward
         stock.model.forward = self
         self._watch = ModuleWatch(stock.model)
+        parameters = stock.model.named_parameters()
+        self._copied = {name: x for name, x in parameters if _COPIED.fullmatch(name)}
+        self._versions = self._current_versions()
 
     def check_modules(self) -> None:
-        """As `ModuleWatch.check`."""
+        """As `ModuleWatch.check`, and of weights that were written to, where steps have copies."""
         self._watch.check()
+        for name, now in self._current_versions().items():
+            if now != self._versions[name]:
+                raise NotImplementedError(
+                    f"{name} was written to after the model was loaded: decode steps on a GPU "
+                    "would go on with the old values; change the stock model, save it and load that"
+                )
+
+    def _current_versions(self) -> dict[str, int]:
+        """How often each was written to; torch does not count it of all."""
+        return {name: x._version for name, x in self._copied.items() if not x.is_inference()}
 
     def __call__(
         self,
@@ -107,8 +127,8 @@ class GenericSteps:
             positions = positions[0] if is_text else None
         takes = isinstance(cache, GenericCache) and cache.steps_on_device and self._decodes()
         is_known = positions is not None or position_ids is None
-        asks = kwargs.get("output_hidden_states") or kwargs.get("output_router_logits")
-        if not takes or not is_known or asks:
+        asked = (kwargs.get(name, getattr(self._config, name, False)) for name in _OUTPUTS)
+        if not takes or not is_known or any(asked):
             if takes:
                 cache.begin_step()
                 for seq in cache.seqs:

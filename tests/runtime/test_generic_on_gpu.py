@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,14 @@ def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
     torch.testing.assert_close(torch.cat([x.logits for x in steps], 1), expected, **CLOSE)
     assert steps[0].hidden_states is not None
     assert steps[1].hidden_states is None
+    model.config.output_hidden_states = True
+    assert model(input_ids=ids[:, :1], past_key_values=cache).hidden_states is not None
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)  # which steps see
+        tokens(model, IDS, MASK)
+        model.model.layers[0].linear_attn.A_log.add_(1.0)
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.linear_attn\.A_log was written to"):
+        tokens(model, IDS, MASK)
     model.model.layers[0].mlp.down_proj = torch.nn.Linear(4, 4)
     with pytest.raises(NotImplementedError, match="down_proj was replaced"):
         tokens(model, IDS, MASK)
@@ -209,6 +218,23 @@ def test_what_a_policy_keeps_is_built_on_the_device(
     assert sum(x is not None for x in made) == 1
     monkeypatch.setattr(DecodeAttention, "prefill_build", lambda *_: None)
     assert found == tokens(load(tmp_path, device, policy=make_policy("sketch", **sizes)), IDS, MASK)
+
+
+def test_a_step_that_is_interrupted_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    """Between two layers, where a sum waits to be added."""
+    tiny_model_of("qwen3_5_text", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    model = load(tmp_path, "cpu", policy="full")
+    decoder, found = model._offload.steps.decoder, []
+
+    def interrupt(kind: str, layer_idx: int) -> None:
+        raise KeyboardInterrupt
+
+    for on_mark in (None, interrupt, None):
+        cache, decoder.on_mark = model.new_cache(), on_mark
+        model(input_ids=IDS[:, :60], past_key_values=cache)
+        with pytest.raises(KeyboardInterrupt) if on_mark else nullcontext():
+            found.append(model(input_ids=IDS[:, 60:61], past_key_values=cache).logits)
+    assert torch.equal(*found)
 
 
 @pytest.mark.cuda

@@ -103,6 +103,9 @@ class LinearPath(Protocol):
     x is whole only after `finish`; in between a part of it may wait to be added.
     """
 
+    def begin(self) -> None:
+        """Before the first layer: what waits is of a step that failed in its middle."""
+
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         """Queries, keys and values of x: [n, (num_qo_heads + 2 num_kv_heads) * head_dim]."""
 
@@ -135,6 +138,9 @@ class OneRow:
     def __init__(self, weights: DeviceWeights) -> None:
         self._qkv, self._query, self._gated, self._logits, self._summand = _allocate(weights, 1)
         self._ranks = weights.ranks
+
+    def begin(self) -> None:
+        """Nothing waits."""
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         out = self._qkv[:, : layer.qkv.out_features]
@@ -189,6 +195,9 @@ class ManyRows:
         self._query_width = _query_width(weights)
         self._waiting: Tensor | None = None  # what the next norm adds to x
         self._ranks = weights.ranks
+
+    def begin(self) -> None:
+        self._waiting = None
 
     def qkv(self, layer: DeviceLayer, x: Tensor) -> Tensor:
         return _norm_all_heads(layer, layer.qkv(self._add_and_norm(x, layer.input_norm)))

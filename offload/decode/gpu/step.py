@@ -127,6 +127,8 @@ class DeviceStep:
             )
             for rows in link.micro_batches
         ]
+        for batch in batches:
+            batch.linears.begin()
         for layer_idx in range(num_layers + 1):
             for batch in batches:
                 if layer_idx > 0:

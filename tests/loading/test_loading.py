@@ -166,7 +166,7 @@ DAMAGES = {
     "other model type": (
         lambda f: change_config(f, model_type="bloom"),
         ValueError,
-        "unsupported model type 'bloom': .*; available: exaone4, gemma3_text, gpt_oss, granite",
+        "unsupported model type 'bloom': .*; available: exaone4, gemma3_text, gemma4_text, gpt_oss, granite",
     ),
     "quantised": (
         lambda f: change_config(f, quantization_config={"quant_method": "bitsandbytes"}),
@@ -296,6 +296,11 @@ DAMAGES = {
         lambda f: change_config(f, num_key_value_heads=0),
         ValueError,
         "num_key_value_heads must be an integer",
+    ),
+    "negative window": (
+        lambda f: change_config(f, sliding_window=-5),
+        ValueError,
+        "config.json: sliding_window must be at least 1, or null, got -5",
     ),
     "no width": (lambda f: change_config(f, hidden_size=None), ValueError, "hidden_size must be"),
     "odd option": (

@@ -166,7 +166,7 @@ DAMAGES = {
     "other model type": (
         lambda f: change_config(f, model_type="bloom"),
         ValueError,
-        "unsupported model type 'bloom': .*; available: exaone4, gemma3_text, gemma4_text, gpt_oss, granite",
+        "unsupported model type 'bloom': .*; available: exaone4, gemma3_text, gemma4_text, gpt_oss",
     ),
     "quantised": (
         lambda f: change_config(f, quantization_config={"quant_method": "bitsandbytes"}),

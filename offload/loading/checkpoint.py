@@ -229,15 +229,17 @@ def check_config_file(path: Path, *, takes_generic: bool = True) -> dict[str, An
     Raises: as `check_checkpoint`.
     """
     config = check_model_type(path, takes_generic=takes_generic)
-    text = config.get("text_config")
+    part = config.get("text_config")
+    text = part if isinstance(part, dict) else config
     for name in (*_SIZES, *_OPTIONAL_SIZES):
-        size = (text if isinstance(text, dict) else config).get(name)
-        if size is None and (
-            name in _OPTIONAL_SIZES or isinstance(text, dict) or is_generic(config)
-        ):
+        size = text.get(name)
+        if size is None and (name in _OPTIONAL_SIZES or text is part or is_generic(config)):
             continue
         if type(size) is not int or not 0 < size <= _MAX_SIZE:
             raise ValueError(f"{path}: {name} must be an integer in 1..{_MAX_SIZE}, got {size!r}")
+    window = text.get("sliding_window")
+    if isinstance(window, int) and window < 0:
+        raise ValueError(f"{path}: sliding_window must be at least 1, or null, got {window}")
     config_dtype(config, path)
     if "transformers_weights" in config:  # then transformers would not read those checked here
         raise ValueError(f"{path} names other weight files, in transformers_weights")

@@ -331,9 +331,18 @@ def with_calibrated_policy(
     roles. With ranks one of them learns; the model is still whole.
     """
 
+    def make_lean() -> LeanModel:
+        try:
+            return lean_model_maker(stock.config.model_type)(stock)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"policy={config.policy.name!r}, which learns from the model first: {error}; give "
+                "another, such as 'exact_topk' or 'sketch'"
+            ) from error
+
     def calibrate() -> Policy:
         learnt: Policy = config.policy.calibration.learn(
-            lambda: lean_model_maker(stock.config.model_type)(stock),
+            make_lean,
             model_type=stock.config.model_type,
             load_tokenizer=lambda: folder_tokenizer(folder),
             checkpoint=lambda: checkpoint_name(folder),

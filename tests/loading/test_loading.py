@@ -297,6 +297,11 @@ DAMAGES = {
         ValueError,
         "num_key_value_heads must be an integer",
     ),
+    "negative window": (
+        lambda f: change_config(f, sliding_window=-5),
+        ValueError,
+        "config.json: sliding_window must be at least 1, or null, got -5",
+    ),
     "no width": (lambda f: change_config(f, hidden_size=None), ValueError, "hidden_size must be"),
     "odd option": (
         lambda f: change_config(f, rms_norm_eps="small"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load
+from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
 from cases.tiny_models import LEAN_MODELS, TINY_MODELS, make_tiny_model, random_tokens
 from cases.top_k_reference import TOP_K, greedy_tokens
 
@@ -172,6 +172,14 @@ def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
 ) -> None:
     with pytest.raises(NotImplementedError, match=f"{name} is not for calibration"):
         lean_model_maker(name)(stock_models[name])
+
+
+@pytest.mark.parametrize("policy", ["tidal_decode", "per_head"])
+def test_policies_that_learn_from_others_are_named(
+    policy: str, tiny_folders: dict[str, Path]
+) -> None:
+    with pytest.raises(NotImplementedError, match=f"policy='{policy}', .* gemma4_text .*'sketch'"):
+        load(tiny_folders["gemma4_text"], small(policy), ("cpu", None))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])

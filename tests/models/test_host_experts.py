@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
 from cases.inside import split_steps
+from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 from cases.top_k_reference import TOP_K
 
@@ -26,7 +27,7 @@ NUM_NEW = 32
 
 @pytest.mark.parametrize("backend", [INLINE, FLAGS, STREAM, GRAPH])
 @pytest.mark.parametrize("policy", [Full(), TOP_K], ids=["full", "exact_topk"])
-@pytest.mark.parametrize("count", ["1", "all"])
+@pytest.mark.parametrize("count", slow_but(["1", "all"], "all"))
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 @torch.inference_mode()
 def test_tokens_are_the_cpus(

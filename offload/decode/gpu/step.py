@@ -321,7 +321,7 @@ class DeviceStep:
             mixed = rule(projected, pointers[number, :, batch.rows])
             batch.linears.add_attention(layer, batch.x, mixed)
             self._add_mlp(stock_number, layer, batch, link)
-            self._mark("recurrent", layer_idx)
+            self._mark("linear", layer_idx)
 
     def _split_gates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Queries, and what is behind them, without their gates; and these."""

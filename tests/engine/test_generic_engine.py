@@ -164,14 +164,15 @@ def test_sessions_come_back_from_disk(model: Any, tmp_path: Path) -> None:
 
 
 def test_a_request_makes_room_and_goes_on(model: Any) -> None:
-    engine = Engine(model, overcommit=4.0, prefix_caching=False)
+    # Or steps that a slow prompt owes come before the next prompt.
+    engine = Engine(model, overcommit=4.0, prefix_caching=False, read_share=0.99)
     prompts = [IDS[i][: 60 + i] for i in range(3)]
     expected = [solo(model, prompt, 18) for prompt in prompts]
     params = SamplingParams(max_tokens=18, temperature=0.0, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add_request(prompt, params, f"{i}")
     asked = [*engine._requests.values()]
-    while not all(request.answer for request in asked):  # a slow prompt lets others step meanwhile
+    while not all(request.answer for request in asked):
         engine.step()
     assert engine._steps._make_room()  # as where memory runs out
     drain(engine)
@@ -297,7 +298,7 @@ def test_states_on_a_device_bound_what_runs_together(
         pytest.skip("the states are on the host")
     of_one, expected = others.at(126), []
     few = others.modules.bytes.need(1, 256, 256, 0)
-    engine = Engine(model)
+    engine = Engine(model, read_share=0.99)
     for prompt in IDS[:3]:
         expected.append(ask(engine, prompt[:120])[0])
     for limit, together in ((7 * of_one, 2), (6 * of_one, 1)):

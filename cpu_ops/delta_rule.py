@@ -17,12 +17,23 @@ Place = tuple[int, int]  # in a row of projections: first element, and from key 
 
 @dataclass(frozen=True)
 class DeltaHeads:
-    """How many heads there are, of which width; each key head has as many value heads."""
+    """How many heads there are, of which width; each key head has as many value heads.
+
+    Raises:
+        ValueError: num_v_heads is no multiple of num_k_heads.
+    """
 
     num_k_heads: int
     num_v_heads: int
     k_dim: int
     v_dim: int
+
+    def __post_init__(self) -> None:
+        if self.num_k_heads < 1 or self.num_v_heads % self.num_k_heads:
+            raise ValueError(
+                f"num_v_heads must be a multiple of num_k_heads={self.num_k_heads}, got "
+                f"{self.num_v_heads}"
+            )
 
     @property
     def channels(self) -> int:
@@ -85,11 +96,6 @@ class DeltaRule:
         by_key_head: bool = False,
         isa: str | None = None,
     ) -> None:
-        if heads.num_k_heads < 1 or heads.num_v_heads % heads.num_k_heads:
-            raise ValueError(
-                f"num_v_heads must be a multiple of num_k_heads={heads.num_k_heads}, got "
-                f"{heads.num_v_heads}"
-            )
         weight, eps = norm
         check_tensor("conv", conv, (heads.channels, conv.shape[-1]), conv.dtype)
         check_tensor("norm", weight, (heads.v_dim,), conv.dtype)

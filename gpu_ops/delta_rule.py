@@ -222,11 +222,6 @@ class GpuDeltaRule:
         *,
         by_key_head: bool = False,
     ) -> None:
-        if heads.num_k_heads < 1 or heads.num_v_heads % heads.num_k_heads:
-            raise ValueError(
-                f"num_v_heads must be a multiple of num_k_heads={heads.num_k_heads}, got "
-                f"{heads.num_v_heads}"
-            )
         weight, eps = norm
         check_dtype("conv", conv)
         check_tensor("conv", conv, (heads.channels, conv.shape[-1]), conv.dtype, conv.device)

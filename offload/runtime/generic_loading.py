@@ -150,7 +150,10 @@ class GenericRuntime:
         if is_on_device(config):
             view = hybrid_view(stock)
             if view is None and config.kv_dtype == "int8":
-                raise NotImplementedError("kv_dtype='int8' with a GPU: no kernels for its layers")
+                raise NotImplementedError(
+                    f"kv_dtype='int8' with device={config.device!r}: its layers have no kernels "
+                    "there; give kv_dtype='auto'"
+                )
         if view is not None:
             view = replace(view, host_experts=frozenset(layers_of(stock, config)))
         device_bytes = None if view is None else device_bytes_beside(stock, view, config)

@@ -165,7 +165,9 @@ def test_sessions_come_back_from_disk(model: Any, tmp_path: Path) -> None:
 
 def test_a_request_makes_room_and_goes_on(model: Any) -> None:
     # Or steps that a slow prompt owes come before the next prompt.
-    engine = Engine(model, overcommit=4.0, prefix_caching=False, read_share=0.99)
+    engine = Engine(
+        model, overcommit=4.0, prefix_caching=False, read_share=0.99, slice_seconds=60.0
+    )
     prompts = [IDS[i][: 60 + i] for i in range(3)]
     expected = [solo(model, prompt, 18) for prompt in prompts]
     params = SamplingParams(max_tokens=18, temperature=0.0, ignore_eos=True)
@@ -296,18 +298,19 @@ def test_states_on_a_device_bound_what_runs_together(
     others = model._offload.hosted.others
     if others.modules is None:
         pytest.skip("the states are on the host")
-    of_one, expected = others.at(126), []
+    # Many tokens: a step follows each slice of a prompt, and a slow one is read in many.
+    many = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    of_one = others.at(132)
     few = others.modules.bytes.need(1, 256, 256, 0)
     engine = Engine(model, read_share=0.99)
-    for prompt in IDS[:3]:
-        expected.append(ask(engine, prompt[:120])[0])
+    expected = [solo(model, prompt[:120], 12) for prompt in IDS[:3]]
     for limit, together in ((7 * of_one, 2), (6 * of_one, 1)):
         room = few + limit
         left = partialmethod(lambda self, room: room - self.device_bytes, room)
         monkeypatch.setattr(type(others.modules), "left_bytes", left)
         monkeypatch.setattr(type(others.modules), "check", lambda *_: None)
         for i, prompt in enumerate(IDS[:3]):
-            engine.add_request(prompt[:120], GREEDY, f"{i}")
+            engine.add_request(prompt[:120], many, f"{i}")
         most, found = 0, dict[str, list[int]]()
         while engine.has_work:
             for output in engine.step():

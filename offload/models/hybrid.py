@@ -118,6 +118,11 @@ class HybridModel(LeanModel):
         return [x for group in self.between for x in group]
 
     @property
+    def state_bytes(self) -> int:
+        """What they keep of a sequence."""
+        return sum(layer.rule.state_bytes for layer in self.recurrent)
+
+    @property
     def between(self) -> list[tuple[RecurrentLayer, ...]]:
         """Those before each of `layers`, and behind the last."""
         return [*(getattr(layer, "before", ()) for layer in self.layers), self.after]

@@ -86,7 +86,7 @@ class LayerStates:
         self.count(cache.layers, len(cache.seqs), hosted)
         self.flags, self.shapes = [_flags(layer) for layer in cache.layers], {}
         for number, layer in enumerate(cache.layers):
-            for name, x in _row_tensors(layer):
+            for name, x in row_tensors(layer):
                 shape = [1, *x.shape[1:]]
                 if name in _WINDOW:
                     shape[2] = getattr(layer, "sliding_window", sys.maxsize) - 1
@@ -132,7 +132,7 @@ class LayerStates:
         return of_caches + sum(row.num_bytes for row in self.rows)
 
 
-def _row_tensors(layer: Any) -> Iterator[tuple[str, Tensor]]:
+def row_tensors(layer: Any) -> Iterator[tuple[str, Tensor]]:
     """Tensors [batch_size, ...] of a cache layer by their names; a key of a dict comes last."""
     for name, value in vars(layer).items():
         if name not in _OF_CACHE:
@@ -307,7 +307,7 @@ class GenericCache(DynamicCache):
         """A copy of what the layers outside of the store keep of a row."""
         kv_len, tensors = self.store.kv_len(self._seqs[row]), dict[str, Tensor]()
         for number, layer in enumerate(self.layers):
-            for name, x in _row_tensors(layer):
+            for name, x in row_tensors(layer):
                 of_row = x[row : row + 1]
                 if name in _WINDOW:
                     of_row = of_row[:, :, max(0, x.shape[2] - kv_len) :]

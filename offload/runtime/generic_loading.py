@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
@@ -42,6 +42,7 @@ from offload.models.base import stock_context_limit
 from offload.models.hybrid import TYPES, HybridModel
 from offload.models.missing_features import READ_AT_ONCE, unsupported_generic
 from offload.models.packed_linear import PackedMatrix
+from offload.models.stock_view import StockView
 from offload.planning.profile import typical_profile
 from offload.planning.workload import Workload
 from offload.policies import Policy
@@ -80,6 +81,7 @@ from offload.runtime.host_experts import (
     run_from_host,
     with_number,
 )
+from offload.runtime.module_steps import ModuleSteps
 from offload.runtime.modules_device import (
     LEAST_SLICE,
     ModulesDevice,
@@ -138,7 +140,12 @@ class GenericRuntime:
         config: RuntimeConfig,
         folder: Path | None,
         pool: WorkerPool,
+        cached: Sequence[Any] | None = None,
     ) -> None:
+        """Args:
+        cached: its cache layers of two rows, where its modules may run in steps of a GPU; None:
+            they may not.
+        """
         self.stock, self.policy_reason = stock, ""
         self.decodes = self.reads_prompt = self.is_in_engine = False
         self.device = torch.device(config.device)
@@ -147,6 +154,7 @@ class GenericRuntime:
             left_out = weight_bytes_of(stock, "cpu")
         host_bytes = kv_budget_bytes(config, weight_bytes, loaded=True, host_bytes=left_out)
         is_auto, view = isinstance(config.policy, Auto), None
+        modules: ModuleSteps | None = None
         if is_on_device(config):
             view = hybrid_view(stock)
             if view is None and config.kv_dtype == "int8":
@@ -154,8 +162,11 @@ class GenericRuntime:
                     f"kv_dtype='int8' with device={config.device!r}: its layers have no kernels "
                     "there; give kv_dtype='auto'"
                 )
-        if view is not None:
+        if isinstance(view, HybridModel):
             view = replace(view, host_experts=frozenset(layers_of(stock, config)))
+        elif is_on_device(config) and cached is not None:
+            modules = _module_steps(stock, specs, cached)
+            view = None if modules is None else modules.view
         device_bytes = None if view is None else device_bytes_beside(stock, view, config)
         if isinstance(config.policy, Auto):
             most, _ = stock_context_limit(stock.config)
@@ -185,7 +196,7 @@ class GenericRuntime:
         self.steps: GenericSteps | None = None
         if view is not None:
             of_steps = self.store, config, pool, device_bytes, lambda: self.decodes
-            self.steps = GenericSteps(stock, view, *of_steps)
+            self.steps = GenericSteps(stock, modules or view, *of_steps)
             self.attention = self.steps.decoder.attention
         held, weights = LayerStates(), dict(stock.named_parameters())
         decoder = None if self.steps is None else self.steps.decoder
@@ -289,9 +300,13 @@ class GenericRuntime:
 
     def close(self) -> None:
         """Give its threads and the memory of its store back."""
-        if self.steps is not None:
-            self.steps.decoder.close()
+        self.close_store()
         self.pool.close()
+
+    def close_store(self) -> None:
+        """All but the threads, which others may use; the stock modules are as they were."""
+        if self.steps is not None:
+            self.steps.close()
         self.store.close()
         if self.resident is not None:
             self.resident.store.close()
@@ -475,7 +490,7 @@ def resolved_auto(
     return resolve_generic(auto, specs, work, profile, on_gpu=on_gpu)
 
 
-def device_bytes_beside(stock: Any, view: HybridModel, config: RuntimeConfig) -> int | None:
+def device_bytes_beside(stock: Any, view: HybridModel | StockView, config: RuntimeConfig) -> int | None:
     """What a GPU has for keys and values beside weights that are there, states and slices of
     prompts; None: it is none."""
     device = torch.device(config.device)
@@ -487,13 +502,27 @@ def device_bytes_beside(stock: Any, view: HybridModel, config: RuntimeConfig) ->
     return max(0, (free if budget is None else min(free, budget)) - kept)
 
 
-def bytes_of_pass(stock: Any, view: HybridModel, n: int, columns: int) -> int:
+def bytes_of_pass(stock: Any, view: HybridModel | StockView, n: int, columns: int) -> int:
     """What a GPU needs for n new columns, the last of `columns`, beside states of sequences."""
     kv_bytes = 2 * view.shape.num_kv_heads * view.shape.head_dim * stock.dtype.itemsize
     passes = PassBytes(token_bytes(stock), kv_bytes, n)
-    states = _STATES_KEPT * sum(layer.rule.state_bytes for layer in view.recurrent)
+    states = _STATES_KEPT * view.state_bytes
     columns = min(view.shape.max_context, columns)
     return passes.need(1, min(n, columns), columns, states)
+
+
+def _module_steps(
+    stock: Any, specs: dict[int, AttentionSpec], cached: Sequence[Any]
+) -> ModuleSteps | None:
+    """What runs the modules in steps of a GPU; None: they have windows, no layer in the store, or
+    what steps do not compute."""
+    states = LayerStates()
+    states.count(cached, 2, specs)
+    if not specs or states.windows:
+        return None
+    with suppress(NotImplementedError):
+        return ModuleSteps(stock, specs, shape_of(specs.values()), states.fixed_bytes)
+    return None
 
 
 def resolved_on_gpu(
@@ -642,22 +671,44 @@ def generic_runtime(
         ValueError: it does not give the stock path's logits, or its attention cannot be taken over;
             says why.
     """
-    model_type, runtime = stock.config.model_type, None
+    model_type = stock.config.model_type
     run_from_host(stock, config)
     pool = WorkerPool(pool_threads(config))
     try:
         if not is_on_device(config):  # packed weights, here and below: nothing is dequantised
             use_pool(stock, pool, None)
         expected = _logits(stock, DynamicCache(config=stock.config), None)
-        specs, _ = attention_specs(stock)
+        specs, cached = attention_specs(stock)
         if any(spec.softcap for spec in specs.values()):  # SDPA leaves it out in some versions
             stock.set_attn_implementation("eager")
             expected = _logits(stock, DynamicCache(config=stock.config), None)
             use_offload_attention(stock)
-        runtime = made = kind(stock, specs, config, folder, pool)
-        if not is_on_device(config):
-            use_pool(stock, pool, lambda: made.decodes)
-            use_fused_layers(stock, pool, lambda: made.decodes)
+        of_model = stock, specs, config, folder, pool
+        try:
+            return _tried(kind(*of_model, cached), expected)
+        except _NotAsOneStepError as error:
+            logger.info("decode steps run module by module, as one step %s", error)
+        return _tried(kind(*of_model), expected)
+    except (HostBudgetError, DeviceMemoryError, MemoryError, torch.OutOfMemoryError):
+        pool.close()
+        raise
+    except Exception as error:  # of any kind: 150 model types
+        pool.close()
+        reason = str(error) or type(error).__name__
+        raise ValueError(unsupported_generic(model_type, reason)) from error
+
+
+class _NotAsOneStepError(Exception):
+    """A step of the stock modules is no graph, or does not give their logits."""
+
+
+def _tried(runtime: GenericRuntime, expected: Tensor) -> GenericRuntime:
+    """A runtime that gives the logits `expected` of `_logits`; its store is closed if it fails."""
+    stock, pool = runtime.stock, runtime.pool
+    try:
+        if not is_on_device(runtime.config):
+            use_pool(stock, pool, lambda: runtime.decodes)
+            use_fused_layers(stock, pool, lambda: runtime.decodes)
         is_rounded = stock.dtype != torch.float32 or runtime.store.format.is_int8
         is_exact = not is_rounded and not any(
             isinstance(module, PackedMatrix) for module in stock.modules()
@@ -669,15 +720,13 @@ def generic_runtime(
                 layers.others.measure(cache)
                 cache.reset()
     except (HostBudgetError, DeviceMemoryError, MemoryError, torch.OutOfMemoryError):
-        pool.close()
         raise
-    except Exception as error:  # of any kind: 150 model types
-        pool.close()
-        if runtime is not None:
-            runtime.store.close()
-        reason = str(error) or type(error).__name__
-        raise ValueError(unsupported_generic(model_type, reason)) from error
-    runtime.current_generation = Generation(config.num_threads)
+    except Exception as error:
+        runtime.close_store()
+        if runtime.steps is not None and runtime.steps.has_modules:
+            raise _NotAsOneStepError(f"fails: {type(error).__name__}: {error}") from error
+        raise
+    runtime.current_generation = Generation(runtime.config.num_threads)
     return runtime
 
 

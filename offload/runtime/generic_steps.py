@@ -1,8 +1,8 @@
-"""Decode steps of a stock model with layers of the gated delta rule, by a GPU's kernels.
+"""Decode steps of a stock model on a GPU.
 
 A step is one CUDA graph, as of lean layers: attention where `DeviceDecoder` places its heads, and
-the layers in between over the states of the `GenericCache` of the pass, where these lie. Prompts
-are read by the stock modules.
+the layers in between by our kernels over the states of the `GenericCache` of the pass, where these
+lie (`HybridModel`), or by the stock modules (`ModuleSteps`). Prompts are read by the stock modules.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from cpu_ops.worker_pool import WorkerPool
+from offload.decode.gpu.buffers import HostLink
 from offload.decode.gpu.decoder import DeviceDecoder
+from offload.decode.gpu.prepared_steps import BoundRows
 from offload.kv.store import KVStore
 from offload.models.batch import tokens_each
 from offload.models.hybrid import TYPES, HybridModel, hybrid_model
 from offload.runtime.backends import decode_backend
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.generic_cache import GenericCache
+from offload.runtime.module_steps import ModuleSteps
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.placing import Chooser, placement_for
 
@@ -60,17 +63,21 @@ class GenericSteps:
     def __init__(
         self,
         stock: Any,
-        view: HybridModel,
+        view: HybridModel | ModuleSteps,
         store: KVStore,
         config: RuntimeConfig,
         pool: WorkerPool,
         device_kv_bytes: int | None,
         decodes: Callable[[], bool],
     ) -> None:
+        self._modules: ModuleSteps | None = None
+        if isinstance(view, ModuleSteps):
+            self._modules, view = view, view.view
         self._view, self._decodes, device = view, decodes, torch.device(config.device)
         choose = None
         if device.type == "cuda":
             choose = Chooser.of(config, view.shape, stock.dtype, pool.num_threads)
+            choose.predicts = self._modules is None
         place = partial(placement_for, config, view, choose, dtype=stock.dtype)
         self.decoder = DeviceDecoder(
             view,
@@ -88,15 +95,28 @@ class GenericSteps:
             pool=pool,
         )
         self.decoder.slots.captures_aside = False  # the stock modules run in between
-        self.decoder.captured.states_of = self._states_of
+        self.decoder.captured.place_states = self._place_states
+        if self._modules is not None:
+            self.decoder.captured.num_micro_batches = 1
+            self.decoder.captured.place_states = self._modules.place_states
         self._cache: GenericCache | None = None
         self._config = stock.config
-        self._model, self._stock = stock.model, stock.model.forward
-        stock.model.forward = self
-        self._watch = ModuleWatch(stock.model)
-        parameters = stock.model.named_parameters()
+        self._model, self._stock = stock.base_model, stock.base_model.forward
+        stock.base_model.forward = self
+        self._watch = ModuleWatch(stock.base_model)
+        parameters = [] if self._modules else stock.base_model.named_parameters()
         self._copied = {name: x for name, x in parameters if _COPIED.fullmatch(name)}
         self._versions = self._current_versions()
+
+    @property
+    def has_modules(self) -> bool:
+        """Whether the stock modules run in a step."""
+        return self._modules is not None
+
+    def close(self) -> None:
+        """The stock modules are as they were."""
+        self.decoder.slots.drop()
+        del vars(self._model)["forward"]
 
     def check_modules(self) -> None:
         """As `ModuleWatch.check`, and of weights that were written to, where steps have copies."""
@@ -128,6 +148,7 @@ class GenericSteps:
         takes = isinstance(cache, GenericCache) and cache.steps_on_device and self._decodes()
         is_known = positions is not None or position_ids is None
         asked = (kwargs.get(name, getattr(self._config, name, False)) for name in _OUTPUTS)
+        is_known = is_known and (self._modules is None or inputs_embeds is None)
         if not takes or not is_known or any(asked):
             if takes:
                 cache.begin_step()
@@ -141,29 +162,42 @@ class GenericSteps:
                 inputs_embeds=inputs_embeds,
                 **kwargs,
             )
-        if inputs_embeds is None:
+        if self._modules is not None:
+            assert input_ids is not None
+            self._modules.cache, self._modules.ids = cache, input_ids[:, 0]
+            size = len(input_ids), 1, self._view.shape.hidden_size
+            inputs_embeds = torch.zeros(size, dtype=cache.store.dtype, device=input_ids.device)
+        elif inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self._model.embed_tokens(input_ids)
         batch = tokens_each(len(inputs_embeds))
         batch.position_ids[:] = cache.num_columns if positions is None else positions[:, 0].cpu()
         self._cache = cache
         try:
-            hidden = self.decoder.decode(inputs_embeds[:, 0], batch, cache.seqs)
+            hidden = self.decoder.decode(inputs_embeds[:, 0], batch, cache.seqs)[:, None]
+            if self._modules is not None:
+                self._modules.take_states()
         finally:
             self._cache = None
+            if self._modules is not None:
+                self._modules.cache = None
         cache.note_step()
-        return MoeModelOutputWithPast(
-            last_hidden_state=self._model.norm(hidden[:, None]), past_key_values=cache
-        )
+        if self._modules is None:
+            hidden = self._model.norm(hidden)
+        return MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+
+    def _place_states(self, bound: BoundRows, link: HostLink) -> None:
+        bound.steps.step.buffers.write_pointers(bound.slots, self._states_of(bound.seqs))
 
     def _states_of(self, seqs: Sequence[int]) -> npt.NDArray[np.int64]:
-        cache = self._cache
+        cache, view = self._cache, self._view
+        assert isinstance(view, HybridModel)
         assert cache is not None
         if cache.addresses is not None:
             return cache.addresses
-        addresses = np.zeros((len(self._view.recurrent), 2, len(seqs)), np.int64)
+        addresses = np.zeros((len(view.recurrent), 2, len(seqs)), np.int64)
         rows = np.arange(len(seqs))
-        for at, layer in zip(addresses, self._view.recurrent, strict=True):
+        for at, layer in zip(addresses, view.recurrent, strict=True):
             states: Any = cache.layers[layer.number]
             both = states.conv_states, states.recurrent_states
             for of_rows, kept in zip(at, both, strict=True):

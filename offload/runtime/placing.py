@@ -45,6 +45,7 @@ class Chooser:
     Args:
         profile: of this machine; None: as many heads are on the GPU as fit.
         is_measured: whether it is; else it is a typical one.
+        predicts: whether a layer's queries can be told before the one above is finished.
     """
 
     policy: Policy
@@ -55,6 +56,7 @@ class Chooser:
     profile: MachineProfile | None
     is_measured: bool = True
     kv_dtype: str = "auto"
+    predicts: bool = True
     _known: dict[tuple[int, int, int | None, int | None], tuple[HeadPlacement, DeviceRoom]] = field(
         default_factory=dict
     )
@@ -92,7 +94,8 @@ class Chooser:
         if key not in self._known:
             if len(self._known) == _KEPT_CHOICES:
                 self._known.clear()
-            self._known[key] = self._choose(work, read_tokens, room_bytes)
+            chosen, room = self._choose(work, read_tokens, room_bytes)
+            self._known[key] = chosen if self.predicts else chosen.without_prediction(), room
         wanted, room = self._known[key]
         if now == wanted or not room.holds(now):
             return wanted

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -53,8 +51,8 @@ class CapturedSteps:
 
     Attributes:
         after_projection, on_mark: see `DeviceStep`; steps with others are captured apart.
-        states_of: where the states of sequences are, as `StepBuffers.write_pointers` takes it, of a
-            hybrid model; for `run_layers` alone.
+        place_states: called before `run_layers` runs a step that is prepared, where layers keep
+            states of sequences.
         setup_seconds: spent so far on what steps of a new kind or size need.
         num_micro_batches: of each step; None: what proves faster.
         in_turn: steps that follow each other; None: none do.
@@ -70,7 +68,7 @@ class CapturedSteps:
     make_gpu_sync: Callable[..., GpuSync] = make_gpu_sync
     after_projection: Callable[[int, int, Tensor, Tensor], None] | None = None
     on_mark: Callable[[str, int], None] | None = None
-    states_of: Callable[[Sequence[int]], npt.NDArray[np.int64]] | None = None
+    place_states: Callable[[BoundRows, HostLink], None] | None = None
     setup_seconds: float = 0.0
     in_turn: _StepsInTurn | None = None
     _streams: list[StepStreams] = field(default_factory=list)
@@ -155,8 +153,8 @@ class CapturedSteps:
         b, run = step.buffers, _step(_LAYERS, step, link)
         self._prepare(bound, link, _LAYERS, run)
         b.write_state(bound.slots, bound.kv_lens, position_ids)
-        if self.states_of is not None:
-            b.write_pointers(bound.slots, self.states_of(bound.seqs))
+        if self.place_states is not None:
+            self.place_states(bound, link)
         at = torch.tensor(bound.slots, device=self.device)
         b.hidden[at] = hidden
         self._run(bound, link, _LAYERS, run)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from gpu_ops.routed_linear import GpuRoutedMlp, SharedExpert
 from offload.models import LeanModel, ModelShape
 from offload.models.base import norm_of
 from offload.models.hybrid import HybridModel
+from offload.models.stock_view import StockView
 from offload.ranks.group import TensorParallel
 
 DeviceLayer = FusedLayer[GpuLinear, GpuRoutedMlp]
@@ -72,6 +73,9 @@ class DeviceWeights:
 
     @classmethod
     def of(cls, model: LeanModel) -> DeviceWeights:
+        if isinstance(model, StockView):  # its modules have them
+            nothing: Any = None
+            return cls(model.shape, (), nothing, nothing)
         on_host = {number: model.routed[number] for number in sorted(model.host_experts)}
         return cls(
             shape=model.shape,

@@ -277,6 +277,11 @@ class HeadPlacement:
         places = np.where(self.places == Place.CODES, Place.CPU, self.places).astype(np.uint8)
         return HeadPlacement(places, self.source)
 
+    def without_prediction(self) -> HeadPlacement:
+        """The same, but that the CPU attends where it would choose hot rows a layer ahead."""
+        places = np.where(self.places == Place.HOT, Place.CPU, self.places).astype(np.uint8)
+        return HeadPlacement(places, self.source)
+
     def text(self) -> str:
         """A line per layer, of each head its letter in `LETTERS`."""
         return "\n".join("".join(LETTERS[Place(p)] for p in of_layer) for of_layer in self.places)

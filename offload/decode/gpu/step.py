@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from gpu_ops.gate_heads import gate_heads, split_gates
@@ -30,6 +32,7 @@ from offload.decode.gpu.resident_codes import CodeLists
 from offload.decode.gpu.resident_kv import ResidentKV
 from offload.kv.store import KVStore
 from offload.models import LeanModel
+from offload.models.stock_view import StockView
 
 _SENDING, _GATHERING = 0, 1  # lanes of side streams
 
@@ -114,6 +117,9 @@ class DeviceStep:
 
     def all_layers(self, link: HostLink) -> None:
         """Rows [0, link.num_rows) of `buffers.hidden` through all layers, in place."""
+        if isinstance(self.model, StockView):
+            self._run_modules(self.model, link)
+            return
         b, num_layers = self.buffers, len(self.weights.layers)
         rope_positions = b.rope_positions[None, : link.num_rows].clamp(min=0)
         tables = [rope(b.hidden[: link.num_rows], rope_positions) for rope in self.model.ropes]
@@ -138,34 +144,69 @@ class DeviceStep:
                 else:
                     self._mix(layer_idx, batch, link)
         for batch in batches:
-            self._join_selection(batch, link)
-            if batch.growing is not None:
-                link.gpu_sync.join(batch.growing)
+            self._join(batch, link)
             batch.linears.finish(batch.x)
+
+    def _run_modules(self, model: StockView, link: HostLink) -> None:
+        """As `all_layers`, by the stock model's own modules; the final norm is among them."""
+        b, rows, nothing = self.buffers, slice(0, link.num_rows), cast("LinearPath", None)
+        x, positions = b.hidden[rows], b.rope_positions[rows].clamp(min=0)
+        ones = x.new_ones(len(x), model.shape.head_dim)
+        batch = _MicroBatch(rows, x, [(ones, torch.zeros_like(ones))], nothing)
+
+        def attend(layer_idx: int, qkv: Tensor) -> Tensor:
+            self._mark("linear", layer_idx)
+            self._send(layer_idx, batch, link, qkv, None)
+            self._append_codes(layer_idx, batch)
+            self._attend_to_all(layer_idx, batch, link)
+            return b.attended[rows]
+
+        assert model.run is not None
+        x.copy_(model.run(x, positions, attend))
+        self._join(batch, link)
+
+    def _join(self, batch: _MicroBatch, link: HostLink) -> None:
+        """What runs beside the last layers."""
+        self._join_selection(batch, link)
+        if batch.growing is not None:
+            link.gpu_sync.join(batch.growing)
 
     def project_and_send(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """q, k and v of a layer, to wherever they are needed."""
-        b, rows, layer = self.buffers, batch.rows, self.weights.layers[layer_idx]
-        window = self.resident.windows.get(layer_idx)
-        page_table = self.resident.page_tables.get(layer_idx)
-
-        placed = self.heads.layers[layer_idx]
-
+        layer = self.weights.layers[layer_idx]
         self._mix(layer_idx, batch, link)
         qkv = batch.linears.qkv(layer, batch.x)
         if self.weights.recurrent:
             qkv, batch.gates = self._split_gates(qkv)
         if self.after_projection is not None:
-            self.after_projection(layer_idx, rows.start, qkv, b.positions[rows])
+            positions = self.buffers.positions[batch.rows]
+            self.after_projection(layer_idx, batch.rows.start, qkv, positions)
+        self._send(layer_idx, batch, link, qkv, layer)
+        self._ask_ahead(layer_idx + 1, batch, link)
+        self._append_codes(layer_idx, batch)  # while the host attends
+
+    def _send(
+        self,
+        layer_idx: int,
+        batch: _MicroBatch,
+        link: HostLink,
+        qkv: Tensor,
+        layer: DeviceLayer | None,
+    ) -> None:
+        """Where they are needed, after the norms of `layer`, which has some of each head."""
+        b, rows, placed = self.buffers, batch.rows, self.heads.layers[layer_idx]
+        window = self.resident.windows.get(layer_idx)
+        page_table = self.resident.page_tables.get(layer_idx)
+        normed = None if layer is None or layer.norms_all_heads else layer
         rope_publish(
             qkv,
             *self._rope(layer_idx, batch),
             b.positions[rows],
             num_kv_heads=self.model.shape.num_kv_heads,
             head_dim=self.model.shape.head_dim,
-            q_norm=None if layer.norms_all_heads else layer.q_norm,
-            k_norm=None if layer.norms_all_heads else layer.k_norm,
-            norm_eps=layer.qk_norm_eps,
+            q_norm=None if normed is None else normed.q_norm,
+            k_norm=None if normed is None else normed.k_norm,
+            norm_eps=0.0 if normed is None else normed.qk_norm_eps,
             query=b.queries[layer_idx, rows],
             host_query=link.mailbox.query[rows] if placed.host else None,
             host_kv=None if self._writes_pages else link.mailbox.kv[layer_idx, rows],
@@ -192,13 +233,26 @@ class DeviceStep:
         if placed.host:
             self._join_selection(batch, link)
             link.gpu_sync.request_attention(link.request_of[layer_idx, rows.start])
-        self._ask_ahead(layer_idx + 1, batch, link)
-        if lists is not None and not placed.finds:  # while the host attends
-            lists.append(layer_idx, rows, b, self.resident.windows[layer_idx])
+
+    def _append_codes(self, layer_idx: int, batch: _MicroBatch) -> None:
+        placed = self.heads.layers[layer_idx]
+        if self.lists is not None and placed.coded and not placed.finds:
+            window = self.resident.windows[layer_idx]
+            self.lists.append(layer_idx, batch.rows, self.buffers, window)
 
     def attend_and_finish(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """The rest of a layer."""
         layer = self.weights.layers[layer_idx]
+        self._attend_to_all(layer_idx, batch, link)
+        self._fetch_ahead(layer_idx + 1, batch, link)
+        attended = self.buffers.attended[batch.rows]
+        if batch.gates is not None:
+            gate_heads(attended, batch.gates)
+        batch.linears.add_attention(layer, batch.x, attended)
+        self._add_mlp(self.weights.numbers[layer_idx], layer, batch, link)
+
+    def _attend_to_all(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
+        """Attention of a layer, into `buffers.attended`."""
         if self.heads.layers[layer_idx].is_resident:  # straight into `attended`
             self.gather_ahead(layer_idx + 1, batch, link, early=True)
             self._attend(self.heads.held, layer_idx, batch.rows)
@@ -212,12 +266,6 @@ class DeviceStep:
                 self.lists.append(*step)
                 self.resident.hot.grow(*step)
         self.gather_ahead(layer_idx + 1, batch, link, early=False)
-        self._fetch_ahead(layer_idx + 1, batch, link)
-        attended = self.buffers.attended[batch.rows]
-        if batch.gates is not None:
-            gate_heads(attended, batch.gates)
-        batch.linears.add_attention(layer, batch.x, attended)
-        self._add_mlp(self.weights.numbers[layer_idx], layer, batch, link)
 
     def attend_to_sources(self, layer_idx: int, batch: _MicroBatch, link: HostLink) -> None:
         """What the GPU holds and has fetched, here; what the host attends to, there meanwhile. Who

@@ -18,17 +18,18 @@ from offload.models.shape import ModelShape
 # Of a layer, and of its queries, keys and values as `rope_publish` takes them: what attends gives
 # [n, num_qo_heads * head_dim].
 Attend = Callable[[int, Tensor], Tensor]
+Run = Callable[[Tensor, Tensor, Attend], Tensor]
 
 
 @dataclass(frozen=True)
 class StockView(LeanModel):
     """Attributes:
-    run: the modules of a step, from embeddings [n, hidden_size] and positions [n] to what the
-        final norm gives. It neither waits for the GPU nor allocates what outlives it.
+    run: the modules of a step, of positions [n] and the number of earlier tokens of each row [n],
+        to what the final norm gives [n, hidden_size]. It does not wait for the GPU.
     state_bytes: what layers outside of the store keep of a sequence.
     """
 
-    run: Callable[[Tensor, Tensor, Attend], Tensor] | None = None
+    run: Run | None = None
     state_bytes: int = 0
 
 
@@ -37,7 +38,7 @@ def stock_view(
     specs: Iterable[LayerSpec],
     shape: ModelShape,
     reason: str,
-    run: Callable[[Tensor, Tensor, Attend], Tensor],
+    run: Run,
     state_bytes: int,
 ) -> StockView:
     """Args:

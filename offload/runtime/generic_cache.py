@@ -36,7 +36,7 @@ from offload.runtime.runner import Pass
 from offload.runtime.sequences import Sequences
 from offload.system.memory import format_bytes
 
-_WINDOW = ("keys", "values")  # tensors of a layer that have a column for each token
+WINDOW = ("keys", "values")  # tensors of a layer that have a column for each token
 # Attributes of layers that are of a cache, or of its length.
 _OF_CACHE = frozenset(("updated", "number", "spec", "seen", "cumulative_length"))
 
@@ -88,7 +88,7 @@ class LayerStates:
         for number, layer in enumerate(cache.layers):
             for name, x in row_tensors(layer):
                 shape = [1, *x.shape[1:]]
-                if name in _WINDOW:
+                if name in WINDOW:
                     shape[2] = getattr(layer, "sliding_window", sys.maxsize) - 1
                 self.shapes[f"{number}.{name}"] = x.dtype, tuple(shape)
 
@@ -309,7 +309,7 @@ class GenericCache(DynamicCache):
         for number, layer in enumerate(self.layers):
             for name, x in row_tensors(layer):
                 of_row = x[row : row + 1]
-                if name in _WINDOW:
+                if name in WINDOW:
                     of_row = of_row[:, :, max(0, x.shape[2] - kv_len) :]
                 tensors[f"{number}.{name}"] = of_row.clone()
         state = RowState(kv_len, tensors)
@@ -335,7 +335,7 @@ class GenericCache(DynamicCache):
         for path in others.shapes:
             number, name, *keys = path.split(".")
             rows = [state.tensors[path] for state in states]
-            if name in _WINDOW:
+            if name in WINDOW:
                 most = max(x.shape[2] for x in rows)
                 rows = [F.pad(x, (0, 0, most - x.shape[2], 0)) for x in rows]
             layer, joined = self.layers[int(number)], torch.cat(rows)

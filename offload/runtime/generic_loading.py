@@ -153,7 +153,8 @@ class GenericRuntime:
         if self.device.type != "cpu":
             left_out = weight_bytes_of(stock, "cpu")
         host_bytes = kv_budget_bytes(config, weight_bytes, loaded=True, host_bytes=left_out)
-        is_auto, view = isinstance(config.policy, Auto), None
+        is_auto = isinstance(config.policy, Auto)
+        view: HybridModel | StockView | None = None
         modules: ModuleSteps | None = None
         if is_on_device(config):
             view = hybrid_view(stock)
@@ -196,7 +197,7 @@ class GenericRuntime:
         self.steps: GenericSteps | None = None
         if view is not None:
             of_steps = self.store, config, pool, device_bytes, lambda: self.decodes
-            self.steps = GenericSteps(stock, modules or view, *of_steps)
+            self.steps = GenericSteps(stock, view, modules, *of_steps)
             self.attention = self.steps.decoder.attention
         held, weights = LayerStates(), dict(stock.named_parameters())
         decoder = None if self.steps is None else self.steps.decoder
@@ -490,7 +491,9 @@ def resolved_auto(
     return resolve_generic(auto, specs, work, profile, on_gpu=on_gpu)
 
 
-def device_bytes_beside(stock: Any, view: HybridModel | StockView, config: RuntimeConfig) -> int | None:
+def device_bytes_beside(
+    stock: Any, view: HybridModel | StockView, config: RuntimeConfig
+) -> int | None:
     """What a GPU has for keys and values beside weights that are there, states and slices of
     prompts; None: it is none."""
     device = torch.device(config.device)
@@ -514,14 +517,14 @@ def bytes_of_pass(stock: Any, view: HybridModel | StockView, n: int, columns: in
 def _module_steps(
     stock: Any, specs: dict[int, AttentionSpec], cached: Sequence[Any]
 ) -> ModuleSteps | None:
-    """What runs the modules in steps of a GPU; None: they have windows, no layer in the store, or
-    what steps do not compute."""
-    states = LayerStates()
+    """What runs the modules in steps of a GPU; None: they have no layer in the store, or what steps
+    do not compute."""
+    states, config = LayerStates(), stock.config.get_text_config()
     states.count(cached, 2, specs)
-    if not specs or states.windows:
+    if not specs or "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return None
     with suppress(NotImplementedError):
-        return ModuleSteps(stock, specs, shape_of(specs.values()), states.fixed_bytes)
+        return ModuleSteps(stock, specs, shape_of(specs.values()), states.at(sys.maxsize))
     return None
 
 

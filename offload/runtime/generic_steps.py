@@ -26,6 +26,7 @@ from offload.decode.gpu.prepared_steps import BoundRows
 from offload.kv.store import KVStore
 from offload.models.batch import tokens_each
 from offload.models.hybrid import TYPES, HybridModel, hybrid_model
+from offload.models.stock_view import StockView
 from offload.runtime.backends import decode_backend
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.generic_cache import GenericCache
@@ -55,6 +56,7 @@ class GenericSteps:
 
     Args:
         stock: on its device.
+        modules: what runs a step of `view`; None: our kernels.
         config: `Auto` is resolved.
         device_kv_bytes: of the device, for keys and values; None: as much as there is.
         decodes: whether the forward pass that runs is a decode step.
@@ -63,17 +65,16 @@ class GenericSteps:
     def __init__(
         self,
         stock: Any,
-        view: HybridModel | ModuleSteps,
+        view: HybridModel | StockView,
+        modules: ModuleSteps | None,
         store: KVStore,
         config: RuntimeConfig,
         pool: WorkerPool,
         device_kv_bytes: int | None,
         decodes: Callable[[], bool],
     ) -> None:
-        self._modules: ModuleSteps | None = None
-        if isinstance(view, ModuleSteps):
-            self._modules, view = view, view.view
-        self._view, self._decodes, device = view, decodes, torch.device(config.device)
+        self._view, self._modules, self._decodes = view, modules, decodes
+        device = torch.device(config.device)
         choose = None
         if device.type == "cuda":
             choose = Chooser.of(config, view.shape, stock.dtype, pool.num_threads)
@@ -182,9 +183,12 @@ class GenericSteps:
             if self._modules is not None:
                 self._modules.cache = None
         cache.note_step()
-        if self._modules is None:
+        kind: type = MoeModelOutputWithPast
+        if self._modules is not None:
+            kind = self._modules.output
+        else:
             hidden = self._model.norm(hidden)
-        return MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+        return kind(last_hidden_state=hidden, past_key_values=cache)
 
     def _place_states(self, bound: BoundRows, link: HostLink) -> None:
         bound.steps.step.buffers.write_pointers(bound.slots, self._states_of(bound.seqs))

@@ -5,9 +5,10 @@ where they are, and with the attention of a `DeviceStep` in the place of the att
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from offload.decode.gpu.buffers import HostLink
 from offload.decode.gpu.prepared_steps import BoundRows
@@ -22,10 +24,27 @@ from offload.decode.stock_attention import AttentionCall, AttentionSpec, taking,
 from offload.models.base import LayerSpec, stock_context_limit
 from offload.models.shape import ModelShape
 from offload.models.stock_view import Attend, StockView, stock_view
-from offload.runtime.generic_cache import GenericCache, row_tensors
+from offload.runtime.generic_cache import WINDOW, GenericCache, row_tensors
 
 # Rows whose experts' weights are copied one by one; of more they are sorted by experts.
 _FEW_ROWS = 2
+
+
+class _StepWindow:
+    """In front of the class of a stock layer with a window, whose last tokens stay where they are:
+    `keys` and `values` are [n, num_kv_heads, sliding_window - 1, head_dim], the newest last.
+    """
+
+    keys: Tensor
+    values: Tensor
+    updated: list[Any]
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        whole = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+        self.keys.copy_(whole[0][:, :, 1:])
+        self.values.copy_(whole[1][:, :, 1:])
+        self.updated[:] = [self]
+        return whole
 
 
 @dataclass
@@ -36,13 +55,34 @@ class _Static:
         ids: int64 [n].
         cache: as the modules take it.
         states: tensors of its layers, [n, ...], by layer and name.
-        updated: the layer in the store whose keys and values were given last.
+        updated: the layer whose keys and values were given last.
+        owner: whose tensors are parts of `states`, so that nothing is copied between its steps.
     """
 
     ids: Tensor
     cache: DynamicCache
     states: dict[tuple[int, str], Tensor]
-    updated: list[Any]
+    updated: list[Any] = field(default_factory=list)
+    owner: Callable[[], GenericCache | None] = lambda: None
+
+    def parts(self, cache: GenericCache, rows: Any, more: int) -> Iterator[tuple[Any, str, Tensor]]:
+        """Layers and names of a cache's tensors, and of `states` the rows and columns that they
+        have, `more` tokens later."""
+        for number, layer in enumerate(cache.layers):
+            for name, x in [*row_tensors(layer)]:
+                part = self.states[number, name][rows]
+                if name in WINDOW:
+                    part = part[:, :, max(0, part.shape[2] - x.shape[2] - more) :]
+                yield layer, name, part
+
+    def release(self) -> None:
+        """Its owner has copies of its own."""
+        own, cache = {x.untyped_storage().data_ptr() for x in self.states.values()}, self.owner()
+        for layer in () if cache is None else cache.layers:
+            for name, x in [*row_tensors(layer)]:
+                if x.untyped_storage().data_ptr() in own:
+                    _set(layer, name, x.clone())
+        self.owner = lambda: None
 
 
 class ModuleSteps:
@@ -55,6 +95,7 @@ class ModuleSteps:
     Attributes:
         view: with which a `DeviceStep` runs them.
         cache, ids: of the pass that runs: its sequences, and a token of each.
+        output: what the modules return.
 
     Raises:
         NotImplementedError: attention that a `DeviceStep` does not compute, or modules that are not
@@ -87,64 +128,78 @@ class ModuleSteps:
         )
         configs = {id(x.config): x.config for x in stock.modules() if hasattr(x, "config")}
         self._configs = [x for x in configs.values() if hasattr(x, "_experts_implementation")]
+        self.output: type = MoeModelOutputWithPast
         self.cache: GenericCache | None = None
         self.ids: Tensor | None = None
         self._by_rows: dict[int, _Static] = {}
+        self._placed: tuple[_Static, Any]  # of the step that runs, and its rows
 
     def place_states(self, bound: BoundRows, link: HostLink) -> None:
         """Before a step: tokens and states are where the modules read them."""
-        static = self._static(link.num_rows)
+        static, cache, slots = self._static(link.num_rows), self.cache, bound.slots
+        assert cache is not None
         assert self.ids is not None
-        static.ids[torch.tensor(bound.slots, device=static.ids.device)] = self.ids
-        self._placed = static, bound.slots
-        self._copy(to_pass=False)
+        static.ids[torch.tensor(slots, device=static.ids.device)] = self.ids
+        if static.owner() is not cache:
+            static.release()
+        own, others, is_front = list[Tensor](), list[Tensor](), slots == [*range(len(slots))]
+        for layer, name, part in static.parts(cache, slice(max(slots) + 1), 0):
+            x = _get(layer, name)
+            if x.data_ptr() != part.data_ptr():
+                own += [part] if is_front else [part[slot] for slot in slots]
+                others += [x] if is_front else x
+        if own:
+            torch._foreach_copy_(own, others)
+        self._placed = static, slice(len(slots)) if is_front else slots
+        if is_front:
+            static.owner = weakref.ref(cache)
 
     def take_states(self) -> None:
         """Behind a step: the pass has what the modules left."""
-        self._copy(to_pass=True)
+        (static, rows), cache = self._placed, self.cache
+        assert cache is not None
+        for layer, name, part in [*static.parts(cache, rows, 1)]:
+            _set(layer, name, part)
+            if name == WINDOW[0]:
+                layer.cumulative_length += 1
 
-    def _copy(self, *, to_pass: bool) -> None:
-        static, slots = self._placed
-        assert self.cache is not None
-        own, others = list[Tensor](), list[Tensor]()
-        for number, layer in enumerate(self.cache.layers):
-            for name, of_rows in row_tensors(layer):
-                kept = static.states[number, name]
-                if slots == [*range(len(of_rows))]:
-                    own.append(kept[: len(of_rows)])
-                    others.append(of_rows)
-                else:
-                    own += [kept[slot] for slot in slots]
-                    others += of_rows
-        if own:
-            torch._foreach_copy_(*((others, own) if to_pass else (own, others)))
-
+    @torch.inference_mode(False)
     def _static(self, n: int) -> _Static:
         """For n rows, of sequences like those of the pass."""
         if n in self._by_rows:
             return self._by_rows[n]
         assert self.cache is not None
         assert self.ids is not None
-        made = _Static(self.ids.new_zeros(n), DynamicCache(config=self._model.config), {}, [])
-        made.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
-        for number, layer in enumerate(made.cache.layers):
-            tensors = [*row_tensors(layer)]
-            for name, value in vars(layer).items():
+        made = _Static(self.ids.new_zeros(n), DynamicCache(config=self._model.config), {})
+        made.cache.layers = []
+        stock: Any
+        for number, stock in enumerate(self.cache.layers):
+            layer, kind = copy.copy(stock), type(stock)
+            if getattr(stock, "is_sliding", False):
+                layer = object.__new__(type(f"_Step{kind.__name__}", (_StepWindow, kind), {}))
+                layer.__dict__.update(stock.__dict__)
+            for name, value in [*vars(layer).items()]:
                 if isinstance(value, dict):
                     setattr(layer, name, dict(value))
-            for name, x in tensors:
-                made.states[number, name] = kept = x.new_zeros(n, *x.shape[1:])
+            for name, x in [*row_tensors(layer)]:
+                shape = [n, *x.shape[1:]]
+                if name in WINDOW:
+                    shape[2] = stock.sliding_window - 1
+                made.states[number, name] = kept = torch.zeros(
+                    shape, dtype=x.dtype, device=x.device
+                )
                 _set(layer, name, kept)
-            if hasattr(layer, "updated"):
-                layer.updated, layer.seen = made.updated, 1
+            layer.updated = made.updated
+            vars(layer).update({x: 1 for x in ("seen", "cumulative_length") if hasattr(layer, x)})
+            made.cache.layers.append(layer)
         self._by_rows[n] = made
         return made
 
-    def _run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        n = len(hidden)
+    def _run(self, positions: Tensor, earlier: Tensor, attend: Attend) -> Tensor:
+        n = len(positions)
         static = self._static(n)
         static.updated.clear()
-        with taking(partial(self._attend, static, attend)), self._experts_of_few(n):
+        with taking(partial(self._attend, static, earlier, attend)), self._experts_of_few(n):
             out = self._forward(
                 input_ids=static.ids[:, None],
                 position_ids=positions[:, None],
@@ -157,17 +212,26 @@ class ModuleSteps:
                 if x is not kept:
                     kept.copy_(x)
                     _set(layer, name, kept)
+        self.output = type(out)
         last: Tensor = out.last_hidden_state[:, 0]
         return last
 
-    def _attend(self, static: _Static, attend: Attend, call: AttentionCall) -> Tensor:
-        if not static.updated or call.sinks is not None:
-            raise NotImplementedError("a layer attends to keys of another one, or has sinks")
-        number, n = static.updated.pop().number, len(call.query)
-        spec = self._specs[number]
+    def _attend(
+        self, static: _Static, earlier: Tensor, attend: Attend, call: AttentionCall
+    ) -> Tensor:
+        if not static.updated:
+            raise NotImplementedError("a layer attends to keys of another one")
+        layer, n = static.updated.pop(), len(call.query)
+        if isinstance(layer, _StepWindow):
+            columns = torch.arange(call.key.shape[2] - 1, -1, -1, device=earlier.device)
+            seen = columns <= earlier[:, None]  # of the newest, and those before it
+            return replace(call, mask=seen[:, None, None], is_causal=False).in_torch()
+        if call.sinks is not None:
+            raise NotImplementedError("a layer has sinks")
+        spec = self._specs[layer.number]
         rows = (call.query, call.key, call.value)
         qkv = torch.cat([widened(x, spec.head_dim).reshape(n, -1) for x in rows], dim=1)
-        out = attend(number, qkv).view(n, 1, spec.num_qo_heads, spec.head_dim)
+        out = attend(layer.number, qkv).view(n, 1, spec.num_qo_heads, spec.head_dim)
         return out[..., : spec.v_dim]
 
     @contextmanager
@@ -181,6 +245,13 @@ class ModuleSteps:
         finally:
             for config, kept in zip(self._configs, before, strict=True):
                 config._experts_implementation = kept
+
+
+def _get(layer: Any, name: str) -> Tensor:
+    name, *keys = name.split(".")
+    value: Any = vars(layer)[name]
+    found: Tensor = value[int(keys[0])] if keys else value
+    return found
 
 
 def _set(layer: Any, name: str, value: Tensor) -> None:

@@ -150,7 +150,7 @@ class DeviceStep:
     def _run_modules(self, model: StockView, link: HostLink) -> None:
         """As `all_layers`, by the stock model's own modules; the final norm is among them."""
         b, rows, nothing = self.buffers, slice(0, link.num_rows), cast("LinearPath", None)
-        x, positions = b.hidden[rows], b.rope_positions[rows].clamp(min=0)
+        x, (earlier, positions) = b.hidden[rows], b.state[:2, rows].clamp(min=0)
         ones = x.new_ones(len(x), model.shape.head_dim)
         batch = _MicroBatch(rows, x, [(ones, torch.zeros_like(ones))], nothing)
 
@@ -162,7 +162,7 @@ class DeviceStep:
             return b.attended[rows]
 
         assert model.run is not None
-        x.copy_(model.run(x, positions, attend))
+        x.copy_(model.run(positions, earlier, attend))
         self._join(batch, link)
 
     def _join(self, batch: _MicroBatch, link: HostLink) -> None:

@@ -77,12 +77,13 @@ gpt_oss's, take q8 and q4. GGUF files of other generic types, such as gemma4 and
 by name, and so is metadata that may change what is computed.
 
 With `device="cuda"` modules, windows and recurrent states are on the GPU, in `max_memory` of that
-GPU, and weights must fit it whole. A generation under `auto` or `full` whose keys and values fit
-beside them has them there, too. Else, and in the engine, those of the layers that attend to all
-tokens are in the host store: a prompt is read in slices, for which the GPU gets one layer's keys
-and values of one sequence at a time, and in a decode step each of these layers sends its new query,
-key and value to the CPU, which attends. Cost: one wait of the GPU per such layer and token, and
-transformers' eager launches.
+GPU, and weights must fit it whole. Prompts are read by the modules, in slices. A decode step is one
+CUDA graph: the modules as they are, over states that stay at their addresses, and our attention,
+with keys and values placed as those of lean types. It has to give the stock path's logits when the
+model is loaded. Where it cannot be captured or does not (modules that wait for the GPU, chunked
+windows, capped scores, layers whose heads differ or share keys), loading says so, and steps run
+module by module: the new query, key and value of each layer in the store go to the CPU, which
+attends; a generation under `auto` or `full` whose keys and values fit the GPU has them there.
 
 Of the {total} types of transformers {version} whose class is a causal language model, {lean} are
 lean, {generic} generic, {refused} refused, and {not_tried} were not tried. *generic* in the table

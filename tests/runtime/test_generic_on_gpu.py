@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,10 +26,12 @@ from offload.engine.engine import Engine
 from offload.engine.sampling_params import SamplingParams
 from offload.models.hybrid import TYPES as HYBRIDS
 from offload.policies.registry import make_policy
+from offload.runtime.module_steps import ModuleSteps
 from offload.runtime.modules_device import ModulesDevice
 from offload.system.errors import DeviceMemoryError
 
-TYPES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "gemma2"]
+TYPES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "gemma2", "afmoe", "nemotron_h"]
+IN_ONE_STEP = ("lfm2", "afmoe", "nemotron_h")  # by the stock modules
 CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])
 IDS = torch.randint(3, 250, (2, 90), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -80,12 +84,14 @@ def test_tokens_are_those_of_the_stock_model(
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     for policy in POLICIES:
         for slices, stays in (({}, True), ({"prefill_slice_tokens": 32}, True), ({}, False)):
-            if not stays and model_type in HYBRIDS:
+            if not stays and model_type in (*HYBRIDS, *IN_ONE_STEP):
                 continue  # their keys and values are on the host, too
             if not stays:
                 monkeypatch.setattr(ModulesDevice, "has_room", lambda *_: False)
             model = load(folder, device, policy=policy, **slices)
             assert model.device.type == device
+            steps = model._offload.steps
+            assert (steps is not None and steps.has_modules) == (model_type in IN_ONE_STEP)
             for row, of_rows in zip((slice(1, 2), slice(0, 2)), expected, strict=True):
                 assert tokens(model, IDS[row], MASK[row]) == of_rows, (policy.name, slices)
             assert model.offload_stats().prefill_tokens == 180
@@ -179,6 +185,47 @@ def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
     model.model.layers[0].mlp.down_proj = torch.nn.Linear(4, 4)
     with pytest.raises(NotImplementedError, match="down_proj was replaced"):
         tokens(model, IDS, MASK)
+
+
+@pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
+def test_sequences_take_turns_in_steps_of_modules(tmp_path: Path, device: str) -> None:
+    """One's windows and states are where the next one's come, in other rows, or in more."""
+    tiny_model_of("nemotron_h", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "a")
+    tiny_model_of("afmoe", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "b")
+    for name in "ab":
+        model = load(tmp_path / name, device, policy="full")
+        ids = torch.cat([IDS, IDS.flip(0)]).to(device)
+        rows = [ids[:1], ids[1:2], ids[:2], ids[:3]]
+        with torch.no_grad():
+            expected = [model(x, past_key_values=model.new_cache()).logits for x in rows]
+            caches = [model.new_cache() for _ in rows]
+            for x, cache in zip(rows, caches, strict=True):
+                model(x[:, :80], past_key_values=cache)
+            for i in (*range(80, 84), slice(84, 87), *range(87, 90)):
+                for x, cache, wanted in zip(rows, caches, expected, strict=True):
+                    part = x[:, i] if isinstance(i, slice) else x[:, i : i + 1]
+                    last = (i.stop if isinstance(i, slice) else i + 1) - 1
+                    found = model(part, past_key_values=cache).logits[:, -1]
+                    torch.testing.assert_close(found, wanted[:, last], rtol=1e-3, atol=1e-3)
+            caches[2].reset()
+        assert model._offload.steps.has_modules
+
+
+def test_modules_that_are_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be captured, or gives other logits, runs module by module, and says so."""
+    tiny_model_of("lfm2", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    expected, stock = tokens(load(tmp_path, "cpu", policy="full"), IDS, MASK), ModuleSteps._run
+    wrong = lambda self, *args: stock(self, *args) * 2.0 + 1.0  # noqa: E731
+    waits = Mock(side_effect=RuntimeError("it waits"))
+    for run, message in ((waits, "RuntimeError: it waits"), (wrong, "its logits differ")):
+        monkeypatch.setattr(ModuleSteps, "_run", run)
+        with caplog.at_level("INFO"):
+            model = load(tmp_path, "cpu", policy="full")
+        assert re.search(f"module by module, as one step fails: .*{message}", caplog.text)
+        assert model._offload.steps is None
+        assert tokens(model, IDS, MASK) == expected
 
 
 def test_a_prompt_gets_the_room_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

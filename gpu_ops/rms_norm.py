@@ -110,6 +110,66 @@ def add_normed(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> N
     add_normed_kernel[(n,)](residual, delta, weight, eps, hidden_size, block, num_warps=num_warps)
 
 
+@jit
+def rms_norm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,  # None: there is none
+    out: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per row, which it holds in registers."""
+    dtype = out.dtype.element_ty
+    d = tl.arange(0, BLOCK)
+    inside = d < SIZE
+    row = tl.program_id(0).to(tl.int64) * SIZE + d
+    y = tl.load(x + row, mask=inside, other=0.0).to(tl.float32)
+    y *= tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps)
+    if ROUNDS:
+        y = y.to(dtype).to(tl.float32)
+    if weight is not None:
+        y *= tl.load(weight + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    tl.store(out + row, y.to(dtype), mask=inside)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: int = 0, rounds: bool = True
+) -> Tensor:
+    """x / sqrt(mean(x**2) + eps) * (offset + weight), over the last dimension.
+
+    Args:
+        x: [..., size].
+        weight: [size], of any dtype; None: 1.
+        rounds: to x's dtype before the product, too.
+    """
+    check_dtype("x", x)
+    size = x.shape[-1]
+    if weight is not None and weight.shape != (size,):
+        raise ValueError(f"weight must be {[size]}, got {list(weight.shape)}")
+    if not runs_kernel(x):
+        return rms_norm_by_torch(x, weight, eps, offset=offset, rounds=rounds)
+    x = x.contiguous()
+    out, block = torch.empty_like(x), next_power_of_2(size)
+    num_warps = min(32, max(1, block * x.element_size() // (16 * 32)))
+    rms_norm_kernel[(x.numel() // size,)](
+        x, weight, out, eps, size, offset, rounds, block, num_warps=num_warps
+    )
+    return out
+
+
+def rms_norm_by_torch(
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: int = 0, rounds: bool = True
+) -> Tensor:
+    """`rms_norm` without its kernel."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    y = y.to(x.dtype).float() if rounds else y
+    return (y if weight is None else y * (weight.float() + offset)).to(x.dtype)
+
+
 def add_rms_norm_reference(
     residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor
 ) -> None:

@@ -27,6 +27,7 @@ from gpu_ops.packed_linear import (
     unpack,
 )
 from gpu_ops.rms_norm import rms_norm_reference
+from gpu_ops.silu_mul import gate_reference
 
 Norm = tuple[Tensor, float]
 
@@ -84,6 +85,14 @@ def _clamped_glu(
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return ((up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))).to(dtype)
+
+
+@jit
+def _relu2(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """relu(x)**2 of float32, rounded before and after; NaN stays NaN."""
+    x = x.to(dtype).to(tl.float32)
+    x = tl.where(x < 0.0, 0.0, x)
+    return (x * x).to(dtype)
 
 
 @jit
@@ -151,29 +160,37 @@ def routed_up_kernel(
     PER_TOKEN: tl.constexpr,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_X: tl.constexpr,
     DP4A: tl.constexpr,
 ) -> None:
     """One program per pair of a row and an expert, and BLOCK_N outputs of the gate; gate and up of
-    one are neighbours with CLAMPED, else in halves."""
+    one are neighbours where GATE is "clamped", else in halves; of "relu2" there is no up."""
+    CLAMPED: tl.constexpr = GATE == "clamped"
+    HALVES: tl.constexpr = 1 if GATE == "relu2" else 2
     dtype = out.dtype.element_ty
     pair = (tl.program_id(0) % num_pairs).to(tl.int64)
     n = (tl.program_id(0) // num_pairs).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = n < num_out
     expert = tl.minimum(tl.load(experts + pair).to(tl.int64), NUM_EXPERTS - 1)
-    of_expert = expert * num_out * 2 + (n * 2 if CLAMPED else n)
+    of_expert = expert * num_out * HALVES + (n * 2 if CLAMPED else n)
     up_rows = num_out * 0 + 1 if CLAMPED else num_out
     y, up = _expert_products(
         x, x_scales, x_sums, norm_weight, eps, codes, scales, pair // PER_TOKEN, of_expert,
-        inside_n, up_rows, dtype, K, FORMAT, True, BLOCK_N, BLOCK_K, BLOCK_X, DP4A,
+        inside_n, up_rows, dtype, K, FORMAT, HALVES == 2, BLOCK_N, BLOCK_K, BLOCK_X, DP4A,
     )  # fmt: skip
     if bias is not None:
         y += tl.load(bias + of_expert, mask=inside_n, other=0.0).to(tl.float32)
-        up += tl.load(bias + of_expert + up_rows, mask=inside_n, other=0.0).to(tl.float32)
-    y = _clamped_glu(y, up, alpha, limit, dtype) if CLAMPED else glu(y, up, False, dtype)
+        if HALVES == 2:
+            up += tl.load(bias + of_expert + up_rows, mask=inside_n, other=0.0).to(tl.float32)
+    if CLAMPED:
+        y = _clamped_glu(y, up, alpha, limit, dtype)
+    elif HALVES == 2:
+        y = glu(y, up, GATE == "gelu_tanh", dtype)
+    else:
+        y = _relu2(y, dtype)
     tl.store(out + pair * num_out + n, y, mask=inside_n)
 
 
@@ -236,8 +253,10 @@ class GpuExperts:
             in_features]; kept by reference.
         bias: [num_experts, out_features] or None.
         clamp: (alpha, limit) of a gate (up + 1) * gate * sigmoid(alpha * gate) of gates in the even
-            outputs, at most `limit`, and up in the odd ones, between -limit and limit; None: of
-            silu(first half) * second half. Of gate and up alone.
+            outputs, at most `limit`, and up in the odd ones, between -limit and limit; None: there
+            is none. Of gate and up alone.
+        gate: what else becomes of their outputs: silu or gelu_tanh(first half) * second half, or of
+            all relu(x)**2 ("relu2").
     """
 
     def __init__(
@@ -246,9 +265,12 @@ class GpuExperts:
         num_experts: int,
         bias: Tensor | None = None,
         clamp: tuple[float, float] | None = None,
+        gate: str = "silu",
     ) -> None:
+        if gate not in ("silu", "gelu_tanh", "relu2"):
+            raise ValueError(f"gate must be silu, gelu_tanh or relu2, got {gate!r}")
         self.num_experts, self._packed = num_experts, None
-        self.bias, self.clamp = bias, clamp
+        self.bias, self.clamp, self.kind = bias, clamp, gate
         if isinstance(weight, PackedRows):
             self._packed, self.in_features = weight, weight.in_features
             self.out_features = weight.num_out // num_experts
@@ -303,14 +325,21 @@ class GpuExperts:
         weight = unpack(part, x.dtype)
         return functional.linear(x, weight, bias)
 
+    @property
+    def inner_features(self) -> int:
+        """What is left of `out_features` behind the gate."""
+        return self.out_features // (1 if self.kind == "relu2" else 2)
+
     def gate(self, y: Tensor) -> Tensor:
         """What becomes of outputs of gate and up."""
-        if self.clamp is None:
-            gate, up = y.chunk(2, -1)
-            return functional.silu(gate) * up
-        alpha, limit = self.clamp
-        gate, up = y[..., ::2].clamp(max=limit), y[..., 1::2].clamp(-limit, limit)
-        return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+        if self.clamp is not None:
+            alpha, limit = self.clamp
+            gate, up = y[..., ::2].clamp(max=limit), y[..., 1::2].clamp(-limit, limit)
+            return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+        if self.kind == "relu2":
+            return functional.relu(y).square()
+        gate, up = y.chunk(2, -1)
+        return gate_reference(gate, self.kind) * up
 
 
 def run_experts(
@@ -327,7 +356,7 @@ def run_experts(
     """The sum of weights[:, j] * down(gate(up)) of experts[:, j] and f(x), + residual.
 
     Args:
-        up: hidden_size -> gate above up. down: back to hidden_size.
+        up: hidden_size -> gate above up, or one of them. down: back to hidden_size.
         x: [n, hidden_size], a few rows.
         experts: int32 or int64 [n, k]; num_experts or more stands for none.
         weights: float32 [n, k].
@@ -350,12 +379,13 @@ def run_experts(
         return out.copy_(summed if residual is None else summed + residual)
     pairs, dp4a = n * k, not interprets()
     read, (norm_weight, eps) = up.read(x, norm)
-    inner = x.new_empty(pairs, up.out_features // 2)
-    size, block_n, block_k, warps = up.shape(glu=True)
+    inner = x.new_empty(pairs, up.inner_features)
+    kind = up.kind if up.clamp is None else "clamped"
+    size, block_n, block_k, warps = up.shape(glu=kind != "relu2")
     routed_up_kernel[(pairs * -(-inner.shape[1] // block_n),)](
         *read, norm_weight, eps, *up.operands, up.bias, experts, inner, *(up.clamp or (0.0, 0.0)),
-        inner.shape[1], pairs, up.num_experts, k, size, up.format, up.clamp is not None, block_n,
-        block_k, next_power_of_2(hidden), dp4a, num_warps=warps,
+        inner.shape[1], pairs, up.num_experts, k, size, up.format, kind, block_n, block_k,
+        next_power_of_2(hidden), dp4a, num_warps=warps,
     )  # fmt: skip
     read, _ = down.read(inner, None)
     size, block_n, block_k, warps = down.shape(glu=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -25,9 +24,7 @@ from offload.models.base import LayerSpec, stock_context_limit
 from offload.models.shape import ModelShape
 from offload.models.stock_view import Attend, StockView, stock_view
 from offload.runtime.generic_cache import WINDOW, GenericCache, row_tensors
-
-# Rows whose experts' weights are copied one by one; of more they are sorted by experts.
-_FEW_ROWS = 2
+from offload.runtime.stand_ins import StandIns
 
 
 class _StepWindow:
@@ -126,8 +123,7 @@ class ModuleSteps:
             self._run,
             state_bytes,
         )
-        configs = {id(x.config): x.config for x in stock.modules() if hasattr(x, "config")}
-        self._configs = [x for x in configs.values() if hasattr(x, "_experts_implementation")]
+        self._stand_ins = StandIns(stock)
         self.output: type = MoeModelOutputWithPast
         self.cache: GenericCache | None = None
         self.ids: Tensor | None = None
@@ -199,7 +195,7 @@ class ModuleSteps:
         n = len(positions)
         static = self._static(n)
         static.updated.clear()
-        with taking(partial(self._attend, static, earlier, attend)), self._experts_of_few(n):
+        with taking(partial(self._attend, static, earlier, attend)), self._stand_ins.of_rows(n):
             out = self._forward(
                 input_ids=static.ids[:, None],
                 position_ids=positions[:, None],
@@ -233,18 +229,6 @@ class ModuleSteps:
         qkv = torch.cat([widened(x, spec.head_dim).reshape(n, -1) for x in rows], dim=1)
         out = attend(layer.number, qkv).view(n, 1, spec.num_qo_heads, spec.head_dim)
         return out[..., : spec.v_dim]
-
-    @contextmanager
-    def _experts_of_few(self, n: int) -> Iterator[None]:
-        """What sorts tokens by experts waits for the GPU, but for some dtypes."""
-        before = [config._experts_implementation for config in self._configs]
-        try:
-            for config in self._configs if n <= _FEW_ROWS else ():
-                config._experts_implementation = "batched_mm"
-            yield
-        finally:
-            for config, kept in zip(self._configs, before, strict=True):
-                config._experts_implementation = kept
 
 
 def _get(layer: Any, name: str) -> Tensor:

@@ -46,7 +46,7 @@ from gpu_ops.paged_attention import (
     num_retrieval_splits,
     retrieval_attention,
 )
-from gpu_ops.rms_norm import add_normed, add_rms_norm
+from gpu_ops.rms_norm import add_normed, add_rms_norm, rms_norm
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.rotate import rotate_tokens
 from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp
@@ -131,6 +131,7 @@ def call_all(
         linear(zeros(128, hidden_size))
         linear(row, glu=len(packed) == 1, gate="gelu_tanh")
     add_normed(x, x, zeros(hidden_size), 1e-5)
+    rms_norm(x, zeros(hidden_size), 1e-5, offset=1, rounds=False)
     silu_mul(zeros(n, 2 * hidden_size), x, "gelu_tanh")
     up, down = zeros(8, 2 * hidden_size, hidden_size), zeros(8, hidden_size, hidden_size)
     router, choice = GpuLinear(zeros(8, hidden_size)), (2, True, True)

@@ -12,6 +12,7 @@ from cases.slowly import combinations
 from gpu_ops.linear import GpuLinear
 from gpu_ops.packed_linear import GPU_FORMATS, PackedRows
 from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp, run_experts, run_experts_reference
+from gpu_ops.silu_mul import gate_reference
 
 EPS = 1e-5
 
@@ -28,13 +29,14 @@ def experts_of(rng, num_experts, rows, num_in, format, dtype, device):
 
 class Case:
     def __init__(
-        self, device, dtype, format, num_experts, per_token, sizes, *, clamps=False, **options
+        self, device, dtype, format, num_experts, per_token, sizes, *, gate="silu", **options
     ):
         rng, (hidden, inner) = new_rng(), sizes
         router = random(rng, num_experts, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
         self.router = router.double()
         what = (format, dtype, device)
-        up, self.up = experts_of(rng, num_experts, 2 * inner, hidden, *what)
+        halves, clamps = 1 if gate == "relu2" else 2, gate == "clamped"
+        up, self.up = experts_of(rng, num_experts, halves * inner, hidden, *what)
         down, self.down = experts_of(rng, num_experts, hidden, inner, *what)
         if clamps:
             for experts in (up, down):
@@ -42,7 +44,9 @@ class Case:
                     rng, num_experts, experts.out_features, dtype=dtype, device=device
                 )
             up.clamp = (1.7, 0.8)
-        self.clamp = up.clamp
+        else:
+            up.kind = gate
+        self.gate = gate
         self.biases = [x.bias if x.bias is None else x.bias.double() for x in (up, down)]
         self.mlp = GpuRoutedMlp(GpuLinear(router), up, down, per_token, **options)
         self.x = random(rng, 3, hidden, dtype=dtype, device=device)
@@ -59,11 +63,14 @@ class Case:
         ):
             for expert, share in zip(chosen, shares, strict=True):
                 y = self.up[expert] @ x[row]
-                if self.clamp is None:
+                if self.gate == "relu2":
+                    found = self.down[expert] @ y.relu().square()
+                elif self.gate != "clamped":
                     gate, up = y.chunk(2)
-                    found = self.down[expert] @ (gate * gate.sigmoid() * up)
+                    found = self.down[expert] @ (gate_reference(gate, self.gate) * up)
                 else:
-                    (alpha, limit), y = self.clamp, y + self.biases[0][expert]
+                    alpha, limit = 1.7, 0.8
+                    y = y + self.biases[0][expert]
                     gate, up = y[::2].clamp(max=limit), y[1::2].clamp(-limit, limit)
                     found = self.down[expert] @ ((up + 1) * gate * (alpha * gate).sigmoid())
                     found += self.biases[1][expert]
@@ -72,14 +79,19 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "format", "hidden", "inner", "n", "has_norm", "clamps"),
+    ("dtype", "format", "hidden", "inner", "n", "has_norm", "gate"),
     combinations(
-        DTYPES, ["dense", *GPU_FORMATS], [(32, 40), (48, 24)], [1, 3], [False, True], [False, True]
+        DTYPES,
+        ["dense", *GPU_FORMATS],
+        [(32, 40), (48, 24)],
+        [1, 3],
+        [False, True],
+        ["silu", "clamped", "gelu_tanh", "relu2"],
     ),
 )
-def test_experts_of_rows(device, dtype, format, hidden, inner, n, has_norm, clamps):
+def test_experts_of_rows(device, dtype, format, hidden, inner, n, has_norm, gate):
     case = Case(
-        device, dtype, format, 5, 2, (hidden, inner), clamps=clamps, normalises=True, rounds=False
+        device, dtype, format, 5, 2, (hidden, inner), gate=gate, normalises=True, rounds=False
     )
     x, norm = case.x[:n].contiguous(), (case.norm, EPS) if has_norm else None
     seen = (case.normed() if has_norm else case.x.double())[:n]

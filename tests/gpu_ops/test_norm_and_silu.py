@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.operands import DTYPES, TOLERANCE, assert_close, poisoned, random
+from cases.operands import DTYPES, TOLERANCE, assert_close, poisoned, quiet_numpy, random
 from cases.seeded import new_rng
 from cases.slowly import combinations
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from gpu_ops.rms_norm import add_rms_norm
+from gpu_ops.rms_norm import add_rms_norm, rms_norm
 from gpu_ops.silu_mul import activate, silu_mul
 
 EPS = 1e-5
@@ -35,6 +35,29 @@ def test_sums_and_normalises(
     add_rms_norm(residual, delta, weight, EPS, out)
     assert torch.equal(residual, total)
     assert_close(out, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "offset", "rounds", "kind"),
+    combinations(DTYPES, [64, 576, 5376], [0, 1], [True, False], ["x's", "float32", "none"]),
+)
+def test_norms_of_any_rule(
+    device: str, dtype: torch.dtype, size: int, offset: int, rounds: bool, kind: str
+) -> None:
+    rng, weight = new_rng(), None
+    x = random(rng, 2, 3, size, dtype=dtype, device=device, scale=3.0)
+    if kind != "none":
+        weight = random(rng, size, dtype=dtype if kind == "x's" else torch.float32, device=device)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+    if weight is not None:
+        expected = expected * (weight.double() + offset)
+    found = rms_norm(x, weight, EPS, offset=offset, rounds=rounds)
+    assert_close(found, expected, TOLERANCE[dtype])
+    x[0, 0, 1], x[1, 1, 0] = torch.nan, torch.inf
+    with quiet_numpy():
+        found = rms_norm(x, weight, EPS, offset=offset, rounds=rounds)
+    is_wrong = found.isnan().any(-1)
+    assert is_wrong.tolist() == [[True, False, False], [False, True, False]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

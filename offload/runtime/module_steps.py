@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -54,6 +54,7 @@ class _Static:
         states: tensors of its layers, [n, ...], by layer and name.
         updated: the layer whose keys and values were given last.
         owner: whose tensors are parts of `states`, so that nothing is copied between its steps.
+        parts: these, by layer and name.
     """
 
     ids: Tensor
@@ -61,16 +62,12 @@ class _Static:
     states: dict[tuple[int, str], Tensor]
     updated: list[Any] = field(default_factory=list)
     owner: Callable[[], GenericCache | None] = lambda: None
+    parts: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
-    def parts(self, cache: GenericCache, rows: Any, more: int) -> Iterator[tuple[Any, str, Tensor]]:
-        """Layers and names of a cache's tensors, and of `states` the rows and columns that they
-        have, `more` tokens later."""
-        for number, layer in enumerate(cache.layers):
-            for name, x in [*row_tensors(layer)]:
-                part = self.states[number, name][rows]
-                if name in WINDOW:
-                    part = part[:, :, max(0, part.shape[2] - x.shape[2] - more) :]
-                yield layer, name, part
+    def part(self, number: int, name: str, rows: Any, columns: int) -> Tensor:
+        """Rows of a state; of a window that many columns, the newest."""
+        whole = self.states[number, name][rows]
+        return whole[:, :, max(0, whole.shape[2] - columns) :] if name in WINDOW else whole
 
     def release(self) -> None:
         """Its owner has copies of its own."""
@@ -80,6 +77,7 @@ class _Static:
                 if x.untyped_storage().data_ptr() in own:
                     _set(layer, name, x.clone())
         self.owner = lambda: None
+        self.parts.clear()
 
 
 class ModuleSteps:
@@ -136,28 +134,52 @@ class ModuleSteps:
         assert cache is not None
         assert self.ids is not None
         static.ids[torch.tensor(slots, device=static.ids.device)] = self.ids
-        if static.owner() is not cache:
-            static.release()
-        own, others, is_front = list[Tensor](), list[Tensor](), slots == [*range(len(slots))]
-        for layer, name, part in static.parts(cache, slice(max(slots) + 1), 0):
-            x = _get(layer, name)
-            if x.data_ptr() != part.data_ptr():
-                own += [part] if is_front else [part[slot] for slot in slots]
-                others += [x] if is_front else x
+        rows = slice(len(slots)) if slots == [*range(len(slots))] else slots
+        self._placed = static, rows
+        if static.owner() is cache and isinstance(rows, slice):
+            kept = static.parts.items()
+            if all(_get(cache.layers[number], name) is x for (number, name), x in kept):
+                return
+        static.release()
+        own, others = list[Tensor](), list[Tensor]()
+        for number, layer in enumerate(cache.layers):
+            for name, x in [*row_tensors(layer)]:
+                columns = x.shape[2] if name in WINDOW else 0
+                if isinstance(rows, slice):
+                    own.append(static.part(number, name, rows, columns))
+                    others.append(x)
+                    static.parts[number, name] = own[-1]
+                else:
+                    of_slots = static.part(number, name, slice(None), columns)
+                    own += [of_slots[slot] for slot in slots]
+                    others += x
         if own:
             torch._foreach_copy_(own, others)
-        self._placed = static, slice(len(slots)) if is_front else slots
-        if is_front:
+        if isinstance(rows, slice):
             static.owner = weakref.ref(cache)
+            for (number, name), x in static.parts.items():
+                _set(cache.layers[number], name, x)
 
     def take_states(self) -> None:
         """Behind a step: the pass has what the modules left."""
         (static, rows), cache = self._placed, self.cache
         assert cache is not None
-        for layer, name, part in [*static.parts(cache, rows, 1)]:
+        of_pass = [*static.parts] if isinstance(rows, slice) else [*static.states]
+        for number, name in of_pass:
+            layer: Any = cache.layers[number]
+            if name in WINDOW:
+                columns = _get(layer, name).shape[2]
+                layer.cumulative_length += name == WINDOW[0]
+                if isinstance(rows, slice) and columns == static.states[number, name].shape[2]:
+                    continue
+                part = static.part(number, name, rows, columns + 1)
+            elif isinstance(rows, slice):
+                continue
+            else:
+                part = static.part(number, name, rows, 0)
             _set(layer, name, part)
-            if name == WINDOW[0]:
-                layer.cumulative_length += 1
+            if isinstance(rows, slice):
+                static.parts[number, name] = part
 
     @torch.inference_mode(False)
     def _static(self, n: int) -> _Static:

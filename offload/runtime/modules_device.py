@@ -114,7 +114,7 @@ class ModulesDevice:
             DeviceMemoryError: names the sizes, and the options that change them.
         """
         need = self.bytes.need(batch_size, n, columns, state_bytes) if n > 1 else state_bytes
-        left = self.left_bytes()
+        left = self.left_bytes() if need > 0 else 0  # asking takes a part of a step's time
         if need > left:
             raise DeviceMemoryError(
                 f"{n} new columns of {batch_size} sequences behind {columns - n} cached ones need "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from contextlib import nullcontext
 from functools import partialmethod
@@ -299,6 +300,7 @@ def test_states_on_a_device_bound_what_runs_together(
     others = model._offload.hosted.others
     if others.modules is None:
         pytest.skip("the states are on the host")
+    gc.collect()  # engines of tests before
     # However long that takes: steps do not come between slices of a prompt.
     monkeypatch.setattr(Scheduler, "decodes_first", False)
     monkeypatch.setattr(Scheduler, "owes", lambda *_: False)

@@ -181,7 +181,7 @@ class GenericSteps:
         finally:
             self._cache = None
             if self._modules is not None:
-                self._modules.cache = None
+                self._modules.end()
         cache.note_step()
         kind: type = MoeModelOutputWithPast
         if self._modules is not None:

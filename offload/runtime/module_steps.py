@@ -126,7 +126,8 @@ class ModuleSteps:
         self.cache: GenericCache | None = None
         self.ids: Tensor | None = None
         self._by_rows: dict[int, _Static] = {}
-        self._placed: tuple[_Static, Any]  # of the step that runs, and its rows
+        # Of the step that runs, and its rows; None: what runs is captured.
+        self._placed: tuple[_Static, Any] | None = None
 
     def place_states(self, bound: BoundRows, link: HostLink) -> None:
         """Before a step: tokens and states are where the modules read them."""
@@ -162,7 +163,8 @@ class ModuleSteps:
 
     def take_states(self) -> None:
         """Behind a step: the pass has what the modules left."""
-        (static, rows), cache = self._placed, self.cache
+        assert self._placed is not None
+        (static, rows), cache, self._placed = self._placed, self.cache, None
         assert cache is not None
         of_pass = [*static.parts] if isinstance(rows, slice) else [*static.states]
         for number, name in of_pass:
@@ -180,6 +182,10 @@ class ModuleSteps:
             _set(layer, name, part)
             if isinstance(rows, slice):
                 static.parts[number, name] = part
+
+    def end(self) -> None:
+        """Of a pass, also of one that failed."""
+        self.cache = self.ids = self._placed = None
 
     @torch.inference_mode(False)
     def _static(self, n: int) -> _Static:
@@ -216,6 +222,8 @@ class ModuleSteps:
     def _run(self, positions: Tensor, earlier: Tensor, attend: Attend) -> Tensor:
         n = len(positions)
         static = self._static(n)
+        if self._placed is None:  # its owner's states would change
+            static.release()
         static.updated.clear()
         with taking(partial(self._attend, static, earlier, attend)), self._stand_ins.of_rows(n):
             out = self._forward(

@@ -189,12 +189,13 @@ def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
 
 @pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
 def test_sequences_take_turns_in_steps_of_modules(tmp_path: Path, device: str) -> None:
-    """One's windows and states are where the next one's come, in other rows, or in more."""
+    """One's windows and states are where the next one's come, in other rows, or in more; and where
+    steps are captured."""
     tiny_model_of("nemotron_h", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "a")
     tiny_model_of("afmoe", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "b")
     for name in "ab":
         model = load(tmp_path / name, device, policy="full")
-        ids = torch.cat([IDS, IDS.flip(0)]).to(device)
+        modules, ids = model._offload.steps._modules, torch.cat([IDS, IDS.flip(0)]).to(device)
         rows = [ids[:1], ids[1:2], ids[:2], ids[:3]]
         with torch.no_grad():
             expected = [model(x, past_key_values=model.new_cache()).logits for x in rows]
@@ -207,6 +208,9 @@ def test_sequences_take_turns_in_steps_of_modules(tmp_path: Path, device: str) -
                     last = (i.stop if isinstance(i, slice) else i + 1) - 1
                     found = model(part, past_key_values=cache).logits[:, -1]
                     torch.testing.assert_close(found, wanted[:, last], rtol=1e-3, atol=1e-3)
+                    if len(x) in modules._by_rows:
+                        zeros = torch.zeros(len(x), dtype=torch.int64, device=device)
+                        modules._run(zeros, zeros, lambda _, qkv: qkv[:, : 4 * 16])
             caches[2].reset()
         assert model._offload.steps.has_modules
 

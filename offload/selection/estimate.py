@@ -79,11 +79,10 @@ def cluster_keys(keys: Tensor, values: Tensor, num_clusters: int) -> Clusters:
     for first in range(0, n, step):
         rows = slice(first, first + step)
         key, value = keys[:, rows].float(), values[:, rows].float()
-        nearest = torch.bmm(key, centres.transpose(1, 2)).argmax(-1)
+        nearest = torch.bmm(key, centres.transpose(1, 2)).max(-1).indices
         cluster_of[:, rows] = nearest
-        is_member = torch.nn.functional.one_hot(nearest, num_clusters).to(torch.float32)
         row = torch.cat([key, value, torch.ones_like(key[..., :1])], dim=-1)
-        sums += torch.bmm(is_member.transpose(1, 2), row)
+        sums += _sums(row, nearest, num_clusters)
     counts = sums[..., -1]
     means = sums[..., :-1] / counts.clamp_min(1.0)[..., None]
     return Clusters(cluster_of, means[..., :head_dim], means[..., head_dim:], counts)
@@ -99,12 +98,23 @@ def _centres(keys: Tensor, num_clusters: int) -> Tensor:
     first = torch.arange(num_clusters, device=keys.device) * count // num_clusters
     centres = sample[:, first].clone()
     for _ in range(_ITERATIONS):
-        nearest = torch.bmm(sample, centres.transpose(1, 2)).argmax(-1)
-        is_member = torch.nn.functional.one_hot(nearest, num_clusters).to(torch.float32)
-        sums = torch.bmm(is_member.transpose(1, 2), sample)
+        nearest = torch.bmm(sample, centres.transpose(1, 2)).max(-1).indices
+        sums = _sums(sample, nearest, num_clusters)
         norms = sums.norm(dim=-1, keepdim=True)
         centres = torch.where(norms > 0.0, sums / norms.clamp_min(1e-12), centres)
     return centres
+
+
+def _sums(rows: Tensor, nearest: Tensor, num_clusters: int) -> Tensor:
+    """Sums [num_kv_heads, clusters, m] of the rows [num_kv_heads, n, m] of each cluster."""
+    if rows.is_cuda:  # where additions in any order would give other sums each time
+        is_member = torch.nn.functional.one_hot(nearest, num_clusters).to(torch.float32)
+        return torch.bmm(is_member.transpose(1, 2), rows)
+    num_heads, _, width = rows.shape
+    cluster = nearest + num_clusters * torch.arange(num_heads)[:, None]
+    sums = rows.new_zeros(num_heads * num_clusters, width)
+    sums.index_add_(0, cluster.flatten(), rows.reshape(-1, width))
+    return sums.view(num_heads, num_clusters, width)
 
 
 def join_clusters(arrays: State, last: int, gather: Callable[[int], tuple[Tensor, Tensor]]) -> None:

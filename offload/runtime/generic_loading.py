@@ -81,7 +81,7 @@ from offload.runtime.host_experts import (
     run_from_host,
     with_number,
 )
-from offload.runtime.module_steps import ModuleSteps
+from offload.runtime.module_steps import ModuleSteps, check_one_step
 from offload.runtime.modules_device import (
     LEAST_SLICE,
     ModulesDevice,
@@ -158,16 +158,13 @@ class GenericRuntime:
         modules: ModuleSteps | None = None
         if is_on_device(config):
             view = hybrid_view(stock)
-            if view is None and config.kv_dtype == "int8":
-                raise NotImplementedError(
-                    f"kv_dtype='int8' with device={config.device!r}: its layers have no kernels "
-                    "there; give kv_dtype='auto'"
-                )
         if isinstance(view, HybridModel):
             view = replace(view, host_experts=frozenset(layers_of(stock, config)))
         elif is_on_device(config) and cached is not None:
             modules = _module_steps(stock, specs, cached)
             view = None if modules is None else modules.view
+        if is_on_device(config) and view is None:
+            check_row_dtype(config)
         device_bytes = None if view is None else device_bytes_beside(stock, view, config)
         if isinstance(config.policy, Auto):
             most, _ = stock_context_limit(stock.config)
@@ -517,12 +514,9 @@ def bytes_of_pass(stock: Any, view: HybridModel | StockView, n: int, columns: in
 def _module_steps(
     stock: Any, specs: dict[int, AttentionSpec], cached: Sequence[Any]
 ) -> ModuleSteps | None:
-    """What runs the modules in steps of a GPU; None: they have no layer in the store, or what steps
-    do not compute."""
-    states, config = LayerStates(), stock.config.get_text_config()
+    """What runs the modules in steps of a GPU; None: steps do not compute them."""
+    states = LayerStates()
     states.count(cached, 2, specs)
-    if not specs or "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        return None
     with suppress(NotImplementedError):
         return ModuleSteps(stock, specs, shape_of(specs.values()), states.at(sys.maxsize))
     return None
@@ -579,10 +573,14 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
                 f"{', '.join(ALWAYS_LEAN)}"
             )
     KVFormat.of(config.kv_dtype, checkpoint.loaded_dtype(config.dtype))
-    if config.kv_dtype == "int8" and is_on_device(config) and model_type not in TYPES:
+
+
+def check_row_dtype(config: RuntimeConfig) -> None:
+    """Refuse int8 rows where modules are apart from attention, and steps are not one graph."""
+    if config.kv_dtype == "int8":
         raise NotImplementedError(
-            f"kv_dtype='int8' is for a CPU in this version where a model has no lean layers, as "
-            f"{model_type!r}, not with device={config.device!r}; give kv_dtype='auto'"
+            f"kv_dtype='int8' with device={config.device!r}, which needs decode steps that are one "
+            "graph: those of this model are not; give kv_dtype='auto'"
         )
 
 
@@ -597,6 +595,11 @@ def checked_skeleton(checkpoint: Checkpoint, config: RuntimeConfig) -> tuple[Any
     """
     empty, kept = generic_skeleton(checkpoint, config.dtype, config.packing)
     weight_bytes, host_bytes = sum(parameter_bytes(empty, kept).values()), 0
+    if config.kv_dtype == "int8" and is_on_device(config) and hybrid_view(empty) is None:
+        try:
+            check_one_step(empty, GenericSizes.of(empty, kept).specs)
+        except NotImplementedError:
+            check_row_dtype(config)
     if config.host_experts:
         sizes, view = [*expert_bytes(empty, kept).values()], hybrid_view(empty)
         if view is None:

@@ -30,6 +30,7 @@ from offload.runtime.generic_sizes import (
     shape_of,
     store_and_attention,
 )
+from offload.runtime.module_steps import check_one_step
 from offload.runtime.modules_device import PassBytes, token_bytes
 from offload.system.errors import DeviceMemoryError, HostBudgetError
 from offload.system.memory import HostMemory, format_bytes, host_memory
@@ -78,8 +79,8 @@ class GenericPlan:
         check_policy(self.config, self.model_type)
         if self.config.kv_dtype == "int8" and self.on_gpu and not self.steps_on_gpu:
             raise NotImplementedError(
-                f"kv_dtype='int8' is for a CPU in this version where a model has no lean layers, "
-                f"not with device={self.device!r}; give --device cpu or --kv-dtype auto"
+                f"kv_dtype='int8' is for a CPU where decode steps are not one graph, not with "
+                f"device={self.device!r}; give --device cpu or --kv-dtype auto"
             )
         if self.max_context is not None and self.context > self.max_context:
             raise ValueError(
@@ -196,7 +197,16 @@ class GenericPlan:
     def steps_on_gpu(self) -> bool:
         """Whether steps are a GPU's as of lean layers: keys and values are on the host, and as many
         as there is room for on the GPU, too."""
-        return self.on_gpu and self.model_type in TYPES
+        return self.on_gpu and (self.model_type in TYPES or self._may_be_one_step)
+
+    @cached_property
+    def _may_be_one_step(self) -> bool:
+        """Whether the modules may be captured; loading tries it."""
+        try:
+            check_one_step(self.empty, self.sizes.specs)
+        except NotImplementedError:
+            return False
+        return True
 
     @cached_property
     def host_memory(self) -> HostMemory | None:
@@ -264,7 +274,10 @@ class GenericPlan:
                 f"{format_bytes(in_store * self._parts[0].page_bytes)}"
             )
         if self.steps_on_gpu:
-            notes.append("what the GPU has left takes keys and values, all or what is chosen")
+            once = "" if self.model_type in TYPES else ", if its modules can be one CUDA graph"
+            notes.append(
+                f"what the GPU has left takes keys and values, all or what is chosen{once}"
+            )
         if self.least_milliseconds is None:
             notes.append(
                 "no time of a step: this machine was not measured; `offload plan llama-3.1-8b` "

@@ -189,12 +189,15 @@ class GenericSizes:
             ValueError: its modules do not run, or ask for what is not there; says why.
         """
         weights = parameter_bytes(empty, kept)
+        experts = empty.config._experts_implementation
         empty.config._experts_implementation = "batched_mm"  # needs no values
         try:
             specs, layers = attention_specs(empty.eval())
         except Exception as error:  # of any kind: 150 model types
             reason = f"its sizes cannot be told without its weights: {error}"
             raise ValueError(unsupported_generic(empty.config.model_type, reason)) from error
+        finally:
+            empty.config._experts_implementation = experts
         states, all_states = LayerStates(), LayerStates()
         states.count(layers, 2, specs)
         all_states.count(layers, 2, ())

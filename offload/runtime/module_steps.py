@@ -80,6 +80,24 @@ class _Static:
         self.parts.clear()
 
 
+def check_one_step(stock: Any, specs: Mapping[int, AttentionSpec]) -> None:
+    """Refuse a model whose modules are certainly no part of a `DeviceStep`; also of one without
+    weights.
+
+    Raises:
+        NotImplementedError: attention that it does not compute, or modules that are not told a
+            token's position.
+    """
+    kinds = getattr(stock.config.get_text_config(), "layer_types", None) or ()
+    heads = {(x.num_qo_heads, x.num_kv_heads, x.head_dim) for x in specs.values()}
+    if "position_ids" not in signature(stock.base_model.forward).parameters:
+        raise NotImplementedError("its modules take no position_ids")
+    if len(heads) != 1 or any(x.softcap for x in specs.values()) or "chunked_attention" in kinds:
+        raise NotImplementedError(
+            "no layer is in the store, their heads differ, scores are capped or windows are chunks"
+        )
+
+
 class ModuleSteps:
     """Args:
         stock: on its device.
@@ -93,24 +111,22 @@ class ModuleSteps:
         output: what the modules return.
 
     Raises:
-        NotImplementedError: attention that a `DeviceStep` does not compute, or modules that are not
-            told a token's position.
+        NotImplementedError: as `check_one_step`.
     """
 
     def __init__(
         self, stock: Any, specs: Mapping[int, AttentionSpec], shape: ModelShape, state_bytes: int
     ) -> None:
+        check_one_step(stock, specs)
         self._model, self._forward = stock.base_model, stock.base_model.forward
-        if "position_ids" not in signature(self._forward).parameters:
-            raise NotImplementedError("its modules take no position_ids")
         self._specs = [*specs.values()]
-        heads = {(x.num_qo_heads, x.num_kv_heads, x.head_dim) for x in self._specs}
-        if len(heads) != 1 or any(spec.softcap for spec in self._specs):
-            raise NotImplementedError("its layers' heads differ, or scores are capped")
         config, (most, reason) = stock.config.get_text_config(), stock_context_limit(stock.config)
         self.view: StockView = stock_view(
             stock,
-            [LayerSpec(*of_heads, x.sm_scale) for x in self._specs for of_heads in heads],
+            [
+                LayerSpec(x.num_qo_heads, x.num_kv_heads, x.head_dim, x.sm_scale)
+                for x in self._specs
+            ],
             replace(
                 shape,
                 hidden_size=int(config.hidden_size),
@@ -121,7 +137,8 @@ class ModuleSteps:
             self._run,
             state_bytes,
         )
-        self._stand_ins = StandIns(stock)
+        self._stand_ins: StandIns | None = None
+        self._stock = stock
         self.output: type = MoeModelOutputWithPast
         self.cache: GenericCache | None = None
         self.ids: Tensor | None = None
@@ -222,6 +239,8 @@ class ModuleSteps:
     def _run(self, positions: Tensor, earlier: Tensor, attend: Attend) -> Tensor:
         n = len(positions)
         static = self._static(n)
+        if self._stand_ins is None:
+            self._stand_ins = StandIns(self._stock)
         if self._placed is None:  # its owner's states would change
             static.release()
         static.updated.clear()

@@ -246,12 +246,14 @@ def test_a_prompt_gets_the_room_of_steps(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
-def test_int8_rows(tmp_path: Path, device: str) -> None:
-    tiny_model_of("qwen3_5_text", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "afmoe"])
+def test_int8_rows(tmp_path: Path, model_type: str, device: str) -> None:
+    tiny_model_of(model_type, vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
 
     def logits(**options: Any) -> torch.Tensor:
         model = load(tmp_path, device, **options)
         assert model.kv_store.format.is_int8 == bool(options)
+        assert model._offload.steps is not None
         cache, ids = model.new_cache(), IDS[1:].to(device)
         with torch.no_grad():
             model(input_ids=ids[:, :80], past_key_values=cache)
@@ -260,6 +262,12 @@ def test_int8_rows(tmp_path: Path, device: str) -> None:
 
     expected = logits()
     assert 0.0 < (logits(kv_dtype="int8") - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize("folder", ["gemma2"], indirect=True)
+def test_int8_rows_need_steps_of_one_graph(folder: Path) -> None:
+    with pytest.raises(NotImplementedError, match=r"which needs decode steps that are one graph"):
+        load(folder, "cpu", kv_dtype="int8")
 
 
 @pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])

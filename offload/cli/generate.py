@@ -299,6 +299,7 @@ def generate(
             from offload.loading.names import load_tokenizer
             from offload.policies.auto import Auto
             from offload.runtime.model import OffloadedModel
+            from offload.runtime.row_dtype import takes_int8
 
             with quiet_transformers(verbose=verbose):
                 tokenizer = load_tokenizer(model)
@@ -327,7 +328,7 @@ def generate(
                             loaded, made, tokenizer, input_ids, screen, sampling.seed, settings
                         )
                     except HostBudgetError as error:
-                        if not (screen.is_untouched and _takes_int8(loaded, loading.kv_dtype)):
+                        if not (screen.is_untouched and takes_int8(loaded, loading.kv_dtype)):
                             raise
                         in_int8 = f"--kv-dtype auto: int8, as otherwise {error}"
                         stderr().print(in_int8, style="dim", soft_wrap=True)
@@ -350,16 +351,6 @@ def generate(
         names = " and ".join(missed)
         print_marked("wrong:", f"no {expect!r} in the answer with {names}", "bold red")
         raise typer.Exit(3)
-
-
-def _takes_int8(loaded: Any, kv_dtype: str) -> bool:
-    """Whether what a model has no room for in its dtype may be tried in int8."""
-    from offload.runtime.generic_loading import GenericRuntime
-
-    runtime = loaded._offload
-    of_layers = not isinstance(runtime, GenericRuntime) or runtime.device.type == "cpu"
-    alone = runtime.ranks is None  # ranks would have to agree
-    return alone and kv_dtype == "auto" and not runtime.store.format.is_int8 and of_layers
 
 
 def _beyond_crossover(auto: Auto, loaded: Any, most: int) -> Policy:

@@ -267,6 +267,7 @@ def prepare(
     from offload.engine.sessions import Sessions
     from offload.loading.names import load_tokenizer
     from offload.runtime.model import OffloadedModel
+    from offload.runtime.row_dtype import lack_of_room, takes_int8
 
     folder, sizes = kept.session_dir, kept.sizes()
     access = Access(
@@ -283,6 +284,12 @@ def prepare(
     def load_served() -> Served:
         tokenizer = load_tokenizer(model)
         loaded = OffloadedModel.from_pretrained(model, policy=policy, **arguments)
+        lack = lack_of_room(loaded)
+        if lack and takes_int8(loaded, loading.kv_dtype):
+            logger.info("--kv-dtype auto: int8, as otherwise %s", lack)
+            del loaded  # its weights leave the memory first
+            in_int8 = arguments | {"kv_dtype": "int8"}
+            loaded = OffloadedModel.from_pretrained(model, policy=policy, **in_int8)
         is_auto = chosen.generation_config == "auto"
         defaults = sampling_defaults(loaded.generation_config) if is_auto else {}
         engine = Engine(

@@ -78,9 +78,9 @@ KVDtype = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="What keys and values are kept as: auto (the model's dtype, or int8 where generate has "
-        "no room for that, and serve none for a whole context), bfloat16 (of a model in it) or int8, which takes 0.52 of "
-        "the bytes of bfloat16 and is a little less exact.",
+        help="What keys and values are kept as: auto (the model's dtype, or int8 where generate "
+        "has no room for that, and serve none for a whole context), bfloat16 (of a model in it) or "
+        "int8, which takes 0.52 of the bytes of bfloat16 and is a little less exact.",
     ),
 ]
 HostExperts = Annotated[

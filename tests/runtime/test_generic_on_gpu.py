@@ -26,6 +26,7 @@ from offload.engine.engine import Engine
 from offload.engine.sampling_params import SamplingParams
 from offload.models.hybrid import TYPES as HYBRIDS
 from offload.policies.registry import make_policy
+from offload.runtime import generic_loading
 from offload.runtime.module_steps import ModuleSteps
 from offload.runtime.modules_device import ModulesDevice
 from offload.system.errors import DeviceMemoryError
@@ -230,6 +231,18 @@ def test_modules_that_are_no_step(
         assert re.search(f"module by module, as one step fails: .*{message}", caplog.text)
         assert model._offload.steps is None
         assert tokens(model, IDS, MASK) == expected
+
+
+def test_rounding_is_what_the_model_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By as much as two of transformers' attention functions differ ours may, but not by any."""
+    tiny_model_of("glm4_moe_lite", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    monkeypatch.setattr(generic_loading, "_MOST_ROUNDED_DIFFERENCE", 1e-6)
+    assert load(tmp_path, "cpu", dtype="bfloat16")._offload.steps.has_modules
+    monkeypatch.setattr(generic_loading, "_MOST_OF_ANY", 1e-6)
+    with pytest.raises(ValueError, match=r"differ from the stock path's by 0\.0"):
+        load(tmp_path, "cpu", dtype="bfloat16")
 
 
 def test_a_prompt_gets_the_room_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

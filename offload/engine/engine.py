@@ -345,6 +345,12 @@ class Engine:
             if self.sessions is not None:
                 self.sessions.close(None if until is None else max(0.0, until - time.monotonic()))
 
+    def clear_prefixes(self) -> None:
+        """Give back what is kept of prompts that were read."""
+        with self._runtime.run_lock.lock:
+            while self._steps.prefixes.drop():
+                pass
+
     def __enter__(self) -> Engine:
         return self.start()
 

@@ -93,6 +93,12 @@ def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def folder(tiny_folders: dict[str, Path]) -> Path:
+    """Of the llama; files that need another model have a fixture of this name."""
+    return tiny_folders["llama"]
+
+
+@pytest.fixture(scope="session")
 def stock_models(tiny_folders: dict[str, Path]) -> dict[str, Any]:
     """The stock transformers model of each of LEAN_MODELS."""
     from transformers import AutoModelForCausalLM
@@ -101,6 +107,11 @@ def stock_models(tiny_folders: dict[str, Path]) -> dict[str, Any]:
         name: AutoModelForCausalLM.from_pretrained(folder).eval()
         for name, folder in tiny_folders.items()
     }
+
+
+@pytest.fixture(scope="session")
+def stock(stock_models: dict[str, Any]) -> Any:
+    return stock_models["llama"]
 
 
 @pytest.fixture(scope="session")

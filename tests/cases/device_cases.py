@@ -26,6 +26,16 @@ STREAM = pytest.param(("cuda", "stream"), id="stream", marks=[pytest.mark.cuda, 
 GRAPH = pytest.param(("cuda", "graph"), id="graph", marks=[pytest.mark.cuda, NO_GPU])
 
 
+def each_of(*params: Any, scope: Any = "module") -> Any:
+    """A fixture: each of these in turn."""
+
+    @pytest.fixture(scope=scope, params=params)
+    def param(request: pytest.FixtureRequest) -> Any:
+        return request.param
+
+    return param
+
+
 def small(name: str, budget_tokens: int = 64) -> Policy:
     """A policy that selects from a tiny context."""
     options: dict[str, Any] = {"budget_tokens": budget_tokens, "sink_tokens": 4}

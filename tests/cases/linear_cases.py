@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from cases import kernel_references as reference
 
 from cpu_ops.packed import FORMATS, GROUP, PackedWeight, quantise
 
@@ -21,6 +22,18 @@ def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 def wide(x: torch.Tensor) -> np.ndarray:
     return x.double().numpy()
+
+
+def prepared(x, dtype: torch.dtype, *, norm=None, silu_mul: bool = False) -> np.ndarray:
+    """float64 of what meets the weights, rounded where transformers rounds."""
+    x = wide(x)
+    if norm is not None:
+        normed = rounded(reference.rms_norm(x, np.ones(x.shape[1]), norm[1]), dtype)
+        x = rounded(normed * wide(norm[0]), dtype)
+    if silu_mul:
+        gate, up = np.split(x, 2, axis=1)
+        x = rounded(rounded(reference.silu_mul(gate, np.ones_like(gate)), dtype) * up, dtype)
+    return x
 
 
 def packed(rng: np.random.Generator, format: str, num_out: int, width: int) -> PackedWeight:

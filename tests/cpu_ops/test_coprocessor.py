@@ -26,20 +26,15 @@ from cases.coprocessor_cases import (
     launch,
     started,
 )
+from cases.pools import pools
 from cases.seeded import new_rng
 
 from cpu_ops.coprocessor import Coprocessor, CoprocessorError
 from cpu_ops.mailbox import Mailbox
-from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Full, Policy
 from offload.policies.registry import make_policy
 
-
-@pytest.fixture(params=[1, 3])
-def pool(request):
-    pool = WorkerPool(request.param)
-    yield pool
-    pool.close()
+pool = pools(1, 3, scope="function")
 
 
 @pytest.mark.parametrize("name", ["full", "quest", "lychee_cluster", "lfps"])

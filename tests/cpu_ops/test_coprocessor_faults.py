@@ -23,6 +23,7 @@ from cases.coprocessor_cases import (
     launch,
     started,
 )
+from cases.pools import pools
 from cases.processes import run_program
 from cases.seeded import new_rng
 
@@ -40,12 +41,7 @@ from offload.selection.callback import (
 from offload.selection.layer_state import LayerState
 from offload.selection.layouts import StateLayout
 
-
-@pytest.fixture(params=[1, 3])
-def pool(request):
-    pool = WorkerPool(request.param)
-    yield pool
-    pool.close()
+pool = pools(1, 3, scope="function")
 
 
 def test_a_gpu_that_does_not_come(pool):

@@ -19,6 +19,7 @@ from cases.coprocessor_cases import (
     decode_synchronously,
     full_world,
 )
+from cases.pools import pools
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
@@ -38,11 +39,7 @@ RETRIEVAL = np.array([[1, 1, 1], [0, 0, 0], [1, 0, 0], [0, 1, 0]], bool)
 KV_LENS = [200, 20, 47, 100]  # the second stays within the budget, the third comes to leave it
 
 
-@pytest.fixture(params=[1, 3])
-def pool(request):
-    pool = WorkerPool(request.param)
-    yield pool
-    pool.close()
+pool = pools(1, 3, scope="function")
 
 
 def of_heads() -> Policy:

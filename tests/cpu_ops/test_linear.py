@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import kernel_references as reference
 from cases.attention_cases import relative_error
-from cases.linear_cases import KINDS, OUT_FEATURES, random, rounded, wide
+from cases.linear_cases import KINDS, OUT_FEATURES, prepared, random, rounded, wide
 from cases.pairwise import pairwise
 from cases.seeded import new_rng
 
@@ -26,14 +25,7 @@ EPS = 1e-5
 
 
 def expected_output(x, weights, biases, dtype, *, norm=None, silu_mul=False, residual=None):
-    x = wide(x)
-    if norm is not None:
-        normed = rounded(reference.rms_norm(x, np.ones(x.shape[1]), norm[1]), dtype)
-        x = rounded(normed * wide(norm[0]), dtype)
-    if silu_mul:
-        gate, up = np.split(x, 2, axis=1)
-        x = rounded(rounded(reference.silu_mul(gate, np.ones_like(gate)), dtype) * up, dtype)
-    y = x @ wide(torch.cat(weights)).T
+    y = prepared(x, dtype, norm=norm, silu_mul=silu_mul) @ wide(torch.cat(weights)).T
     y += np.concatenate(
         [np.zeros(len(w)) if b is None else wide(b) for w, b in zip(weights, biases, strict=True)]
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import kernel_references as reference
 from cases.attention_cases import relative_error
 from cases.linear_cases import (
     KINDS,
@@ -13,6 +12,7 @@ from cases.linear_cases import (
     dequantised,
     eight_bits,
     packed,
+    prepared,
     random,
     rounded,
     wide,
@@ -35,17 +35,6 @@ MANY_ROWS = [17, 97]
 # Relative L2 against the same whole numbers in float64: only roundings to the dtype differ.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 EPS = 1e-5
-
-
-def prepared(x, dtype, *, norm=None, silu_mul=False):
-    x = wide(x)
-    if norm is not None:
-        normed = rounded(reference.rms_norm(x, np.ones(x.shape[1]), norm[1]), dtype)
-        x = rounded(normed * wide(norm[0]), dtype)
-    if silu_mul:
-        gate, up = np.split(x, 2, axis=1)
-        x = rounded(rounded(reference.silu_mul(gate, np.ones_like(gate)), dtype) * up, dtype)
-    return x
 
 
 def made(rng, width: int, formats: list[str]) -> list[PackedWeight]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import kernel_references as reference
 from cases.attention_cases import TOLERANCE, attend, random_queries, relative_error
+from cases.pools import pools
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
@@ -135,11 +136,7 @@ class ApartPages:
         return np.concatenate(outs), np.concatenate(lses), weights
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=lambda n: f"{n} threads")
-def pool(request):
-    pool = WorkerPool(request.param)
-    yield pool
-    pool.close()
+pool = pools(1, 2)
 
 
 def queries_of(rng: np.random.Generator, n: int, dtype: torch.dtype) -> torch.Tensor:

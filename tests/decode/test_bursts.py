@@ -133,13 +133,6 @@ class Counter(BaseStreamer):
         self.ended = True
 
 
-def test_every_token_is_streamed(model: Any, cpu: Any) -> None:
-    tokens, streamer = random_tokens(1, 40), Counter()
-    out = greedy(model, tokens, 20, streamer=streamer)
-    assert streamer.tokens == out[0].tolist()
-    assert streamer.ended
-
-
 def test_sampled_tokens_repeat_with_their_seed(model: Any) -> None:
     outs = []
     for _ in range(2):

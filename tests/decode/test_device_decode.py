@@ -5,25 +5,20 @@ Without a GPU the step runs inline, on CPU tensors; with one, as graph and as st
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
-from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small
-from cases.inside import split_steps, steps_of
+from cases.correcting import padded
+from cases.device_cases import GRAPH, INLINE, STREAM, each_of, greedy, load, small
 from cases.slowly import slow_but
 from cases.tiny_models import TINY_MODELS, random_tokens
 
 from offload.policies.registry import available_policies
 
 SPARSE = [name for name in available_policies() if name != "full"]
-
-
-@pytest.fixture(scope="module", params=[INLINE, STREAM, GRAPH])
-def backend(request):
-    return request.param
+backend = each_of(INLINE, STREAM, GRAPH)
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +41,7 @@ def full_model(backend, loaded):
 def padded_batch() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """(tokens, mask, rows): left-padded rows of 200, 9 and 77 tokens."""
     rows = [random_tokens(1, n)[0] for n in (200, 9, 77)]
-    tokens = torch.zeros(3, 200, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for i, row in enumerate(rows):
-        tokens[i, 200 - len(row) :] = row
-        mask[i, 200 - len(row) :] = 1
-    return tokens, mask, rows
+    return *padded([row[None] for row in rows]), rows
 
 
 @pytest.mark.parametrize("model_name", slow_but(TINY_MODELS, "llama", "qwen3"))
@@ -90,17 +80,6 @@ def test_rows_of_a_batch_do_not_see_each_other(backend, name, loaded):
         assert torch.equal(out[i, 200:], greedy(model, row[None], 50)[0, len(row) :])
 
 
-def test_two_parts_give_the_same_tokens(backend, tiny_folders):
-    """Rows that take turns: A's attention while B computes."""
-    tokens, mask, rows = padded_batch()
-    model = load(tiny_folders["llama"], small("exact_topk"), backend)
-    expected = greedy(model, tokens, 40, attention_mask=mask)
-    split_steps(model, 2)
-    assert torch.equal(greedy(model, tokens, 40, attention_mask=mask), expected)
-    assert {link.num_micro_batches for link in steps_of(model).links.values()} == {1, 2}
-    assert torch.equal(greedy(model, rows[0][None], 40)[0, 200:], expected[0, 200:])
-
-
 def test_sequences_join_and_leave(full_model, stock_models):
     """Caches of several conversations take turns, in smaller and larger batches."""
     stock = stock_models["llama"]
@@ -119,52 +98,6 @@ def test_sequences_join_and_leave(full_model, stock_models):
     for prompt, text in zip(prompts, texts, strict=True):
         expected = greedy(stock, prompt, text.shape[1] - prompt.shape[1])
         assert torch.equal(text, expected)
-
-
-def test_a_copy_of_a_cache_continues_by_itself(full_model, stock_models):
-    prompt = random_tokens(1, 90)
-    cache = full_model.new_cache()
-    text = greedy(full_model, prompt, 8, past_key_values=cache)
-    branch = copy.deepcopy(cache)
-    other = torch.cat([text, random_tokens(1, 1)], dim=1)
-    assert torch.equal(
-        greedy(full_model, other, 12, past_key_values=branch),
-        greedy(stock_models["llama"], other, 12),
-    )
-    assert torch.equal(
-        greedy(full_model, text, 12, past_key_values=cache),
-        greedy(stock_models["llama"], text, 12),
-    )
-
-
-def test_beams_and_drafts_run_on_the_stock_loop(full_model, stock_models):
-    """Beams reorder the cache, rejected drafts shorten it: what the GPU holds is made anew."""
-    tokens = random_tokens(1, 60)
-    for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 4}):
-        expected = greedy(stock_models["llama"], tokens, 20, **options)
-        assert torch.equal(greedy(full_model, tokens, 20, **options), expected)
-
-
-def test_finished_rows_are_padded(full_model, stock_models):
-    """Rows end at different steps; the others go on as they would alone."""
-    tokens, mask, _ = padded_batch()
-    free = greedy(stock_models["llama"], tokens, 40, attention_mask=mask)
-    eos = int(free[1, 210])  # ends row 1 after at most 11 tokens
-    options = {"attention_mask": mask, "eos_token_id": eos, "pad_token_id": 258}
-    expected = greedy(stock_models["llama"], tokens, 40, **options)
-    assert torch.equal(greedy(full_model, tokens, 40, **options), expected)
-
-
-def test_sampling_follows_the_seed_and_the_options(full_model):
-    tokens = random_tokens(1, 20)
-    options = {"do_sample": True, "temperature": 1.5, "top_k": 50, "top_p": 0.95}
-    torch.manual_seed(3)
-    first = greedy(full_model, tokens, 30, **options)
-    torch.manual_seed(3)
-    assert torch.equal(greedy(full_model, tokens, 30, **options), first)
-    assert not torch.equal(greedy(full_model, tokens, 30, **options), first)
-    certain = {**options, "temperature": 1e-3}
-    assert torch.equal(greedy(full_model, tokens, 30, **certain), greedy(full_model, tokens, 30))
 
 
 def test_scores_come_from_the_stock_loop(full_model, stock_models):

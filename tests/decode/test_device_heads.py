@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, SLOW_INLINE, STREAM, greedy, load
+from cases.correcting import padded
+from cases.device_cases import FLAGS, GRAPH, INLINE, SLOW_INLINE, STREAM, each_of, greedy, load
 from cases.inside import (
     allow_device_bytes,
     decoder_of,
@@ -69,9 +70,7 @@ def placement_of(model: Any, kind: str) -> HeadPlacement:
     return HeadPlacement(places)
 
 
-@pytest.fixture(scope="module", params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
-def backend(request):
-    return request.param
+backend = each_of(SLOW_INLINE, FLAGS, STREAM, GRAPH)
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +150,7 @@ def test_rows_of_a_batch_in_two_parts(backend, kind, tiny_folders, expected):
     decoder_of(model).place(placement_of(model, kind))
     split_steps(model, 2)
     prompts = [200, 30, 200]
-    tokens = torch.zeros(3, 200, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for i, n in enumerate(prompts):
-        tokens[i, 200 - n :] = random_tokens(1, n)[0]
-        mask[i, 200 - n :] = 1
+    tokens, mask = padded([random_tokens(1, n) for n in prompts])
     out = greedy(model, tokens, 50, attention_mask=mask)
     for i, n in enumerate(prompts):
         assert torch.equal(out[i, 200:], expected("lychee_decode", n)[0, n:])

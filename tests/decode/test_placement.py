@@ -246,30 +246,8 @@ def test_a_faster_link_never_means_fewer_gathered_heads(profile, factor, tokens,
     fast = CostTable(tuple((size, us / factor) for size, us in slow.points))
     chosen = []
     for gather in (slow, fast):
-        device = device_profile(
-            **{
-                name: getattr(profile.device, name)
-                for name in (
-                    "attention",
-                    "retrieval",
-                    "top_k",
-                    "round_trip_us",
-                    "window_us",
-                    "gemv",
-                )
-            },
-            gather=gather,
-        )
-        model = StepModel(
-            machine_profile(
-                device=device,
-                attend_cold=profile.attend_cold,
-                attend_warm=profile.attend_warm,
-                read_bandwidth=profile.read_bandwidth,
-            ),
-            work,
-            on_gpu=True,
-        )
+        device = replace(profile.device, gather=gather)
+        model = StepModel(replace(profile, device=device), work, on_gpu=True)
         chosen.append(choose_placement(model, DeviceRoom(work, budget)))
     before, after = chosen
     assert all(a <= b for a, b in zip(before.counts(F), after.counts(F), strict=True))

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases.answers import alone as answer_alone
+from cases.answers import answers, outputs_of, tokens_of
+from cases.answers import answers_of_step as step
 from cases.correcting import read, rows_of
 from cases.inside import allow_host_bytes, runtime_of, states_of
 from cases.slowly import combinations, slow_but
@@ -91,22 +94,7 @@ def prompts_of(*lens: int) -> list[list[int]]:
 
 
 def alone(model: Any, prompt: list[int], num_tokens: int = LONG, **options: Any) -> list[int]:
-    """The answer of `generate()`."""
-    ids = torch.tensor([prompt])
-    options |= {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
-    text = model.generate(ids, max_new_tokens=num_tokens, **options)
-    return text[0, len(prompt) :].tolist()
-
-
-def step(engine: Engine, found: Found) -> Found:
-    """What a step brings, by request."""
-    news = Found()
-    for output in engine.step():
-        assert output.error is None, output
-        news.setdefault(output.request_id, []).extend(c.token for c in output.tokens)
-    for request_id, tokens in news.items():
-        found.setdefault(request_id, []).extend(tokens)
-    return news
+    return answer_alone(model, prompt, num_tokens, **options)
 
 
 def correcting(engine: Engine) -> list[Any]:
@@ -166,7 +154,6 @@ def test_keys_are_exact_behind_it(model: Any, folder: Path) -> None:
         while request.correction is not None:
             step(engine, found)
     assert drifts[1] < 0.1 * drifts[0], drifts
-    engine.stop()
 
 
 def test_exact_requests_need_no_correction(model: Any, folder: Path) -> None:
@@ -181,7 +168,6 @@ def test_exact_requests_need_no_correction(model: Any, folder: Path) -> None:
         step(engine, found)
     assert found == wanted
     assert engine.stats.corrected_tokens > 0
-    engine.stop()
 
 
 def test_others_decode_while_one_is_corrected(model: Any) -> None:
@@ -204,10 +190,8 @@ def test_others_decode_while_one_is_corrected(model: Any) -> None:
             assert "first" not in news
     assert num_meanwhile > 0
     assert most_read <= 16  # `short_slices`
-    while engine.has_work:
-        step(engine, found)
+    answers(engine, found)
     assert found == wanted
-    engine.stop()
 
 
 def test_corrections_and_prompts_share_slices(model: Any) -> None:
@@ -224,7 +208,6 @@ def test_corrections_and_prompts_share_slices(model: Any) -> None:
     while request.correction is not None:
         step(engine, found)
     assert read < reading.num_read < len(long)
-    engine.stop()
 
 
 def test_short_corrections_make_no_long_slice(
@@ -268,8 +251,7 @@ def test_cancelling_in_the_middle_gives_every_byte_back(folder: Path, name: str)
     engine.cancel("prompt")
     step(engine, found)
     assert request.finish_reason == "cancelled"
-    while engine.has_work:
-        step(engine, found)
+    answers(engine, found)
     assert found["other"] == wanted
     engine.add_request(prompt, GREEDY, "again")
     step_into_correction(engine, found)
@@ -296,10 +278,8 @@ def test_a_slice_that_fails_ends_its_request(model: Any, monkeypatch: pytest.Mon
     assert model.kv_store.num_sequences == 1
     monkeypatch.setattr(prefill_forward, "attend", attend)
     engine.add_request(other, GREEDY, "other")
-    while engine.has_work:
-        step(engine, found)
+    answers(engine, found)
     assert found["other"] == wanted
-    engine.stop()
 
 
 def test_a_policy_that_fails_ends_its_request(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +297,6 @@ def test_a_policy_that_fails_ends_its_request(model: Any, monkeypatch: pytest.Mo
         outputs += engine.step()
     assert [str(output.error) for output in outputs] == ["a fault"]
     assert model.kv_store.num_sequences == 1  # kept as a prefix
-    engine.stop()
 
 
 def test_what_was_read_stays_for_others(model: Any) -> None:
@@ -327,14 +306,11 @@ def test_what_was_read_stays_for_others(model: Any) -> None:
     engine.add_request(prompt, GREEDY, "first")
     step_into_correction(engine, found)
     engine.add_request(prompt, GREEDY, "second")  # while it is corrected, and afterwards
-    while engine.has_work:
-        step(engine, found)
+    answers(engine, found)
     engine.add_request(prompt, GREEDY, "third")
-    while engine.has_work:
-        step(engine, found)
+    answers(engine, found)
     assert found == {"first": wanted, "second": wanted, "third": wanted}
     assert engine.stats.cached_tokens > len(prompt)
-    engine.stop()
 
 
 def test_memory_of_a_correction_is_counted(folder: Path) -> None:
@@ -374,12 +350,8 @@ def test_what_a_device_has_no_room_for_is_refused_before(
     engine = Engine(model)
     for num_tokens, error in ((150, "cache_correction_every=32"), (50, None)):
         engine.add_request(prompts_of(num_tokens)[0], GREEDY)
-        outputs = []
-        while engine.has_work:
-            outputs += engine.step()
-        assert (error or "None") in str(outputs[-1].error)
+        assert (error or "None") in str(outputs_of(engine)[-1].error)
     assert engine.stats.prompt_tokens == 50
-    engine.stop()
 
 
 @pytest.mark.parametrize("name", slow_but(["quest", "lychee_cluster"], "quest"))
@@ -393,8 +365,7 @@ def test_requests_that_make_room_are_corrected_later(folder: Path, name: str) ->
     engine, found = Engine(model, slice_seconds=1e-4, overcommit=8.0), Found()
     for request_id, prompt in zip(wanted, prompts, strict=True):
         engine.add_request(prompt, params, request_id)
-    while engine.has_work:
-        step(engine, found)
+    answers(engine, found)
     assert found == wanted
     assert engine.stats.preempted > 0
     engine.stop()
@@ -414,10 +385,8 @@ def test_a_correction_that_makes_room_begins_again(model: Any) -> None:
     assert request.is_preempted
     assert request.correction is None
     assert model.kv_store.num_sequences <= 2
-    while engine.has_work:
-        step(engine, found)
+    answers(engine, found)
     assert found == wanted
-    engine.stop()
 
 
 @pytest.mark.parametrize(
@@ -468,9 +437,6 @@ def test_a_cancelled_session_keeps_what_waits(model: Any, tmp_path: Path) -> Non
     text = prompt + found["first"] + prompts_of(30)[0]
     wanted = alone(model, text)
     engine.add_request(text, GREEDY, "second", session_id="s")
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    assert [c.token for output in outputs for c in output.tokens] == wanted
+    outputs = outputs_of(engine)
+    assert tokens_of(outputs) == wanted
     assert outputs[-1].num_cached == first
-    engine.stop()

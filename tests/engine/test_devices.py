@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from cases.answers import answers, answers_of_step
 from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, load, small
 from cases.inside import correct_in_background, split_steps, steps_of
 from cases.slowly import slow_but
@@ -61,9 +62,7 @@ def test_rows_join_and_leave(
             request_id = waiting.pop(chance.randrange(len(waiting)))
             engine.add_request(prompts[int(request_id)], GREEDY, request_id)
         for _ in range(chance.randrange(5)):
-            for output in engine.step():
-                assert output.error is None, output
-                found[output.request_id] += [chosen.token for chosen in output.tokens]
+            answers_of_step(engine, found)
     assert found == wanted
     links = steps_of(model).links
     engine.stop()
@@ -82,14 +81,9 @@ def test_corrections_in_slices(
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (150, 90, 120)]
     wanted = alone(model, prompts, 60)
     engine = Engine(model, slice_seconds=1e-4)
-    found: dict[str, list[int]] = {request_id: [] for request_id in wanted}
     for request_id in wanted:
         engine.add_request(prompts[int(request_id)], replace(GREEDY, max_tokens=60), request_id)
-    while engine.has_work:
-        for output in engine.step():
-            assert output.error is None, output
-            found[output.request_id] += [chosen.token for chosen in output.tokens]
-    assert found == wanted
+    assert answers(engine) == wanted
     assert engine.stats.corrected_tokens >= 3 * 2 * 16
     engine.stop()
     assert model.kv_store.num_sequences == 0
@@ -135,11 +129,7 @@ def test_each_draws_by_itself(
     for name, of_request in params.items():
         prompt = prompts[int(name) if name.isdigit() else 0]
         engine.add_request(prompt, replace(of_request, ignore_eos=True), name)
-    found: dict[str, list[int]] = {name: [] for name in params}
-    while engine.has_work:
-        for output in engine.step():
-            assert output.error is None, output
-            found[output.request_id] += [chosen.token for chosen in output.tokens]
+    found = answers(engine)
     engine.stop()
     found["min_p"] = found["min_p"][:8]
     assert found == wanted
@@ -205,7 +195,7 @@ def test_sampled_tokens_of_steps_that_fail_and_answers_that_end(
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (60, 50, 40)]
     extend = Runner.extend
 
-    def answers(num_steps: int, *, fails: bool = False, stop: int | None = None) -> Any:
+    def answered(num_steps: int, *, fails: bool = False, stop: int | None = None) -> Any:
         monkeypatch.setattr(BurstLength, "num_steps", property(lambda self: num_steps))
         model, calls = load(tiny_folders["llama"], "full", ("cpu", "inline")), [0]
         split_steps(model, 1)
@@ -225,21 +215,16 @@ def test_sampled_tokens_of_steps_that_fail_and_answers_that_end(
                 seed=seed, max_tokens=30 + 5 * seed, stop_token_ids=stops, **options
             )
             engine.add_request(prompt, params, str(seed))
-        found: dict[str, list[int]] = {}
-        while engine.has_work:
-            for output in engine.step():
-                assert output.error is None
-                tokens = [chosen.token for chosen in output.tokens]
-                found.setdefault(output.request_id, []).extend(tokens)
+        found = answers(engine)
         engine.stop()
         return found
 
-    wanted = answers(1)
-    assert answers(4) == wanted
-    assert answers(4, fails=True) == wanted
+    wanted = answered(1)
+    assert answered(4) == wanted
+    assert answered(4, fails=True) == wanted
     place = next(i for i in range(9, 20) if wanted["1"][i] not in wanted["1"][:i])
     wanted["1"] = wanted["1"][: place + 1]
-    assert answers(4, stop=wanted["1"][-1]) == wanted
+    assert answered(4, stop=wanted["1"][-1]) == wanted
 
 
 class Event:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.answers import alone as answer_alone
+from cases.answers import answers, answers_of_step, outputs_of, tokens_of
 from cases.inside import allow_host_bytes, runtime_of, states_of
 from cases.slowly import slow_but
 from cases.tiny_models import byte_tokenizer, random_tokens, save_long_model
@@ -36,29 +38,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
 def alone(model: Any, prompt: list[int], num_tokens: int = 10) -> list[int]:
-    """The answer of `generate()`."""
-    ids = torch.tensor([prompt])
-    options = {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
-    text = model.generate(ids, max_new_tokens=num_tokens, **options)
-    return text[0, len(prompt) :].tolist()
+    return answer_alone(model, prompt, num_tokens)
 
 
 def prompts_of(*lens: int) -> list[list[int]]:
     return [random_tokens(1, n)[0].tolist() for n in lens]
-
-
-def answers(engine: Engine, outputs: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
-    """The answers to all requests that there are, by id."""
-    found: dict[str, list[int]] = {} if outputs is None else outputs
-    while engine.has_work:
-        answers_of_step(engine, found)
-    return found
-
-
-def answers_of_step(engine: Engine, found: dict[str, list[int]]) -> None:
-    for output in engine.step():
-        assert output.error is None, output
-        found.setdefault(output.request_id, []).extend(c.token for c in output.tokens)
 
 
 def load(
@@ -107,10 +91,7 @@ def test_a_mix_gets_the_tokens_of_each_alone(
     for request_id in order:
         engine.add_request(prompts[int(request_id)], GREEDY, request_id)
         for _ in range(chance.randrange(4)):
-            for output in engine.step():
-                assert output.error is None, output
-                new = [chosen.token for chosen in output.tokens]
-                found.setdefault(output.request_id, []).extend(new)
+            answers_of_step(engine, found)
     assert answers(engine, found) == wanted
     assert engine.stats.cached_tokens > 0
     engine.stop()
@@ -208,13 +189,11 @@ def test_a_callback_fails_between_the_layers_of_a_slice(
         engine.step()
     reads[:] = [True]
     engine.add_request(long, GREEDY, "is read")
-    outputs = list[RequestOutput]()
-    while engine.has_work:
-        outputs += engine.step()
+    outputs = outputs_of(engine)
     of_short = [output for output in outputs if output.request_id == "decodes"]
     assert isinstance(of_short[-1].error, ArithmeticError)
     of_long = [output for output in outputs if output.request_id == "is read"]
-    assert [chosen.token for output in of_long for chosen in output.tokens] == wanted
+    assert tokens_of(of_long) == wanted
     assert of_long[-1].error is None
     engine.stop()
     assert model.kv_store.num_sequences == 0
@@ -309,10 +288,7 @@ def engine(model: Any) -> Iterator[Engine]:
 
 def results(engine: Engine) -> dict[str, RequestOutput]:
     """The last output of each request."""
-    found = {}
-    while engine.has_work:
-        found |= {output.request_id: output for output in engine.step()}
-    return found
+    return {output.request_id: output for output in outputs_of(engine)}
 
 
 def test_a_request_that_fails_ends_alone(model: Any, engine: Engine) -> None:
@@ -338,12 +314,9 @@ def test_a_request_that_fails_ends_alone(model: Any, engine: Engine) -> None:
         engine.add_request(prompt, SamplingParams(**options), name)
     engine.add_request(prompt, GREEDY, "callback", callback)
     engine.add_request(other, GREEDY, "good")
-    tokens, errors = [], {}
-    while engine.has_work:
-        for output in engine.step():
-            errors |= {output.request_id: output.error} if output.error else {}
-            tokens += [c.token for c in output.tokens if output.request_id == "good"]
-    assert tokens == wanted
+    outputs = outputs_of(engine)
+    errors = {output.request_id: output.error for output in outputs if output.error}
+    assert tokens_of(outputs, "good") == wanted
     assert "NaN" in str(errors["nan"])
     assert "shape" in str(errors["shape"])
     assert isinstance(errors["callback"], OSError)
@@ -371,16 +344,11 @@ def test_a_slice_that_finds_no_room_on_a_gpu_is_read_once_more(
     engine.step()
     monkeypatch.setattr(Passes, "read", failing)
     engine.add_request(prompts[1], GREEDY, "1")
-    found: dict[str, list[int]] = {"0": [], "1": []}
-    errors = []
-    while engine.has_work:
-        for output in engine.step():
-            found[output.request_id] += [chosen.token for chosen in output.tokens]
-            errors += [output.request_id] if output.error else []
+    outputs = outputs_of(engine)
     engine.stop()
-    assert found["0"][: len(wanted[0])] == wanted[0]
-    assert found["1"] == (wanted[1] if num_failures == 1 else [])
-    assert errors == ["1"] * (num_failures - 1)
+    assert tokens_of(outputs, "0")[: len(wanted[0])] == wanted[0]
+    assert tokens_of(outputs, "1") == (wanted[1] if num_failures == 1 else [])
+    assert [x.request_id for x in outputs if x.error] == ["1"] * (num_failures - 1)
 
 
 def test_a_step_that_fails_is_done_request_by_request(
@@ -398,12 +366,9 @@ def test_a_step_that_fails_is_done_request_by_request(
     monkeypatch.setattr(Runner, "extend", failing)
     for number, prompt in enumerate(prompts):
         engine.add_request(prompt, GREEDY, str(number))
-    tokens, failed = [], []
-    while engine.has_work:
-        for output in engine.step():
-            tokens += [c.token for c in output.tokens if output.request_id == "0"]
-            failed += [output.request_id] if output.error else []
-    assert (tokens, failed) == (wanted, ["1"])
+    outputs = outputs_of(engine)
+    failed = [output.request_id for output in outputs if output.error]
+    assert (tokens_of(outputs, "0"), failed) == (wanted, ["1"])
 
 
 def test_slices_are_as_short_as_those_of_a_prefill(
@@ -505,9 +470,7 @@ def test_requests_wait_for_memory(tiny_folders: dict[str, Path]) -> None:
         engine.add_request(prompt, params, str(number))
     found: dict[str, list[int]] = {}
     while engine.has_work:
-        for output in engine.step():
-            assert output.error is None, output
-            found.setdefault(output.request_id, []).extend(c.token for c in output.tokens)
+        answers_of_step(engine, found)
         most = max(most, engine.num_running)
         assert store.host_bytes_used <= store.host_budget_bytes
     assert (found, most) == (wanted, 2)
@@ -782,10 +745,8 @@ def test_what_could_not_be_saved_is_not_read_on(
     engine = Engine(model, prefix_caching=False)
     for i, prompt in enumerate(prompts):
         engine.add_request(prompt, GREEDY, str(i))
-    outputs = list[RequestOutput]()
-    while engine.has_work:
-        outputs += engine.step()
-    assert [chosen.token for output in outputs for chosen in output.tokens] == wanted
+    outputs = outputs_of(engine)
+    assert tokens_of(outputs) == wanted
     (error,) = (output.error for output in outputs if output.error is not None)
     assert str(error) == "disk full"
     assert model.kv_store.num_sequences == 0
@@ -935,10 +896,7 @@ def test_the_last_callback_fails_before_a_step_that_failed(
 
     monkeypatch.setattr(Passes, "choose", two_steps)
     engine.add_request(prompts_of(30)[0], GREEDY, "0", on_output=fails)
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    assert isinstance(outputs[-1].error, ValueError)
+    assert isinstance(outputs_of(engine)[-1].error, ValueError)
     assert engine.stats.failed == 1
     engine.stop()
 

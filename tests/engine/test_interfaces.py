@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.answers import alone
 from cases.tiny_models import random_tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -25,13 +26,7 @@ def model(tiny_folders: dict[str, Path]) -> Any:
 
 @pytest.fixture(scope="module")
 def wanted(model: Any) -> list[list[int]]:
-    return [alone(model, prompt) for prompt in PROMPTS]
-
-
-def alone(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    options = {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
-    return model.generate(ids, max_new_tokens=10, **options)[0, len(prompt) :].tolist()
+    return [alone(model, prompt, 10) for prompt in PROMPTS]
 
 
 def test_async_for(model: Any, wanted: list[list[int]]) -> None:

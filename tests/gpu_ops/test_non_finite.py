@@ -104,20 +104,25 @@ def test_window_attention(device: str) -> None:
     step.check()
 
 
-def test_paged_attention(device: str) -> None:
-    step = Step(device)
+def retrieve(step: Step, heads: torch.Tensor | None, **outputs: torch.Tensor) -> None:
     retrieval_attention(
         step.query,
         step.pages.table,
         step.positions,
-        None,
+        heads,
         group_size=GROUP_SIZE,
         page_tokens=PAGE_TOKENS,
         sm_scale=SM_SCALE,
         partial_out=step.scratch(N, HEADS, SPLITS, HEAD_DIM),
         partial_lse=step.scratch(N, HEADS, SPLITS),
         out=step.out,
+        **outputs,
     )
+
+
+def test_paged_attention(device: str) -> None:
+    step = Step(device)
+    retrieve(step, None)
     step.check(has_lse=False)
 
 
@@ -126,20 +131,7 @@ def test_retrieval_attention(device: str) -> None:
     step = Step(device)
     max_tokens = step.pages.table.shape[1] * PAGE_TOKENS
     scores = step.scratch(N, KV_HEADS, GROUP_SIZE, max_tokens)
-    retrieval_attention(
-        step.query,
-        step.pages.table,
-        step.positions,
-        step.heads,
-        group_size=GROUP_SIZE,
-        page_tokens=PAGE_TOKENS,
-        sm_scale=SM_SCALE,
-        partial_out=step.scratch(N, HEADS, SPLITS, HEAD_DIM),
-        partial_lse=step.scratch(N, HEADS, SPLITS),
-        out=step.out,
-        lse=step.lse,
-        scores=scores,
-    )
+    retrieve(step, step.heads, lse=step.lse, scores=scores)
     step.check()
     counts = torch.full((N, KV_HEADS), 99, dtype=torch.int32, device=device)
     top_k_tokens(

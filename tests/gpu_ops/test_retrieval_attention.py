@@ -211,42 +211,6 @@ def test_real_sizes(
     )
 
 
-@pytest.mark.cuda
-def test_graph_replays_with_other_lengths() -> None:
-    rng = new_rng()
-    kv = random(rng, 2, 2, 100, 64, dtype=torch.bfloat16, device="cuda")
-    query = random(rng, 1, 4 * 64, dtype=torch.bfloat16, device="cuda")
-    pages = Pages(rng, [kv], 16)
-    position = torch.tensor([0], device="cuda")
-    out = torch.empty_like(query)
-    partial = torch.empty(1, 4, 8, 64, device="cuda"), torch.empty(1, 4, 8, device="cuda")
-
-    def run() -> None:
-        retrieval_attention(
-            query,
-            pages.table,
-            position,
-            None,
-            group_size=2,
-            page_tokens=16,
-            sm_scale=0.125,
-            partial_out=partial[0],
-            partial_lse=partial[1],
-            out=out,
-        )
-
-    run()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for kv_len in (1, 100, 17, 64):
-        position.fill_(kv_len - 1)
-        out.fill_(float("nan"))
-        graph.replay()
-        expected, _ = attention(query[0], kv[0, :, :kv_len], kv[1, :, :kv_len], 0.125)
-        assert_close(out[0], expected, TOLERANCE[torch.bfloat16])
-
-
 def test_number_of_splits() -> None:
     assert [num_kv_splits(n, 132) for n in (8, 3, 1)] == [33, 88, 128]
     assert num_kv_splits(64, 16) == 1

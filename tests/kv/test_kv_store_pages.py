@@ -20,7 +20,6 @@ from cases.kv_store_cases import (
     read_tokens,
     write_tokens,
 )
-from cases.slowly import slow_but
 
 import offload.kv.page_pool
 import offload.kv.store
@@ -31,13 +30,6 @@ from offload.system.memory import HostMemory
 
 
 class TestSharing:
-    def test_appending_nothing_to_a_shared_page_is_allowed(self):
-        store = make_store()
-        parent = store.new_sequence()
-        write_tokens(store, parent, 1)
-        none = random_rows(0, store)
-        store.append(store.fork(parent), 0, none, none)
-
     def test_fork_does_not_take_reserved_pages_and_ends_the_reservation(self):
         store = make_store()
         parent = store.new_sequence()
@@ -48,19 +40,6 @@ class TestSharing:
         rows = random_rows(1, store)
         with pytest.raises(ValueError, match="not reserved"):
             store.append(parent, 0, rows, rows)
-
-    def test_n_owners_of_a_page_need_n_minus_1_copies(self):
-        # Beam search: the budget has room for exactly these.
-        column = bytes_per_column(make_store())
-        store = make_store(host_budget_bytes=-(-4 * column // mmap.PAGESIZE) * mmap.PAGESIZE)
-        beams = [store.new_sequence()]
-        written = write_tokens(store, beams[0], 3)
-        beams += [store.fork(beams[0]) for _ in range(3)]
-        store.reserve(beams, [1] * 4)
-        assert store.host_bytes_used == 4 * column
-        for beam in beams:
-            assert_same(read_tokens(store, beam), written)
-        assert len({int(store.page_table(beam)[0, 0]) for beam in beams}) == 4
 
     def test_unshare_copies_what_a_fork_has_of_the_first_tokens(self):
         store = make_store()
@@ -264,30 +243,6 @@ class TestBudget:
         arrays = pool.addresses, pool.refcounts, pool._slab_of_page, pool._free_ids
         assert [len(array) <= most_ids for array in arrays] == [True] * 4
         assert len(pool._slabs) == 1
-
-    @pytest.mark.parametrize("seed", slow_but(range(8), 0, 4))
-    def test_sequences_stay_as_they_are_when_slabs_go(self, seed):
-        rng = np.random.default_rng(seed)
-        store = make_store(slab_bytes=mmap.PAGESIZE)
-        written, num_gone, most_bytes = {}, 0, 0
-        for _ in range(200):
-            if len(written) > 8 or (written and rng.random() < 0.4):
-                seq = int(rng.choice(list(written)))
-                store.free(seq)
-                del written[seq]
-            else:
-                seq = store.new_sequence()
-                written[seq] = write_tokens(store, seq, int(rng.integers(1, 12 * PAGE_TOKENS)))
-            most_bytes = max(most_bytes, store.host_bytes_reserved)
-            if rng.random() < 0.5:
-                reserved = store.host_bytes_reserved
-                store.trim()
-                num_gone += store.host_bytes_reserved < reserved
-            for kept, rows in written.items():
-                assert_same(read_tokens(store, kept), rows)
-        assert num_gone > 5
-        # Slabs differ in size, so that not every gap is filled at once.
-        assert len(store._pool.addresses) <= 1.5 * most_bytes / store.page_bytes
 
     def test_memory_goes_back_when_the_store_is_collected(self):
         process = psutil.Process()

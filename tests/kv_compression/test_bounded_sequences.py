@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,8 +249,12 @@ def test_a_cached_prefix_is_continued(bounded: Load) -> None:
     assert cache.kv_lens[0] <= SLOTS
 
 
-def test_a_failure_changes_nothing(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one while it is condensed, nor for want of room beside a fork's pages."""
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_failure_changes_nothing(
+    bounded: Load, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one while it is condensed, ctrl-C included, nor for want of room beside a fork's
+    pages."""
     model, tokens = bounded(SLOTS), random_tokens(1, SLOTS)
     compression, cache = compression_of(model), model.new_cache()
     with torch.no_grad():
@@ -258,14 +263,17 @@ def test_a_failure_changes_nothing(bounded: Load, monkeypatch: pytest.MonkeyPatc
 
     def fails(*arguments: Any) -> Any:
         calls.append(arguments)
-        if len(calls) == 2:
+        if len(calls) == 2 and error is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        elif len(calls) == 2:
             raise MemoryError("no more")
         return condense(*arguments)
 
     condense = compression.condense_heads
     monkeypatch.setattr(compression, "condense_heads", fails)
-    with pytest.raises(MemoryError, match="no more"):
+    with pytest.raises(error):
         step(model, cache)
+    assert len(calls) == 2
     monkeypatch.undo()
     fork = copy.deepcopy(cache)
     pool = cache.store._pool

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import re
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,29 +75,6 @@ def test_a_failure_while_writing(
     with torch.no_grad():
         model(tokens, past_key_values=cache)
     step(model, cache)
-
-
-def test_ctrl_c_while_condensing(bounded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes at once, and nothing has changed."""
-    model, tokens = bounded(SLOTS), random_tokens(1, SLOTS)
-    compression, cache, calls = compression_of(model), model.new_cache(), []
-    with torch.no_grad():
-        model(tokens, past_key_values=cache)
-    fork = copy.deepcopy(cache)
-    condense = compression.condense_heads
-
-    def interrupted(*arguments: Any) -> Any:
-        calls.append(arguments)
-        signal.raise_signal(signal.SIGINT)
-        return condense(*arguments)
-
-    monkeypatch.setattr(compression, "condense_heads", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        step(model, cache)
-    assert len(calls) == 1
-    monkeypatch.undo()
-    assert cache.tokens == fork.tokens
-    assert torch.equal(step(model, cache), step(model, fork))
 
 
 def test_forks_keep_within_the_budget_that_was_checked(bounded: Load) -> None:

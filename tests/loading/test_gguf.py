@@ -33,26 +33,8 @@ from offload.loading.gguf_header import read_gguf_header
 from offload.loading.gguf_tokenizer import gguf_tokenizer
 from offload.loading.planned_model import planned_model
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "models"
-
-
+pytestmark = pytest.mark.usefixtures("cache")
 Writer = Callable[..., Path]
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> Writer:
-    """A GGUF file of a stock model, the tiny llama by default."""
-
-    def write(stock: Any = None, **options: Any) -> Path:
-        path = tmp_path / "tiny.gguf"
-        write_gguf(path, stock or make_tiny_model("llama"), byte_tokenizer(), **options)
-        return path
-
-    return write
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float16", "float32"])

@@ -35,6 +35,7 @@ _QWEN35: dict[str, Any] = {
         "mrope_interleaved": True,
     },
 }
+pytestmark = pytest.mark.usefixtures("cache")
 _SIX = ["sliding_attention"] * 5 + ["full_attention"]
 # By llama.cpp's name: transformers', and what the tiny model has other than by default.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -238,10 +239,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_the_model_is_that_of_the_file(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+def test_the_model_is_that_of_the_file(architecture: str, tmp_path: Path) -> None:
     stock = write(tmp_path / "tiny.gguf", architecture, "Q8_0")
     model = OffloadedModel.from_pretrained(tmp_path / "tiny.gguf", num_threads=1, dtype="float32")
     name = str(tmp_path / "tiny.gguf")
@@ -275,11 +273,8 @@ def test_the_model_is_that_of_the_file(
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "qwen3moe", "lfm2", "qwen35", "qwen35moe"])
-def test_as_transformers_dequantises_it(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_transformers_dequantises_it(architecture: str, tmp_path: Path) -> None:
     """Of the types that people run in 4 bits, with blocks that keep their numbers."""
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
     write(tmp_path / "tiny.gguf", architecture, "Q4_0", **{"general.name": "tiny"})
     model = OffloadedModel.from_pretrained(tmp_path / "tiny.gguf", num_threads=1, dtype="float32")
     given = {}
@@ -313,7 +308,6 @@ def test_as_transformers_dequantises_it(
 def test_experts_on_the_host(
     kind: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(RuntimeConfig, "packing", AUTO_ON_GPU)  # inline, too
     stock = write(tmp_path / "tiny.gguf", "qwen35moe", kind)
     options = {"device": device, "backend": "inline" if device == "cpu" else None}
@@ -329,8 +323,7 @@ def test_experts_on_the_host(
     assert relative(torch.cat(parts).cpu(), stock(ids).logits[0]) < 0.05
 
 
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+def test_refusals(tmp_path: Path) -> None:
     for more, message in (
         ({"gemma3.attention.scale": 2.0}, r"gemma3\.attention\.scale=2\.0 is not known here"),
         ({"gemma3.block_count": 2}, r"unexpected, model\.layers\.2|no place|unexpected"),

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import unicodedata
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import regex
 import sentencepiece
-from cases.tiny_models import byte_tokenizer, make_tiny_model, write_gguf
+from cases.tiny_models import byte_tokenizer, make_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from offload import OffloadedModel, load_tokenizer
@@ -213,52 +214,46 @@ R1_TEMPLATE = (
     ("model_type", "pre"), [("llama", "llama-bpe"), ("qwen2", "deepseek-r1-qwen")]
 )
 def test_special_tokens_that_are_not_ascii(
-    model_type: str, pre: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, pre: str, written: Callable[..., Path]
 ) -> None:
     """The ids of DeepSeek-R1-Distill's chat are exactly those that the file lists."""
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
     stock = make_tiny_model(model_type)
     tokens = byte_tokenizer().convert_ids_to_tokens(range(stock.config.vocab_size))
     first = len(tokens) - len(R1)
     tokens[first:] = R1
-    write_gguf(
-        tmp_path / "r1.gguf",
-        stock,
-        byte_tokenizer(),
-        metadata={
-            "tokenizer.ggml.pre": pre,
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": [1] * first + [3, 3, 4, 4, 4],
-            "tokenizer.ggml.bos_token_id": first,
-            "tokenizer.ggml.eos_token_id": first + 1,
-            "tokenizer.ggml.padding_token_id": first + 1,
-            "tokenizer.chat_template": R1_TEMPLATE,
-        },
-    )
-    made = load_tokenizer(tmp_path / "r1.gguf")
+    metadata = {
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * first + [3, 3, 4, 4, 4],
+        "tokenizer.ggml.bos_token_id": first,
+        "tokenizer.ggml.eos_token_id": first + 1,
+        "tokenizer.ggml.padding_token_id": first + 1,
+        "tokenizer.chat_template": R1_TEMPLATE,
+    }
+    path = written(stock, metadata=metadata)
+    made = load_tokenizer(path)
     chat = [{"role": "user", "content": "a"}]
     ids = made.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert ids == [first, first + 2, tokens.index("a"), first + 3, first + 4]
     assert (made.bos_token_id, made.eos_token_id) == (first, first + 1)
     assert made("a<think>").input_ids[-2:] == [tokens.index("a"), first + 4]
-    model = OffloadedModel.from_pretrained(tmp_path / "r1.gguf", num_threads=1)
+    model = OffloadedModel.from_pretrained(path, num_threads=1)
     assert model.generation_config.eos_token_id == first + 1
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "smollm"])
 def test_a_converted_tokenizer_is_the_files(
-    model_type: str, pre: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, pre: str, written: Callable[..., Path]
 ) -> None:
     """Whatever tokenizer other models of the type have."""
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    path, stock = tmp_path / "tiny.gguf", make_tiny_model(model_type)
+    stock = make_tiny_model(model_type)
     metadata = {
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.add_bos_token": 1,
         "tokenizer.ggml.padding_token_id": None,
     }
-    write_gguf(path, stock, byte_tokenizer(), metadata=metadata)
+    path = written(stock, metadata=metadata)
     made, loaded = gguf_tokenizer(read_gguf_header(path)), load_tokenizer(path)
     assert len(loaded) == len(made) == stock.config.vocab_size
     assert (loaded.pad_token, loaded.unk_token) == (None, None)
@@ -268,18 +263,11 @@ def test_a_converted_tokenizer_is_the_files(
         assert loaded.decode(ids) == made.decode(ids)
 
 
-def test_several_chat_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_chat_templates(written: Callable[..., Path]) -> None:
     """With tools transformers takes the one of that name, as from the model's own tokenizer."""
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "several.gguf"
     templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
-    write_gguf(
-        path,
-        make_tiny_model("llama"),
-        byte_tokenizer(),
-        metadata={**templates, "tokenizer.chat_templates": ["tool_use"]},
-    )
-    made = load_tokenizer(path)
+    metadata = {**templates, "tokenizer.chat_templates": ["tool_use"]}
+    made = load_tokenizer(written(metadata=metadata))
     assert made.chat_template == {"default": "plain", "tool_use": "tools"}
     chat = [{"role": "user", "content": "a"}]
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -314,12 +302,10 @@ def test_what_ends_an_answer() -> None:
     assert end_tokens(described, gguf_tokenizer(described)) == [256, 257, 258]
 
 
-def test_generation_stops_at_every_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
+def test_generation_stops_at_every_end(written: Callable[..., Path]) -> None:
     stock = make_tiny_model("llama")
     ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 9}
-    write_gguf(tmp_path / "ends.gguf", stock, byte_tokenizer(), metadata=ends)
-    model = OffloadedModel.from_pretrained(tmp_path / "ends.gguf", num_threads=1)
+    model = OffloadedModel.from_pretrained(written(stock, metadata=ends), num_threads=1)
     expected = [stock.config.eos_token_id, 7, 9]
     assert model.generation_config.eos_token_id == expected
     assert model.config.eos_token_id == expected

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens, write_gguf
+from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from offload import HostBudgetError, OffloadedModel, load_tokenizer
@@ -325,11 +325,8 @@ def test_damaged_folder(folder: Path, damage: str) -> None:
 
 
 @pytest.fixture
-def gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, make_tiny_model("llama"), byte_tokenizer())
-    return path
+def gguf_file(written: Callable[[], Path]) -> Path:
+    return written()
 
 
 def test_gguf(gguf_file: Path, tmp_path: Path) -> None:

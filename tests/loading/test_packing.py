@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -110,13 +111,9 @@ def test_every_model_type(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])  # with a tied head, and one of its own
-def test_blocks_of_a_file_are_not_rounded(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_a_file_are_not_rounded(name: str, written: Callable[..., Path]) -> None:
     """All but those whose type has none of the two grids, and a head of four bits."""
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, make_tiny_model(name), byte_tokenizer(), types=TYPES)
+    path = written(make_tiny_model(name), types=TYPES)
     header = read_gguf_header(path)
     plain = plain_model(path)
     exact_types = {"q4": ("Q4_0", "Q4_1", "Q8_0"), "q8": ("Q8_0",)}
@@ -164,12 +161,8 @@ def test_a_tied_embedding_reads_the_head(tiny_folders: dict[str, Path]) -> None:
     assert torch.equal(model.float().lm_head.scales, before)  # not rounded, and not moved
 
 
-def test_a_folder_whose_file_has_changed_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=TYPES)
+def test_a_folder_whose_file_has_changed_is_refused(written: Callable[..., Path]) -> None:
+    path = written(types=TYPES)
     folder = Path(OffloadedModel.from_pretrained(path, num_threads=1).name_or_path)
     digest = checkpoint_digest(folder)
     with path.open("r+b") as file:  # a weight
@@ -185,11 +178,8 @@ def test_a_folder_whose_file_has_changed_is_refused(
 
 
 @pytest.mark.parametrize("weights", ["auto", "bfloat16"])
-def test_a_link_with_another_name(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_with_another_name(weights: str, tmp_path: Path, cache: Path) -> None:
     """As in the hub's cache, whose files are named by their digests."""
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
     write_gguf(tmp_path / "0123", make_tiny_model("llama"), byte_tokenizer(), types=TYPES)
     link = tmp_path / "tiny.gguf"
     link.symlink_to(tmp_path / "0123")
@@ -206,14 +196,12 @@ def plain_model(path: Path) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])  # with a tied head, and one of its own
 def test_auto_keeps_what_a_file_has(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, written: Callable[..., Path]
 ) -> None:
     """Blocks as they are, in any dtype, without a conversion; what is no such block is not
     rounded, nor what meets the same rows; and all of it is saved."""
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "tiny.gguf"
     types = {"blk.1.attn_k.weight": "Q8_0", **TYPES, "attn_k.weight": "F16"}
-    write_gguf(path, make_tiny_model(name), byte_tokenizer(), types=types)
+    path = written(make_tiny_model(name), types=types)
     planned = planned_model(str(path)).weight_bytes
     model = OffloadedModel.from_pretrained(path, policy="full", num_threads=1, dtype="float32")
     assert not [*tmp_path.rglob("*.safetensors")]
@@ -245,11 +233,9 @@ def test_auto_keeps_what_a_file_has(
 
 
 def test_auto_dequantises_where_packed_weights_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    written: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=TYPES)
+    path = written(types=TYPES)
     with caplog.at_level("INFO"):
         model = OffloadedModel.from_pretrained(path, num_threads=1, backend="inline")
     assert "is dequantised; on a GPU" in caplog.text
@@ -264,12 +250,10 @@ def test_auto_dequantises_where_packed_weights_cannot_be(
 
 @pytest.mark.cuda
 @torch.inference_mode()
-def test_auto_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_on_a_gpu(written: Callable[..., Path]) -> None:
     """Blocks as they are, of one number a group and of two; tables as q8."""
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "tiny.gguf"
     types = {**TYPES, "attn_q.weight": "Q5_1", "attn_k.weight": "Q5_1", "attn_v.weight": "Q5_1"}
-    write_gguf(path, make_tiny_model("llama"), byte_tokenizer(), types=types)
+    path = written(types=types)
     model = OffloadedModel.from_pretrained(path, policy="full", device="cuda", dtype="float32")
     packed = packed_modules(model).values()
     assert {module.packed.format for module in packed} == {"q4", "q8", "q8m"}
@@ -317,12 +301,8 @@ def test_their_bytes_are_known_before(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_their_bytes_in_a_file_are_known_before(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, make_tiny_model(name), byte_tokenizer(), types=TYPES)
+def test_their_bytes_in_a_file_are_known_before(name: str, written: Callable[..., Path]) -> None:
+    path = written(make_tiny_model(name), types=TYPES)
     for format in FORMATS:
         planned = planned_model(str(path), weights=format)  # before it is converted, and after
         model = OffloadedModel.from_pretrained(path, num_threads=1, weights=format)

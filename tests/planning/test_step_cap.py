@@ -87,6 +87,11 @@ def planned_us(folder: Path, policy: HardKV, tokens: int, profile: MachineProfil
     return 1e3 * make_plan(request, profile).step.milliseconds
 
 
+def predictor(policy: HardKV, profile: MachineProfile, **changes: Any) -> Any:
+    options = {"kv_len": 8192, "placement": None, "on_gpu": False} | changes
+    return step_predictor(policy, SMALL, torch.bfloat16, profile=profile, **options)
+
+
 @pytest.mark.parametrize("inner", ["exact_topk", "lfps", "lychee_cluster", "sketch", "quest"])
 def test_no_step_attends_to_more_bytes(tiny_folders: dict[str, Path], inner: str) -> None:
     limit, steps = 45 * 1024 - 1, 6  # a token is 1,024 bytes in the four heads that select
@@ -150,16 +155,8 @@ def test_microseconds_hold_by_what_a_plan_says(
 
 def test_candidates_are_named_for_the_cap(tiny_folders: dict[str, Path]) -> None:
     """A lower cap has fewer keys scored, in a step as in what is predicted of it."""
-    policy, profile = hard_kv("sketch"), machine_profile(device=None)
-    predict = step_predictor(
-        policy,
-        SMALL,
-        torch.bfloat16,
-        kv_len=8192,
-        profile=replace(profile, attend_cold=straight(0.0, 1.0)),
-        placement=None,
-        on_gpu=False,
-    )
+    policy = hard_kv("sketch")
+    predict = predictor(policy, machine_profile(device=None, attend_cold=straight(0.0, 1.0)))
     few, many = (predict(policy.with_max_tokens(n)).layers[1].reply for n in (24, 60))
     assert many - few == pytest.approx(4 * (3 + 1) * 36 * 32 * 2)  # keys scored, values attended
     tokens, scored = random_tokens(1, 200, seed=3), []
@@ -177,16 +174,7 @@ def test_candidates_are_named_for_the_cap(tiny_folders: dict[str, Path]) -> None
 def test_a_budget_of_sinks_and_recent_window_is_checked(limit: float) -> None:
     inner = ExactTopK(budget_tokens=20, sink_tokens=4, recent_tokens=16, dense_layers=1)
     policy = HardKV(inner, max_step_us=limit)
-    predict = step_predictor(
-        policy,
-        SMALL,
-        torch.bfloat16,
-        kv_len=8192,
-        profile=machine_profile(device=None),
-        placement=None,
-        on_gpu=False,
-        batch_size=3,
-    )
+    predict = predictor(policy, machine_profile(device=None), batch_size=3)
     if limit > 1:
         assert in_tokens(policy, SMALL, BFLOAT16, lambda: predict).budget_tokens == 20
         return
@@ -246,15 +234,7 @@ def test_what_nothing_predicts(
         (other, f"made for another model: .*={SMALL.num_layers + 1}"),
     ):
         with pytest.raises(ValueError, match=message):
-            step_predictor(
-                policy,
-                SMALL,
-                torch.bfloat16,
-                kv_len=100,
-                profile=machine_profile(),
-                placement=placement,
-                on_gpu=True,
-            )
+            predictor(policy, machine_profile(), placement=placement, on_gpu=True)
 
 
 def test_a_plan_for_a_gpu_with_places(tmp_path: Path) -> None:

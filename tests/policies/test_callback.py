@@ -23,9 +23,9 @@ from cases.heavy_hitter import (
     HeavyHitterState,
     Simulation,
 )
+from cases.pools import pools
 
 from cpu_ops import _native
-from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.policies import ExactTopK
 from offload.policies import exact_topk as exact_topk_module
@@ -47,11 +47,7 @@ OPTIONS = {"budget_tokens": 32, "sink_tokens": 2, "recent_tokens": 4, "dense_lay
 GROUP_SIZE = 3
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(3)
-    yield pool
-    pool.close()
+pool = pools(3)
 
 
 def make_case(kv_len: int = 400, dtype: torch.dtype = torch.float32):

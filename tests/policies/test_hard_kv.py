@@ -105,7 +105,7 @@ def test_the_heaviest_of_what_the_inner_policy_selects(name, pool):
     assert dropped_some
 
 
-@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("name", [*INNER, "quest"])
 def test_all_of_the_attention_is_the_inner_policy(name, pool):
     inner = make_policy(name, **SMALL)
     ours, alone = (world_of(policy, pool) for policy in (HardKV(inner, 1.0), inner))

@@ -13,10 +13,10 @@ from cases.attention_cases import relative_error
 from cases.coprocessor_cases import Shape, World, normal
 from cases.device_cases import small
 from cases.lfps_reference import Unit
+from cases.pools import pools
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
-from cpu_ops.worker_pool import WorkerPool
 from offload import OffloadedModel
 from offload.decode.attention import DecodeAttention
 from offload.kv.store import KVStore
@@ -42,11 +42,7 @@ class Exact(LFPS):
     raise_every: ClassVar[int] = 1
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def pool(request):
-    pool = WorkerPool(request.param)
-    yield pool
-    pool.close()
+pool = pools(1, 3)
 
 
 class Text:
@@ -338,20 +334,6 @@ def test_truncation(kv_len, pool):
     for _ in range(30):
         run.step()
     run.check_candidates()
-    run.check_tables()
-
-
-def test_forks_go_their_own_ways(pool):
-    run = Run(policy_of(), pool, Text(500), 400)
-    for _ in range(10):
-        run.step()
-    child = run.store.fork(run.seq)
-    run.attention.states.fork(run.seq, child)
-    before = {name: array.copy() for name, array in run.arrays(child).items()}
-    for _ in range(10):
-        run.step()
-    for name, array in run.arrays(child).items():
-        np.testing.assert_array_equal(before[name], array)
     run.check_tables()
 
 

@@ -267,15 +267,6 @@ def test_more_of_the_attention_is_never_fewer_tokens(calibrate, budget, pool):
     assert grew > len(shares)
 
 
-def test_all_of_the_attention_is_quest(pool):
-    quest = Quest(**OPTIONS)
-    ours, alone = (world_of(policy, pool) for policy in (HardKV(quest, 1.0), quest))
-    given = ours.random_step(new_rng())
-    (out, chosen), (expected, selected) = ours.decode(given), alone.decode(given)
-    assert torch.equal(out, expected)
-    assert chosen == selected
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_of_what_quest_selects(dtype, pool):
     """Also after tokens were taken back."""

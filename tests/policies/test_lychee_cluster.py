@@ -278,23 +278,6 @@ def test_a_small_budget_has_as_many_candidates_as_a_larger_one(pool):
             assert weights[others].max() <= weights[chosen].min() * (1 + 1e-4)
 
 
-def test_forks_have_their_own_index(pool):
-    stream = Stream(SMALL, pool)
-    stream.prefill(500)
-    for _ in range(100):
-        stream.step()
-    parent = copied(stream.index.arrays)
-    child = stream.store.fork(stream.seq)
-    stream.attention.states.fork(stream.seq, child)
-    first, stream.seq = stream.seq, child
-    for _ in range(100):
-        stream.step()
-    check_index(stream)
-    stream.seq = first
-    for name, array in stream.index.arrays.items():
-        np.testing.assert_array_equal(array, parent[name])
-
-
 def test_truncation(pool):
     """Tokens of no chunk may go; where a chunk would, the index is built again."""
     stream = Stream(SMALL, pool)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases.device_cases import small
+from cases.correcting import padded
+from cases.device_cases import each_of, small
 from cases.inside import runtime_of
 from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
@@ -30,14 +31,7 @@ def greedy(model: Any, tokens: torch.Tensor, max_new_tokens: int, **options: Any
     )
 
 
-@pytest.fixture(scope="module", params=SPARSE)
-def name(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_folders):
-    return tiny_folders["llama"]
+name = each_of(*SPARSE)
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +71,11 @@ def test_queries_are_kept_in_native_steps(folder):
 def test_rows_of_a_batch_do_not_see_each_other(model):
     """Left-padded rows, one of them below the budget, as each alone."""
     rows = [random_tokens(1, LONG), random_tokens(1, 30), random_tokens(1, 150)]
-    width = max(row.shape[1] for row in rows)
-    batch = torch.zeros(3, width, dtype=torch.long)
-    mask = torch.zeros(3, width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        batch[i, width - row.shape[1] :] = row
-        mask[i, width - row.shape[1] :] = 1
+    batch, mask = padded(rows)
     together = greedy(model, batch, 24, attention_mask=mask)
     for i, row in enumerate(rows):
         alone = greedy(model, row, 24)
-        assert torch.equal(together[i, width:], alone[0, row.shape[1] :])
+        assert torch.equal(together[i, LONG:], alone[0, row.shape[1] :])
 
 
 def test_a_cut_cache_goes_on(model):

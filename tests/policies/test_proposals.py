@@ -19,6 +19,7 @@ from cases.attention_cases import (
     random_queries,
     relative_error,
 )
+from cases.pools import pools
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
@@ -110,11 +111,7 @@ class FirstThirds(EveryThird):
     select: ClassVar[Callback | None] = select
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def pool(request):
-    pool = WorkerPool(request.param)
-    yield pool
-    pool.close()
+pool = pools(1, 3)
 
 
 def thirds(kv_len: int) -> np.ndarray:

@@ -13,12 +13,12 @@ import torch
 from cases.attention_cases import TOLERANCE, relative_error
 from cases.coprocessor_cases import Shape, World, decode_synchronously, merge
 from cases.heavy_hitter import HeavyHitter, HeavyHitterPerQueryHead
+from cases.pools import pools
 from cases.seeded import new_rng
 from cases.slowly import combinations
 from numpy.lib.recfunctions import structured_to_unstructured
 from test_proposals import EveryThird
 
-from cpu_ops.worker_pool import WorkerPool
 from offload.policies import Full, Policy
 from offload.policies.registry import make_policy
 from offload.selection.head_roles import HeadRoles
@@ -46,11 +46,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 SINKS, RECENT = 4, 8
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def pool(request):
-    pool = WorkerPool(request.param)
-    yield pool
-    pool.close()
+pool = pools(1, 3)
 
 
 def windows(policy: Policy) -> dict[str, int]:

@@ -62,6 +62,14 @@ def uneven_folder(tmp_path_factory):
     return folder
 
 
+def tokens_of(
+    ranks: Ranks, folder: Path, policy: str, tokens: torch.Tensor, **options: Any
+) -> list[torch.Tensor]:
+    """40 greedy tokens behind a text, by each rank."""
+    sizes = {"input_ids": tokens, "max_new_tokens": 40}
+    return ranks.call("tokens_of", folder=folder, policy=policy, **sizes, **options)
+
+
 def all_equal(results: list[torch.Tensor], expected: torch.Tensor) -> bool:
     return all(torch.equal(result, expected) for result in results)
 
@@ -74,14 +82,7 @@ def test_full_attention_gives_the_stock_tokens(name, device, ranks, tiny_folders
     for prompt_tokens in (3, 150):
         tokens = random_tokens(1, prompt_tokens)
         expected = greedy(stock_models[name], tokens, 40)
-        got = ranks.call(
-            "tokens_of",
-            folder=tiny_folders[name],
-            policy="full",
-            input_ids=tokens,
-            max_new_tokens=40,
-            load_options=device,
-        )
+        got = tokens_of(ranks, tiny_folders[name], "full", tokens, load_options=device)
         assert all_equal(got, expected)
 
 
@@ -106,13 +107,8 @@ def test_int8_rows_of_ranks(policy, device, ranks, uneven_folder):
     tokens = random_tokens(1, 220)
     chosen = policy if policy == "full" else small(policy)
     one = load(uneven_folder, chosen, ("cpu", None), kv_dtype="int8")
-    got = ranks.call(
-        "tokens_of",
-        folder=uneven_folder,
-        policy=policy,
-        input_ids=tokens,
-        max_new_tokens=40,
-        load_options={"kv_dtype": "int8", **device},
+    got = tokens_of(
+        ranks, uneven_folder, policy, tokens, load_options={"kv_dtype": "int8", **device}
     )
     assert all_equal(got, greedy(one, tokens, 40))
     facts = ranks.call("facts", folder=uneven_folder, kv_dtype="int8", **device)
@@ -130,14 +126,7 @@ def test_int8_rows_of_ranks(policy, device, ranks, uneven_folder):
 def test_a_policy_gives_the_tokens_of_one_process(policy, device, ranks, tiny_folders):
     tokens = random_tokens(1, 220)
     one = load(tiny_folders["llama"], small(policy), ("cpu", None))
-    got = ranks.call(
-        "tokens_of",
-        folder=tiny_folders["llama"],
-        policy=policy,
-        input_ids=tokens,
-        max_new_tokens=40,
-        load_options=device,
-    )
+    got = tokens_of(ranks, tiny_folders["llama"], policy, tokens, load_options=device)
     assert all_equal(got, greedy(one, tokens, 40))
 
 
@@ -158,15 +147,7 @@ def test_heads_that_do_not_divide(policy, device, ranks, uneven_folder):
     if policy == "full":
         stock = AutoModelForCausalLM.from_pretrained(uneven_folder)
         assert torch.equal(greedy(stock, tokens, 40, attention_mask=mask), expected)
-    got = ranks.call(
-        "tokens_of",
-        folder=uneven_folder,
-        policy=policy,
-        input_ids=tokens,
-        max_new_tokens=40,
-        attention_mask=mask,
-        load_options=device,
-    )
+    got = tokens_of(ranks, uneven_folder, policy, tokens, load_options=device, attention_mask=mask)
     assert all_equal(got, expected)
 
 
@@ -241,13 +222,8 @@ def test_each_rank_keeps_the_hot_rows_of_its_heads(policy, ranks, tiny_folders, 
     HeadPlacement.from_text("GG\nhh\nhh").save(path)
     tokens, folder = random_tokens(1, 200), tiny_folders["llama"]
     one = load(folder, small(policy), ("cpu", "inline"), placement=str(path))
-    got = ranks.call(
-        "tokens_of",
-        folder=folder,
-        policy=policy,
-        input_ids=tokens,
-        max_new_tokens=40,
-        load_options={"backend": "inline", "placement": str(path)},
+    got = tokens_of(
+        ranks, folder, policy, tokens, load_options={"backend": "inline", "placement": str(path)}
     )
     assert all_equal(got, greedy(one, tokens, 40))
 

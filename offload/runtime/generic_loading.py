@@ -22,6 +22,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.free_room import SPARE_BYTES
+from offload.decode.latents import transposed_bytes
 from offload.decode.stock_attention import (
     AttentionSpec,
     attention_specs,
@@ -152,6 +153,8 @@ class GenericRuntime:
         weight_bytes, left_out = weight_bytes_of(stock, self.device.type), 0
         if self.device.type != "cpu":
             left_out = weight_bytes_of(stock, "cpu")
+        elif not is_on_device(config):
+            weight_bytes += transposed_bytes(stock)
         host_bytes = kv_budget_bytes(config, weight_bytes, loaded=True, host_bytes=left_out)
         is_auto = isinstance(config.policy, Auto)
         view: HybridModel | StockView | None = None

@@ -11,7 +11,7 @@ import torch
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention, needs_alike_layers
-from offload.decode.latents import latent_modules
+from offload.decode.latents import latent_modules, transposed_bytes
 from offload.decode.stock_attention import AttentionSpec, attention_specs
 from offload.kv.store import KVStore
 from offload.loading.generic_packing import parameter_bytes
@@ -192,6 +192,7 @@ class GenericSizes:
         if latents:
             dense = {f"{name}.kv_b_proj.weight" for name in latent_modules(empty)}
             kept = {name: format for name, format in kept.items() if name not in dense}
+        more = transposed_bytes(empty) if latents else 0
         weights = parameter_bytes(empty, kept)
         empty.config._experts_implementation = "batched_mm"  # needs no values
         try:
@@ -203,7 +204,7 @@ class GenericSizes:
         states.count(layers, 2, specs)
         all_states.count(layers, 2, ())
         active = sum(map(int, _active(empty, weights)))
-        return cls(specs, states, all_states, sum(weights.values()), active)
+        return cls(specs, states, all_states, sum(weights.values()) + more, active)
 
 
 def _active(empty: Any, weights: Mapping[str, int]) -> Iterable[float]:

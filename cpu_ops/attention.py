@@ -46,6 +46,7 @@ class NativeAttention:
         isa: an ISA other than the process's (tests).
 
     Attributes:
+        pool: whose threads attend.
         layer_heads: (num_qo_heads, num_kv_heads, head_dim) of each layer.
         num_qo_heads, num_kv_heads, head_dim: the most that a layer has.
         sm_scales, windows: of each layer.
@@ -83,6 +84,7 @@ class NativeAttention:
         self.layer_heads: list[tuple[int, int, int]] = [*zip(*columns, strict=True)]
         for heads_of_layer in set(self.layer_heads):
             _check_heads(*heads_of_layer)
+        self.pool = pool
         self.heads_differ = len(set(self.layer_heads)) > 1
         self.num_layers = num_layers
         self.num_qo_heads, self.num_kv_heads, self.head_dim = map(max, columns)

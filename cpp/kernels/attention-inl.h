@@ -31,7 +31,8 @@ static inline ContiguousRows<T> rows_from(const RowSource& source, int64_t token
 
 template <class T>
 struct QueryBlock {
-  alignas(64) typename TileOps<T>::Query packed[(kMaxGroupSize + kHeadBlock) * kMaxHeadDim];
+  alignas(64)
+      typename TileOps<T>::Query packed[(kMaxGroupSize / kHeadBlock + 1) * TileOps<T>::block_stride(kMaxHeadDim)];
   QueryBlock(const float* query, int group_size, int64_t head_dim) {
     TileOps<T>::pack_heads(query, group_size, head_dim, packed);
   }

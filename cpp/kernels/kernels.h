@@ -11,9 +11,9 @@ namespace offload {
 // The dtypes of a model; i8 is a format of cached rows alone (see Int8).
 enum class DType : int32_t { f32 = 0, f16 = 1, bf16 = 2, i8 = 3 };
 inline constexpr int kNumDTypes = 3;
-inline constexpr int kNumRowFormats = 4;  // of keys and values in pages
-inline constexpr int kMaxGroupSize = 32;  // query heads that share one KV head
-inline constexpr int kMaxHeadDim = 512;
+inline constexpr int kNumRowFormats = 4;   // of keys and values in pages
+inline constexpr int kMaxGroupSize = 128;  // query heads that share one KV head
+inline constexpr int kMaxHeadDim = 576;    // latents of 512 beside a rotated part of 64
 inline constexpr int kHeadDimMultiple = 16;
 inline constexpr int kScoreTile = 256;  // tokens whose scores are held at once
 

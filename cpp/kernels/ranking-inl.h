@@ -9,6 +9,7 @@ inline constexpr int kScalesOfLine = 32;
 
 // So many steps have the largest number of a query, and its square.
 inline constexpr float kSteps = 127.0f, kSquareSteps = 16383.0f;
+static_assert(int64_t{225} * 16383 * kMaxHeadDim <= INT32_MAX);  // a scalar lane has the products of a whole row
 
 // A query in whole steps, filled up with zeros; returns the step. 0 if the query is too small to have steps, NaN if one
 // of its numbers is not finite.

@@ -14,7 +14,8 @@ struct Int8Ops {
   using Session = NoSession;
   using Query = int16_t;
   static constexpr int64_t kMostGroups = kMaxHeadDim / kRowGroup;
-  static constexpr int64_t kScaleItems = kHeadBlock * kMostGroups * 2;  // floats, behind the heads of a block
+  // Floats, behind the heads of a block; the next one begins at a multiple of 64 bytes.
+  static constexpr int64_t kScaleItems = (kHeadBlock * kMostGroups * 2 + 31) & -32;
   static constexpr int64_t block_stride(int64_t head_dim) { return kHeadBlock * num_codes(head_dim) + kScaleItems; }
 
   // To 15 bits: whole numbers take less than half of the time that floats do. NaN where a query is not finite.

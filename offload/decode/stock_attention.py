@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from cpu_ops.native import MAX_GROUP_SIZE, MAX_HEAD_DIM
+from offload.decode.latents import Latents, keep_latents, latents_of
 from offload.prefill.attention import attend_with_lse, without_sinks
 
 OFFLOAD = "offload"  # the attention's name in transformers
@@ -71,6 +72,7 @@ class AttentionCall:
             causal, or a single query that attends to all.
         sinks: logits [num_qo_heads] that take part in the softmax and have no value; or None.
         softcap: as of `AttentionSpec`.
+        latents: key and value are those of one KV head, and the query is not absorbed; or None.
     """
 
     module: nn.Module
@@ -82,9 +84,13 @@ class AttentionCall:
     sinks: Tensor | None
     is_causal: bool | None
     softcap: float = 0.0
+    latents: Latents | None = None
 
     def in_torch(self) -> Tensor:
-        """[batch_size, n, num_qo_heads, v_dim]."""
+        """[batch_size, n, num_qo_heads, v_dim]; of latents, v_dim of what they expand to."""
+        if self.latents is not None:
+            key, value = self.latents.expand(self.key)
+            return replace(self, key=key, value=value, latents=None).in_torch()
         if self.softcap:
             return self._capped()
         if self.sinks is None:
@@ -225,7 +231,8 @@ def _attention(
             f"attention asks for {', '.join(sorted(asked))}, which is not supported yet"
         )
     call = AttentionCall(
-        module, query, key, value, attention_mask, sm_scale, s_aux, is_causal, softcap or 0.0
+        *(module, query, key, value, attention_mask, sm_scale, s_aux, is_causal, softcap or 0.0),
+        latents_of(module),
     )
     taker = _TAKER.get()
     out = None if taker is None else taker(call)
@@ -292,15 +299,22 @@ class _Recorder(DynamicCache):
         )
 
 
-def attention_specs(stock: Any) -> tuple[dict[int, AttentionSpec], list[Any]]:
+def attention_specs(
+    stock: Any, *, latents: bool = False
+) -> tuple[dict[int, AttentionSpec], list[Any]]:
     """What attention is in each cache layer that attends to everything, by a forward pass of three
     tokens; {} if all see a window only, or have other states: those are left to transformers. And
     all cache layers as they are behind it, with two rows.
+
+    Args:
+        latents: modules of latent attention cache latents from now on (`keep_latents`).
 
     Raises:
         NotImplementedError: a layer that attends to everything cannot be taken over; says why.
     """
     use_offload_attention(stock)
+    if latents:
+        keep_latents(stock, OFFLOAD)
     recorder = _Recorder(stock.config)
     ids = torch.tensor([[1, 2, 3]] * 2, device=stock.device)
     with torch.no_grad(), taking(recorder.record):

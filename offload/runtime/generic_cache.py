@@ -3,7 +3,8 @@
 A `DynamicCache` of transformers whose layers that attend to everything keep keys and values in the
 host store, without padding; the others are transformers' own. `update()` of a layer in the store
 returns the new keys and values only, and the attention function stores what reaches it: whatever
-a module does with them in between (expanding latents, repeating heads) is done once a token.
+a module does with them in between (repeating heads) is done once a token. Of latent attention these
+are latents on a CPU (`Latents`): a step absorbs its queries, a prompt expands them.
 """
 
 from __future__ import annotations
@@ -632,8 +633,10 @@ class GenericCache(DynamicCache):
                 self._are_finite.append((layer.number, is_finite))
             append(seq, layer.number, *rows, start=start)
             if on_queries is not None:
-                queries = widened(call.query[row, :, max(skip, n - most) :], width).cpu()
-                on_queries(seq, layer.number, queries, layer.seen - pad)
+                queries = call.query[row, :, max(skip, n - most) :]
+                if call.latents is not None:
+                    queries = call.latents.absorb(queries)
+                on_queries(seq, layer.number, widened(queries, width).cpu(), layer.seen - pad)
 
     def _attend_rows(self, seen: int, call: AttentionCall, hosted: _HostedLayer | None) -> Tensor:
         """Attention on the modules' device; zeros at padding.
@@ -715,8 +718,10 @@ class GenericCache(DynamicCache):
         self, layer: _HostedLayer, call: AttentionCall, step: DecodeStep, *, appends: bool
     ) -> Tensor:
         attention, spec, width = self._hosted.attention, layer.spec, layer.spec.head_dim
-        batch_size = call.query.shape[0]
-        parts = (call.query, call.key, call.value) if appends else (call.query,)
+        batch_size, query = call.query.shape[0], call.query
+        if call.latents is not None:
+            query = call.latents.absorb(query, attention.pool)
+        parts = (query, call.key, call.value) if appends else (query,)
         rows = torch.cat([widened(x, width).reshape(batch_size, -1) for x in parts], dim=1)
         modules = self._hosted.others.modules
         if modules is not None:
@@ -738,4 +743,4 @@ class GenericCache(DynamicCache):
         out = out.view(batch_size, 1, spec.num_qo_heads, width)[..., : spec.v_dim]
         if lse is not None and call.sinks is not None:
             out = without_sinks(out, lse[:, None], call.sinks)
-        return out
+        return out if call.latents is None else call.latents.values_of(out, attention.pool)

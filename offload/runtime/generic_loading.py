@@ -22,6 +22,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.free_room import SPARE_BYTES
+from offload.decode.latents import transposed_bytes
 from offload.decode.stock_attention import (
     AttentionSpec,
     attention_specs,
@@ -153,6 +154,8 @@ class GenericRuntime:
         weight_bytes, left_out = weight_bytes_of(stock, self.device.type), 0
         if self.device.type != "cpu":
             left_out = weight_bytes_of(stock, "cpu")
+        elif not is_on_device(config):
+            weight_bytes += transposed_bytes(stock)
         host_bytes = kv_budget_bytes(config, weight_bytes, loaded=True, host_bytes=left_out)
         is_auto = isinstance(config.policy, Auto)
         view: HybridModel | StockView | None = None
@@ -548,7 +551,8 @@ def resolved_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -> Po
     if not isinstance(config.policy, Auto):
         return config.policy
     empty, kept = generic_skeleton(checkpoint, config.dtype, config.packing)
-    sizes, (most, _) = GenericSizes.of(empty, kept), stock_context_limit(empty.config)
+    sizes = GenericSizes.of(empty, kept, latents=not is_on_device(config))
+    most, _ = stock_context_limit(empty.config)
     host_bytes = kv_budget_bytes(config, sizes.weight_bytes, loaded=False)
     return resolved_auto(config.policy, sizes.specs, config, empty.dtype, most, host_bytes)[0]
 
@@ -685,7 +689,7 @@ def generic_runtime(
         if not is_on_device(config):  # packed weights, here and below: nothing is dequantised
             use_pool(stock, pool, None)
         expected = _logits(stock, DynamicCache(config=stock.config), None)
-        specs, cached = attention_specs(stock)
+        specs, cached = attention_specs(stock, latents=not is_on_device(config))
         if any(spec.softcap for spec in specs.values()):  # SDPA leaves it out in some versions
             stock.set_attn_implementation("eager")
             expected = _logits(stock, DynamicCache(config=stock.config), None)

@@ -121,7 +121,7 @@ class GenericPlan:
 
     @cached_property
     def sizes(self) -> GenericSizes:
-        return GenericSizes.of(self.empty, self.kept)
+        return GenericSizes.of(self.empty, self.kept, latents=not self.on_gpu)
 
     @cached_property
     def _parts(self) -> tuple[Any, Any]:

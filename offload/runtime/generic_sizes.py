@@ -11,6 +11,7 @@ import torch
 
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention, needs_alike_layers
+from offload.decode.latents import latent_modules, transposed_bytes
 from offload.decode.stock_attention import AttentionSpec, attention_specs
 from offload.kv.store import KVStore
 from offload.loading.generic_packing import parameter_bytes
@@ -182,17 +183,21 @@ class GenericSizes:
     active_bytes: int
 
     @classmethod
-    def of(cls, empty: Any, kept: Mapping[str, str]) -> GenericSizes:
-        """Args: as `parameter_bytes` has them.
+    def of(cls, empty: Any, kept: Mapping[str, str], *, latents: bool) -> GenericSizes:
+        """Args: as `parameter_bytes` and `attention_specs` have them.
 
         Raises:
             ValueError: its modules do not run, or ask for what is not there; says why.
         """
+        if latents:
+            dense = {f"{name}.kv_b_proj.weight" for name in latent_modules(empty)}
+            kept = {name: format for name, format in kept.items() if name not in dense}
+        more = transposed_bytes(empty) if latents else 0
         weights = parameter_bytes(empty, kept)
         experts = empty.config._experts_implementation
         empty.config._experts_implementation = "batched_mm"  # needs no values
         try:
-            specs, layers = attention_specs(empty.eval())
+            specs, layers = attention_specs(empty.eval(), latents=latents)
         except Exception as error:  # of any kind: 150 model types
             reason = f"its sizes cannot be told without its weights: {error}"
             raise ValueError(unsupported_generic(empty.config.model_type, reason)) from error
@@ -202,7 +207,7 @@ class GenericSizes:
         states.count(layers, 2, specs)
         all_states.count(layers, 2, ())
         active = sum(map(int, _active(empty, weights)))
-        return cls(specs, states, all_states, sum(weights.values()), active)
+        return cls(specs, states, all_states, sum(weights.values()) + more, active)
 
 
 def _active(empty: Any, weights: Mapping[str, int]) -> Iterable[float]:

@@ -509,7 +509,7 @@ template <class T>
 void check_dtype(const KernelTable& table) {
   const std::vector<int64_t> lengths{1, 2, 31, 32, 33, 255, 257, 515};
   int i = 0;
-  for (const int head_dim : {16, 32, 48, 64, 80, 96, 128, 256}) {
+  for (const int head_dim : {16, 32, 48, 64, 80, 96, 128, 256, kMaxHeadDim}) {
     for (const int group : {1, 2, 3, 4, 5, 8, 9, kMaxGroupSize}) {
       ++i;  // walks through the combinations instead of multiplying them out
       check_attention<T>(table, group, head_dim, lengths[static_cast<size_t>(i) % lengths.size()], i % 3 == 0 ? 4 : 8,
@@ -530,7 +530,7 @@ void check_int8(const KernelTable& table) {
   constexpr int type = static_cast<int>(DType::i8);
   const std::vector<int64_t> lengths{1, 2, 31, 32, 33, 255, 257, 515};
   int i = 0;
-  for (const int head_dim : {64, 128, 192, 256}) {
+  for (const int head_dim : {64, 128, 192, 256, kMaxHeadDim}) {
     for (const int group : {1, 2, 3, 4, 5, 8, kMaxGroupSize}) {
       for (int more = 0; more < 3; ++more, ++i) {
         check_attention<Int8>(table, group, head_dim, lengths[static_cast<size_t>(i) % lengths.size()],
@@ -571,6 +571,8 @@ void check_isa(const KernelTable& table) {
     check_codes(table, kMaxGroupSize, 2 * head_dim, 2, 100);
     check_ranks(table, kMaxGroupSize, 2 * head_dim, 65);
   }
+  check_codes(table, kMaxGroupSize, kMaxHeadDim, 2, 100);
+  check_ranks(table, kMaxGroupSize, kMaxHeadDim, 65);
   for (const int64_t n : {1, 5, 6, 7, 100}) {
     for (const int64_t k : {1, 3, 4, 15, 16, 17, 63, 64, 65, 130}) check_nearest(table, n, k, uniform(1, 3) * 16);
   }

@@ -21,7 +21,7 @@ from offload.policies import ExactTopK, Full
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = native.available_isas()
-HEAD_DIMS = [16, 32, 64, 80, 96, 112, 128, 192, 256, 272]
+HEAD_DIMS = [16, 32, 64, 80, 96, 112, 128, 192, 256, 272, 576]
 # Queries, and weights where there is VNNI, are rounded to 15 bits; outputs to the dtype.
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
@@ -37,7 +37,7 @@ def queries_of(cache: Cache, rng: np.random.Generator, group_size: int) -> torch
 
 @pytest.mark.parametrize(
     ("isa", "dtype", "head_dim", "group_size"),
-    pairwise(ISAS, DTYPES, HEAD_DIMS, [1, 2, 3, 4, 5, 8, 32], together=2),
+    pairwise(ISAS, DTYPES, HEAD_DIMS, [1, 2, 3, 4, 5, 8, 128], together=2),
     ids=str,
 )
 def test_dense_matches_reference(isa, dtype, head_dim, group_size, pool):

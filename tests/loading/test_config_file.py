@@ -145,8 +145,8 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "
             {"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}},
             "the rope_theta of rope_type='default' must be positive, got '1e4'",
         ),
-        ({"head_dim": 24}, "head_dim must be a multiple of 16 up to 512, got 24"),
-        ({"head_dim": 40}, "head_dim must be a multiple of 16 up to 512, got 40"),
+        ({"head_dim": 24}, "head_dim must be a multiple of 16 up to 576, got 24"),
+        ({"head_dim": 40}, "head_dim must be a multiple of 16 up to 576, got 40"),
     ],
 )
 def test_what_is_not_computed_is_refused_before_weights_are_read(

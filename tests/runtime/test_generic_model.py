@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases.every_type import tiny_model_of
-from cases.slowly import combinations
+from cases.slowly import combinations, slow_but
 from cases.tiny_models import VOCAB_SIZE, byte_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
@@ -107,6 +107,37 @@ def test_turns_go_on_from_the_cache(
         found.append(told.tolist())
     assert found[0] == found[1]
     assert cache.kv_lens == [len(found[1][0]) - 10 - pad for pad in (11, 0)]
+
+
+@pytest.mark.parametrize(
+    "model_type", slow_but(["glm4_moe_lite", "longcat_flash", "minicpm3"], "glm4_moe_lite")
+)
+def test_latents_are_cached_in_the_place_of_heads(tmp_path: Path, model_type: str) -> None:
+    """The store, and a plan, have one row of 40 elements a token, padded to 48, not 4 heads of 32;
+    a policy that chooses all tokens, and one that sees queries of prompts, attend to it."""
+    stock = tiny_model_of(model_type, vocab_size=VOCAB_SIZE)
+    stock.save_pretrained(tmp_path)
+    expected = [tokens(stock, IDS[rows], MASK[rows]).tolist() for rows in (slice(1, 2), slice(2))]
+    for options in ({}, {"policy": make_policy("exact_topk", budget_tokens=4096, dense_layers=0)}):
+        model = load(tmp_path, **options)
+        specs = model._offload.hosted.specs
+        assert {(x.num_kv_heads, x.k_dim, x.v_dim, x.head_dim) for x in specs.values()} == {
+            (1, 40, 32, 48)
+        }
+        for more in ({}, {"prefill_chunk_size": 8}):
+            for rows, of_rows in zip((slice(1, 2), slice(2)), expected, strict=True):
+                assert tokens(model, IDS[rows], MASK[rows], **more).tolist() == of_rows
+    if model_type == "longcat_flash":
+        return  # its sizes cannot be told without its weights
+    result = CliRunner().invoke(
+        app, ["plan", str(tmp_path), "--device", "cpu", "--context", "64", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["kv_bytes_per_token"] == model.kv_store.token_bytes == len(specs) * 2 * 48 * 4
+    assert plan["host_bytes"]["weights"] == sum(x.nbytes for x in model.parameters()) + sum(
+        x.num_qo_heads * 16 * 32 * 4 for x in specs.values()
+    )
 
 
 def test_a_turn_of_one_token_is_a_prompt(folders: dict[str, Path]) -> None:

@@ -209,7 +209,7 @@ def test_bad_arguments(pool):
         rank_rows(query, rows, wrong, scales, 0.4)
     with pytest.raises(ValueError, match=r"spreads as uint16 .*, got float64 \[2\]"):
         rank_rows(query, rows, scales, wrong, 0.4)
-    with pytest.raises(ValueError, match="1 to 32 queries, got 33"):
-        rank_rows(query.repeat(33, 0), rows, *given)
+    with pytest.raises(ValueError, match="1 to 128 queries, got 129"):
+        rank_rows(query.repeat(129, 0), rows, *given)
     with pytest.raises(ValueError, match=r"ranges must lie within \[0, 2\], got \[\[0, 3\]\]"):
         rank_rows(query, rows, *given, ranges=np.array([[0, 3]], np.int32))

@@ -46,6 +46,7 @@ class AttentionSpec:
         k_dim, v_dim: of the keys and values that the modules have.
         sm_scale: multiplies q @ k.
         softcap: scores are softcap * tanh(score / softcap); 0: not capped.
+        has_latents: keys and values are latents of all heads.
     """
 
     num_qo_heads: int
@@ -54,6 +55,7 @@ class AttentionSpec:
     v_dim: int
     sm_scale: float
     softcap: float = 0.0
+    has_latents: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -296,6 +298,7 @@ class _Recorder(DynamicCache):
             v_dim=call.value.shape[3],
             sm_scale=call.sm_scale,
             softcap=call.softcap,
+            has_latents=call.latents is not None,
         )
 
 

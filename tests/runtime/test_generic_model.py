@@ -121,6 +121,7 @@ def test_latents_are_cached_in_the_place_of_heads(tmp_path: Path, model_type: st
     for options in ({}, {"policy": make_policy("exact_topk", budget_tokens=4096, dense_layers=0)}):
         model = load(tmp_path, **options)
         specs = model._offload.hosted.specs
+        assert options or "latents of all heads" in model.policy_reason
         assert {(x.num_kv_heads, x.k_dim, x.v_dim, x.head_dim) for x in specs.values()} == {
             (1, 40, 32, 48)
         }

@@ -92,6 +92,14 @@ def test_verbose_tells_what_runs(generate: Any) -> None:
     assert re.search(r"in \d+\.\d" + re.escape(said), line)
 
 
+def with_settings(folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any]) -> Path:
+    """The tiny llama with these in its generation_config.json."""
+    folder = Path(shutil.copytree(folders["llama"], tmp_path / "model"))
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -112,11 +120,9 @@ def test_any_generation_config_file(
     tiny_folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """Whatever it asks for, the answer is that of the options."""
-    folder = shutil.copytree(tiny_folders["llama"], tmp_path / "model")
+    folder = with_settings(tiny_folders, tmp_path, settings)
     options = ["--threads", "1", "-p", "the quick brown fox", "-n", "6", "--json"]
     expected = runner.invoke(app, ["generate", str(tiny_folders["llama"]), *options])
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     result = runner.invoke(app, ["generate", str(folder), *options])
     assert result.exit_code == 0, result.output
     (run,), (wanted,) = (json.loads(out.stdout)["runs"] for out in (result, expected))
@@ -125,13 +131,12 @@ def test_any_generation_config_file(
 
 
 def test_stop_strings_of_a_file(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_folders["llama"], tmp_path / "model")
-    options = ["generate", str(folder), "--threads", "1", "-p", "the quick brown fox", "--json"]
-    free = json.loads(runner.invoke(app, [*options, "-n", "12"]).stdout)["runs"][0]["answer"]
-    path = folder / "generation_config.json"
+    options = ["--threads", "1", "-p", "the quick brown fox", "-n", "12", "--json"]
+    result = runner.invoke(app, ["generate", str(tiny_folders["llama"]), *options])
+    free = json.loads(result.stdout)["runs"][0]["answer"]
     stop = free[2:4]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"stop_strings": [stop]}))
-    result = runner.invoke(app, [*options, "-n", "12"])
+    folder = with_settings(tiny_folders, tmp_path, {"stop_strings": [stop]})
+    result = runner.invoke(app, ["generate", str(folder), *options])
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)["runs"][0]["answer"]
     assert free.startswith(answer)
@@ -140,10 +145,7 @@ def test_stop_strings_of_a_file(tiny_folders: dict[str, Path], tmp_path: Path) -
 
 
 def test_an_answer_that_goes_on(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_folders["llama"], tmp_path / "model")
-    path = folder / "generation_config.json"
-    config = json.loads(path.read_text()) | {"eos_token_id": list(range(320))}
-    path.write_text(json.dumps(config))
+    folder = with_settings(tiny_folders, tmp_path, {"eos_token_id": list(range(320))})
     options = ["generate", str(folder), "--threads", "1", "-p", "the quick brown fox", "-n", "6"]
     for more, num_tokens in (([], 1), (["--ignore-eos"], 6)):
         result = runner.invoke(app, [*options, "--json", *more])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, greedy, load
+from cases.device_cases import FLAGS, GRAPH, INLINE, STREAM, each_of, greedy, load
 from cases.inside import (
     allow_device_bytes,
     decoder_of,
@@ -52,11 +52,7 @@ def place_codes(model: Any, heads: Callable[[np.ndarray], None] | None = None) -
 
 
 SLOW_FLAGS = pytest.param(*FLAGS.values, id="flags", marks=pytest.mark.slow)
-
-
-@pytest.fixture(scope="module", params=[INLINE, SLOW_FLAGS, STREAM, GRAPH])
-def backend(request):
-    return request.param
+backend = each_of(INLINE, SLOW_FLAGS, STREAM, GRAPH)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from cases.device_cases import (
     NATIVE,
     STREAM,
     check_works,
+    each_of,
     greedy,
     load,
     small,
@@ -42,27 +43,14 @@ from offload.runtime import backends
 from offload.system.errors import DeviceMemoryError
 
 pytestmark = pytest.mark.slow  # deadlines, forks and recoveries: minutes in all
-
-
-@pytest.fixture(scope="module", params=[INLINE, FLAGS, STREAM, GRAPH])
-def backend(request):
-    return request.param
-
-
-@pytest.fixture(scope="module", params=[FLAGS, GRAPH])
-def driven_backend(request):
-    return request.param
+backend = each_of(INLINE, FLAGS, STREAM, GRAPH)
+driven_backend = each_of(FLAGS, GRAPH)
 
 
 @pytest.fixture(scope="module")
 def model(backend, tiny_folders):
     """Full attention; for tests that leave it as it was."""
     return load(tiny_folders["llama"], "full", backend)
-
-
-@pytest.fixture(scope="module")
-def stock(stock_models):
-    return stock_models["llama"]
 
 
 # The GPU.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, greedy, load, small
+from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, each_of, greedy, load, small
 from cases.inside import decoder_of
 from cases.tiny_models import make_tiny_model, random_tokens
 
@@ -46,9 +46,7 @@ def test_where_they_may_not_be(policy: Any, text: str) -> None:
         HeadPlacement.from_text(text).check_policy(policy, 6)
 
 
-@pytest.fixture(scope="module", params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
-def backend(request):
-    return request.param
+backend = each_of(SLOW_INLINE, FLAGS, STREAM, GRAPH)
 
 
 def test_heads_that_reuse(backend, tmp_path) -> None:

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, SLOW_INLINE, STREAM, greedy, load, small
+from cases.device_cases import (
+    FLAGS,
+    GRAPH,
+    INLINE,
+    SLOW_INLINE,
+    STREAM,
+    each_of,
+    greedy,
+    load,
+    small,
+)
 from cases.drafts import verifying
 from cases.inside import decoder_of, resident_of, split_steps, states_of, steps_of
 from cases.slowly import slow_but
@@ -35,11 +45,7 @@ from offload.policies.lfps.policy import LFPS
 
 BUDGET = 64
 POLICIES = ["exact_topk", "lychee_cluster", "lfps", "quest", "sketch"]
-
-
-@pytest.fixture(scope="module", params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
-def backend(request):
-    return request.param
+backend = each_of(SLOW_INLINE, FLAGS, STREAM, GRAPH)
 
 
 def hot_model(

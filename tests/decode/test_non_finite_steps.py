@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, INLINE, NATIVE, STREAM, check_works, load
+from cases.device_cases import FLAGS, GRAPH, INLINE, NATIVE, STREAM, check_works, each_of, load
 from cases.inside import decoder_of, runtime_of
 from cases.slowly import slow_but
 from cases.tiny_models import make_tiny_model, random_tokens
@@ -26,11 +26,7 @@ OPTIONS = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 16}
 
 
 SLOW_FLAGS = pytest.param(*FLAGS.values, id="flags", marks=pytest.mark.slow)
-
-
-@pytest.fixture(scope="module", params=[INLINE, SLOW_FLAGS, STREAM, GRAPH])
-def backend(request):
-    return request.param
+backend = each_of(INLINE, SLOW_FLAGS, STREAM, GRAPH)
 
 
 @pytest.fixture(scope="module")

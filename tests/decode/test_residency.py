@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, greedy, load, small
+from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, each_of, greedy, load, small
 from cases.inside import (
     allow_device_bytes,
     decoder_of,
@@ -33,11 +33,7 @@ from offload.selection.policy import DENSE, RETRIEVE, SELECT
 from offload.system.errors import DeviceMemoryError
 
 NAMES = [name for name in available_policies() if name not in ("auto", "full")]
-
-
-@pytest.fixture(scope="module", params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
-def backend(request: pytest.FixtureRequest) -> tuple[str, str]:
-    return request.param
+backend = each_of(SLOW_INLINE, FLAGS, STREAM, GRAPH)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, greedy, load
+from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, each_of, greedy, load
 from cases.inside import decoder_of, split_steps, steps_of
 from cases.slowly import combinations
 from cases.tiny_models import random_tokens
@@ -37,11 +37,7 @@ _TRACED = {
     module.__file__
     for module in (steps_aside, device_decoder, device_slots, placed_heads, resident_kv)
 }
-
-
-@pytest.fixture(params=[SLOW_INLINE, FLAGS, GRAPH])
-def backend(request: pytest.FixtureRequest) -> tuple[str, str]:
-    return request.param
+backend = each_of(SLOW_INLINE, FLAGS, GRAPH, scope="function")
 
 
 def aside_of(model: Any) -> Any:

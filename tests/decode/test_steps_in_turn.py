@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, check_works, greedy, load, small
+from cases.device_cases import (
+    FLAGS,
+    GRAPH,
+    SLOW_INLINE,
+    STREAM,
+    check_works,
+    each_of,
+    greedy,
+    load,
+    small,
+)
 from cases.inside import correct_in_background, decoder_of, runtime_of, split_steps
 from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
@@ -29,11 +39,7 @@ from offload.policies.registry import make_policy
 POLICIES = ["full", "lfps", "lychee_cluster", "lychee_decode", "tidal_decode", "sketch", "quest"]
 STATELESS = ["full", "lychee_decode", "tidal_decode"]
 HOT = ["lfps", "lychee_cluster"]
-
-
-@pytest.fixture(scope="module", params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
-def backend(request: pytest.FixtureRequest) -> Any:
-    return request.param
+backend = each_of(SLOW_INLINE, FLAGS, STREAM, GRAPH)
 
 
 @pytest.fixture(autouse=True)

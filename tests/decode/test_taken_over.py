@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, load
+from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, STREAM, each_of, load
 from cases.inside import allow_device_bytes, decoder_of, resident_of, steps_of
 from cases.slowly import combinations, slow_but
 from cases.tiny_models import random_tokens
@@ -38,9 +38,7 @@ def policies() -> dict[str, Policy]:
     }
 
 
-@pytest.fixture(scope="module", params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
-def backend(request: pytest.FixtureRequest) -> tuple[str, str]:
-    return request.param
+backend = each_of(SLOW_INLINE, FLAGS, STREAM, GRAPH)
 
 
 def random_places(model: Any, chance: random.Random) -> HeadPlacement:

@@ -33,11 +33,6 @@ def load(folder: Path, policy: Any, every: int | None = EVERY, **options: Any) -
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_folders: dict[str, Path]) -> Path:
-    return tiny_folders["llama"]
-
-
-@pytest.fixture(scope="module")
 def exact(folder: Path) -> Any:
     return load(folder, "full", None)
 

@@ -21,6 +21,7 @@ from cases.device_cases import (
     INLINE,
     SLOW_INLINE,
     STREAM,
+    each_of,
     greedy,
     keep_least_on_gpu,
     load,
@@ -51,16 +52,7 @@ EXACT = 5e-4  # of float32; what sparse steps leave is off by more than twice th
 # What is on the GPU beside windows and dense layers: nothing, heads that retrieve and rows that it
 # fetches, codes of keys.
 PLACED = {"exact_topk": "", "lychee_cluster": "", "lychee_decode": "gathered", "sketch": "codes"}
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_folders: dict[str, Path]) -> Path:
-    return tiny_folders["llama"]
-
-
-@pytest.fixture(params=[SLOW_INLINE, FLAGS, STREAM, GRAPH])
-def backend(request: pytest.FixtureRequest) -> Any:
-    return request.param
+backend = each_of(SLOW_INLINE, FLAGS, STREAM, GRAPH, scope="function")
 
 
 def load_placed(folder: Path, name: str, backend: Any, **options: Any) -> Any:

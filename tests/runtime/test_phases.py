@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.device_cases import INLINE, NATIVE, greedy, load, small
+from cases.device_cases import INLINE, NATIVE, each_of, greedy, load, small
 from cases.inside import decoder_of
 from cases.slowly import slow_but
 from cases.tiny_models import make_tiny_model, random_tokens
@@ -29,14 +29,7 @@ def sparse(name: str) -> Policy | str:
     return name if name == "full" else small(name, budget_tokens=48)
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_folders: dict[str, Path]) -> Path:
-    return tiny_folders["llama"]
-
-
-@pytest.fixture(scope="module", params=[NATIVE, INLINE])
-def backend(request: pytest.FixtureRequest) -> Any:
-    return request.param
+backend = each_of(NATIVE, INLINE)
 
 
 @pytest.fixture(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -334,6 +335,7 @@ def generate(
                         stderr().print(in_int8, style="dim", soft_wrap=True)
                         arguments["kv_dtype"], policies = "int8", [made, *policies]
                         del loaded, error
+                        gc.collect()
                         continue
                 runs.append(run | {"label": label})
                 if policies and isinstance(made, Auto) and is_exact:

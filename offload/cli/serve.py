@@ -287,7 +287,8 @@ def prepare(
         lack = lack_of_room(loaded)
         if lack and takes_int8(loaded, loading.kv_dtype):
             logger.info("--kv-dtype auto: int8, as otherwise %s", lack)
-            del loaded  # its weights leave the memory first
+            del loaded
+            gc.collect()  # its weights leave the memory first
             in_int8 = arguments | {"kv_dtype": "int8"}
             loaded = OffloadedModel.from_pretrained(model, policy=policy, **in_int8)
         is_auto = chosen.generation_config == "auto"

@@ -198,7 +198,13 @@ class GenericRuntime:
         self.steps: GenericSteps | None = None
         if view is not None:
             of_steps = self.store, config, pool, device_bytes, lambda: self.decodes
-            self.steps = GenericSteps(stock, view, modules, *of_steps)
+            try:
+                self.steps = GenericSteps(stock, view, modules, *of_steps)
+            except (ValueError, NotImplementedError) as error:  # of a policy that a CPU runs
+                self.store.close()
+                if modules is None:
+                    raise
+                raise _NotAsOneStepError(f"fails: {error}") from error
             self.attention = self.steps.decoder.attention
         held, weights = LayerStates(), dict(stock.named_parameters())
         decoder = None if self.steps is None else self.steps.decoder

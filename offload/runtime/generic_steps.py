@@ -117,7 +117,7 @@ class GenericSteps:
     def close(self) -> None:
         """The stock modules are as they were."""
         self.decoder.slots.drop()
-        del vars(self._model)["forward"]
+        vars(self._model).pop("forward", None)
 
     def check_modules(self) -> None:
         """As `ModuleWatch.check`, and of weights that were written to, where steps have copies."""

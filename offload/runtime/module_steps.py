@@ -163,6 +163,9 @@ class ModuleSteps:
         for number, layer in enumerate(cache.layers):
             for name, x in [*row_tensors(layer)]:
                 columns = x.shape[2] if name in WINDOW else 0
+                whole = static.states[number, name]
+                if name in WINDOW and columns < whole.shape[2]:  # a mask does not hide NaN
+                    whole[rows, :, : whole.shape[2] - columns] = 0.0
                 if isinstance(rows, slice):
                     own.append(static.part(number, name, rows, columns))
                     others.append(x)

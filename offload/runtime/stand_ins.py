@@ -8,7 +8,7 @@ kernel has it follows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -37,6 +37,8 @@ class StandIns:
         moe.ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _run_experts)
         self._norms: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
         rules: dict[Any, dict[str, Any] | None] = {}
+        dtype = next((x.dtype for x in stock.parameters()), torch.float32)
+        dtype = getattr(stock, "dtype", dtype)  # of what they get, whatever their weights have
         for module in stock.modules():
             name, weight = type(module).__name__, getattr(module, "weight", None)
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -44,7 +46,9 @@ class StandIns:
                 continue
             key = type(module), eps, None if weight is None else (weight.dtype, weight.shape)
             if key not in rules:
-                rules[key] = _rule_of(module, float(eps))
+                rules[key] = None
+                with suppress(RuntimeError):  # it takes other rows
+                    rules[key] = _rule_of(module, float(eps), dtype)
             rule = rules[key]
             if rule is not None:
                 self._norms.append((module, partial(_normed, weight, float(eps), rule)))
@@ -72,16 +76,17 @@ def _normed(weight: Tensor | None, eps: float, rule: dict[str, Any], x: Tensor) 
     return rms_norm(x, weight, eps, **rule)
 
 
-def _rule_of(module: Any, eps: float) -> dict[str, Any] | None:
+def _rule_of(module: Any, eps: float, dtype: torch.dtype) -> dict[str, Any] | None:
     """Options of `rms_norm` with which it gives what the module does; None: there are none."""
     weight = getattr(module, "weight", None)
     names = [name for name, _ in module.named_parameters()]
     if names not in ([], ["weight"]) or len(signature(module.forward).parameters) != 1:
         return None
-    like = next(module.parameters(), torch.empty(64))
+    width = getattr(module, "normalized_shape", [64])[-1]
+    like = next(module.parameters(), torch.empty(width))
     rows = torch.randn(4, like.shape[-1], generator=torch.Generator().manual_seed(0))
     rows[1] *= eps**0.5  # which says where eps comes in
-    x = rows.to(like.device, like.dtype)
+    x = rows.to(like.device, dtype)
     with torch.no_grad():
         expected = module(x)
         if expected.dtype != x.dtype or expected.shape != x.shape:

@@ -216,6 +216,40 @@ def test_sequences_take_turns_in_steps_of_modules(tmp_path: Path, device: str) -
         assert model._offload.steps.has_modules
 
 
+@pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
+def test_windows_begin_without_those_before(tmp_path: Path, device: str) -> None:
+    """NaN of a row that failed, which steps of other rows move on, is not in a new short one."""
+    tiny_model_of("afmoe", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    model, ids = load(tmp_path, device, policy="full"), torch.cat([IDS, IDS.flip(1)]).to(device)
+
+    def step(rows: int, columns: int) -> torch.Tensor:
+        cache = model.new_cache()
+        model(input_ids=ids[:rows, :columns], past_key_values=cache)
+        each = [model(input_ids=ids[:rows, [i]], past_key_values=cache) for i in range(columns, 12)]
+        return each[-1].logits
+
+    with torch.no_grad():
+        expected, ids[3, 11] = step(4, 4), 251
+        model.model.embed_tokens.weight[251] = torch.inf
+        with pytest.raises(RuntimeError, match="non-finite"):
+            step(4, 11)
+        ids[3, 11] = IDS[1, 78]
+        step(3, 4)
+        assert torch.equal(step(4, 4), expected)
+
+
+def test_a_policy_of_a_cpu_alone_takes_no_steps(tmp_path: Path) -> None:
+    tiny_model_of("lfm2", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    sizes = {"budget_tokens": 24, "sink_tokens": 2, "recent_tokens": 4, "dense_until": 48}
+    model = load(tmp_path, "cpu", policy=make_policy("exact_topk", **sizes))
+    assert model._offload.steps is None
+    assert len(tokens(model, IDS, MASK)[0]) == 110
+    model = load(tmp_path, "cpu")
+    model._offload.close()
+    model._offload.close_store()
+    assert "forward" not in vars(model.model)
+
+
 def test_modules_that_are_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -55,6 +55,15 @@ def test_other_norms_stay(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "forward" not in vars(norm)
 
 
+def test_norms_of_other_inputs_stay() -> None:
+    """With a weight that makes their outputs float32, or of rows of another length."""
+    model = nn.Sequential(norm_of("llama.LlamaRMSNorm"), nn.Linear(4, 4, dtype=torch.bfloat16))
+    model.append(nn.RMSNorm((2, 32), eps=1e-5, elementwise_affine=False))
+    model.dtype = torch.bfloat16
+    with StandIns(model).of_rows(1):
+        assert not any("forward" in vars(module) for module in model)
+
+
 @pytest.mark.parametrize(
     ("model_type", "gate"),
     [

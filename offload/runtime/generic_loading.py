@@ -743,6 +743,8 @@ def _tried(runtime: GenericRuntime, expected: Tensor) -> GenericRuntime:
         if runtime.steps is not None and runtime.steps.has_modules:
             raise _NotAsOneStepError(f"fails: {type(error).__name__}: {error}") from error
         raise
+    if runtime.steps is not None:
+        runtime.steps.may_give_up = True
     runtime.current_generation = Generation(runtime.config.num_threads)
     return runtime
 

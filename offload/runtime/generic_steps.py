@@ -7,6 +7,7 @@ lie (`HybridModel`), or by the stock modules (`ModuleSteps`). Prompts are read b
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from cpu_ops.coprocessor import CoprocessorError
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.gpu.buffers import HostLink
 from offload.decode.gpu.decoder import DeviceDecoder
+from offload.decode.gpu.gpu_sync import GpuSyncError
 from offload.decode.gpu.prepared_steps import BoundRows
 from offload.kv.store import KVStore
 from offload.models.batch import tokens_each
@@ -33,6 +36,8 @@ from offload.runtime.generic_cache import GenericCache
 from offload.runtime.module_steps import ModuleSteps
 from offload.runtime.module_watch import ModuleWatch
 from offload.runtime.placing import Chooser, placement_for
+
+logger = logging.getLogger(__name__)
 
 # What the stock modules alone give, where a call or else the config asks for it.
 _OUTPUTS = ("output_hidden_states", "output_router_logits")
@@ -60,6 +65,9 @@ class GenericSteps:
         config: `Auto` is resolved.
         device_kv_bytes: of the device, for keys and values; None: as much as there is.
         decodes: whether the forward pass that runs is a decode step.
+
+    Attributes:
+        may_give_up: steps that cannot be captured run module by module; else that is an error.
     """
 
     def __init__(
@@ -100,6 +108,7 @@ class GenericSteps:
         if self._modules is not None:
             self.decoder.captured.num_micro_batches = 1
             self.decoder.captured.place_states = self._modules.place_states
+        self.may_give_up = self._gave_up = False
         self._cache: GenericCache | None = None
         self._config = stock.config
         self._model, self._stock = stock.base_model, stock.base_model.forward
@@ -150,7 +159,8 @@ class GenericSteps:
         is_known = positions is not None or position_ids is None
         asked = (kwargs.get(name, getattr(self._config, name, False)) for name in _OUTPUTS)
         is_known = is_known and (self._modules is None or inputs_embeds is None)
-        if not takes or not is_known or any(asked):
+
+        def by_modules() -> Any:
             if takes:
                 cache.begin_step()
                 for seq in cache.seqs:
@@ -163,21 +173,37 @@ class GenericSteps:
                 inputs_embeds=inputs_embeds,
                 **kwargs,
             )
+
+        if not takes or not is_known or any(asked) or self._gave_up:
+            return by_modules()
         if self._modules is not None:
             assert input_ids is not None
             self._modules.cache, self._modules.ids = cache, input_ids[:, 0]
             size = len(input_ids), 1, self._view.shape.hidden_size
-            inputs_embeds = torch.zeros(size, dtype=cache.store.dtype, device=input_ids.device)
-        elif inputs_embeds is None:
-            assert input_ids is not None
-            inputs_embeds = self._model.embed_tokens(input_ids)
-        batch = tokens_each(len(inputs_embeds))
+            rows = torch.zeros(size, dtype=cache.store.dtype, device=input_ids.device)
+        else:
+            rows = self._model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        batch = tokens_each(len(rows))
         batch.position_ids[:] = cache.num_columns if positions is None else positions[:, 0].cpu()
         self._cache = cache
         try:
-            hidden = self.decoder.decode(inputs_embeds[:, 0], batch, cache.seqs)[:, None]
+            hidden = self.decoder.decode(rows[:, 0], batch, cache.seqs)[:, None]
             if self._modules is not None:
                 self._modules.take_states()
+        except (MemoryError, CoprocessorError, GpuSyncError):
+            raise
+        except Exception as error:  # of any kind: what was tried when loading had two rows
+            if not self.may_give_up or self._modules is None or self._modules.has_begun:
+                raise
+            self._gave_up = True
+            logger.warning(
+                "decode steps run module by module from now on: one of %d sequences cannot be "
+                "captured: %s: %s",
+                len(cache.seqs),
+                type(error).__name__,
+                error,
+            )
+            return by_modules()
         finally:
             self._cache = None
             if self._modules is not None:

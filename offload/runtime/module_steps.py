@@ -25,6 +25,7 @@ from offload.models.shape import ModelShape
 from offload.models.stock_view import Attend, StockView, stock_view
 from offload.runtime.generic_cache import WINDOW, GenericCache, row_tensors
 from offload.runtime.stand_ins import StandIns
+from offload.system.errors import DeviceMemoryError
 
 
 class _StepWindow:
@@ -207,6 +208,11 @@ class ModuleSteps:
         """Of a pass, also of one that failed."""
         self.cache = self.ids = self._placed = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the states of the pass are where a step changes them."""
+        return self._placed is not None
+
     @torch.inference_mode(False)
     def _static(self, n: int) -> _Static:
         """For n rows, of sequences like those of the pass."""
@@ -229,9 +235,14 @@ class ModuleSteps:
                 shape = [n, *x.shape[1:]]
                 if name in WINDOW:
                     shape[2] = stock.sliding_window - 1
-                made.states[number, name] = kept = torch.zeros(
-                    shape, dtype=x.dtype, device=x.device
-                )
+                try:
+                    kept = torch.zeros(shape, dtype=x.dtype, device=x.device)
+                except torch.OutOfMemoryError as error:
+                    raise DeviceMemoryError(
+                        "no device memory is left for windows and recurrent states of steps of "
+                        f"{n} sequences; raise max_memory of the device or lower the batch size"
+                    ) from error
+                made.states[number, name] = kept
                 _set(layer, name, kept)
             layer.updated = made.updated
             vars(layer).update({x: 1 for x in ("seen", "cumulative_length") if hasattr(layer, x)})

@@ -23,7 +23,7 @@ from gpu_ops.routed_linear import GpuExperts, run_experts
 from offload.models.packed_experts import native_gate
 
 EXPERTS = "offload_step"  # the name of `_run_experts` in transformers
-_MOST_ROWS = 16  # of `run_experts`; more are sorted by experts
+_MOST_ROWS = 16  # of `run_experts` at a time
 _RULES: list[dict[str, Any]] = [
     {"offset": offset, "rounds": rounds} for offset in (0, 1) for rounds in (True, False)
 ]
@@ -39,6 +39,10 @@ class StandIns:
         rules: dict[Any, dict[str, Any] | None] = {}
         dtype = next((x.dtype for x in stock.parameters()), torch.float32)
         dtype = getattr(stock, "dtype", dtype)  # of what they get, whatever their weights have
+        # Elsewhere torch sorts tokens by experts on the host, for which no graph waits.
+        x = next(stock.parameters(), torch.empty(0))
+        has_cores = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+        self._sorts_by_experts = has_cores and x.dtype == torch.bfloat16
         for module in stock.modules():
             name, weight = type(module).__name__, getattr(module, "weight", None)
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -59,8 +63,9 @@ class StandIns:
     def of_rows(self, n: int) -> Iterator[None]:
         """Inside, a pass of n tokens launches them."""
         before = [config._experts_implementation for config in self._configs]
+        is_few = n <= _MOST_ROWS or not self._sorts_by_experts
         try:
-            for config in self._configs if n <= _MOST_ROWS else ():
+            for config in self._configs if is_few else ():
                 config._experts_implementation = EXPERTS
             for module, forward in self._norms:
                 vars(module)["forward"] = forward
@@ -107,8 +112,9 @@ def _run_experts(module: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Te
         return found
     weight = (module.gate_up_proj if module.has_gate else module.up_proj).detach()
     up, down = GpuExperts(weight, len(weight), gate=gate), module.down_proj.detach()
-    chosen = experts.contiguous(), weights.float().contiguous()
-    return run_experts(up, GpuExperts(down, len(down)), x.contiguous(), *chosen)
+    chosen = x.contiguous(), experts.contiguous(), weights.float().contiguous()
+    parts = zip(*(torch.split(rows, _MOST_ROWS) for rows in chosen), strict=True)
+    return torch.cat([run_experts(up, GpuExperts(down, len(down)), *part) for part in parts])
 
 
 def _gate_of(module: Any) -> str | None:

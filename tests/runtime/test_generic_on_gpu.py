@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from offload import OffloadedModel
 from offload.cli import app
 from offload.decode.attention import DecodeAttention
+from offload.decode.gpu.captured_steps import CapturedSteps
 from offload.engine.engine import Engine
 from offload.engine.sampling_params import SamplingParams
 from offload.models.hybrid import TYPES as HYBRIDS
@@ -265,6 +266,29 @@ def test_modules_that_are_no_step(
         assert re.search(f"module by module, as one step fails: .*{message}", caplog.text)
         assert model._offload.steps is None
         assert tokens(model, IDS, MASK) == expected
+
+
+def test_a_step_of_more_rows_that_cannot_be_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It, and all that follow, run module by module."""
+    tiny_model_of("afmoe", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    ids, mask = torch.cat([IDS, IDS.flip(0)]), torch.cat([MASK, MASK.flip(0)])
+    prepare = CapturedSteps._prepare
+
+    def fails_of_many(self: CapturedSteps, bound: Any, *others: Any) -> None:
+        if len(bound.seqs) > 2:
+            raise RuntimeError("it waits")
+        prepare(self, bound, *others)
+
+    expected = tokens(load(tmp_path, "cpu"), ids, mask)
+    monkeypatch.setattr(CapturedSteps, "_prepare", fails_of_many)
+    model = load(tmp_path, "cpu")
+    assert tokens(model, ids[:2], mask[:2]) == expected[:2]
+    assert not caplog.messages
+    assert tokens(model, ids, mask) == expected
+    assert "one of 4 sequences cannot be captured: RuntimeError: it waits" in caplog.text
+    assert tokens(model, ids[:2], mask[:2]) == expected[:2]
 
 
 def test_rounding_is_what_the_model_makes_of_it(

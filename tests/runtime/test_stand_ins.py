@@ -80,12 +80,15 @@ def test_experts_of_few_tokens(model_type: str, gate: str | None) -> None:
     experts = [module for module in stock.modules() if hasattr(module, "has_gate")]
     assert experts
     assert {_gate_of(module) for module in experts} == {gate}
-    ids = torch.arange(3, 15)[None]
+    ids, stand_ins = torch.arange(3, 23)[None], StandIns(stock)
+    config = stock.config.get_text_config()
     with torch.no_grad():
         expected = stock(input_ids=ids).logits
-        with StandIns(stock).of_rows(12):
-            assert stock.config.get_text_config()._experts_implementation == EXPERTS
+        with stand_ins.of_rows(20):
+            assert config._experts_implementation == EXPERTS
             found = stock(input_ids=ids).logits
-        with StandIns(stock).of_rows(17):
-            assert stock.config.get_text_config()._experts_implementation != EXPERTS
+        stand_ins._sorts_by_experts = True
+        for rows, is_kernel in ((16, True), (17, False)):
+            with stand_ins.of_rows(rows):
+                assert (config._experts_implementation == EXPERTS) == is_kernel
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.slowly import slow_but
 from programs import ALL_ISAS, CPP, compile_program, run
 
 from cpu_ops import native
@@ -116,9 +115,8 @@ def test_kernels_stay_in_bounds_and_agree(flags):
     assert result.stdout.split("\n")[:-1] == [f"{isa}: ok" for isa in native.available_isas()]
 
 
-@pytest.mark.parametrize(
-    "flags", slow_but([ADDRESS, BOTH], ADDRESS), ids=["address", "address and undefined"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [ADDRESS, BOTH], ids=["address", "address and undefined"])
 def test_causal_attention_stays_in_bounds_and_agrees(flags):
     program = compile_program(
         "causal_parity.cpp",

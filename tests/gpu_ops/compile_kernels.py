@@ -141,6 +141,9 @@ def call_all(
         for clamp, bias in ((None, None), ((1.7, 7.0), zeros(8, 2 * hidden_size))):
             experts[0].clamp, experts[0].bias = clamp, bias
             GpuRoutedMlp(router, *experts, *choice)(x, x, norm=(zeros(hidden_size), 1e-5))
+    for gate, rows in (("gelu_tanh", 2 * hidden_size), ("relu2", hidden_size)):
+        experts = [GpuExperts(up[:, :rows].contiguous(), 8, gate=gate), GpuExperts(down, 8)]
+        GpuRoutedMlp(router, *experts, *choice)(x, x)
 
     qkv = zeros(n, (num_qo_heads + 2 * num_kv_heads) * head_dim)
     angle, norm = zeros(n, head_dim), zeros(head_dim)

@@ -75,6 +75,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "paged_attention_kernel",
         "pick_greedy_kernel",
         "pick_kernel",
+        "rms_norm_kernel",
         "rope_publish_kernel",
         "rotate_kernel",
         "routed_down_kernel",

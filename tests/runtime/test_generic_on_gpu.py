@@ -14,7 +14,7 @@ import torch
 from cases.device_cases import NO_GPU
 from cases.every_type import tiny_model_of
 from cases.flag_handshake import make_flag_handshake
-from cases.slowly import slow_but
+from cases.slowly import combinations, slow_but
 from cases.tiny_models import VOCAB_SIZE, byte_tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -45,7 +45,7 @@ POLICIES = [
 ]
 
 
-@pytest.fixture(scope="module", params=TYPES)
+@pytest.fixture(scope="module", params=slow_but(TYPES, *TYPES[:2], *TYPES[3:]))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     tiny_model_of(request.param, vocab_size=VOCAB_SIZE).save_pretrained(path)
@@ -106,8 +106,9 @@ def test_tokens_are_those_of_the_stock_model(
 @pytest.mark.parametrize(
     "folder", slow_but(["qwen3_5_moe_text", "qwen3_next"], "qwen3_5_moe_text"), indirect=True
 )
-@pytest.mark.parametrize("where", [CUDA, "inline", "flags"])
-@pytest.mark.parametrize("count", [1, 4, "auto"])
+@pytest.mark.parametrize(
+    ("where", "count"), combinations([CUDA, "inline", "flags"], [4, 1, "auto"])
+)
 def test_experts_on_the_host(folder: Path, where: str, count: int | str) -> None:
     """Of layers of both kinds; prompts in slices, and heads of the CPU beside."""
     device, options = "cuda" if where == "cuda" else "cpu", dict[str, Any]()

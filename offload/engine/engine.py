@@ -51,9 +51,9 @@ class Engine:
         tokenizer: a fast one of transformers, for text and stop strings; None: token ids only.
         max_num_seqs: requests that are read and decoded at a time.
         max_queued: requests that wait for these; one more is refused.
-        slice_seconds: half of what a slice of a prompt takes while others decode between its
-            layers; on a GPU it has at least a sixteenth of what was read before, however long that
-            takes.
+        slice_seconds: about what those wait that decode between the layers of a prompt's slice. The
+            slice takes twelve times as long on a CPU, where short prompts are read between its
+            layers, too, and twice as long on a GPU; behind a long text more.
         read_share: of the time for prompts while others decode.
         prefix_caching: prompts that begin as earlier ones share what was read. Pages are given
             back, the least recently used first, when requests need them.
@@ -102,7 +102,14 @@ class Engine:
         if sessions is not None:
             sessions.open(runtime)
         self._steps = Steps(
-            passes, scheduler, prefixes, sessions, self._take_cancelled, self._forget, overcommit
+            passes,
+            scheduler,
+            prefixes,
+            sessions,
+            self._take_arrived,
+            self._take_cancelled,
+            self._forget,
+            overcommit,
         )
         self._maker = RequestMaker(model, tokenizer, self._steps.admission)
         self._inbox = threading.Condition()
@@ -278,10 +285,15 @@ class Engine:
         comes behind the step.
         """
         with self._runtime.run_lock.lock, shielded():
-            with self._inbox:
-                arrived, self._arrived = self._arrived, []
-                self._steps.scheduler.waiting.extend(arrived)
             return self._steps.run()
+
+    def _take_arrived(self) -> None:
+        """The scheduler knows of those that came."""
+        if not self._arrived:  # as a rule, and asked behind every layer of a slice
+            return
+        with self._inbox:
+            arrived, self._arrived = self._arrived, []
+            self._steps.scheduler.waiting.extend(arrived)
 
     def _take_cancelled(self) -> list[Request]:
         """Those to be cancelled that the scheduler knows; each is told once."""

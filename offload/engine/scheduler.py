@@ -16,15 +16,19 @@ from offload.selection.state import PolicyStates
 # Slices while no request decodes, while others wait for them, and in which others decode.
 _ALONE, _WAITED, _PAUSED = "alone", "waited", "paused"
 # Tokens of a slice at least: fewer take about as long.
-_LEAST = {_ALONE: 256, _WAITED: 32, _PAUSED: 32}
-# `slice_seconds` of each: larger ones read more per second, and keep only those waiting that are
-# read next, or cancelled.
-_SECONDS = {_ALONE: 3.0, _WAITED: 1.0, _PAUSED: 2.0}
-# On a GPU a slice has at least so many tokens, and such a share of those before, or to read weights
-# and to bring what was read before would be most of its time.
-_LEAST_ON_GPU, _SHARE_ON_GPU = 512, 1 / 16
+_LEAST = {_ALONE: 512, _WAITED: 32, _PAUSED: 32}
+# `slice_seconds` of each. Larger ones read more per second (SmolLM2-135M on two cores, a prompt of
+# 7,168 tokens: slices of 0.45 s 305 to 366 tokens/s, of 1.8 s 510), and others decode, and short
+# prompts that come are read, between the layers; on a GPU these wait.
+_SECONDS = {_ALONE: 12.0, _WAITED: 1.0, _PAUSED: 12.0}
+_SECONDS_ON_GPU = {_ALONE: 3.0, _WAITED: 1.0, _PAUSED: 2.0}
+# A slice has at least such a share of the tokens before, or to bring these would be most of its
+# time; on a GPU, which reads its weights for each, it has at least so many.
+_SHARE, _LEAST_ON_GPU = 1 / 16, 512
 # Of the next slice at most, against the last: one that was quick by chance makes no long gap.
-_GROWTH = {_ALONE: 2.0, _WAITED: 1.25, _PAUSED: 2.0}
+_GROWTH = {_ALONE: 4.0, _WAITED: 1.25, _PAUSED: 2.0}
+# Of what is left of the longest prompt of a slice, which waits for shorter ones.
+_SHORT = 1 / 4
 _ANSWER_TOKENS = 1024  # that are expected where a request has no maximum
 # Beside the state itself a copy of where a prompt ends, and one while a batch changes.
 _STATES = 3
@@ -180,6 +184,7 @@ class Scheduler:
         self.correcting: list[Request] = []
         self.max_num_seqs, self.most_slice_tokens = max_num_seqs, most_slice_tokens
         self._reads_on_gpu = reads_on_gpu
+        self._seconds = _SECONDS_ON_GPU if reads_on_gpu else _SECONDS
         self._slice_seconds = slice_seconds
         self._read_share = read_share
         # Of slices that take so long.
@@ -276,9 +281,9 @@ class Scheduler:
         self._owed = self._paused_at = 0.0
         self._kind = _ALONE if not self.running else _WAITED if self.correcting else _PAUSED
         whole = self._sizes[self._kind]
-        if self._reads_on_gpu and self.reading and self._kind != _WAITED:
+        if self.reading and self._kind != _WAITED:
             longest = max(request.num_read for request in self.reading[: 1 + _LOOKED_THROUGH])
-            share = int(_SHARE_ON_GPU * longest)
+            share = int(_SHARE * longest)
             whole = min(max(whole, share), self.most_slice_tokens)
         corrected = self._corrected_in(whole // 2 if self.reading else whole)
         if not self.reading:
@@ -319,25 +324,46 @@ class Scheduler:
         Args:
             seconds: of reading since the slice began.
         """
-        self._owed += (seconds - self._paused_at) * (1.0 - self._read_share) / self._read_share
+        if self.running:
+            share = self._read_share
+            self._owed += (seconds - self._paused_at) * (1.0 - share) / share
         self._paused_at = seconds
         # On a CPU several steps in a row: threads of torch's still spin during the first. A GPU has
         # none, and nothing is lost where it goes on sooner.
         part = 8 if self._reads_on_gpu else 2
-        return self._kind == _PAUSED and self._owed > self._slice_seconds / part
+        return self._kind != _WAITED and self._owed > self._slice_seconds / part
 
     @property
     def decodes_first(self) -> bool:
         """Whether those that run decode before more is read."""
         return bool(self.running) and self._owed > 0.0
 
-    def was_read(self, num_tokens: int, seconds: float) -> None:
-        """A slice took so long: the next one is as much larger or smaller."""
+    def read_within(
+        self, own: Sequence[Request], num_left: Callable[[Request], int]
+    ) -> tuple[Request, int] | None:
+        """A short prompt, and how much of it, that is read between two layers of the slice that
+        reads `own`, which it does not begin like; None: there is none."""
+        if self._reads_on_gpu or self._kind == _WAITED:
+            return None
+        longest = max(map(num_left, own))
+        for request in self.reading:
+            left = num_left(request)
+            if (
+                left <= _SHORT * longest
+                and request not in own
+                and not _shares(own, request, num_left)
+            ):
+                return request, min(left, self._least[_ALONE])
+        return None
+
+    def was_read(self, num_tokens: int, seconds: float, within: float = 0.0) -> None:
+        """A slice took so long, and reading others between its layers `within` of it: the next one
+        is as much larger or smaller."""
         kind = self._kind
-        size, wanted = self._sizes[kind], self._slice_seconds * _SECONDS[kind]
+        size, wanted = self._sizes[kind], self._slice_seconds * self._seconds[kind]
         # A prompt's end says little, and so does more than that behind a long one.
         if size // 2 <= num_tokens <= size:
-            size = int(size * min(_GROWTH[kind], max(0.5, wanted / seconds)))
+            size = int(size * min(_GROWTH[kind], max(0.5, wanted / (seconds - within))))
             self._sizes[kind] = min(self.most_slice_tokens, max(self._least[kind], size))
         self.owes(seconds)
 

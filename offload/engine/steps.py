@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,6 +67,8 @@ class Steps:
     """Steps of one engine, whose model's lock the caller has.
 
     Args:
+        take_arrived: has the scheduler know of those that came; called before a step, and behind
+            layers of a slice.
         take_cancelled: gives requests whose answers are no longer wanted, each once; asked before a
             step, and behind every layer of a slice.
         on_finished: told of each request that has ended.
@@ -78,6 +80,7 @@ class Steps:
         scheduler: Scheduler,
         prefixes: Prefixes,
         sessions: Sessions | None,
+        take_arrived: Callable[[], None],
         take_cancelled: Callable[[], list[Request]],
         on_finished: Callable[[Request], None],
         overcommit: float,
@@ -93,19 +96,21 @@ class Steps:
         )
         self._preempted = Preempted(runtime)
         self._passes, self._sessions, self._on_finished = passes, sessions, on_finished
-        self._take_cancelled = take_cancelled
+        self._take_arrived, self._take_cancelled = take_arrived, take_cancelled
         self._cancelled: list[Request] = []  # that have not ended yet
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
         self._others = runtime.current_generation
         self._outputs: list[RequestOutput] = []
         self._slice_began = 0.0
         self._in_slice: list[Request] = []  # that a pass reads just now
+        self._within_seconds = 0.0  # of reading others between its layers
         self._read_again: Request | None = None  # once, for want of a GPU's memory
 
     def run(self) -> list[RequestOutput]:
         """One step: its outputs."""
         start, self._outputs = time.perf_counter(), []
         self._passes.runtime.sequences.collect()
+        self._take_arrived()
         self._cancel()
         self.scheduler.admit(self._fits)
         self._restore()
@@ -351,6 +356,7 @@ class Steps:
             return
         # What is decoded in between does not count.
         self._slice_began = time.perf_counter() - self.stats.decode_seconds
+        self._within_seconds = 0.0
         for request, size in parts:
             if request.is_read:
                 self._correct(request, size)
@@ -358,23 +364,26 @@ class Steps:
             self._read_parts(prompts)
         seconds = self._slice_seconds()
         num_tokens = sum(size for request, size in parts if request.finish_reason != "cancelled")
-        self.scheduler.was_read(num_tokens, seconds)
+        self.scheduler.was_read(num_tokens, seconds, self._within_seconds)
         self.stats.read_seconds += seconds
 
     def _slice_seconds(self) -> float:
         """Seconds of reading since the slice began."""
         return time.perf_counter() - self.stats.decode_seconds - self._slice_began
 
-    def _pause(self) -> None:
+    def _pause(self, own: Sequence[Request]) -> None:
         """Between two layers of a slice the others decode, if reading has had its share of time:
         how long a slice takes is not how long they wait. Who is cancelled ends here, too.
 
+        Args:
+            own: whose prompts the slice reads.
+
         Raises:
-            _SliceGivenUp: all whose prompts are read are cancelled. One of several waits for the
-                slice's end: what the others have of it is not read again.
+            _SliceGivenUp: all of them are cancelled. One of several waits for the slice's end: what
+                the others have of it is not read again.
         """
         self._cancel()
-        if all(request in self._cancelled for request in self._in_slice):
+        if all(request in self._cancelled for request in own):
             raise _SliceGivenUp
         if self.scheduler.owes(self._slice_seconds()):
             self._passes.wait()  # a step would, in its own time
@@ -382,6 +391,21 @@ class Steps:
             self._decode()
             while self.scheduler.decodes_first:
                 self._decode()
+        if len(own) == len(self._in_slice):  # this one is not within another
+            self._read_within(own)
+
+    def _read_within(self, own: Sequence[Request]) -> None:
+        """Short prompts, also those that have come meanwhile, do not wait for a long one's end.
+        They have as much time as the slice has had."""
+        while 2 * self._within_seconds <= self._slice_seconds():
+            self._take_arrived()
+            self.scheduler.admit(self._fits)
+            part = self.scheduler.read_within(own, self.prefixes.num_left)
+            if part is None:
+                return
+            began = self._slice_seconds()
+            self._read_parts([part])
+            self._within_seconds += self._slice_seconds() - began
 
     def _correct(self, request: Request, size: int) -> None:
         """Read some decoded tokens again; behind the last of them it goes on."""
@@ -418,15 +442,16 @@ class Steps:
                 self._begin(request)
                 stop = min(request.num_read + size, self.prefixes.next_stop(request))
                 spans.append((request, request.num_read, stop))
-            self._in_slice = [request for request, _, _ in spans]
+            own, outer = [request for request, _, _ in spans], self._in_slice
+            self._in_slice = [*outer, *own]
             try:
                 hidden = self._passes.read(
                     [(r.seq, r.prompt[a:b]) for r, a, b in spans if r.seq is not None],
                     builds=any(stop == len(request.prompt) for request, _, stop in spans),
-                    between=self._pause,
+                    between=functools.partial(self._pause, own),
                 )
             finally:
-                self._in_slice = []
+                self._in_slice = outer
         except _SliceGivenUp:
             self._cancel()
             return

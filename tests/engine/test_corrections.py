@@ -58,7 +58,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices and steps take equally long, whatever else the machine does: two steps to a slice."""
     read, decoded = Scheduler.was_read, Scheduler.was_decoded
     monkeypatch.setattr(
-        Scheduler, "was_read", lambda self, num_tokens, seconds: read(self, num_tokens, 1.0)
+        Scheduler, "was_read", lambda self, num_tokens, *_: read(self, num_tokens, 1.0)
     )
     monkeypatch.setattr(
         Scheduler,

@@ -158,6 +158,44 @@ def test_others_decode_between_the_layers_of_a_slice(
     assert model.kv_store.num_sequences == 0
 
 
+@pytest.mark.parametrize("name", ["full", "lychee_cluster"])
+def test_short_prompts_are_read_between_the_layers_of_a_slice(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One that comes then is answered first, also where it is cancelled or does not fit a part."""
+    model, lens = load(long_folder, name), (40, 200, 25, 30)
+    short, long, other, leaves = (random_tokens(1, n, seed=n)[0].tolist() for n in lens)
+    wanted = {
+        "short": alone(model, short),
+        "long": alone(model, long),
+        "other": alone(model, other),
+    }
+    engine, found, layers = Engine(model, prefix_caching=False), dict[str, list[int]](), [0]
+    monkeypatch.setitem(engine._steps.scheduler._least, "alone", 32)
+    engine._steps.scheduler._sizes["alone"] = 200
+    pause, order = Steps._pause, list[str]()
+    coming = {2: ("short", short), 3: ("leaves", leaves), 5: ("other", other)}
+
+    def arriving(self: Steps, own: list[Request]) -> None:
+        layers[0] += 1
+        if layers[0] in coming:
+            engine.add_request(coming[layers[0]][1], GREEDY, coming[layers[0]][0], note)
+        if layers[0] == 4:
+            engine.cancel("leaves")
+        pause(self, own)
+
+    def note(output: RequestOutput) -> None:
+        if output.tokens and output.request_id not in order:
+            order.append(output.request_id)
+
+    monkeypatch.setattr(Steps, "_pause", arriving)
+    engine.add_request(long, GREEDY, "long", note)
+    assert answers(engine, found) == wanted | {"leaves": found["leaves"]}
+    assert order.index("short") < order.index("long")
+    engine.stop()
+    assert model.kv_store.num_sequences == 0 == model.kv_store.host_bytes_used
+
+
 @pytest.mark.parametrize("callback", ["is_ready", "on_output"])
 def test_a_callback_fails_between_the_layers_of_a_slice(
     long_folder: Path, monkeypatch: pytest.MonkeyPatch, callback: str
@@ -209,11 +247,11 @@ def test_who_is_cancelled_leaves_between_the_layers_of_a_slice(
     engine, found, layers = Engine(model, prefix_caching=False), dict[str, list[int]](), [0]
     pause = Steps._pause
 
-    def cancelling(self: Steps) -> None:
+    def cancelling(self: Steps, own: list[Request]) -> None:
         layers[0] += 1
         if layers[0] == 1:
             engine.cancel("is read")
-        pause(self)
+        pause(self, own)
 
     engine.add_request(short, replace(GREEDY, max_tokens=30), "decodes")
     while not engine.stats.decode_steps:
@@ -245,12 +283,12 @@ def test_who_is_read_beside_others_is_cancelled_behind_the_slice(
     engine, found = Engine(model, max_num_seqs=3), dict[str, list[int]]()
     cancelled = dict[str, int]()
 
-    def cancelling(self: Steps) -> None:
+    def cancelling(self: Steps, own: list[Request]) -> None:
         layers[0] += 1
         if layers[0] == 1:
             for name in ("decodes", "leaves", "waits"):
                 engine.cancel(name)
-        pause(self)
+        pause(self, own)
 
     def note(output: RequestOutput) -> None:
         if output.finish_reason is not None:
@@ -378,9 +416,9 @@ def test_slices_are_as_short_as_those_of_a_prefill(
     model, read = load(tiny_folders["llama"], prefill_slice_tokens=8), []
     was_read = Scheduler.was_read
 
-    def note(self: Scheduler, num_tokens: int, seconds: float) -> None:
+    def note(self: Scheduler, num_tokens: int, *seconds: float) -> None:
         read.append(num_tokens)
-        was_read(self, num_tokens, seconds)
+        was_read(self, num_tokens, *seconds)
 
     monkeypatch.setattr(Scheduler, "was_read", note)
     engine = Engine(model)
@@ -670,6 +708,7 @@ def test_what_is_read_makes_room_for_one_that_runs(
     decoded, read = prompts_of(20, 700)
     wanted = {"decodes": alone(model, decoded, 500), "is read": alone(model, read)}
     turns = itertools.cycle([True] * 8 + [False])  # so many steps, then a slice
+    monkeypatch.setattr("offload.engine.scheduler._SHARE", 0.0)
     monkeypatch.setattr(Scheduler, "decodes_first", property(lambda self: next(turns)))
     monkeypatch.setattr(Scheduler, "owes", lambda self, seconds: False)
     engine = Engine(model, slice_seconds=1e-4, overcommit=16.0, prefix_caching=False)

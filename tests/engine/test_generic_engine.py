@@ -16,6 +16,7 @@ from cases.slowly import slow_but
 from cases.tiny_models import VOCAB_SIZE
 
 from offload.engine.engine import Engine
+from offload.engine.request import Request
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Scheduler
 from offload.engine.sessions import Sessions
@@ -110,12 +111,12 @@ def test_others_decode_in_the_middle_of_a_prompt(model: Any) -> None:
     lengths: list[int] = []
     before = steps._pause
 
-    def pause() -> None:
+    def pause(own: list[Request]) -> None:
         lengths.append(len(decoding.answer))
         steps._decode()
         if len(lengths) == 2:
             engine.cancel("read")
-        before()
+        before(own)
 
     steps._pause = pause
     engine.add_request(IDS[1], GREEDY, "read")

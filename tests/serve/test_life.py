@@ -23,6 +23,7 @@ from cases.tiny_models import byte_tokenizer
 from serve.conftest import Serve, metric, serving_process
 
 from offload import AsyncEngine, Engine
+from offload.engine.request import Request
 from offload.engine.sessions import SessionInUseError
 from offload.engine.steps import Steps
 from offload.serve.app import Served
@@ -351,9 +352,9 @@ def test_the_end_while_prompts_are_read(
 ) -> None:
     """Within two seconds, even in the middle of a layer; each client gets an error as OpenAI's."""
 
-    def slow(self: Steps) -> None:
+    def slow(self: Steps, own: list[Request]) -> None:
         time.sleep(seconds[-1])
-        pause(self)
+        pause(self, own)
 
     pause, seconds = Steps._pause, [0.1]
     monkeypatch.setattr(Steps, "_pause", slow)
@@ -428,7 +429,7 @@ def test_a_short_prompt_is_answered_at_the_end(
     """One that came just before the signal."""
     entered = threading.Event()
 
-    def slow(self: Steps) -> None:
+    def slow(self: Steps, own: list[Request]) -> None:
         entered.set()
         time.sleep(0.05)
 
@@ -444,10 +445,10 @@ def test_a_short_prompt_is_answered_at_the_end(
 def test_who_leaves_during_the_prompt_is_not_read_on(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    def slow(self: Steps) -> None:
+    def slow(self: Steps, own: list[Request]) -> None:
         entered.set()
         time.sleep(0.4)
-        pause(self)
+        pause(self, own)
 
     entered, pause = threading.Event(), Steps._pause
     monkeypatch.setattr(Steps, "_pause", slow)

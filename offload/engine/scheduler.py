@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from offload.engine.prefix_tree import num_equal
 from offload.engine.request import Request
+from offload.engine.working_memory import WorkingMemory
 from offload.kv.store import KVStore
 from offload.runtime.correcting import Corrections
 from offload.runtime.sequences import Sequences
@@ -28,6 +30,7 @@ _GROWTH = {_ALONE: 2.0, _WAITED: 1.25, _PAUSED: 2.0}
 _ANSWER_TOKENS = 1024  # that are expected where a request has no maximum
 # Beside the state itself a copy of where a prompt ends, and one while a batch changes.
 _STATES = 3
+_READING = "what reading a prompt takes"
 _LOOKED_THROUGH = 8  # prompts behind the first, for such as fit a slice
 
 
@@ -38,6 +41,7 @@ class Admission:
         corrections: of one sequence at a time; None: there are none.
         overcommit: as of `Engine`.
         sequences: what they have beside pages and policy; None: nothing.
+        working: what passes take; None: it is not counted.
     """
 
     def __init__(
@@ -47,11 +51,23 @@ class Admission:
         corrections: Corrections | None,
         overcommit: float,
         sequences: Sequences | None = None,
+        working: WorkingMemory | None = None,
     ) -> None:
         self._store, self._policy_states, self._overcommit = store, states, overcommit
         self._sequences = sequences
         self._bytes_at = (lambda kv_len: 0) if sequences is None else sequences.bytes_at
         self._corrections = corrections
+        self._row_bytes, self._slice_bytes = 0, 0
+        if working is not None:
+            self._row_bytes, self._slice_bytes = working.row_bytes, working.of_slice
+            # Once for all engines of a model: one of them reads at a time.
+            if _READING not in store.ledger.by_tenant():
+                store.ledger.add(_READING, lambda: working.of_slice)
+
+    @property
+    def budget_bytes(self) -> int:
+        """For requests: that of the store without what reading a prompt takes."""
+        return max(0, self._store.host_budget_bytes - self._slice_bytes)
 
     def most_bytes(self, num_tokens: int) -> int:
         """Bytes that a request of so many tokens needs at most, when no other runs."""
@@ -62,12 +78,12 @@ class Admission:
         """Requests that come to so many tokens, and fit together."""
         pages, corrected = self._pages(num_tokens), self._corrected_pages(num_tokens)
         states, page_bytes = self._states(num_tokens), self._store.page_bytes
-        left = self._store.host_budget_bytes - corrected * page_bytes - states
+        left = self.budget_bytes - corrected * page_bytes - states
         return max(0, left // (pages * page_bytes + states))
 
     def most_answer(self, prompt_tokens: int, max_tokens: int) -> int:
         """Tokens of an answer that fit when no other request runs: 1 .. `max_tokens`."""
-        budget = self._store.host_budget_bytes
+        budget = self.budget_bytes
         few, many = 1, max_tokens + 1
         while many - few > 1:
             middle = (few + many) // 2
@@ -143,7 +159,8 @@ class Admission:
     def _states(self, num_tokens: int) -> int:
         num_bytes = self._policy_states.bytes
         of_parts = _STATES * self._bytes_at(num_tokens)
-        return num_bytes.most_at(num_tokens) + num_bytes.of_queries + of_parts
+        of_request = of_parts + self._row_bytes
+        return num_bytes.most_at(num_tokens) + num_bytes.of_queries + of_request
 
 
 class Scheduler:
@@ -154,6 +171,7 @@ class Scheduler:
     Args:
         max_num_seqs, slice_seconds, read_share: as of `Engine`.
         most_slice_tokens: of a slice.
+        most_past_tokens: that its prompts have read before, but for the first of them.
         reads_on_gpu: prompts are read there.
 
     Attributes:
@@ -171,6 +189,7 @@ class Scheduler:
         slice_seconds: float,
         read_share: float,
         most_slice_tokens: int,
+        most_past_tokens: int = sys.maxsize,
         reads_on_gpu: bool = False,
     ) -> None:
         self.waiting: deque[Request] = deque()
@@ -179,7 +198,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.correcting: list[Request] = []
         self.max_num_seqs, self.most_slice_tokens = max_num_seqs, most_slice_tokens
-        self._reads_on_gpu = reads_on_gpu
+        self._reads_on_gpu, self._most_past_tokens = reads_on_gpu, most_past_tokens
         self._slice_seconds = slice_seconds
         self._read_share = read_share
         # Of slices that take so long.
@@ -286,6 +305,12 @@ class Scheduler:
         size = left = whole - sum(num_tokens for _, num_tokens in corrected)
         parts: dict[Request, int] = {}
         first, *others = self.reading[: 1 + _LOOKED_THROUGH]
+        past = first.num_read
+        for request in [*others]:
+            past += request.num_read
+            if past + whole > self._most_past_tokens:
+                others.remove(request)
+                past -= request.num_read
         if first is self._last:  # its rest leaves half of the slice to those that fit in there
             for request in others:
                 num_tokens = num_left(request)

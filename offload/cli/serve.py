@@ -268,6 +268,7 @@ def prepare(
     from offload.loading.names import load_tokenizer
     from offload.runtime.model import OffloadedModel
     from offload.runtime.row_dtype import lack_of_room, takes_int8
+    from offload.system.memory import give_back_free_memory
 
     folder, sizes = kept.session_dir, kept.sizes()
     access = Access(
@@ -300,6 +301,7 @@ def prepare(
             max_queued=load.max_queued,
             sessions=None if folder is None else Sessions(folder, *sizes),
         )
+        give_back_free_memory()  # that loading has left
         return Served(
             AsyncEngine(engine),
             listening.served_model_name or model,

@@ -25,6 +25,7 @@ from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Scheduler
 from offload.engine.sessions import SessionInUseError, Sessions, check_session_id
 from offload.engine.steps import EngineStats, Steps
+from offload.engine.working_memory import WorkingMemory
 from offload.runtime.cache import check_offloaded
 from offload.runtime.runtime import Runtime
 from offload.system.interrupts import shielded
@@ -90,11 +91,13 @@ class Engine:
         check_model(runtime)
         self.model, self.tokenizer = model, tokenizer
         self.max_num_seqs, self.max_queued, self.sessions = max_num_seqs, max_queued, sessions
+        working = WorkingMemory.of(model, runtime)
         scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
             slice_seconds=slice_seconds,
             read_share=read_share,
-            most_slice_tokens=runtime.config.prefill_slice_tokens,
+            most_slice_tokens=working.slice_tokens,
+            most_past_tokens=working.past_tokens,
             reads_on_gpu=runtime.device.type == "cuda",
         )
         passes = Passes(runtime) if isinstance(runtime, Runtime) else GenericPasses(runtime)
@@ -110,6 +113,7 @@ class Engine:
             self._take_cancelled,
             self._forget,
             overcommit,
+            working,
         )
         self._maker = RequestMaker(model, tokenizer, self._steps.admission)
         self._inbox = threading.Condition()
@@ -124,7 +128,7 @@ class Engine:
 
     def _say_room(self) -> None:
         admission, most = self._steps.admission, self.max_context
-        budget = format_bytes(self._runtime.store.host_budget_bytes)
+        budget = format_bytes(admission.budget_bytes)
         if count := admission.most_requests(most):
             logger.info(
                 "%s of host KV cache have room for %d requests of all %s tokens at a time",

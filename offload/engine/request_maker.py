@@ -73,7 +73,7 @@ class RequestMaker:
             max_tokens = self._admission.most_answer(len(prompt), max_tokens)
         request_id = request_id or f"request-{uuid.uuid4().hex}"
         request = Request(request_id, prompt, params, max_tokens, ends, text, on_output, is_ready)
-        budget = runtime.store.host_budget_bytes
+        budget = self._admission.budget_bytes
         most = self._admission.most_bytes(request.most_tokens)
         if most > budget:
             half = "" if runtime.store.format.is_int8 else ", load the model with kv_dtype='int8'"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from offload.engine.prefix_tree import num_equal
 from offload.engine.request import Request
+from offload.engine.working_memory import WorkingMemory
 from offload.kv.store import KVStore
 from offload.runtime.correcting import Corrections
 from offload.runtime.sequences import Sequences
@@ -32,6 +34,7 @@ _SHORT = 1 / 4
 _ANSWER_TOKENS = 1024  # that are expected where a request has no maximum
 # Beside the state itself a copy of where a prompt ends, and one while a batch changes.
 _STATES = 3
+_READING = "what reading a prompt takes"
 _LOOKED_THROUGH = 8  # prompts behind the first, for such as fit a slice
 
 
@@ -42,6 +45,7 @@ class Admission:
         corrections: of one sequence at a time; None: there are none.
         overcommit: as of `Engine`.
         sequences: what they have beside pages and policy; None: nothing.
+        working: what passes take; None: it is not counted.
     """
 
     def __init__(
@@ -51,11 +55,26 @@ class Admission:
         corrections: Corrections | None,
         overcommit: float,
         sequences: Sequences | None = None,
+        working: WorkingMemory | None = None,
     ) -> None:
         self._store, self._policy_states, self._overcommit = store, states, overcommit
         self._sequences = sequences
         self._bytes_at = (lambda kv_len: 0) if sequences is None else sequences.bytes_at
         self._corrections = corrections
+        self._row_bytes, self._slice_bytes = 0, 0
+        if working is not None:
+            self._row_bytes, self._slice_bytes = working.row_bytes, working.of_slice
+            # Of all engines of a model one reads at a time.
+            store.ledger.put(_READING, lambda: working.of_slice)
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        self._store.ledger.put(_READING, lambda: 0)
+
+    @property
+    def budget_bytes(self) -> int:
+        """For requests: that of the store without what reading a prompt takes."""
+        return max(0, self._store.host_budget_bytes - self._slice_bytes)
 
     def most_bytes(self, num_tokens: int) -> int:
         """Bytes that a request of so many tokens needs at most, when no other runs."""
@@ -66,12 +85,12 @@ class Admission:
         """Requests that come to so many tokens, and fit together."""
         pages, corrected = self._pages(num_tokens), self._corrected_pages(num_tokens)
         states, page_bytes = self._states(num_tokens), self._store.page_bytes
-        left = self._store.host_budget_bytes - corrected * page_bytes - states
+        left = self.budget_bytes - corrected * page_bytes - states
         return max(0, left // (pages * page_bytes + states))
 
     def most_answer(self, prompt_tokens: int, max_tokens: int) -> int:
         """Tokens of an answer that fit when no other request runs: 1 .. `max_tokens`."""
-        budget = self._store.host_budget_bytes
+        budget = self.budget_bytes
         few, many = 1, max_tokens + 1
         while many - few > 1:
             middle = (few + many) // 2
@@ -147,7 +166,8 @@ class Admission:
     def _states(self, num_tokens: int) -> int:
         num_bytes = self._policy_states.bytes
         of_parts = _STATES * self._bytes_at(num_tokens)
-        return num_bytes.most_at(num_tokens) + num_bytes.of_queries + of_parts
+        of_request = of_parts + self._row_bytes
+        return num_bytes.most_at(num_tokens) + num_bytes.of_queries + of_request
 
 
 class Scheduler:
@@ -158,6 +178,7 @@ class Scheduler:
     Args:
         max_num_seqs, slice_seconds, read_share: as of `Engine`.
         most_slice_tokens: of a slice.
+        most_past_tokens: that its prompts have read before, but for the first of them.
         reads_on_gpu: prompts are read there.
 
     Attributes:
@@ -175,6 +196,7 @@ class Scheduler:
         slice_seconds: float,
         read_share: float,
         most_slice_tokens: int,
+        most_past_tokens: int = sys.maxsize,
         reads_on_gpu: bool = False,
     ) -> None:
         self.waiting: deque[Request] = deque()
@@ -183,10 +205,12 @@ class Scheduler:
         self.running: list[Request] = []
         self.correcting: list[Request] = []
         self.max_num_seqs, self.most_slice_tokens = max_num_seqs, most_slice_tokens
-        self._reads_on_gpu = reads_on_gpu
+        self._reads_on_gpu, self._most_past_tokens = reads_on_gpu, most_past_tokens
         self._seconds = _SECONDS_ON_GPU if reads_on_gpu else _SECONDS
         self._slice_seconds = slice_seconds
         self._read_share = read_share
+        self._whole = 0  # tokens that the last slice might have
+        self._most_within = max(1, most_slice_tokens // 4)
         # Of slices that take so long.
         least = _LEAST | ({_PAUSED: _LEAST_ON_GPU} if reads_on_gpu else {})
         self._least = {kind: min(size, most_slice_tokens) for kind, size in least.items()}
@@ -285,12 +309,19 @@ class Scheduler:
             longest = max(request.num_read for request in self.reading[: 1 + _LOOKED_THROUGH])
             share = int(_SHARE * longest)
             whole = min(max(whole, share), self.most_slice_tokens)
+        self._whole = whole
         corrected = self._corrected_in(whole // 2 if self.reading else whole)
         if not self.reading:
             return corrected
         size = left = whole - sum(num_tokens for _, num_tokens in corrected)
         parts: dict[Request, int] = {}
         first, *others = self.reading[: 1 + _LOOKED_THROUGH]
+        past = first.num_read
+        for request in [*others]:
+            past += request.num_read
+            if past + whole > self._most_past_tokens:
+                others.remove(request)
+                past -= request.num_read
         if first is self._last:  # its rest leaves half of the slice to those that fit in there
             for request in others:
                 num_tokens = num_left(request)
@@ -345,15 +376,18 @@ class Scheduler:
         reads `own`, which it does not begin like; None: there is none."""
         if self._reads_on_gpu or self._kind == _WAITED:
             return None
-        longest = max(map(num_left, own))
+        longest, most = max(map(num_left, own)), min(self._least[_ALONE], self._most_within)
+        past = self._whole + sum(request.num_read for request in own)
         for request in self.reading:
             left = num_left(request)
+            if past + request.num_read + most > self._most_past_tokens:
+                continue
             if (
                 left <= _SHORT * longest
                 and request not in own
                 and not _shares(own, request, num_left)
             ):
-                return request, min(left, self._least[_ALONE])
+                return request, min(left, most)
         return None
 
     def was_read(self, num_tokens: int, seconds: float, within: float = 0.0) -> None:

@@ -18,7 +18,9 @@ from offload.engine.runner import Passes
 from offload.engine.sampler import Chosen, choose
 from offload.engine.scheduler import Admission, Scheduler
 from offload.engine.sessions import Sessions
+from offload.engine.working_memory import WorkingMemory
 from offload.system.errors import DeviceMemoryError, HostBudgetError, SessionMiss
+from offload.system.memory import give_back_free_memory
 from offload.system.torch_threads import torch_threads
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ _SAVING_SECONDS = 0.01
 _RESTORING_SECONDS = 0.03
 # Of a `run`, where no request waits: one that comes meanwhile does.
 _STEPS_IN_TURN = 4
+_MANY_TOKENS = 2048  # reading them takes seconds, giving back what they leave milliseconds
 
 
 @dataclass
@@ -84,6 +87,7 @@ class Steps:
         take_cancelled: Callable[[], list[Request]],
         on_finished: Callable[[Request], None],
         overcommit: float,
+        working: WorkingMemory,
     ) -> None:
         self.scheduler, self.prefixes, self.stats = scheduler, prefixes, EngineStats()
         runtime = passes.runtime
@@ -93,7 +97,9 @@ class Steps:
             runtime.sequences.corrections,
             overcommit,
             runtime.sequences,
+            working,
         )
+        self._num_read = 0  # since free memory was given back
         self._preempted = Preempted(runtime)
         self._passes, self._sessions, self._on_finished = passes, sessions, on_finished
         self._take_arrived, self._take_cancelled = take_arrived, take_cancelled
@@ -315,6 +321,7 @@ class Steps:
         while self.prefixes.drop():
             pass
         self._preempted.close()
+        self.admission.close()
         self._passes.runtime.decoder.end_generation()
 
     def _make_room(self) -> bool:
@@ -365,7 +372,15 @@ class Steps:
         seconds = self._slice_seconds()
         num_tokens = sum(size for request, size in parts if request.finish_reason != "cancelled")
         self.scheduler.was_read(num_tokens, seconds, self._within_seconds)
+        self._give_back(num_tokens)
         self.stats.read_seconds += seconds
+
+    def _give_back(self, num_tokens: int) -> None:
+        """What slices of so many more tokens leave to the allocator, once they are many."""
+        self._num_read += num_tokens
+        if self._passes.runtime.device.type == "cpu" and self._num_read >= _MANY_TOKENS:
+            give_back_free_memory()
+            self._num_read = 0
 
     def _slice_seconds(self) -> float:
         """Seconds of reading since the slice began."""

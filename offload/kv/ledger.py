@@ -20,6 +20,11 @@ class MemoryLedger:
         """A tenant; several may have one name."""
         self._tenants.append((name, count_bytes))
 
+    def put(self, name: str, count_bytes: Callable[[], int]) -> None:
+        """A tenant in the place of those that have its name."""
+        self._tenants = [tenant for tenant in self._tenants if tenant[0] != name]
+        self.add(name, count_bytes)
+
     @property
     def is_shared(self) -> bool:
         """Whether there is a tenant."""

@@ -1,0 +1,67 @@
+"""What a server holds of memory stays within what it was told, whatever is asked."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from cases.inside import allow_host_bytes
+from serve.conftest import serving_process
+
+from offload import Engine, OffloadedModel
+from offload.loading.embedded_package import embedded_gguf
+
+TOLD_MIB, PROMPT_TOKENS = 130, 500
+NOISE_MIB = 8  # the first requests' modules, and threads of the server
+
+
+def anonymous_mib(pid: int) -> float:
+    """Memory of a process that no file backs."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(x.split()[1]) for x in lines if x.startswith(("RssAnon", "RssShmem"))) / 1024
+
+
+def test_a_server_stays_within_max_memory() -> None:
+    told = ("--max-memory", f"cpu={TOLD_MIB}MiB", "--kv-dtype", "int8", "--dtype", "bfloat16")
+    with serving_process(embedded_gguf(), *told, "--policy", "full") as (process, url):
+        weights = embedded_gguf().stat().st_size / 2**20
+        program = anonymous_mib(process.pid) - weights
+        samples, is_over = [0.0], threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(0.005):
+                samples.append(anonymous_mib(process.pid))
+
+        def ask(client: int) -> int:
+            body = {"prompt": f"{client} " * PROMPT_TOKENS, "max_tokens": 4, "ignore_eos": True}
+            return httpx.post(f"{url}/v1/completions", json=body, timeout=300).status_code
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            with ThreadPoolExecutor(4) as clients:
+                assert [*clients.map(ask, range(4))] == [200] * 4
+        finally:
+            is_over.set()
+            watching.join()
+        assert max(samples) <= program + TOLD_MIB + NOISE_MIB
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 1 << 24])
+def test_slices_are_as_large_as_the_budget_allows(
+    tiny_folders: dict[str, Path], budget: int
+) -> None:
+    model = OffloadedModel.from_pretrained(tiny_folders["llama"], policy="full", num_threads=1)
+    allow_host_bytes(model, budget)
+    engine, ledger = Engine(model), model.kv_store.ledger
+    counted = ledger.by_tenant()["what reading a prompt takes"]
+    scheduler = engine._steps.scheduler
+    assert 32 <= scheduler.most_slice_tokens <= model._offload.config.prefill_slice_tokens
+    assert 0 < counted == budget - engine._steps.admission.budget_bytes
+    assert counted <= budget / 4 or scheduler.most_slice_tokens == 32
+    assert scheduler.most_slice_tokens > 32 or budget == 1 << 20
+    engine.stop()
+    assert ledger.by_tenant()["what reading a prompt takes"] == 0

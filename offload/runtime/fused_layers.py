@@ -47,7 +47,7 @@ class _Mixer:
         states: Any = cache.layers[self._layer_idx]
         kept = states.conv_states[0], states.recurrent_states[0]
         # A row of each sequence at a time: those of a draft follow each other.
-        parts = self._into(pool, x, norm=self.norm).split(len(kept[0]))
+        parts = torch.split(self._into(pool, x, norm=self.norm), len(kept[0]))
         mixed = torch.cat([self._rule(pool, rows, *kept) for rows in parts])
         return self._out(pool, mixed, residual=x)
 

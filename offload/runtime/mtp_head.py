@@ -122,7 +122,7 @@ class MtpHead:
         self._eh_proj.weight = own["eh_proj.weight"]
         for module in (self._model, self._eh_proj):
             use_pool(module, pool, lambda: True)
-        self._num_bytes = sum(x.nbytes for x in (*self._model.parameters(), *own.values()))
+        self._num_bytes: int = sum(x.nbytes for x in (*self._model.parameters(), *own.values()))
         self._caches = weakref.WeakSet[DynamicCache]()
         probe, size = self.new_cache(1), int(shape[0])
         with torch.no_grad():
@@ -133,7 +133,9 @@ class MtpHead:
     @property
     def held_bytes(self) -> int:
         """Memory of weights, keys and values."""
-        held = [x.nbytes for cache in self._caches for x in tensors_in(vars(cache.layers[0]))]
+        held: list[int] = [
+            x.nbytes for cache in self._caches for x in tensors_in(vars(cache.layers[0]))
+        ]
         return self._num_bytes + sum(held)
 
     def hidden(self, hidden: Tensor, tokens: Tensor, cache: Any, first: int) -> Tensor:
@@ -168,19 +170,22 @@ class MtpHead:
         return cache
 
 
-class _Rows(DynamicLayer):
+class _Rows(DynamicLayer):  # type: ignore[no-untyped-call]
     """Keys and values of one sequence, of whom nothing is copied when more come."""
 
     def __init__(self, most: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._most, self._len = most, 0
         self._all: list[Tensor] = []
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states, value_states, *_, **__):  # type: ignore[no-untyped-def]
         if not self._all:
-            self._all = [x.new_empty(*x.shape[:2], self._most, x.shape[3]) for x in (keys, values)]
-        first, self._len = self._len, self._len + keys.shape[2]
-        for rows, new in zip(self._all, (keys, values), strict=True):
+            self._all = [
+                x.new_empty(*x.shape[:2], self._most, x.shape[3])
+                for x in (key_states, value_states)
+            ]
+        first, self._len = self._len, self._len + key_states.shape[2]
+        for rows, new in zip(self._all, (key_states, value_states), strict=True):
             rows[:, :, first : self._len] = new
         of_keys, of_values = (rows[:, :, : self._len] for rows in self._all)
         return of_keys, of_values
@@ -197,7 +202,7 @@ def _one_layer(config: Any) -> Any:
     changed = copy.deepcopy(config)
     changed.num_hidden_layers = 1
     changed._attn_implementation = "sdpa"
-    kinds = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]}
+    kinds: dict[str, Any] = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]}
     kinds |= {"first_k_dense_replace": 0, "mlp_only_layers": []}
     for name, value in kinds.items():
         if getattr(changed, name, None) is not None:
@@ -239,7 +244,7 @@ class MtpDrafts(CandidateGenerator):
         self._hidden = output.last_hidden_state
         self._start = self._cache.get_seq_length() - self._hidden.shape[1]
 
-    def get_candidates(
+    def get_candidates(  # type: ignore[override]
         self, input_ids: Tensor, *, is_first_iteration: bool, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Ids [1, n], all so far and the drafts, and logits float32 [1, num_drafts, vocab_size]."""

@@ -45,8 +45,10 @@ class _Mixer:
 
     def __call__(self, pool: WorkerPool, x: Tensor, cache: GenericCache) -> Tensor:
         states: Any = cache.layers[self._layer_idx]
-        projected = self._into(pool, x, norm=self.norm)
-        mixed = self._rule(pool, projected, states.conv_states[0], states.recurrent_states[0])
+        kept = states.conv_states[0], states.recurrent_states[0]
+        # A row of each sequence at a time: those of a draft follow each other.
+        parts = torch.split(self._into(pool, x, norm=self.norm), len(kept[0]))
+        mixed = torch.cat([self._rule(pool, rows, *kept) for rows in parts])
         return self._out(pool, mixed, residual=x)
 
 
@@ -76,7 +78,8 @@ class _Attention:
         heads = projected[:, : 2 * width].view(n, -1, 2, self._head_dim)
         queries = heads[:, :, 0].reshape(n, width)
         qkv = torch.cat([queries, projected[:, 2 * width :]], 1)
-        cos, sin = (table.expand(n, 1, -1)[:, 0].contiguous() for table in rope)
+        rows = n // rope[0].shape[1], rope[0].shape[1], -1
+        cos, sin = (table.expand(rows).flatten(0, 1).contiguous() for table in rope)
         attended = cache.decode(self.layer_idx, qkv, (cos, sin), self._norms, mask)
         gated = attended.view(n, -1, self._head_dim) * heads[:, :, 1].sigmoid()
         return self._out(pool, gated.view(n, width), residual=x)
@@ -132,11 +135,13 @@ class _FusedForward:
         self._made_of: object = None
 
     def __call__(self, x: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
-        fits = 0 < len(x) <= Linear.max_rows and x.dtype == self._layer.input_layernorm.weight.dtype
+        num_rows = x.numel() // x.shape[-1]
+        fits = 0 < num_rows <= Linear.max_rows and 1 in x.shape[:2]
+        fits = fits and x.dtype == self._layer.input_layernorm.weight.dtype
         if not (self._decodes() and fits and self._is_fused()):
             out: Tensor = self._stock(x, past_key_values=past_key_values, **kwargs)
             return out
-        layer, rows, mixer = self._layer, x.reshape(len(x), -1).contiguous(), self._mixer
+        layer, rows, mixer = self._layer, x.reshape(num_rows, -1).contiguous(), self._mixer
         if isinstance(mixer, _Mixer):
             rows = mixer(self._pool, rows, past_key_values)
         elif mixer is not None and past_key_values.can_decode(mixer.layer_idx):

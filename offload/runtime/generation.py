@@ -9,7 +9,8 @@ of columns at which the prompt ends.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 from offload.kv.page_pool import WINDOW_SLACK
@@ -31,6 +32,8 @@ class Generation(PassCounter):
         prompt_columns: where the prompt ends in `cache`; what comes later is decoded.
         gives_all: the columns that are given begin with those that are cached.
         on_tokens: of its prefills, as of `prefill_by_layer`.
+        draft_tokens: that a head of the model proposes at most, of a generic one.
+        at_end: of these drafts.
     """
 
     cache: Any = None  # OffloadedCache, or GenericCache
@@ -38,6 +41,8 @@ class Generation(PassCounter):
     prompt_columns: int = 0
     gives_all: bool = False
     on_tokens: OnTokens | None = None
+    draft_tokens: int = 1
+    at_end: ExitStack = field(default_factory=ExitStack)
 
     def num_new_columns(self, given_columns: int) -> int | None:
         """How many of the first columns given are new, from the last; None: all are, or the caller

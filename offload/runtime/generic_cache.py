@@ -239,6 +239,11 @@ class GenericCache(DynamicCache):
         self.addresses: npt.NDArray[np.int64] | None = None
         self._num_columns = 0
         self._has_failed = False
+        self.takes_back = False  # `crop` may be called
+        # Several tokens behind others are a draft; before the last one, and with states:
+        self._verifies = False
+        self._before: tuple[int, list[dict[str, Any]]] | None = None
+        self.num_owed = 0  # columns at the end of the text that are read again with the next
         hosted.others.caches.add(self)
         self._updated: list[_HostedLayer] = []  # the last one, until it attends
         self._host_layers()
@@ -291,8 +296,9 @@ class GenericCache(DynamicCache):
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the layers that are not in the store."""
-        return len(self._seqs) * self._hosted.others.at(self._num_columns)
+        """Memory of the layers that are not in the store, and of their copies."""
+        times = 1 if self._before is None else 2
+        return times * len(self._seqs) * self._hosted.others.at(self._num_columns)
 
     @property
     def others(self) -> LayerStates:
@@ -387,6 +393,8 @@ class GenericCache(DynamicCache):
         """
         (batch_size, n), columns = shape, self._num_columns + shape[1]
         more = batch_size * self._hosted.others.at(columns) - self.state_bytes
+        if self._copies(n):
+            more += self.state_bytes
         self._check_states(batch_size, n, columns, more)
 
     def reset(self) -> None:
@@ -410,13 +418,54 @@ class GenericCache(DynamicCache):
 
     is_compileable = False  # or generate() compiles what it runs on a GPU
 
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
     __deepcopy__ = __copy__ = __reduce_ex__ = _refuse
+
+    @contextlib.contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Inside, the passes behind the first `crop` are drafts, whose ends it takes back."""
+        self.takes_back = True
+        try:
+            yield
+        finally:
+            self.takes_back = self._verifies = False
+            self._before, self.num_owed = None, 0
+
+    def activate_past_recording(self) -> None:
+        """Nothing: what may be taken back is copied before."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens of a draft.
+
+        Recurrent states and windows go back to where they were before all of it: the tokens that
+        stay are then `num_owed`, and come again with the next ones.
+
+        Args:
+            tokens_to_remove: so many, negative.
+        """
+        if not self.takes_back:
+            self._refuse()
+        self._verifies = True
+        n, (columns, states) = -tokens_to_remove, self._before or (0, [])
+        self._before, self.num_owed = None, 0
+        if n and states:
+            self.num_owed = self._num_columns - n - columns
+            n = self._num_columns - columns
+        if not n:
+            return
+        for seq in self._seqs:
+            self._hosted.sequences.truncate(seq, self.store.kv_len(seq) - n)
+        self._num_columns -= n
+        for layer, state in zip(self.layers, states or [{}] * len(self.layers), strict=True):
+            vars(layer).update(state)
+            if isinstance(layer, _HostedLayer):
+                layer.seen = self._num_columns
 
     def would_decode(self, shape: tuple[int, int]) -> bool:
         """Whether a forward pass of (batch_size, seq_len) is a decode step: a token of each row
-        behind others."""
-        return shape[1] == 1 and bool(self._seqs) and min(self.kv_lens) > 0
+        behind others, or a draft."""
+        is_step = shape[1] == 1 or self._verifies
+        return is_step and bool(self._seqs) and min(self.kv_lens) > 0
 
     @contextlib.contextmanager
     def forward_pass(
@@ -462,6 +511,8 @@ class GenericCache(DynamicCache):
             raise
         began = False
         try:
+            if self._copies(n):
+                self._before = past, [self._copied(layer) for layer in self.layers]
             states.begin(self._seqs, num_new, prefill=not is_decode, builds=False)
             if attended.any():  # or a slice has only padding
                 batch = pack(shape, attended, torch.arange(past, past + n)[None], None)
@@ -472,7 +523,7 @@ class GenericCache(DynamicCache):
             if not is_decode:
                 self.addresses = None
             else:
-                self._step_lens = [past + 1 - pad for pad in pads]
+                self._step_lens = [past + 1 - pad + i for pad in pads for i in range(n)]
                 if not self.steps_on_device:
                     self.begin_step()
             began = True
@@ -498,6 +549,16 @@ class GenericCache(DynamicCache):
         finally:
             self._forget_pass()
 
+    def _copies(self, n: int) -> bool:
+        """Whether states are copied before a pass of n columns, which ends in a draft."""
+        return self._verifies and n > self.num_owed + 1 and bool(self._hosted.others.shapes)
+
+    @staticmethod
+    def _copied(layer: Any) -> dict[str, Any]:
+        """What a cache layer keeps, tensors too."""
+        kept = ("updated", "number", "spec")
+        return copy.deepcopy({name: x for name, x in vars(layer).items() if name not in kept})
+
     @property
     def steps_on_device(self) -> bool:
         """Whether a step may run on the modules' device as a whole, and `note_step` after it."""
@@ -511,7 +572,8 @@ class GenericCache(DynamicCache):
     def begin_step(self) -> None:
         """The stock modules run this step; the CPU attends."""
         self.addresses = None
-        self._step = self._hosted.attention.begin_step(self._seqs, self._step_lens)
+        seqs = np.repeat(self._seqs, len(self._step_lens) // len(self._seqs)).tolist()
+        self._step = self._hosted.attention.begin_step(seqs, self._step_lens)
 
     def note_step(self) -> None:
         """All layers have the new token of each row."""
@@ -704,8 +766,9 @@ class GenericCache(DynamicCache):
         layer: Any = self.layers[layer_idx]
         attention, step = self._hosted.attention, self._step
         assert step is not None
-        layer.seen += 1
-        self._check_mask(mask, 1, layer.seen)
+        n = len(qkv) // len(self._seqs)
+        layer.seen += n
+        self._check_mask(mask, n, layer.seen)
         (q_norm, eps), (k_norm, _) = norms
         attention.rope_append(
             layer.number, step, qkv, rope, q_norm=q_norm, k_norm=k_norm, norm_eps=eps
@@ -718,29 +781,31 @@ class GenericCache(DynamicCache):
         self, layer: _HostedLayer, call: AttentionCall, step: DecodeStep, *, appends: bool
     ) -> Tensor:
         attention, spec, width = self._hosted.attention, layer.spec, layer.spec.head_dim
-        batch_size, query = call.query.shape[0], call.query
+        query, num_rows = call.query, call.query.shape[0] * call.query.shape[2]
         if call.latents is not None:
-            query = call.latents.absorb(query, attention.pool)
+            of_token = query.transpose(1, 2).flatten(0, 1)[:, :, None]
+            query = call.latents.absorb(of_token, attention.pool)
         parts = (query, call.key, call.value) if appends else (query,)
-        rows = torch.cat([widened(x, width).reshape(batch_size, -1) for x in parts], dim=1)
+        by_token = [widened(x, width).transpose(1, 2).contiguous() for x in parts]
+        rows = torch.cat([x.view(num_rows, -1) for x in by_token], dim=1)
         modules = self._hosted.others.modules
         if modules is not None:
             rows = modules.to_host(rows)
         if appends:  # rotated by the module already
             if self._no_rotation is None or self._no_rotation[0].shape[1] != width:
-                ones = rows.new_ones(batch_size, width)
+                ones = rows.new_ones(num_rows, width)
                 self._no_rotation = ones, torch.zeros_like(ones)
             attention.rope_append(layer.number, step, rows, self._no_rotation)
-        shape, lse = (batch_size, spec.num_qo_heads * width), None
+        shape, lse = (num_rows, spec.num_qo_heads * width), None
         empty = torch.empty if modules is None else partial(modules.host_rows, "from")
         out = empty(shape, dtype=rows.dtype)
         if call.sinks is not None:
-            lse = torch.empty(batch_size, spec.num_qo_heads)
+            lse = torch.empty(num_rows, spec.num_qo_heads)
         attention.attend(layer.number, step, rows, out, lse)
         if modules is not None:
             out = modules.to_device(out)
             lse = None if lse is None else lse.to(modules.device)
-        out = out.view(batch_size, 1, spec.num_qo_heads, width)[..., : spec.v_dim]
+        out = out.view(*call.query.shape[:3:2], spec.num_qo_heads, width)[..., : spec.v_dim]
         if lse is not None and call.sinks is not None:
-            out = without_sinks(out, lse[:, None], call.sinks)
+            out = without_sinks(out, lse.view(out.shape[:3]), call.sinks)
         return out if call.latents is None else call.latents.values_of(out, attention.pool)

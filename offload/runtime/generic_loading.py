@@ -30,7 +30,7 @@ from offload.decode.stock_attention import (
 )
 from offload.kv.format import KVFormat
 from offload.kv.store import HostBudgetError, KVStore
-from offload.loading.checkpoint import Checkpoint
+from offload.loading.checkpoint import Checkpoint, check_checkpoint
 from offload.loading.generic_packing import expert_bytes, parameter_bytes
 from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import (
@@ -90,6 +90,7 @@ from offload.runtime.modules_device import (
     check_weights_fit,
     token_bytes,
 )
+from offload.runtime.mtp_head import MOST_DRAFTS, MtpDrafts, MtpHead, head_bytes, head_names
 from offload.runtime.placing import known_profile, longest_context
 from offload.runtime.pooled_modules import POOLED_TOKENS, multiplies_on_pool, use_pool
 from offload.runtime.sequences import Sequences
@@ -148,7 +149,8 @@ class GenericRuntime:
         cached: its cache layers of two rows, where its modules may run in steps of a GPU; None:
             they may not.
         """
-        self.stock, self.policy_reason = stock, ""
+        self.stock, self.policy_reason, self._folder = stock, "", folder
+        self._head: MtpHead | None = None
         self.decodes = self.reads_prompt = self.is_in_engine = False
         self.device = torch.device(config.device)
         weight_bytes, left_out = weight_bytes_of(stock, self.device.type), 0
@@ -386,6 +388,51 @@ class GenericRuntime:
         stats.policy_host_bytes = max(stats.policy_host_bytes, self.attention.states.num_bytes)
         return result
 
+    def load_head(self, *, given_ids: bool) -> None:
+        """Read the head for multi-token prediction, once, before a generation that drafts.
+
+        Raises:
+            NotImplementedError, ValueError: there can be no drafts; says why.
+            HostBudgetError: its weights do not fit.
+        """
+        if is_on_device(self.config):
+            raise NotImplementedError(
+                f"use_mtp=True with device={self.config.device!r}: drafts of a model without lean "
+                "layers are verified on a CPU only; leave use_mtp out"
+            )
+        num_drafts = self.current_generation.draft_tokens
+        if not 1 <= num_drafts <= MOST_DRAFTS:
+            raise ValueError(
+                f"num_assistant_tokens={num_drafts} with use_mtp=True: 1 to {MOST_DRAFTS}"
+            )
+        if not given_ids:
+            raise NotImplementedError(
+                "use_mtp=True with inputs_embeds: the head reads ids; give input_ids"
+            )
+        if self._head is not None:
+            return
+        if self._folder is None:
+            raise ValueError("use_mtp=True with a model that was not loaded from a folder")
+        checkpoint = check_checkpoint(self._folder, takes_generic=True)
+        names = head_names(checkpoint, self.stock.config.num_hidden_layers)
+        need = head_bytes(checkpoint, names, self.stock.dtype)
+        self.store.check_room(need, "the head for multi-token prediction", "leave use_mtp out")
+        with torch_threads(self.config.num_threads):
+            head = self._head = MtpHead(self.stock, checkpoint, names, self.pool)
+        self.store.ledger.add("head for multi-token prediction", lambda: head.held_bytes)
+
+    def drafts_of(self, generation_config: Any, processors: Any) -> MtpDrafts:
+        """What drafts in the generation that runs."""
+        generation = self.current_generation
+        assert self._head is not None  # `load_head` has run
+        return MtpDrafts(
+            self._head,
+            generation,
+            generation_config.max_length,
+            processors,
+            samples=generation_config.do_sample,
+        )
+
     def _make_device_room(
         self, decoder: DeviceDecoder, cache: GenericCache, shape: tuple[int, int]
     ) -> None:
@@ -440,8 +487,11 @@ class GenericRuntime:
         pages = num_pages(store, ends) - own_pages
         state = policy_bytes(states.bytes, ends)
         columns = request.prompt_columns + request.max_new_tokens
-        others = len(ends) * cache.others.at(columns) - cache.state_bytes
+        times = 2 if request.drafts else 1
+        others = times * len(ends) * cache.others.at(columns) - cache.state_bytes
         modules = self.hosted.others.modules
+        if request.drafts and self._head is not None:
+            others += max(ends) * self._head.row_bytes
         need = pages * store.page_bytes + max(0, state - states.bytes_of(cache.seqs))
         need += others if modules is None else 0
         cache.check_room(need, pages, f"{len(ends)} sequences of up to {max(ends)} tokens")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from offload.policies import Policy
 
 _MODES = ("greedy_search", "sample")
+_DRAFTS = "assisted_generation"
 
 
 class GenericModel(FixedModel):
@@ -40,18 +41,26 @@ class GenericModel(FixedModel):
     """
 
     _offload: GenericRuntime
+    _is_stateful = False  # for transformers: states go back where drafts are taken back
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The stock `generate()`: greedy or sampled, a thread at a time.
 
+        With `use_mtp=True` the checkpoint's own head for multi-token prediction drafts
+        `num_assistant_tokens` at a time (1).
+
         Raises:
-            NotImplementedError: beams, assistants and drafts.
+            NotImplementedError: beams, assistants, other drafts, and those with a GPU.
+            ValueError: `use_mtp=True`, and the checkpoint has no such head.
             HostBudgetError: before anything is computed, if not all tokens will fit.
         """
         runtime = self._offload
         if kwargs.get("assistant_model") is not None:
             raise _unsupported("assistant_model")
-        with runtime.run_lock.lock, runtime.generation():
+        settings = kwargs.get("generation_config") or self.generation_config
+        asked = kwargs.get("num_assistant_tokens", settings.num_assistant_tokens)
+        with runtime.run_lock.lock, runtime.generation() as generation:
+            generation.draft_tokens = 1 if asked is None else asked
             args, kwargs = self._on_device(args), self._on_device(kwargs)
             return super().generate(*args, **kwargs)
 
@@ -128,9 +137,10 @@ class GenericModel(FixedModel):
         max_cache_length: int,
     ) -> None:
         """Make the cache of a generation, once it is sure that all its tokens will fit."""
-        if generation_mode not in _MODES:
+        drafts = generation_mode == _DRAFTS and bool(generation_config.use_mtp)
+        if generation_mode not in _MODES and not drafts:
             raise _unsupported(str(getattr(generation_mode, "value", generation_mode)))
-        refuse_unsupported(generation_config, model_kwargs.get("attention_mask"))
+        refuse_unsupported(generation_config, model_kwargs.get("attention_mask"), has_head=True)
         cache = model_kwargs.get("past_key_values")
         if cache is None and generation_config.use_cache is False:
             return
@@ -138,7 +148,9 @@ class GenericModel(FixedModel):
             self._check_cache(cache)
             cache._is_user_defined = True  # generate() asks for it
         self._offload.sequences.collect()
-        request = GenerationRequest.of(generation_config, model_kwargs, batch_size, drafts=False)
+        request = GenerationRequest.of(generation_config, model_kwargs, batch_size, drafts=drafts)
+        if drafts:
+            self._offload.load_head(given_ids=model_kwargs.get("inputs_embeds") is None)
         used = self._offload.cache_for(request) if cache is None else cache
         slice_tokens = self._offload.check_room(used, request)
         if model_kwargs.get("inputs_embeds") is None and slice_tokens < request.prompt_columns:
@@ -146,7 +158,39 @@ class GenericModel(FixedModel):
             generation_config.prefill_chunk_size = min(slice_tokens, asked or slice_tokens)
         generation = self._offload.current_generation
         generation.cache, generation.owns_cache = used, cache is None
+        generation.prompt_columns, generation.gives_all = request.prompt_columns, request.gives_all
         model_kwargs["past_key_values"] = used
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        """The stock inputs; of a draft also the tokens that its cache owes, and of what is cached
+        no more than that."""
+        cache, generation = kwargs.get("past_key_values"), self._offload.current_generation
+        if isinstance(cache, GenericCache) and cache.takes_back:
+            if kwargs.get("is_first_iteration"):
+                new = generation.num_new_columns(input_ids.shape[1])
+            else:
+                new = kwargs["next_sequence_length"] + cache.num_owed
+            kwargs["next_sequence_length"] = new
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
+    def _get_candidate_generator(self, generation_config: Any, **given: Any) -> Any:
+        drafts = self._offload.drafts_of(generation_config, given["logits_processor"])
+        hook = self.get_decoder().register_forward_hook(drafts.note)
+        self._offload.current_generation.at_end.enter_context(hook)
+        return drafts
+
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock one; what is owed is read at the end, if the caller has the cache."""
+        generation = self._offload.current_generation
+        cache = generation.cache
+        if cache is None:  # with use_cache=False
+            return super()._assisted_decoding(*args, **kwargs)
+        with cache.verifying(), generation.at_end:
+            out = super()._assisted_decoding(*args, **kwargs)
+            if cache.num_owed and not generation.owns_cache:
+                ids = getattr(out, "sequences", out)[:, -1 - cache.num_owed : -1]
+                self(input_ids=ids, past_key_values=cache)
+        return out
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock one; a prompt, or the last chunk of it, may be a single token."""

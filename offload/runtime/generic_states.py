@@ -191,6 +191,8 @@ class SequenceStates(SequencePart):
         if kv_len == self._store.kv_len(seq):
             return
         state = self._marked(seq, kv_len)
+        if seq not in self._rows and seq not in self._marks:
+            return  # of a cache of `generate()`, which has them
         if state is None:
             raise ValueError(
                 f"a sequence of {self._store.kv_len(seq)} tokens cannot be cut to {kv_len}, where "

@@ -163,7 +163,11 @@ def keep_positions(hidden: torch.Tensor, logits_to_keep: int | torch.Tensor) -> 
 
 
 def refuse_unsupported(
-    generation_config: Any, mask: torch.Tensor | None, *, has_ranks: bool = False
+    generation_config: Any,
+    mask: torch.Tensor | None,
+    *,
+    has_ranks: bool = False,
+    has_head: bool = False,
 ) -> None:
     """Raise for generation options that would need another cache, or parts of the stock layers, or
     with ranks would let each stop when its own clock says so; and for padding on the right."""
@@ -182,7 +186,7 @@ def refuse_unsupported(
             f"cache_implementation={generation_config.cache_implementation!r}: the KV cache of an "
             "offloaded model is its host store; leave cache_implementation out"
         )
-    for name in ("assistant_early_exit", "use_mtp"):
+    for name in ("assistant_early_exit", "use_mtp")[: 1 if has_head else 2]:
         if getattr(generation_config, name, None):
             raise NotImplementedError(
                 f"{name}={getattr(generation_config, name)} is not supported; "

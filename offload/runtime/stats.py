@@ -17,7 +17,8 @@ class OffloadStats:
     condensed_tokens have lost their places, which took condense_seconds of prefill and decode
     seconds. With `cache_correction_every`, corrected_tokens were read again, which took
     correction_seconds of decode seconds (what goes on beside steps is not counted apart), or came
-    with a prompt's. With threads: what the last one did, or does.
+    with a prompt's. With `use_mtp`, drafted_tokens were proposed, of which accepted_tokens stayed.
+    With threads: what the last one did, or does.
     """
 
     prefill_tokens: int = 0
@@ -33,6 +34,8 @@ class OffloadStats:
     condense_seconds: float = 0.0
     corrected_tokens: int = 0
     correction_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:

@@ -56,8 +56,11 @@ prompts go on from them](how-to/many-requests.md#models-without-native-layers)).
 `bamba`, `jamba` and `zamba`, whose modules forget their states where a prompt is read in parts:
 these read a prompt at once, in a new cache, by `generate()`. [`offload
 plan`](placement.md#offload-plan) counts the bytes of a model, and `offload eval` compares policies
-on a CPU, a prompt at a time. Beams, drafts, saved caches of `generate()`, scores of prompts, ranks
-and `host_bytes_per_sequence` are refused. Before it is used, each model must give the logits of the
+on a CPU, a prompt at a time. `generate(use_mtp=True)` drafts on a CPU, one sequence at a
+time, with the head for multi-token prediction of checkpoints that have one and dense weights
+(Qwen3.5, Qwen3-Next, DeepSeek-V3, GLM-4.x); `num_assistant_tokens` says how many (1). Beams, other
+drafts, saved caches of `generate()`, scores of prompts, ranks and `host_bytes_per_sequence` are
+refused. Before it is used, each model must give the logits of the
 stock path for a padded prompt and three steps; it is refused if it does not.
 Decode steps of qwen3_5, qwen3_5_moe and qwen3_next on a CPU go through fused kernels, with dense or
 packed weights: the gated delta rule with its convolution, attention with its norms and gate, dense

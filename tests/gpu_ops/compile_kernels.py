@@ -145,6 +145,23 @@ def call_all(
         experts = [GpuExperts(up[:, :rows].contiguous(), 8, gate=gate), GpuExperts(down, 8)]
         GpuRoutedMlp(router, *experts, *choice)(x, x)
 
+    attend_all(dtype, n, num_kv_heads, group_size, head_dim, row_dtype)
+
+
+def attend_all(
+    dtype: torch.dtype,
+    n: int,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    row_dtype: torch.dtype | None = None,
+) -> None:
+    """The operators of a step's attention to all tokens, once."""
+    num_qo_heads = num_kv_heads * group_size
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
     qkv = zeros(n, (num_qo_heads + 2 * num_kv_heads) * head_dim)
     angle, norm = zeros(n, head_dim), zeros(head_dim)
     positions = zeros(n, dtype=torch.int64)

@@ -57,6 +57,7 @@ def check_policy(config: RuntimeConfig, model_type: str) -> None:
 def shape_of(specs: Iterable[AttentionSpec], max_context: int = 0) -> ModelShape:
     """Layers that attend to everything; of heads the most, and 0 of what decides on no policy."""
     layers = [*specs] or [_NO_LAYER]
+    latent_dims = {spec.v_dim if spec.has_latents else 0 for spec in layers}
     return ModelShape(
         num_layers=len(layers),
         hidden_size=0,
@@ -66,6 +67,7 @@ def shape_of(specs: Iterable[AttentionSpec], max_context: int = 0) -> ModelShape
         intermediate_size=0,
         vocab_size=0,
         max_context=max_context,
+        latent_dim=latent_dims.pop() if len(latent_dims) == 1 else 0,
     )
 
 

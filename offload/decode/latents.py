@@ -130,7 +130,7 @@ def _by_heads(rows: Tensor, weight: Tensor) -> Tensor:
     """
     batch_size, _, n, _ = rows.shape
     of_heads = torch.bmm(rows.transpose(0, 1).flatten(1, 2), weight)
-    return of_heads.unflatten(1, (batch_size, n)).transpose(0, 1)
+    return of_heads.view(len(weight), batch_size, n, -1).transpose(0, 1)
 
 
 def latents_of(module: Any) -> Latents | None:

@@ -74,6 +74,12 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head_dim must be a multiple of {HEAD_DIM_MULTIPLE}, got {head_dim}")
 
 
+def check_latent_dim(latent_dim: int, head_dim: int) -> None:
+    """ValueError unless keys of head_dim elements can begin with values of so many, or 0."""
+    if not 0 <= latent_dim <= head_dim:
+        raise ValueError(f"latent_dim must be in [0, {head_dim}], got {latent_dim}")
+
+
 def check_sinks(sinks: Tensor | None, num_qo_heads: int, device: torch.device) -> None:
     """ValueError unless `sinks` are None or one float32 of each query head, on `device`."""
     if sinks is not None:

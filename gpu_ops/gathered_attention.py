@@ -18,6 +18,7 @@ from gpu_ops.checks import (
     check_dims,
     check_dtype,
     check_head_dim,
+    check_latent_dim,
     check_page_tokens,
     check_rows,
     check_sinks,
@@ -31,15 +32,14 @@ from gpu_ops.launch import jit, jit_for_any, next_power_of_2, runs_kernel, tl
 from gpu_ops.load_rows import elements_of
 from gpu_ops.merge_parts import merge_parts_reference
 from gpu_ops.online_softmax import (
-    MIN_GROUP,
     NUM_STAGES,
+    Tiles,
     attend_means,
     attend_rows,
     load_query,
     merge_states,
     split_length,
     store_state,
-    tile_tokens,
     with_sink,
 )
 from gpu_ops.paged_attention import num_kv_splits
@@ -147,17 +147,21 @@ def gathered_attention_kernel(
     NUM_CLUSTERS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
+    LATENT_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,  # of BLOCK_G query heads, of a KV head; 1 where rows are missing
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program per split, gathered head and row; the window is one more split, with what
-    stands for other tokens."""
+    """One program per split, BLOCK_G query heads of a gathered head, and row; the window is one
+    more split, with what stands for other tokens."""
     await_inputs(EARLY)
-    split, slot = tl.program_id(0), tl.program_id(1)
+    split, slot = tl.program_id(0), tl.program_id(1) // NUM_GROUPS
     row = tl.program_id(2).to(tl.int64)
     kv_head = tl.load(heads + slot)
     num_tokens = gathered_tokens(counts, positions, row, kv_head, capacity, FIXED_TOKENS, NUM_UNITS)
@@ -179,7 +183,10 @@ def gathered_attention_kernel(
         return  # nor does the second kernel read it
 
     of_query = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE
-    q = load_query(query, of_query, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
+    g = tl.program_id(1) % NUM_GROUPS * BLOCK_G + tl.arange(0, BLOCK_G)
+    q, q_rest = load_query(query, of_query, g, GROUP_SIZE, HEAD_DIM, BLOCK_D), None
+    if BLOCK_R > 0:
+        q_rest = load_query(query, of_query, g, GROUP_SIZE, HEAD_DIM, BLOCK_R, BLOCK_D)
     if token_of is not None:  # noqa: SIM102 (known when it is compiled)
         if split < NUM_SPLITS:
             bring_rows(
@@ -194,11 +201,22 @@ def gathered_attention_kernel(
                 ROW_ITEMS,
                 PAGE_TOKENS,
                 ROW_BYTES,
-                BLOCK_R,
+                BLOCK_ROWS,
                 BLOCK_ROW,
             )
     row_max, row_sum, acc = attend_rows(
-        q, keys, values, first, last, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T
+        q,
+        q_rest,
+        keys,
+        values,
+        first,
+        last,
+        scale,
+        HEAD_DIM,
+        ROW_ITEMS,
+        LATENT_DIM,
+        BLOCK_T,
+        BLOCK_V,
     )
     if means is not None:  # noqa: SIM102 (known when it is compiled)
         if split == NUM_SPLITS:
@@ -207,11 +225,22 @@ def gathered_attention_kernel(
             logs = log_counts + (row * NUM_KV_HEADS + kv_head) * NUM_CLUSTERS
             state = (row_max, row_sum, acc)
             row_max, row_sum, acc = attend_means(
-                q, mean_keys, mean_values, logs, NUM_CLUSTERS, scale, *state, HEAD_DIM, BLOCK_T
+                q,
+                q_rest,
+                mean_keys,
+                mean_values,
+                logs,
+                NUM_CLUSTERS,
+                scale,
+                *state,
+                HEAD_DIM,
+                LATENT_DIM,
+                BLOCK_T,
             )
     state = (row_max, row_sum, acc)
-    slots = ((row * NUM_HEADS + slot) * GROUP_SIZE + tl.arange(0, BLOCK_G)) * num_slots + split
-    store_state(partial_out, partial_lse, slots, *state, GROUP_SIZE, HEAD_DIM)
+    slots = ((row * NUM_HEADS + slot) * GROUP_SIZE + g) * num_slots + split
+    VALUE_DIM: tl.constexpr = LATENT_DIM if LATENT_DIM > 0 else HEAD_DIM
+    store_state(partial_out, partial_lse, g, slots, *state, GROUP_SIZE, HEAD_DIM, VALUE_DIM)
 
 
 @jit_for_any("min_tiles")
@@ -233,6 +262,7 @@ def merge_gathered_kernel(
     GROUP_SIZE: tl.constexpr,
     FIXED_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,  # of the kernel before
     TILE_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -252,11 +282,11 @@ def merge_gathered_kernel(
     d = tl.arange(0, BLOCK_D)
     first_slot = (row * NUM_HEADS * GROUP_SIZE + member) * num_slots
     largest, total, acc = merge_states(
-        partial_out, partial_lse, first_slot, 1, used, d, HEAD_DIM, TILE_S
+        partial_out, partial_lse, first_slot, 1, used, d, HEAD_DIM, VALUE_DIM, TILE_S
     )
 
     head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE + member % GROUP_SIZE
-    inside = d < HEAD_DIM
+    inside = d < VALUE_DIM
     if lse is None:
         is_active = tl.load(positions + row) >= 0
         slot = first_slot + NUM_SPLITS
@@ -302,6 +332,7 @@ def gathered_attention(
     log_counts: Tensor | None = None,
     missing: MissingRows | None = None,
     sinks: Tensor | None = None,
+    latent_dim: int = 0,
 ) -> None:
     """Attend the query heads of `heads` to their gathered tokens, and merge that into (out, lse);
     or attend to them and the window, which is all that there is.
@@ -331,6 +362,8 @@ def gathered_attention(
         missing: rows of `gathered` that have to be brought first, into it; None: all are there.
         sinks: with a window, float32 [num_qo_heads], logits that join each softmax and have no
             value; or None.
+        latent_dim: as of `retrieval_attention`; then no rows may be missing where a program does
+            not have all query heads of a group (more than 32 of wide heads).
 
     Raises:
         ValueError: operands that do not fit together.
@@ -340,6 +373,7 @@ def gathered_attention(
     check_dims("partial_out", partial_out, "[n, num_heads * group_size, num_splits, head_dim]")
     head_dim = partial_out.shape[3]
     check_head_dim(head_dim)
+    check_latent_dim(latent_dim, head_dim)
     n, num_heads, capacity, row_items = check_gathered("gathered", gathered, device)
     check_rows("gathered", gathered, (n, 2, num_heads, capacity), head_dim, query)
     if group_size < 1:
@@ -401,6 +435,12 @@ def gathered_attention(
                 f"first_head must be in [0, {num_mapped - num_heads}] for {num_heads} of "
                 f"{num_mapped} heads, got {missing.first_head}"
             )
+    tiles = Tiles.of(head_dim, group_size, query.element_size(), gathered.dtype, latent_dim)
+    if missing is not None and tiles.num_groups > 1:
+        raise ValueError(
+            f"{group_size} query heads of head_dim={head_dim} share a KV head whose rows are "
+            f"missing; at most {tiles.group} may"
+        )
     selected = (counts, positions, heads)
     if not runs_kernel(query):
         if missing is not None:
@@ -419,13 +459,14 @@ def gathered_attention(
             means,
             log_counts,
             sinks,
+            latent_dim,
         )
-    block_t = tile_tokens(head_dim, query.element_size(), gathered.dtype)
-    block_d, block_row = next_power_of_2(head_dim), next_power_of_2(row_items)
+    block_t, block_row = tiles.tokens, next_power_of_2(row_items)
+    is_int8, most_rows = row_items != head_dim, max(16, 2 * _COPIED_ITEMS // block_row)
     splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT))
     shape = (num_heads, num_units, num_kv_heads, group_size, fixed_tokens, head_dim)
     early = can_launch_early(query)  # the merge, while the splits run
-    gathered_attention_kernel[(partial_lse.shape[2], num_heads, n)](
+    gathered_attention_kernel[(partial_lse.shape[2], num_heads * tiles.num_groups, n)](
         query,
         gathered,
         *selected,
@@ -448,13 +489,17 @@ def gathered_attention(
         num_clusters,
         1 if missing is None else missing.page_tokens,
         row_items * gathered.element_size(),
-        max(MIN_GROUP, next_power_of_2(group_size)),
-        2 * block_t if row_items == head_dim else max(16, _COPIED_ITEMS // block_row),
+        latent_dim,
+        tiles.group,
+        tiles.num_groups,
+        max(16, _COPIED_ITEMS // block_row) if is_int8 else min(2 * block_t, most_rows),
         block_t,
-        block_d,
+        tiles.dims,
+        tiles.rest_dims,
+        tiles.value_dims,
         block_row,
         early,
-        num_warps=4 if missing is None else 8,  # more rows are under way
+        num_warps=tiles.num_warps if missing is None else 8,  # more rows are under way
         num_stages=NUM_STAGES,
         **early_option(early and missing is not None),  # after `choose_places`
     )
@@ -468,9 +513,10 @@ def gathered_attention(
         capacity,
         *splits,
         *shape,
+        latent_dim or head_dim,
         block_t,
         min(64, next_power_of_2(num_splits)),
-        block_d,
+        tiles.value_dims,
         early,
         num_warps=4,
         **early_option(early),
@@ -517,13 +563,16 @@ def gathered_attention_reference(
     means: Tensor | None = None,
     log_counts: Tensor | None = None,
     sinks: Tensor | None = None,
+    latent_dim: int = 0,
 ) -> None:
     """`gathered_attention` by torch, in float32."""
     result = out
     if window is not None:
         out = torch.empty_like(out, dtype=torch.float32)
         lse = torch.empty(len(out), out.shape[1] // head_dim, device=out.device)
-        window_attention_reference(query, window, positions, sm_scale=sm_scale, out=out, lse=lse)
+        of_window = {"sm_scale": sm_scale, "latent_dim": latent_dim}
+        window_attention_reference(query, window, positions, **of_window, out=out, lse=lse)
+    value_dim = latent_dim or head_dim
     assert lse is not None
     for row, position in enumerate(positions.tolist()):
         for slot, kv_head in enumerate(heads.tolist() if position >= 0 else ()):
@@ -531,23 +580,24 @@ def gathered_attention_reference(
             num_tokens = min(max(count - fixed_tokens, 0), gathered.shape[3])
             group = slice(kv_head * group_size, (kv_head + 1) * group_size)
             q = query[row].view(-1, head_dim)[group]
-            before, before_out = lse[row, group], out[row].view(-1, head_dim)[group]
+            before, before_out = lse[row, group], out[row].view(-1, head_dim)[group, :value_dim]
             if num_tokens or means is not None:
                 before_out.masked_fill_((before == float("-inf"))[:, None], 0.0)
             if num_tokens:
                 kv = as_numbers(gathered[row, :, slot : slot + 1, :num_tokens], head_dim)
-                merge_parts_reference(
-                    before_out, before, *attend_reference(q, kv[0], kv[1], sm_scale)
-                )
+                values = kv[0 if latent_dim else 1][..., :value_dim]
+                part = attend_reference(q, kv[0], values, sm_scale)
+                merge_parts_reference(before_out, before, *part)
             if means is not None and log_counts is not None:
                 key, value = means[row, :, slot].float()
+                value = (key if latent_dim else value)[:, :value_dim]
                 scores = q.float() @ key.T * sm_scale + log_counts[row, kv_head] * math.log(2.0)
-                part = scores.logsumexp(dim=-1)
-                weights = (scores - part.clamp_min(-1e30)[:, None]).exp()
-                merge_parts_reference(before_out, before, weights @ value, part)
+                of_means = scores.logsumexp(dim=-1)
+                weights = (scores - of_means.clamp_min(-1e30)[:, None]).exp()
+                merge_parts_reference(before_out, before, weights @ value, of_means)
     if window is not None:
         if sinks is not None:
             out *= (lse - lse.logaddexp(sinks)).exp().repeat_interleave(head_dim, 1)
             out.masked_fill_((positions < 0)[:, None], 0.0)
         to, of = (x.view(len(out), -1, group_size, head_dim) for x in (result, out))
-        to[:, heads.long()] = of[:, heads.long()].to(to.dtype)
+        to[:, heads.long(), :, :value_dim] = of[:, heads.long(), :, :value_dim].to(to.dtype)

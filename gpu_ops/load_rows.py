@@ -34,9 +34,10 @@ def load_rows(
     HEAD_DIM: tl.constexpr,
     ROW_ITEMS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FIRST: tl.constexpr = 0,  # else a multiple of 64
 ) -> tl.tensor:
-    """The numbers of rows: [BLOCK_T, BLOCK_D], 0 from HEAD_DIM on."""
-    d = tl.arange(0, BLOCK_D)
+    """The numbers of rows from FIRST on: [BLOCK_T, BLOCK_D], 0 from HEAD_DIM on."""
+    d = FIRST + tl.arange(0, BLOCK_D)
     inside = exists[:, None] & (d < HEAD_DIM)[None, :]
     elements = elements_of(rows, t[:, None] * ROW_ITEMS + d[None, :], ROW_ITEMS)
     if ROW_ITEMS == HEAD_DIM:
@@ -50,7 +51,7 @@ def load_rows(
             return (codes.to(tl.float32) * scale.to(tl.float32)[:, None]).to(dtype)
         else:
             GROUPS: tl.constexpr = BLOCK_D // 64
-            group = tl.arange(0, GROUPS)
+            group = FIRST // 64 + tl.arange(0, GROUPS)
             there = exists[:, None] & (group * 64 < HEAD_DIM)[None, :]
             scale = tl.load(of_row[:, None] + group[None, :], there, other=0.0).to(tl.float32)
             grouped = tl.reshape(codes, [t.shape[0], GROUPS, 64]).to(tl.float32)

@@ -6,9 +6,15 @@ factor log2(e), as the GPU's exponential is a power of two.
 Where attention is split over programs each leaves its state in a slot of two float32 buffers,
 partial_out [slots, head_dim], normalised, and partial_lse [slots], in base 2. A slot is of one
 query head.
+
+A head whose dimensions are no power of two but almost one (576, as of latent attention) is its
+first BLOCK_D elements and a rest. Where values are the first LATENT_DIM elements of keys, a state's
+acc has those alone, and values are not read but taken from the tile of keys.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -19,20 +25,69 @@ from gpu_ops.load_rows import load_rows
 # lets two programs share the 227 KB of a multiprocessor.
 _TILE_BYTES = 16384
 NUM_STAGES = 3
-MIN_GROUP = 16  # rows that tensor cores multiply at once: a smaller group is padded
+_MIN_GROUP = 16  # rows that tensor cores multiply at once: a smaller group is padded
+_WIDE_HEAD_DIM = 256  # above it a program has few query heads, and its head has a rest
+_WIDE_GROUP = 32
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How programs divide a KV head's query heads and tokens.
+
+    Attributes:
+        group: query heads of a program, a power of two.
+        num_groups: programs of a KV head.
+        tokens: keys of a tile, a power of two.
+        dims, rest_dims: powers of two that have the elements of a head; of the rest 0: none.
+        value_dims: a power of two that has the elements of a value.
+        num_warps: of a program.
+    """
+
+    group: int
+    num_groups: int
+    tokens: int
+    dims: int
+    rest_dims: int
+    value_dims: int
+    num_warps: int
+
+    @classmethod
+    def of(
+        cls,
+        head_dim: int,
+        group_size: int,
+        itemsize: int,
+        rows: torch.dtype | None = None,
+        latent_dim: int = 0,
+    ) -> Tiles:
+        """Args: as of `tile_tokens`; latent_dim as of `retrieval_attention`."""
+        dims, rest_dims, num_warps = next_power_of_2(head_dim), 0, 4
+        group = max(_MIN_GROUP, next_power_of_2(group_size))
+        if head_dim > _WIDE_HEAD_DIM:
+            group, num_warps = min(group, _WIDE_GROUP), 8
+            rest = max(64, next_power_of_2(head_dim - dims // 2))
+            if rest < dims // 2:
+                dims, rest_dims = dims // 2, rest
+        value_dims = next_power_of_2(latent_dim or head_dim)
+        tokens = tile_tokens(dims, itemsize, rows)
+        if latent_dim and value_dims == dims:  # there are no tiles of values
+            tokens = tile_tokens(dims // 2, itemsize, rows)
+        num_groups = -(-group_size // group)
+        return cls(group, num_groups, tokens, dims, rest_dims, value_dims, num_warps)
 
 
 @jit
 def load_query(
     query: tl.tensor,
     first_head: tl.tensor,
+    g: tl.tensor,  # [BLOCK_G], which of the group's query heads
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FIRST: tl.constexpr = 0,
 ) -> tl.tensor:
-    """[BLOCK_G, BLOCK_D]: the group's query heads, padded with zeros."""
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    """[BLOCK_G, BLOCK_D]: query heads, padded with zeros, from the element FIRST on."""
+    d = FIRST + tl.arange(0, BLOCK_D)
     inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
     return tl.load(query + (first_head + g)[:, None] * HEAD_DIM + d[None, :], inside, other=0.0)
 
@@ -40,6 +95,7 @@ def load_query(
 @jit
 def score_tile(
     q: tl.tensor,
+    q_rest: tl.tensor,  # [BLOCK_G, BLOCK_R], the elements behind those of q; None: none are
     keys: tl.tensor,  # pointer to the first key of the tile; rows of ROW_ITEMS follow each other
     num_tokens: tl.tensor,  # of the tile, at least 1
     scale: tl.tensor,
@@ -47,18 +103,24 @@ def score_tile(
     ROW_ITEMS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_G, BLOCK_T]: the scores; -inf where there is no token."""
+    """The scores [BLOCK_G, BLOCK_T], -inf where there is no token; and the keys, but their rest."""
     t = tl.arange(0, BLOCK_T)
     exists = t < num_tokens
     k = load_rows(keys, t, exists, q.dtype, HEAD_DIM, ROW_ITEMS, q.shape[1])
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    return tl.where(exists[None, :], scores, float("-inf"))
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if q_rest is not None:
+        k_rest = load_rows(
+            keys, t, exists, q.dtype, HEAD_DIM, ROW_ITEMS, q_rest.shape[1], q.shape[1]
+        )
+        scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+    return tl.where(exists[None, :], scores * scale, float("-inf")), k
 
 
 @jit
 def weigh_tile(
     scores: tl.tensor,
-    values: tl.tensor,  # as keys
+    k: tl.tensor,  # the tile's keys, of `score_tile`
+    values: tl.tensor,  # as keys of `score_tile`
     num_tokens: tl.tensor,
     row_max: tl.tensor,
     row_sum: tl.tensor,
@@ -66,13 +128,17 @@ def weigh_tile(
     dtype: tl.constexpr,  # that weights and values are multiplied in
     HEAD_DIM: tl.constexpr,
     ROW_ITEMS: tl.constexpr,
+    LATENT_DIM: tl.constexpr,
 ) -> tl.tensor:
     """The state after the tile of these scores."""
     t = tl.arange(0, scores.shape[1])
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])
     decay = tl.exp2(row_max - new_max)
-    v = load_rows(values, t, t < num_tokens, dtype, HEAD_DIM, ROW_ITEMS, acc.shape[1])
+    if LATENT_DIM > 0 and acc.shape[1] == k.shape[1]:
+        v = k
+    else:
+        v = load_rows(values, t, t < num_tokens, dtype, HEAD_DIM, ROW_ITEMS, acc.shape[1])
     acc = acc * decay[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return new_max, row_sum * decay + tl.sum(weights, 1), acc
@@ -81,6 +147,7 @@ def weigh_tile(
 @jit
 def attend_rows(
     q: tl.tensor,
+    q_rest: tl.tensor,
     keys: tl.tensor,  # pointer to the first key of all; rows of ROW_ITEMS follow each other
     values: tl.tensor,
     first: tl.tensor,
@@ -88,18 +155,21 @@ def attend_rows(
     scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
     ROW_ITEMS: tl.constexpr,
+    LATENT_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,  # elements of acc
 ) -> tl.tensor:
     """The state after the tokens [first, last). Each is loaded once for the whole group."""
     row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
     row_sum = tl.zeros([q.shape[0]], tl.float32)
-    acc = tl.zeros(q.shape, tl.float32)
+    acc = tl.zeros([q.shape[0], BLOCK_V], tl.float32)
     for start in range(first, last, BLOCK_T):
-        k, v = keys + start * ROW_ITEMS, values + start * ROW_ITEMS
-        scores = score_tile(q, k, last - start, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T)
+        k = keys + start * ROW_ITEMS
+        v = k if LATENT_DIM > 0 else values + start * ROW_ITEMS
+        scores, tile = score_tile(q, q_rest, k, last - start, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T)
         state = (row_max, row_sum, acc)
         row_max, row_sum, acc = weigh_tile(
-            scores, v, last - start, *state, q.dtype, HEAD_DIM, ROW_ITEMS
+            scores, tile, v, last - start, *state, q.dtype, HEAD_DIM, ROW_ITEMS, LATENT_DIM
         )
     return row_max, row_sum, acc
 
@@ -107,6 +177,7 @@ def attend_rows(
 @jit
 def attend_means(
     q: tl.tensor,
+    q_rest: tl.tensor,
     keys: tl.tensor,  # as of `attend_rows`, of q's dtype
     values: tl.tensor,
     log_counts: tl.tensor,  # pointer to the base-2 logarithm of how many tokens each row stands for
@@ -116,18 +187,22 @@ def attend_means(
     row_sum: tl.tensor,
     acc: tl.tensor,
     HEAD_DIM: tl.constexpr,
+    LATENT_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
     """The state after rows that stand for several tokens each, or for none."""
     for start in range(0, NUM_ROWS, BLOCK_T):
-        k, v = keys + start * HEAD_DIM, values + start * HEAD_DIM
+        k = keys + start * HEAD_DIM
+        v = k if LATENT_DIM > 0 else values + start * HEAD_DIM
         t = start + tl.arange(0, BLOCK_T)
         more = tl.load(log_counts + t, mask=t < NUM_ROWS, other=float("-inf"))
-        scores = score_tile(q, k, NUM_ROWS - start, scale, HEAD_DIM, HEAD_DIM, BLOCK_T)
+        scores, tile = score_tile(
+            q, q_rest, k, NUM_ROWS - start, scale, HEAD_DIM, HEAD_DIM, BLOCK_T
+        )
         scores += more[None, :]
         state = (row_max, row_sum, acc)
         row_max, row_sum, acc = weigh_tile(
-            scores, v, NUM_ROWS - start, *state, q.dtype, HEAD_DIM, HEAD_DIM
+            scores, tile, v, NUM_ROWS - start, *state, q.dtype, HEAD_DIM, HEAD_DIM, LATENT_DIM
         )
     return row_max, row_sum, acc
 
@@ -145,16 +220,18 @@ def split_length(
 def store_state(
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
-    slots: tl.tensor,  # [BLOCK_G], of each query head of the group
+    g: tl.tensor,  # [BLOCK_G], which of the group's query heads
+    slots: tl.tensor,  # [BLOCK_G], theirs
     row_max: tl.tensor,
     row_sum: tl.tensor,
     acc: tl.tensor,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,  # LATENT_DIM, or HEAD_DIM where that is 0
 ) -> None:
     """Normalise a group's state into its slots; one of no tokens has an lse of -inf and 0."""
-    g, d = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
-    inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
+    d = tl.arange(0, acc.shape[1])
+    inside = (g < GROUP_SIZE)[:, None] & (d < VALUE_DIM)[None, :]
     attended = row_sum != 0  # NaN is no sum of no tokens
     row_sum = tl.where(attended, row_sum, 1.0)
     o = acc / row_sum[:, None]
@@ -172,6 +249,7 @@ def merge_states(
     used: tl.tensor,  # splits that have been stored
     d: tl.tensor,  # which elements of the head
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,  # as of `store_state`
     TILE_S: tl.constexpr,  # splits that are loaded at once
 ) -> tl.tensor:
     """(largest, total, acc): acc / total is the head's output, largest + log2(total) its lse."""
@@ -185,7 +263,7 @@ def merge_states(
         # Neither load waits for the other.
         lse = tl.load(partial_lse + slots, mask=s < used, other=float("-inf"))
         rows = partial_out + slots[:, None] * HEAD_DIM + d[None, :]
-        o = tl.load(rows, mask=(s < used)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        o = tl.load(rows, mask=(s < used)[:, None] & (d < VALUE_DIM)[None, :], other=0.0)
         new_largest = tl.maximum(largest, tl.max(lse, 0))
         decay = tl.exp2(largest - new_largest)
         weights = tl.exp2(lse - new_largest)

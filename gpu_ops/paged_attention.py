@@ -24,6 +24,7 @@ from gpu_ops.checks import (
     check_dims,
     check_dtype,
     check_head_dim,
+    check_latent_dim,
     check_page_tokens,
     check_sinks,
     check_tensor,
@@ -32,13 +33,12 @@ from gpu_ops.cpu_pages import gather_pages
 from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
 from gpu_ops.launch import jit_for_any, next_power_of_2, runs_kernel, tl
 from gpu_ops.online_softmax import (
-    MIN_GROUP,
     NUM_STAGES,
+    Tiles,
     load_query,
     merge_states,
     score_tile,
     split_length,
-    tile_tokens,
     weigh_tile,
     with_sink,
 )
@@ -74,13 +74,17 @@ def paged_attention_kernel(
     PAGE_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     RING_TOKENS: tl.constexpr,  # of which there are at most so many; 0: all. So below.
+    LATENT_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,  # of BLOCK_G query heads, of a KV head
     BLOCK_T: tl.constexpr,  # divides PAGE_TOKENS: a tile lies in one page, contiguous
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program per split, head of the pages and row."""
-    split, page_head = tl.program_id(0), tl.program_id(1)
+    """One program per split, BLOCK_G query heads of a head of the pages, and row."""
+    split, page_head = tl.program_id(0), tl.program_id(1) // NUM_GROUPS
     row = tl.program_id(2).to(tl.int64)
     pages = page_table + row * max_pages
     await_inputs(EARLY)
@@ -101,11 +105,14 @@ def paged_attention_kernel(
     # its pipeline's stages, and wait for the query before it looks for the first one.
     page = tl.load(pages + first // PAGE_TOKENS)
     first_head = row * NUM_QO_HEADS + kv_head * GROUP_SIZE
-    q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
-    g, t, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    g = tl.program_id(1) % NUM_GROUPS * BLOCK_G + tl.arange(0, BLOCK_G)
+    q, q_rest = load_query(query, first_head, g, GROUP_SIZE, HEAD_DIM, BLOCK_D), None
+    if BLOCK_R > 0:
+        q_rest = load_query(query, first_head, g, GROUP_SIZE, HEAD_DIM, BLOCK_R, BLOCK_D)
+    t = tl.arange(0, BLOCK_T)
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
     for start in range(first, last, BLOCK_T):
         if ROW_ITEMS == HEAD_DIM:
             keys = page.to(tl.pointer_type(query.dtype.element_ty))
@@ -114,23 +121,29 @@ def paged_attention_kernel(
         keys += (page_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * ROW_ITEMS
         following = start + BLOCK_T
         page = tl.load(pages + following // PAGE_TOKENS, mask=following < last, other=0)
-        of_tile = score_tile(q, keys, last - start, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T)
+        of_tile, tile = score_tile(
+            q, q_rest, keys, last - start, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T
+        )
         if scores is not None:
             score_row = (row * PAGE_HEADS + page_head) * GROUP_SIZE + g
             target = scores + score_row[:, None] * max_tokens + (start + t)[None, :]
             kept = (g < GROUP_SIZE)[:, None] & (start + t < last)[None, :]
             tl.store(target, of_tile, mask=kept)
-        values = keys + PAGE_HEADS * PAGE_TOKENS * ROW_ITEMS
+        values = keys
+        if LATENT_DIM == 0:
+            values += PAGE_HEADS * PAGE_TOKENS * ROW_ITEMS
         state = (row_max, row_sum, acc)
         row_max, row_sum, acc = weigh_tile(
-            of_tile, values, last - start, *state, q.dtype, HEAD_DIM, ROW_ITEMS
+            of_tile, tile, values, last - start, *state, q.dtype, HEAD_DIM, ROW_ITEMS, LATENT_DIM
         )
 
-    target = (first_head + g) * NUM_SPLITS + split
-    inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
+    slots = (first_head + g) * NUM_SPLITS + split
+    VALUE_DIM: tl.constexpr = LATENT_DIM if LATENT_DIM > 0 else HEAD_DIM
+    d = tl.arange(0, BLOCK_V)
+    inside = (g < GROUP_SIZE)[:, None] & (d < VALUE_DIM)[None, :]
     o = acc / row_sum[:, None]
-    tl.store(partial_out + target[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
-    tl.store(partial_lse + target, row_max + tl.log2(row_sum), mask=g < GROUP_SIZE)
+    tl.store(partial_out + slots[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
+    tl.store(partial_lse + slots, row_max + tl.log2(row_sum), mask=g < GROUP_SIZE)
 
 
 @jit_for_any("min_tiles")
@@ -147,6 +160,7 @@ def merge_splits_kernel(
     NUM_QO_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,  # which of them values have
     RING_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,  # of the kernel before
     TILE_S: tl.constexpr,  # of splits
@@ -168,7 +182,7 @@ def merge_splits_kernel(
     # Only here: the first kernel had waited for what is read above before this one could start.
     await_inputs(EARLY)
     largest, total, acc = merge_states(
-        partial_out, partial_lse, head * NUM_SPLITS, 1, used, d, HEAD_DIM, TILE_S
+        partial_out, partial_lse, head * NUM_SPLITS, 1, used, d, HEAD_DIM, VALUE_DIM, TILE_S
     )
     attended = used > 0  # an inactive row has no splits: 0, and an lse of -inf
     total = tl.where(attended, total, 1.0)
@@ -176,7 +190,7 @@ def merge_splits_kernel(
     if sinks is not None:
         of_all = with_sink(total, largest, sinks, head - row * NUM_QO_HEADS)
     o = (acc / of_all).to(out.dtype.element_ty)
-    tl.store(out + head * HEAD_DIM + d, o, mask=d < HEAD_DIM)
+    tl.store(out + head * HEAD_DIM + d, o, mask=d < VALUE_DIM)
     if lse is not None:
         natural = tl.where(attended, (largest + tl.log2(total)) * 0.6931471805599453, float("-inf"))
         tl.store(lse + head, natural, mask=piece == 0)
@@ -221,6 +235,7 @@ def retrieval_attention(
     scores: Tensor | None = None,
     page_dtype: torch.dtype | None = None,
     sinks: Tensor | None = None,
+    latent_dim: int = 0,
 ) -> None:
     """Attend to all tokens [0, position] of each row with the query heads of some KV heads.
 
@@ -250,6 +265,9 @@ def retrieval_attention(
             (`row_format`).
         sinks: float32 [num_qo_heads], logits that join each softmax and have no value; or None.
             They count in `out` alone, not in `lse`.
+        latent_dim: a token's value is the first so many elements of its key, as of latent attention
+            (DeepSeek-V2), and the value in its page is not read; of a head of `out` only so many
+            are written. 0: it is not.
     """
     check_dtype("query", query)
     check_dims("partial_out", partial_out, "[n, num_qo_heads, num_splits, head_dim]")
@@ -265,6 +283,7 @@ def retrieval_attention(
     num_heads = num_kv_heads if heads is None else heads.numel()
     if not 1 <= num_heads <= num_kv_heads:
         raise ValueError(f"heads must be 1 to {num_kv_heads} KV heads, got {num_heads}")
+    check_latent_dim(latent_dim, head_dim)
     if ring_tokens < 0 or (ring_tokens and scores is not None):
         raise ValueError(f"ring_tokens must be 0, or positive without scores, got {ring_tokens}")
     if not 1 <= num_splits <= _MAX_RETRIEVAL_SPLITS:
@@ -312,13 +331,14 @@ def retrieval_attention(
             lse,
             scores,
             sinks,
+            latent_dim,
         )
-    # What two programs on each multiprocessor have the shared memory for.
-    block_t = min(page_tokens, tile_tokens(head_dim, query.element_size(), page_dtype))
-    block_d = next_power_of_2(head_dim)
+    # What two programs on each multiprocessor have the shared memory for, of wide heads one.
+    tiles = Tiles.of(head_dim, group_size, query.element_size(), page_dtype, latent_dim)
+    block_t, value_dim = min(page_tokens, tiles.tokens), latent_dim or head_dim
     splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT), num_qo_heads, group_size, head_dim)
     early = can_launch_early(query)  # the merge, while the splits run
-    paged_attention_kernel[(num_splits, num_heads, n)](
+    paged_attention_kernel[(num_splits, num_heads * tiles.num_groups, n)](
         *operands,
         partial_out,
         partial_lse,
@@ -331,16 +351,21 @@ def retrieval_attention(
         num_heads,
         page_tokens,
         ring_tokens,
-        max(MIN_GROUP, next_power_of_2(group_size)),
+        latent_dim,
+        tiles.group,
+        tiles.num_groups,
         block_t,
-        block_d,
+        tiles.dims,
+        tiles.rest_dims,
+        tiles.value_dims,
         early,
-        num_warps=4,
+        num_warps=tiles.num_warps,
         num_stages=NUM_STAGES,
     )
+    block_d = tiles.value_dims
     parts = min(block_d // 16, max(1, _MERGE_PROGRAMS // (n * num_heads * group_size)))
     merged_d = block_d // next_power_of_2(parts)
-    merge_splits_kernel[(n, num_heads * group_size, -(-head_dim // merged_d))](
+    merge_splits_kernel[(n, num_heads * group_size, -(-value_dim // merged_d))](
         partial_out,
         partial_lse,
         positions,
@@ -349,6 +374,7 @@ def retrieval_attention(
         lse,
         sinks,
         *splits,
+        value_dim,
         ring_tokens,
         block_t,
         min(_MERGED_ELEMENTS // merged_d, next_power_of_2(num_splits)),
@@ -374,6 +400,7 @@ def retrieval_attention_reference(
     lse: Tensor | None,
     scores: Tensor | None,
     sinks: Tensor | None,
+    latent_dim: int,
 ) -> None:
     """`retrieval_attention` by torch, in float32; pages [*page_shape] are CPU memory."""
     n = len(query)
@@ -381,15 +408,18 @@ def retrieval_attention_reference(
     if lse is None:
         lse = out.new_empty(n, num_kv_heads * group_size, dtype=torch.float32)
     kv_heads = slice(None) if heads is None else heads.long()
+    value_dim = latent_dim or head_dim
     grouped_query = query.view(n, num_kv_heads, group_size, head_dim)
     grouped_out, grouped_lse = out.view(grouped_query.shape), lse.view(n, num_kv_heads, group_size)
     for row, position in enumerate(positions.tolist()):
         if position < 0:
-            grouped_out[row, kv_heads], grouped_lse[row, kv_heads] = 0.0, float("-inf")
+            grouped_out[row, kv_heads, :, :value_dim] = 0.0
+            grouped_lse[row, kv_heads] = float("-inf")
             continue
         kv_len = min(position + 1, ring_tokens or position + 1)
         rows = gather_pages(page_table[row], kv_len, page_shape, page_dtype)
         keys, values = as_numbers(rows, head_dim)
+        values = (keys if latent_dim else values)[..., :value_dim]
         of_row = grouped_query[row, kv_heads].float() @ keys.transpose(1, 2) * sm_scale
         of_heads = of_row.logsumexp(-1)
         of_heads = of_heads.masked_fill(of_heads == float("-inf"), float("nan"))
@@ -398,6 +428,6 @@ def retrieval_attention_reference(
         if sinks is not None:
             of_all = of_heads.logaddexp(sinks.view(num_kv_heads, group_size)[kv_heads])
         o = (of_row - of_all[..., None]).exp() @ values
-        grouped_out[row, kv_heads] = o.to(out.dtype)
+        grouped_out[row, kv_heads, :, :value_dim] = o.to(out.dtype)
         if scores is not None:
             scores[row, :, :, : position + 1] = of_row * math.log2(math.e)

@@ -12,11 +12,12 @@ from gpu_ops.checks import (
     check_dtype,
     check_group,
     check_head_dim,
+    check_latent_dim,
     check_rows,
     check_tensor,
 )
-from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
-from gpu_ops.online_softmax import MIN_GROUP, NUM_STAGES, attend_rows, load_query, tile_tokens
+from gpu_ops.launch import jit, runs_kernel, tl
+from gpu_ops.online_softmax import NUM_STAGES, Tiles, attend_rows, load_query
 from gpu_ops.row_format import as_numbers
 
 
@@ -33,35 +34,61 @@ def window_attention_kernel(
     HEAD_DIM: tl.constexpr,
     ROW_ITEMS: tl.constexpr,
     WINDOW_TOKENS: tl.constexpr,
+    LATENT_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ) -> None:
-    """One program per row and KV head."""
+    """One program per row and BLOCK_G query heads of a KV head."""
     row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // NUM_GROUPS
     # Slots fill in order and stay full, so the tokens inside are the first so many slots.
     num_tokens = tl.minimum(tl.load(positions + row) + 1, WINDOW_TOKENS).to(tl.int32)
     first_head = (row * NUM_KV_HEADS + kv_head) * GROUP_SIZE
-    q = load_query(query, first_head, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D)
+    g = tl.program_id(1) % NUM_GROUPS * BLOCK_G + tl.arange(0, BLOCK_G)
+    q, q_rest = load_query(query, first_head, g, GROUP_SIZE, HEAD_DIM, BLOCK_D), None
+    if BLOCK_R > 0:
+        q_rest = load_query(query, first_head, g, GROUP_SIZE, HEAD_DIM, BLOCK_R, BLOCK_D)
     keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * ROW_ITEMS)
     values = keys + NUM_KV_HEADS * WINDOW_TOKENS * ROW_ITEMS
 
     row_max, row_sum, acc = attend_rows(
-        q, keys, values, 0, num_tokens, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T
+        q,
+        q_rest,
+        keys,
+        values,
+        0,
+        num_tokens,
+        scale,
+        HEAD_DIM,
+        ROW_ITEMS,
+        LATENT_DIM,
+        BLOCK_T,
+        BLOCK_V,
     )
     # An inactive row has attended to nothing: out 0, lse -inf. NaN is no such sum.
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     o = acc / row_sum[:, None]
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    inside = (g < GROUP_SIZE)[:, None] & (d < HEAD_DIM)[None, :]
+    VALUE_DIM: tl.constexpr = LATENT_DIM if LATENT_DIM > 0 else HEAD_DIM
+    d = tl.arange(0, BLOCK_V)
+    inside = (g < GROUP_SIZE)[:, None] & (d < VALUE_DIM)[None, :]
     tl.store(out + (first_head + g)[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
     natural = (row_max + tl.log2(row_sum)) * 0.6931471805599453
     tl.store(lse + first_head + g, natural, mask=g < GROUP_SIZE)
 
 
 def window_attention(
-    query: Tensor, window: Tensor, positions: Tensor, *, sm_scale: float, out: Tensor, lse: Tensor
+    query: Tensor,
+    window: Tensor,
+    positions: Tensor,
+    *,
+    sm_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    latent_dim: int = 0,
 ) -> None:
     """Attend to the tokens in the window: with kv_len = position + 1, those of
     [0, min(sink_tokens, kv_len)) and [max(sink_tokens, kv_len - recent_tokens), kv_len).
@@ -75,6 +102,7 @@ def window_attention(
         positions: int64 [n], -1 for an inactive row, whose out is 0 and lse -inf.
         out: float32 [n, num_qo_heads * head_dim].
         lse: float32 [n, num_qo_heads], natural log.
+        latent_dim: as of `retrieval_attention`.
     """
     check_dtype("query", query)
     check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, row]")
@@ -82,6 +110,7 @@ def window_attention(
     num_qo_heads = lse.shape[1]
     device, head_dim = query.device, query.shape[1] // num_qo_heads
     check_head_dim(head_dim)
+    check_latent_dim(latent_dim, head_dim)
     group_size = check_group(num_qo_heads, num_kv_heads)
     shape = (n, num_qo_heads * head_dim)
     check_tensor("query", query, shape, query.dtype, device)
@@ -91,9 +120,16 @@ def window_attention(
     check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
     if not runs_kernel(query):
         return window_attention_reference(
-            query, window, positions, sm_scale=sm_scale, out=out, lse=lse
+            query,
+            window,
+            positions,
+            sm_scale=sm_scale,
+            out=out,
+            lse=lse,
+            latent_dim=latent_dim,
         )
-    window_attention_kernel[(n, num_kv_heads)](
+    tiles = Tiles.of(head_dim, group_size, query.element_size(), window.dtype, latent_dim)
+    window_attention_kernel[(n, num_kv_heads * tiles.num_groups)](
         query,
         window,
         positions,
@@ -105,16 +141,27 @@ def window_attention(
         head_dim,
         window.shape[4],
         window_tokens,
-        max(MIN_GROUP, next_power_of_2(group_size)),
-        tile_tokens(head_dim, query.element_size(), window.dtype),
-        next_power_of_2(head_dim),
-        num_warps=4,
+        latent_dim,
+        tiles.group,
+        tiles.num_groups,
+        tiles.tokens,
+        tiles.dims,
+        tiles.rest_dims,
+        tiles.value_dims,
+        num_warps=tiles.num_warps,
         num_stages=NUM_STAGES,
     )
 
 
 def window_attention_reference(
-    query: Tensor, window: Tensor, positions: Tensor, *, sm_scale: float, out: Tensor, lse: Tensor
+    query: Tensor,
+    window: Tensor,
+    positions: Tensor,
+    *,
+    sm_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    latent_dim: int = 0,
 ) -> None:
     """`window_attention` by torch, in float32."""
     window_tokens, head_dim = window.shape[3], query.shape[1] // lse.shape[1]
@@ -123,18 +170,19 @@ def window_attention_reference(
     for row, position in enumerate(positions.tolist()):
         if position >= 0:
             kv = as_numbers(window[row, :, :, : min(position + 1, window_tokens)], head_dim)
-            o, row_lse = attend_reference(query[row].view(-1, head_dim), kv[0], kv[1], sm_scale)
-            out[row], lse[row] = o.flatten(), row_lse
+            values = kv[0][..., :latent_dim] if latent_dim else kv[1]
+            o, row_lse = attend_reference(query[row].view(-1, head_dim), kv[0], values, sm_scale)
+            out[row].view(-1, head_dim)[:, : o.shape[1]], lse[row] = o, row_lse
 
 
 def attend_reference(
     q: Tensor, keys: Tensor, values: Tensor, sm_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """float32 o [num_qo_heads, head_dim] and lse [num_qo_heads] of one token's queries q.
+    """float32 o [num_qo_heads, v_dim] and lse [num_qo_heads] of one token's queries q.
 
     Args:
         q: [num_qo_heads, head_dim].
-        keys, values: [num_kv_heads, kv_len, head_dim].
+        keys, values: [num_kv_heads, kv_len, head_dim or v_dim].
     """
     grouped = q.float().view(keys.shape[0], -1, q.shape[1])
     scores = grouped @ keys.float().transpose(1, 2) * sm_scale
@@ -142,4 +190,4 @@ def attend_reference(
     lse = torch.logsumexp(scores, dim=-1)
     lse = lse.masked_fill(lse == float("-inf"), float("nan"))
     o = (scores - lse[..., None]).exp() @ values.float()
-    return o.view(q.shape), lse.flatten()
+    return o.view(len(q), -1), lse.flatten()

@@ -50,14 +50,15 @@ class Latents:
         return expanded
 
     def absorb(self, query: Tensor, pool: WorkerPool | None = None) -> Tensor:
-        """[..., num_heads, n, rank + rope_dim] of a query [..., num_heads, n, k_dim].
+        """[batch_size, num_heads, n, rank + rope_dim] of a query [.., num_heads, n, k_dim].
 
         Args:
-            pool: multiplies a decode step's, with weights that were transposed for it.
+            pool: multiplies a decode step's, with weights that were transposed for it; None: torch
+                does, where the query is.
         """
         to_multiply = query[..., : self._nope]
         if pool is None:
-            to_latents = to_multiply @ self._weight[:, : self._nope]
+            to_latents = _by_heads(to_multiply, self._weight[:, : self._nope])
         else:
             rows = to_multiply.reshape(-1, self._nope).contiguous()
             into, _, heads = self._on_pool()
@@ -65,8 +66,11 @@ class Latents:
             to_latents = to_latents.view(*query.shape[:-1], self._rank)
         return torch.cat((to_latents, query[..., self._nope :]), dim=-1)
 
-    def values_of(self, out: Tensor, pool: WorkerPool) -> Tensor:
+    def values_of(self, out: Tensor, pool: WorkerPool | None = None) -> Tensor:
         """[batch_size, 1, num_heads, v_dim] of a step's attention to latents [.., rank]."""
+        if pool is None:
+            of_values = self._weight[:, self._nope :].transpose(1, 2)
+            return _by_heads(out.transpose(1, 2), of_values).transpose(1, 2)
         rows = out.reshape(-1, self._rank).contiguous()
         _, out_of, heads = self._on_pool()
         of_head, first = self._parts
@@ -75,11 +79,22 @@ class Latents:
         return values.view(*out.shape[:-1], -1)
 
     @property
+    def v_dim(self) -> int:
+        """Of a head's values."""
+        return int(self._module.v_head_dim)
+
+    @property
+    def expanded_dim(self) -> int:
+        """Elements of a token's keys and values of all heads."""
+        rope_dim = int(self._module.qk_rope_head_dim)
+        num_heads, of_head = self._weight.shape[:2]
+        return int(num_heads * (of_head + rope_dim))
+
+    @property
     def _parts(self) -> tuple[int, int]:
         """In how many equal parts the rows of a head are cut, and which is the first of values."""
-        v_dim = int(self._module.v_head_dim)
-        size = math.gcd(self._nope, v_dim)
-        return (self._nope + v_dim) // size, self._nope // size
+        size = math.gcd(self._nope, self.v_dim)
+        return (self._nope + self.v_dim) // size, self._nope // size
 
     def _on_pool(self) -> tuple[RoutedLinear, RoutedLinear, Tensor]:
         """W_UK of heads, transposed; all of the weight in `_parts`; numbers of heads. Made anew
@@ -104,7 +119,18 @@ class Latents:
     def _weight(self) -> Tensor:
         """[num_heads, nope_dim + v_dim, rank]."""
         weight: Tensor = self._module.kv_b_proj.weight
-        return weight.detach().view(-1, self._nope + self._module.v_head_dim, self._rank)
+        return weight.detach().view(-1, self._nope + self.v_dim, self._rank)
+
+
+def _by_heads(rows: Tensor, weight: Tensor) -> Tensor:
+    """[batch_size, num_heads, n, out_dim] of rows [batch_size, num_heads, n, in_dim].
+
+    Args:
+        weight: [num_heads, in_dim, out_dim].
+    """
+    batch_size, _, n, _ = rows.shape
+    of_heads = torch.bmm(rows.transpose(0, 1).flatten(1, 2), weight)
+    return of_heads.view(len(weight), batch_size, n, -1).transpose(0, 1)
 
 
 def latents_of(module: Any) -> Latents | None:
@@ -136,8 +162,15 @@ def latent_modules(stock: Any) -> list[str]:
     return [name for name, module in stock.named_modules() if _can_keep(module)]
 
 
+def expanded_bytes(stock: Any) -> int:
+    """Of a token's keys and values of all heads, the most that a module which caches latents makes
+    of them while it reads a prompt; 0: none does."""
+    kept = filter(None, map(latents_of, stock.modules()))
+    return max((x.expanded_dim for x in kept), default=0) * int(stock.dtype.itemsize)
+
+
 def transposed_bytes(stock: Any) -> int:
-    """What decode steps multiply queries with, beside the weights of these modules."""
+    """What decode steps of a CPU multiply queries with, beside the weights of these modules."""
     modules = map(stock.get_submodule, latent_modules(stock))
     rows = sum(
         x.kv_b_proj.out_features

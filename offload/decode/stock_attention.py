@@ -131,6 +131,8 @@ class AttentionCall:
                 of whom the last n are for the new ones: they are written here. None: there is
                 nothing before the new ones.
         """
+        if self.latents is not None:
+            return self._behind_latents(self.latents, past)
         k_dim, v_dim = self.key.shape[-1], self.value.shape[-1]
         q, keys, values = self.query[0], self.key[0], self.value[0]
         if past is not None:
@@ -150,6 +152,21 @@ class AttentionCall:
         q, keys, values = (widened(x, width) for x in (q, keys, values))
         out, lse = attend_with_lse(q, None, (keys, values), self.sm_scale)
         return (out if self.sinks is None else without_sinks(out, lse, self.sinks))[..., :v_dim]
+
+    def _behind_latents(self, latents: Latents, past: tuple[Tensor, Tensor] | None) -> Tensor:
+        """`behind`: a single query is absorbed, several meet expanded keys and values."""
+        rows, n = self.key, self.query.shape[2]
+        if past is not None:
+            k_dim = rows.shape[-1]
+            past[0][:, -n:, :k_dim] = rows[0]
+            rows = past[0][None, ..., :k_dim]
+        if n == 1 and self.sinks is None and not self.softcap:
+            q = latents.absorb(self.query).transpose(1, 2)  # the heads are queries of one KV head
+            values = rows[..., : self.value.shape[-1]]
+            out = F.scaled_dot_product_attention(q, rows, values, scale=self.sm_scale)
+            return latents.values_of(out)[0]
+        key, value = latents.expand(rows)
+        return replace(self, key=key, value=value, latents=None).behind(None)
 
     def _capped(self) -> Tensor:
         """Some queries at a time, so that there is never a score of each query for each key."""
@@ -302,22 +319,17 @@ class _Recorder(DynamicCache):
         )
 
 
-def attention_specs(
-    stock: Any, *, latents: bool = False
-) -> tuple[dict[int, AttentionSpec], list[Any]]:
+def attention_specs(stock: Any) -> tuple[dict[int, AttentionSpec], list[Any]]:
     """What attention is in each cache layer that attends to everything, by a forward pass of three
     tokens; {} if all see a window only, or have other states: those are left to transformers. And
-    all cache layers as they are behind it, with two rows.
-
-    Args:
-        latents: modules of latent attention cache latents from now on (`keep_latents`).
+    all cache layers as they are behind it, with two rows. Modules of latent attention cache latents
+    from now on (`keep_latents`).
 
     Raises:
         NotImplementedError: a layer that attends to everything cannot be taken over; says why.
     """
     use_offload_attention(stock)
-    if latents:
-        keep_latents(stock, OFFLOAD)
+    keep_latents(stock, OFFLOAD)
     recorder = _Recorder(stock.config)
     ids = torch.tensor([[1, 2, 3]] * 2, device=stock.device)
     with torch.no_grad(), taking(recorder.record):

@@ -16,6 +16,7 @@ class ModelShape:
         windows: tokens that each layer sees, 0: all; (): of all of them.
         num_experts, experts_per_token, expert_size: of MLPs that have some, in the place of
             `intermediate_size`.
+        latent_dim: values are the first so many elements of keys, as of latent attention; 0: not.
         rope_theta, ties_embeddings: of models that are made from a shape; they decide no work.
     """
 
@@ -33,6 +34,7 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
+    latent_dim: int = 0
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], max_context: int) -> ModelShape:

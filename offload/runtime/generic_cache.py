@@ -4,7 +4,7 @@ A `DynamicCache` of transformers whose layers that attend to everything keep key
 host store, without padding; the others are transformers' own. `update()` of a layer in the store
 returns the new keys and values only, and the attention function stores what reaches it: whatever
 a module does with them in between (repeating heads) is done once a token. Of latent attention these
-are latents on a CPU (`Latents`): a step absorbs its queries, a prompt expands them.
+are latents (`Latents`): a step absorbs its queries, a prompt expands them.
 """
 
 from __future__ import annotations
@@ -695,10 +695,11 @@ class GenericCache(DynamicCache):
                 self._are_finite.append((layer.number, is_finite))
             append(seq, layer.number, *rows, start=start)
             if on_queries is not None:
-                queries = call.query[row, :, max(skip, n - most) :]
+                queries = call.query[row : row + 1, :, max(skip, n - most) :]
                 if call.latents is not None:
                     queries = call.latents.absorb(queries)
-                on_queries(seq, layer.number, widened(queries, width).cpu(), layer.seen - pad)
+                queries = widened(queries[0], width).cpu()
+                on_queries(seq, layer.number, queries, layer.seen - pad)
 
     def _attend_rows(self, seen: int, call: AttentionCall, hosted: _HostedLayer | None) -> Tensor:
         """Attention on the modules' device; zeros at padding.
@@ -710,6 +711,8 @@ class GenericCache(DynamicCache):
         """
         n = call.query.shape[2]
         num_qo_heads, v_dim = call.query.shape[1], call.value.shape[3]
+        if call.latents is not None:
+            v_dim = call.latents.v_dim
         out = call.query.new_zeros(len(self._seqs), n, num_qo_heads, v_dim)
         for row, (seq, pad) in enumerate(zip(self._seqs, self._pads, strict=True)):
             before = max(0, seen - n - pad)
@@ -782,13 +785,14 @@ class GenericCache(DynamicCache):
     ) -> Tensor:
         attention, spec, width = self._hosted.attention, layer.spec, layer.spec.head_dim
         query, num_rows = call.query, call.query.shape[0] * call.query.shape[2]
+        modules = self._hosted.others.modules
+        pool = attention.pool if modules is None else None  # which multiplies latents
         if call.latents is not None:
             of_token = query.transpose(1, 2).flatten(0, 1)[:, :, None]
-            query = call.latents.absorb(of_token, attention.pool)
+            query = call.latents.absorb(of_token, pool)
         parts = (query, call.key, call.value) if appends else (query,)
         by_token = [widened(x, width).transpose(1, 2).contiguous() for x in parts]
         rows = torch.cat([x.view(num_rows, -1) for x in by_token], dim=1)
-        modules = self._hosted.others.modules
         if modules is not None:
             rows = modules.to_host(rows)
         if appends:  # rotated by the module already
@@ -808,4 +812,4 @@ class GenericCache(DynamicCache):
         out = out.view(*call.query.shape[:3:2], spec.num_qo_heads, width)[..., : spec.v_dim]
         if lse is not None and call.sinks is not None:
             out = without_sinks(out, lse.view(out.shape[:3]), call.sinks)
-        return out if call.latents is None else call.latents.values_of(out, attention.pool)
+        return out if call.latents is None else call.latents.values_of(out, pool)

@@ -22,7 +22,7 @@ from cpu_ops.worker_pool import WorkerPool
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.decoder import DeviceDecoder
 from offload.decode.gpu.free_room import SPARE_BYTES
-from offload.decode.latents import transposed_bytes
+from offload.decode.latents import expanded_bytes, transposed_bytes
 from offload.decode.stock_attention import (
     AttentionSpec,
     attention_specs,
@@ -565,7 +565,7 @@ def device_bytes_beside(
 def bytes_of_pass(stock: Any, view: HybridModel | StockView, n: int, columns: int) -> int:
     """What a GPU needs for n new columns, the last of `columns`, beside states of sequences."""
     kv_bytes = 2 * view.shape.num_kv_heads * view.shape.head_dim * stock.dtype.itemsize
-    passes = PassBytes(token_bytes(stock), kv_bytes, n)
+    passes = PassBytes(token_bytes(stock), kv_bytes + expanded_bytes(stock), n)
     states = _STATES_KEPT * view.state_bytes
     columns = min(view.shape.max_context, columns)
     return passes.need(1, min(n, columns), columns, states)
@@ -607,7 +607,7 @@ def resolved_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -> Po
     if not isinstance(config.policy, Auto):
         return config.policy
     empty, kept = generic_skeleton(checkpoint, config.dtype, config.packing)
-    sizes = GenericSizes.of(empty, kept, latents=not is_on_device(config))
+    sizes = GenericSizes.of(empty, kept, on_gpu=is_on_device(config))
     most, _ = stock_context_limit(empty.config)
     host_bytes = kv_budget_bytes(config, sizes.weight_bytes, loaded=False)
     return resolved_auto(config.policy, sizes.specs, config, empty.dtype, most, host_bytes)[0]
@@ -658,7 +658,7 @@ def checked_skeleton(checkpoint: Checkpoint, config: RuntimeConfig) -> tuple[Any
     weight_bytes, host_bytes = sum(parameter_bytes(empty, kept).values()), 0
     if config.kv_dtype == "int8" and is_on_device(config) and hybrid_view(empty) is None:
         try:
-            check_one_step(empty, GenericSizes.of(empty, kept, latents=False).specs)
+            check_one_step(empty, GenericSizes.of(empty, kept, on_gpu=True).specs)
         except NotImplementedError:
             check_row_dtype(config)
     if config.host_experts:
@@ -745,7 +745,7 @@ def generic_runtime(
         if not is_on_device(config):  # packed weights, here and below: nothing is dequantised
             use_pool(stock, pool, None)
         expected = _logits(stock, DynamicCache(config=stock.config), None)
-        specs, cached = attention_specs(stock, latents=not is_on_device(config))
+        specs, cached = attention_specs(stock)
         if any(spec.softcap for spec in specs.values()):  # SDPA leaves it out in some versions
             stock.set_attn_implementation("eager")
             expected = _logits(stock, DynamicCache(config=stock.config), None)

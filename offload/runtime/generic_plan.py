@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cpu_ops.worker_pool import WorkerPool
+from offload.decode.latents import expanded_bytes
 from offload.models.hybrid import TYPES
 from offload.planning.profile import MachineProfile
 from offload.planning.workload import Workload
@@ -121,7 +122,7 @@ class GenericPlan:
 
     @cached_property
     def sizes(self) -> GenericSizes:
-        return GenericSizes.of(self.empty, self.kept, latents=not self.on_gpu)
+        return GenericSizes.of(self.empty, self.kept, on_gpu=self.on_gpu)
 
     @cached_property
     def _parts(self) -> tuple[Any, Any]:
@@ -143,7 +144,7 @@ class GenericPlan:
 
     @cached_property
     def _pass(self) -> PassBytes:
-        row = row_bytes(self._parts[0])
+        row = row_bytes(self._parts[0]) + expanded_bytes(self.empty)
         return PassBytes(token_bytes(self.empty), row, self.config.prefill_slice_tokens)
 
     def host_bytes_at(self, context: int) -> dict[str, int]:

@@ -57,6 +57,7 @@ def check_policy(config: RuntimeConfig, model_type: str) -> None:
 def shape_of(specs: Iterable[AttentionSpec], max_context: int = 0) -> ModelShape:
     """Layers that attend to everything; of heads the most, and 0 of what decides on no policy."""
     layers = [*specs] or [_NO_LAYER]
+    latent_dims = {spec.v_dim if spec.has_latents else 0 for spec in layers}
     return ModelShape(
         num_layers=len(layers),
         hidden_size=0,
@@ -66,6 +67,7 @@ def shape_of(specs: Iterable[AttentionSpec], max_context: int = 0) -> ModelShape
         intermediate_size=0,
         vocab_size=0,
         max_context=max_context,
+        latent_dim=latent_dims.pop() if len(latent_dims) == 1 else 0,
     )
 
 
@@ -186,21 +188,20 @@ class GenericSizes:
     active_bytes: int
 
     @classmethod
-    def of(cls, empty: Any, kept: Mapping[str, str], *, latents: bool) -> GenericSizes:
-        """Args: as `parameter_bytes` and `attention_specs` have them.
+    def of(cls, empty: Any, kept: Mapping[str, str], *, on_gpu: bool) -> GenericSizes:
+        """Args: as `parameter_bytes` has them; and whether decode steps are a GPU's.
 
         Raises:
             ValueError: its modules do not run, or ask for what is not there; says why.
         """
-        if latents:
-            dense = {f"{name}.kv_b_proj.weight" for name in latent_modules(empty)}
-            kept = {name: format for name, format in kept.items() if name not in dense}
-        more = transposed_bytes(empty) if latents else 0
+        dense = {f"{name}.kv_b_proj.weight" for name in latent_modules(empty)}
+        kept = {name: format for name, format in kept.items() if name not in dense}
+        more = 0 if on_gpu else transposed_bytes(empty)
         weights = parameter_bytes(empty, kept)
         experts = empty.config._experts_implementation
         empty.config._experts_implementation = "batched_mm"  # needs no values
         try:
-            specs, layers = attention_specs(empty.eval(), latents=latents)
+            specs, layers = attention_specs(empty.eval())
         except Exception as error:  # of any kind: 150 model types
             reason = f"its sizes cannot be told without its weights: {error}"
             raise ValueError(unsupported_generic(empty.config.model_type, reason)) from error

@@ -287,11 +287,13 @@ class ModuleSteps:
             return replace(call, mask=seen[:, None, None], is_causal=False).in_torch()
         if call.sinks is not None:
             raise NotImplementedError("a layer has sinks")
-        spec = self._specs[layer.number]
-        rows = (call.query, call.key, call.value)
+        spec, latents = self._specs[layer.number], call.latents
+        query = call.query if latents is None else latents.absorb(call.query)
+        rows = (query, call.key, call.value)
         qkv = torch.cat([widened(x, spec.head_dim).reshape(n, -1) for x in rows], dim=1)
         out = attend(layer.number, qkv).view(n, 1, spec.num_qo_heads, spec.head_dim)
-        return out[..., : spec.v_dim]
+        out = out[..., : spec.v_dim]
+        return out if latents is None else latents.values_of(out)
 
 
 def _get(layer: Any, name: str) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.decode.latents import expanded_bytes
 from offload.kv.transfer import STAGING_BYTES, STAGINGS
 from offload.prefill.memory import available_bytes
 from offload.runtime.config import RuntimeConfig
@@ -33,7 +34,7 @@ class PassBytes:
 
     Attributes:
         token_bytes: of activations of a token.
-        kv_bytes: of a token, the most that one layer of the store has.
+        kv_bytes: of a token, the most that one layer of the store has, and what is made of that.
         most_tokens: new columns of a pass.
     """
 
@@ -83,6 +84,7 @@ class ModulesDevice:
         self._key = self.device.index or 0
         self._limit = config.max_memory.get(self._key) if self._is_cuda else None
         self._held_bytes = held_bytes
+        kv_bytes += expanded_bytes(stock)
         self.bytes = PassBytes(token_bytes(stock), kv_bytes, config.prefill_slice_tokens)
         self._host: dict[str, Tensor] = {}
 

@@ -45,9 +45,9 @@ where the table says so, and of phi3 `rope_type: longrope`, which reads a text a
 outgrows its short factors. *generic*: transformers' own modules, on a CPU or, with `device="cuda"`,
 on a GPU. Attention of the layers that attend to all tokens is ours, their keys and values are in
 the host store; layers with a window or a recurrent state keep transformers' cache, whose bytes
-count in `max_memory`, too. On a CPU the store keeps the latents of latent attention (deepseek_v2,
-deepseek_v3, glm4_moe_lite, kimi_linear, longcat_flash, minicpm3 and others), one row a token and
-layer, where a GPU's has the keys and values of all heads: steps absorb their queries.
+count in `max_memory`, too. The store, and pages on a GPU, keep the latents of latent attention
+(deepseek_v2, deepseek_v3, glm4_moe_lite, kimi_linear, longcat_flash, minicpm3 and others), one row
+a token and layer in the place of the keys and values of all heads: steps absorb their queries.
 A generic model does `generate()`, greedy or sampled, with left padding
 and several turns, and `forward()`, under [`auto`](policies.md#auto), `full`, `exact_topk`, `quest`,
 `lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The engine and `offload serve` run it, with

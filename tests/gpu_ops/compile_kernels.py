@@ -145,6 +145,24 @@ def call_all(
         experts = [GpuExperts(up[:, :rows].contiguous(), 8, gate=gate), GpuExperts(down, 8)]
         GpuRoutedMlp(router, *experts, *choice)(x, x)
 
+    attend_all(dtype, n, num_kv_heads, group_size, head_dim, row_dtype)
+
+
+def attend_all(
+    dtype: torch.dtype,
+    n: int,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    row_dtype: torch.dtype | None = None,
+    latent_dim: int = 0,
+) -> None:
+    """The operators of a step's attention to all tokens, once."""
+    num_qo_heads = num_kv_heads * group_size
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
     qkv = zeros(n, (num_qo_heads + 2 * num_kv_heads) * head_dim)
     angle, norm = zeros(n, head_dim), zeros(head_dim)
     positions = zeros(n, dtype=torch.int64)
@@ -172,7 +190,9 @@ def call_all(
     rope_publish(qkv, part, part, positions, **rope, head_dim=head_dim, page_table=table, **ring)
 
     out, lse = zeros(*query.shape, dtype=torch.float32), zeros(n, num_qo_heads, dtype=torch.float32)
-    window_attention(query, window, positions, sm_scale=0.125, out=out, lse=lse)
+    window_attention(
+        query, window, positions, sm_scale=0.125, out=out, lse=lse, latent_dim=latent_dim
+    )
     sinks = zeros(num_qo_heads, dtype=torch.float32)
     for of_heads in (None, sinks):
         merge_state(out, lse, out, lse, query, of_heads)
@@ -194,6 +214,7 @@ def call_all(
             out=query,
             page_dtype=row_dtype,
             sinks=of_heads,
+            latent_dim=latent_dim,
         )
 
 
@@ -204,6 +225,7 @@ def select_all(
     group_size: int,
     head_dim: int,
     row_dtype: torch.dtype | None = None,
+    latent_dim: int = 0,
 ) -> None:
     """The operators on selected tokens, once."""
     capacity, num_qo_heads = 1024, num_kv_heads * group_size
@@ -250,16 +272,11 @@ def select_all(
     alone = {"out": query.float(), "lse": torch.zeros(n, num_qo_heads)}
     whole = {"out": query, "window": kept}
     missing = {"missing": MissingRows(hot_map.token_of, 0, table, 256)}
+    is_one_program = not latent_dim or group_size <= 32
     sinks = {"sinks": torch.zeros(num_qo_heads)}
     found = torch.zeros(n, 2, num_kv_heads, 3 * capacity, row, dtype=row_dtype)
-    for rest in (
-        alone,
-        whole,
-        whole | logs,
-        whole | missing,
-        whole | logs | missing,
-        whole | sinks,
-    ):
+    of_missing = (whole | missing, whole | logs | missing) if is_one_program else ()
+    for rest in (alone, whole, whole | logs, *of_missing, whole | sinks):
         shape = (n, num_qo_heads, num_splits + ("window" in rest))
         gathered_attention(
             query,
@@ -269,6 +286,7 @@ def select_all(
             heads,
             group_size=group_size,
             sm_scale=0.125,
+            latent_dim=latent_dim,
             partial_out=torch.zeros(*shape, head_dim),
             partial_lse=torch.zeros(shape),
             **rest,
@@ -428,6 +446,8 @@ if __name__ == "__main__":
         select_all(torch.bfloat16, 2, 8, 4, head_dim, torch.int8)
     call_all(torch.bfloat16, 1, 3, 3, 64)
     select_all(torch.bfloat16, 64, 3, 3, 64)
+    for group_size in (20, 128):  # of latents
+        attend_all(torch.bfloat16, 2, 1, group_size, 576, latent_dim=512)
     for dtype in DTYPES:
         retrieve_all(dtype, 1, 8, 4, 128)
     retrieve_all(torch.bfloat16, 2, 3, 3, 64)

@@ -32,6 +32,7 @@ def check(
     num_splits: int = 4,
     with_scores: bool = True,
     has_sinks: bool = False,
+    latent_dim: int = 0,
     tolerance: float | None = None,
 ) -> None:
     """With None as `heads` all attend, and there are no scores and no lse."""
@@ -43,6 +44,9 @@ def check(
         random(rng, 2, len(chosen), m, head_dim, dtype=dtype, device=device) if m else None
         for m in kv_lens
     ]
+    for x in kv if latent_dim else ():
+        if x is not None:
+            x[1] = torch.nan  # nobody reads values
     pages = Pages(rng, kv, page_tokens)
     float32 = {"dtype": torch.float32, "device": device}
     out_dtype = torch.float32 if some else dtype
@@ -66,7 +70,11 @@ def check(
         lse=lse if some else None,
         scores=scores if some and with_scores else None,
         sinks=sinks,
+        latent_dim=latent_dim,
     )
+    if latent_dim:
+        assert out.view(n, -1, head_dim)[..., latent_dim:].isnan().all()
+        out = out.view(n, -1, head_dim)[..., :latent_dim].contiguous()
     others = [head for head in range(num_kv_heads) if head not in chosen]
     of_out, of_lse = out.view(n, num_kv_heads, -1), lse.view(n, num_kv_heads, -1)
     assert of_out[:, others].isnan().all()
@@ -79,7 +87,8 @@ def check(
             assert not some or (of_lse[row, chosen] == float("-inf")).all()
             continue
         q = query[row].view(num_kv_heads, -1)[chosen].flatten()
-        expected, expected_lse = attention(q, x[0], x[1], sm_scale, of_chosen)
+        values = x[0, ..., :latent_dim] if latent_dim else x[1]
+        expected, expected_lse = attention(q, x[0], values, sm_scale, of_chosen)
         assert_close(of_out[row, chosen].flatten(), expected, tolerance)
         if not some:
             continue
@@ -109,6 +118,19 @@ def test_shapes_of_all_heads(
     device: str, dtype: torch.dtype, head_dim: int, group_size: int
 ) -> None:
     check(device, dtype, [50, 0, 1], head_dim=head_dim, num_kv_heads=2, group_size=group_size)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "latent_dim", "group_size"),
+    combinations(DTYPES, [(576, 512), (288, 256), (448, 384), (320, 0), (48, 32)], [20, 128]),
+)
+def test_latents(
+    device: str, dtype: torch.dtype, head_dim: int, latent_dim: int, group_size: int
+) -> None:
+    """A rest of a head, and values of its front; groups of several programs."""
+    sizes = {"head_dim": head_dim, "latent_dim": latent_dim, "group_size": group_size}
+    check(device, dtype, [50, 0, 1], num_kv_heads=1, **sizes)
+    check(device, dtype, [17], num_kv_heads=2, heads=(1,), **sizes, has_sinks=True)
 
 
 @pytest.mark.parametrize(

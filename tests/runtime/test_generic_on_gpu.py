@@ -33,7 +33,8 @@ from offload.runtime.modules_device import ModulesDevice
 from offload.system.errors import DeviceMemoryError
 
 TYPES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "gemma2", "afmoe", "nemotron_h"]
-IN_ONE_STEP = ("lfm2", "afmoe", "nemotron_h")  # by the stock modules
+LATENTS = ["glm4_moe_lite", "deepseek_v3"]
+IN_ONE_STEP = ("lfm2", "afmoe", "nemotron_h", *LATENTS)  # by the stock modules
 CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])
 IDS = torch.randint(3, 250, (2, 90), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -45,7 +46,9 @@ POLICIES = [
 ]
 
 
-@pytest.fixture(scope="module", params=slow_but(TYPES, *TYPES[:2], *TYPES[3:]))
+@pytest.fixture(
+    scope="module", params=slow_but([*TYPES, *LATENTS], *TYPES[:2], *TYPES[3:], LATENTS[0])
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     tiny_model_of(request.param, vocab_size=VOCAB_SIZE).save_pretrained(path)
@@ -98,6 +101,8 @@ def test_tokens_are_those_of_the_stock_model(
                 assert tokens(model, IDS[row], MASK[row]) == of_rows, (policy.name, slices)
             assert model.offload_stats().prefill_tokens == 180
             on_host = policy.selects or not stays or model._offload.steps is not None
+            if model_type in LATENTS:  # of 32 + 8 elements, and not 4 heads of 24
+                assert model.kv_store.token_bytes == len(model._offload.hosted.specs) * 2 * 48 * 4
             assert (model.offload_stats().kv_host_bytes > 0) == on_host
             assert model.kv_store.num_sequences == 0
             monkeypatch.undo()
@@ -252,11 +257,16 @@ def test_a_policy_of_a_cpu_alone_takes_no_steps(tmp_path: Path) -> None:
     assert "forward" not in vars(model.model)
 
 
+@pytest.mark.parametrize("model_type", ["lfm2", "glm4_moe_lite"])
 def test_modules_that_are_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    model_type: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What cannot be captured, or gives other logits, runs module by module, and says so."""
-    tiny_model_of("lfm2", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    """What cannot be captured, or gives other logits, runs module by module, and says so; with keys
+    and values on the device, and with those on the host."""
+    tiny_model_of(model_type, vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
     expected, stock = tokens(load(tmp_path, "cpu", policy="full"), IDS, MASK), ModuleSteps._run
     wrong = lambda self, *args: stock(self, *args) * 2.0 + 1.0  # noqa: E731
     waits = Mock(side_effect=RuntimeError("it waits"))
@@ -266,7 +276,9 @@ def test_modules_that_are_no_step(
             model = load(tmp_path, "cpu", policy="full")
         assert re.search(f"module by module, as one step fails: .*{message}", caplog.text)
         assert model._offload.steps is None
-        assert tokens(model, IDS, MASK) == expected
+        for has_room in (True, False):
+            monkeypatch.setattr(ModulesDevice, "has_room", lambda *_, has=has_room: has)
+            assert tokens(model, IDS, MASK) == expected
 
 
 def test_a_step_of_more_rows_that_cannot_be_captured(

@@ -167,6 +167,7 @@ class DeviceHeads:
             self._kv.windows[layer_idx][rows],
             b.positions[rows],
             sm_scale=self._sm_scales[layer_idx],
+            latent_dim=self._shape.latent_dim,
             out=b.device_out[rows],
             lse=b.device_lse[rows],
         )
@@ -189,6 +190,7 @@ class DeviceHeads:
             page_tokens=self._page_tokens,
             ring_tokens=layer.window,
             sm_scale=self._sm_scales[layer_idx],
+            latent_dim=self._shape.latent_dim,
             partial_out=partial_out,
             partial_lse=partial_lse,
             out=out,
@@ -259,6 +261,7 @@ class DeviceHeads:
             sink_tokens=self._policy.sink_tokens,
             recent_tokens=self._policy.recent_tokens,
             sm_scale=self._sm_scales[layer_idx],
+            latent_dim=self._shape.latent_dim,
             partial_out=partial_out,
             partial_lse=partial_lse,
             out=(b.attended if is_whole else b.device_out)[rows],

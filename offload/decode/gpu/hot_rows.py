@@ -90,7 +90,7 @@ class HotRows:
         self._estimates = estimate_clusters > 0
         self._loaded: dict[int, LayerArrays | None] = {}
         self.fetch_tokens = fetch_tokens(policy)
-        self._head_dim = model.shape.head_dim
+        self._head_dim, self._latent_dim = model.shape.head_dim, model.shape.latent_dim
         self._group_size, self._sm_scales = model.shape.group_size, model.sm_scales
         self._sinks = model.sinks
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
@@ -319,6 +319,7 @@ class HotRows:
             sink_tokens=self._policy.sink_tokens,
             recent_tokens=self._policy.recent_tokens,
             sm_scale=self._sm_scales[layer_idx],
+            latent_dim=self._latent_dim,
             partial_out=self._partial_out[: size * head_dim].view(*partial, head_dim),
             partial_lse=self._partial_lse[:size].view(partial),
             out=b.attended[rows],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -570,8 +571,8 @@ def gathered_attention_reference(
     if window is not None:
         out = torch.empty_like(out, dtype=torch.float32)
         lse = torch.empty(len(out), out.shape[1] // head_dim, device=out.device)
-        of_window = {"sm_scale": sm_scale, "latent_dim": latent_dim}
-        window_attention_reference(query, window, positions, **of_window, out=out, lse=lse)
+        of_softmax: dict[str, Any] = {"sm_scale": sm_scale, "latent_dim": latent_dim}
+        window_attention_reference(query, window, positions, **of_softmax, out=out, lse=lse)
     value_dim = latent_dim or head_dim
     assert lse is not None
     for row, position in enumerate(positions.tolist()):

@@ -161,6 +161,11 @@ def resolve_auto(auto: Auto, work: Workload, room: Room) -> tuple[Policy, str]:
     Args:
         work: of the whole model, with the longest context; its policy does not matter.
     """
+    if work.shape.latent_dim:
+        return (
+            Full(),
+            "exact: keys and values are latents of all heads, of which no choice was measured",
+        )
     if room.on_gpu:
         return _on_gpu(auto, work, room)
     return _on_cpu(auto, work, room)

@@ -32,7 +32,6 @@ POLICIES = ("full", "exact_topk", "lfps", "lychee_cluster", "quest", "sketch", "
 # Without a layer in the store it still counts the tokens of sequences.
 _NO_LAYER = AttentionSpec(1, 1, 16, 16, 1.0)
 _WINDOWS_ONLY = "exact: no layer attends to all tokens"
-_LATENTS = "exact: keys and values are latents of all heads, of which no choice was measured"
 # How many experts a token meets, by the names that configs give it.
 _ACTIVE = (
     *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
@@ -93,8 +92,6 @@ def resolve_generic(
     """
     if work is None:
         return Full(), _WINDOWS_ONLY
-    if any(spec.has_latents for spec in specs.values()):
-        return Full(), _LATENTS
     policy, reason = resolve_auto(auto, work, Room(on_gpu=False, profile=profile))
     shape = work.shape
     needs = needs_alike_layers(policy, shape.num_layers, shape.num_kv_heads)

@@ -330,7 +330,7 @@ def test_a_prompt_gets_the_room_of_steps(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "afmoe"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "afmoe", "minicpm3"])
 def test_int8_rows(tmp_path: Path, model_type: str, device: str) -> None:
     tiny_model_of(model_type, vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ from offload.system.memory import available_cpus  # noqa: E402
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_MANY_CASES = 16
+
 # Threads only slow tiny tensors down, above all on a busy machine.
 torch.set_num_threads(1)
 
@@ -51,6 +55,19 @@ torch.set_num_threads(1)
 def pytest_xdist_auto_num_workers() -> int:
     """Workers of `-n auto`: as many as this process may keep busy, not as the machine has."""
     return available_cpus()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a kernel's many cases every other one is slow, but with a GPU or a chosen ISA."""
+    if torch.cuda.is_available() or "OFFLOAD_ISA" in os.environ:
+        return
+    cases = [x for x in items if x.path.parent.name in ("gpu_ops", "cpu_ops")]
+    count = Counter(x.nodeid.partition("[")[0] for x in cases)
+    for x in cases:
+        is_one_of_many = count[x.nodeid.partition("[")[0]] > _MANY_CASES
+        if is_one_of_many and zlib.crc32(x.nodeid.encode()) % 2:
+            x.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -153,6 +153,7 @@ def test_turns_go_on_from_the_cache(
         caches[1].crop(-1)
 
 
+@pytest.mark.slow
 def test_sampled_tokens_have_the_models_distribution(folder_of: Callable[[str], Path]) -> None:
     """Of the second token and the third, of which the head proposes one: 500 draws."""
     folder = folder_of("qwen3_5_text")

@@ -24,6 +24,7 @@ def anonymous_mib(pid: int) -> float:
     return sum(int(x.split()[1]) for x in lines if x.startswith(("RssAnon", "RssShmem"))) / 1024
 
 
+@pytest.mark.slow
 def test_a_server_stays_within_max_memory() -> None:
     told = ("--max-memory", f"cpu={TOLD_MIB}MiB", "--kv-dtype", "int8", "--dtype", "bfloat16")
     with serving_process(embedded_gguf(), *told, "--policy", "full") as (process, url):

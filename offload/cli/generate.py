@@ -222,6 +222,17 @@ class Sampling:
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on to --max-new-tokens, to measure.")
     ] = False
+    mtp: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=8,
+            metavar="N",
+            help="Have the checkpoint's own head for multi-token prediction (Qwen3.5, Qwen3-Next, "
+            "DeepSeek-V3, GLM-4.x) draft so many tokens at a time, on a CPU.",
+            show_default="no drafts",
+        ),
+    ] = None
 
     def settings(self) -> dict[str, Any]:
         """Arguments of `generate`."""
@@ -231,6 +242,8 @@ class Sampling:
             settings |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         if self.ignore_eos:
             settings["eos_token_id"] = None
+        if self.mtp is not None:
+            settings |= {"use_mtp": True, "num_assistant_tokens": self.mtp}
         return settings | {"max_new_tokens": self.max_new_tokens}
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 # took index_seconds to build, what a GPU needs before its first steps setup_seconds; neither
 # counts as prefill or decode.
 _SIZES = ("kv_host_bytes", "kv_device_bytes", "policy_host_bytes")
-_TIMES = (
+_OF_RUN = (
+    "drafted_tokens",
+    "accepted_tokens",
     "index_seconds",
     "setup_seconds",
     "prefill_seconds",
@@ -226,7 +228,7 @@ def answer(
         "context_tokens": input_ids.shape[1],
         "new_tokens": len(new_ids),
         **dict(zip(_SIZES, sizes, strict=True)),
-        **{name: getattr(stats, name) for name in _TIMES},
+        **{name: getattr(stats, name) for name in _OF_RUN},
         "condense_by": None if cache is None else _condensed_by(model),
         "condensed": None if cache is None else asdict(cache.tokens[0]),
         "quality": quality_row(model.quality()) if model._offload.config.quality_probe else None,

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases.mtp_checkpoint import save_with_head
+from cases.tiny_models import byte_tokenizer
 from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
@@ -151,6 +153,24 @@ def test_an_answer_that_goes_on(tiny_folders: dict[str, Path], tmp_path: Path) -
         result = runner.invoke(app, [*options, "--json", *more])
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["runs"][0]["new_tokens"] == num_tokens
+
+
+def test_drafts_of_a_head(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    """Its tokens are those without them; who has no head is refused by name."""
+    folder = save_with_head(tmp_path / "mtp", "qwen3_5_text")
+    byte_tokenizer().save_pretrained(folder)
+    prompt = ["--threads", "1", "-p", "the quick brown fox", "-n", "9", "--json"]
+    runs = list[dict[str, Any]]()
+    for more in ([], ["--mtp", "2"]):
+        result = runner.invoke(app, ["generate", str(folder), *prompt, *more])
+        assert result.exit_code == 0, result.output
+        runs += json.loads(result.stdout)["runs"]
+    assert runs[0]["answer"] == runs[1]["answer"]
+    assert runs[0]["drafted_tokens"] == 0 < runs[1]["drafted_tokens"]
+    assert 0 <= runs[1]["accepted_tokens"] <= runs[1]["drafted_tokens"]
+    result = runner.invoke(app, ["generate", str(tiny_folders["llama"]), *prompt, "--mtp", "1"])
+    assert result.exit_code == 1
+    assert "use_mtp=True" in result.stderr
 
 
 def test_json(generate: Any) -> None:

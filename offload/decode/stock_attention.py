@@ -22,12 +22,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from cpu_ops.native import MAX_GROUP_SIZE, MAX_HEAD_DIM
+from cpu_ops.worker_pool import WorkerPool
 from offload.decode.latents import Latents, keep_latents, latents_of
-from offload.prefill.attention import attend_with_lse, without_sinks
+from offload.prefill.attention import (
+    attend,
+    attend_in_window,
+    attend_with_lse,
+    without_sinks,
+)
 
 OFFLOAD = "offload"  # the attention's name in transformers
 _CAPPED_QUERIES = 64  # at a time
-_HEAD_DIM_MULTIPLE = 16  # narrower heads are padded with zeros, which changes no product
+HEAD_DIM_MULTIPLE = 16  # narrower heads are padded with zeros, which changes no product
 # Cache layers whose keys and values can be kept elsewhere; the second has other states, too.
 _TAKEN_CLASSES = (cache_utils.DynamicLayer, cache_utils.LinearAttentionAndFullAttentionLayer)
 # Arguments of attention functions that the mask has already, or that change nothing.
@@ -60,7 +66,7 @@ class AttentionSpec:
     @property
     def head_dim(self) -> int:
         """What keys and values are padded to in the store."""
-        return -(-max(self.k_dim, self.v_dim) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
+        return -(-max(self.k_dim, self.v_dim) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
 
 
 @dataclass
@@ -122,6 +128,25 @@ class AttentionCall:
             )
         return without_sinks(o.transpose(1, 2), lse.transpose(1, 2), self.sinks)
 
+    def after(
+        self, rows: tuple[Tensor, ...], query: Tensor, pool: WorkerPool, window: int = 0
+    ) -> Tensor:
+        """Causal attention of a CPU's pool: [n, num_qo_heads, v_dim].
+
+        Args:
+            rows: keys and values [num_kv_heads, kv_len, k_dim or v_dim] up to the last query's.
+            query: [num_qo_heads, n, k_dim].
+            window: tokens that a query sees, itself the last; 0: all.
+        """
+        v_dim = rows[1].shape[-1]
+        width = -(-max(query.shape[-1], v_dim) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+        q, keys, values = (widened(x, width).contiguous() for x in (query, *rows))
+        sinks = None if self.sinks is None else self.sinks.detach().float()
+        if window and window < keys.shape[1]:
+            kv = keys, values
+            return attend_in_window(q, kv, window, self.sm_scale, pool, sinks)[..., :v_dim]
+        return attend(q, None, (keys, values), self.sm_scale, pool, sinks)[..., :v_dim]
+
     def behind(self, past: tuple[Tensor, Tensor] | None) -> Tensor:
         """[n, num_qo_heads, v_dim] of one sequence without padding: causal attention to its tokens
         `past` and the new ones of this call, which has a batch of one.
@@ -148,7 +173,7 @@ class AttentionCall:
                 self.query, *whole, scale=self.sm_scale, enable_gqa=True
             )
             return out[0].transpose(0, 1)
-        width = -(-max(k_dim, v_dim) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
+        width = -(-max(k_dim, v_dim) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
         q, keys, values = (widened(x, width) for x in (q, keys, values))
         out, lse = attend_with_lse(q, None, (keys, values), self.sm_scale)
         return (out if self.sinks is None else without_sinks(out, lse, self.sinks))[..., :v_dim]
@@ -200,7 +225,7 @@ def _on_cuda(
     """Out [batch_size, num_heads, n, v_dim], and the log-sum-exp [batch_size, num_heads, n]."""
     if bias is not None:  # its rows begin at multiples of 16 bytes
         kv_len = bias.shape[-1]
-        bias = F.pad(bias, (0, -kv_len % _HEAD_DIM_MULTIPLE))[..., :kv_len]
+        bias = F.pad(bias, (0, -kv_len % HEAD_DIM_MULTIPLE))[..., :kv_len]
         bias = bias.expand(*q.shape[:3], kv_len)
     o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q, k, v, bias, True, 0.0, is_causal, scale=sm_scale

@@ -28,7 +28,12 @@ from transformers import DynamicCache
 from cpu_ops.decoder_layers import Norm
 from cpu_ops.step_rows import DecodeStep
 from offload.decode.attention import DecodeAttention
-from offload.decode.stock_attention import AttentionCall, AttentionSpec, taking, widened
+from offload.decode.stock_attention import (
+    AttentionCall,
+    AttentionSpec,
+    taking,
+    widened,
+)
 from offload.kv.store import HostBudgetError, KVStore
 from offload.models.batch import pack
 from offload.prefill.attention import without_sinks
@@ -271,6 +276,7 @@ class GenericCache(DynamicCache):
         self._step_lens: list[int] = []  # of a step that may begin
         self._pads: list[int] = []  # columns of padding before each row's first token
         self._known_mask: Tensor | None = None
+        self._known_window: tuple[Tensor | None, int | None] = (None, 0)
         self._no_rotation: tuple[Tensor, Tensor] | None = None  # cos, sin of a step
         self._are_finite: list[tuple[int, Tensor]] = []  # layers, of whose rows all are; or not
 
@@ -636,7 +642,7 @@ class GenericCache(DynamicCache):
             layer = self._updated.pop()
             self._layer_of[id(call.key)] = call.key, layer
         else:
-            return None
+            return self._attend_beside(call)
         modules, seen = self._hosted.others.modules, layer.get_seq_length()
         if self._step is not None or modules is not None:
             self._check_mask(call.mask, call.query.shape[2], seen)
@@ -648,6 +654,8 @@ class GenericCache(DynamicCache):
             self._append(layer, call)
         if modules is not None:
             out = self._attend_rows(seen, call, layer)
+        elif self._is_plain(call, seen):
+            out = self._attend_prompts(layer, call)
         else:
             if layer.seen > call.query.shape[2] or self.store.format.is_int8:
                 keys, values = self._gathered(layer)
@@ -656,6 +664,77 @@ class GenericCache(DynamicCache):
         if self.between is not None:
             self.between()
         return out
+
+    def _is_plain(self, call: AttentionCall, seen: int) -> bool:
+        """Whether a prompt's queries see all that comes before them but padding, and no caps."""
+        n = call.query.shape[2]
+        if call.softcap or (call.mask is None and call.is_causal is False and n > 1):
+            return False
+        try:
+            self._check_mask(call.mask, n, seen)
+        except NotImplementedError:
+            return False
+        return True
+
+    def _attend_prompts(self, layer: _HostedLayer, call: AttentionCall) -> Tensor:
+        """Of a CPU, a row at a time, by the kernel of prompts; zeros at padding."""
+        n, pool = call.query.shape[2], self._hosted.attention.pool
+        v_dim = call.value.shape[3] if call.latents is None else call.latents.v_dim
+        out = call.query.new_zeros(len(self._seqs), n, call.query.shape[1], v_dim)
+        for row, (seq, pad) in enumerate(zip(self._seqs, self._pads, strict=True)):
+            kv_len = layer.seen - pad
+            skip = max(0, n - kv_len)
+            if skip == n:
+                continue
+            rows: tuple[Tensor, ...] = call.key[row, :, skip:], call.value[row, :, skip:]
+            if kv_len > n - skip or self.store.format.is_int8:
+                whole = self.store.gather(seq, layer.number, 0, kv_len)
+                rows = whole[0][..., : layer.spec.k_dim], whole[1][..., : layer.spec.v_dim]
+            if call.latents is not None:
+                rows = tuple(x[0] for x in call.latents.expand(rows[0][None]))
+            out[row, skip:] = call.after(rows, call.query[row, :, skip:], pool)
+        return out
+
+    def _attend_beside(self, call: AttentionCall) -> Tensor | None:
+        """The same of a layer that is not in the store, such as one with a window; None: the
+        module's own attention does it."""
+        n, columns = call.query.shape[2], call.key.shape[2]
+        if n == 1 or call.softcap or self._hosted.others.modules is not None:
+            return None
+        window = self._window_of(call.mask, n, columns)
+        if window is None or (call.mask is None and (call.is_causal is False or n < columns)):
+            return None
+        out = call.query.new_zeros(len(self._seqs), n, call.query.shape[1], call.value.shape[3])
+        for row, pad in enumerate(self._pads):
+            first = max(0, pad - (self._num_columns - columns))
+            skip = max(0, first - (columns - n))
+            if skip < n:
+                rows = call.key[row, :, first:], call.value[row, :, first:]
+                query = call.query[row, :, skip:]
+                out[row, skip:] = call.after(rows, query, self._hosted.attention.pool, window)
+        return out
+
+    def _window_of(self, mask: Tensor | None, n: int, columns: int) -> int | None:
+        """How many tokens each query sees, itself the last; 0: all of them but padding. None: some
+        of the first, the middle and the last queries see others."""
+        if mask is None:
+            return 0
+        if self._known_window[0] is mask:
+            return self._known_window[1]
+        some = sorted({0, n // 3, n // 2, max(0, n - 2), n - 1})
+        rows = mask[:, 0, some, :columns]
+        attended = rows if rows.dtype == torch.bool else rows == 0
+        pads = torch.tensor(self._pads)[:, None, None] - (self._num_columns - columns)
+        column, queries = torch.arange(columns), torch.arange(columns - n, columns)[some][:, None]
+        behind = attended[:, -1].int().argmax(-1) - pads.clamp_min(0)[:, 0, 0]
+        first = attended[int(behind.argmax()), -1].int().argmax()
+        window = int(columns - first) if int(behind.max()) > 0 else 0
+        expected = (column >= pads) & (column <= queries)
+        if window:
+            expected &= column > queries - window
+        fits = mask.shape[1] == 1 and bool(((attended == expected) | (queries < pads)).all())
+        self._known_window = mask, window if fits else None
+        return self._known_window[1]
 
     def _check_mask(self, mask: Tensor | None, n: int, seen: int) -> None:
         """Refuse a mask that hides anything but padding, and what comes later, from a decode step,

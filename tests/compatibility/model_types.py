@@ -57,7 +57,8 @@ prompts go on from them](how-to/many-requests.md#models-without-native-layers)).
 these read a prompt at once, in a new cache, by `generate()`. [`offload
 plan`](placement.md#offload-plan) counts the bytes of a model, and `offload eval` compares policies
 on a CPU, a prompt at a time. `generate(use_mtp=True)` and `offload generate --mtp N` draft on a
-CPU, one sequence at a time, with the head for multi-token prediction of checkpoints that have one and dense weights
+CPU, one sequence at a time, with the head for multi-token prediction of checkpoints that have one
+and dense weights
 (Qwen3.5, Qwen3-Next, DeepSeek-V3, GLM-4.x); `num_assistant_tokens` says how many (1). Beams, other
 drafts, saved caches of `generate()`, scores of prompts, ranks and `host_bytes_per_sequence` are
 refused. Before it is used, each model must give the logits of the

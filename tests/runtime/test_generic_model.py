@@ -23,8 +23,9 @@ from offload.planning.workload import Workload
 from offload.policies.auto import Auto
 from offload.policies.exact_topk import ExactTopK
 from offload.policies.registry import make_policy
+from offload.prefill import attention as prefill_attention
 from offload.runtime.config import runtime_config
-from offload.runtime.generic_cache import tensors_in
+from offload.runtime.generic_cache import GenericCache, tensors_in
 from offload.runtime.generic_loading import generic_runtime
 from offload.runtime.generic_sizes import (
     POLICIES,
@@ -68,6 +69,50 @@ def stock_of(folder: Path) -> Any:
 def tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
     settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0} | options
     return model.generate(input_ids=ids, attention_mask=mask, **settings)
+
+
+@pytest.mark.parametrize("model_type", ["granitemoe_swa", "deepseek_v3", "ministral", "gemma2"])
+def test_prompts_are_attended_to_by_our_kernel(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """With padding, windows and latents, whole and in parts; caps are left to torch."""
+    ids = torch.randint(3, 250, (2, 90), generator=torch.Generator().manual_seed(2))
+    mask, calls = torch.ones_like(ids), list[int]()
+    mask[0, :61] = 0
+    kernel = prefill_attention.causal_attention
+
+    def counting(*arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(options.get("window", 0))
+        return kernel(*arguments, **options)
+
+    model, stock = load(folders[model_type]), stock_of(folders[model_type])
+    monkeypatch.setattr(prefill_attention, "causal_attention", counting)
+    with torch.no_grad():
+        expected = stock(input_ids=ids, attention_mask=mask).logits[:, -1]
+        for stops in ((90,), (50, 90), (89, 90)):
+            cache, start = model.new_cache(), 0
+            for stop in stops:
+                part = {"input_ids": ids[:, start:stop], "attention_mask": mask[:, :stop]}
+                logits = model(**part, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+                start = stop
+            assert (logits - expected).norm() < 1e-4 * expected.norm()
+    assert bool(calls) == (model_type != "gemma2")
+    assert any(calls) == (model_type in ("granitemoe_swa", "ministral"))
+
+
+def test_windows_are_told_by_their_masks() -> None:
+    cache: Any = GenericCache.__new__(GenericCache)
+    column, query = torch.arange(40), torch.arange(40)[:, None]
+    causal = column <= query
+    chunks, early = column // 8 == query // 8, column < 5
+    cases = [(causal, 0), (causal & (column > query - 8), 8), (causal & chunks, None)]
+    cases += [(causal & (column > query - 8) | early, None)]
+    for pad in (0, 3):
+        for seen, window in cases:
+            for n in (40, 17, 9, 2):
+                cache._pads, cache._num_columns, cache._known_window = [pad], 40, (None, 0)
+                mask = (seen & (column >= pad))[None, None, 40 - n :]
+                assert cache._window_of(mask, n, 40) == window, (pad, window, n)
 
 
 @pytest.mark.parametrize(("model_type", "backend"), combinations(TYPES, [None, "inline"]))

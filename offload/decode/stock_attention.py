@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class AttentionSpec:
         sm_scale: multiplies q @ k.
         softcap: scores are softcap * tanh(score / softcap); 0: not capped.
         has_latents: keys and values are latents of all heads.
+        sinks: float32 [num_qo_heads], logits that join each softmax and have no value; or None.
     """
 
     num_qo_heads: int
@@ -56,6 +57,7 @@ class AttentionSpec:
     sm_scale: float
     softcap: float = 0.0
     has_latents: bool = False
+    sinks: Tensor | None = field(default=None, compare=False)
 
     @property
     def head_dim(self) -> int:
@@ -316,6 +318,7 @@ class _Recorder(DynamicCache):
             sm_scale=call.sm_scale,
             softcap=call.softcap,
             has_latents=call.latents is not None,
+            sinks=None if call.sinks is None else call.sinks.detach().float().flatten(),
         )
 
 

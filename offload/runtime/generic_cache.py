@@ -31,7 +31,6 @@ from offload.decode.attention import DecodeAttention
 from offload.decode.stock_attention import AttentionCall, AttentionSpec, taking, widened
 from offload.kv.store import HostBudgetError, KVStore
 from offload.models.batch import pack
-from offload.prefill.attention import without_sinks
 from offload.runtime.modules_device import ModulesDevice
 from offload.runtime.runner import Pass
 from offload.runtime.sequences import Sequences
@@ -800,16 +799,12 @@ class GenericCache(DynamicCache):
                 ones = rows.new_ones(num_rows, width)
                 self._no_rotation = ones, torch.zeros_like(ones)
             attention.rope_append(layer.number, step, rows, self._no_rotation)
-        shape, lse = (num_rows, spec.num_qo_heads * width), None
+        if call.sinks is not None and not appends:
+            raise NotImplementedError("a layer with sinks attends to keys of another one")
         empty = torch.empty if modules is None else partial(modules.host_rows, "from")
-        out = empty(shape, dtype=rows.dtype)
-        if call.sinks is not None:
-            lse = torch.empty(num_rows, spec.num_qo_heads)
-        attention.attend(layer.number, step, rows, out, lse)
+        out = empty((num_rows, spec.num_qo_heads * width), dtype=rows.dtype)
+        attention.attend(layer.number, step, rows, out, None)
         if modules is not None:
             out = modules.to_device(out)
-            lse = None if lse is None else lse.to(modules.device)
         out = out.view(*call.query.shape[:3:2], spec.num_qo_heads, width)[..., : spec.v_dim]
-        if lse is not None and call.sinks is not None:
-            out = without_sinks(out, lse.view(out.shape[:3]), call.sinks)
         return out if call.latents is None else call.latents.values_of(out, pool)

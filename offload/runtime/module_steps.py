@@ -128,6 +128,7 @@ class ModuleSteps:
                 LayerSpec(x.num_qo_heads, x.num_kv_heads, x.head_dim, x.sm_scale)
                 for x in self._specs
             ],
+            [x.sinks for x in self._specs],
             replace(
                 shape,
                 hidden_size=int(config.hidden_size),
@@ -285,8 +286,6 @@ class ModuleSteps:
             columns = torch.arange(call.key.shape[2] - 1, -1, -1, device=earlier.device)
             seen = columns <= earlier[:, None]  # of the newest, and those before it
             return replace(call, mask=seen[:, None, None], is_causal=False).in_torch()
-        if call.sinks is not None:
-            raise NotImplementedError("a layer has sinks")
         spec, latents = self._specs[layer.number], call.latents
         query = call.query if latents is None else latents.absorb(call.query)
         rows = (query, call.key, call.value)

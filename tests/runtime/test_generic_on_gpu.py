@@ -32,9 +32,10 @@ from offload.runtime.module_steps import ModuleSteps
 from offload.runtime.modules_device import ModulesDevice
 from offload.system.errors import DeviceMemoryError
 
-TYPES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "gemma2", "afmoe", "nemotron_h"]
+OTHERS = ["lfm2", "afmoe", "nemotron_h", "flint"]  # which has sinks
+TYPES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma2", *OTHERS]
 LATENTS = ["glm4_moe_lite", "deepseek_v3"]
-IN_ONE_STEP = ("lfm2", "afmoe", "nemotron_h", *LATENTS)  # by the stock modules
+IN_ONE_STEP = (*OTHERS, *LATENTS)  # by the stock modules
 CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])
 IDS = torch.randint(3, 250, (2, 90), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -193,6 +194,28 @@ def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
     model.model.layers[0].mlp.down_proj = torch.nn.Linear(4, 4)
     with pytest.raises(NotImplementedError, match="down_proj was replaced"):
         tokens(model, IDS, MASK)
+
+
+@pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
+@pytest.mark.parametrize("folder", ["flint"], indirect=True)
+def test_what_steps_of_modules_attend_with(folder: Path, device: str) -> None:
+    """Logits of a row of the CPU's heads beside windows of the GPU, and of the CPU alone, where a
+    step of the modules is asked for more."""
+    model = load(folder, device, policy=POLICIES[1])
+    decoder, ids = model._offload.steps.decoder, IDS[1:].to(device)
+    decoder.placed.choose = None
+    decoder.place(decoder.placed.least)
+    with torch.no_grad():
+        expected = model(input_ids=ids, past_key_values=model.new_cache()).logits[:, 80:]
+        cache = model.new_cache()
+        model(input_ids=ids[:, :80], past_key_values=cache)
+        steps = [
+            model(ids[:, [i]], past_key_values=cache, output_hidden_states=i % 2 > 0).logits
+            for i in range(80, 90)
+        ]
+    torch.testing.assert_close(torch.cat(steps, 1), expected, **CLOSE)
+    links = decoder.slots.steps.links.values()
+    assert any(link.coprocessor.requests for link in links)
 
 
 @pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])

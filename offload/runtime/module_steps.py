@@ -93,9 +93,9 @@ def check_one_step(stock: Any, specs: Mapping[int, AttentionSpec]) -> None:
     heads = {(x.num_qo_heads, x.num_kv_heads, x.head_dim) for x in specs.values()}
     if "position_ids" not in signature(stock.base_model.forward).parameters:
         raise NotImplementedError("its modules take no position_ids")
-    if len(heads) != 1 or any(x.softcap for x in specs.values()) or "chunked_attention" in kinds:
+    if len(heads) != 1 or "chunked_attention" in kinds:
         raise NotImplementedError(
-            "no layer is in the store, their heads differ, scores are capped or windows are chunks"
+            "no layer is in the store, their heads differ or windows are chunks"
         )
 
 
@@ -125,7 +125,7 @@ class ModuleSteps:
         self.view: StockView = stock_view(
             stock,
             [
-                LayerSpec(x.num_qo_heads, x.num_kv_heads, x.head_dim, x.sm_scale)
+                LayerSpec(x.num_qo_heads, x.num_kv_heads, x.head_dim, x.sm_scale, softcap=x.softcap)
                 for x in self._specs
             ],
             [x.sinks for x in self._specs],

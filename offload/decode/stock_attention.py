@@ -130,7 +130,7 @@ class AttentionCall:
 
         Args:
             past: keys and values [num_kv_heads, kv_len, head_dim], zeros behind k_dim and v_dim,
-                of whom the last n are for the new ones: they are written here. None: there is
+                of whom the last are for the new ones: they are written here. None: there is
                 nothing before the new ones.
         """
         if self.latents is not None:
@@ -139,7 +139,7 @@ class AttentionCall:
         q, keys, values = self.query[0], self.key[0], self.value[0]
         if past is not None:
             for out, rows in zip(past, (keys, values), strict=True):
-                out[:, -q.shape[1] :, : rows.shape[-1]] = rows
+                out[:, -rows.shape[1] :, : rows.shape[-1]] = rows
             keys, values = past
         if self.softcap:
             keys, values = keys[None, ..., :k_dim], values[None, ..., :v_dim]
@@ -160,7 +160,7 @@ class AttentionCall:
         rows, n = self.key, self.query.shape[2]
         if past is not None:
             k_dim = rows.shape[-1]
-            past[0][:, -n:, :k_dim] = rows[0]
+            past[0][:, -rows.shape[2] :, :k_dim] = rows[0]
             rows = past[0][None, ..., :k_dim]
         if n == 1 and self.sinks is None and not self.softcap:
             q = latents.absorb(self.query).transpose(1, 2)  # the heads are queries of one KV head

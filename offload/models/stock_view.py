@@ -16,7 +16,7 @@ from offload.models.base import DecoderLayer, LayerSpec, LeanModel
 from offload.models.shape import ModelShape
 
 # Of a layer, and of its queries, keys and values as `rope_publish` takes them: what attends gives
-# [n, num_qo_heads * head_dim].
+# [n, num_qo_heads * head_dim]. Or of the queries alone of another layer, which shares its keys.
 Attend = Callable[[int, Tensor], Tensor]
 Run = Callable[[Tensor, Tensor, Attend], Tensor]
 

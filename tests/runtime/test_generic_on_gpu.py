@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from cases.device_cases import NO_GPU
@@ -23,11 +24,12 @@ from offload import OffloadedModel
 from offload.cli import app
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.captured_steps import CapturedSteps
+from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.engine.engine import Engine
 from offload.engine.sampling_params import SamplingParams
 from offload.models.hybrid import TYPES as HYBRIDS
 from offload.policies.registry import make_policy
-from offload.runtime import generic_loading
+from offload.runtime import generic_loading, generic_steps
 from offload.runtime.module_steps import ModuleSteps
 from offload.runtime.modules_device import ModulesDevice
 from offload.system.errors import DeviceMemoryError
@@ -216,6 +218,31 @@ def test_what_steps_of_modules_attend_with(folder: Path, device: str) -> None:
     torch.testing.assert_close(torch.cat(steps, 1), expected, **CLOSE)
     links = decoder.slots.steps.links.values()
     assert any(link.coprocessor.requests for link in links)
+
+
+@pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_keys(
+    tmp_path: Path, model_type: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window's, and those of a layer whose heads are all on the GPU; else module by module, where
+    a prompt's queries are fewer than its keys."""
+    sizes = {} if model_type == "gemma3n_text" else {"num_kv_shared_layers": 2}
+    stock = tiny_model_of(model_type, **sizes)
+    stock.save_pretrained(tmp_path)
+    expected = stock_tokens(tmp_path, device)
+    whole = HeadPlacement(np.full((1, stock.config.num_key_value_heads), Place.GPU))
+    for policy, placement, is_step, slices in (
+        (POLICIES[0], whole, True, {"prefill_slice_tokens": 32}),
+        (POLICIES[1], None, model_type == "gemma3n_text", {}),  # of which windows alone are shared
+    ):
+        if device == "cpu":
+            monkeypatch.setattr(generic_steps, "placement_for", lambda *_, _x=placement, **__: _x)
+        model = load(tmp_path, device, policy=policy, **slices)
+        if device == "cpu" or policy is POLICIES[0]:
+            assert (model._offload.steps is not None) == is_step
+        for row, of_rows in zip((slice(1, 2), slice(0, 2)), expected, strict=True):
+            assert tokens(model, IDS[row], MASK[row]) == of_rows, policy.name
 
 
 @pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])

@@ -37,6 +37,7 @@ from gpu_ops.online_softmax import (
     Tiles,
     attend_means,
     attend_rows,
+    capped,
     load_query,
     merge_states,
     split_length,
@@ -135,6 +136,7 @@ def gathered_attention_kernel(
     partial_lse: tl.tensor,
     capacity: tl.tensor,
     scale: tl.tensor,  # sm_scale * log2(e)
+    cap: tl.tensor,  # as of `score_tile`
     NUM_SPLITS: tl.constexpr,
     min_tiles: tl.tensor,
     NUM_HEADS: tl.constexpr,
@@ -213,6 +215,7 @@ def gathered_attention_kernel(
         first,
         last,
         scale,
+        cap,
         HEAD_DIM,
         ROW_ITEMS,
         LATENT_DIM,
@@ -233,6 +236,7 @@ def gathered_attention_kernel(
                 logs,
                 NUM_CLUSTERS,
                 scale,
+                cap,
                 *state,
                 HEAD_DIM,
                 LATENT_DIM,
@@ -334,6 +338,7 @@ def gathered_attention(
     missing: MissingRows | None = None,
     sinks: Tensor | None = None,
     latent_dim: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """Attend the query heads of `heads` to their gathered tokens, and merge that into (out, lse);
     or attend to them and the window, which is all that there is.
@@ -365,6 +370,7 @@ def gathered_attention(
             value; or None.
         latent_dim: as of `retrieval_attention`; then no rows may be missing where a program does
             not have all query heads of a group (more than 32 of wide heads).
+        softcap: as of `retrieval_attention`; of means, too.
 
     Raises:
         ValueError: operands that do not fit together.
@@ -461,6 +467,7 @@ def gathered_attention(
             log_counts,
             sinks,
             latent_dim,
+            softcap,
         )
     block_t, block_row = tiles.tokens, next_power_of_2(row_items)
     is_int8, most_rows = row_items != head_dim, max(16, 2 * _COPIED_ITEMS // block_row)
@@ -483,6 +490,7 @@ def gathered_attention(
         partial_lse,
         capacity,
         sm_scale * math.log2(math.e),
+        softcap * math.log2(math.e) or None,
         *splits,
         *shape,
         row_items,
@@ -565,6 +573,7 @@ def gathered_attention_reference(
     log_counts: Tensor | None = None,
     sinks: Tensor | None = None,
     latent_dim: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """`gathered_attention` by torch, in float32."""
     result = out
@@ -572,6 +581,7 @@ def gathered_attention_reference(
         out = torch.empty_like(out, dtype=torch.float32)
         lse = torch.empty(len(out), out.shape[1] // head_dim, device=out.device)
         of_softmax: dict[str, Any] = {"sm_scale": sm_scale, "latent_dim": latent_dim}
+        of_softmax["softcap"] = softcap
         window_attention_reference(query, window, positions, **of_softmax, out=out, lse=lse)
     value_dim = latent_dim or head_dim
     assert lse is not None
@@ -587,12 +597,13 @@ def gathered_attention_reference(
             if num_tokens:
                 kv = as_numbers(gathered[row, :, slot : slot + 1, :num_tokens], head_dim)
                 values = kv[0 if latent_dim else 1][..., :value_dim]
-                part = attend_reference(q, kv[0], values, sm_scale)
+                part = attend_reference(q, kv[0], values, sm_scale, softcap)
                 merge_parts_reference(before_out, before, *part)
             if means is not None and log_counts is not None:
                 key, value = means[row, :, slot].float()
                 value = (key if latent_dim else value)[:, :value_dim]
-                scores = q.float() @ key.T * sm_scale + log_counts[row, kv_head] * math.log(2.0)
+                scores = capped(q.float() @ key.T * sm_scale, softcap)
+                scores += log_counts[row, kv_head] * math.log(2.0)
                 of_means = scores.logsumexp(dim=-1)
                 weights = (scores - of_means.clamp_min(-1e30)[:, None]).exp()
                 merge_parts_reference(before_out, before, weights @ value, of_means)

@@ -1,7 +1,8 @@
 """Device functions of attention: a softmax over tiles of keys, and over programs.
 
 A state is (row_max, row_sum, acc) of a KV head's group of query heads, in base 2: scores carry the
-factor log2(e), as the GPU's exponential is a power of two.
+factor log2(e), as the GPU's exponential is a power of two. Where scores have a soft cap, so does
+that: they are cap * tanh(score / cap).
 
 Where attention is split over programs each leaves its state in a slot of two float32 buffers,
 partial_out [slots, head_dim], normalised, and partial_lse [slots], in base 2. A slot is of one
@@ -17,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gpu_ops.launch import jit, next_power_of_2, tl
 from gpu_ops.load_rows import load_rows
@@ -99,6 +101,7 @@ def score_tile(
     keys: tl.tensor,  # pointer to the first key of the tile; rows of ROW_ITEMS follow each other
     num_tokens: tl.tensor,  # of the tile, at least 1
     scale: tl.tensor,
+    cap: tl.tensor,  # softcap * log2(e); None: scores are not capped
     HEAD_DIM: tl.constexpr,
     ROW_ITEMS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -113,7 +116,11 @@ def score_tile(
             keys, t, exists, q.dtype, HEAD_DIM, ROW_ITEMS, q_rest.shape[1], q.shape[1]
         )
         scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
-    return tl.where(exists[None, :], scores * scale, float("-inf")), k
+    scores *= scale
+    if cap is not None:  # the base-2 exponent of 2 * score / cap, of which tanh is made
+        powers = tl.exp2(scores * (2.8853900817779268 / cap))
+        scores = cap * (1.0 - 2.0 / (powers + 1.0))
+    return tl.where(exists[None, :], scores, float("-inf")), k
 
 
 @jit
@@ -153,6 +160,7 @@ def attend_rows(
     first: tl.tensor,
     last: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     HEAD_DIM: tl.constexpr,
     ROW_ITEMS: tl.constexpr,
     LATENT_DIM: tl.constexpr,
@@ -166,7 +174,9 @@ def attend_rows(
     for start in range(first, last, BLOCK_T):
         k = keys + start * ROW_ITEMS
         v = k if LATENT_DIM > 0 else values + start * ROW_ITEMS
-        scores, tile = score_tile(q, q_rest, k, last - start, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T)
+        scores, tile = score_tile(
+            q, q_rest, k, last - start, scale, cap, HEAD_DIM, ROW_ITEMS, BLOCK_T
+        )
         state = (row_max, row_sum, acc)
         row_max, row_sum, acc = weigh_tile(
             scores, tile, v, last - start, *state, q.dtype, HEAD_DIM, ROW_ITEMS, LATENT_DIM
@@ -183,6 +193,7 @@ def attend_means(
     log_counts: tl.tensor,  # pointer to the base-2 logarithm of how many tokens each row stands for
     NUM_ROWS: tl.constexpr,
     scale: tl.tensor,
+    cap: tl.tensor,
     row_max: tl.tensor,  # finite: something was attended to before
     row_sum: tl.tensor,
     acc: tl.tensor,
@@ -197,7 +208,7 @@ def attend_means(
         t = start + tl.arange(0, BLOCK_T)
         more = tl.load(log_counts + t, mask=t < NUM_ROWS, other=float("-inf"))
         scores, tile = score_tile(
-            q, q_rest, k, NUM_ROWS - start, scale, HEAD_DIM, HEAD_DIM, BLOCK_T
+            q, q_rest, k, NUM_ROWS - start, scale, cap, HEAD_DIM, HEAD_DIM, BLOCK_T
         )
         scores += more[None, :]
         state = (row_max, row_sum, acc)
@@ -285,3 +296,8 @@ def tile_tokens(head_dim: int, itemsize: int, rows: torch.dtype | None = None) -
     if rows == torch.int8:
         itemsize = 4  # they pass through registers, as float32
     return max(16, min(128, _TILE_BYTES // (next_power_of_2(head_dim) * itemsize)))
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(scores / softcap), or with 0 the scores as they are."""
+    return torch.tanh(scores / softcap) * softcap if softcap else scores

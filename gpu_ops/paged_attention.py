@@ -35,6 +35,7 @@ from gpu_ops.launch import jit_for_any, next_power_of_2, runs_kernel, tl
 from gpu_ops.online_softmax import (
     NUM_STAGES,
     Tiles,
+    capped,
     load_query,
     merge_states,
     score_tile,
@@ -65,6 +66,7 @@ def paged_attention_kernel(
     max_pages: tl.tensor,
     max_tokens: tl.tensor,  # of scores
     scale: tl.tensor,  # sm_scale * log2(e)
+    cap: tl.tensor,  # softcap * log2(e); None: scores are not capped
     NUM_SPLITS: tl.constexpr,
     min_tiles: tl.tensor,
     NUM_QO_HEADS: tl.constexpr,
@@ -122,7 +124,7 @@ def paged_attention_kernel(
         following = start + BLOCK_T
         page = tl.load(pages + following // PAGE_TOKENS, mask=following < last, other=0)
         of_tile, tile = score_tile(
-            q, q_rest, keys, last - start, scale, HEAD_DIM, ROW_ITEMS, BLOCK_T
+            q, q_rest, keys, last - start, scale, cap, HEAD_DIM, ROW_ITEMS, BLOCK_T
         )
         if scores is not None:
             score_row = (row * PAGE_HEADS + page_head) * GROUP_SIZE + g
@@ -236,6 +238,7 @@ def retrieval_attention(
     page_dtype: torch.dtype | None = None,
     sinks: Tensor | None = None,
     latent_dim: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """Attend to all tokens [0, position] of each row with the query heads of some KV heads.
 
@@ -259,8 +262,8 @@ def retrieval_attention(
         lse: float32 [n, num_qo_heads], natural log, or None. Of both only the query heads of
             `heads` are written.
         scores: None, or float32 [n, H, group_size, max_tokens], written for the tokens
-            [0, position]: query times key times sm_scale, in base 2, that is times log2(e). A token
-            has the weight 2**score / e**lse.
+            [0, position]: query times key times sm_scale, capped, in base 2, that is times log2(e).
+            A token has the weight 2**score / e**lse.
         page_dtype: of the rows in pages: query's dtype, also where None is given, or int8
             (`row_format`).
         sinks: float32 [num_qo_heads], logits that join each softmax and have no value; or None.
@@ -268,6 +271,7 @@ def retrieval_attention(
         latent_dim: a token's value is the first so many elements of its key, as of latent attention
             (DeepSeek-V2), and the value in its page is not read; of a head of `out` only so many
             are written. 0: it is not.
+        softcap: scores are softcap * tanh(score / softcap); 0: not capped.
     """
     check_dtype("query", query)
     check_dims("partial_out", partial_out, "[n, num_qo_heads, num_splits, head_dim]")
@@ -332,6 +336,7 @@ def retrieval_attention(
             scores,
             sinks,
             latent_dim,
+            softcap,
         )
     # What two programs on each multiprocessor have the shared memory for, of wide heads one.
     tiles = Tiles.of(head_dim, group_size, query.element_size(), page_dtype, latent_dim)
@@ -346,6 +351,7 @@ def retrieval_attention(
         page_table.shape[1],
         max_tokens,
         sm_scale * math.log2(math.e),
+        softcap * math.log2(math.e) or None,
         *splits,
         row,
         num_heads,
@@ -401,6 +407,7 @@ def retrieval_attention_reference(
     scores: Tensor | None,
     sinks: Tensor | None,
     latent_dim: int,
+    softcap: float,
 ) -> None:
     """`retrieval_attention` by torch, in float32; pages [*page_shape] are CPU memory."""
     n = len(query)
@@ -421,6 +428,7 @@ def retrieval_attention_reference(
         keys, values = as_numbers(rows, head_dim)
         values = (keys if latent_dim else values)[..., :value_dim]
         of_row = grouped_query[row, kv_heads].float() @ keys.transpose(1, 2) * sm_scale
+        of_row = capped(of_row, softcap)
         of_heads = of_row.logsumexp(-1)
         of_heads = of_heads.masked_fill(of_heads == float("-inf"), float("nan"))
         grouped_lse[row, kv_heads] = of_heads

@@ -17,7 +17,7 @@ from gpu_ops.checks import (
     check_tensor,
 )
 from gpu_ops.launch import jit, runs_kernel, tl
-from gpu_ops.online_softmax import NUM_STAGES, Tiles, attend_rows, load_query
+from gpu_ops.online_softmax import NUM_STAGES, Tiles, attend_rows, capped, load_query
 from gpu_ops.row_format import as_numbers
 
 
@@ -29,6 +29,7 @@ def window_attention_kernel(
     out: tl.tensor,
     lse: tl.tensor,
     scale: tl.tensor,  # sm_scale * log2(e)
+    cap: tl.tensor,  # as of `score_tile`
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -63,6 +64,7 @@ def window_attention_kernel(
         0,
         num_tokens,
         scale,
+        cap,
         HEAD_DIM,
         ROW_ITEMS,
         LATENT_DIM,
@@ -89,6 +91,7 @@ def window_attention(
     out: Tensor,
     lse: Tensor,
     latent_dim: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """Attend to the tokens in the window: with kv_len = position + 1, those of
     [0, min(sink_tokens, kv_len)) and [max(sink_tokens, kv_len - recent_tokens), kv_len).
@@ -102,7 +105,7 @@ def window_attention(
         positions: int64 [n], -1 for an inactive row, whose out is 0 and lse -inf.
         out: float32 [n, num_qo_heads * head_dim].
         lse: float32 [n, num_qo_heads], natural log.
-        latent_dim: as of `retrieval_attention`.
+        latent_dim, softcap: as of `retrieval_attention`.
     """
     check_dtype("query", query)
     check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, row]")
@@ -127,6 +130,7 @@ def window_attention(
             out=out,
             lse=lse,
             latent_dim=latent_dim,
+            softcap=softcap,
         )
     tiles = Tiles.of(head_dim, group_size, query.element_size(), window.dtype, latent_dim)
     window_attention_kernel[(n, num_kv_heads * tiles.num_groups)](
@@ -136,6 +140,7 @@ def window_attention(
         out,
         lse,
         sm_scale * math.log2(math.e),
+        softcap * math.log2(math.e) or None,
         num_kv_heads,
         group_size,
         head_dim,
@@ -162,6 +167,7 @@ def window_attention_reference(
     out: Tensor,
     lse: Tensor,
     latent_dim: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """`window_attention` by torch, in float32."""
     window_tokens, head_dim = window.shape[3], query.shape[1] // lse.shape[1]
@@ -171,12 +177,13 @@ def window_attention_reference(
         if position >= 0:
             kv = as_numbers(window[row, :, :, : min(position + 1, window_tokens)], head_dim)
             values = kv[0][..., :latent_dim] if latent_dim else kv[1]
-            o, row_lse = attend_reference(query[row].view(-1, head_dim), kv[0], values, sm_scale)
+            q = query[row].view(-1, head_dim)
+            o, row_lse = attend_reference(q, kv[0], values, sm_scale, softcap)
             out[row].view(-1, head_dim)[:, : o.shape[1]], lse[row] = o, row_lse
 
 
 def attend_reference(
-    q: Tensor, keys: Tensor, values: Tensor, sm_scale: float
+    q: Tensor, keys: Tensor, values: Tensor, sm_scale: float, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """float32 o [num_qo_heads, v_dim] and lse [num_qo_heads] of one token's queries q.
 
@@ -185,7 +192,7 @@ def attend_reference(
         keys, values: [num_kv_heads, kv_len, head_dim or v_dim].
     """
     grouped = q.float().view(keys.shape[0], -1, q.shape[1])
-    scores = grouped @ keys.float().transpose(1, 2) * sm_scale
+    scores = capped(grouped @ keys.float().transpose(1, 2) * sm_scale, softcap)
     # Tokens of which none counts, as the kernels have it: -inf would say that there were none.
     lse = torch.logsumexp(scores, dim=-1)
     lse = lse.masked_fill(lse == float("-inf"), float("nan"))

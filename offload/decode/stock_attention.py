@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class AttentionSpec:
         sm_scale: multiplies q @ k.
         softcap: scores are softcap * tanh(score / softcap); 0: not capped.
         has_latents: keys and values are latents of all heads.
+        sinks: float32 [num_qo_heads], logits that join each softmax and have no value; or None.
     """
 
     num_qo_heads: int
@@ -62,6 +63,7 @@ class AttentionSpec:
     sm_scale: float
     softcap: float = 0.0
     has_latents: bool = False
+    sinks: Tensor | None = field(default=None, compare=False)
 
     @property
     def head_dim(self) -> int:
@@ -153,7 +155,7 @@ class AttentionCall:
 
         Args:
             past: keys and values [num_kv_heads, kv_len, head_dim], zeros behind k_dim and v_dim,
-                of whom the last n are for the new ones: they are written here. None: there is
+                of whom the last are for the new ones: they are written here. None: there is
                 nothing before the new ones.
         """
         if self.latents is not None:
@@ -162,7 +164,7 @@ class AttentionCall:
         q, keys, values = self.query[0], self.key[0], self.value[0]
         if past is not None:
             for out, rows in zip(past, (keys, values), strict=True):
-                out[:, -q.shape[1] :, : rows.shape[-1]] = rows
+                out[:, -rows.shape[1] :, : rows.shape[-1]] = rows
             keys, values = past
         if self.softcap:
             keys, values = keys[None, ..., :k_dim], values[None, ..., :v_dim]
@@ -183,7 +185,7 @@ class AttentionCall:
         rows, n = self.key, self.query.shape[2]
         if past is not None:
             k_dim = rows.shape[-1]
-            past[0][:, -n:, :k_dim] = rows[0]
+            past[0][:, -rows.shape[2] :, :k_dim] = rows[0]
             rows = past[0][None, ..., :k_dim]
         if n == 1 and self.sinks is None and not self.softcap:
             q = latents.absorb(self.query).transpose(1, 2)  # the heads are queries of one KV head
@@ -341,6 +343,7 @@ class _Recorder(DynamicCache):
             sm_scale=call.sm_scale,
             softcap=call.softcap,
             has_latents=call.latents is not None,
+            sinks=None if call.sinks is None else call.sinks.detach().float().flatten(),
         )
 
 

@@ -235,7 +235,8 @@ def check_config_file(path: Path, *, takes_generic: bool = True) -> dict[str, An
         size = text.get(name)
         if size is None and (name in _OPTIONAL_SIZES or text is part or is_generic(config)):
             continue
-        if type(size) is not int or not 0 < size <= _MAX_SIZE:
+        of_layers = size if isinstance(size, list) and is_generic(config) else [size]
+        if not of_layers or any(type(x) is not int or not 0 < x <= _MAX_SIZE for x in of_layers):
             raise ValueError(f"{path}: {name} must be an integer in 1..{_MAX_SIZE}, got {size!r}")
     window = text.get("sliding_window")
     if isinstance(window, int) and window < 0:

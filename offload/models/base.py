@@ -59,6 +59,7 @@ class LayerSpec:
         rope_idx: which of `LeanModel.ropes` rotates queries and keys.
         window: how many tokens attention sees, the last ones; 0: all.
         has_qk_norm: whether an RMSNorm comes before the rotation, of each head or of all at once.
+        softcap: scores are softcap * tanh(score / softcap); 0: not capped.
     """
 
     num_qo_heads: int
@@ -68,6 +69,7 @@ class LayerSpec:
     rope_idx: int = 0
     has_qk_norm: bool = False
     window: int = 0
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ back for the attention of each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from offload.models.base import DecoderLayer, LayerSpec, LeanModel
 from offload.models.shape import ModelShape
 
 # Of a layer, and of its queries, keys and values as `rope_publish` takes them: what attends gives
-# [n, num_qo_heads * head_dim].
+# [n, num_qo_heads * head_dim]. Or of the queries alone of another layer, which shares its keys.
 Attend = Callable[[int, Tensor], Tensor]
 Run = Callable[[Tensor, Tensor, Attend], Tensor]
 
@@ -35,14 +35,15 @@ class StockView(LeanModel):
 
 def stock_view(
     stock: Any,
-    specs: Iterable[LayerSpec],
+    specs: Sequence[LayerSpec],
+    sinks: Sequence[Tensor | None],
     shape: ModelShape,
     reason: str,
     run: Run,
     state_bytes: int,
 ) -> StockView:
     """Args:
-    specs: of the layers in the store.
+    specs, sinks: of the layers in the store, as of `DecoderLayer`.
     shape: of these layers.
     reason: what bounds `shape.max_context`.
     """
@@ -50,8 +51,8 @@ def stock_view(
     return StockView(
         embed_tokens=stock.get_input_embeddings(),
         layers=tuple(
-            DecoderLayer(None, nothing, None, None, nothing, None, None, None, spec)
-            for spec in specs
+            DecoderLayer(None, nothing, None, None, nothing, None, None, None, spec, sinks=of_layer)
+            for spec, of_layer in zip(specs, sinks, strict=True)
         ),
         final_norm=nothing,
         lm_head=nothing,

@@ -36,7 +36,6 @@ from offload.decode.stock_attention import (
 )
 from offload.kv.store import HostBudgetError, KVStore
 from offload.models.batch import pack
-from offload.prefill.attention import without_sinks
 from offload.runtime.modules_device import ModulesDevice
 from offload.runtime.runner import Pass
 from offload.runtime.sequences import Sequences
@@ -787,25 +786,27 @@ class GenericCache(DynamicCache):
             seen: columns, the new ones included.
             hosted: keys and values before the new ones are in the store: the device gets those of
                 one row and layer at a time. None: the call has them all.
+
+        There may be fewer queries, the last ones, than new keys: layers with the keys of others
+        need no output for the rest of a prompt.
         """
-        n = call.query.shape[2]
+        n, first_new = call.query.shape[2], seen - call.key.shape[2]
         num_qo_heads, v_dim = call.query.shape[1], call.value.shape[3]
         if call.latents is not None:
             v_dim = call.latents.v_dim
         out = call.query.new_zeros(len(self._seqs), n, num_qo_heads, v_dim)
         for row, (seq, pad) in enumerate(zip(self._seqs, self._pads, strict=True)):
-            before = max(0, seen - n - pad)
+            before, first = max(0, first_new - pad), max(0, pad - first_new)
             skip, past = max(0, pad - (seen - n)), None
             if skip == n:
                 continue
             if before and hosted is not None:
                 spec = hosted.spec
-                shape = (spec.num_kv_heads, before + n - skip, spec.head_dim)
+                shape = (spec.num_kv_heads, seen - pad, spec.head_dim)
                 keys, values = past = call.query.new_zeros(shape), call.query.new_zeros(shape)
                 of_store = keys[:, :before], values[:, :before]
                 self.store.gather(seq, hosted.number, 0, before, out=of_store)
             query = call.query[row : row + 1, :, skip:]
-            first = skip if hosted is not None else pad
             key, value = (x[row : row + 1, :, first:] for x in (call.key, call.value))
             out[row, skip:] = replace(call, query=query, key=key, value=value).behind(past)
         return out
@@ -879,16 +880,12 @@ class GenericCache(DynamicCache):
                 ones = rows.new_ones(num_rows, width)
                 self._no_rotation = ones, torch.zeros_like(ones)
             attention.rope_append(layer.number, step, rows, self._no_rotation)
-        shape, lse = (num_rows, spec.num_qo_heads * width), None
+        if call.sinks is not None and not appends:
+            raise NotImplementedError("a layer with sinks attends to keys of another one")
         empty = torch.empty if modules is None else partial(modules.host_rows, "from")
-        out = empty(shape, dtype=rows.dtype)
-        if call.sinks is not None:
-            lse = torch.empty(num_rows, spec.num_qo_heads)
-        attention.attend(layer.number, step, rows, out, lse)
+        out = empty((num_rows, spec.num_qo_heads * width), dtype=rows.dtype)
+        attention.attend(layer.number, step, rows, out, None)
         if modules is not None:
             out = modules.to_device(out)
-            lse = None if lse is None else lse.to(modules.device)
         out = out.view(*call.query.shape[:3:2], spec.num_qo_heads, width)[..., : spec.v_dim]
-        if lse is not None and call.sinks is not None:
-            out = without_sinks(out, lse.view(out.shape[:3]), call.sinks)
         return out if call.latents is None else call.latents.values_of(out, pool)

@@ -144,6 +144,7 @@ def store_and_attention(
         pool=pool,
         sm_scale=[spec.sm_scale for spec in layers],
         softcap=[spec.softcap for spec in layers],
+        sinks=[None if spec.sinks is None else spec.sinks.cpu() for spec in layers],
     )
     return store, attention
 
@@ -204,6 +205,7 @@ class GenericSizes:
             raise ValueError(unsupported_generic(empty.config.model_type, reason)) from error
         finally:
             empty.config._experts_implementation = experts
+        specs = {i: replace(spec, sinks=None) for i, spec in specs.items()}  # without values here
         states, all_states = LayerStates(), LayerStates()
         states.count(layers, 2, specs)
         all_states.count(layers, 2, ())

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _OUTPUTS = ("output_hidden_states", "output_router_logits")
 # Weights of which steps have copies, in another form.
 _COPIED = re.compile(r"layers\.\d+\..*(layernorm\.weight|_norm\.weight|A_log|dt_bias)")
+_SINKS = re.compile(r".*\.sinks")  # of which the CPU has copies where the modules run
 
 
 def hybrid_view(stock: Any) -> HybridModel | None:
@@ -114,8 +115,9 @@ class GenericSteps:
         self._model, self._stock = stock.base_model, stock.base_model.forward
         stock.base_model.forward = self
         self._watch = ModuleWatch(stock.base_model)
-        parameters = [] if self._modules else stock.base_model.named_parameters()
-        self._copied = {name: x for name, x in parameters if _COPIED.fullmatch(name)}
+        copied = _COPIED if modules is None else _SINKS
+        parameters = stock.base_model.named_parameters()
+        self._copied = {name: x for name, x in parameters if copied.fullmatch(name)}
         self._versions = self._current_versions()
 
     @property

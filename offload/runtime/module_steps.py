@@ -54,6 +54,7 @@ class _Static:
         cache: as the modules take it.
         states: tensors of its layers, [n, ...], by layer and name.
         updated: the layer whose keys and values were given last.
+        attended: keys that attention was asked for in a step, and their layer, by the id of these.
         owner: whose tensors are parts of `states`, so that nothing is copied between its steps.
         parts: these, by layer and name.
     """
@@ -62,6 +63,7 @@ class _Static:
     cache: DynamicCache
     states: dict[tuple[int, str], Tensor]
     updated: list[Any] = field(default_factory=list)
+    attended: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
     owner: Callable[[], GenericCache | None] = lambda: None
     parts: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
@@ -93,9 +95,9 @@ def check_one_step(stock: Any, specs: Mapping[int, AttentionSpec]) -> None:
     heads = {(x.num_qo_heads, x.num_kv_heads, x.head_dim) for x in specs.values()}
     if "position_ids" not in signature(stock.base_model.forward).parameters:
         raise NotImplementedError("its modules take no position_ids")
-    if len(heads) != 1 or any(x.softcap for x in specs.values()) or "chunked_attention" in kinds:
+    if len(heads) != 1 or "chunked_attention" in kinds:
         raise NotImplementedError(
-            "no layer is in the store, their heads differ, scores are capped or windows are chunks"
+            "no layer is in the store, their heads differ or windows are chunks"
         )
 
 
@@ -125,9 +127,10 @@ class ModuleSteps:
         self.view: StockView = stock_view(
             stock,
             [
-                LayerSpec(x.num_qo_heads, x.num_kv_heads, x.head_dim, x.sm_scale)
+                LayerSpec(x.num_qo_heads, x.num_kv_heads, x.head_dim, x.sm_scale, softcap=x.softcap)
                 for x in self._specs
             ],
+            [x.sinks for x in self._specs],
             replace(
                 shape,
                 hidden_size=int(config.hidden_size),
@@ -258,6 +261,7 @@ class ModuleSteps:
         if self._placed is None:  # its owner's states would change
             static.release()
         static.updated.clear()
+        static.attended.clear()
         with taking(partial(self._attend, static, earlier, attend)), self._stand_ins.of_rows(n):
             out = self._forward(
                 input_ids=static.ids[:, None],
@@ -278,18 +282,22 @@ class ModuleSteps:
     def _attend(
         self, static: _Static, earlier: Tensor, attend: Attend, call: AttentionCall
     ) -> Tensor:
-        if not static.updated:
-            raise NotImplementedError("a layer attends to keys of another one")
-        layer, n = static.updated.pop(), len(call.query)
+        n, is_new = len(call.query), bool(static.updated)
+        if is_new:
+            static.attended[id(call.key)] = call.key, static.updated.pop()
+        elif id(call.key) not in static.attended:
+            raise NotImplementedError("a layer attends to keys of no layer before it")
+        layer = static.attended[id(call.key)][1]
         if isinstance(layer, _StepWindow):
             columns = torch.arange(call.key.shape[2] - 1, -1, -1, device=earlier.device)
             seen = columns <= earlier[:, None]  # of the newest, and those before it
             return replace(call, mask=seen[:, None, None], is_causal=False).in_torch()
-        if call.sinks is not None:
-            raise NotImplementedError("a layer has sinks")
         spec, latents = self._specs[layer.number], call.latents
         query = call.query if latents is None else latents.absorb(call.query)
-        rows = (query, call.key, call.value)
+        asked = query.shape[1], call.sm_scale, call.softcap, call.sinks is None
+        if not is_new and asked != (spec.num_qo_heads, spec.sm_scale, spec.softcap, True):
+            raise NotImplementedError("a layer attends otherwise than the one whose keys it shares")
+        rows = (query, call.key, call.value) if is_new else (query,)
         qkv = torch.cat([widened(x, spec.head_dim).reshape(n, -1) for x in rows], dim=1)
         out = attend(layer.number, qkv).view(n, 1, spec.num_qo_heads, spec.head_dim)
         out = out[..., : spec.v_dim]

@@ -52,6 +52,7 @@ def attention(
     values: torch.Tensor,
     sm_scale: float,
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 o [num_qo_heads * head_dim] and lse [num_qo_heads] of one row's query.
 
@@ -59,10 +60,13 @@ def attention(
         q: [num_qo_heads * head_dim].
         keys, values: [num_kv_heads, kv_len, head_dim].
         sinks: [num_qo_heads], logits beside those of the tokens; o is less by their share.
+        softcap: of scores; 0: they are not capped.
     """
     num_kv_heads, _, head_dim = keys.shape
     grouped = q.double().view(num_kv_heads, -1, head_dim)
     scores = grouped @ keys.double().transpose(1, 2) * sm_scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     lse = scores.logsumexp(-1)
     if sinks is None:
         return (scores.softmax(-1) @ values.double()).flatten(), lse.flatten()

@@ -88,9 +88,10 @@ GPU, and weights must fit it whole. Prompts are read by the modules, in slices. 
 CUDA graph: the modules as they are, over states that stay at their addresses, and our attention,
 with keys and values placed as those of lean types, in int8, too. It has to give the stock path's
 logits when the model is loaded. Where it cannot be captured or does not (modules that wait for the
-GPU, chunked windows, capped scores, layers whose heads differ or share keys), loading says so, and
-steps run module by module: the new query, key and value of each layer in the store go to the CPU,
-which attends; a generation under `auto` or `full` whose keys and values fit the GPU has them there.
+GPU, chunked windows, layers whose heads differ, or layers that share keys beyond a window where not
+all of these are attended to on the GPU), loading says so, and steps run module by module: the new
+query, key and value of each layer in the store go to the CPU, which attends; a generation under
+`auto` or `full` whose keys and values fit the GPU has them there.
 
 Of the {total} types of transformers {version} whose class is a causal language model, {lean} are
 lean, {generic} generic, {refused} refused, and {not_tried} were not tried. *generic* in the table

@@ -156,6 +156,7 @@ def attend_all(
     head_dim: int,
     row_dtype: torch.dtype | None = None,
     latent_dim: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """The operators of a step's attention to all tokens, once."""
     num_qo_heads = num_kv_heads * group_size
@@ -190,9 +191,8 @@ def attend_all(
     rope_publish(qkv, part, part, positions, **rope, head_dim=head_dim, page_table=table, **ring)
 
     out, lse = zeros(*query.shape, dtype=torch.float32), zeros(n, num_qo_heads, dtype=torch.float32)
-    window_attention(
-        query, window, positions, sm_scale=0.125, out=out, lse=lse, latent_dim=latent_dim
-    )
+    caps = {"latent_dim": latent_dim, "softcap": softcap}
+    window_attention(query, window, positions, sm_scale=0.125, out=out, lse=lse, **caps)
     sinks = zeros(num_qo_heads, dtype=torch.float32)
     for of_heads in (None, sinks):
         merge_state(out, lse, out, lse, query, of_heads)
@@ -214,7 +214,7 @@ def attend_all(
             out=query,
             page_dtype=row_dtype,
             sinks=of_heads,
-            latent_dim=latent_dim,
+            **caps,
         )
 
 
@@ -226,6 +226,7 @@ def select_all(
     head_dim: int,
     row_dtype: torch.dtype | None = None,
     latent_dim: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """The operators on selected tokens, once."""
     capacity, num_qo_heads = 1024, num_kv_heads * group_size
@@ -287,6 +288,7 @@ def select_all(
             group_size=group_size,
             sm_scale=0.125,
             latent_dim=latent_dim,
+            softcap=softcap,
             partial_out=torch.zeros(*shape, head_dim),
             partial_lse=torch.zeros(shape),
             **rest,
@@ -448,6 +450,9 @@ if __name__ == "__main__":
     select_all(torch.bfloat16, 64, 3, 3, 64)
     for group_size in (20, 128):  # of latents
         attend_all(torch.bfloat16, 2, 1, group_size, 576, latent_dim=512)
+    for head_dim, rows in ((128, None), (256, None), (256, torch.int8)):
+        attend_all(torch.bfloat16, 2, 4, 2, head_dim, rows, softcap=50.0)
+        select_all(torch.bfloat16, 2, 4, 2, head_dim, rows, softcap=50.0)
     for dtype in DTYPES:
         retrieve_all(dtype, 1, 8, 4, 128)
     retrieve_all(torch.bfloat16, 2, 3, 3, 64)

@@ -121,7 +121,12 @@ class Step:
                 assert_close(lse[row, kv_head], expected_lse, 1e-5)
 
     def check_with_window(
-        self, tolerance: float, clusters: int = 0, *, has_sinks: bool = False
+        self,
+        tolerance: float,
+        clusters: int = 0,
+        *,
+        has_sinks: bool = False,
+        softcap: float = 0.0,
     ) -> None:
         """In one launch: heads that gathered nothing attend to the window, inactive rows to
         nothing; other heads are left alone. Means of clusters count as often as they have tokens.
@@ -170,6 +175,7 @@ class Step:
             window=window,
             **(rest if clusters else {}),
             sinks=sinks if has_sinks else None,
+            softcap=softcap,
             partial_out=poisoned(*shape, num_splits + 1, partial_out.shape[-1], **options),
             partial_lse=poisoned(*shape, num_splits + 1, **options),
         )
@@ -190,7 +196,7 @@ class Step:
                 others = means[row, :, slot].double().repeat_interleave(times, dim=1)
                 kv = torch.cat((seen, kv, others), dim=1)[:, None]
                 q, of_group = query[row, kv_head].flatten(), of_groups[kv_head]
-                o, _ = attention(q, kv[0], kv[1], self.sm_scale, of_group)
+                o, _ = attention(q, kv[0], kv[1], self.sm_scale, of_group, softcap)
                 assert_close(grouped[row, kv_head].flatten(), o, tolerance)
 
 
@@ -200,6 +206,15 @@ def check(device: str, dtype: torch.dtype, *arguments: Any, **options: Any) -> N
     step.check(2 * TOLERANCE[dtype])
     if options.get("has_window", True):
         step.check_with_window(2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "clusters", "softcap"), combinations(DTYPES, [0, 5], [0.5, 50.0])
+)
+def test_soft_caps(device: str, dtype: torch.dtype, clusters: int, softcap: float) -> None:
+    """Of rows, of the window and of means."""
+    step = Step(device, dtype, [[5, 0, 40], [3, 1, 0], [0, 0, 0]], inactive=(1,))
+    step.check_with_window(2 * TOLERANCE[dtype], clusters, softcap=softcap)
 
 
 @pytest.mark.parametrize("clusters", [0, 5])

@@ -78,10 +78,11 @@ class Step:
     def scratch(self, *shape: int) -> torch.Tensor:
         return poisoned(*shape, dtype=torch.float32, device=self.device)
 
-    def check(self, *, has_lse: bool = True) -> None:
+    def check(self, *, has_lse: bool = True, softcap: float = 0.0) -> None:
         """Numbers where float64 has numbers, and nowhere else."""
         for row, what in enumerate(ROWS):
-            expected, expected_lse = attention(self.query[row], *self.kv[row], SM_SCALE)
+            of_row = attention(self.query[row], *self.kv[row], SM_SCALE, softcap=softcap)
+            expected, expected_lse = of_row
             check_numbers(self.out[row], expected, what)
             if has_lse:
                 check_numbers(self.lse[row], expected_lse, what)
@@ -96,12 +97,19 @@ def check_numbers(actual: torch.Tensor, expected: torch.Tensor, what: object = N
     )
 
 
-def test_window_attention(device: str) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_window_attention(device: str, softcap: float) -> None:
     step = Step(device)
     window_attention(
-        step.query, step.kv, step.positions, sm_scale=SM_SCALE, out=step.out, lse=step.lse
+        step.query,
+        step.kv,
+        step.positions,
+        sm_scale=SM_SCALE,
+        out=step.out,
+        lse=step.lse,
+        softcap=softcap,
     )
-    step.check()
+    step.check(softcap=softcap)
 
 
 def retrieve(step: Step, heads: torch.Tensor | None, **outputs: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ def check(
     with_scores: bool = True,
     has_sinks: bool = False,
     latent_dim: int = 0,
+    softcap: float = 0.0,
     tolerance: float | None = None,
 ) -> None:
     """With None as `heads` all attend, and there are no scores and no lse."""
@@ -71,6 +72,7 @@ def check(
         scores=scores if some and with_scores else None,
         sinks=sinks,
         latent_dim=latent_dim,
+        softcap=softcap,
     )
     if latent_dim:
         assert out.view(n, -1, head_dim)[..., latent_dim:].isnan().all()
@@ -88,14 +90,17 @@ def check(
             continue
         q = query[row].view(num_kv_heads, -1)[chosen].flatten()
         values = x[0, ..., :latent_dim] if latent_dim else x[1]
-        expected, expected_lse = attention(q, x[0], values, sm_scale, of_chosen)
+        expected, expected_lse = attention(q, x[0], values, sm_scale, of_chosen, softcap)
         assert_close(of_out[row, chosen].flatten(), expected, tolerance)
         if not some:
             continue
         # Rounding the weights to the dtype makes no difference to their sum.
         assert_close(of_lse[row, chosen].flatten(), expected_lse, 4 * TOLERANCE[torch.float32])
         grouped = q.double().view(len(chosen), group_size, head_dim)
-        products = grouped @ x[0].double().transpose(1, 2) * (sm_scale * math.log2(math.e))
+        products = grouped @ x[0].double().transpose(1, 2) * sm_scale
+        if softcap:
+            products = softcap * torch.tanh(products / softcap)
+        products *= math.log2(math.e)
         if with_scores:
             assert_close(scores[row, :, :, :kv_len], products, 4 * TOLERANCE[torch.float32])
         else:
@@ -142,6 +147,17 @@ def test_sinks(
     """They are in what heads give, and neither in their lse nor in their scores."""
     options = {"heads": heads, "num_splits": num_splits, "has_sinks": True}
     check(device, dtype, [50, 0, 1, 130], **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "softcap"), combinations(DTYPES, [(None,), ((2, 0),)], [0.5, 2.0, 50.0])
+)
+def test_soft_caps(
+    device: str, dtype: torch.dtype, heads: tuple[int, ...] | None, softcap: float
+) -> None:
+    """Of scores of some 2, which are rounded as numbers of the cap's size; sinks are not capped."""
+    options = {"softcap": softcap, "has_sinks": softcap == 2.0, "tolerance": 2 * TOLERANCE[dtype]}
+    check(device, dtype, [50, 0, 1, 130], heads=heads, **options)
 
 
 @pytest.mark.parametrize("heads", [None, (1,)])

@@ -22,6 +22,7 @@ def check(
     group_size: int,
     sink_tokens: int,
     recent_tokens: int,
+    softcap: float = 0.0,
 ) -> None:
     """Fill each row's window token by token, as rope_publish does, and compare."""
     rng = new_rng()
@@ -44,10 +45,17 @@ def check(
             index = p if p < sink_tokens else sink_tokens + (p - sink_tokens) % recent_tokens
             window[row, :, :, index] = kv[:, :, p]
         keys, values = kv[:, :, sinks + recent]
-        expected_out[row], expected_lse[row] = attention(query[row], keys, values, sm_scale)
+        of_row = attention(query[row], keys, values, sm_scale, softcap=softcap)
+        expected_out[row], expected_lse[row] = of_row
 
     window_attention(
-        query, window, torch.tensor(positions, device=device), sm_scale=sm_scale, out=out, lse=lse
+        query,
+        window,
+        torch.tensor(positions, device=device),
+        sm_scale=sm_scale,
+        out=out,
+        lse=lse,
+        softcap=softcap,
     )
     # Weights are rounded to the dtype before they meet the values, as everywhere on GPUs.
     assert_close(out, expected_out, TOLERANCE[dtype])
@@ -71,6 +79,12 @@ def test_shapes(device: str, dtype: torch.dtype, head_dim: int, group_size: int)
         sink_tokens=4,
         recent_tokens=64,
     )
+
+
+@pytest.mark.parametrize(("dtype", "softcap"), combinations(DTYPES, [0.5, 2.0, 50.0]))
+def test_soft_caps(device: str, dtype: torch.dtype, softcap: float) -> None:
+    sizes = {"head_dim": 96, "group_size": 3, "sink_tokens": 4, "recent_tokens": 64}
+    check(device, dtype, [0, -1, 40, 200], **sizes, softcap=softcap)
 
 
 @pytest.mark.parametrize("sink_tokens", [0, 4, 16])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from cases.device_cases import NO_GPU
@@ -23,18 +24,20 @@ from offload import OffloadedModel
 from offload.cli import app
 from offload.decode.attention import DecodeAttention
 from offload.decode.gpu.captured_steps import CapturedSteps
+from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.engine.engine import Engine
 from offload.engine.sampling_params import SamplingParams
 from offload.models.hybrid import TYPES as HYBRIDS
 from offload.policies.registry import make_policy
-from offload.runtime import generic_loading
+from offload.runtime import generic_loading, generic_steps
 from offload.runtime.module_steps import ModuleSteps
 from offload.runtime.modules_device import ModulesDevice
 from offload.system.errors import DeviceMemoryError
 
-TYPES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "gemma2", "afmoe", "nemotron_h"]
+OTHERS = ["lfm2", "afmoe", "nemotron_h", "flint", "gemma2"]  # with sinks, with caps
+TYPES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", *OTHERS]
 LATENTS = ["glm4_moe_lite", "deepseek_v3"]
-IN_ONE_STEP = ("lfm2", "afmoe", "nemotron_h", *LATENTS)  # by the stock modules
+IN_ONE_STEP = (*OTHERS, *LATENTS)  # by the stock modules
 CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])
 IDS = torch.randint(3, 250, (2, 90), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -196,6 +199,53 @@ def test_steps_by_kernels(tmp_path: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
+@pytest.mark.parametrize("folder", ["flint", "gemma2"], indirect=True)
+def test_what_steps_of_modules_attend_with(folder: Path, device: str) -> None:
+    """Logits of a row of the CPU's heads beside windows of the GPU, and of the CPU alone, where a
+    step of the modules is asked for more."""
+    model = load(folder, device, policy=POLICIES[1])
+    decoder, ids = model._offload.steps.decoder, IDS[1:].to(device)
+    decoder.placed.choose = None
+    decoder.place(decoder.placed.least)
+    with torch.no_grad():
+        expected = model(input_ids=ids, past_key_values=model.new_cache()).logits[:, 80:]
+        cache = model.new_cache()
+        model(input_ids=ids[:, :80], past_key_values=cache)
+        steps = [
+            model(ids[:, [i]], past_key_values=cache, output_hidden_states=i % 2 > 0).logits
+            for i in range(80, 90)
+        ]
+    torch.testing.assert_close(torch.cat(steps, 1), expected, **CLOSE)
+    links = decoder.slots.steps.links.values()
+    assert any(link.coprocessor.requests for link in links)
+
+
+@pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_keys(
+    tmp_path: Path, model_type: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window's, and those of a layer whose heads are all on the GPU; else module by module, where
+    a prompt's queries are fewer than its keys."""
+    sizes = {} if model_type == "gemma3n_text" else {"num_kv_shared_layers": 2}
+    stock = tiny_model_of(model_type, **sizes)
+    stock.save_pretrained(tmp_path)
+    expected = stock_tokens(tmp_path, device)
+    whole = HeadPlacement(np.full((1, stock.config.num_key_value_heads), Place.GPU))
+    for policy, placement, is_step, slices in (
+        (POLICIES[0], whole, True, {"prefill_slice_tokens": 32}),
+        (POLICIES[1], None, model_type == "gemma3n_text", {}),  # of which windows alone are shared
+    ):
+        if device == "cpu":
+            monkeypatch.setattr(generic_steps, "placement_for", lambda *_, _x=placement, **__: _x)
+        model = load(tmp_path, device, policy=policy, **slices)
+        if device == "cpu" or policy is POLICIES[0]:
+            assert (model._offload.steps is not None) == is_step
+        for row, of_rows in zip((slice(1, 2), slice(0, 2)), expected, strict=True):
+            assert tokens(model, IDS[row], MASK[row]) == of_rows, policy.name
+
+
+@pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
 def test_sequences_take_turns_in_steps_of_modules(tmp_path: Path, device: str) -> None:
     """One's windows and states are where the next one's come, in other rows, or in more; and where
     steps are captured."""
@@ -348,8 +398,10 @@ def test_int8_rows(tmp_path: Path, model_type: str, device: str) -> None:
     assert 0.0 < (logits(kv_dtype="int8") - expected).norm() / expected.norm() < 0.02
 
 
-@pytest.mark.parametrize("folder", ["gemma2"], indirect=True)
-def test_int8_rows_need_steps_of_one_graph(folder: Path) -> None:
+@pytest.mark.parametrize("folder", ["lfm2"], indirect=True)
+def test_int8_rows_need_steps_of_one_graph(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = Mock(side_effect=NotImplementedError)
+    monkeypatch.setattr(generic_loading, "check_one_step", fails)
     with pytest.raises(NotImplementedError, match=r"which needs decode steps that are one graph"):
         load(folder, "cpu", kv_dtype="int8")
 

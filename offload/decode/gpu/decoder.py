@@ -79,6 +79,7 @@ class DeviceDecoder(SequencePart):
             num_qo_heads=model.shape.num_qo_heads,
             pool=self.pool,
             sm_scale=model.sm_scales,
+            softcap=model.each("softcap"),
             windows=model.each("window"),
             sinks=[None if x is None else x.cpu() for x in model.sinks],  # of what it answers alone
             make_compression=make_compression,

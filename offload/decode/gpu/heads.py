@@ -66,7 +66,7 @@ class DeviceHeads:
         self.layers = tuple(layers)
         self._shape, self._policy, self._page_tokens = model.shape, policy, page_tokens
         self._group_size, self._sm_scales, self._kv = model.shape.group_size, model.sm_scales, kv
-        self._sinks = model.sinks
+        self._sinks, self._softcaps = model.sinks, model.each("softcap")
         self._num_rows, self._max_tokens = num_rows, max_tokens
         self._chosen_tokens = _chosen_tokens(layers, policy)
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
@@ -168,6 +168,7 @@ class DeviceHeads:
             b.positions[rows],
             sm_scale=self._sm_scales[layer_idx],
             latent_dim=self._shape.latent_dim,
+            softcap=self._softcaps[layer_idx],
             out=b.device_out[rows],
             lse=b.device_lse[rows],
         )
@@ -191,6 +192,7 @@ class DeviceHeads:
             ring_tokens=layer.window,
             sm_scale=self._sm_scales[layer_idx],
             latent_dim=self._shape.latent_dim,
+            softcap=self._softcaps[layer_idx],
             partial_out=partial_out,
             partial_lse=partial_lse,
             out=out,
@@ -262,6 +264,7 @@ class DeviceHeads:
             recent_tokens=self._policy.recent_tokens,
             sm_scale=self._sm_scales[layer_idx],
             latent_dim=self._shape.latent_dim,
+            softcap=self._softcaps[layer_idx],
             partial_out=partial_out,
             partial_lse=partial_lse,
             out=(b.attended if is_whole else b.device_out)[rows],

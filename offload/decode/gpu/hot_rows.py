@@ -92,7 +92,7 @@ class HotRows:
         self.fetch_tokens = fetch_tokens(policy)
         self._head_dim, self._latent_dim = model.shape.head_dim, model.shape.latent_dim
         self._group_size, self._sm_scales = model.shape.group_size, model.sm_scales
-        self._sinks = model.sinks
+        self._sinks, self._softcaps = model.sinks, model.each("softcap")
         self._num_multiprocessors = num_sms = _num_multiprocessors(device)
         layout = self.layout(
             model.shape,
@@ -320,6 +320,7 @@ class HotRows:
             recent_tokens=self._policy.recent_tokens,
             sm_scale=self._sm_scales[layer_idx],
             latent_dim=self._latent_dim,
+            softcap=self._softcaps[layer_idx],
             partial_out=self._partial_out[: size * head_dim].view(*partial, head_dim),
             partial_lse=self._partial_lse[:size].view(partial),
             out=b.attended[rows],

@@ -156,14 +156,26 @@ class DeviceStep:
 
         def attend(layer_idx: int, qkv: Tensor) -> Tensor:
             self._mark("linear", layer_idx)
-            self._send(layer_idx, batch, link, qkv, None)
-            self._append_codes(layer_idx, batch)
-            self._attend_to_all(layer_idx, batch, link)
+            if qkv.shape[1] == b.queries.shape[2]:
+                self._attend_again(layer_idx, rows, qkv)
+            else:
+                self._send(layer_idx, batch, link, qkv, None)
+                self._append_codes(layer_idx, batch)
+                self._attend_to_all(layer_idx, batch, link)
             return b.attended[rows]
 
         assert model.run is not None
         x.copy_(model.run(positions, earlier, attend))
         self._join(batch, link)
+
+    def _attend_again(self, layer_idx: int, rows: slice, queries: Tensor) -> None:
+        """To the keys of a layer that has attended, with queries of another one."""
+        if not self.heads.layers[layer_idx].is_resident:
+            raise NotImplementedError(
+                "layers share keys, and not all KV heads of these attend to all tokens on the GPU"
+            )
+        self.buffers.queries[layer_idx, rows] = queries
+        self._attend(self.heads.held, layer_idx, rows)
 
     def _join(self, batch: _MicroBatch, link: HostLink) -> None:
         """What runs beside the last layers."""

@@ -369,13 +369,16 @@ class Scheduler:
         """Whether those that run decode before more is read."""
         return bool(self.running) and self._owed > 0.0
 
+    @property
+    def reads_others(self) -> bool:
+        """Whether short prompts are read between two layers of the last slice."""
+        return not self._reads_on_gpu and self._kind != _WAITED
+
     def read_within(
         self, own: Sequence[Request], num_left: Callable[[Request], int]
     ) -> tuple[Request, int] | None:
         """A short prompt, and how much of it, that is read between two layers of the slice that
         reads `own`, which it does not begin like; None: there is none."""
-        if self._reads_on_gpu or self._kind == _WAITED:
-            return None
         longest, most = max(map(num_left, own)), min(self._least[_ALONE], self._most_within)
         past = self._whole + sum(request.num_read for request in own)
         for request in self.reading:

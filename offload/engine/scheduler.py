@@ -64,12 +64,11 @@ class Admission:
         self._row_bytes, self._slice_bytes = 0, 0
         if working is not None:
             self._row_bytes, self._slice_bytes = working.row_bytes, working.of_slice
-            # Of all engines of a model one reads at a time.
-            store.ledger.put(_READING, lambda: working.of_slice)
+            store.ledger.take_turns(_READING, self, self._slice_bytes)
 
     def close(self) -> None:
         """Nothing is read any more."""
-        self._store.ledger.put(_READING, lambda: 0)
+        self._store.ledger.take_turns(_READING, self, 0)
 
     @property
     def budget_bytes(self) -> int:

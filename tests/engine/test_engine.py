@@ -997,3 +997,29 @@ def test_a_prompt_waits_for_the_slice_that_is_read(
     assert order == (["short", "refused"] if what == "no room" else ["short"])
     engine.stop()
     assert model.kv_store.num_sequences == 0 == model.kv_store.host_bytes_used
+
+
+def test_what_is_shared_counts_among_what_slices_attend_to(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that begin as different kept ones, which have no sequence before they begin."""
+    model, read = load(long_folder), Passes.read
+    prompts = [random_tokens(1, 100, seed=seed)[0].tolist() for seed in range(4)]
+    wanted = {str(i): alone(model, [*prompt, 7, 8]) for i, prompt in enumerate(prompts)}
+    engine, pasts = Engine(model), list[int]()
+    scheduler = engine._steps.scheduler
+    for prompt in prompts:
+        engine.add_request(prompt, GREEDY)
+    outputs_of(engine)
+
+    def noting(self: Passes, parts: Any, **options: Any) -> Any:
+        pasts.append(sum(model.kv_store.kv_len(seq) for seq, _ in parts))
+        return read(self, parts, **options)
+
+    monkeypatch.setattr(Passes, "read", noting)
+    scheduler._most_past_tokens = 220 + scheduler._sizes["alone"]
+    for i, prompt in enumerate(prompts):
+        engine.add_request([*prompt, 7, 8], GREEDY, str(i))
+    assert answers(engine) == wanted
+    assert sum(pasts) == 400 and max(pasts) == 200
+    engine.stop()

@@ -265,6 +265,7 @@ def prepare(
     from offload.engine.async_engine import AsyncEngine
     from offload.engine.engine import Engine
     from offload.engine.sessions import Sessions
+    from offload.engine.working_memory import WorkingMemory
     from offload.loading.names import load_tokenizer
     from offload.runtime.model import OffloadedModel
     from offload.runtime.row_dtype import lack_of_room, takes_int8
@@ -285,7 +286,8 @@ def prepare(
     def load_served() -> Served:
         tokenizer = load_tokenizer(model)
         loaded = OffloadedModel.from_pretrained(model, policy=policy, **arguments)
-        lack = lack_of_room(loaded)
+        reading = WorkingMemory.of(loaded, loaded._offload).of_slice
+        lack = lack_of_room(loaded, reading)
         if lack and takes_int8(loaded, loading.kv_dtype):
             logger.info("--kv-dtype auto: int8, as otherwise %s", lack)
             del loaded

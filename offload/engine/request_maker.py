@@ -73,13 +73,14 @@ class RequestMaker:
             max_tokens = self._admission.most_answer(len(prompt), max_tokens)
         request_id = request_id or f"request-{uuid.uuid4().hex}"
         request = Request(request_id, prompt, params, max_tokens, ends, text, on_output, is_ready)
-        budget = self._admission.budget_bytes
+        budget, whole = self._admission.budget_bytes, runtime.store.host_budget_bytes
         most = self._admission.most_bytes(request.most_tokens)
         if most > budget:
             half = "" if runtime.store.format.is_int8 else ", load the model with kv_dtype='int8'"
             raise HostBudgetError(
                 f"{len(prompt)} tokens of prompt and {max_tokens} of answer need "
-                f"{format_bytes(most)} of host KV cache, but its budget is {format_bytes(budget)}; "
+                f"{format_bytes(most)} of host KV cache, but its budget is {format_bytes(budget)}, "
+                f"without what reading prompts takes of {format_bytes(whole)}; "
                 f"raise max_memory={{'cpu': ...}}{half} or lower max_tokens"
             )
         return request

@@ -64,12 +64,11 @@ class Admission:
         self._row_bytes, self._slice_bytes = 0, 0
         if working is not None:
             self._row_bytes, self._slice_bytes = working.row_bytes, working.of_slice
-            # Of all engines of a model one reads at a time.
-            store.ledger.put(_READING, lambda: working.of_slice)
+            store.ledger.take_turns(_READING, self, self._slice_bytes)
 
     def close(self) -> None:
         """Nothing is read any more."""
-        self._store.ledger.put(_READING, lambda: 0)
+        self._store.ledger.take_turns(_READING, self, 0)
 
     @property
     def budget_bytes(self) -> int:
@@ -316,12 +315,13 @@ class Scheduler:
         size = left = whole - sum(num_tokens for _, num_tokens in corrected)
         parts: dict[Request, int] = {}
         first, *others = self.reading[: 1 + _LOOKED_THROUGH]
-        past = first.num_read
+        past = _num_past(first, num_left)
         for request in [*others]:
-            past += request.num_read
-            if past + whole > self._most_past_tokens:
+            of_request = _num_past(request, num_left)
+            if past + of_request + whole > self._most_past_tokens:
                 others.remove(request)
-                past -= request.num_read
+            else:
+                past += of_request
         if first is self._last:  # its rest leaves half of the slice to those that fit in there
             for request in others:
                 num_tokens = num_left(request)
@@ -369,22 +369,24 @@ class Scheduler:
         """Whether those that run decode before more is read."""
         return bool(self.running) and self._owed > 0.0
 
+    @property
+    def reads_others(self) -> bool:
+        """Whether short prompts are read between two layers of the last slice."""
+        return not self._reads_on_gpu and self._kind != _WAITED
+
     def read_within(
         self, own: Sequence[Request], num_left: Callable[[Request], int]
     ) -> tuple[Request, int] | None:
         """A short prompt, and how much of it, that is read between two layers of the slice that
         reads `own`, which it does not begin like; None: there is none."""
-        if self._reads_on_gpu or self._kind == _WAITED:
-            return None
         longest, most = max(map(num_left, own)), min(self._least[_ALONE], self._most_within)
         past = self._whole + sum(request.num_read for request in own)
         for request in self.reading:
             left = num_left(request)
-            if past + request.num_read + most > self._most_past_tokens:
-                continue
             if (
                 left <= _SHORT * longest
                 and request not in own
+                and past + _num_past(request, num_left) + most <= self._most_past_tokens
                 and not _shares(own, request, num_left)
             ):
                 return request, min(left, most)
@@ -408,6 +410,12 @@ class Scheduler:
     def waits_for_readers(self) -> None:
         """None of those that run can decode: a slice keeps none of them waiting."""
         self._owed = 0.0
+
+
+def _num_past(request: Request, num_left: Callable[[Request], int]) -> int:
+    """Tokens of its prompt that are read, or will be shared when it begins."""
+    is_new = request.seq is None
+    return len(request.prompt) - num_left(request) if is_new else request.num_read
 
 
 def _shares(

@@ -110,6 +110,7 @@ class Steps:
         self._slice_began = 0.0
         self._in_slice: list[Request] = []  # that a pass reads just now
         self._within_seconds = 0.0  # of reading others between its layers
+        self._reads_others = False  # which there is room for
         self._read_again: Request | None = None  # once, for want of a GPU's memory
 
     def run(self) -> list[RequestOutput]:
@@ -363,7 +364,7 @@ class Steps:
             return
         # What is decoded in between does not count.
         self._slice_began = time.perf_counter() - self.stats.decode_seconds
-        self._within_seconds = 0.0
+        self._within_seconds, self._reads_others = 0.0, self.scheduler.reads_others
         for request, size in parts:
             if request.is_read:
                 self._correct(request, size)
@@ -406,13 +407,13 @@ class Steps:
             self._decode()
             while self.scheduler.decodes_first:
                 self._decode()
-        if len(own) == len(self._in_slice):  # this one is not within another
+        if self._reads_others and len(own) == len(self._in_slice):  # it is not within another
             self._read_within(own)
 
     def _read_within(self, own: Sequence[Request]) -> None:
         """Short prompts, also those that have come meanwhile, do not wait for a long one's end.
         They have as much time as the slice has had."""
-        while 2 * self._within_seconds <= self._slice_seconds():
+        while self._reads_others and 2 * self._within_seconds <= self._slice_seconds():
             self._take_arrived()
             self.scheduler.admit(self._fits)
             part = self.scheduler.read_within(own, self.prefixes.num_left)
@@ -471,8 +472,12 @@ class Steps:
             self._cancel()
             return
         except Exception as error:
-            if isinstance(error, HostBudgetError) and self._make_room():
-                return  # the next step reads them
+            if isinstance(error, HostBudgetError):
+                if self._make_room():
+                    return  # the next step reads them
+                if self._in_slice:  # they wait for what the slice around them reads
+                    self._reads_others = False
+                    return
             # Those that decode in its middle may have taken what a slice has counted.
             is_new = parts[0][0] is not self._read_again
             if isinstance(error, DeviceMemoryError) and self.scheduler.running and is_new:

@@ -12,7 +12,9 @@ from typing import Any
 from offload.runtime.modules_device import token_bytes
 from offload.runtime.runtime import Runtime
 
-_PART = 8  # of the budget, that a slice of a prompt takes at most
+# Of the budget, that a slice of a prompt takes at most; half of it is for its own tokens, whatever
+# those before take, which are much where few layers are in the store.
+_PART = 8
 _LEAST_TOKENS = 32  # of a slice, whatever they take
 _FLOAT32 = 4
 
@@ -37,7 +39,7 @@ class WorkingMemory:
 
     @classmethod
     def of(cls, model: Any, runtime: Any) -> WorkingMemory:
-        """Of an engine; its slices are as large as an eighth of the budget has room for."""
+        """Of an engine; its slices are as large as that part of the budget has room for."""
         most, store = runtime.config.prefill_slice_tokens, runtime.store
         if runtime.device.type != "cpu":
             return cls(0, 0, 0, most, runtime.max_context)
@@ -51,9 +53,10 @@ class WorkingMemory:
             of_token = item * (hidden + of_layer) + 4 * _FLOAT32 * shape.head_dim
             of_past = 2 * shape.num_kv_heads * shape.head_dim * item
         budget = store.host_budget_bytes
-        past = min(runtime.max_context * 5 // 4, budget // max(1, store.token_bytes))
+        # Pages have room for no more, beside these.
+        past = min(runtime.max_context * 5 // 4, budget // max(1, store.token_bytes + of_past))
         of_row = model.config.get_text_config().vocab_size * (item + _FLOAT32)
-        of_tokens = (budget // _PART - past * of_past) * 4 // 5
+        of_tokens = max(budget // _PART - past * of_past, budget // (2 * _PART)) * 4 // 5
         fitting = max(_LEAST_TOKENS, of_tokens // of_token)
         return cls(of_token, of_past, of_row, min(most, fitting), past)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 
 class MemoryLedger:
@@ -15,15 +16,23 @@ class MemoryLedger:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._tenants: list[tuple[str, Callable[[], int]]] = []
+        self._in_turn: dict[str, WeakKeyDictionary[object, int]] = {}
 
     def add(self, name: str, count_bytes: Callable[[], int]) -> None:
         """A tenant; several may have one name."""
         self._tenants.append((name, count_bytes))
 
-    def put(self, name: str, count_bytes: Callable[[], int]) -> None:
-        """A tenant in the place of those that have its name."""
-        self._tenants = [tenant for tenant in self._tenants if tenant[0] != name]
-        self.add(name, count_bytes)
+    def take_turns(self, name: str, owner: object, num_bytes: int) -> None:
+        """A tenant of several owners, of whom one at a time has its bytes.
+
+        Args:
+            owner: counts as long as it lives.
+            num_bytes: 0: it has none any more.
+        """
+        if name not in self._in_turn:
+            sizes = self._in_turn[name] = WeakKeyDictionary()
+            self.add(name, lambda: max([*sizes.values()], default=0))
+        self._in_turn[name][owner] = num_bytes
 
     @property
     def is_shared(self) -> bool:

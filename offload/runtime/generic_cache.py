@@ -248,6 +248,7 @@ class GenericCache(DynamicCache):
         self._verifies = False
         self._before: tuple[int, list[dict[str, Any]]] | None = None
         self.num_owed = 0  # columns at the end of the text that are read again with the next
+        self._unsure = 0  # columns of the last pass, whose draft nobody has accepted yet
         hosted.others.caches.add(self)
         self._updated: list[_HostedLayer] = []  # the last one, until it attends
         self._host_layers()
@@ -428,10 +429,15 @@ class GenericCache(DynamicCache):
 
     @contextlib.contextmanager
     def verifying(self) -> Iterator[None]:
-        """Inside, the passes behind the first `crop` are drafts, whose ends it takes back."""
+        """Inside, the passes behind the first `crop` are drafts, whose ends it takes back; an error
+        takes back the last."""
         self.takes_back = True
         try:
             yield
+        except BaseException:
+            if self._unsure:
+                self.crop(-self._unsure)
+            raise
         finally:
             self.takes_back = self._verifies = False
             self._before, self.num_owed = None, 0
@@ -450,7 +456,7 @@ class GenericCache(DynamicCache):
         """
         if not self.takes_back:
             self._refuse()
-        self._verifies = True
+        self._verifies, self._unsure = True, 0
         n, (columns, states) = -tokens_to_remove, self._before or (0, [])
         self._before, self.num_owed = None, 0
         if n and states:
@@ -538,6 +544,7 @@ class GenericCache(DynamicCache):
             this.commit()
             this.end()
             states.commit(self._seqs)
+            self._unsure = n if self._verifies and n > self.num_owed + 1 else 0
         except BaseException:  # transformers' own layers cannot go back
             if others.modules is not None:
                 others.modules.wait()  # what it writes to pages is dropped next

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from offload.decode.latents import expanded_bytes
 from offload.kv.transfer import STAGING_BYTES, STAGINGS
+from offload.models.packed_experts import ExpertMatrix
+from offload.models.packed_linear import PackedMatrix
 from offload.prefill.memory import available_bytes
 from offload.runtime.config import RuntimeConfig
 from offload.system.errors import DeviceMemoryError
@@ -167,11 +169,23 @@ def token_bytes(stock: Any) -> int:
     experts = getattr(config, "num_experts_per_tok", None) or 1
     widest = hidden = int(config.hidden_size)
     vocab_size = int(config.vocab_size)
-    for weight in stock.parameters():
-        if weight.dim() > 1 and vocab_size not in weight.shape:
-            times = experts if weight.dim() == 3 else 1
-            widest = max(widest, times * max(weight.shape[-2:]))
+    for width, sizes in _matrices(stock):
+        if vocab_size not in sizes:
+            widest = max(widest, width * (experts if len(sizes) == 3 else 1))
     return int((6 * widest + 4 * hidden) * stock.dtype.itemsize + 4 * _FLOAT32 * hidden)
+
+
+def _matrices(stock: Any) -> Iterator[tuple[int, Sequence[int]]]:
+    """The larger side of each, and its sizes: [out_features, in_features], of experts theirs."""
+    for module in stock.modules():
+        if isinstance(module, PackedMatrix):
+            found: list[tuple[int, ...]] = [(module.out_features, module.in_features)]
+            if isinstance(module, ExpertMatrix):
+                num_experts = module.num_experts
+                found = [(num_experts, module.out_features // num_experts, module.in_features)]
+        else:
+            found = [tuple(x.shape) for x in module.parameters(recurse=False) if x.dim() > 1]
+        yield from ((max(sizes[-2:]), sizes) for sizes in found)
 
 
 def check_weights_fit(config: RuntimeConfig, weight_bytes: int) -> None:

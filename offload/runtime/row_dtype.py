@@ -21,17 +21,22 @@ def takes_int8(loaded: Any, kv_dtype: str) -> bool:
     return alone and kv_dtype == "auto" and not runtime.store.format.is_int8 and has_kernels
 
 
-def lack_of_room(loaded: Any) -> str:
+def lack_of_room(loaded: Any, reading_bytes: int) -> str:
     """What part of a context the host has no room for, for messages; "": it has room for all, or
-    the model has no number of positions."""
+    the model has no number of positions.
+
+    Args:
+        reading_bytes: of the host's budget, that reading prompts takes.
+    """
     runtime = loaded._offload
     store, (most, _) = runtime.store, stock_context_limit(loaded.config)
-    fits = store.host_budget_bytes // store.token_bytes
+    left = max(0, store.host_budget_bytes - reading_bytes)
+    fits = left // store.token_bytes
     if not isinstance(runtime, GenericRuntime):  # of layers with windows a long one takes less
         most = runtime.max_context
-        sizes = runtime.lean.shape, store.dtype, store.host_budget_bytes
+        sizes = runtime.lean.shape, store.dtype, left
         fits = longest_context(runtime.config, *sizes)
     if most == sys.maxsize or fits >= most:
         return ""
-    budget = format_bytes(store.host_budget_bytes)
+    budget = format_bytes(left)
     return f"{budget} of host KV cache have room for {fits:,} of the context's {most:,} tokens"

@@ -189,6 +189,7 @@ def test_short_prompts_are_read_between_the_layers_of_a_slice(
             order.append(output.request_id)
 
     monkeypatch.setattr(Steps, "_pause", arriving)
+    monkeypatch.setattr(Steps, "_slice_seconds", lambda self: 1.0)  # however busy the machine is
     engine.add_request(long, GREEDY, "long", note)
     assert answers(engine, found) == wanted | {"leaves": found["leaves"]}
     assert order.index("short") < order.index("long")
@@ -957,3 +958,70 @@ def test_a_fault_at_the_end_of_a_request_ends_it(
     engine.stop(finish=True, timeout=60.0)
     assert str(told[-1].error) == str(engine.failure) == "for a test"
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("what", ["a gpu", "no room"])
+def test_a_prompt_waits_for_the_slice_that_is_read(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """On a GPU, whose placements requests change as they are admitted, and where the youngest, whom
+    the slice reads, would have to make room."""
+    model, (long,) = load(long_folder), prompts_of(200)
+    short = random_tokens(1, 20, seed=1)[0].tolist()
+    wanted = {"short": alone(model, short), "long": alone(model, long)}
+    engine, found, order = Engine(model, prefix_caching=False), dict[str, list[int]](), list[str]()
+    scheduler, pause, fits, read = engine._steps.scheduler, Steps._pause, Steps._fits, Passes.read
+    scheduler._sizes["alone"], scheduler._reads_on_gpu = 200, what == "a gpu"
+
+    def arriving(self: Steps, own: list[Request]) -> None:
+        if not order:
+            order.append("short")
+            engine.add_request(short, GREEDY, "short")
+            engine._requests["short"].arrived = 0.0  # as one that made room for others before
+        pause(self, own)
+
+    def noting(self: Steps, requests: list[Request]) -> bool:
+        assert what == "no room" or not self._in_slice
+        return fits(self, requests)
+
+    def reading(self: Passes, parts: Any, **options: Any) -> Any:
+        if what == "no room" and engine._steps._in_slice[:-1]:
+            order.append("refused")
+            raise HostBudgetError("no room")
+        return read(self, parts, **options)
+
+    monkeypatch.setattr(Steps, "_pause", arriving)
+    monkeypatch.setattr(Steps, "_fits", noting)
+    monkeypatch.setattr(Passes, "read", reading)
+    engine.add_request(long, GREEDY, "long")
+    assert answers(engine, found) == wanted
+    assert order == (["short", "refused"] if what == "no room" else ["short"])
+    engine.stop()
+    assert model.kv_store.num_sequences == 0 == model.kv_store.host_bytes_used
+
+
+def test_what_is_shared_counts_among_what_slices_attend_to(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that begin as different kept ones, which have no sequence before they begin."""
+    model, read = load(long_folder), Passes.read
+    prompts = [random_tokens(1, 100, seed=seed)[0].tolist() for seed in range(4)]
+    wanted = {str(i): alone(model, [*prompt, 7, 8]) for i, prompt in enumerate(prompts)}
+    engine, pasts = Engine(model), list[int]()
+    scheduler = engine._steps.scheduler
+    for prompt in prompts:
+        engine.add_request(prompt, GREEDY)
+    outputs_of(engine)
+
+    def noting(self: Passes, parts: Any, **options: Any) -> Any:
+        pasts.append(sum(model.kv_store.kv_len(seq) for seq, _ in parts))
+        return read(self, parts, **options)
+
+    monkeypatch.setattr(Passes, "read", noting)
+    scheduler._most_past_tokens = 220 + scheduler._sizes["alone"]
+    for i, prompt in enumerate(prompts):
+        engine.add_request([*prompt, 7, 8], GREEDY, str(i))
+    assert answers(engine) == wanted
+    assert sum(pasts) == 400
+    assert max(pasts) == 200
+    engine.stop()

@@ -26,6 +26,7 @@ from offload.prefill.attention import attend, attend_in_window, takes_all_keys
 from offload.runtime.budgets import weight_bytes_before_loading, weight_bytes_of
 from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import GenericRuntime
+from offload.runtime.modules_device import token_bytes
 
 NEW = sorted(set(LEAN_MODELS) - set(TINY_MODELS))
 NUM_NEW = 32
@@ -196,6 +197,7 @@ def test_experts_may_be_packed(
     experts = [x for x in loaded.modules() if isinstance(x, PackedExperts)]
     assert bool(experts) == (weights != "auto")
     dense = OffloadedModel.from_pretrained(folder, policy="full", num_threads=1)
+    assert token_bytes(loaded) == token_bytes(dense)  # of the matrices' sizes, however they lie
     for mine, theirs in zip(loaded.model.layers, dense.model.layers, strict=True):
         if not hasattr(mine.mlp, "experts"):
             continue

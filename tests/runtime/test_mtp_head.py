@@ -128,6 +128,33 @@ def test_turns_go_on_from_the_cache(
         caches[1].crop(-1)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe_lite"])
+@pytest.mark.parametrize("calls", [2, 4, 7])
+def test_an_error_leaves_no_draft_in_a_cache(
+    monkeypatch: pytest.MonkeyPatch, folder_of: Callable[[str], Path], model_type: str, calls: int
+) -> None:
+    """As of a processor of logits that fails before wrong drafts are taken back."""
+    model, left = load(folder_of(model_type)), [calls]
+    expected, cache = generate(model), model.new_cache()
+
+    def fails(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise InterruptedError
+        return logits
+
+    with monkeypatch.context() as patch:
+        draft(patch, expected, wrong_every=2)
+        options = {"use_mtp": True, "num_assistant_tokens": 3, "logits_processor": [fails]}
+        with pytest.raises(InterruptedError):
+            generate(model, past_key_values=cache, **options)
+    columns = cache.get_seq_length()
+    ids, left[0] = expected[:, : max(columns, 40) + 1], 1000
+    rest = {"max_new_tokens": 60 - ids.shape[1], "past_key_values": cache}
+    found = generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **rest)
+    assert found.tolist() == expected.tolist()
+
+
 @pytest.mark.slow
 def test_sampled_tokens_have_the_models_distribution(folder_of: Callable[[str], Path]) -> None:
     """Of the second token and the third, of which the head proposes one: 500 draws."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+from cases.every_type import tiny_model_of
 from cases.inside import allow_host_bytes
+from cases.tiny_models import VOCAB_SIZE
 from serve.conftest import serving_process
 
 from offload import Engine, OffloadedModel
 from offload.loading.embedded_package import embedded_gguf
+from offload.runtime.config import runtime_config
+from offload.runtime.generic_loading import generic_runtime
+from offload.runtime.generic_model import generic_model
 
 TOLD_MIB, PROMPT_TOKENS = 130, 500
 NOISE_MIB = 8  # the first requests' modules, and threads of the server
@@ -64,5 +70,21 @@ def test_slices_are_as_large_as_the_budget_allows(
     assert 0 < counted == budget - engine._steps.admission.budget_bytes
     assert counted <= budget / 4 or scheduler.most_slice_tokens == 32
     assert scheduler.most_slice_tokens > 32 or budget == 1 << 20
+    other = Engine(model)
     engine.stop()
+    assert ledger.by_tenant()["what reading a prompt takes"] == counted  # one at a time reads
+    del other, engine
+    gc.collect()
     assert ledger.by_tenant()["what reading a prompt takes"] == 0
+
+
+def test_few_layers_in_the_store_leave_room_for_pages_and_slices() -> None:
+    """Where a token's keys of one layer are half of what a page has of it, and no context ends."""
+    options = runtime_config(policy="full", num_threads=1, page_tokens=16)
+    stock = tiny_model_of("granitemoe_swa", vocab_size=VOCAB_SIZE)
+    model = generic_model(generic_runtime(stock, options, None))
+    allow_host_bytes(model, 1 << 24)
+    engine = Engine(model)
+    assert engine._steps.scheduler.most_slice_tokens > 64
+    assert engine._steps.admission.budget_bytes > 1 << 23
+    engine.stop()

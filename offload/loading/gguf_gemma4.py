@@ -15,7 +15,9 @@ GEMMA4_KEYS = {
     "attention.key_length_swa": "head_dim",
     "attention.shared_kv_layers": "num_kv_shared_layers",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
     "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
     "expert_used_count": "top_k_experts",
 }
 # These are made of several, or only say again what others do.
@@ -31,6 +33,7 @@ _PER_LAYER = "per_layer_token_embd.weight"
 _OF_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 _NEEDED = ("attention.key_length", "attention.key_length_swa", "attention.sliding_window",
            "attention.head_count_kv", "feed_forward_length", "rope.freq_base_swa")  # fmt: skip
+_NEEDED_OF_EXPERTS = ("expert_used_count", "expert_feed_forward_length")
 
 
 def gemma4_fields(header: GgufHeader, own: dict[str, Any], num_layers: int) -> dict[str, Any]:
@@ -42,7 +45,8 @@ def gemma4_fields(header: GgufHeader, own: dict[str, Any], num_layers: int) -> d
     Raises:
         ValueError: metadata that is missing, or that transformers' layers do not compute.
     """
-    for key in _NEEDED:
+    num_experts = own.get("expert_count", 0)
+    for key in _NEEDED + (_NEEDED_OF_EXPERTS if num_experts else ()):
         if key not in own:
             raise ValueError(f"gemma4.{key} is missing; take a newer conversion")
     for key, least, most in (
@@ -51,6 +55,9 @@ def gemma4_fields(header: GgufHeader, own: dict[str, Any], num_layers: int) -> d
         ("attention.sliding_window", 1, 2**31),
         ("attention.shared_kv_layers", 0, num_layers - 1),
         ("embedding_length_per_layer_input", 0, 2**24),
+        ("expert_count", 0, 2**16),
+        ("expert_used_count", 0, num_experts),
+        ("expert_feed_forward_length", 0, 2**24),
     ):
         value = own.get(key, least)
         if type(value) is not int or not least <= value <= most:
@@ -86,7 +93,7 @@ def gemma4_fields(header: GgufHeader, own: dict[str, Any], num_layers: int) -> d
             "sliding_attention": {"rope_type": "default", "rope_theta": theta},
         },
         "hidden_size_per_layer_input": own.get("embedding_length_per_layer_input", 0),
-        "enable_moe_block": bool(own.get("expert_count", 0)),
+        "enable_moe_block": bool(num_experts),
     }
     if _PER_LAYER in header.tensors:
         fields["vocab_size_per_layer_input"] = header.tensors[_PER_LAYER].shape[0]

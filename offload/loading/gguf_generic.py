@@ -145,7 +145,7 @@ def _by_keys(
     if model_type == "gpt_oss":  # whose experts have the one size
         names |= {"expert_feed_forward_length": "intermediate_size"}
     if model_type == "gemma4_text":
-        names |= GEMMA4_KEYS
+        names = GEMMA4_KEYS | table
     fields: dict[str, Any] = dict(ggml.GGUF_CONFIG_DEFAULTS_MAPPING.get(of_table, {}))
     for key in ("context_length", "block_count", "embedding_length", "attention.head_count"):
         if type(own.get(key)) is not int or not 0 < own[key] < 2**24:

@@ -112,6 +112,8 @@ def _scaling_of(
     num_rotated = int((divisors == 1.0).sum())
     if np.all(divisors[num_rotated:] >= _STANDS_STILL * (1 - 1e-6)):
         part = num_rotated / num_frequencies
+        if int(part * 2 * num_frequencies // 2) < num_rotated:  # as transformers counts
+            part = math.nextafter(part, 1.0)
         return {"rope_type": "proportional", "partial_rotary_factor": part}
     factor = float(divisors.max())
     wavelengths = 2 * math.pi * theta ** (np.arange(num_frequencies) / num_frequencies)

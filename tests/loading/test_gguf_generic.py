@@ -18,6 +18,7 @@ from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
 from offload import OffloadedModel, load_tokenizer
 from offload.loading.generic_packing import parameter_bytes
+from offload.loading.gguf_rope import _scaling_of
 from offload.loading.planned_model import planned_model, planned_skeleton
 from offload.models import is_generic
 from offload.models.dtypes import AUTO_ON_GPU
@@ -120,7 +121,8 @@ def file_tensors(model: Any, architecture: str) -> dict[str, Tensor]:
             renamed = {"layer_scalar": "layer_output_scale.weight", "scale": "ffn_gate_inp.scale"}
             made[f"blk.{layer}.{renamed.get(kind, 'ffn_down_exps.scale')}"] = value
             continue
-        if architecture == "gemma4" and name.endswith("experts.gate_up_proj"):
+        is_whole = architecture == "gemma4" and layer != "1"  # files have either
+        if is_whole and name.endswith("experts.gate_up_proj"):
             made[f"blk.{layer}.ffn_gate_up_exps.weight"] = value
             continue
         if ".experts." in name:
@@ -150,7 +152,12 @@ def file_tensors(model: Any, architecture: str) -> dict[str, Tensor]:
         of_file = names.get_name(owner)
         assert of_file is not None, name
         made[f"{of_file}.{kind}"] = value
-    if architecture == "gemma4":  # of layers without windows, of whose heads a part rotates
+    if architecture == "gemma4":
+        for i in range(
+            config.num_hidden_layers - config.num_kv_shared_layers, len(config.layer_types)
+        ):
+            made[f"blk.{i}.attn_k_norm.weight"] = torch.ones(8)  # files have what nothing reads
+        # Of layers without windows, of whose heads a part rotates.
         rope = config.rope_parameters["full_attention"]
         num_all = config.per_layer_config["full_attention"].head_dim // 2
         made["rope_freqs.weight"] = torch.full((num_all,), 1e30)
@@ -444,11 +451,17 @@ def test_experts_on_the_host(
         ),
         ("gemma3", {"embedding_length": "x"}, r"embedding_length must be an integer"),
         ("gemma4 31B", {"attention.scale": 2.0}, r"attention\.scale=2\.0 is not known here"),
+        (
+            "gemma4 31B",
+            {"attn_logit_softcapping": 9.0},
+            r"attn_logit_softcapping=9\.0 is not known",
+        ),
         ("gemma4 31B", {"attention.key_length_swa": "x"}, r"key_length_swa must be in 2\.\."),
         ("gemma4 31B", {"rope.dimension_count": 16}, r"rope\.dimension_count=16 is not supported"),
         ("gemma4 31B", {"rope.scaling.factor": 8.0}, r"rope_freqs\.weight beside"),
         ("gemma4 31B", {"attention.sliding_window_pattern": [True] * 6}, r"the last has none"),
         ("gemma4 31B", {"attention.head_count_kv": [2, 1] * 3}, r"layers of one kind"),
+        ("gemma4 26B-A4B", {"expert_used_count": 5}, r"expert_used_count must be in 0\.\.4"),
         ("gemma4 E2B", {"attention.head_count_kv": [2, 2, 1] * 2}, r"the same number of heads"),
         ("gemma4 E2B", {"attention.shared_kv_layers": 6}, r"shared_kv_layers must be in 0\.\.5"),
         ("gemma4 E2B", {"feed_forward_length": [96] * 3 + [128] * 3}, r"or twice that"),
@@ -459,6 +472,14 @@ def test_refusals(architecture: str, more: dict[str, Any], message: str, tmp_pat
     write(tmp_path / "tiny.gguf", architecture, "Q8_0", **of_file)
     with pytest.raises(ValueError, match=message):
         OffloadedModel.from_pretrained(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize(("num_rotated", "of"), [(64, 256), (15, 22)])
+def test_the_part_of_a_head_that_rotates(num_rotated: int, of: int) -> None:
+    divisors = np.where(np.arange(of) < num_rotated, 1.0, 1e30)
+    found = _scaling_of(divisors, 1e6, 512)
+    assert found["rope_type"] == "proportional"
+    assert int(found["partial_rotary_factor"] * 2 * of // 2) == num_rotated  # transformers' count
 
 
 def test_another_architecture(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cpu_ops.packed import GROUP, PackedWeight
 from offload.loading.gguf_blocks import format_of, read_packed
+from offload.loading.gguf_gemma4 import GEMMA4_KEYS, GEMMA4_KNOWN, gemma4_fields, gemma4_names
 from offload.loading.gguf_header import GgufHeader
 from offload.loading.gguf_rope import rope_parameters
 
@@ -25,6 +26,7 @@ from offload.loading.gguf_rope import rope_parameters
 _BY_KEYS = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "gpt-oss": "gpt_oss",
     "nemotron": "nemotron",
     "phi3": "phi3",
@@ -136,10 +138,14 @@ def _by_keys(
     model_type = _BY_KEYS[architecture]
     of_table = model_type.removesuffix("_text")
     all_keys: Any = ggml.GGUF_CONFIG_MAPPING
+    if of_table not in all_keys:
+        raise ValueError(f"this transformers does not know {architecture}; install the newest")
     table = {key: name for key, name in all_keys[of_table].items() if name}
     names = _MORE_KEYS | table
     if model_type == "gpt_oss":  # whose experts have the one size
         names |= {"expert_feed_forward_length": "intermediate_size"}
+    if model_type == "gemma4_text":
+        names = GEMMA4_KEYS | table
     fields: dict[str, Any] = dict(ggml.GGUF_CONFIG_DEFAULTS_MAPPING.get(of_table, {}))
     for key in ("context_length", "block_count", "embedding_length", "attention.head_count"):
         if type(own.get(key)) is not int or not 0 < own[key] < 2**24:
@@ -147,6 +153,9 @@ def _by_keys(
                 f"{architecture}.{key} must be an integer in 1..{2**24}, got {own.get(key)!r:.60}"
             )
     fields |= {name: own[key] for key, name in names.items() if key in own and name != "rope_theta"}
+    if model_type == "gemma4_text":
+        fields |= gemma4_fields(header, own, own["block_count"])
+        return fields | {"model_type": model_type}, names.keys() | GEMMA4_KNOWN
     heads, hidden = own["attention.head_count"], own["embedding_length"]
     head_dim = fields.setdefault("head_dim", hidden // heads)
     if own.get("attention.value_length", head_dim) != head_dim:
@@ -423,11 +432,14 @@ def _of_processor(header: GgufHeader, architecture: str, empty: Any) -> dict[str
     kind: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
     processor = kind(config=empty.config.to_dict())
     names = get_gguf_hf_weights_map(empty, processor)
+    if architecture == "gemma4":
+        names |= gemma4_names(empty.config)
     sources: dict[str, list[str]] = {}
     for name in header.tensors:
         # Experts, whose parameter's name has no suffix.
-        target = names.get(name) or names.get(name.removesuffix(".weight"))
-        sources.setdefault(target or name, []).append(name)
+        target = names.get(name, names.get(name.removesuffix(".weight"), name))
+        if target:
+            sources.setdefault(target, []).append(name)
 
     def process(of_file: list[str], values: list[Any]) -> Tensor:
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
@@ -437,8 +449,8 @@ def _of_processor(header: GgufHeader, architecture: str, empty: Any) -> dict[str
             )
             if result.name is not None:
                 parsed["tensors"][name] = torch.from_numpy(np.array(result.weights))
-        (made,) = parsed["tensors"].values()
-        return torch.as_tensor(made)
+        made = [torch.as_tensor(value) for value in parsed["tensors"].values()]
+        return made[0] if len(made) == 1 else torch.cat(made, 1)
 
     made: dict[str, _Parameter] = {}
     for target, of_file in sources.items():

@@ -14,6 +14,7 @@ import numpy as np
 from offload.loading.gguf_header import GgufHeader
 
 ROPE_FREQS = "rope_freqs.weight"
+_STANDS_STILL = 1e30  # divides a frequency that does not rotate
 _LOW, _HIGH = 1.0, 4.0  # low_freq_factor and high_freq_factor of every Llama so far
 _SCALING_KEYS = {"type", "factor", "original_context_length", "finetuned"}
 # YaRN's key in GGUF -> in rope_parameters.
@@ -34,7 +35,7 @@ def rope_parameters(
     Raises:
         ValueError: a scaling that transformers does not know, or whose numbers make no sense.
     """
-    theta = _positive(header.metadata, f"{architecture}.rope.freq_base", 10000.0)
+    theta = positive_number(header.metadata, f"{architecture}.rope.freq_base", 10000.0)
     if theta <= 1.0:
         raise ValueError(f"{architecture}.rope.freq_base must be above 1, got {theta}")
     scaling = _scaling(header.metadata, architecture, max_context)
@@ -58,7 +59,7 @@ def _scaling(metadata: dict[str, Any], architecture: str, max_context: int) -> d
         raise ValueError(f"unknown {prefix}type {kind!r:.60}; available: linear, none, yarn")
     old_key = f"{architecture}.rope.scale_linear"
     key = f"{prefix}factor" if "factor" in found else old_key
-    factor = _positive(metadata, key, 1.0) if metadata.get(key) != 0 else 1.0
+    factor = positive_number(metadata, key, 1.0) if metadata.get(key) != 0 else 1.0
     scales_attention = kind == "yarn" and "yarn_attn_factor" in found
     if kind == "none" or (factor == 1.0 and not scales_attention):
         return {}
@@ -70,7 +71,9 @@ def _scaling(metadata: dict[str, Any], architecture: str, max_context: int) -> d
             f"{prefix}original_context_length must be in 1..{max_context}, got {original!r:.60}"
         )
     optional = {
-        name: _positive(metadata, prefix + key, 1.0) for key, name in _YARN.items() if key in found
+        name: positive_number(metadata, prefix + key, 1.0)
+        for key, name in _YARN.items()
+        if key in found
     }
     return {
         "rope_type": "yarn",
@@ -97,7 +100,7 @@ def _divisors(header: GgufHeader, head_dim: int) -> np.ndarray[Any, np.dtype[np.
 def _scaling_of(
     divisors: np.ndarray[Any, np.dtype[np.float64]], theta: float, max_context: int
 ) -> dict[str, Any]:
-    """Llama 3's parameters if they explain the divisors, or else the divisors as they are.
+    """Gemma 4's or Llama 3's parameters if they explain the divisors, or else these as they are.
 
     Between the wavelengths that stay and those that are divided by `factor`, Llama 3 divides by
     1 / ((1 - s) / factor + s), where s = (original / wavelength - low) / (high - low): one such
@@ -105,8 +108,14 @@ def _scaling_of(
     """
     if np.all(divisors == 1.0):
         return {}
-    factor = float(divisors.max())
     num_frequencies = len(divisors)
+    num_rotated = int((divisors == 1.0).sum())
+    if np.all(divisors[num_rotated:] >= _STANDS_STILL * (1 - 1e-6)):
+        part = num_rotated / num_frequencies
+        if int(part * 2 * num_frequencies // 2) < num_rotated:  # as transformers counts
+            part = math.nextafter(part, 1.0)
+        return {"rope_type": "proportional", "partial_rotary_factor": part}
+    factor = float(divisors.max())
     wavelengths = 2 * math.pi * theta ** (np.arange(num_frequencies) / num_frequencies)
     between = (divisors > 1.0) & (divisors < factor)
     if between.any():
@@ -132,7 +141,8 @@ def _scaling_of(
     }
 
 
-def _positive(metadata: dict[str, Any], key: str, default: float) -> float:
+def positive_number(metadata: dict[str, Any], key: str, default: float) -> float:
+    """A number of the metadata; ValueError if it is no positive float."""
     value = metadata.get(key, default)
     if not isinstance(value, float) or not 0.0 < value < math.inf:
         raise ValueError(f"{key} must be a positive number, got {value!r:.60}")

@@ -26,6 +26,7 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # of tokenizer.ggml.token_type
 _CHAT_TEMPLATE = "tokenizer.chat_template"
 _TEMPLATE_NAME = re.compile(r"[\w-]+", re.ASCII)
 _SPACE = "\u2581"  # SentencePiece writes a space so
+_GEMMA4_ENDS = ("<turn|>", "<|tool_response>")
 _NOBODY_SAYS = "offload-answer"  # stands for an answer in a chat
 
 _LLAMA3 = (
@@ -145,6 +146,9 @@ def end_tokens(header: GgufHeader, tokenizer: Any) -> list[int]:
     metadata = header.metadata
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     ends = [*named, _end_of_turn(tokenizer)]
+    if metadata.get("tokenizer.ggml.model") == "gemma4":  # files name one of its three
+        ids = _ids(metadata["tokenizer.ggml.tokens"])
+        ends += [ids.get(token) for token in _GEMMA4_ENDS]
     return list(dict.fromkeys(token for token in ends if token is not None))
 
 
@@ -163,8 +167,14 @@ def _tokenizer(header: GgufHeader) -> Any:
         made, adds_bos = _byte_level(metadata, tokens)
     elif model == "llama":
         made, adds_bos = _sentencepiece(metadata, tokens, kinds)
+    elif model == "gemma4":
+        made, adds_bos = _gemma4(metadata, tokens), False
+        # Files say that it does; the family's own does not, whose chat template writes it.
+        metadata = metadata | {"tokenizer.ggml.add_bos_token": False}
     else:
-        raise ValueError(f"tokenizer.ggml.model={model!r} is not supported; available: gpt2, llama")
+        raise ValueError(
+            f"tokenizer.ggml.model={model!r} is not supported; available: gemma4, gpt2, llama"
+        )
     special: dict[str, str] = {}
     for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
         token = metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -219,12 +229,8 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer,
         raise ValueError(
             f"tokenizer.ggml.pre={pre!r} is not supported; available: {', '.join(sorted(_SPLITS))}"
         )
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise ValueError("tokenizer.ggml.merges must be a list of strings")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     made = Tokenizer(
-        models.BPE(vocab=_ids(tokens), merges=pairs, ignore_merges=split.ignore_merges)
+        models.BPE(vocab=_ids(tokens), merges=_merges(metadata), ignore_merges=split.ignore_merges)
     )
     if split.normalizes:
         made.normalizer = normalizers.NFC()
@@ -237,6 +243,33 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer,
     made.pre_tokenizer = pre_tokenizers.Sequence(steps)
     made.decoder = decoders.ByteLevel()
     return made, split.adds_bos
+
+
+def _gemma4(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
+    """BPE of characters with the merges in the file; what is no token becomes bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    made = Tokenizer(
+        models.BPE(
+            vocab=_ids(tokens),
+            merges=_merges(metadata),
+            unk_token=tokens[metadata.get("tokenizer.ggml.unknown_token_id", 3)],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    made.normalizer = normalizers.Replace(" ", _SPACE)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return made
+
+
+def _merges(metadata: dict[str, Any]) -> list[Any]:
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise ValueError("tokenizer.ggml.merges must be a list of strings")
+    return [tuple(merge.split(" ", 1)) for merge in merges]
 
 
 def _sentencepiece(

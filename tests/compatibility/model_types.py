@@ -75,13 +75,13 @@ it is generic. That is so for types that are not in this table, too, such as `mi
 `internvl` and `smolvlm`.
 
 Quantised safetensors of a generic type (GPTQ, AWQ, compressed-tensors, FP8, NVFP4, bitsandbytes
-NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gpt-oss, lfm2, nemotron, phi3, qwen2moe,
-qwen3moe, qwen35, qwen35moe, stablelm and starcoder2 stay packed: linear layers, embeddings and
-experts. What has a layout of its own is dequantised by itself; memory never holds the dense model.
-`weights="q8"`, `"q4"` or a dtype is refused; phi3, gemma3_text, gemma4_text, gpt_oss, qwen3_moe and
-mixtral pack what their files have so, too, and take a dtype; their dense checkpoints, except
-gpt_oss's, take q8 and q4. GGUF files of other generic types, such as gemma4 and falcon, are refused
-by name, and so is metadata that may change what is computed.
+NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gemma4, gpt-oss, lfm2, nemotron, phi3,
+qwen2moe, qwen3moe, qwen35, qwen35moe, stablelm and starcoder2 stay packed: linear layers,
+embeddings and experts. What has a layout of its own is dequantised by itself; memory never holds
+the dense model. `weights="q8"`, `"q4"` or a dtype is refused; phi3, gemma3_text, gemma4_text,
+gpt_oss, qwen3_moe and mixtral pack what their files have so, too, and take a dtype; their dense
+checkpoints, except gpt_oss's, take q8 and q4. GGUF files of other generic types, such as falcon and
+glm4moe, are refused by name, and so is metadata that may change what is computed.
 
 With `device="cuda"` modules, windows and recurrent states are on the GPU, in `max_memory` of that
 GPU, and weights must fit it whole. Prompts are read by the modules, in slices. A decode step is one

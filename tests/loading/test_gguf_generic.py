@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 from cases.every_type import tiny_model_of
-from cases.tiny_models import VOCAB_SIZE, byte_tokenizer, random_tokens
+from cases.tiny_models import VOCAB_SIZE, byte_tokenizer, make_tiny_model, random_tokens
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
 from offload import OffloadedModel, load_tokenizer
 from offload.loading.generic_packing import parameter_bytes
+from offload.loading.gguf_rope import _scaling_of
 from offload.loading.planned_model import planned_model, planned_skeleton
+from offload.models import is_generic
 from offload.models.dtypes import AUTO_ON_GPU
 from offload.models.packed_linear import PackedMatrix
 from offload.runtime.budgets import weight_bytes_of
@@ -37,9 +39,52 @@ _QWEN35: dict[str, Any] = {
 }
 pytestmark = pytest.mark.usefixtures("cache")
 _SIX = ["sliding_attention"] * 5 + ["full_attention"]
+_THREE = ["sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": _THREE * 2,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "sliding_window": 16,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 50000.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    },
+}
+# As the sizes that there are: what each has beside layers of two kinds.
+GEMMA4: dict[str, dict[str, Any]] = {
+    "31B": {},
+    "26B-A4B": {
+        "num_hidden_layers": 3,
+        "layer_types": _THREE,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "E2B": {
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 32,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+    },
+    "E4B": {
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 32,
+        "num_kv_shared_layers": 3,
+    },
+}
 # By llama.cpp's name: transformers', and what the tiny model has other than by default.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"num_hidden_layers": 6, "layer_types": _SIX}),
+    **{f"gemma4 {size}": ("gemma4_text", _GEMMA4 | more) for size, more in GEMMA4.items()},
     "gemma2": ("gemma2", {}),
     "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen2moe": ("qwen2_moe", {}),
@@ -72,6 +117,14 @@ def file_tensors(model: Any, architecture: str) -> dict[str, Tensor]:
         value = value.detach().float()
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if kind in ("layer_scalar", "scale", "per_expert_scale"):  # gemma4's
+            renamed = {"layer_scalar": "layer_output_scale.weight", "scale": "ffn_gate_inp.scale"}
+            made[f"blk.{layer}.{renamed.get(kind, 'ffn_down_exps.scale')}"] = value
+            continue
+        is_whole = architecture == "gemma4" and layer != "1"  # files have either
+        if is_whole and name.endswith("experts.gate_up_proj"):
+            made[f"blk.{layer}.ffn_gate_up_exps.weight"] = value
+            continue
         if ".experts." in name:
             bias = "bias" if name.endswith("_bias") else "weight"
             if architecture == "gpt-oss" and bias == "weight":
@@ -99,6 +152,16 @@ def file_tensors(model: Any, architecture: str) -> dict[str, Tensor]:
         of_file = names.get_name(owner)
         assert of_file is not None, name
         made[f"{of_file}.{kind}"] = value
+    if architecture == "gemma4":
+        for i in range(
+            config.num_hidden_layers - config.num_kv_shared_layers, len(config.layer_types)
+        ):
+            made[f"blk.{i}.attn_k_norm.weight"] = torch.ones(8)  # files have what nothing reads
+        # Of layers without windows, of whose heads a part rotates.
+        rope = config.rope_parameters["full_attention"]
+        num_all = config.per_layer_config["full_attention"].head_dim // 2
+        made["rope_freqs.weight"] = torch.full((num_all,), 1e30)
+        made["rope_freqs.weight"][: int(num_all * rope["partial_rotary_factor"])] = 1.0
     return made
 
 
@@ -119,10 +182,10 @@ def tiled(value: Tensor, name: str, config: Any) -> Tensor:
 
 
 def metadata_of(config: Any, architecture: str) -> dict[str, Any]:
+    one = config.per_layer_config["sliding_attention"] if architecture == "gemma4" else config
+
     def of(*names: str) -> Any:
-        return next(
-            (getattr(config, n) for n in names if getattr(config, n, None) is not None), None
-        )
+        return next((getattr(one, n) for n in names if getattr(one, n, None) is not None), None)
 
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
@@ -158,6 +221,35 @@ def metadata_of(config: Any, architecture: str) -> dict[str, Any]:
             "rope.scaling.factor": rope["factor"],
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
+    if architecture == "gemma4":
+        is_window = [kind == "sliding_attention" for kind in config.layer_types]
+        full = config.per_layer_config["full_attention"]
+        num_own = config.num_hidden_layers - config.num_kv_shared_layers
+        width = config.intermediate_size
+        values |= {
+            "attention.shared_kv_layers": config.num_kv_shared_layers,
+            "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+            "attention.sliding_window_pattern": is_window,
+            "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+            "rope.dimension_count": full.head_dim,
+            "rope.dimension_count_swa": head_dim,
+            "attention.key_length": full.head_dim,
+            "attention.value_length": full.head_dim,
+            "attention.key_length_swa": head_dim,
+            "attention.value_length_swa": head_dim,
+            "expert_used_count": config.top_k_experts,
+        }
+        if not config.enable_moe_block:
+            dense = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+            values |= dict.fromkeys(dense)
+        if config.use_double_wide_mlp:
+            widths = [width * (1 + (i >= num_own)) for i in range(config.num_hidden_layers)]
+            values["feed_forward_length"] = widths
+        if config.attention_k_eq_v:
+            values["attention.head_count_kv"] = [
+                one.num_key_value_heads if window else full.num_key_value_heads
+                for window in is_window
+            ]
     if architecture == "lfm2":
         del values["attention.key_length"]
         values["shortconv.l_cache"] = config.conv_L_cache
@@ -182,6 +274,7 @@ def metadata_of(config: Any, architecture: str) -> dict[str, Any]:
 def write(path: Path, architecture: str, kind: str, **more: Any) -> Any:
     """A file with matrices of a type; returns the model that it stands for."""
     model_type, changes = MODELS[architecture]
+    architecture = architecture.split()[0]
     if architecture.startswith("qwen35"):
         changes = changes | {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
     if architecture == "gemma3":
@@ -191,10 +284,14 @@ def write(path: Path, architecture: str, kind: str, **more: Any) -> Any:
     if architecture == "gpt-oss":
         changes = changes | {"max_position_embeddings": 8192}
     torch.manual_seed(2)
-    model = tiny_model_of(model_type, vocab_size=VOCAB_SIZE, **changes).eval().requires_grad_(False)
+    make: Any = make_tiny_model if architecture == "gemma4" else tiny_model_of
+    model = make(model_type, vocab_size=VOCAB_SIZE, **changes).eval().requires_grad_(False)
     for name, value in model.state_dict().items():
         is_expert = value.dim() == 3 and "experts" in name
-        if is_expert:  # few tokens turn by the rounding of their inputs
+        if name.endswith("scale"):
+            value.uniform_(0.75, 1.25)
+        # Few tokens turn by the rounding of their inputs.
+        if is_expert or "post_feedforward_layernorm_2" in name:
             value /= 4
         if value.dim() == 2 or is_expert:
             is_oss = architecture == "gpt-oss" and is_expert
@@ -251,10 +348,11 @@ def test_the_model_is_that_of_the_file(architecture: str, tmp_path: Path) -> Non
     assert num_bytes == weight_bytes_of(model)
     packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedMatrix)}
     linears = {n for n, m in stock.named_modules() if type(m) in (nn.Linear, nn.Embedding)}
-    linears = {name for name in linears if "shared_expert_gate" not in name}  # float32 in files
+    float32 = ("shared_expert_gate", "router.proj")  # in files
+    linears = {name for name in linears if not name.endswith(float32)}
     experts = {n for n, _ in stock.named_parameters() if n.endswith("_proj")}
     if architecture.startswith("gemma"):
-        linears |= {"model.embed_tokens"}
+        linears |= {n for n, _ in stock.named_modules() if ".embed_tokens" in n}
     assert packed.keys() == linears | experts
     state = stock.state_dict()
     for name, module in packed.items():
@@ -272,18 +370,36 @@ def test_the_model_is_that_of_the_file(architecture: str, tmp_path: Path) -> Non
     assert load_tokenizer(tmp_path / "tiny.gguf").decode([72, 105])
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "qwen3moe", "lfm2", "qwen35", "qwen35moe"])
+@pytest.mark.parametrize("size", GEMMA4)
+def test_gemma4_with_the_files_numbers(size: str, tmp_path: Path) -> None:
+    """Without the rounding of packed weights' inputs, which turns experts."""
+    stock = write(tmp_path / "tiny.gguf", f"gemma4 {size}", "F32")
+    model = OffloadedModel.from_pretrained(tmp_path / "tiny.gguf", num_threads=1, dtype="float32")
+    assert is_generic(model.config.to_dict()) == (size != "31B")
+    ids = random_tokens(60, seed=1).unsqueeze(0)
+    cache = model.new_cache()
+    steps = [model(x, past_key_values=cache).logits[0] for x in ids.split([40, 17, 1, 1, 1], 1)]
+    assert relative(torch.cat(steps), stock(ids).logits[0]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["gemma3", "gemma4 31B", "gemma4 E4B", "qwen3moe", "lfm2", "qwen35", "qwen35moe"],
+)
 def test_as_transformers_dequantises_it(architecture: str, tmp_path: Path) -> None:
     """Of the types that people run in 4 bits, with blocks that keep their numbers."""
-    write(tmp_path / "tiny.gguf", architecture, "Q4_0", **{"general.name": "tiny"})
+    stock = write(tmp_path / "tiny.gguf", architecture, "Q4_0", **{"general.name": "tiny"})
     model = OffloadedModel.from_pretrained(tmp_path / "tiny.gguf", num_threads=1, dtype="float32")
     given = {}
-    if architecture in ("gemma3", "qwen3moe"):
+    if architecture.startswith(("gemma", "qwen3moe")):
         # transformers' own config has the 256 of the largest for each head, 768 for each expert.
         given = {"config": type(model.config).from_dict(model.config.to_dict())}
     expected = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="tiny.gguf", dtype=torch.float32, **given
     ).eval()
+    for name, value in expected.named_buffers():
+        if name.endswith("layer_scalar"):  # which transformers does not find
+            value.copy_(stock.get_buffer(name))
     packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedMatrix)}
     assert packed
     state = expected.state_dict()
@@ -323,14 +439,50 @@ def test_experts_on_the_host(
     assert relative(torch.cat(parts).cpu(), stock(ids).logits[0]) < 0.05
 
 
-def test_refusals(tmp_path: Path) -> None:
-    for more, message in (
-        ({"gemma3.attention.scale": 2.0}, r"gemma3\.attention\.scale=2\.0 is not known here"),
-        ({"gemma3.block_count": 2}, r"unexpected, model\.layers\.2|no place|unexpected"),
-        ({"gemma3.feed_forward_length": 64}, r"blk\.0\.ffn_(up|gate|down)\.weight of .* instead"),
-        ({"gemma3.embedding_length": "x"}, r"embedding_length must be an integer"),
-        ({"general.architecture": "gemma4"}, r"'gemma4'.*available: .*gemma3.*qwen35moe"),
-    ):
-        write(tmp_path / "tiny.gguf", "gemma3", "Q8_0", **more)
-        with pytest.raises(ValueError, match=message):
-            OffloadedModel.from_pretrained(tmp_path / "tiny.gguf")
+@pytest.mark.parametrize(
+    ("architecture", "more", "message"),
+    [
+        ("gemma3", {"attention.scale": 2.0}, r"gemma3\.attention\.scale=2\.0 is not known here"),
+        ("gemma3", {"block_count": 2}, r"unexpected, model\.layers\.2|no place|unexpected"),
+        (
+            "gemma3",
+            {"feed_forward_length": 64},
+            r"blk\.0\.ffn_(up|gate|down)\.weight of .* instead",
+        ),
+        ("gemma3", {"embedding_length": "x"}, r"embedding_length must be an integer"),
+        ("gemma4 31B", {"attention.scale": 2.0}, r"attention\.scale=2\.0 is not known here"),
+        (
+            "gemma4 31B",
+            {"attn_logit_softcapping": 9.0},
+            r"attn_logit_softcapping=9\.0 is not known",
+        ),
+        ("gemma4 31B", {"attention.key_length_swa": "x"}, r"key_length_swa must be in 2\.\."),
+        ("gemma4 31B", {"rope.dimension_count": 16}, r"rope\.dimension_count=16 is not supported"),
+        ("gemma4 31B", {"rope.scaling.factor": 8.0}, r"rope_freqs\.weight beside"),
+        ("gemma4 31B", {"attention.sliding_window_pattern": [True] * 6}, r"the last has none"),
+        ("gemma4 31B", {"attention.head_count_kv": [2, 1] * 3}, r"layers of one kind"),
+        ("gemma4 26B-A4B", {"expert_used_count": 5}, r"expert_used_count must be in 0\.\.4"),
+        ("gemma4 E2B", {"attention.head_count_kv": [2, 2, 1] * 2}, r"the same number of heads"),
+        ("gemma4 E2B", {"attention.shared_kv_layers": 6}, r"shared_kv_layers must be in 0\.\.5"),
+        ("gemma4 E2B", {"feed_forward_length": [96] * 3 + [128] * 3}, r"or twice that"),
+    ],
+)
+def test_refusals(architecture: str, more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    of_file = {f"{architecture.split()[0]}.{key}": value for key, value in more.items()}
+    write(tmp_path / "tiny.gguf", architecture, "Q8_0", **of_file)
+    with pytest.raises(ValueError, match=message):
+        OffloadedModel.from_pretrained(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize(("num_rotated", "of"), [(64, 256), (15, 22)])
+def test_the_part_of_a_head_that_rotates(num_rotated: int, of: int) -> None:
+    divisors = np.where(np.arange(of) < num_rotated, 1.0, 1e30)
+    found = _scaling_of(divisors, 1e6, 512)
+    assert found["rope_type"] == "proportional"
+    assert int(found["partial_rotary_factor"] * 2 * of // 2) == num_rotated  # transformers' count
+
+
+def test_another_architecture(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", "gemma3", "Q8_0", **{"general.architecture": "falcon"})
+    with pytest.raises(ValueError, match=r"'falcon'.*available: .*gemma4.*qwen35moe"):
+        OffloadedModel.from_pretrained(tmp_path / "tiny.gguf")

@@ -17,7 +17,8 @@ import pytest
 import regex
 import sentencepiece
 from cases.tiny_models import byte_tokenizer, make_tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import GemmaTokenizer
 
 from offload import OffloadedModel, load_tokenizer
 from offload.loading.embedded_package import embedded_gguf
@@ -350,3 +351,37 @@ def test_sentencepiece(has_prefix: bool) -> None:
         assert made.decode(ids) == own.decode(ids)
     behind = made("<s>[INST] a", add_special_tokens=False).input_ids
     assert behind == [own.bos_id(), *own.encode("[INST] a")]
+
+
+def test_gemma4() -> None:
+    """As transformers' class, with the three tokens that end an answer."""
+    first = ["<pad>", "<eos>", "<bos>", "<unk>", "<|tool_response>", "<turn|>"]
+    trained = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    trained.normalizer = normalizers.Replace(" ", "\u2581")
+    trainer = trainers.BpeTrainer(
+        vocab_size=800,
+        special_tokens=first + [f"<0x{byte:02X}>" for byte in range(256)],
+        limit_alphabet=90,
+        show_progress=False,
+    )
+    trained.train_from_iterator((text.replace("\n", " ") for text in texts(2000)), trainer)
+    merged = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
+    vocab = trained.get_vocab()
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    described = header(
+        tokens,
+        [3] * 6 + [6] * 256 + [1] * (len(tokens) - 262),
+        model="gemma4",
+        merges=[" ".join(pair) for pair in merged],
+        bos_token_id=2,
+        eos_token_id=1,
+        unknown_token_id=3,
+        add_bos_token=True,
+    )
+    made = gguf_tokenizer(described)
+    own = GemmaTokenizer(vocab=vocab, merges=merged)
+    own.add_special_tokens({"additional_special_tokens": first[4:]})
+    for text in [*texts(), "a <turn|>\n b", " x  y\n\n"]:
+        assert made(text).input_ids == own(text).input_ids
+        assert made.decode(made(text).input_ids) == text
+    assert end_tokens(described, made) == [1, 5, 4]

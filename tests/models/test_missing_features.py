@@ -85,7 +85,7 @@ def test_quantised_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "metadata", "features"),
     [
-        ("gemma4", {"attention.sliding_window": 512}, ["sliding-window layers"]),
+        ("cohere2", {"attention.sliding_window": 512}, ["sliding-window layers"]),
         ("glm4moe", {"expert_count": 32}, [r"MoE \(num_experts=32\)"]),
         ("deepseek2", {"attention.kv_lora_rank": 512}, [r"MLA \(kv_lora_rank=512\)"]),
         ("falcon-h1", {"ssm.state_size": 128}, ["state-space layers"]),

@@ -17,7 +17,7 @@ from cases.every_type import tiny_model_of
 from cases.flag_handshake import make_flag_handshake
 from cases.slowly import combinations, slow_but
 from cases.tiny_models import VOCAB_SIZE, byte_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from offload import OffloadedModel
@@ -53,6 +53,8 @@ POLICIES = [
     scope="module", params=slow_but([*TYPES, *LATENTS], *TYPES[:2], *TYPES[3:], LATENTS[0])
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no such type")
     path = tmp_path_factory.mktemp(request.param)
     tiny_model_of(request.param, vocab_size=VOCAB_SIZE).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
@@ -239,8 +241,8 @@ def test_layers_that_share_keys(
         if device == "cpu":
             monkeypatch.setattr(generic_steps, "placement_for", lambda *_, _x=placement, **__: _x)
         model = load(tmp_path, device, policy=policy, **slices)
-        if device == "cpu" or policy is POLICIES[0]:
-            assert (model._offload.steps is not None) == is_step
+        if device == "cpu" or (policy is POLICIES[0] and model_type != "gemma3n_text"):
+            assert (model._offload.steps is not None) == is_step  # its modules copy from the host
         for row, of_rows in zip((slice(1, 2), slice(0, 2)), expected, strict=True):
             assert tokens(model, IDS[row], MASK[row]) == of_rows, policy.name
 

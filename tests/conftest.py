@@ -59,14 +59,17 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a kernel's many cases every other one is slow, but with a GPU or a chosen ISA."""
+    """Of a test's many cases every other one is slow, of a kernel's two of three; but with a GPU or
+    a chosen ISA."""
     if torch.cuda.is_available() or "OFFLOAD_ISA" in os.environ:
         return
-    cases = [x for x in items if x.path.parent.name in ("gpu_ops", "cpu_ops")]
-    count = Counter(x.nodeid.partition("[")[0] for x in cases)
-    for x in cases:
-        is_one_of_many = count[x.nodeid.partition("[")[0]] > _MANY_CASES
-        if is_one_of_many and zlib.crc32(x.nodeid.encode()) % 2:
+    count = Counter(x.nodeid.partition("[")[0] for x in items)
+    for x in items:
+        every = 3 if x.path.parent.name in ("gpu_ops", "cpu_ops") else 2
+        if (
+            count[x.nodeid.partition("[")[0]] > _MANY_CASES
+            and zlib.crc32(x.nodeid.encode()) % every
+        ):
             x.add_marker("slow")
 
 

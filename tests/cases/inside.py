@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+from offload.engine.working_memory import WorkingMemory
 
 
 def runtime_of(model: Any) -> Any:
@@ -69,3 +72,13 @@ def correct_in_background(model: Any, in_background: bool = True) -> Any:
 def background_of(model: Any) -> Any:
     """What is corrected beside the steps."""
     return model._offload.sequences.background.running
+
+
+def passes_take_nothing(monkeypatch: Any) -> None:
+    """Budgets are of pages and states alone: what passes of an engine take is counted in
+    tests/serve/test_served_memory.py."""
+
+    def of(model: Any, runtime: Any) -> WorkingMemory:
+        return WorkingMemory(0, 0, 0, runtime.config.prefill_slice_tokens, sys.maxsize)
+
+    monkeypatch.setattr(WorkingMemory, "of", of)

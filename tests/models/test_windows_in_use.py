@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.inside import allow_host_bytes
+from cases.inside import allow_host_bytes, passes_take_nothing
 from cases.tiny_models import make_tiny_model, random_tokens
 from engine.test_sessions import ask as ask_engine
 
@@ -182,8 +182,11 @@ def test_engine_and_its_sessions(model: Any, stock: Any, tmp_path: Path) -> None
     assert model.kv_store.host_bytes_used == 0
 
 
-def test_requests_that_fit_together(folder: Path, stock: Any) -> None:
+def test_requests_that_fit_together(
+    folder: Path, stock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two that would be too many with the pages of all tokens."""
+    passes_take_nothing(monkeypatch)
     model, prompts = load(folder), [PROMPT[0].tolist(), PROMPT[0, 20:].tolist()]
     store, params = model.kv_store, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     of_windows = store.pages_at(360) - -(-360 // 16)  # a prompt that is kept has its own, too

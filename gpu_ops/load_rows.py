@@ -59,6 +59,63 @@ def load_rows(
 
 
 @jit
+def load_codes(
+    rows: tl.tensor,
+    t: tl.tensor,
+    exists: tl.tensor,  # others have any codes, and scales of 0
+    HEAD_DIM: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """What int8 rows have in memory, all of which is read, by groups of 64 dimensions, or of
+    BLOCK_D if that is less: codes [BLOCK_T, 64] and scales float16 [BLOCK_T]."""
+    WIDTH: tl.constexpr = min(BLOCK_D, 64)
+    scales_at = (rows + (HEAD_DIM + 31) // 32 * 32).to(tl.pointer_type(tl.float16))
+    scales_at += t * (ROW_ITEMS // 2)
+    codes, scales = (), ()
+    for group in tl.static_range(BLOCK_D // WIDTH):
+        d = group * 64 + tl.arange(0, WIDTH)
+        elements = elements_of(rows, t[:, None] * ROW_ITEMS + d[None, :], ROW_ITEMS)
+        if HEAD_DIM % WIDTH == 0 and group * 64 < HEAD_DIM:
+            of_group = tl.load(elements)
+        else:
+            inside = (t >= 0)[:, None] & (d < HEAD_DIM)[None, :]
+            of_group = tl.load(elements, inside, other=0)
+        codes += (of_group,)  # type: ignore[assignment]
+        there = exists & (group * 64 < HEAD_DIM)
+        scales += (tl.load(scales_at + group, there, other=0.0),)  # type: ignore[assignment]
+    return codes, scales
+
+
+@jit
+def code_numbers(codes: tl.tensor, dtype: tl.constexpr, PACKED: tl.constexpr) -> tl.tensor:
+    """Codes as numbers of a dtype, without scales: exact in each.
+
+    PACKED: four bytes in a register, which the interpreter has not. A bfloat16 whose high byte is
+    0x43 is 128 or 256 by its bit 7, plus the bits below: their difference is the code.
+    """
+    if PACKED and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x, y, one, all, sign;
+            mov.b32 one, 0x3f803f80;
+            prmt.b32 x, $2, 0x43, 0x4140; prmt.b32 y, $2, 0x43, 0x4342;
+            and.b32 all, x, 0xff7fff7f; and.b32 sign, x, 0xff80ff80; xor.b32 sign, sign, 0x80008000;
+            fma.rn.bf16x2 $0, all, one, sign;
+            and.b32 all, y, 0xff7fff7f; and.b32 sign, y, 0xff80ff80; xor.b32 sign, sign, 0x80008000;
+            fma.rn.bf16x2 $1, all, one, sign;
+            }""",
+            "=r,=r,r",
+            [codes],
+            dtype=tl.bfloat16,
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        return codes.to(tl.float32).to(dtype)
+
+
+@jit
 def load_row(
     row: tl.tensor,  # pointer
     d: tl.tensor,  # which of its numbers

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gpu_ops.launch import jit, next_power_of_2, tl
-from gpu_ops.load_rows import load_rows
+from gpu_ops.load_rows import code_numbers, load_rows
 
 # Bytes of a tile of keys. Keys and values of three tiles are in flight at once (num_stages), which
 # lets two programs share the 227 KB of a multiprocessor.
@@ -116,11 +116,52 @@ def score_tile(
             keys, t, exists, q.dtype, HEAD_DIM, ROW_ITEMS, q_rest.shape[1], q.shape[1]
         )
         scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+    return scaled_scores(scores, exists, scale, cap), k
+
+
+@jit
+def query_codes(q: tl.tensor) -> tl.tensor:
+    """Rows of 16 bits as step * (high + low / 254) of int8, to 2**-16 of the largest element:
+    float32 [BLOCK_G] and both of int8."""
+    x = q.to(tl.float32)
+    step = tl.max(tl.abs(x), 1) / 127.0 + tl.sum(x * 0.0, 1)  # no number, if an element is none
+    x *= tl.where(step > 0.0, 1.0 / step, 0.0)[:, None]
+    high = tl.floor(x + 0.5)
+    low = tl.floor((x - high) * 254.0 + 0.5)
+    return step, high.to(tl.int8), low.to(tl.int8)
+
+
+@jit
+def score_codes(
+    q: tl.tensor,  # of groups of 64 dimensions, or of BLOCK_D if that is less: of `query_codes`
+    codes: tl.tensor,  # of keys, [BLOCK_T, 64] each
+    scales: tl.tensor,  # [BLOCK_T] each
+    exists: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+) -> tl.tensor:
+    """The scores of int8 keys, whose codes tensor cores multiply as they are."""
+    scores = tl.zeros([q[0][1].shape[0], exists.shape[0]], tl.float32)
+    for i in tl.static_range(len(q)):
+        step, high, low = q[i]
+        keys = tl.trans(codes[i])
+        of_high = tl.dot(high, keys, out_dtype=tl.int32).to(tl.float32)
+        of_low = tl.dot(low, keys, out_dtype=tl.int32).to(tl.float32)
+        products = (of_high + of_low * (1.0 / 254.0)) * step[:, None]
+        scores += products * scales[i].to(tl.float32)[None, :]
+    return scaled_scores(scores, exists, scale, cap)
+
+
+@jit
+def scaled_scores(
+    scores: tl.tensor, exists: tl.tensor, scale: tl.tensor, cap: tl.tensor
+) -> tl.tensor:
+    """Products as scores, -inf where there is no token."""
     scores *= scale
     if cap is not None:  # the base-2 exponent of 2 * score / cap, of which tanh is made
         powers = tl.exp2(scores * (2.8853900817779268 / cap))
         scores = cap * (1.0 - 2.0 / (powers + 1.0))
-    return tl.where(exists[None, :], scores, float("-inf")), k
+    return tl.where(exists[None, :], scores, float("-inf"))
 
 
 @jit
@@ -149,6 +190,29 @@ def weigh_tile(
     acc = acc * decay[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return new_max, row_sum * decay + tl.sum(weights, 1), acc
+
+
+@jit
+def weigh_codes(
+    scores: tl.tensor,
+    codes: tl.tensor,  # of values, as in `score_codes`
+    scales: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    acc: tl.tensor,  # [BLOCK_G, 64] each
+    dtype: tl.constexpr,
+    PACKED: tl.constexpr,
+) -> tl.tensor:
+    """The state after the tile of these scores, of int8 values."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    decay = tl.exp2(row_max - new_max)
+    out = ()
+    for i in tl.static_range(len(acc)):
+        scaled = (weights * scales[i].to(tl.float32)[None, :]).to(dtype)
+        of_group, numbers = acc[i] * decay[:, None], code_numbers(codes[i], dtype, PACKED)
+        out += (tl.dot(scaled, numbers, of_group, input_precision="ieee"),)  # type: ignore[assignment]
+    return new_max, row_sum * decay + tl.sum(weights, 1), out
 
 
 @jit
@@ -294,7 +358,7 @@ def with_sink(total: tl.tensor, largest: tl.tensor, sinks: tl.tensor, head: tl.t
 def tile_tokens(head_dim: int, itemsize: int, rows: torch.dtype | None = None) -> int:
     """BLOCK_T: keys of a tile, of `itemsize` bytes an element, or of int8 `rows`."""
     if rows == torch.int8:
-        itemsize = 4  # they pass through registers, as float32
+        itemsize = 4 if head_dim > _WIDE_HEAD_DIM else 2  # they pass through registers
     return max(16, min(128, _TILE_BYTES // (next_power_of_2(head_dim) * itemsize)))
 
 

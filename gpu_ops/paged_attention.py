@@ -31,21 +31,26 @@ from gpu_ops.checks import (
 )
 from gpu_ops.cpu_pages import gather_pages
 from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
-from gpu_ops.launch import jit_for_any, next_power_of_2, runs_kernel, tl
+from gpu_ops.launch import compiles, jit_for_any, next_power_of_2, runs_kernel, tl
+from gpu_ops.load_rows import load_codes
 from gpu_ops.online_softmax import (
     NUM_STAGES,
     Tiles,
     capped,
     load_query,
     merge_states,
+    query_codes,
+    score_codes,
     score_tile,
     split_length,
+    weigh_codes,
     weigh_tile,
     with_sink,
 )
 from gpu_ops.row_format import as_numbers, row_items
 
-_PROGRAMS_PER_MULTIPROCESSOR = 2
+# By what rows take: those of int8 are converted, for which a program alone has too few threads.
+_PROGRAMS_PER_MULTIPROCESSOR, _INT8_PROGRAMS, _INT8_STAGES = 2, 4, 2
 _MAX_SPLITS = 128
 _MAX_RETRIEVAL_SPLITS = 1024  # of one head: all of their lse are in one program's registers
 # Rows of a batch fill the GPU together, so that their pieces need not be as small.
@@ -83,6 +88,7 @@ def paged_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PACKED: tl.constexpr,  # as of `code_numbers`
     EARLY: tl.constexpr,
 ) -> None:
     """One program per split, BLOCK_G query heads of a head of the pages, and row."""
@@ -115,37 +121,68 @@ def paged_attention_kernel(
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    IS_INT8: tl.constexpr = (
+        ROW_ITEMS != HEAD_DIM
+        and query.dtype.element_ty != tl.float32
+        and BLOCK_D >= 32
+        and BLOCK_R == 0
+        and LATENT_DIM == 0
+    )
+    OF_VALUES: tl.constexpr = PAGE_HEADS * PAGE_TOKENS * ROW_ITEMS
+    row_type: tl.constexpr = query.dtype.element_ty if ROW_ITEMS == HEAD_DIM else tl.int8
+    if IS_INT8:
+        WIDTH: tl.constexpr = min(BLOCK_D, 64)
+        q_groups, acc = (), ()
+        for i in tl.static_range(BLOCK_D // WIDTH):
+            of_group = load_query(query, first_head, g, GROUP_SIZE, HEAD_DIM, WIDTH, 64 * i)
+            q_groups += (query_codes(of_group),)  # type: ignore[assignment]
+            acc += (tl.zeros([BLOCK_G, WIDTH], tl.float32),)
     for start in range(first, last, BLOCK_T):
-        if ROW_ITEMS == HEAD_DIM:
-            keys = page.to(tl.pointer_type(query.dtype.element_ty))
-        else:
-            keys = page.to(tl.pointer_type(tl.int8))
-        keys += (page_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64) * ROW_ITEMS
         following = start + BLOCK_T
+        in_page = (page_head * PAGE_TOKENS + start % PAGE_TOKENS).to(tl.int64)
+        keys = page.to(tl.pointer_type(row_type)) + in_page * ROW_ITEMS
         page = tl.load(pages + following // PAGE_TOKENS, mask=following < last, other=0)
-        of_tile, tile = score_tile(
-            q, q_rest, keys, last - start, scale, cap, HEAD_DIM, ROW_ITEMS, BLOCK_T
-        )
+        if IS_INT8:
+            exists = start + t < last
+            k, k_scales = load_codes(keys, t, exists, HEAD_DIM, ROW_ITEMS, BLOCK_D)
+            v, v_scales = load_codes(keys + OF_VALUES, t, exists, HEAD_DIM, ROW_ITEMS, BLOCK_V)
+            of_tile = score_codes(q_groups, k, k_scales, exists, scale, cap)
+        else:
+            of_tile, tile = score_tile(
+                q, q_rest, keys, last - start, scale, cap, HEAD_DIM, ROW_ITEMS, BLOCK_T
+            )
         if scores is not None:
             score_row = (row * PAGE_HEADS + page_head) * GROUP_SIZE + g
             target = scores + score_row[:, None] * max_tokens + (start + t)[None, :]
             kept = (g < GROUP_SIZE)[:, None] & (start + t < last)[None, :]
             tl.store(target, of_tile, mask=kept)
-        values = keys
-        if LATENT_DIM == 0:
-            values += PAGE_HEADS * PAGE_TOKENS * ROW_ITEMS
         state = (row_max, row_sum, acc)
-        row_max, row_sum, acc = weigh_tile(
-            of_tile, tile, values, last - start, *state, q.dtype, HEAD_DIM, ROW_ITEMS, LATENT_DIM
-        )
+        if IS_INT8:
+            row_max, row_sum, acc = weigh_codes(of_tile, v, v_scales, *state, q.dtype, PACKED)
+        else:
+            values = keys if LATENT_DIM > 0 else keys + OF_VALUES
+            row_max, row_sum, acc = weigh_tile(
+                of_tile,
+                tile,
+                values,
+                last - start,
+                *state,
+                q.dtype,
+                HEAD_DIM,
+                ROW_ITEMS,
+                LATENT_DIM,
+            )
 
     slots = (first_head + g) * NUM_SPLITS + split
     VALUE_DIM: tl.constexpr = LATENT_DIM if LATENT_DIM > 0 else HEAD_DIM
-    d = tl.arange(0, BLOCK_V)
-    inside = (g < GROUP_SIZE)[:, None] & (d < VALUE_DIM)[None, :]
-    o = acc / row_sum[:, None]
-    tl.store(partial_out + slots[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
-    tl.store(partial_lse + slots, row_max + tl.log2(row_sum), mask=g < GROUP_SIZE)
+    lse = row_max + tl.log2(row_sum)
+    tl.store(partial_lse + slots, lse, mask=g < GROUP_SIZE)
+    parts = acc if IS_INT8 else (acc,)
+    for part in tl.static_range(len(parts)):
+        d = 64 * part + tl.arange(0, parts[part].shape[1])
+        inside = (g < GROUP_SIZE)[:, None] & (d < VALUE_DIM)[None, :]
+        o = parts[part] / row_sum[:, None]
+        tl.store(partial_out + slots[:, None] * HEAD_DIM + d[None, :], o, mask=inside)
 
 
 @jit_for_any("min_tiles")
@@ -198,13 +235,17 @@ def merge_splits_kernel(
         tl.store(lse + head, natural, mask=piece == 0)
 
 
-def num_kv_splits(num_kv_heads: int, num_multiprocessors: int) -> int:
-    """Splits with which one row fills the GPU: two programs on each multiprocessor."""
-    programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
+def num_kv_splits(
+    num_kv_heads: int, num_multiprocessors: int, page_dtype: torch.dtype | None = None
+) -> int:
+    """Splits with which one row fills the GPU."""
+    programs = _programs(num_multiprocessors, page_dtype)
     return max(1, min(_MAX_SPLITS, programs // num_kv_heads))
 
 
-def num_retrieval_splits(num_heads: int, num_multiprocessors: int) -> int:
+def num_retrieval_splits(
+    num_heads: int, num_multiprocessors: int, page_dtype: torch.dtype | None = None
+) -> int:
     """Splits with which `num_heads` KV heads of one row fill the GPU.
 
     Args:
@@ -216,8 +257,13 @@ def num_retrieval_splits(num_heads: int, num_multiprocessors: int) -> int:
     """
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
-    programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
+    programs = _programs(num_multiprocessors, page_dtype)
     return max(1, min(_MAX_RETRIEVAL_SPLITS, programs // num_heads))
+
+
+def _programs(num_multiprocessors: int, page_dtype: torch.dtype | None) -> int:
+    is_int8 = page_dtype == torch.int8
+    return (_INT8_PROGRAMS if is_int8 else _PROGRAMS_PER_MULTIPROCESSOR) * num_multiprocessors
 
 
 def retrieval_attention(
@@ -364,9 +410,10 @@ def retrieval_attention(
         tiles.dims,
         tiles.rest_dims,
         tiles.value_dims,
+        query.is_cuda or compiles(),
         early,
         num_warps=tiles.num_warps,
-        num_stages=NUM_STAGES,
+        num_stages=_INT8_STAGES if page_dtype == torch.int8 else NUM_STAGES,
     )
     block_d = tiles.value_dims
     parts = min(block_d // 16, max(1, _MERGE_PROGRAMS // (n * num_heads * group_size)))

@@ -81,7 +81,7 @@ def step_layouts(
         dtype=kv_format.page_dtype,
     )
     of_step = {
-        "rows": StepBuffers.layout(shape, slots, dtype, num_multiprocessors),
+        "rows": StepBuffers.layout(shape, slots, dtype, num_multiprocessors, kv_format.page_dtype),
         "heads": {name: heads.pop(name) for name in ("partial_out", "partial_lse", "head_lists")},
         "linear": linear_layout(shape, slots, dtype),
         "tokens": TokenChooser.layout(slots, shape.vocab_size),

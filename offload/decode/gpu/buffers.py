@@ -41,6 +41,7 @@ class StepBuffers:
         dtype: torch.dtype,
         device: torch.device,
         num_recurrent: int = 0,
+        page_dtype: torch.dtype | None = None,
     ) -> None:
         shape = model.shape
         # What changes from step to step: the host writes it, or the step before.
@@ -52,7 +53,7 @@ class StepBuffers:
         )
         self.pointers = self._host_pointers.to(device, copy=True)
         self.chooser = TokenChooser(num_rows, shape.vocab_size, device)
-        layout = self.layout(shape, num_rows, dtype, _num_multiprocessors(device))
+        layout = self.layout(shape, num_rows, dtype, _num_multiprocessors(device), page_dtype)
         buffers = allocate(layout, device)
         self.state = buffers["state"].fill_(-1)
         self.positions, self.rope_positions, self.tokens = self.state
@@ -93,12 +94,16 @@ class StepBuffers:
 
     @staticmethod
     def layout(
-        shape: ModelShape, num_rows: int, dtype: torch.dtype, num_multiprocessors: int
+        shape: ModelShape,
+        num_rows: int,
+        dtype: torch.dtype,
+        num_multiprocessors: int,
+        page_dtype: torch.dtype | None = None,
     ) -> Layout:
         """Layout of what is on the device, beside the `TokenChooser`'s."""
         row = (num_rows, shape.num_qo_heads * shape.head_dim)
         lse = (num_rows, shape.num_qo_heads)
-        partial = (*lse, num_kv_splits(shape.num_kv_heads, num_multiprocessors))
+        partial = (*lse, num_kv_splits(shape.num_kv_heads, num_multiprocessors, page_dtype))
         return {
             "state": ((3, num_rows), torch.int64),
             "hidden": ((num_rows, shape.hidden_size), dtype),

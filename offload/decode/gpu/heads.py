@@ -116,7 +116,7 @@ class DeviceHeads:
             budget, scored = policy.budget_tokens, max_tokens
         chosen, num_sms = _chosen_tokens(layers, policy), num_multiprocessors
         partials = [
-            shape.num_kv_heads * num_retrieval_splits(n, num_sms)
+            shape.num_kv_heads * num_retrieval_splits(n, num_sms, kv_format.page_dtype)
             for n in {len(x.resident) for x in layers} - {0}
         ]
         partials += [
@@ -180,7 +180,9 @@ class DeviceHeads:
         if not layer.is_resident:
             heads, lse = self._resident[layer_idx], b.device_lse[rows]
             out = b.device_out[rows] if layer.host else out
-            num_splits = num_retrieval_splits(len(heads), self._num_multiprocessors)
+            num_splits = num_retrieval_splits(
+                len(heads), self._num_multiprocessors, self._row_dtype
+            )
             partial_out, partial_lse = self._partials(rows, self._shape.num_kv_heads, num_splits)
         retrieval_attention(
             b.queries[layer_idx, rows],

@@ -218,7 +218,9 @@ class PreparedSteps:
             device=device,
         )
         num_recurrent = self.weights.num_recurrent
-        buffers = StepBuffers(model, self.num_slots, store.dtype, device, num_recurrent)
+        buffers = StepBuffers(
+            model, self.num_slots, store.dtype, device, num_recurrent, store.format.page_dtype
+        )
         lists = None
         if codes is not None:
             lists = CodeLists(

@@ -15,10 +15,12 @@ _OF_TYPES = {
 }
 # Causal types of transformers that its own modules cannot run here.
 _WITHOUT_CACHE = "falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm"
-_WITHOUT_INTERFACE = """big_bird bloom codegen falcon gpt_neo gpt_neox_japanese gptj
-    megatron-bert mpt mvp openai-gpt prophetnet reformer rembert roformer trocr xglm xlm xlnet"""
+_WITHOUT_INTERFACE = """big_bird codegen gpt_neo gpt_neox_japanese gptj
+    megatron-bert mvp openai-gpt prophetnet reformer rembert roformer trocr xglm xlm xlnet"""
 _OF_PARTS = "blt gemma4_assistant gemma4_unified_assistant git moshi"
 NEVER_GENERIC = frozenset(f"{_WITHOUT_CACHE} {_WITHOUT_INTERFACE} {_OF_PARTS}".split())
+# Those whose modules compute attention themselves, and are taken over (`offload.decode.alibi`).
+OWN_ATTENTION = frozenset(("bloom", "falcon", "mpt"))
 # Those whose state-space layers begin with empty states where several tokens come behind others.
 READ_AT_ONCE = frozenset(("bamba", "jamba", "zamba"))
 _OTHER_LAYERS = {

@@ -26,6 +26,7 @@ from offload.decode.latents import expanded_bytes, transposed_bytes
 from offload.decode.stock_attention import (
     AttentionSpec,
     attention_specs,
+    use_eager_attention,
     use_offload_attention,
 )
 from offload.kv.format import KVFormat
@@ -747,7 +748,7 @@ def generic_runtime(
         expected = _logits(stock, DynamicCache(config=stock.config), None)
         specs, cached = attention_specs(stock)
         if any(spec.softcap for spec in specs.values()):  # SDPA leaves it out in some versions
-            stock.set_attn_implementation("eager")
+            use_eager_attention(stock)
             expected = _logits(stock, DynamicCache(config=stock.config), None)
             use_offload_attention(stock)
         of_model = stock, specs, config, folder, pool
@@ -828,7 +829,7 @@ def _check_logits(stock: Any, found: Tensor, expected: Tensor, *, is_exact: bool
     difference = float(differences.max() if is_exact else differences.mean())
     most = _MOST_DIFFERENCE if is_exact else _MOST_ROUNDED_DIFFERENCE
     if not is_exact and difference > most:  # perhaps two of transformers' own differ as much
-        stock.set_attn_implementation("eager")
+        use_eager_attention(stock)
         other = _logits(stock, DynamicCache(config=stock.config), None)
         use_offload_attention(stock)
         own = float((other - expected).abs().mean() / expected.std())

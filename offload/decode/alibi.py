@@ -32,15 +32,15 @@ def bloom_slopes(num_heads: int) -> Tensor:
     """float64 [num_heads], as those of the paper: powers of 2^(-8 / n) for n heads, a power of two;
     of other numbers those of the next smaller one, then every other one of twice that."""
     n = 2 ** int(math.log2(num_heads))
-    of_power = 2.0 ** (-8.0 / n * _numbers(1, n + 1))
-    others = 2.0 ** (-4.0 / n * _numbers(1, 2 * n, 2))
+    of_power: Tensor = 2.0 ** (-8.0 / n * _numbers(1, n + 1))
+    others: Tensor = 2.0 ** (-4.0 / n * _numbers(1, 2 * n, 2))
     return torch.cat([of_power, others])[:num_heads]
 
 
 def mpt_slopes(num_heads: int, bias_max: float) -> Tensor:
     """float64 [num_heads], of the next larger power of two: every other one first."""
     n = 2 ** math.ceil(math.log2(num_heads))
-    slopes = 2.0 ** (-bias_max / n * _numbers(1, n + 1))
+    slopes: Tensor = 2.0 ** (-bias_max / n * _numbers(1, n + 1))
     if n != num_heads:
         slopes = torch.cat([slopes[1::2], slopes[::2]])
     return slopes[:num_heads]
@@ -68,58 +68,73 @@ def of_slopes(slopes: Tensor, sm_scale: float, dtype: torch.dtype, device: Any) 
     return torch.stack(parts, dim=-1)[None, :, None].to(device)
 
 
-class _OwnForward:
-    """In the place of the `forward` of an attention module, while the config names `OWN_FORWARD`.
+class _OwnAttention:
+    """In front of the class of an attention module, whose own `forward` runs where the model's
+    config does not name `OWN_FORWARD`.
 
     A cache may say at which `new_positions` int64 [batch_size, n] its new tokens are; else these
     are its columns.
+
+    Attributes:
+        of_model: its config.
+        slopes: of ALiBi [num_heads]; None: there is none.
+        attention: of queries, keys and values.
+        of_queries: what slopes are in queries, by dtype and device.
     """
 
-    def __init__(self, module: Any, config: Any, attention: Attention) -> None:
-        self._module, self._config, self._attention = module, config, attention
-        self._stock = module.forward
-        self._alibi, self._of_slopes = self._slopes(), dict[Any, Tensor]()
+    of_model: Any
+    slopes: Tensor | None
+    attention: Attention
+    of_queries: dict[Any, Tensor]
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._config._attn_implementation != OWN_FORWARD:
-            return self._stock(hidden_states, *args, **kwargs)
-        return self._forward(hidden_states, *args, **kwargs), None
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.of_model._attn_implementation != OWN_FORWARD:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        return self.attended(hidden_states, *args, **kwargs), None
 
-    def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def attended(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """What the module gives for hidden states x [batch_size, n, hidden_size]."""
         raise NotImplementedError
 
-    def _slopes(self) -> Tensor | None:
-        """[num_heads]; None: there is no ALiBi."""
+    @staticmethod
+    def slopes_of(module: Any, config: Any) -> Tensor | None:
+        """The `slopes` of a module."""
         raise NotImplementedError
 
-    def _attend(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
+    def attend(
+        self: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         cache: Any,
         mask: Tensor | None,
         sm_scale: float,
     ) -> Tensor:
-        """[batch_size, n, hidden_size] of heads [batch_size, num_heads, n, head_dim].
+        """[batch_size, n, hidden_size] of new heads [batch_size, num_heads, n, head_dim].
 
         Args:
             mask: True where a query attends.
         """
-        (q, k, v), module = qkv, self._module
-        if self._alibi is not None:
+        if self.slopes is not None:
             key = q.dtype, q.device
-            if key not in self._of_slopes:
-                self._of_slopes[key] = of_slopes(self._alibi, sm_scale, *key)
-            of_keys = of_positions(_new_positions(cache, k, module.layer_idx), k.dtype)
-            q = torch.cat([q, self._of_slopes[key].expand(*q.shape[:3], -1)], dim=-1)
+            if key not in self.of_queries:
+                self.of_queries[key] = of_slopes(self.slopes, sm_scale, *key)
+            positions = getattr(cache, "new_positions", None)
+            if positions is None:
+                past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+                positions = torch.arange(past, past + k.shape[2], device=k.device)[None]
+            of_keys = of_positions(positions, k.dtype)
+            q = torch.cat([q, self.of_queries[key].expand(*q.shape[:3], -1)], dim=-1)
             k = torch.cat([k, of_keys.expand(*k.shape[:3], -1)], dim=-1)
         if cache is not None:
-            k, v = cache.update(k, v, module.layer_idx)
-        return self._attention(module, q, k, v, mask, sm_scale).flatten(2)
+            k, v = cache.update(k, v, self.layer_idx)
+        out: Tensor = self.attention(self, q, k, v, mask, sm_scale)
+        return out.flatten(2)
 
 
-class _Bloom(_OwnForward):
-    def _forward(
-        self,
+class _Bloom(_OwnAttention):
+    def attended(
+        self: Any,
         x: Tensor,
         residual: Tensor,
         *,
@@ -127,36 +142,41 @@ class _Bloom(_OwnForward):
         layer_past: Any = None,
         **_: Any,
     ) -> Tensor:
-        module = self._module
-        qkv = module._reshape(module.query_key_value(x))
-        out = self._attend(qkv, layer_past, attention_mask, module.inv_norm_factor)
-        projected: Tensor = module.dense(out)
+        qkv = self._reshape(self.query_key_value(x))
+        out = self.attend(*qkv, layer_past, attention_mask, self.inv_norm_factor)
+        projected: Tensor = self.dense(out)
         return projected + residual
 
-    def _slopes(self) -> Tensor:
-        return bloom_slopes(self._module.num_heads)
+    @staticmethod
+    def slopes_of(module: Any, config: Any) -> Tensor:
+        return bloom_slopes(module.num_heads)
 
 
-class _Mpt(_OwnForward):
-    def _forward(
-        self, x: Tensor, *, attention_mask: Tensor | None, past_key_values: Any = None, **_: Any
+class _Mpt(_OwnAttention):
+    def attended(
+        self: Any,
+        x: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        past_key_values: Any = None,
+        **_: Any,
     ) -> Tensor:
-        module = self._module
-        qkv = module.Wqkv(x)
-        if module.clip_qkv:
-            qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
-        q, k, v = qkv.view(*x.shape[:2], 3, module.n_heads, module.head_dim).permute(2, 0, 3, 1, 4)
-        out = self._attend((q, k, v), past_key_values, attention_mask, module.softmax_scale)
-        projected: Tensor = module.out_proj(out)
+        qkv = self.Wqkv(x)
+        if self.clip_qkv:
+            qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        qkv = qkv.view(*x.shape[:2], 3, self.n_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        out = self.attend(*qkv, past_key_values, attention_mask, self.softmax_scale)
+        projected: Tensor = self.out_proj(out)
         return projected
 
-    def _slopes(self) -> Tensor:
-        return mpt_slopes(self._module.n_heads, 8)  # transformers reads no alibi_bias_max
+    @staticmethod
+    def slopes_of(module: Any, config: Any) -> Tensor:
+        return mpt_slopes(module.n_heads, 8)  # transformers does not read alibi_bias_max
 
 
-class _Falcon(_OwnForward):
-    def _forward(
-        self,
+class _Falcon(_OwnAttention):
+    def attended(
+        self: Any,
         x: Tensor,
         *,
         alibi: Tensor | None,
@@ -165,29 +185,29 @@ class _Falcon(_OwnForward):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **_: Any,
     ) -> Tensor:
-        module = self._module
-        fused, mask = module.query_key_value(x), attention_mask
-        groups = fused.view(*x.shape[:2], module.num_kv_heads, -1, module.head_dim)
+        groups = self.query_key_value(x).view(*x.shape[:2], self.num_kv_heads, -1, self.head_dim)
         q, k, v = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
+        mask = attention_mask
         if alibi is None:
-            from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+            from transformers.models.falcon import modeling_falcon
 
-            q, k = apply_rotary_pos_emb(q, k, *(position_embeddings or ()))
+            rotate: Any = modeling_falcon.apply_rotary_pos_emb
+            q, k = rotate(q, k, *(position_embeddings or ()))
         elif mask is not None:  # of biases, which are never less than 0
             mask = mask >= 0
-        out = self._attend((q, k, v), layer_past, mask, module.inv_norm_factor)
-        projected: Tensor = module.dense(out)
+        projected: Tensor = self.dense(self.attend(q, k, v, layer_past, mask, self.inv_norm_factor))
         return projected
 
-    def _slopes(self) -> Tensor | None:
-        if not self._config.alibi:
+    @staticmethod
+    def slopes_of(module: Any, config: Any) -> Tensor | None:
+        if not config.alibi:
             return None
         # The model rounds slopes, and scales biases with the scores.
-        return bloom_slopes(self._module.num_heads).bfloat16() * self._module.inv_norm_factor
+        return bloom_slopes(module.num_heads).bfloat16().double() * float(module.inv_norm_factor)
 
 
-_FORWARDS = {"BloomAttention": _Bloom, "FalconAttention": _Falcon, "MptAttention": _Mpt}
+_KINDS = {"BloomAttention": _Bloom, "FalconAttention": _Falcon, "MptAttention": _Mpt}
 
 
 def take_over(stock: Any, attention: Attention) -> bool:
@@ -197,25 +217,17 @@ def take_over(stock: Any, attention: Attention) -> bool:
     Args:
         attention: its mask is True where a query attends, or None.
     """
-    found = False
-    for module in stock.modules():
-        kind = _FORWARDS.get(type(module).__name__)
-        if kind is None:
+    modules = [module for module in stock.modules() if type(module).__name__ in _KINDS]
+    for module in modules:
+        kind: Any = type(module)
+        if isinstance(module, _OwnAttention):
             continue
-        found = True
-        if not isinstance(vars(module).get("forward"), _OwnForward):
-            module.forward = kind(module, stock.config, attention)
-            num_kv_heads = getattr(module, "num_kv_heads", 0)
-            if num_kv_heads:
-                module.num_key_value_groups = module.num_heads // num_kv_heads
-    if found:
+        mixin = _KINDS[kind.__name__]
+        module.of_model, module.attention, module.of_queries = stock.config, attention, {}
+        module.slopes = mixin.slopes_of(module, stock.config)
+        if mixin is _Falcon:  # sdpa_attention_forward asks for it
+            module.num_key_value_groups = module.num_heads // module.num_kv_heads
+        module.__class__ = type(kind.__name__, (mixin, kind), {})
+    if modules:
         stock.config._attn_implementation = OWN_FORWARD
-    return found
-
-
-def _new_positions(cache: Any, keys: Tensor, layer_idx: int) -> Tensor:
-    known: Tensor | None = getattr(cache, "new_positions", None)
-    if known is not None:
-        return known
-    past = 0 if cache is None else cache.get_seq_length(layer_idx)
-    return torch.arange(past, past + keys.shape[2], device=keys.device)[None]
+    return bool(modules)

@@ -290,9 +290,8 @@ def _own_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
     """As the modules of `take_over` call it; a taker knows of padding."""
-    if _TAKER.get() is not None:
-        mask = None
-    return _attention(module, query, key, value, mask, scale)[0]
+    is_taken = _TAKER.get() is not None
+    return _attention(module, query, key, value, None if is_taken else mask, scale)[0]
 
 
 def _own_mask(*args: Any, **given: Any) -> Tensor:
@@ -300,7 +299,8 @@ def _own_mask(*args: Any, **given: Any) -> Tensor:
     as falcon and mpt would make one of each query and key, and head, of it."""
     if _TAKER.get() is not None:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.get("device"))
-    mask: Tensor = sdpa_mask(*args, **given | {"allow_is_causal_skip": False})
+    mask = sdpa_mask(*args, **given | {"allow_is_causal_skip": False})
+    assert mask is not None
     return mask
 
 

@@ -92,6 +92,12 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
+def has_alibi(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a type whose positions are biases of scores (ALiBi)."""
+    model_type = config.get("model_type")
+    return model_type in OWN_ATTENTION and bool(config.get("alibi", model_type != "falcon"))
+
+
 def unsupported_type(model_type: str, config: Mapping[str, Any], available: list[str]) -> str:
     """The refusal of a model type: what it has that is missing here, and which models work."""
     missing = missing_features(config)

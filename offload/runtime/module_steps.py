@@ -264,7 +264,7 @@ class ModuleSteps:
             static.release()
         static.updated.clear()
         static.attended.clear()
-        static.cache.new_positions = positions[:, None]  # type: ignore[attr-defined]
+        static.cache.new_positions = earlier[:, None]  # type: ignore[attr-defined]
         with taking(partial(self._attend, static, earlier, attend)), self._stand_ins.of_rows(n):
             out = self._forward(
                 input_ids=static.ids[:, None],

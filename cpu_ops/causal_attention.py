@@ -52,7 +52,8 @@ def causal_attention(
     num_kv_heads, kv_len, _ = keys.shape
     if not has_causal_attention(q.dtype, head_dim, isa=isa):
         raise ValueError(f"no kernel for {q.dtype} and head_dim {head_dim} on {isa or isa_name()}")
-    same = keys.shape == values.shape and keys.stride() == values.stride()
+    skipped = num_kv_heads == 1  # torch leaves any stride to the only head
+    same = keys.shape == values.shape and keys.stride()[skipped:] == values.stride()[skipped:]
     fits = keys.shape[2] == head_dim and 1 <= n <= kv_len
     fits = fits and 1 <= num_kv_heads <= num_qo_heads and num_qo_heads % num_kv_heads == 0
     is_row = q.stride(2) == keys.stride(2) == 1

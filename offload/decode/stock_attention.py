@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 
 from cpu_ops.native import MAX_GROUP_SIZE, MAX_HEAD_DIM
 from cpu_ops.worker_pool import WorkerPool
+from offload.decode.alibi import OWN_FORWARD, take_over
 from offload.decode.latents import Latents, keep_latents, latents_of
 from offload.prefill.attention import (
     attend,
@@ -285,6 +286,24 @@ def _attention(
     return call.in_torch() if out is None else out, None
 
 
+def _own_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """As the modules of `take_over` call it; a taker knows of padding."""
+    is_taken = _TAKER.get() is not None
+    return _attention(module, query, key, value, None if is_taken else mask, scale)[0]
+
+
+def _own_mask(*args: Any, **given: Any) -> Tensor:
+    """Of the models of `take_over`, which need a mask; for a taker a small one that hides nothing,
+    as falcon and mpt would make one of each query and key, and head, of it."""
+    if _TAKER.get() is not None:
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.get("device"))
+    mask = sdpa_mask(*args, **given | {"allow_is_causal_skip": False})
+    assert mask is not None
+    return mask
+
+
 def use_offload_attention(stock: Any) -> None:
     """Let the modules of a stock model ask for the attention of this module.
 
@@ -293,10 +312,21 @@ def use_offload_attention(stock: Any) -> None:
     """
     AttentionInterface.register(OFFLOAD, _attention)
     AttentionMaskInterface.register(OFFLOAD, sdpa_mask)
+    AttentionMaskInterface.register(OWN_FORWARD, _own_mask)
+    if take_over(stock, _own_attention):
+        return
     stock.set_attn_implementation(OFFLOAD)
     configs = [module.config for module in stock.modules() if hasattr(module, "config")]
     if all(config._attn_implementation != OFFLOAD for config in configs):
         raise NotImplementedError("its class does not use transformers' AttentionInterface")
+
+
+def use_eager_attention(stock: Any) -> None:
+    """Let the modules of a stock model compute attention as transformers does, in plain torch."""
+    if stock.config._attn_implementation == OWN_FORWARD:
+        stock.config._attn_implementation = "eager"
+    else:
+        stock.set_attn_implementation("eager")
 
 
 class _Recorder(DynamicCache):

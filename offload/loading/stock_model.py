@@ -31,7 +31,7 @@ from offload.loading.packed_bytes import kept_formats
 from offload.loading.packing import model_from_parts, pack_weights
 from offload.models import ModelShape, has_other_matrices
 from offload.models.base import check_computation, context_limit
-from offload.models.missing_features import unsupported_generic
+from offload.models.missing_features import OWN_ATTENTION, unsupported_generic
 from offload.system.json_file import read_json_object
 from offload.system.memory import give_back_free_memory
 
@@ -185,7 +185,7 @@ def text_part(config: Any) -> tuple[Any, Any]:
     for key in (text, config):
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(key), None)
         if kind is not None and issubclass(type(text), kind.config_class):
-            if kind._can_set_attn_implementation():
+            if text.model_type in OWN_ATTENTION or kind._can_set_attn_implementation():
                 return text, kind
             reason = "its class does not use transformers' AttentionInterface"
             raise ValueError(unsupported_generic(text.model_type, reason))

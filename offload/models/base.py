@@ -23,6 +23,7 @@ from gpu_ops.linear import GpuLinear
 from gpu_ops.routed_linear import GpuRoutedMlp
 from offload.models.dense_linear import DenseLinear
 from offload.models.linear import Linear
+from offload.models.missing_features import OWN_ATTENTION
 from offload.models.packed_linear import PackedLinear, PackedModule
 from offload.models.rope import Rotary, head_dim_of, layer_configs, rope_context
 from offload.models.routed_mlp import RoutedMlp
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+ALIBI_POSITIONS = 2**21  # of types without a number of positions; 2**24 have digits
 _WINDOWLESS = (
     "llama",
     "mistral",
@@ -300,10 +302,13 @@ def context_limit(config: Any) -> tuple[int, str]:
 
 def stock_context_limit(config: Any) -> tuple[int, str]:
     """`context_limit` of a model that runs on transformers' own modules: they compute windows, and
-    their rotary embeddings. Types without a number of positions have no bound: sys.maxsize."""
+    their rotary embeddings. Types without a number of positions have no bound: sys.maxsize; but for
+    ALiBi, whose keys have their positions as digits (`offload.decode.alibi`)."""
     config = config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if type(positions) is not int:
+        if config.model_type in OWN_ATTENTION:
+            return ALIBI_POSITIONS, f"positions of ALiBi are counted to {ALIBI_POSITIONS}"
         return sys.maxsize, "it has no number of positions"
     with contextlib.suppress(NotImplementedError, ValueError):
         return rope_context(config)

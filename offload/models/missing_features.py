@@ -15,10 +15,12 @@ _OF_TYPES = {
 }
 # Causal types of transformers that its own modules cannot run here.
 _WITHOUT_CACHE = "falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm"
-_WITHOUT_INTERFACE = """big_bird bloom codegen falcon gpt_neo gpt_neox_japanese gptj
-    megatron-bert mpt mvp openai-gpt prophetnet reformer rembert roformer trocr xglm xlm xlnet"""
+_WITHOUT_INTERFACE = """big_bird codegen gpt_neo gpt_neox_japanese gptj
+    megatron-bert mvp openai-gpt prophetnet reformer rembert roformer trocr xglm xlm xlnet"""
 _OF_PARTS = "blt gemma4_assistant gemma4_unified_assistant git moshi"
 NEVER_GENERIC = frozenset(f"{_WITHOUT_CACHE} {_WITHOUT_INTERFACE} {_OF_PARTS}".split())
+# Those whose modules compute attention themselves, and are taken over (`offload.decode.alibi`).
+OWN_ATTENTION = frozenset(("bloom", "falcon", "mpt"))
 # Those whose state-space layers begin with empty states where several tokens come behind others.
 READ_AT_ONCE = frozenset(("bamba", "jamba", "zamba"))
 _OTHER_LAYERS = {
@@ -88,6 +90,12 @@ def _other_attention(config: Mapping[str, Any]) -> list[str]:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and value > 0
+
+
+def has_alibi(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a type whose positions are biases of scores (ALiBi)."""
+    model_type = config.get("model_type")
+    return model_type in OWN_ATTENTION and bool(config.get("alibi", model_type != "falcon"))
 
 
 def unsupported_type(model_type: str, config: Mapping[str, Any], available: list[str]) -> str:

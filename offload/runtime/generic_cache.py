@@ -274,6 +274,8 @@ class GenericCache(DynamicCache):
         self._layer_of: dict[int, tuple[Tensor, _HostedLayer]] = {}  # by the id of its keys
         self._step: DecodeStep | None = None
         self._step_lens: list[int] = []  # of a step that may begin
+        self._new_columns = 0
+        self._new_positions: Tensor | None = None
         self._pads: list[int] = []  # columns of padding before each row's first token
         self._known_mask: Tensor | None = None
         self._known_window: tuple[Tensor | None, int | None] = (None, 0)
@@ -530,7 +532,7 @@ class GenericCache(DynamicCache):
                 text = None if tokens is None else tokens.cpu().flatten()[batch.columns]
                 sequences.note_text(batch, self._seqs, text)
             self._forget_pass()
-            self._pads = pads
+            self._pads, self._new_columns = pads, n
             if not is_decode:
                 self.addresses = None
             else:
@@ -580,6 +582,17 @@ class GenericCache(DynamicCache):
     def num_columns(self) -> int:
         """Columns before the pass, in it."""
         return self._num_columns - 1
+
+    @property
+    def new_positions(self) -> Tensor | None:
+        """In a pass, the positions of its columns in their sequences, where the modules are: int64
+        [batch_size, n], 0 at padding."""
+        if self._new_positions is None and self._new_columns:
+            columns = torch.arange(self._num_columns - self._new_columns, self._num_columns)
+            positions = (columns - torch.tensor(self._pads)[:, None]).clamp_min(0)
+            modules = self._hosted.others.modules
+            self._new_positions = positions if modules is None else positions.to(modules.device)
+        return self._new_positions
 
     def begin_step(self) -> None:
         """The stock modules run this step; the CPU attends."""

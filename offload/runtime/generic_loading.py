@@ -26,6 +26,7 @@ from offload.decode.latents import expanded_bytes, transposed_bytes
 from offload.decode.stock_attention import (
     AttentionSpec,
     attention_specs,
+    use_eager_attention,
     use_offload_attention,
 )
 from offload.kv.format import KVFormat
@@ -39,9 +40,9 @@ from offload.loading.stock_model import (
     load_generic_model,
 )
 from offload.models import ALWAYS_LEAN, ModelShape
-from offload.models.base import stock_context_limit
+from offload.models.base import ALIBI_POSITIONS, stock_context_limit
 from offload.models.hybrid import TYPES, HybridModel
-from offload.models.missing_features import READ_AT_ONCE, unsupported_generic
+from offload.models.missing_features import READ_AT_ONCE, has_alibi, unsupported_generic
 from offload.models.packed_linear import PackedMatrix
 from offload.models.stock_view import StockView
 from offload.planning.profile import typical_profile
@@ -64,6 +65,7 @@ from offload.runtime.generation import Generation, GenerationRequest
 from offload.runtime.generic_cache import GenericCache, HostedLayers, LayerStates
 from offload.runtime.generic_runner import GenericRunner
 from offload.runtime.generic_sizes import (
+    EXACT_ALIBI,
     GenericSizes,
     check_policy,
     num_pages,
@@ -174,7 +176,9 @@ class GenericRuntime:
         device_bytes = None if view is None else device_bytes_beside(stock, view, config)
         if isinstance(config.policy, Auto):
             most, _ = stock_context_limit(stock.config)
-            if view is not None and device_bytes is not None:
+            if has_alibi(stock.config.to_dict()):
+                policy, reason = EXACT_ALIBI
+            elif view is not None and device_bytes is not None:
                 sizes = stock.dtype, host_bytes, device_bytes
                 policy, reason = resolved_on_gpu(config.policy, view.shape, config, *sizes)
             else:
@@ -295,7 +299,8 @@ class GenericRuntime:
     @property
     def has_positions(self) -> bool:
         """Whether the model has a number of them: else only memory bounds a context."""
-        return stock_context_limit(self.stock.config)[0] < sys.maxsize
+        limit, _ = stock_context_limit(self.stock.config)
+        return limit not in (ALIBI_POSITIONS, sys.maxsize)
 
     @property
     def max_context(self) -> int:
@@ -606,6 +611,8 @@ def resolved_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -> Po
     """
     if not isinstance(config.policy, Auto):
         return config.policy
+    if has_alibi(checkpoint.config):
+        return EXACT_ALIBI[0]
     empty, kept = generic_skeleton(checkpoint, config.dtype, config.packing)
     sizes = GenericSizes.of(empty, kept, on_gpu=is_on_device(config))
     most, _ = stock_context_limit(empty.config)
@@ -621,7 +628,7 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
     """
     model_type = checkpoint.config["model_type"]
     text_type = (checkpoint.config.get("text_config") or checkpoint.config).get("model_type")
-    check_policy(config, model_type)
+    check_policy(config, checkpoint.config)
     for name, default in _DEFAULTS.items():
         value = getattr(config, name)
         is_taken = name == "backend" and value == "inline"
@@ -747,7 +754,7 @@ def generic_runtime(
         expected = _logits(stock, DynamicCache(config=stock.config), None)
         specs, cached = attention_specs(stock)
         if any(spec.softcap for spec in specs.values()):  # SDPA leaves it out in some versions
-            stock.set_attn_implementation("eager")
+            use_eager_attention(stock)
             expected = _logits(stock, DynamicCache(config=stock.config), None)
             use_offload_attention(stock)
         of_model = stock, specs, config, folder, pool
@@ -828,7 +835,7 @@ def _check_logits(stock: Any, found: Tensor, expected: Tensor, *, is_exact: bool
     difference = float(differences.max() if is_exact else differences.mean())
     most = _MOST_DIFFERENCE if is_exact else _MOST_ROUNDED_DIFFERENCE
     if not is_exact and difference > most:  # perhaps two of transformers' own differ as much
-        stock.set_attn_implementation("eager")
+        use_eager_attention(stock)
         other = _logits(stock, DynamicCache(config=stock.config), None)
         use_offload_attention(stock)
         own = float((other - expected).abs().mean() / expected.std())

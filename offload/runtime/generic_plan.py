@@ -14,6 +14,7 @@ import torch
 from cpu_ops.worker_pool import WorkerPool
 from offload.decode.latents import expanded_bytes
 from offload.models.hybrid import TYPES
+from offload.models.missing_features import has_alibi
 from offload.planning.profile import MachineProfile
 from offload.planning.workload import Workload
 from offload.policies import Policy
@@ -22,6 +23,7 @@ from offload.policies.full import Full
 from offload.runtime.auto_policy import Room, resolve_auto
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.generic_sizes import (
+    EXACT_ALIBI,
     GenericSizes,
     check_policy,
     num_pages,
@@ -77,7 +79,7 @@ class GenericPlan:
     policy_reason: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        check_policy(self.config, self.model_type)
+        check_policy(self.config, self.empty.config.to_dict())
         if self.config.kv_dtype == "int8" and self.on_gpu and not self.steps_on_gpu:
             raise NotImplementedError(
                 f"kv_dtype='int8' is for a CPU where decode steps are not one graph, not with "
@@ -97,6 +99,8 @@ class GenericPlan:
 
     def _resolved(self, auto: Auto) -> tuple[Policy, str]:
         specs, work = self.sizes.specs, None
+        if has_alibi(self.empty.config.to_dict()):
+            return EXACT_ALIBI
         if specs:
             work = Workload(
                 shape_of(specs.values()),

@@ -15,7 +15,7 @@ from offload.decode.latents import latent_modules, transposed_bytes
 from offload.decode.stock_attention import AttentionSpec, attention_specs
 from offload.kv.store import KVStore
 from offload.loading.generic_packing import parameter_bytes
-from offload.models.missing_features import unsupported_generic
+from offload.models.missing_features import has_alibi, unsupported_generic
 from offload.models.shape import ModelShape
 from offload.planning.profile import MachineProfile
 from offload.planning.workload import Workload
@@ -39,18 +39,41 @@ _ACTIVE = (
 )
 
 
-def check_policy(config: RuntimeConfig, model_type: str) -> None:
-    """Refuse a policy that needs lean layers.
+# What `auto` comes to with ALiBi, and why.
+EXACT_ALIBI: tuple[Policy, str] = (
+    Full(),
+    "exact: codes of keys, by which sketch selects, do not tell positions of ALiBi",
+)
+
+
+def check_policy(config: RuntimeConfig, model_config: Mapping[str, Any]) -> None:
+    """Refuse a policy that needs lean layers; with ALiBi also one whose codes of keys would round
+    positions, and rows that would.
+
+    Args:
+        model_config: the content of config.json.
 
     Raises:
         NotImplementedError: names those that do not.
     """
-    policy = config.policy
+    policy, model_type = config.policy, str(model_config["model_type"])
     if not isinstance(policy, Auto) and policy.name not in POLICIES:
         raise NotImplementedError(
             f"policy {policy.name!r} with type {model_type!r}, which has no lean layers; "
             f"available: {', '.join(('auto', *POLICIES))}"
         )
+    if has_alibi(model_config):
+        if config.kv_dtype == "int8":
+            raise NotImplementedError(
+                f"kv_dtype='int8' with type {model_type!r}: keys have their positions for ALiBi, "
+                "which int8 would round; give kv_dtype='auto'"
+            )
+        if policy.name == "sketch":
+            available = ", ".join(("auto", *(name for name in POLICIES if name != "sketch")))
+            raise NotImplementedError(
+                f"policy 'sketch' with type {model_type!r}: keys have their positions for ALiBi, "
+                f"which codes of keys would round; available: {available}"
+            )
 
 
 def shape_of(specs: Iterable[AttentionSpec], max_context: int = 0) -> ModelShape:

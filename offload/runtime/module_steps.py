@@ -21,6 +21,7 @@ from offload.decode.gpu.buffers import HostLink
 from offload.decode.gpu.prepared_steps import BoundRows
 from offload.decode.stock_attention import AttentionCall, AttentionSpec, taking, widened
 from offload.models.base import LayerSpec, stock_context_limit
+from offload.models.missing_features import OWN_ATTENTION
 from offload.models.shape import ModelShape
 from offload.models.stock_view import Attend, StockView, stock_view
 from offload.runtime.generic_cache import WINDOW, GenericCache, row_tensors
@@ -93,7 +94,8 @@ def check_one_step(stock: Any, specs: Mapping[int, AttentionSpec]) -> None:
     """
     kinds = getattr(stock.config.get_text_config(), "layer_types", None) or ()
     heads = {(x.num_qo_heads, x.num_kv_heads, x.head_dim) for x in specs.values()}
-    if "position_ids" not in signature(stock.base_model.forward).parameters:
+    told = "position_ids" in signature(stock.base_model.forward).parameters
+    if not told and stock.config.model_type not in OWN_ATTENTION:  # these ask the cache
         raise NotImplementedError("its modules take no position_ids")
     if len(heads) != 1 or "chunked_attention" in kinds:
         raise NotImplementedError(
@@ -262,6 +264,7 @@ class ModuleSteps:
             static.release()
         static.updated.clear()
         static.attended.clear()
+        static.cache.new_positions = earlier[:, None]  # type: ignore[attr-defined]
         with taking(partial(self._attend, static, earlier, attend)), self._stand_ins.of_rows(n):
             out = self._forward(
                 input_ids=static.ids[:, None],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from offload.models.base import stock_context_limit
+from offload.models.missing_features import has_alibi
 from offload.runtime.generic_loading import GenericRuntime
 from offload.runtime.placing import longest_context
 from offload.system.memory import format_bytes
@@ -18,7 +18,8 @@ def takes_int8(loaded: Any, kv_dtype: str) -> bool:
         runtime.device.type == "cpu" or runtime.steps is not None
     )
     alone = runtime.ranks is None  # ranks would have to agree
-    return alone and kv_dtype == "auto" and not runtime.store.format.is_int8 and has_kernels
+    may_round = not (runtime.store.format.is_int8 or has_alibi(loaded.config.to_dict()))
+    return alone and kv_dtype == "auto" and may_round and has_kernels
 
 
 def lack_of_room(loaded: Any, reading_bytes: int) -> str:
@@ -36,7 +37,7 @@ def lack_of_room(loaded: Any, reading_bytes: int) -> str:
         most = runtime.max_context
         sizes = runtime.lean.shape, store.dtype, left
         fits = longest_context(runtime.config, *sizes)
-    if most == sys.maxsize or fits >= most:
+    if not runtime.has_positions or fits >= most:
         return ""
     budget = format_bytes(left)
     return f"{budget} of host KV cache have room for {fits:,} of the context's {most:,} tokens"

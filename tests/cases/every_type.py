@@ -116,6 +116,7 @@ _OF_TYPES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "mpt": {"use_cache": True},
     "roc_bert": {"pronunciation_embed_dim": 32, "shape_embed_dim": 32},
     "xlnet": {"d_head": 16},
     "xmod": {"default_language": "en_XX"},

@@ -48,6 +48,13 @@ the host store; layers with a window or a recurrent state keep transformers' cac
 count in `max_memory`, too. The store, and pages on a GPU, keep the latents of latent attention
 (deepseek_v2, deepseek_v3, glm4_moe_lite, kimi_linear, longcat_flash, minicpm3 and others), one row
 a token and layer in the place of the keys and values of all heads: steps absorb their queries.
+The modules of bloom, falcon and mpt compute attention themselves, which is replaced by ours. ALiBi
+(bloom, mpt, and falcon with `alibi`) is a part of keys and queries: a key has 9 more dimensions for
+its position, up to the next multiple of 16 (heads of 64 take 80 in the store, of 128 144).
+Positions go to 2,097,152 where the config has no number of them. int8 rows and `sketch`, which
+would round positions, are refused, and `auto` is `full`. Biases are exact; transformers rounds them
+to the model's dtype, and falcon's always to bfloat16, so that a falcon with ALiBi and many heads is
+refused in float32: it runs in bfloat16, in which its checkpoints are.
 A generic model does `generate()`, greedy or sampled, with left padding
 and several turns, and `forward()`, under [`auto`](policies.md#auto), `full`, `exact_topk`, `quest`,
 `lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The engine and `offload serve` run it, with

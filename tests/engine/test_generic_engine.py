@@ -25,15 +25,16 @@ from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import generic_runtime
 from offload.runtime.generic_model import generic_model
 
-TYPES = ["qwen3_5_text", "granitemoe_swa", "lfm2"]
+TYPES = ["qwen3_5_text", "granitemoe_swa", "lfm2", "bloom"]
 INLINE = ["granitemoe_swa inline", "afmoe inline", "qwen3_5_text inline", "glm4_moe_lite inline"]
+INLINE += ["mpt inline"]
 IDS = torch.randint(3, 250, (8, 200), generator=torch.Generator().manual_seed(1)).tolist()
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(
     scope="module",
-    params=slow_but([*TYPES, *INLINE], *TYPES[:2], *INLINE[1:]),
+    params=slow_but([*TYPES, *INLINE], *TYPES[:2], *INLINE[1:4]),
 )
 def model(request: pytest.FixtureRequest) -> Any:
     """The last one with its modules as on a GPU, apart from the attention of decode steps."""

@@ -164,9 +164,9 @@ DAMAGES = {
     "bad config": (lambda f: (f / "config.json").write_text("{"), ValueError, "not valid JSON"),
     "no model type": (lambda f: (f / "config.json").write_text("{}"), ValueError, "no model_type"),
     "other model type": (
-        lambda f: change_config(f, model_type="bloom"),
+        lambda f: change_config(f, model_type="gptj"),
         ValueError,
-        "unsupported model type 'bloom': .*; available: exaone4, gemma3_text, gemma4_text, gpt_oss",
+        "unsupported model type 'gptj': .*; available: exaone4, gemma3_text, gemma4_text, gpt_oss",
     ),
     "quantised": (
         lambda f: change_config(f, quantization_config={"quant_method": "bitsandbytes"}),

@@ -23,9 +23,9 @@ from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.stock_model import generic_skeleton
 from offload.models import ModelShape
 from offload.models.packed_experts import PackedExperts
+from offload.models.routed_mlp import router_of
 from offload.planning.placement_bytes import prefill_bytes
 from offload.planning.workload import Workload
-from offload.models.routed_mlp import router_of
 from offload.policies.full import Full
 from offload.runtime.budgets import weight_bytes_of
 from offload.runtime.config import RuntimeConfig

@@ -190,7 +190,8 @@ def prepare_loaded(
     check_heads(whole, config, ranks)
     lean = replace(rank_view(whole, ranks), **experts_of(stock, config))
     device = torch.device(config.device)
-    weight_bytes = weight_bytes_of(stock, device.type) + copied_bytes(stock, config)
+    copied = copied_bytes(stock, config)
+    weight_bytes = weight_bytes_of(stock, device.type) + copied
     host_bytes = 0 if device.type == "cpu" else weight_bytes_of(stock, "cpu")
     num_threads = pool_threads(config, ranks)
     host_kv_bytes = rank_kv_budget_bytes(
@@ -210,6 +211,7 @@ def prepare_loaded(
         dtype=stock.dtype,
         host_kv_bytes=host_kv_bytes,
         device_kv_bytes=device_kv_bytes,
+        taken_bytes=copied,
     )
     return LoadedModel(
         stock=stock,

@@ -18,6 +18,7 @@ from offload.decode.gpu import hot_experts
 from offload.decode.gpu.hot_experts import HotExperts
 from offload.loading.checkpoint import check_checkpoint
 from offload.loading.generic_packing import experts_beyond, hot_experts_beside
+from offload.loading.planned_model import planned_model
 from offload.models.routed_mlp import RoutedMlp
 from offload.policies import Policy
 from offload.policies.full import Full
@@ -223,3 +224,16 @@ def test_auto_leaves_half_of_them_there(
     needed: int, limit: int, asked: int | None, expected: tuple[int, int]
 ) -> None:
     assert hot_experts_beside([16] * 4, 8, needed, limit, asked) == expected
+
+
+def test_a_plan_counts_copies(tiny_folders: dict[str, Path]) -> None:
+    planned = planned_model(str(tiny_folders["qwen3_moe"]))
+    size, num_experts = planned.expert_bytes[0], planned.shape.num_experts
+    found = planned.with_host_experts(1, 2, None, lambda: 0)
+    assert found.host_bytes == planned.weight_bytes - found.weight_bytes == size
+    assert found.copied_bytes == size * 2 // num_experts
+    auto = planned.with_host_experts("auto", None, planned.weight_bytes - 1, lambda: 0)
+    assert auto.host_bytes == size
+    assert auto.copied_bytes == size // 2
+    with pytest.raises(ValueError, match="hot_experts=99, but a layer has"):
+        planned.with_host_experts(1, 99, None, lambda: 0)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpu_ops.routed_linear import run_experts, split_experts
 from offload.models.routed_mlp import RoutedMlp
+from offload.system.errors import DeviceMemoryError
 
 _STEPS = 16  # from one look at the use to the next
 _KEPT = 0.9  # of the use so far, at each look: half of it counts after about 100 steps
@@ -36,12 +37,21 @@ class HotExperts:
         num_experts: of each layer.
         use: float32 [layers, num_experts] on the GPU: how often each was chosen.
         num_steps: since the last look at the use.
+
+    Raises:
+        DeviceMemoryError: the GPU has no memory for them.
     """
 
     def __init__(self, routed: Mapping[int, RoutedMlp], num_slots: int) -> None:
         self._rows = {number: row for row, number in enumerate(sorted(routed))}
         self._routed = [routed[number] for number in self._rows]
-        self._mlps = [mlp.with_slots(num_slots) for mlp in self._routed]
+        try:
+            self._mlps = [mlp.with_slots(num_slots) for mlp in self._routed]
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"the GPU has no memory left for copies of {num_slots} experts of each of "
+                f"{len(routed)} layers; lower hot_experts"
+            ) from error
         self.num_slots, self.num_steps = num_slots, 0
         router = self._mlps[0].router
         self.num_experts = router.out_features

@@ -339,6 +339,7 @@ def _check_mailbox(attention: NativeAttention, mailbox: Mailbox) -> None:
         fetch_tokens=mailbox.fetches.shape[3] if mailbox.fetches.dim() == 5 else 0,
         rest_clusters=attention.estimate_clusters if estimates else 0,
         hidden_size=mailbox.normed.shape[-1],
+        experts_per_token=mailbox.experts.shape[-1],
     )
     for (name, (shape, dtype)), x in zip(layout.items(), mailbox.tensors, strict=True):
         check_tensor(f"mailbox.{name}", x, shape, dtype)
@@ -377,6 +378,8 @@ def _check_experts(
         check_tensor(
             "mailbox.normed", mailbox.normed, (mailbox.max_rows, mlp.down.columns), mlp.down.dtype
         )
+        chosen = (mailbox.max_rows, mlp.choice.per_token)
+        check_tensor("mailbox.experts", mailbox.experts, chosen, torch.int64)
         if first_row + num_rows > mailbox.max_rows:
             raise ValueError(
                 f"a request names rows {first_row} to {first_row + num_rows}, but the mailbox has "

@@ -21,6 +21,10 @@ Rows are slots, one sequence each; all tensors are contiguous.
     rest_means float32 [2, max_rows, num_kv_heads, 2, head_dim]   that one's mean key and value
     normed    dtype   [max_rows, hidden_size]                     what a layer's experts read
     summed    dtype   [max_rows, hidden_size]                     their sum
+    experts   int64   [max_rows, experts_per_token]               which the GPU's router chose, of
+                                                                  those that the GPU runs itself
+                                                                  a number that is no expert's
+    weights   float32 [max_rows, experts_per_token]               of these
 
 An lse of -inf: the CPU attended to nothing. An lse of +inf: the output is the whole answer, what
 others attended to does not count.
@@ -41,10 +45,10 @@ head on the GPU publishes. What layer l publishes is there before the next reque
 Candidates that the GPU lists by codes of keys are in `selection` and `counts` instead, those of
 layer l before its own request is raised. A count of -1: the numbers were not finite.
 
-The two before the last two have no elements where nothing is estimated of the tokens that are not
-hot; the last two have none where no layer's experts are on the CPU. Else these have a request of
-their own, behind those of the layer's attention: its rows are in `normed`, and its reply says that
-`summed` is there.
+`rest_counts` and `rest_means` have no elements where nothing is estimated of the tokens that are
+not hot; the last four have none where no layer's experts are on the CPU. Else these have a request
+of their own, behind those of the layer's attention: its rows are in `normed`, `experts` and
+`weights`, and its reply says that `summed` is there.
 """
 
 from __future__ import annotations
@@ -79,6 +83,8 @@ class Mailbox:
     rest_means: Tensor
     normed: Tensor
     summed: Tensor
+    experts: Tensor
+    weights: Tensor
 
     @staticmethod
     def layout(
@@ -95,6 +101,7 @@ class Mailbox:
         fetch_tokens: int = 0,
         rest_clusters: int = 0,
         hidden_size: int = 0,
+        experts_per_token: int = 0,
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of each tensor.
 
@@ -104,6 +111,7 @@ class Mailbox:
             fetch_tokens: that the GPU fetches of a KV head at most; 0: no layer has hot rows.
             rest_clusters: of a KV head with hot rows; 0: what is not hot is not estimated.
             hidden_size: of what experts on the CPU read; 0: there are none.
+            experts_per_token: that the router chooses; likewise.
         """
         if num_requests < 0:
             raise ValueError(f"num_requests must not be negative, got {num_requests}")
@@ -136,6 +144,8 @@ class Mailbox:
             "rest_means": ((2, max_rows, estimating, 2, head_dim), torch.float32),
             "normed": ((max_rows, hidden_size), dtype),
             "summed": ((max_rows, hidden_size), dtype),
+            "experts": ((max_rows, experts_per_token), torch.int64),
+            "weights": ((max_rows, experts_per_token), torch.float32),
         }
 
     @classmethod

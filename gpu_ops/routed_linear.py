@@ -7,14 +7,14 @@ and the residual stay in registers. Only chosen experts are read, and the host n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpu_ops.checks import check_dtype, check_tensor
+from gpu_ops.checks import check_dtype, check_reachable, check_tensor
 from gpu_ops.gemv import glu, row_products
 from gpu_ops.gemv import launch_shape as dense_shape
 from gpu_ops.launch import interprets, jit, next_power_of_2, runs_kernel, tl
@@ -245,6 +245,34 @@ def routed_down_kernel(
     tl.store(out + at, y, mask=inside_n)
 
 
+@jit
+def split_experts_kernel(
+    experts: tl.tensor,
+    weights: tl.tensor,
+    slot_of: tl.tensor,
+    positions: tl.tensor,
+    use: tl.tensor,
+    slots: tl.tensor,
+    host_experts: tl.tensor,
+    host_weights: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    PLACES: tl.constexpr,
+) -> None:
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    inside = place < PER_TOKEN
+    at = row * PER_TOKEN + place
+    expert = tl.load(experts + at, mask=inside, other=0)
+    slot = tl.load(slot_of + expert, mask=inside, other=0)
+    tl.store(slots + at, tl.where(slot < 0, NUM_EXPERTS, slot), mask=inside)
+    tl.store(host_experts + at, tl.where(slot < 0, expert, NUM_EXPERTS).to(tl.int64), mask=inside)
+    tl.store(host_weights + at, tl.load(weights + at, mask=inside, other=0.0), mask=inside)
+    counts = inside & (tl.load(positions + row) >= 0)
+    tl.atomic_add(use + expert, tl.where(counts, 1.0, 0.0), mask=counts)
+
+
 class GpuExperts:
     """The matrices of one projection of all experts, one expert after the other.
 
@@ -283,6 +311,37 @@ class GpuExperts:
     def reads(self, codes: Tensor) -> bool:
         """Whether these are its packed ones."""
         return self._packed is not None and self._packed.codes.data_ptr() == codes.data_ptr()
+
+    def first(self, num_experts: int, device: torch.device) -> GpuExperts:
+        """A copy of the first ones, on a device."""
+        matrices, bias = self._by_expert(num_experts)
+        copies = [x.to(device, copy=True) for x in matrices]
+        weight: Tensor | PackedRows
+        if self._packed is None:
+            (weight,) = copies
+        else:
+            codes, numbers = (x.flatten(0, 1) for x in copies)
+            weight = replace(self._packed, codes=codes, numbers=numbers)
+        bias = None if bias is None else bias.to(device, copy=True)
+        return GpuExperts(weight, num_experts, bias, self.clamp, self.kind)
+
+    def put(self, expert: int, source: GpuExperts, number: int) -> None:
+        """One of these becomes another's `number`, in the current stream: one of the same
+        matrices, on any device."""
+        (own, bias), (others, other_bias) = self._by_expert(), source._by_expert()
+        for to, x in zip(own, others, strict=True):
+            to[expert].copy_(x[number], non_blocking=True)
+        if bias is not None and other_bias is not None:
+            bias[expert].copy_(other_bias[number], non_blocking=True)
+
+    def _by_expert(self, count: int | None = None) -> tuple[list[Tensor], Tensor | None]:
+        """The weight, or its codes and numbers, [num_experts, out_features, ...] of the first
+        ones, and their bias."""
+        bias = None if self.bias is None else self.bias[:count]
+        if self._packed is None:
+            return [self._dense[:count]], bias
+        both = self._packed.codes, self._packed.numbers
+        return [x.view(self.num_experts, -1, *x.shape[1:])[:count] for x in both], bias
 
     @property
     def format(self) -> str:
@@ -408,6 +467,52 @@ def run_experts_reference(
         found = down.multiply(up.gate(up.multiply(x[rows], expert)), expert)
         total.index_add_(0, rows, found.float() * weights[rows, places, None])
     return total.to(x.dtype)
+
+
+def split_experts(
+    experts: Tensor,
+    weights: Tensor,
+    slot_of: Tensor,
+    positions: Tensor,
+    use: Tensor,
+    host_experts: Tensor,
+    host_weights: Tensor,
+) -> Tensor:
+    """The slots of chosen experts that have one, and what is left to the host.
+
+    Args:
+        experts, weights: of `GpuRoutedMlp.choose`, [n, k].
+        slot_of: int32 [num_experts]; -1: the host alone has it.
+        positions: int64 [n]; below 0: the row is not in use.
+        use: float32 [num_experts], to which the choices of rows in use are added.
+        host_experts, host_weights: out, int64 and float32 [n, k], also in pinned host memory; an
+            expert that has a slot becomes num_experts.
+
+    Returns:
+        int32 [n, k], num_experts for one that has none.
+    """
+    (n, k), (num_experts,), device = experts.shape, slot_of.shape, experts.device
+    check_tensor("experts", experts, (n, k), torch.int32, device)
+    check_tensor("weights", weights, (n, k), torch.float32, device)
+    check_tensor("slot_of", slot_of, (num_experts,), torch.int32, device)
+    check_tensor("positions", positions, (n,), torch.int64, device)
+    check_tensor("use", use, (num_experts,), torch.float32, device)
+    check_reachable("host_experts", host_experts, (n, k), torch.int64, device)
+    check_reachable("host_weights", host_weights, (n, k), torch.float32, device)
+    if not runs_kernel(experts):
+        slots = slot_of[experts.long()]
+        has_slot = slots >= 0
+        host_experts.copy_(torch.where(has_slot, num_experts, experts))
+        host_weights.copy_(weights)
+        in_use = (positions >= 0).float()[:, None].expand(n, k)
+        use.index_add_(0, experts.flatten().long(), in_use.flatten())
+        return torch.where(has_slot, slots, num_experts)
+    slots = torch.empty_like(experts)
+    split_experts_kernel[(n,)](
+        experts, weights, slot_of, positions, use, slots, host_experts, host_weights,
+        num_experts, k, next_power_of_2(k), num_warps=1,
+    )  # fmt: skip
+    return slots
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,9 @@ Mailbox mailbox_of(const std::vector<int64_t>& addresses, int64_t max_rows, int6
           pointer<int32_t>(addresses.at(11)),
           pointer<float>(addresses.at(12)),
           pointer<const char>(addresses.at(13)),
-          pointer<char>(addresses.at(14))};
+          pointer<char>(addresses.at(14)),
+          pointer<const int64_t>(addresses.at(15)),
+          pointer<const float>(addresses.at(16))};
 }
 
 // Rows in the order of their slots.

@@ -118,9 +118,21 @@ void StepServer::run_experts(int request) {
   const TraceSpan span(trace_, TraceKind::experts, r.layer_idx, request);
   const RoutedMlp& mlp = *plan_.experts[static_cast<size_t>(r.layer_idx)];
   const int64_t bytes = mlp.down->columns() * dtype_bytes(mlp.down->dtype());
+  const int64_t k = mlp.choice.per_token, num_experts = mlp.up->num_experts();
+  const auto is_here = [&](int64_t expert) { return expert < num_experts; };
   std::vector<int64_t> slots;
+  experts_.clear();
+  weights_.clear();
   for (const StepRow& row : step_->rows) {
-    if (row.slot >= r.first_row && row.slot < r.first_row + r.num_rows) slots.push_back(row.slot);
+    if (row.slot < r.first_row || row.slot >= r.first_row + r.num_rows) continue;
+    const int64_t* const experts = mailbox_.experts + row.slot * k;
+    if (std::none_of(experts, experts + k, is_here)) {  // the GPU runs them all
+      std::memset(mailbox_.summed + row.slot * bytes, 0, static_cast<size_t>(bytes));
+      continue;
+    }
+    slots.push_back(row.slot);
+    experts_.insert(experts_.end(), experts, experts + k);
+    weights_.insert(weights_.end(), mailbox_.weights + row.slot * k, mailbox_.weights + (row.slot + 1) * k);
   }
   if (slots.empty()) return;
   normed_.resize(slots.size() * static_cast<size_t>(bytes));
@@ -129,7 +141,8 @@ void StepServer::run_experts(int request) {
     std::memcpy(normed_.data() + static_cast<int64_t>(i) * bytes, mailbox_.normed + slots[i] * bytes,
                 static_cast<size_t>(bytes));
   }
-  mlp.run(attention_.kernels(), attention_.pool(), normed_.data(), static_cast<int64_t>(slots.size()), summed_.data());
+  const RoutedInput input{normed_.data(), static_cast<int64_t>(slots.size()), experts_.data(), weights_.data(), k};
+  offload::run_experts(attention_.kernels(), attention_.pool(), *mlp.up, *mlp.down, input, summed_.data());
   for (size_t i = 0; i < slots.size(); ++i) {
     std::memcpy(mailbox_.summed + slots[i] * bytes, summed_.data() + static_cast<int64_t>(i) * bytes,
                 static_cast<size_t>(bytes));

@@ -42,10 +42,12 @@ struct Mailbox {
   // cluster has grown, or -1: int32 [clusters + 1]; and that one's means, [2, head_dim]. Null: nothing is estimated.
   int32_t* rest_counts = nullptr;
   float* rest_means = nullptr;
-  // Of layers whose experts are on the CPU: what they read, and their sum; [max_rows, hidden_size]. Null: there are
-  // none.
+  // Of layers whose experts are on the CPU: what they read, and their sum, [max_rows, hidden_size]; which the GPU's
+  // router chose, and their weights, [max_rows, per_token]. An expert that is none is not run. Null: there are none.
   const char* normed = nullptr;
   char* summed = nullptr;
+  const int64_t* experts = nullptr;
+  const float* weights = nullptr;
 };
 
 // What the GPU does of each [layer, KV head], in whole layers that are asked for or not.
@@ -164,7 +166,9 @@ class StepServer {
   size_t first_ = 0;                      // rows_[0] is step_->rows[first_]
   std::vector<uint8_t> is_ahead_;         // of each request
   mutable std::vector<float> no_output_;  // of what only chooses
-  std::vector<char> normed_;              // rows that are in use, and the experts' sums of these
+  std::vector<char> normed_;              // rows that are in use, their experts, and the sums of these
+  std::vector<int64_t> experts_;
+  std::vector<float> weights_;
   std::vector<char> summed_;
 };
 

@@ -24,6 +24,7 @@ from offload.cli.options import (
     Device,
     DType,
     HostExperts,
+    HotExperts,
     KVDtype,
     MaxMemory,
     ModelName,
@@ -159,6 +160,7 @@ class Loading:
     ] = 1
     max_memory: MaxMemory = None
     host_experts: HostExperts = "0"
+    hot_experts: HotExperts = None
     host_bytes_per_sequence: Annotated[
         str | None,
         typer.Option(

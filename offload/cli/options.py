@@ -91,6 +91,15 @@ HostExperts = Annotated[
         "run on the CPU. auto: as many as the GPU has too little memory for.",
     ),
 ]
+HotExperts = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Of each of these layers, experts of which the GPU has copies: those used most. "
+        "Default: with auto half of them, or as many as there is room for; else none.",
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More logs on stderr.")]
 
 

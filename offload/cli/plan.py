@@ -26,6 +26,7 @@ from offload.cli.options import (
     AnyDevice,
     DType,
     HostExperts,
+    HotExperts,
     KVDtype,
     MaxMemory,
     PolicyChoice,
@@ -113,6 +114,7 @@ def plan(
     weights: Weights = "auto",
     kv_dtype: KVDtype = "auto",
     host_experts: HostExperts = "0",
+    hot_experts: HotExperts = None,
     placement: Annotated[
         Path | None,
         typer.Option(
@@ -160,6 +162,7 @@ def plan(
         needs_lean = {
             "--weights": weights != "auto",
             "--host-experts": host_experts != "0",
+            "--hot-experts": hot_experts is not None,
             "--placement": placement is not None,
             "--prompt-tokens": prompt_tokens is not None,
             "--remeasure": machine.remeasure,
@@ -211,7 +214,8 @@ def plan(
         if device is None and where != "cpu":
             planned = planned_model(model, dtype, weights, where)  # packs less there
         if host_experts != "0":
-            planned = _with_host_experts(planned, host_experts, where, limits, measured)
+            asked = host_experts, hot_experts
+            planned = _with_host_experts(planned, *asked, where, limits, measured)
         if isinstance(made_policy, Auto) and placement is not None:
             made_policy = planned_policy(placement)
         if isinstance(made_policy, Auto):
@@ -283,6 +287,7 @@ def plan(
 def _with_host_experts(
     planned: PlannedModel,
     asked: str,
+    hot: int | None,
     where: str,
     limits: Mapping[int | str, int],
     measured: MachineProfile,
@@ -301,6 +306,7 @@ def _with_host_experts(
     limit = limits.get(torch.device(where).index or 0, limit)
     return planned.with_host_experts(
         "auto" if asked == "auto" else int(asked),
+        hot,
         limit,
         lambda: room_beside(planned.shape, planned.dtype, 8192),
     )

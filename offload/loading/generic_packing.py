@@ -212,6 +212,32 @@ def experts_beyond(sizes: Sequence[int], needed_bytes: int, limit: int) -> int:
     return len(sizes)
 
 
+def hot_experts_beside(
+    sizes: Sequence[int], num_experts: int, needed_bytes: int, limit: int, asked: int | None
+) -> tuple[int, int]:
+    """Of how many layers the experts go to the host, and how many of each of these the GPU has as
+    well, so that `needed_bytes` become at most `limit`.
+
+    Args:
+        asked: so many, of `num_experts`; None: half, or fewer where all layers go.
+    """
+    hot = num_experts // 2 if asked is None else asked
+    gains = [size * (num_experts - hot) // num_experts for size in sizes]
+    count = experts_beyond(gains, needed_bytes, limit)
+    if asked is None and count == len(sizes):
+        room = limit - (needed_bytes - sum(sizes))
+        hot = max(0, min(hot, num_experts * room // sum(sizes)))
+    return count, hot if count else 0
+
+
+def check_hot_experts(asked: int | None, num_experts: int) -> None:
+    """ValueError for more than a layer has."""
+    if (asked or 0) > num_experts:
+        raise ValueError(
+            f"hot_experts={asked}, but a layer has {num_experts} experts; give at most as many"
+        )
+
+
 def check_host_experts(asked: int | str, num_layers: int, model_type: str) -> None:
     """ValueError unless so many layers have experts; "auto" is fine with any."""
     if asked in (0, "auto"):

@@ -16,8 +16,9 @@ from offload.loading.checkpoint import GGUF_FILE, check_checkpoint, check_config
 from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL, embedded_gguf
 from offload.loading.generic_packing import (
     check_host_experts,
+    check_hot_experts,
     expert_bytes,
-    experts_beyond,
+    hot_experts_beside,
     kept_in_gguf,
     may_pack,
     parameter_bytes,
@@ -66,6 +67,7 @@ class PlannedModel:
         weights: as `RuntimeConfig` has them.
         expert_bytes: of the experts of each layer that has some.
         host_bytes: of experts that stay on the host, which `weight_bytes` lacks.
+        copied_bytes: of these, of which a GPU has copies, beside `weight_bytes`.
         weight_share: of the bytes that all weights would have in that dtype; below 1: packed.
     """
 
@@ -79,27 +81,34 @@ class PlannedModel:
     weight_share: float = 1.0
     expert_bytes: tuple[int, ...] = ()
     host_bytes: int = 0
+    copied_bytes: int = 0
 
     def with_host_experts(
-        self, asked: int | str, limit: int | None, beside: Callable[[], int]
+        self, asked: int | str, hot: int | None, limit: int | None, beside: Callable[[], int]
     ) -> PlannedModel:
-        """The same on a GPU whose experts stay on the host as `RuntimeConfig.host_experts` says.
+        """The same on a GPU whose experts stay on the host as `RuntimeConfig.host_experts` and
+        `hot_experts` say.
 
         Args:
             limit: of the GPU; None: there is none.
             beside: bytes that "auto" leaves beside the weights.
 
         Raises:
-            ValueError: more layers than have experts.
+            ValueError: more layers than have experts, or more experts than a layer has.
         """
-        sizes = self.expert_bytes
+        sizes, num_experts = self.expert_bytes, self.shape.num_experts
         check_host_experts(asked, len(sizes), self.model_type)
+        check_hot_experts(hot, num_experts)
         if not isinstance(asked, int):
             asked = 0
             if limit is not None and sizes:
-                asked = experts_beyond(sizes, self.weight_bytes + beside(), limit)
+                needed = self.weight_bytes + beside()
+                asked, hot = hot_experts_beside(sizes, num_experts, needed, limit, hot)
         stays = sum(sizes[:asked])
-        return replace(self, weight_bytes=self.weight_bytes - stays, host_bytes=stays)
+        copied = stays * (hot or 0) // max(1, num_experts)
+        return replace(
+            self, weight_bytes=self.weight_bytes - stays, host_bytes=stays, copied_bytes=copied
+        )
 
     @property
     def checkpoint(self) -> str:

@@ -161,6 +161,7 @@ class LeanModel:
         shape: where layers differ in their heads, the most that a layer has.
         max_context_reason: what bounds `shape.max_context`, for messages.
         host_experts: `numbers` of layers whose experts a GPU leaves to the CPU.
+        hot_experts: experts of each of these, the most used ones, that it has copies of.
         embedding_scale: multiplies embeddings that are given; `embed_tokens` has done so.
         logit_cap: c of logits c * tanh(x / c) of outputs x of `lm_head`; 0: logits are x.
         ranks: the processes that run the model together, each with a part of the heads and of the
@@ -177,6 +178,7 @@ class LeanModel:
     embedding_scale: float = 1.0
     logit_cap: float = 0.0
     host_experts: frozenset[int] = frozenset()
+    hot_experts: int = 0
     ranks: TensorParallel | None = None
 
     def each(self, name: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class RoutedMlp:
 
     def __init__(self, module: Any, choice: ExpertChoice, gate: Gate) -> None:
         self._module, self._choice, self._gate = module, choice, gate
-        self._router: Any = module.router if hasattr(module, "router") else module.gate
+        self._router = router_of(module)
         for name in ("gate_up_proj", "down_proj"):
             matrix = getattr(module.experts, name)
             if isinstance(matrix, nn.Parameter) and module.experts.is_transposed:
@@ -68,19 +69,39 @@ class RoutedMlp:
         """
         router = self._router
         if self._gpu is None or self._gpu.up.device != router.weight.device:
-            choice, gate = self._choice, self._gate
-            bias = getattr(router, "bias", None)
-            up, down = self._on_gpu("gate_up_proj"), self._on_gpu("down_proj")
-            up.clamp = (gate.alpha, gate.limit) if gate.kind == "clamped" else None
-            self._gpu = GpuRoutedMlp(
-                GpuLinear(router.weight.detach(), None if bias is None else bias.detach()),
-                up,
-                down,
-                per_token=choice.per_token,
-                normalises=choice.normalises,
-                rounds=choice.rounds,
-            )
+            self._gpu = self._with_router(*self.matrices())
         return self._gpu
+
+    def with_slots(self, num_slots: int) -> GpuRoutedMlp:
+        """The router's and the shared expert's kernels where they are now, over copies there of the
+        first `num_slots` experts; 0: over experts that are not there, for its choice alone.
+
+        Raises: as `on_gpu`.
+        """
+        device: torch.device = self._router.weight.device
+        up, down = self.matrices()
+        if num_slots:
+            up, down = up.first(num_slots, device), down.first(num_slots, device)
+        return replace(self._with_router(up, down), shared=self.shared_on_gpu())
+
+    def matrices(self) -> tuple[GpuExperts, GpuExperts]:
+        """Of gate and up, and of down, of all experts where they are now, as a GPU's kernels read
+        them."""
+        up, gate = self._on_gpu("gate_up_proj"), self._gate
+        up.clamp = (gate.alpha, gate.limit) if gate.kind == "clamped" else None
+        return up, self._on_gpu("down_proj")
+
+    def _with_router(self, up: GpuExperts, down: GpuExperts) -> GpuRoutedMlp:
+        router, choice = self._router, self._choice
+        bias = getattr(router, "bias", None)
+        return GpuRoutedMlp(
+            GpuLinear(router.weight.detach(), None if bias is None else bias.detach()),
+            up,
+            down,
+            per_token=choice.per_token,
+            normalises=choice.normalises,
+            rounds=choice.rounds,
+        )
 
     def shared_on_gpu(self) -> SharedExpert | None:
         """What a GPU adds to the sum of experts that are run elsewhere; None: nothing."""
@@ -89,8 +110,7 @@ class RoutedMlp:
     def _run_from_host(self, x: Tensor) -> Tensor:
         """x through experts whose weights are copied to its device, one expert after the other."""
         _, weights, experts = self._router(x)
-        up, down = self._on_gpu("gate_up_proj"), self._on_gpu("down_proj")
-        return run_experts_reference(up, down, x, experts, weights.float())
+        return run_experts_reference(*self.matrices(), x, experts, weights.float())
 
     @property
     def _stays_on_host(self) -> bool:
@@ -103,7 +123,7 @@ class RoutedMlp:
             made = matrix.on_gpu()
         else:
             assert isinstance(matrix, Tensor)
-            made = GpuExperts(matrix.contiguous(), self._num_experts)
+            made = GpuExperts(matrix.contiguous(), self.num_experts)
         made.bias = bias
         return made
 
@@ -117,7 +137,7 @@ class RoutedMlp:
     def _projection(self, name: str, gate: Gate | None = None) -> RoutedLinear:
         matrix, bias = self._parameters(name)
         weight = matrix.packed if isinstance(matrix, PackedMatrix) else matrix
-        return RoutedLinear(weight, matrix.dtype, self._num_experts, bias, gate=gate)
+        return RoutedLinear(weight, matrix.dtype, self.num_experts, bias, gate=gate)
 
     def _parameters(self, name: str) -> tuple[PackedMatrix | Tensor, Tensor | None]:
         """Matrices, dense ones [num_experts, out, in], and biases of the projection `name`."""
@@ -130,5 +150,10 @@ class RoutedMlp:
         return matrix, None if bias is None else bias.detach()
 
     @property
-    def _num_experts(self) -> int:
+    def num_experts(self) -> int:
         return len(self._router.weight)
+
+
+def router_of(module: Any) -> Any:
+    """The module of a stock MLP of experts that chooses them."""
+    return module.router if hasattr(module, "router") else module.gate

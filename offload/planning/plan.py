@@ -183,13 +183,15 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
         slice_tokens = request.prefill_slice_tokens
         _check_prefill(request, prefill_bytes(work, slice_tokens), limit)
         prefill = next_prompt_bytes(work, slice_tokens)
-        left = None if limit is None else limit - model.weight_bytes
+        left = None if limit is None else limit - model.weight_bytes - model.copied_bytes
         room = DeviceRoom(work, left, profile.device)
         if request.placement is not None:
             placement = _given(request, room, limit)
         else:
             placement, notes = _chosen(step_model, room, prefill)
         device_bytes = {"weights": model.weight_bytes}
+        if model.copied_bytes:
+            device_bytes["copies of experts"] = model.copied_bytes
         device_bytes |= step_device_bytes(placement, work, profile.device)
         device_bytes["prefill, at its peak"] = prefill
     else:
@@ -222,7 +224,8 @@ def make_plan(request: PlanRequest, profile: MachineProfile) -> Plan:
 
 def _check_prefill(request: PlanRequest, prefill: int, limit: int | None) -> None:
     """Refuse what does not fit whatever the placement is: weights, and prefill with them."""
-    weights, where = request.model.weight_bytes, f"max_memory[{request.device_index}]"
+    weights = request.model.weight_bytes + request.model.copied_bytes
+    where = f"max_memory[{request.device_index}]"
     if limit is None or weights + prefill <= limit:
         return
     if weights > limit:

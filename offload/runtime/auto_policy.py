@@ -95,7 +95,8 @@ def with_resolved_policy(
     """
     dtype = checkpoint.loaded_dtype(config.dtype)
     weight_bytes = weight_bytes_before_loading(checkpoint, config)
-    weight_bytes -= host_expert_bytes(checkpoint, config)
+    host_bytes, copied = host_expert_bytes(checkpoint, config)
+    weight_bytes += copied - host_bytes
     model, because = embedded_name(checkpoint.folder) or "", ""
     if isinstance(config.policy, Auto) and _heads_differ(checkpoint):
         because = "heads of layers differ, and estimating what is not selected needs them alike"

@@ -89,6 +89,9 @@ class RuntimeConfig:
             time. "auto": as many as the GPU has too little memory for, often none. Of lean layers,
             and of hybrids (`offload.models.hybrid`), in one process; max_memory["cpu"] covers them,
             too.
+        hot_experts: experts of each of these layers, those that steps choose most, of which the GPU
+            has copies that it runs itself. None: with "auto" half of each layer's, for which more
+            layers go to the host, or fewer where all layers do; else none.
         kv_dtype: what keys and values are kept as. "int8": with a float16 scale per token, head
             and 64 dims, in 0.52 of the bytes of bfloat16, and a little less exact. "bfloat16":
             only of a model in bfloat16. "auto": the model's dtype.
@@ -114,6 +117,7 @@ class RuntimeConfig:
     weights: str = "auto"
     kv_dtype: str = "auto"
     host_experts: int | str = 0
+    hot_experts: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES.values():
@@ -215,7 +219,11 @@ class RuntimeConfig:
             )
 
     def _check_host_experts(self) -> None:
-        asked = self.host_experts
+        asked, hot = self.host_experts, self.hot_experts
+        if hot is not None and (not isinstance(hot, int) or isinstance(hot, bool) or hot < 0):
+            raise ValueError(f"hot_experts must be an integer of at least 0, got {hot!r}")
+        if hot and not asked:
+            raise ValueError(f"hot_experts={hot} needs host_experts, layers that they are of")
         if asked == "auto":
             return
         if not isinstance(asked, int) or isinstance(asked, bool) or asked < 0:

@@ -78,8 +78,9 @@ from offload.runtime.generic_sizes import (
 from offload.runtime.generic_states import SequenceStates
 from offload.runtime.generic_steps import GenericSteps, hybrid_view
 from offload.runtime.host_experts import (
+    copied_bytes,
     experts_left_out,
-    layers_of,
+    experts_of,
     left_out_bytes,
     run_from_host,
     with_number,
@@ -156,6 +157,7 @@ class GenericRuntime:
         self.decodes = self.reads_prompt = self.is_in_engine = False
         self.device = torch.device(config.device)
         weight_bytes, left_out = weight_bytes_of(stock, self.device.type), 0
+        weight_bytes += copied_bytes(stock, config)
         if self.device.type != "cpu":
             left_out = weight_bytes_of(stock, "cpu")
         elif not is_on_device(config):
@@ -167,7 +169,7 @@ class GenericRuntime:
         if is_on_device(config):
             view = hybrid_view(stock)
         if isinstance(view, HybridModel):
-            view = replace(view, host_experts=frozenset(layers_of(stock, config)))
+            view = replace(view, **experts_of(stock, config))
         elif is_on_device(config) and cached is not None:
             modules = _module_steps(stock, specs, cached)
             view = None if modules is None else modules.view
@@ -562,7 +564,8 @@ def device_bytes_beside(
     if device.type == "cpu":
         return None
     weight_bytes, free = weight_bytes_of(stock, device.type), torch.cuda.mem_get_info(device)[0]
-    budget = device_kv_budget_bytes(config, weight_bytes)
+    copied = copied_bytes(stock, config)
+    budget, free = device_kv_budget_bytes(config, weight_bytes + copied), free - copied
     kept = bytes_of_pass(stock, view, LEAST_SLICE, _LONG)
     return max(0, (free if budget is None else min(free, budget)) - kept)
 
@@ -633,7 +636,7 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
         value = getattr(config, name)
         is_taken = name == "backend" and value == "inline"
         is_taken = is_taken or (name == "prefill_slice_tokens" and is_on_device(config))
-        is_taken = is_taken or (name == "host_experts" and text_type in TYPES)
+        is_taken = is_taken or (name.endswith("_experts") and text_type in TYPES)
         if value != default and not is_taken:
             raise NotImplementedError(
                 f"{name}={value!r} with a model of type {model_type!r}, which has no lean layers "
@@ -676,13 +679,16 @@ def checked_skeleton(checkpoint: Checkpoint, config: RuntimeConfig) -> tuple[Any
                 f"{empty.config.model_type!r} that the kernels do not compute; leave it out"
             )
         slices, whole = config.prefill_slice_tokens, view
+        num_experts = max((x.num_experts for x in view.routed.values()), default=0)
         config = with_number(
             config,
             empty.config.model_type,
             sizes,
+            num_experts,
             lambda: weight_bytes + SPARE_BYTES + bytes_of_pass(empty, whole, slices, slices),
         )
-        host_bytes = left_out_bytes(sizes, config)
+        host_bytes, copied = left_out_bytes(sizes, config, num_experts)
+        weight_bytes += copied
     weight_bytes -= host_bytes
     kv_budget_bytes(config, weight_bytes, loaded=False, host_bytes=host_bytes)
     device_kv_budget_bytes(config, weight_bytes)

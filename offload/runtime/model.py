@@ -86,6 +86,7 @@ class OffloadedModel(FixedModel):
         weights: str = "auto",
         kv_dtype: str = "auto",
         host_experts: int | str = 0,
+        hot_experts: int | None = None,
         cache_dir: str | None = None,
         force_download: bool = False,
         local_files_only: bool = False,
@@ -110,7 +111,7 @@ class OffloadedModel(FixedModel):
                 {0: "20GiB", "cpu": "96GiB"} with a GPU.
             num_threads: CPU threads; default: all this process may use.
             prefill_slice_tokens: see `RuntimeConfig`, which describes all options from this one to
-                `host_experts`. `weights`: "auto" (as a GGUF file has them), "q8", "q4" or a name of
+                `hot_experts`. `weights`: "auto" (as a GGUF file has them), "q8", "q4" or a name of
                 a dtype; `kv_dtype`: "auto" (the model's), "bfloat16" or "int8".
             cache_dir: as of transformers; so are the options from this one to `gguf_file`.
             unknown: nothing else is taken.
@@ -134,6 +135,7 @@ class OffloadedModel(FixedModel):
             weights=weights,
             kv_dtype=kv_dtype,
             host_experts=host_experts,
+            hot_experts=hot_experts,
             prefill_slice_tokens=prefill_slice_tokens,
             page_tokens=page_tokens,
             backend=backend,

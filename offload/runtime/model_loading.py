@@ -44,9 +44,10 @@ from offload.runtime.capping import with_cap_in_tokens
 from offload.runtime.compressing import check_bound
 from offload.runtime.config import RuntimeConfig
 from offload.runtime.host_experts import (
+    copied_bytes,
     experts_left_out,
+    experts_of,
     host_expert_bytes,
-    layers_of,
     with_host_experts,
 )
 from offload.runtime.placing import Chooser, placement_for
@@ -187,9 +188,10 @@ def prepare_loaded(
         classes = load_delimiter_classes(folder, stock.config.vocab_size)
     whole = lean_model_maker(stock.config.model_type, heads_may_differ=True)(stock)
     check_heads(whole, config, ranks)
-    lean = replace(rank_view(whole, ranks), host_experts=frozenset(layers_of(stock, config)))
+    lean = replace(rank_view(whole, ranks), **experts_of(stock, config))
     device = torch.device(config.device)
-    weight_bytes = weight_bytes_of(stock, device.type)
+    copied = copied_bytes(stock, config)
+    weight_bytes = weight_bytes_of(stock, device.type) + copied
     host_bytes = 0 if device.type == "cpu" else weight_bytes_of(stock, "cpu")
     num_threads = pool_threads(config, ranks)
     host_kv_bytes = rank_kv_budget_bytes(
@@ -209,6 +211,7 @@ def prepare_loaded(
         dtype=stock.dtype,
         host_kv_bytes=host_kv_bytes,
         device_kv_bytes=device_kv_bytes,
+        taken_bytes=copied,
     )
     return LoadedModel(
         stock=stock,
@@ -289,8 +292,8 @@ def check_before_loading(
             f"weights={config.weights!r} with a model of type {family.model_type!r}: give "
             "weights='auto' or a dtype, or a checkpoint with MXFP4 experts"
         )
-    host_bytes = host_expert_bytes(checkpoint, config)
-    weight_bytes = weight_bytes_before_loading(checkpoint, config) - host_bytes
+    host_bytes, copied = host_expert_bytes(checkpoint, config)
+    weight_bytes = weight_bytes_before_loading(checkpoint, config) - host_bytes + copied
     kv_budget_bytes(config, weight_bytes, loaded=False, host_bytes=host_bytes)
     shape = checkpoint.shape
     config.policy.check_model(**shape.heads)

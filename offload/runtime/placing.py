@@ -175,6 +175,7 @@ def placement_for(
     dtype: torch.dtype,
     host_kv_bytes: int,
     device_kv_bytes: int | None,
+    taken_bytes: int = 0,
 ) -> HeadPlacement | None:
     """Where the heads of a model that is on its device are attended.
 
@@ -183,6 +184,7 @@ def placement_for(
 
     Args:
         host_kv_bytes, device_kv_bytes: for the KV cache; None: as much as the GPU has.
+        taken_bytes: of what is free there now, that weights will take.
 
     Returns:
         None: dense layers on the GPU and everything else on the CPU, or there is no GPU.
@@ -195,7 +197,7 @@ def placement_for(
         return placement
     if choose is None:
         return None
-    room_bytes = int(torch.cuda.mem_get_info(torch.device(config.device))[0])
+    room_bytes = int(torch.cuda.mem_get_info(torch.device(config.device))[0]) - taken_bytes
     if device_kv_bytes is not None:
         room_bytes = min(room_bytes, device_kv_bytes)
     tokens = longest_context(config, lean.shape, dtype, host_kv_bytes)

@@ -11,7 +11,13 @@ from cases.slowly import combinations
 
 from gpu_ops.linear import GpuLinear
 from gpu_ops.packed_linear import GPU_FORMATS, PackedRows
-from gpu_ops.routed_linear import GpuExperts, GpuRoutedMlp, run_experts, run_experts_reference
+from gpu_ops.routed_linear import (
+    GpuExperts,
+    GpuRoutedMlp,
+    run_experts,
+    run_experts_reference,
+    split_experts,
+)
 from gpu_ops.silu_mul import gate_reference
 
 EPS = 1e-5
@@ -175,3 +181,31 @@ def test_wrong_operands():
     )  # no expert
     assert case.mlp.num_bytes == case.mlp.router.num_bytes + 2 * 3 * 48 * 64 * 4
     assert isinstance(rows_of(torch.ones(4, 32), "q8"), PackedRows)
+
+
+@pytest.mark.parametrize(("format", "gate"), [("dense", "clamped"), ("q4", "silu")])
+def test_experts_in_slots(device, format, gate):
+    """What has a slot and what has none are together what all are; rows in use are counted."""
+    options = {"gate": gate, "normalises": True, "rounds": False}
+    case = Case(device, torch.float32, format, 5, 2, (64, 40), **options)
+    up, down = case.mlp.up, case.mlp.down
+    slots_up, slots_down = (x.first(2, x.device) for x in (up, down))
+    for slots, whole in ((slots_up, up), (slots_down, down)):
+        slots.put(1, whole, 3)
+        assert slots.num_bytes == whole.num_bytes * 2 // 5
+    slot_of = torch.tensor([0, -1, -1, 1, -1], dtype=torch.int32, device=device)
+    experts = torch.tensor([[0, 3], [2, 3], [4, 1]], dtype=torch.int32, device=device)
+    weights = torch.tensor([[0.25, 0.75], [0.5, 0.5], [0.4, 0.6]], device=device)
+    positions = torch.tensor([7, 0, -1], device=device)
+    use = torch.ones(5, device=device)
+    host_experts = torch.full((3, 2), -9, dtype=torch.int64, device=device)
+    host_weights = poisoned(3, 2, dtype=torch.float32, device=device)
+    slots = split_experts(experts, weights, slot_of, positions, use, host_experts, host_weights)
+    assert slots.tolist() == [[0, 1], [5, 1], [5, 5]]
+    assert host_experts.tolist() == [[5, 5], [2, 5], [4, 1]]
+    assert torch.equal(host_weights, weights)
+    assert use.tolist() == [2, 1, 2, 3, 1]
+    expected = run_experts(up, down, case.x, experts, weights)
+    found = run_experts(slots_up, slots_down, case.x, slots, weights)
+    found += run_experts(up, down, case.x, host_experts, weights)
+    assert_close(found, expected.double(), 1e-4)

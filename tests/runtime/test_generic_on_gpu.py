@@ -120,8 +120,10 @@ def test_tokens_are_those_of_the_stock_model(
     ("where", "count"), combinations([CUDA, "inline", "flags"], [4, 1, "auto"])
 )
 def test_experts_on_the_host(folder: Path, where: str, count: int | str) -> None:
-    """Of layers of both kinds; prompts in slices, and heads of the CPU beside."""
+    """Of layers of both kinds; prompts in slices, heads of the CPU and copies of some beside."""
     device, options = "cuda" if where == "cuda" else "cpu", dict[str, Any]()
+    if count == 4:
+        options = {"hot_experts": 2}
     if count == "auto" and device == "cuda":
         options = {"max_memory": {0: "768MiB"}}  # less than it leaves beside the weights
     kept = 0 if count == "auto" and device == "cpu" else 4 if count == "auto" else int(count)

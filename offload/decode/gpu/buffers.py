@@ -17,8 +17,8 @@ from cpu_ops.mailbox import Mailbox
 from gpu_ops.launch import _num_multiprocessors
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.paged_attention import num_kv_splits
-from gpu_ops.routed_linear import SharedExpert
 from offload.decode.gpu.gpu_sync import GpuSync
+from offload.decode.gpu.hot_experts import HotExperts
 from offload.decode.sampling import Draws, TokenChooser
 from offload.models import LeanModel, ModelShape
 
@@ -162,16 +162,18 @@ class HostLink:
         return self.mailbox.output[rows], self.mailbox.lse[rows]
 
     def run_experts(
-        self, number: int, rows: slice, normed: Tensor, shared: SharedExpert | None
+        self, number: int, rows: slice, normed: Tensor, hot: HotExperts, positions: Tensor
     ) -> None:
-        """The sum of a layer's experts on the host of `normed` [n, hidden_size], overwritten, and
-        of what the device computes meanwhile."""
-        request = self.experts_of[number, rows.start]
-        self.mailbox.normed[rows].copy_(normed, non_blocking=True)
+        """The sum of a layer's experts of `normed` [n, hidden_size], overwritten: of those that the
+        host runs, and of what the device runs meanwhile; positions [n] of rows in use, or -1."""
+        request, mailbox = self.experts_of[number, rows.start], self.mailbox
+        of_host = mailbox.experts[rows], mailbox.weights[rows]
+        chosen = hot.choose(number, normed, positions, *of_host)
+        mailbox.normed[rows].copy_(normed, non_blocking=True)
         self.gpu_sync.request_attention(request)
-        of_device = None if shared is None else shared(normed, None)
+        of_device = hot.run(number, normed, *chosen)
         self.gpu_sync.await_reply(request)
-        normed.copy_(self.mailbox.summed[rows], non_blocking=True)
+        normed.copy_(mailbox.summed[rows], non_blocking=True)
         if of_device is not None:
             normed += of_device
 

@@ -286,6 +286,8 @@ class CapturedSteps:
         steps.step.after_projection, steps.step.on_mark = self.after_projection, self.on_mark
         self._kinds.add(kind)
         is_new = link.gpu_sync.prepare(self._key(kind), run)
+        if self.weights.hot_experts is not None:  # no step is under way
+            self.weights.hot_experts.follow_use()
         if is_new and self._will_try_micro_batches(bound):
             for other in steps.other_ways(link):
                 other.gpu_sync.capture(self._key(kind), _step(kind, steps.step, other))
@@ -337,6 +339,8 @@ class CapturedSteps:
                     attention.store.renew_page_table(seq)
             raise
         steps.step.resident.advance(slots, kv_lens)
+        if self.weights.hot_experts is not None:
+            self.weights.hot_experts.num_steps += 1
         if beside is None:  # else it takes longer
             steps.burst_length.timed(1, time.perf_counter() - start)
         compression = attention.compression

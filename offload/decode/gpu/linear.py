@@ -12,8 +12,8 @@ Several rows are summed in the model's dtype, and added by the norm that follows
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,8 @@ from gpu_ops.delta_rule import GpuDeltaRule
 from gpu_ops.layout import Layout, allocate
 from gpu_ops.linear import GpuLinear
 from gpu_ops.rms_norm import add_normed, add_rms_norm
-from gpu_ops.routed_linear import GpuRoutedMlp, SharedExpert
+from gpu_ops.routed_linear import GpuRoutedMlp
+from offload.decode.gpu.hot_experts import HotExperts
 from offload.models import LeanModel, ModelShape
 from offload.models.base import norm_of
 from offload.models.hybrid import HybridModel
@@ -58,7 +59,7 @@ class DeviceWeights:
         recurrent: of a hybrid model, before each of `layers`, and behind the last.
         host_experts: of layers that have them on the host, at their number in the stock model;
             None: of others.
-        shared_experts: what is on the GPU of these, by the same numbers.
+        hot_experts: what is on the GPU of these; None: there are none.
     """
 
     shape: ModelShape
@@ -69,7 +70,7 @@ class DeviceWeights:
     numbers: Sequence[int] = ()
     recurrent: tuple[tuple[Recurrent, ...], ...] = ()
     host_experts: tuple[CpuRoutedMlp | None, ...] = ()
-    shared_experts: Mapping[int, SharedExpert | None] = field(default_factory=dict)
+    hot_experts: HotExperts | None = None
 
     @classmethod
     def of(cls, model: LeanModel) -> DeviceWeights:
@@ -92,7 +93,7 @@ class DeviceWeights:
                 on_host[i].on_cpu() if i in on_host else None
                 for i in range(max(on_host, default=-1) + 1)
             ),
-            shared_experts={i: routed.shared_on_gpu() for i, routed in on_host.items()},
+            hot_experts=HotExperts(on_host, model.hot_experts) if on_host else None,
         )
 
     @property

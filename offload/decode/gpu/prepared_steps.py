@@ -275,7 +275,7 @@ class PreparedSteps:
 
     def make_link(self, num_rows: int, num_micro_batches: int) -> HostLink:
         """A new one, for steps of so many rows in so many micro-batches."""
-        host_experts = self.model.host_experts
+        host_experts, experts = self.model.host_experts, self.weights.hot_experts
         requests = requests_of(
             self.layers,
             micro_batch_rows(num_rows, num_micro_batches),
@@ -297,6 +297,7 @@ class PreparedSteps:
             fetch_tokens=0 if hot is None else hot.fetch_tokens,
             rest_clusters=self.attention.estimate_clusters,
             hidden_size=self.model.shape.hidden_size if host_experts else 0,
+            experts_per_token=0 if experts is None else experts.per_token,
         )
         publishing, listed, is_hot = np.zeros((3, *self.placement.places.shape), bool)
         for layer_idx, layer in enumerate(self.layers):

@@ -365,9 +365,10 @@ class DeviceStep:
         if number not in self.model.host_experts:
             batch.linears.add_mlp(layer, batch.x)
             return
-        normed = batch.linears.mlp_input(layer, batch.x)
+        normed, hot = batch.linears.mlp_input(layer, batch.x), self.weights.hot_experts
+        assert hot is not None
         self._mark("linear", number)
-        link.run_experts(number, batch.rows, normed, self.weights.shared_experts[number])
+        link.run_experts(number, batch.rows, normed, hot, self.buffers.positions[batch.rows])
         self._mark("wait", number)
         batch.linears.add_summed(batch.x, normed)
 

@@ -87,7 +87,8 @@ def test_hot_experts(
         assert 0.8 * chosen <= float(hot.use.sum()) <= chosen  # at a look some are forgotten
         monkeypatch.setattr(hot_experts, "_STEPS", 1)
         places = follow_random_use(hot, monkeypatch)
-        assert torch.equal(greedy(model, prompts, NUM_NEW), expected)
+        for _ in range(4 if backend == GRAPH else 1):  # a look at each begin
+            assert torch.equal(greedy(model, prompts, NUM_NEW), expected)
         monkeypatch.undo()
         for of in (of for now in places for of in now):
             assert sorted(of)[num_experts - count :] == [*range(count)]

@@ -20,7 +20,7 @@ from gpu_ops.routed_linear import run_experts, split_experts
 from offload.models.routed_mlp import RoutedMlp
 from offload.system.errors import DeviceMemoryError
 
-_STEPS = 16  # from one look at the use to the next
+_STEPS = 16  # at least, from one look at the use to the next: steps in turn are not interrupted
 _KEPT = 0.9  # of the use so far, at each look: half of it counts after about 100 steps
 _MOST_BYTES = 128 * 2**20  # copied at one look: some 10 ms over PCIe
 _MARGIN = 1.25  # times and one choice by which a newcomer is used more: no swaps to and fro

@@ -405,7 +405,8 @@ class GenericRuntime:
         if is_on_device(self.config):
             raise NotImplementedError(
                 f"use_mtp=True with device={self.config.device!r}: drafts of a model without lean "
-                "layers are verified on a CPU only; leave use_mtp out"
+                "layers are verified on a CPU only, since a GPU's step is a graph of one token of "
+                "each sequence; leave use_mtp out"
             )
         num_drafts = self.current_generation.draft_tokens
         if not 1 <= num_drafts <= MOST_DRAFTS:

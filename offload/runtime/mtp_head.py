@@ -141,7 +141,9 @@ class MtpHead:
         shape = own["eh_proj.weight"].shape
         self._eh_proj = nn.Linear(shape[1], shape[0], bias=False, device="meta")
         self._eh_proj.weight = own["eh_proj.weight"]
-        for module in (self._model, self._eh_proj):
+        # The model's own multiplies on the pool in decode steps alone: this one does so always.
+        self._lm_head = copy.copy(stock.lm_head)
+        for module in (self._model, self._eh_proj, self._lm_head):
             use_pool(module, pool, None)
             use_pool(module, pool, lambda: True)
         self._num_bytes: int = sum(x.nbytes for x in (*self._model.parameters(), *own.values()))
@@ -181,7 +183,7 @@ class MtpHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [1, vocab_size] behind the last of `hidden`."""
-        found: Tensor = self._stock.lm_head(hidden[:, -1:])[:, -1].float()
+        found: Tensor = self._lm_head(hidden[:, -1:])[:, -1].float()
         return found
 
     def new_cache(self, most: int) -> DynamicCache:

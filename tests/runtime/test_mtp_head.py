@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from offload import OffloadedModel
-from offload.loading.checkpoint import check_checkpoint
+from offload.loading.checkpoint import GGUF_FILE, check_checkpoint
 from offload.models.packed_linear import PackedMatrix, PackedModule
 from offload.policies.registry import make_policy
 from offload.runtime.mtp_head import HeadFiles, MtpDrafts
@@ -287,3 +288,7 @@ def test_what_cannot_be_drafted_is_refused(
     tiny_model_of("qwen3_5_text", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no head for multi-token prediction, of weights mtp\.\*"):
         generate(load(tmp_path), use_mtp=True)
+    (tmp_path / GGUF_FILE).touch()
+    of_gguf = replace(check_checkpoint(folder, takes_generic=True), folder=tmp_path)
+    with pytest.raises(NotImplementedError, match="holds a GGUF file"):
+        HeadFiles(of_gguf, model.config, model.dtype, "auto")

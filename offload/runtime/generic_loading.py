@@ -93,7 +93,7 @@ from offload.runtime.modules_device import (
     check_weights_fit,
     token_bytes,
 )
-from offload.runtime.mtp_head import MOST_DRAFTS, MtpDrafts, MtpHead, head_bytes, head_names
+from offload.runtime.mtp_head import MOST_DRAFTS, HeadFiles, MtpDrafts, MtpHead
 from offload.runtime.placing import known_profile, longest_context
 from offload.runtime.pooled_modules import POOLED_TOKENS, multiplies_on_pool, use_pool
 from offload.runtime.sequences import Sequences
@@ -405,7 +405,8 @@ class GenericRuntime:
         if is_on_device(self.config):
             raise NotImplementedError(
                 f"use_mtp=True with device={self.config.device!r}: drafts of a model without lean "
-                "layers are verified on a CPU only; leave use_mtp out"
+                "layers are verified on a CPU only, since a GPU's step is a graph of one token of "
+                "each sequence; leave use_mtp out"
             )
         num_drafts = self.current_generation.draft_tokens
         if not 1 <= num_drafts <= MOST_DRAFTS:
@@ -421,11 +422,12 @@ class GenericRuntime:
         if self._folder is None:
             raise ValueError("use_mtp=True with a model that was not loaded from a folder")
         checkpoint = check_checkpoint(self._folder, takes_generic=True)
-        names = head_names(checkpoint, self.stock.config.num_hidden_layers)
-        need = head_bytes(checkpoint, names, self.stock.dtype)
-        self.store.check_room(need, "the head for multi-token prediction", "leave use_mtp out")
+        of_model = self.stock.config, self.stock.dtype, self.config.packing
+        files = HeadFiles(checkpoint, *of_model)
+        what = "the head for multi-token prediction"
+        self.store.check_room(files.num_bytes, what, "leave use_mtp out")
         with torch_threads(self.config.num_threads):
-            head = self._head = MtpHead(self.stock, checkpoint, names, self.pool)
+            head = self._head = MtpHead(self.stock, files, self.pool)
         self.store.ledger.add("head for multi-token prediction", lambda: head.held_bytes)
 
     def drafts_of(self, generation_config: Any, processors: Any) -> MtpDrafts:

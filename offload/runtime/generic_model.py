@@ -50,7 +50,7 @@ class GenericModel(FixedModel):
         `num_assistant_tokens` at a time (1).
 
         Raises:
-            NotImplementedError: beams, assistants, other drafts, and those with a GPU.
+            NotImplementedError: beams, assistants, other drafts, those with a GPU or a GGUF file.
             ValueError: `use_mtp=True`, and the checkpoint has no such head.
             HostBudgetError: before anything is computed, if not all tokens will fit.
         """

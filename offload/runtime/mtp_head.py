@@ -2,28 +2,35 @@
 
 A decoder layer of the model's own kind reads, for each position, the hidden state behind the final
 norm and the embedding of the next token (DeepSeek-V3, arXiv:2412.19437, section 2.2). transformers
-leaves its weights out. Here they become a stock model of one layer, and `generate(use_mtp=True)`
-has its drafts verified several tokens at a time. Of more tokens than one, each reads the hidden
-state that the head has made of the one before.
+leaves its weights out. Here they become a stock model of one layer, its matrices as the files have
+them (dense beside a packed model, too), and `generate(use_mtp=True)` has its drafts verified
+several tokens at a time. Of more tokens than one, each reads the hidden state that the head has
+made of the one before.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import re
 import weakref
-from collections import Counter
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from cpu_ops.worker_pool import WorkerPool
-from offload.loading.checkpoint import Checkpoint, check_loaded, weight_files
-from offload.loading.generic_packing import GenericParts, generic_from_parts, skeleton
+from offload.loading.checkpoint import GGUF_FILE, Checkpoint, check_loaded
+from offload.loading.generic_packing import (
+    generic_from_parts,
+    kept_in_safetensors,
+    parameter_bytes,
+    safetensors_parts,
+    skeleton,
+)
 from offload.loading.stock_model import text_part
 from offload.runtime.generation import Generation
 from offload.runtime.generic_cache import tensors_in
@@ -37,82 +44,96 @@ _QWEN = {  # names in files, and in the stock model of one layer
     "mtp.layers.0.": "model.layers.0.",
 }
 _OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+_OF_MODEL = ("model.embed_tokens.weight", "lm_head.weight")
 MOST_DRAFTS = 8  # at a time
 _MOST_OWED = 4  # tokens that are read again beside a draft; then a pass goes without one
 
 
-def head_names(checkpoint: Checkpoint, num_layers: int) -> dict[str, str]:
-    """The names of a head's weights in the files, by those in the stock model of one layer.
+class HeadFiles:
+    """The weights of a head in the files of a checkpoint.
+
+    Attributes:
+        empty: the stock model of one layer, without memory.
+        num_bytes: of memory that they will take.
 
     Args:
-        num_layers: of the model without its head.
+        config: the model's, of transformers, without its head.
+        packing: see `packed_bytes.kept_as`.
 
     Raises:
         ValueError: there is no head.
-        NotImplementedError: its weights are quantised.
+        NotImplementedError: a GGUF file.
     """
-    layer = f"model.layers.{num_layers}."
-    # Embeddings and the matrix for logits are copies of the model's.
-    renamed = {f"{layer}{x}.": "" for x in ("embed_tokens", "shared_head.head")} | {
-        **{f"{layer}{x}.": f"{x}." for x in ("enorm", "hnorm", "eh_proj")},
-        f"{layer}shared_head.norm.": "model.norm.",
-        layer: "model.layers.0.",
-        **_QWEN,
-    }
-    found: dict[str, str] = {}
-    for name in checkpoint.stored_shapes:
-        prefix = next(filter(name.startswith, renamed), None)
-        if prefix is not None and renamed[prefix]:
-            found[renamed[prefix] + name.removeprefix(prefix)] = name
-    missing = [name for name in (*_OWN, "model.norm.weight") if name not in found]
-    if missing:
-        raise ValueError(
-            f"use_mtp=True: {checkpoint.folder} has no head for multi-token prediction, of weights "
-            f"mtp.* or {layer}*; leave use_mtp out"
-        )
-    if checkpoint.stored_types:
-        raise NotImplementedError(
-            f"use_mtp=True: the weights of {checkpoint.folder} are quantised, and those of its "
-            "head are not packed in this version; leave use_mtp out"
-        )
-    return found
 
+    def __init__(
+        self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, packing: str
+    ) -> None:
+        if (checkpoint.folder / GGUF_FILE).is_file():
+            raise NotImplementedError(
+                f"use_mtp=True: {checkpoint.folder} holds a GGUF file, of whose tensors no head is "
+                "made in this version; take safetensors, or leave use_mtp out"
+            )
+        layer = f"model.layers.{config.num_hidden_layers}."
+        # Embeddings and the matrix for logits are copies of the model's.
+        renamed = {f"{layer}{x}.": "" for x in ("embed_tokens", "shared_head.head")} | {
+            **{f"{layer}{x}.": f"{x}." for x in ("enorm", "hnorm", "eh_proj")},
+            f"{layer}shared_head.norm.": "model.norm.",
+            layer: "model.layers.0.",
+            **_QWEN,
+        }
+        self._names: dict[str, str] = {}  # in the stock model of one layer, by those in the files
+        for name in checkpoint.stored_shapes:
+            prefix = next(filter(name.startswith, renamed), None)
+            if prefix is not None and renamed[prefix]:
+                self._names[name] = renamed[prefix] + name.removeprefix(prefix)
+        if not {*_OWN, "model.norm.weight"} <= {*self._names.values()}:
+            raise ValueError(
+                f"use_mtp=True: {checkpoint.folder} has no head for multi-token prediction, of "
+                f"weights mtp.* or {layer}*; leave use_mtp out"
+            )
+        shapes, types = checkpoint.stored_shapes, checkpoint.stored_types
+        self._checkpoint = replace(
+            checkpoint,
+            stored_shapes={name: shapes[name] for name in self._names},
+            stored_types={name: types[name] for name in self._names if name in types},
+        )
+        self._dtype, self._packing = dtype, packing
+        # What transformers' renaming takes, of its layer alone.
+        self._of_layer = {rf"^{re.escape(x)}": "model.layers.0." for x in (layer, "mtp.layers.0.")}
+        of_layer = _one_layer(config)
+        self.empty = skeleton(text_part(of_layer)[1], of_layer, dtype)
+        kept = kept_in_safetensors(self._checkpoint, self.empty, self._of_layer, packing)
+        sizes = parameter_bytes(self.empty, kept)
+        own = (math.prod(shapes[name]) for name, x in self._names.items() if x in _OWN)
+        self.num_bytes = dtype.itemsize * sum(own) + sum(
+            size for name, size in sizes.items() if name not in _OF_MODEL
+        )
 
-def head_bytes(checkpoint: Checkpoint, names: dict[str, str], dtype: torch.dtype) -> int:
-    """Memory of the weights of `head_names`."""
-    sizes = (math.prod(checkpoint.stored_shapes[name]) for name in names.values())
-    return dtype.itemsize * sum(sizes)
+    def load(self) -> tuple[Any, dict[str, Tensor]]:
+        """The stock model of one layer, in whose embeddings and matrix for logits nothing is, and
+        `_OWN`."""
+        dtype, empty = self._dtype, self.empty
+        parts = safetensors_parts(self._checkpoint, empty, dtype, self._of_layer, self._packing)
+        plain = {self._names[name]: x for name, x in parts.plain.items()}
+        own = {name: plain.pop(name) for name in _OWN}
+        nothing, stubs = torch.zeros(1, dtype=dtype), dict(empty.named_parameters())
+        plain |= {x: nothing.expand(stubs[x].shape) for x in _OF_MODEL if x in stubs}
+        model, info = generic_from_parts(dtype, empty, replace(parts, plain=plain), None)
+        check_loaded(info, self._checkpoint.folder, "its head for multi-token prediction")
+        return model, own
 
 
 class MtpHead:
     """The head of a stock model, with embeddings and the matrix for logits of that one.
 
     Args:
-        names: of `head_names`.
         pool: multiplies rows of drafts.
     """
 
-    def __init__(
-        self, stock: Any, checkpoint: Checkpoint, names: dict[str, str], pool: WorkerPool
-    ) -> None:
+    def __init__(self, stock: Any, files: HeadFiles, pool: WorkerPool) -> None:
         self._stock = stock
-        config, of_files = _one_layer(stock.config), {x: name for name, x in names.items()}
-        kind, weights = text_part(config)[1], dict[str, Tensor]()
-        empty = skeleton(kind, config, stock.dtype)
-        for file in weight_files(checkpoint.folder):
-            with safe_open(file, framework="pt") as tensors:
-                for name in of_files.keys() & tensors.keys():
-                    weights[of_files[name]] = tensors.get_tensor(name).to(stock.dtype)
-        own = {name: nn.Parameter(weights.pop(name), requires_grad=False) for name in _OWN}
-        stubs = {"model.embed_tokens.weight": empty.get_input_embeddings().weight.shape}
-        if not config.tie_word_embeddings:
-            stubs["lm_head.weight"] = empty.lm_head.weight.shape
-        nothing = torch.zeros(1, dtype=stock.dtype)
-        plain = weights | {name: nothing.expand(shape) for name, shape in stubs.items()}
-        model, info = generic_from_parts(
-            stock.dtype, empty, GenericParts(plain, {}, Counter()), None
-        )
-        check_loaded(info, checkpoint.folder, "its head for multi-token prediction")
+        model, weights = files.load()
+        own = {name: nn.Parameter(x, requires_grad=False) for name, x in weights.items()}
         self._model: Any = model.model.eval()
         self._model.embed_tokens = nn.Identity()
         self._enorm, self._hnorm = (copy.deepcopy(self._model.norm) for _ in range(2))
@@ -120,7 +141,10 @@ class MtpHead:
         shape = own["eh_proj.weight"].shape
         self._eh_proj = nn.Linear(shape[1], shape[0], bias=False, device="meta")
         self._eh_proj.weight = own["eh_proj.weight"]
-        for module in (self._model, self._eh_proj):
+        # The model's own multiplies on the pool in decode steps alone: this one does so always.
+        self._lm_head = copy.copy(stock.lm_head)
+        for module in (self._model, self._eh_proj, self._lm_head):
+            use_pool(module, pool, None)
             use_pool(module, pool, lambda: True)
         self._num_bytes: int = sum(x.nbytes for x in (*self._model.parameters(), *own.values()))
         self._caches = weakref.WeakSet[DynamicCache]()
@@ -159,7 +183,7 @@ class MtpHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [1, vocab_size] behind the last of `hidden`."""
-        found: Tensor = self._stock.lm_head(hidden[:, -1:])[:, -1].float()
+        found: Tensor = self._lm_head(hidden[:, -1:])[:, -1].float()
         return found
 
     def new_cache(self, most: int) -> DynamicCache:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import torch
@@ -9,6 +11,18 @@ from cases.every_type import tiny_model_of
 from cases.tiny_models import VOCAB_SIZE
 from safetensors.torch import load_file, save_file
 
+_GROUP = 32
+_FOUR_BITS = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"type": "int", "num_bits": 4, "group_size": _GROUP},
+        }
+    },
+    "ignore": ["lm_head"],
+}
 QWEN = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
 
 
@@ -35,3 +49,27 @@ def save_with_head(folder: Path, model_type: str) -> Path:
         weights[layer + name.removeprefix(of_layer)] = weights[name].flip(0).contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def in_four_bits(folder: Path, *, head: bool) -> None:
+    """Quantise the projections of a checkpoint's layers, and with `head` those of its head."""
+    weights = load_file(folder / "model.safetensors")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    of_head = re.compile(rf"mtp\.|model\.layers\.{config['num_hidden_layers']}\.")
+    for name, weight in [*weights.items()]:
+        is_matrix = re.search(r"_proj(_\w+)?\.weight$", name) and weight.dim() == 2
+        if not is_matrix or weight.shape[1] % _GROUP or (of_head.match(name) and not head):
+            continue
+        groups = weights.pop(name).unflatten(1, (-1, _GROUP))
+        scales = (groups.abs().amax(-1) / 7).half()
+        codes = ((groups / scales.float()[..., None]).round() + 8).clamp(0, 15).flatten(1).long()
+        words = (codes.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
+        prefix = name.removesuffix("weight")
+        weights |= {
+            f"{prefix}weight_packed": torch.where(words >= 2**31, words - 2**32, words).int(),
+            f"{prefix}weight_scale": scales,
+            f"{prefix}weight_shape": torch.tensor(weight.shape),
+        }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    path.write_text(json.dumps(config | {"quantization_config": _FOUR_BITS}))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases.every_type import tiny_model_of
-from cases.mtp_checkpoint import QWEN, save_with_head
+from cases.mtp_checkpoint import QWEN, in_four_bits, save_with_head
 from cases.slowly import combinations
 from cases.tiny_models import VOCAB_SIZE
 from safetensors.torch import load_file
@@ -19,8 +20,10 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from offload import OffloadedModel
+from offload.loading.checkpoint import GGUF_FILE, check_checkpoint
+from offload.models.packed_linear import PackedMatrix, PackedModule
 from offload.policies.registry import make_policy
-from offload.runtime.mtp_head import MtpDrafts
+from offload.runtime.mtp_head import HeadFiles, MtpDrafts
 from offload.system.errors import HostBudgetError
 
 OTHERS = ["deepseek_v3", "glm4_moe", "glm4_moe_lite"]
@@ -101,6 +104,36 @@ def test_tokens_are_those_without_drafts(
                 if wrong_every == 1000:
                     assert stats.accepted_tokens == 19 - -(-19 // (num_drafts + 1))
     assert model.kv_store.num_sequences == 0
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe_lite"])
+@pytest.mark.parametrize("head", [True, False])
+def test_beside_a_packed_model_the_head_is_as_in_the_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_type: str, *, head: bool
+) -> None:
+    """Packed where the files have it in four bits, else dense; and the tokens are the same."""
+    in_four_bits(save_with_head(tmp_path, model_type), head=head)
+    model = load(tmp_path)
+    assert any(isinstance(x, PackedMatrix) for x in model.modules())
+    expected = generate(model)
+    for wrong_every in (1, 3, 1000):
+        with monkeypatch.context() as patch:
+            draft(patch, expected, wrong_every)
+            options = {"use_mtp": True, "num_assistant_tokens": 3}
+            assert generate(model, **options).tolist() == expected.tolist()
+        assert (model.offload_stats().accepted_tokens > 0) == (wrong_every > 1)
+    of_head = model._offload._head
+    kept = {x.packed.format for x in of_head._model.modules() if isinstance(x, PackedMatrix)}
+    assert kept == ({"q4"} if head else set())
+    checkpoint = check_checkpoint(tmp_path, takes_generic=True)
+    files = HeadFiles(checkpoint, model.config, model.dtype, "auto")
+    assert files.num_bytes == of_head._num_bytes
+    dense, weights = HeadFiles(checkpoint, model.config, model.dtype, "").load()
+    linears = {n: x for n, x in dense.model.named_modules() if isinstance(x, torch.nn.Linear)}
+    for name, module in of_head._model.named_modules():
+        if isinstance(module, PackedModule):
+            torch.testing.assert_close(module.of_stock(), linears[name].weight)
+    assert weights["eh_proj.weight"].equal(of_head._eh_proj.weight)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe_lite"])
@@ -255,3 +288,7 @@ def test_what_cannot_be_drafted_is_refused(
     tiny_model_of("qwen3_5_text", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no head for multi-token prediction, of weights mtp\.\*"):
         generate(load(tmp_path), use_mtp=True)
+    (tmp_path / GGUF_FILE).touch()
+    of_gguf = replace(check_checkpoint(folder, takes_generic=True), folder=tmp_path)
+    with pytest.raises(NotImplementedError, match="holds a GGUF file"):
+        HeadFiles(of_gguf, model.config, model.dtype, "auto")
